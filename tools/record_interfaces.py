@@ -247,6 +247,16 @@ def record(wheel):
     return {"package": package, "version": version, **found}
 
 
+def wheel_of(release, folder):
+    """The path of a wheel, which is downloaded to a folder unless it is there."""
+    if release.endswith(".whl"):
+        return release
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--quiet"]
+    subprocess.run([*pip, "--dest", folder, release], check=True)
+    (wheel,) = Path(folder).glob("*.whl")
+    return wheel
+
+
 def write(interface, folder):
     path = folder / f"{interface['package']}-{interface['version']}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -261,12 +271,7 @@ def main():
     options = parser.parse_args()
     for release in options.releases:
         with tempfile.TemporaryDirectory() as folder:
-            wheel = release
-            if not release.endswith(".whl"):
-                pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
-                subprocess.run([*pip, "--quiet", "--dest", folder, release], check=True)
-                (wheel,) = Path(folder).glob("*.whl")
-            print(write(record(wheel), options.out))
+            print(write(record(wheel_of(release, folder)), options.out))
 
 
 if __name__ == "__main__":

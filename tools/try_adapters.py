@@ -1,0 +1,450 @@
+"""Runs ibp's serving adapters with the Python files of released vLLM and SGLang packages, on the CPU.
+
+    python tools/try_adapters.py vllm==0.33.0 sglang==0.5.23         downloads the wheels by pip, and deletes them
+    python tools/try_adapters.py path/to/some.whl                    of a wheel that is there
+
+Nothing of the packages is installed, and no server runs. Their modules around KV-cache offloading are imported as they
+are; all others, such as those with compiled parts, are replaced by objects that do nothing. vLLM's own manager, and its
+worker's side of the connector, then store and load random chunks for random steps, as a scheduler does: blocks are
+written anew as soon as vLLM may do so, pages are lost for want of room, caches are reset. SGLang's own factory makes the
+storage, its controller's methods write and read pages, and its file backend says which prefixes can be restored. Every
+page that comes back has to have the bits that were stored.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import importlib.abc
+import importlib.util
+import inspect
+import itertools
+import random
+import subprocess
+import sys
+import tempfile
+import types
+import zipfile
+from pathlib import Path
+
+import torch
+from record_interfaces import wheel_of
+
+# Modules that are imported as they are.
+REAL = (
+    "vllm.v1.kv_offload.base",
+    "vllm.v1.kv_offload.config",
+    "vllm.v1.kv_offload.factory",
+    "vllm.v1.kv_offload.cpu.common",
+    "vllm.v1.kv_offload.cpu.manager",
+    "vllm.v1.kv_offload.cpu.spec",
+    "vllm.v1.kv_offload.cpu.policies.*",
+    "vllm.v1.metrics.cache_hit_source",
+    "vllm.utils.math_utils",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",
+    "sglang.srt.mem_cache.hicache_storage",
+    "sglang.srt.mem_cache.storage.backend_factory",
+    "sglang.srt.mem_cache.storage.file.lru_file_evictor",
+    "sglang.srt.managers.cache_controller",
+)
+PAGE_ALIGNMENT = 4096  # of vLLM's chunks in host memory
+
+
+class _NothingType(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing
+
+    def __call__(cls, *args, **kwargs):
+        is_decorator = cls is Nothing and len(args) == 1 and callable(args[0])
+        return args[0] if is_decorator else super().__call__(*args, **kwargs)
+
+    def __or__(cls, other):
+        return cls
+
+    __ror__ = __or__
+
+
+class Nothing(metaclass=_NothingType):
+    """What stands for all that the packages import and the adapters do not need."""
+
+    def __init__(self, *args, **kwargs):
+        """Takes all there is."""
+
+    def __class_getitem__(cls, item):
+        return cls
+
+    def __call__(self, *args, **kwargs):
+        return None
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports a package's modules: those of REAL from its files, all others as modules of Nothing."""
+
+    def __init__(self, root, package):
+        self._root, self._package = root, package
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] != self._package:
+            return None
+        if _is_real(name):
+            file = self._root.joinpath(*name.split(".")).with_suffix(".py")
+            return importlib.util.spec_from_file_location(name, file)
+        return importlib.util.spec_from_loader(name, self, is_package=True)
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: _attribute(spec.name, name)
+        return module
+
+    def exec_module(self, module):
+        """There is nothing to run."""
+
+
+def _is_real(name):
+    return any(fnmatch.fnmatchcase(name, real) for real in REAL)
+
+
+def _attribute(module, name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if _is_real(f"{module}.{name}"):
+        return importlib.import_module(f"{module}.{name}")
+    if name == "init_logger":
+        return lambda name: Nothing()
+    if name == "SharedOffloadRegion":
+        return type(name, (), {"BLOCK_SIZE_ALIGNMENT": PAGE_ALIGNMENT})
+    return Nothing() if name == "envs" else Nothing  # the variables of envs give None
+
+
+def check(is_so, what):
+    if not is_so:
+        raise SystemExit(f"not as it should be: {what}")
+
+
+def pages_of(count, num_bytes, rng):
+    """[count, num_bytes] of BF16 keys, every eighth of noise, for which a pool has no room."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    kept = torch.randn(count, num_bytes // 2, generator=generator).mul(0.02).bfloat16().view(torch.int8)
+    noise = torch.randint(-128, 128, (count, num_bytes), dtype=torch.int8, generator=generator)
+    return torch.where((torch.arange(count) % 8 == 0).unsqueeze(1), noise, kept)
+
+
+# ---- vLLM ----
+
+
+class Scheduler:
+    """Stores and loads chunks at random, through vLLM's manager and the worker's side of its connector."""
+
+    NUM_BLOCKS, BLOCKS_PER_CHUNK = 64, 2
+
+    def __init__(self, seed):
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, worker
+        from vllm.v1.kv_offload import base, config, factory
+
+        self.base, self.common, self.rng = base, common, random.Random(seed)
+        # A group of layers with blocks of two sizes, and one that shares a tensor and uses less of each block.
+        sizes = [4096, 4096, 2048]
+        self.tensors = [torch.zeros(self.NUM_BLOCKS, size, dtype=torch.int8) for size in sizes]
+        self.groups = [[(0, 4096), (1, 4096), (2, 2048)], [(1, 3000)]]
+        refs = [[base.CanonicalKVCacheRef(*ref) for ref in group] for group in self.groups]
+        of_tensors = [base.CanonicalKVCacheTensor(tensor, size) for tensor, size in zip(self.tensors, sizes)]
+        chunk_bytes = self.BLOCKS_PER_CHUNK * sum(sizes)
+        options = {"spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm"}
+        options |= {"cpu_bytes_to_use": 30 * -(-chunk_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT, "store_threshold": 1}
+        made = {
+            "groups": tuple(_filled(config.OffloadingGroupConfig, tokens_per_block=16, group_id=k) for k in range(2)),
+            "worker_kv_bytes_per_block": sum(sizes),
+            "extra_config": options,
+            "model": _filled(config.OffloadingModelConfig, dtype="bfloat16", max_model_len=256),
+            "cache": config.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=self.BLOCKS_PER_CHUNK),
+            "parallel": _filled(config.OffloadingParallelConfig, rank=0, world_size=1),
+        }
+        self.spec = factory.OffloadingSpecFactory.create_spec(_filled(config.OffloadingConfig, **made))
+        self.manager = self.spec.get_manager()
+        self.context = base.ReqContext("some")
+        self.manager.on_new_request(self.context)
+        num_arguments = len(inspect.signature(worker.OffloadingConnectorWorker).parameters)
+        self.connector = worker.OffloadingConnectorWorker(self.spec, *[None] * (num_arguments - 1))
+        self.connector._init_worker(base.CanonicalKVCaches(of_tensors, refs))
+        self.jobs = itertools.count()
+        self.stores, self.loads = {}, {}  # by job: (keys, blocks); (keys, blocks, wanted)
+        self.content, self.free = {}, list(range(1, self.NUM_BLOCKS))
+        self.num_loaded = self.num_lost = 0
+
+    def allocate(self, count):
+        self.rng.shuffle(self.free)
+        return [self.free.pop() for _ in range(count)]
+
+    def bits(self, group, blocks):
+        return [self.tensors[number][blocks, :size].clone() for number, size in self.groups[group]]
+
+    def write(self, blocks):
+        """What a model does with blocks that it has been given."""
+        for tensor in self.tensors:
+            tensor[blocks] = pages_of(len(blocks), tensor.shape[1], self.rng)
+
+    def gpu_spec(self, blocks_of_groups):
+        blocks = [block for blocks in blocks_of_groups for block in blocks]
+        indices = [self.BLOCKS_PER_CHUNK * self.rng.randrange(4) for _ in blocks_of_groups]
+        return self.base.GPULoadStoreSpec(blocks, [len(each) for each in blocks_of_groups], indices)
+
+    def new_stores(self):
+        keys, many = [], self.BLOCKS_PER_CHUNK
+        for group in range(2):
+            for _ in range(self.rng.randrange(3)):
+                if len(self.free) < 4 * many:
+                    break
+                key = self.base.make_offload_key(self.rng.randbytes(8), group)
+                blocks = self.allocate(many)
+                self.write(blocks)
+                self.content[key] = group, blocks, self.bits(group, blocks)
+                keys.append(key)
+        output = self.manager.prepare_store(keys, self.context) if keys else None
+        taken = [] if output is None else list(output.keys_to_store)
+        for key in set(keys) - set(taken):
+            self.free += self.content.pop(key)[1]
+        if not taken:
+            return {}
+        for key in output.evicted_keys:
+            self.content.pop(key, None)
+        blocks = [[block for key in taken if self.content[key][0] == g for block in self.content[key][1]] for g in (0, 1)]
+        job = next(self.jobs)
+        self.stores[job] = taken, sum(blocks, [])
+        return {job: self.common.TransferJob("some", self.gpu_spec(blocks), output.store_spec)}
+
+    def new_loads(self, ready):
+        """Of chunks that are stored; half of them, where the engine knows it, have to be there within the step."""
+        wanted = [key for key in self.rng.sample(ready, min(len(ready), 2)) if key in self.content]
+        wanted = sorted(wanted, key=lambda key: self.content[key][0])
+        if not wanted or len(self.free) < 4 * self.BLOCKS_PER_CHUNK:
+            return {}
+        targets = {key: self.allocate(self.BLOCKS_PER_CHUNK) for key in wanted}
+        blocks = [[block for key in wanted if self.content[key][0] == g for block in targets[key]] for g in (0, 1)]
+        fields = {field.name for field in dataclasses.fields(self.common.TransferJob)}
+        options = {"sync": self.rng.random() < 0.5} if "sync" in fields else {}
+        source, job = self.manager.prepare_load(wanted, self.context), next(self.jobs)
+        self.loads[job] = wanted, sum(blocks, []), [(self.content[key], targets[key]) for key in wanted]
+        return {job: self.common.TransferJob("some", source, self.gpu_spec(blocks), **options)}
+
+    def check_loads(self, jobs):
+        for job in jobs:
+            for (group, _, bits), target in self.loads[job][2]:
+                same = all(torch.equal(*pair) for pair in zip(bits, self.bits(group, target)))
+                check(same, f"the bits of a chunk of group {group}, job {job}")
+                self.num_loaded += 1
+
+    def step(self, is_reset=False):
+        """As a step of the engine: what is to be flushed, loads, the model, stores, what is finished."""
+        if is_reset:
+            self.manager.reset_cache()
+            flushed = set(self.stores) | set(self.loads)
+        else:
+            flushed = {job for job in self.stores if self.rng.random() < 0.5}
+        ready = [key for key in self.content if not any(key in keys for keys, _ in self.stores.values())]
+        loads = {} if is_reset else self.new_loads(ready)
+        stores = self.new_stores()
+        metadata = self.common.OffloadingConnectorMetadata(loads, stores, flushed or None)
+        self.connector.handle_preemptions(metadata)
+        for job in flushed & set(self.stores):  # their blocks are the next request's
+            self.write(self.stores[job][1])
+        self.connector.start_kv_transfers(metadata)
+        self.check_loads(job for job, entry in loads.items() if getattr(entry, "sync", False))
+        self.connector.prepare_store_kv(metadata)
+        self.num_lost = max(self.num_lost, self.connector.worker.num_raw_pages)
+        self.connector.get_finished(set())
+        done = self.connector.build_connector_worker_meta()
+        self.complete(done.completed_jobs if done else (), stale=flushed if is_reset else ())
+        if is_reset:
+            kept = {key for job in self.stores for key in self.stores[job][0]}
+            self.content = {key: value for key, value in self.content.items() if key in kept}
+
+    def complete(self, jobs, stale):
+        for job in jobs:
+            if job in self.stores:
+                keys, blocks = self.stores.pop(job)
+                if job not in stale:
+                    self.manager.complete_store(keys, self.context)
+            else:
+                self.check_loads([job])
+                keys, blocks, _ = self.loads.pop(job)
+                if job not in stale:
+                    self.manager.complete_load(keys, self.context)
+            self.free += blocks
+
+
+def _filled(cls, **values):
+    """An object of a dataclass; fields without value or default are None."""
+    missing = (field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING)
+    known = {field.name for field in dataclasses.fields(cls)}
+    return cls(**(dict.fromkeys(missing) | {name: value for name, value in values.items() if name in known}))
+
+
+def try_vllm(num_steps=200):
+    scheduler = Scheduler(0)
+    for step in range(num_steps):
+        scheduler.step(is_reset=step % 50 == 49)
+    worker = scheduler.connector.worker
+    print(f"  manager of {scheduler.spec.num_chunks} chunks, where {scheduler.spec.num_chunks / 1.4:.0f} would fit raw")
+    if hasattr(scheduler.spec, "config_info_keys"):
+        keys, info = scheduler.spec.config_info_keys({}), scheduler.manager.config_info()
+        check(set(keys) == set(info[0]), "the labels of config_info")
+        print(f"  config_info: {info[0]}")
+    print(f"  {num_steps} steps, {scheduler.num_loaded} chunks loaded, all with their bits")
+    print(f"  pools of pages of {sorted(store.page_bytes for store in worker.stores)} bytes, ", end="")
+    print(f"at most {scheduler.num_lost} pages that found no room")
+    check(scheduler.num_loaded > 100 and scheduler.num_lost > 0, "how much has been tried")
+    scheduler.connector.shutdown()
+
+
+# ---- SGLang ----
+
+
+class HostPool:
+    """A host pool of SGLang, as far as storage sees it."""
+
+    page_size = 16
+
+    def __init__(self, pages):
+        self.pages = pages.clone()
+
+    def get_data_page(self, index, flat=True):
+        return self.pages[int(index) // self.page_size]
+
+    def get_dummy_flat_data_page(self):
+        return torch.zeros_like(self.pages[0])
+
+    def set_from_flat_data_page(self, index, data_page):
+        self.pages[int(index) // self.page_size] = data_page
+
+
+def tokens_of(pages):
+    return torch.cat([torch.arange(16 * page, 16 * page + 16) for page in pages])
+
+
+def storage_of(hicache, folder=None):
+    """The adapter by SGLang's factory, or SGLang's own storage of files."""
+    options = {"backend_name": "ibp", "module_path": "ibp.integrations.sglang", "class_name": "IBPHiCacheStorage"}
+    options |= {"interface_v1": 1, "pool_bytes": 1 << 20}
+    values = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+    values |= {"is_mla_model": False, "extra_config": options}
+    config = _filled(hicache.HiCacheStorageConfig, **values)
+    if folder is not None:
+        return hicache.HiCacheFile(config, str(folder))
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    return StorageBackendFactory.create_backend("dynamic", config, None)
+
+
+def controller_of(storage, host):
+    """What the methods of SGLang's controller read of it; methods of versions 1 and before."""
+    from sglang.srt.managers.cache_controller import HiCacheController
+
+    self = types.SimpleNamespace(storage_backend=storage, storage_host_pool=host, mem_pool_host=host, page_size=16)
+    methods = ("_page_set_zero_copy", "_page_get_zero_copy", "_generic_page_set", "_generic_page_get")
+    return [types.MethodType(getattr(HiCacheController, name), self) for name in methods]
+
+
+class Operation:
+    """A prefetch, as the controller's methods count its tokens in some releases, or its pages in others."""
+
+    request_id, completed_tokens = "some", 0
+
+    def increment(self, count):
+        self.completed_tokens += count
+        return True
+
+    def is_terminated(self):
+        return False
+
+
+def try_sglang(folder, num_trials=200):
+    from sglang.srt.mem_cache import hicache_storage as hicache
+
+    rng = random.Random(0)
+    storage = storage_of(hicache)
+    pages = pages_of(40, 4096, rng)
+    host = HostPool(pages)
+    storage.register_mem_pool_host(host)
+    if hasattr(hicache.HiCacheStorage, "on_host_pools_registered"):
+        storage.on_host_pools_registered()
+    set_v1, get_v1, set_pages, get_pages = controller_of(storage, host)
+    keys = [str(page) for page in range(40)]
+    check(set_v1(keys[:20], tokens_of(range(20))), "pages are stored by version 1")
+    check(set_pages(keys[20:], tokens_of(range(20, 40))), "pages are stored one by one")
+    for get in (get_v1, get_pages):
+        host.pages.zero_()
+        operation = Operation()
+        count = get(operation, keys, tokens_of(range(40)))
+        check(40 in (count, operation.completed_tokens // 16), "pages are found")
+        check(torch.equal(host.pages, pages), "bits of pages")
+    check(storage.get_stats() is None, "get_stats")
+    print("  40 pages stored and loaded by the controller's methods, all with their bits")
+    num_same = 0
+    for trial in range(num_trials):
+        num_same += same_prefixes(hicache, rng, storage_of(hicache), folder / str(trial), pages)
+    print(f"  batch_exists_v2 as SGLang's storage of files in {num_same} of {num_trials} trials")
+    if "restorable_prefix_pages" in {field.name for field in dataclasses.fields(hicache.PoolTransferResult)}:
+        check(num_same == num_trials, "which prefixes can be restored")
+    storage.close()
+
+
+def same_prefixes(hicache, rng, storage, folder, pages):
+    """Whether two storages with the same random pages find the same prefixes."""
+    names, policies = list(hicache.PoolName)[1:4], hicache.PoolHitPolicy
+    keys, storages = [str(page) for page in range(8)], [storage, storage_of(hicache, folder)]
+    transfers = []
+    for name in (hicache.PoolName.KV, *names):
+        there = [page for page in range(8) if rng.random() < 0.9]
+        written = hicache.PoolTransfer(name, tokens_of(there) if there else torch.empty(0), keys=[keys[k] for k in there])
+        for each in storages:
+            each.register_mem_host_pool_v2(HostPool(pages[:8]), name)
+            check(all(each.batch_set_v2([written])[name]), f"pages of {name}")
+        policy = rng.choice([policies.ALL_PAGES, policies.TRAILING_PAGES])
+        transfers.append(hicache.PoolTransfer(name, keys=keys[: rng.randint(1, 3)], hit_policy=policy))
+    mine, theirs = (each.batch_exists_v2(keys, transfers[1:]) for each in storages)
+    return mine == theirs
+
+
+# ---- the command ----
+
+
+def run(wheel):
+    """Tries a wheel within this process, which can import one release of each package."""
+    package = Path(wheel).name.split("-")[0]
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".py") and name.startswith(f"{package}/")]
+        archive.extractall(folder, names)
+        sys.meta_path.insert(0, Finder(Path(folder), package))
+        if package == "vllm":
+            try_vllm()
+        else:
+            try_sglang(Path(folder))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("releases", nargs="+", metavar="WHEEL|PACKAGE==VERSION")
+    parser.add_argument("--here", action="store_true", help="one wheel, within this process")
+    options = parser.parse_args()
+    if options.here:
+        run(options.releases[0])
+        return
+    failed = []
+    for release in options.releases:
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = wheel_of(release, folder)
+            print(Path(wheel).name.rsplit("-", 3)[0], flush=True)
+            failed += [release] if subprocess.run([sys.executable, __file__, "--here", str(wheel)]).returncode else []
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
