@@ -348,21 +348,25 @@ def test_vllm_wrong_options(framework):
 
 def test_vllm_on_the_gpu(framework, cuda):
     adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
-    layers = [torch.cat([pages_of(30), noise(10)]), pages_of(40, seed=1)]
+    layers = [torch.cat([pages_of(20), noise(20)]), pages_of(40, seed=1)]
     caches = caches_of(base, layers, [[0, 1]], cuda)
     worker = adapter.IBPOffloadingSpec(config_of(2, 2)).get_worker(caches)
     for job in range(10):
         source = base.GPULoadStoreSpec(range(4 * job, 4 * job + 4), [4], [0])
         worker.submit_store(job, source, base.BlockIDsLoadStoreSpec([2 * job, 2 * job + 1]))
     worker.wait(set(range(10)))
-    results = worker.get_finished()
-    assert len(results) == 10 and all(result.success and result.transfer_time > 0 for result in results)
-    for tensor in caches.tensors:
-        tensor.tensor.zero_()
-    worker.submit_load(50, base.BlockIDsLoadStoreSpec(range(20)), base.GPULoadStoreSpec(range(40), [40], [0]))
-    finish(worker, 50)
-    for number, layer in enumerate(layers):
-        assert_same_bits(blocks_of(caches, number).cpu(), layer)
+    for expedited in (False, True):
+        for tensor in caches.tensors:
+            tensor.tensor.zero_()  # the blocks are vLLM's again, before it has asked what is finished
+        if not expedited:
+            results = worker.get_finished()
+            assert len(results) == 10 and all(result.success and result.transfer_time > 0 for result in results)
+            assert worker.num_raw_pages > 0
+        chunks, blocks = base.BlockIDsLoadStoreSpec(range(20)), base.GPULoadStoreSpec(range(40), [40], [0])
+        worker.submit_load(50 + expedited, chunks, blocks, expedited=expedited)
+        finish(worker, 50 + expedited)
+        for number, layer in enumerate(layers):
+            assert_same_bits(blocks_of(caches, number).cpu(), layer)
 
 
 # ---- SGLang ----

@@ -5,10 +5,10 @@
 
 Nothing of the packages is installed, and no server runs. Their modules around KV-cache offloading are imported as they
 are; all others, such as those with compiled parts, are replaced by objects that do nothing. vLLM's own manager, and its
-worker's side of the connector, then store and load random chunks for random steps, as a scheduler does: blocks are
-written anew as soon as vLLM may do so, pages are lost for want of room, caches are reset. SGLang's own factory makes the
-storage, its controller's methods write and read pages, and its file backend says which prefixes can be restored. Every
-page that comes back has to have the bits that were stored.
+worker's side of the connector, then store and load random chunks for some hundred steps, as a scheduler does: blocks
+are written anew as soon as vLLM may do so, pages find no room, caches are reset. SGLang's own factory makes the
+storage, its controller's methods write and read pages, and its storage of files says which prefixes can be restored.
+Every page that comes back has to have the bits that were stored.
 """
 
 import argparse
@@ -195,6 +195,11 @@ class Scheduler:
         indices = [self.BLOCKS_PER_CHUNK * self.rng.randrange(4) for _ in blocks_of_groups]
         return self.base.GPULoadStoreSpec(blocks, [len(each) for each in blocks_of_groups], indices)
 
+    def of_groups(self, blocks):
+        """The blocks of keys, by group."""
+        groups = ([each for key, each in blocks.items() if self.content[key][0] == group] for group in range(2))
+        return [sum(each, []) for each in groups]
+
     def new_stores(self):
         keys, many = [], self.BLOCKS_PER_CHUNK
         for group in range(2):
@@ -214,7 +219,7 @@ class Scheduler:
             return {}
         for key in output.evicted_keys:
             self.content.pop(key, None)
-        blocks = [[block for key in taken if self.content[key][0] == g for block in self.content[key][1]] for g in (0, 1)]
+        blocks = self.of_groups({key: self.content[key][1] for key in taken})
         job = next(self.jobs)
         self.stores[job] = taken, sum(blocks, [])
         return {job: self.common.TransferJob("some", self.gpu_spec(blocks), output.store_spec)}
@@ -226,7 +231,7 @@ class Scheduler:
         if not wanted or len(self.free) < 4 * self.BLOCKS_PER_CHUNK:
             return {}
         targets = {key: self.allocate(self.BLOCKS_PER_CHUNK) for key in wanted}
-        blocks = [[block for key in wanted if self.content[key][0] == g for block in targets[key]] for g in (0, 1)]
+        blocks = self.of_groups(targets)
         fields = {field.name for field in dataclasses.fields(self.common.TransferJob)}
         options = {"sync": self.rng.random() < 0.5} if "sync" in fields else {}
         source, job = self.manager.prepare_load(wanted, self.context), next(self.jobs)
@@ -402,7 +407,8 @@ def same_prefixes(hicache, rng, storage, folder, pages):
     transfers = []
     for name in (hicache.PoolName.KV, *names):
         there = [page for page in range(8) if rng.random() < 0.9]
-        written = hicache.PoolTransfer(name, tokens_of(there) if there else torch.empty(0), keys=[keys[k] for k in there])
+        tokens = tokens_of(there) if there else torch.empty(0)
+        written = hicache.PoolTransfer(name, tokens, keys=[keys[page] for page in there])
         for each in storages:
             each.register_mem_host_pool_v2(HostPool(pages[:8]), name)
             check(all(each.batch_set_v2([written])[name]), f"pages of {name}")
