@@ -1,0 +1,440 @@
+"""Puts small mistakes into the Python package and the C core, one at a time, and says which of them the tests see.
+
+    python tools/mutate.py record quick                     # the tests of `make test`: which lines each reaches
+    python tools/mutate.py record rest                      # those that `make test-all` adds: an hour or more
+    python tools/mutate.py run --number 200 --seed 1 --results results.csv
+    python tools/mutate.py run --again results.csv          # only those that were alive: after new tests
+
+`run` draws lines, and one mistake for each (tools/mutations.py). It applies them in copies of the tree, never in the
+tree itself; of C it builds the library again. The tests that reach the line run, short ones first, until one fails. A
+mistake is *seen* if a test fails, ends the process or takes too long, *alive* if all pass, *equivalent* if
+tools/equivalent_mutants.csv gives the reason why no test can see it, *unreached* if no recorded test reaches the line:
+lines for a GPU, where there is none. Mistakes that do not compile, or to the same machine code, are not counted.
+
+`record` is needed again when a source has changed. After new tests, `record NAME TESTS ...` adds what they reach.
+"""
+
+import argparse
+import ast
+import bisect
+import concurrent.futures
+import csv
+import hashlib
+import json
+import os
+import queue
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tracing
+from mutations import Mutation, mutations_of
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "mutants"
+REASONS = ROOT / "tools" / "equivalent_mutants.csv"
+COLUMNS = ["file", "line", "column", "was", "becomes", "outcome", "test", "tests_run", "seconds", "text"]
+SOURCES = ["ibp/*.py", "ibp_command.py", "csrc/core/*.[ch]", "csrc/x86/*.[ch]"]
+FULL = ["--hypothesis-profile=full"]
+SETS = {"quick": ["-m", "not slow and not frameworks"], "rest": ["-m", "slow or hypothesis or frameworks", *FULL]}
+# Programs that are compiled from the C core rather than linked with the library: what they reach is not recorded.
+C_PROGRAMS = {"quick": ["tests/test_c_core.py::test_c_core[quick]"], "rest": ["tests/test_c_core.py::test_c_core[all]"]}
+MOST_BYTES = 12 << 30  # of data of a process: a mistake may allocate without end
+BATCHES = (4, 30, 120, float("inf"))  # seconds of tests in a run of pytest: most mistakes are seen by the first
+
+
+# ---- copies of the tree ----
+
+
+def copied(name: str) -> Path:
+    """A copy of the tree, with what git does not ignore and the libraries as they are built here."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    copy = FOLDER / name
+    shutil.rmtree(copy, ignore_errors=True)
+    for path in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n"):
+        if path and (ROOT / path).is_file():
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, copy / path)
+    return copy
+
+
+def environment_of(copy: Path, **changes: str) -> dict[str, str]:
+    paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "IBP_NO_CUDA": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ":".join(paths), **changes}
+
+
+def build(copy: Path, **flags: str) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=copy, env=environment_of(copy, **flags), capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"the copy {copy} cannot be built:\n{done.stdout}{done.stderr}")
+
+
+def library_of(copy: Path) -> Path:
+    return next(path for path in (copy / "ibp" / "_lib").glob("libibp.so.*"))
+
+
+def build_library(copy: Path) -> bool:
+    """Builds the C library again; whether it compiles, and to other code than before."""
+    installed = library_of(copy)
+    made = copy / "build" / "native" / installed.name
+    command = ["make", "-s", "-C", "csrc", "BUILD=../build/native", f"../build/native/{installed.name}"]
+    environment = {"CC": "cc", **environment_of(copy)}
+    if subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode != 0:
+        return False
+    if made.read_bytes() == installed.read_bytes():
+        return False
+    shutil.copy2(made, installed.with_suffix(".new"))
+    os.replace(installed.with_suffix(".new"), installed)
+    return True
+
+
+# ---- which tests reach a line ----
+
+
+class Reach(NamedTuple):
+    """What one recording found."""
+
+    tests: list[str]
+    seconds: np.ndarray  # of each test
+    options: list[str]  # of pytest
+    digests: dict[str, str]  # of the sources
+    lines: dict[str, np.ndarray]  # for each source the tests of each line, as packed bits
+
+    def reaching(self, path: str, lines: range | None) -> np.ndarray:
+        """Numbers of the tests that reach one of the lines, all lines for None."""
+        bits = self.lines.get(path)
+        if bits is None:
+            return np.empty(0, np.int64)
+        chosen = bits if lines is None else bits[lines.start : lines.stop]
+        return np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(chosen, axis=0))[: len(self.tests)])
+
+    def save(self, path: Path) -> None:
+        said = {"tests": self.tests, "options": self.options, "digests": self.digests}
+        np.savez_compressed(path, about=json.dumps(said), seconds=self.seconds, **self.lines)
+
+    @classmethod
+    def load(cls, path: Path) -> "Reach":
+        with np.load(path) as held:
+            arrays = dict(held)
+        about, seconds = json.loads(str(arrays.pop("about"))), arrays.pop("seconds")
+        return cls(about["tests"], seconds, about["options"], about["digests"], arrays)
+
+
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def record(name: str, arguments: list[str], jobs: int) -> None:
+    """Runs tests in a copy whose C code is traced, and keeps which lines each has reached."""
+    tree, raw = copied("traced"), FOLDER / "raw"
+    shutil.rmtree(raw, ignore_errors=True)
+    (raw / "site").mkdir(parents=True)
+    (raw / "site" / "sitecustomize.py").write_text(tracing.SITE)
+    (tree / "csrc" / "cuda" / "reached.c").write_text(tracing.TRACE_C)
+    build(tree, CFLAGS="-Og -gdwarf-4 -fsanitize-coverage=trace-pc")
+    paths = [str(tree), str(raw / "site"), str(ROOT / "tools")]
+    environment = environment_of(tree, IBP_TRACED_TREE=str(tree), IBP_RECORD=str(raw))
+    environment["PYTHONPATH"] = ":".join([*paths, environment["PYTHONPATH"]])
+    workers = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
+    arguments = arguments or SETS[name]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "reach", "-p", "no:cacheprovider", *workers, *arguments]
+    subprocess.run(command, cwd=tree, env=environment, preexec_fn=limit)
+    found = collected(raw, tree, [word for word in arguments if word in FULL])
+    found.save(FOLDER / f"{name}.npz")
+    print(f"{len(found.tests)} tests, {len(found.lines)} sources")
+
+
+def collected(raw: Path, tree: Path, options: list[str]) -> Reach:
+    parts = [json.loads(path.read_text()) for path in raw.glob("tests-*.json")]
+    tests = {name: test for part in parts for name, test in part["tests"].items()}
+    # What fails in the copy without a mistake says nothing about mistakes.
+    kept = sorted(name for name, test in tests.items() if test["passed"] and not test["skipped"])
+    print(f"left out: {[name for name in tests if not tests[name]['passed']]}")
+    found = [one for part in parts for one in part["found"].items()]
+    places = places_of({number for _, reached in found for number in reached}, tree)
+    numbers: dict[str, list[int]] = {}
+    for number, name in enumerate(kept):
+        for context in (name, *tests[name]["fixtures"]):
+            numbers.setdefault(context, []).append(number)
+    sources = sources_of(SOURCES)
+    lines = {path: np.zeros((len((tree / path).read_text().splitlines()) + 1, len(kept)), bool) for path in sources}
+    for context, reached in found:
+        for path, line in {places[number] for number in reached if number in places}:
+            if path in lines and context in numbers:
+                lines[path][line, numbers[context]] = True
+    seconds = np.array([tests[name]["seconds"] for name in kept])
+    bits = {path: np.packbits(matrix, axis=1) for path, matrix in lines.items()}
+    return Reach(kept, seconds, options, {path: digest_of(tree / path) for path in sources}, bits)
+
+
+def places_of(numbers: set[int], tree: Path) -> dict[int, tuple[str, int]]:
+    """The source and line of each byte that was set."""
+    starts = sorted((start, os.path.relpath(path, tree)) for path, start in tracing.starts_of(tree).items())
+    places = {}
+    for number in numbers:
+        if number >= tracing.C_BYTES:
+            start, path = starts[bisect.bisect_right(starts, (number, "~")) - 1]
+            places[number] = (path, number - start)
+    addresses = sorted(number for number in numbers if number < tracing.C_BYTES)
+    asked = "\n".join(hex(address - 1) for address in addresses)  # of the call, not of the return
+    command = ["addr2line", "-e", str(library_of(tree))]
+    said = subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    for address, line in zip(addresses, said, strict=True):
+        path, _, number = line.partition(" ")[0].rpartition(":")
+        if number.isdigit():
+            places[address] = (os.path.relpath(os.path.join(tree, "csrc", path), tree), int(number))
+    return places
+
+
+def lines_that_matter(mutation: Mutation, found: Reach) -> range | None:
+    """The lines of which a test has to reach one; None: any line of the file."""
+    if not mutation.path.endswith(".py"):  # a block is known by its first line
+        bits = found.lines[mutation.path]
+        reached = [line for line in range(mutation.line + 1) if bits[line].any()]
+        return range(reached[-1], mutation.line + 1) if reached else range(0)
+    return lines_of_statement(ast.parse((ROOT / mutation.path).read_text()), mutation.line)
+
+
+def lines_of_statement(tree: ast.Module, line: int) -> range | None:
+    """The innermost statement, up to its first inner one; of what runs when a function is made, the function's body; of
+    what runs when the module is imported, None."""
+    within: ast.stmt | ast.Module = tree
+    functions = 0
+    while True:
+        inner = [
+            node
+            for node in ast.walk(within)
+            if isinstance(node, ast.stmt) and node is not within and first_line(node) <= line <= (node.end_lineno or 0)
+        ]
+        if not inner:
+            break
+        within = min(inner, key=lambda node: first_line(node))
+        functions += isinstance(within, ast.FunctionDef | ast.AsyncFunctionDef)
+    if isinstance(within, ast.FunctionDef | ast.AsyncFunctionDef):
+        return range(within.body[0].lineno, (within.end_lineno or 0) + 1)
+    if functions == 0 or isinstance(within, ast.Module):
+        return None
+    body = getattr(within, "body", None)
+    return range(within.lineno, body[0].lineno if body else (within.end_lineno or 0) + 1)
+
+
+def first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(name.lineno for name in getattr(node, "decorator_list", []))])
+
+
+# ---- mistakes ----
+
+
+class Outcome(NamedTuple):
+    word: str
+    test: str
+    tests_run: int
+    seconds: float
+
+
+class Copy:
+    """A copy of the tree in which mistakes are tried, one after another."""
+
+    def __init__(self, tree: Path, maps: dict[str, Reach]) -> None:
+        self._tree, self._maps = tree, maps
+
+    def outcome_of(self, mutation: Mutation) -> Outcome | None:
+        """None if it is no mistake that can be counted."""
+        source = self._tree / mutation.path
+        text, start = source.read_text(), time.monotonic()
+        is_c = not mutation.path.endswith(".py")
+        source.write_text(mutation.applied(text))
+        try:
+            if is_c and not build_library(self._tree):
+                return None
+            word, test, tests_run = self._tried(mutation, is_c)
+        finally:
+            source.write_text(text)
+            if is_c:
+                build_library(self._tree)
+        return Outcome(word, test, tests_run, time.monotonic() - start)
+
+    def _tried(self, mutation: Mutation, is_c: bool) -> tuple[str, str, int]:
+        tests_run = 0
+        for name, found in self._maps.items():
+            numbers = found.reaching(mutation.path, lines_that_matter(mutation, found))
+            programs = C_PROGRAMS.get(name, []) if is_c else []
+            for batch, seconds in batches(found, numbers, programs):
+                tests_run += len(batch)
+                test = self._failing(batch, [*found.options], 120 + 8 * seconds)
+                if test is not None:
+                    return "seen", test, tests_run
+        return ("alive" if tests_run else "unreached"), "", tests_run
+
+    def _failing(self, tests: list[str], options: list[str], limit_seconds: float) -> str | None:
+        """The test that fails first, or how the run ended; None if all pass."""
+        arguments = self._tree / "build" / "tests.txt"
+        arguments.write_text("\n".join([*tests, *options]))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", f"@{arguments}"]
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        own = {"start_new_session": True, "preexec_fn": limit, "cwd": self._tree, "env": environment_of(self._tree)}
+        with subprocess.Popen(command, **both, **own) as running:
+            try:
+                output = running.communicate(timeout=limit_seconds)[0]
+            except subprocess.TimeoutExpired:
+                os.killpg(running.pid, signal.SIGKILL)
+                return f"more than {limit_seconds:.0f} s"
+            finally:
+                kill_group(running.pid)
+        if running.returncode == 0:
+            return None
+        named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+        return named.group(1) if named else f"pytest ended with {running.returncode}: {output.strip()[-200:]}"
+
+
+def kill_group(pid: int) -> None:
+    """Ends what a run of tests has left."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def limit() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    os.nice(19)
+
+
+def batches(found: Reach, numbers: np.ndarray, first: list[str]) -> Iterator[tuple[list[str], float]]:
+    """(tests, their seconds) of runs of pytest: those that take least come first, of each file together."""
+    left = sorted(numbers, key=lambda number: found.seconds[number])
+    names, seconds, most = list(first), 10.0 * len(first), iter(BATCHES)
+    at_most = next(most)
+    for number in left:
+        if names and seconds + found.seconds[number] > at_most:
+            yield sorted(names), seconds
+            names, seconds, at_most = [], 0.0, next(most)
+        names.append(found.tests[number])
+        seconds += found.seconds[number]
+    if names:
+        yield sorted(names), seconds
+
+
+def sources_of(patterns: list[str]) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True)
+    return [path for path in listed.stdout.split("\n") if path.endswith((".py", ".c", ".h"))]
+
+
+def drawn(sources: list[str], seed: int) -> Iterator[Mutation]:
+    """Mistakes without end of the files: lines in a random order, one mistake for each."""
+    chance = random.Random(seed)
+    lines: dict[tuple[str, int], list[Mutation]] = {}
+    for path in sources:
+        for mutation in mutations_of(ROOT, path):
+            lines.setdefault((mutation.path, mutation.line), []).append(mutation)
+    order = sorted(lines)
+    chance.shuffle(order)
+    for place in order:
+        yield chance.choice(lines[place])
+
+
+def reasons() -> dict[tuple[str, str, str, str], str]:
+    """Why mistakes are none: by file, line without its indentation, what stood there and what it becomes."""
+    if not REASONS.exists():
+        return {}
+    with REASONS.open(newline="") as file:
+        return {(row["file"], row["text"], row["was"], row["becomes"]): row["reason"] for row in csv.DictReader(file)}
+
+
+def text_of(mutation: Mutation) -> str:
+    return (ROOT / mutation.path).read_text().splitlines()[mutation.line - 1].strip()
+
+
+def alive_in(path: Path) -> list[Mutation]:
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["outcome"] == "alive"]
+    return [Mutation(r["file"], int(r["line"]), int(r["column"]) - 1, r["was"], r["becomes"]) for r in rows]
+
+
+def run(options: argparse.Namespace) -> None:
+    maps = {path.stem: Reach.load(path) for path in sorted(FOLDER.glob("*.npz"))}
+    if options.tests:
+        maps = {name: maps[name] for name in options.tests}
+    patterns = options.paths or [p for p in SOURCES if options.language in (None, "python" if ".py" in p else "c")]
+    sources = sources_of(patterns)
+    changed = {path for found in maps.values() for path in sources if found.digests.get(path) != digest_of(ROOT / path)}
+    if not maps or changed:
+        sys.exit(f"nothing is recorded of {', '.join(sorted(changed)[:3]) or 'any test'} as it is: record first")
+    wanted = iter(alive_in(options.again) if options.again else drawn(sources, options.seed))
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for number in range(options.jobs):
+        tree = copied(f"copy{number}")
+        build(tree)
+        copies.put(Copy(tree, maps))
+    known, counts = reasons(), dict.fromkeys(["seen", "alive", "equivalent", "unreached"], 0)
+
+    def outcome_of(mutation: Mutation) -> tuple[Mutation, Outcome | None]:
+        if (mutation.path, text_of(mutation), mutation.was, mutation.becomes) in known:
+            return mutation, Outcome("equivalent", "", 0, 0.0)
+        copy = copies.get()
+        try:
+            return mutation, copy.outcome_of(mutation)
+        finally:
+            copies.put(copy)
+
+    with options.results.open("w", newline="") as file, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        table = csv.writer(file)
+        table.writerow(COLUMNS)
+        running: set[concurrent.futures.Future] = set()
+        while sum(counts.values()) < options.number:
+            while len(running) < min(options.jobs, options.number - sum(counts.values())):
+                mutation = next(wanted, None)
+                if mutation is None:
+                    break
+                running.add(pool.submit(outcome_of, mutation))
+            if not running:
+                break
+            done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                mutation, outcome = future.result()
+                if outcome is None:
+                    continue
+                counts[outcome.word] += 1
+                place = [mutation.path, mutation.line, mutation.column + 1, mutation.was, mutation.becomes]
+                end = [outcome.word, outcome.test, outcome.tests_run, round(outcome.seconds, 1), text_of(mutation)]
+                table.writerow([*place, *end])
+                file.flush()
+                print(f"{outcome.word} {mutation} {outcome.test}", flush=True)
+    counted = counts["seen"] + counts["alive"]
+    print(f"{counts}: seen {counts['seen']} of {counted}, {100 * counts['seen'] / max(counted, 1):.1f} %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    jobs = {"type": int, "default": len(os.sched_getaffinity(0)), "help": "processes at a time; default: one a core"}
+    recording = commands.add_parser("record", help="find out which tests reach which lines")
+    recording.add_argument("name", help="quick, rest, or any name with arguments for pytest")
+    recording.add_argument("arguments", nargs="*", help="for pytest, after --")
+    recording.add_argument("--jobs", **jobs)
+    running = commands.add_parser("run", help="make mistakes, run the tests that reach them")
+    running.add_argument("--number", type=int, default=200, help="mistakes; default: 200")
+    running.add_argument("--seed", type=int, default=1)
+    running.add_argument("--language", choices=["python", "c"], help="default: both")
+    running.add_argument("--paths", nargs="+", help="sources, as git ls-files takes them; default: all")
+    running.add_argument("--tests", nargs="+", help="names of recordings, in this order; default: all")
+    running.add_argument("--again", type=Path, help="results of which those that were alive are tried again")
+    running.add_argument("--results", type=Path, default=FOLDER / "results.csv")
+    running.add_argument("--jobs", **jobs)
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    record(options.name, options.arguments, options.jobs) if options.command == "record" else run(options)
+
+
+if __name__ == "__main__":
+    main()
