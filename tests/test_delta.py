@@ -272,6 +272,27 @@ def test_many_damaged_deltas_leave_the_base():
             check_damage(*optimizer_step((20_000,), rate, dtype), 400)
 
 
+@pytest.mark.parametrize("kept", ["zeros", "ones", "constant columns"])
+@pytest.mark.parametrize("layout", ["slots", "packed"])
+def test_tables_of_any_codebook_are_added(kept, layout):
+    """Rows that take no bytes are added too where they are no zeros: those of a default, and of constant columns."""
+    x = torch.full((70, 16), int(kept == "ones"), dtype=torch.int32)
+    x[::3] = torch.randint(4, (24, 16), dtype=torch.int32)
+    if kept == "constant columns":
+        x[:, ::2] = torch.arange(8, dtype=torch.int32) + 5
+    table = ibp.compress(x, scheme="planes", layout=layout, device="cpu", pin_memory=False)
+    assert (table.lengths == table.row_bytes).any(), "rows that take no bytes"
+    assert (table.codebook.row_template is not None) == (kept == "constant columns")
+    base, change, fault = torch.randint_like(x, 1 << 30), torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    for subtracts, wanted in ((False, base + x), (True, base)):
+        before = ibp.fingerprint(wanted - x if not subtracts else wanted + x)
+        moved = base.clone() if not subtracts else base + x
+        change.zero_()
+        torch.ops.ibp.add_rows.default(*table._arguments(torch.device("cpu")), 4, subtracts, moved, change, fault)
+        assert_same_bits(moved, wanted)
+        assert (before + int(change)) % 2**64 == ibp.fingerprint(wanted) and not fault.any()
+
+
 # ---- checkpoints ----
 
 
@@ -362,6 +383,32 @@ def test_checkpoints_that_are_refused():
     with pytest.raises(ibp.DeltaMismatchError, match="a and b share memory"):
         shifted.apply_(versions)
     assert memory.eq(0).all()
+
+
+def check_damaged_new_tensor(device):
+    """A new tensor that is damaged is found before anything changes."""
+    table = ibp.compress(torch.randn(400, 64) * 0.02, scheme="planes", layout="packed", device="cpu")
+    table.lengths.view(torch.int16)[7] = 1  # of which no row can be decoded
+    changed = torch.arange(9, device=device)
+    whole = {"a": changed, "b": torch.ones(3, device=device)}
+    delta = ibp.CheckpointDelta({**ibp.delta({"a": changed + 1}, {"a": changed}), "new": table.to(device)}, ["b"])
+    before = cloned(whole)
+    with pytest.raises(ibp.CorruptTableError, match="row 7"):
+        delta.apply_(whole)
+    assert_same_tensors(whole, before)
+
+
+def test_a_damaged_new_tensor_leaves_the_base(monkeypatch):
+    """The CPU finds damage as it decodes; of a GPU it has to be asked for."""
+    decompress, checks = ibp.CompressedTensor.decompress, []
+
+    def noted(table, **options):
+        checks.append(options["check"])
+        return decompress(table, **options)
+
+    monkeypatch.setattr(ibp.CompressedTensor, "decompress", noted)
+    check_damaged_new_tensor("cpu")
+    assert checks == [True]
 
 
 def test_checkpoint_deltas_are_kept(tmp_path):
@@ -456,3 +503,7 @@ def test_cuda_checkpoints(cuda):
     with pytest.raises(ibp.DeltaMismatchError, match=r"layer\.4"):
         delta.apply_(broken)
     assert_same_tensors(broken, before)
+
+
+def test_cuda_a_damaged_new_tensor_leaves_the_base(cuda):
+    check_damaged_new_tensor(cuda)

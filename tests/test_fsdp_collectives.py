@@ -238,6 +238,17 @@ def test_what_is_refused(ranks):
         assert "fully_shard" in results[0][1]
 
 
+def test_modules_inside_are_compressed_too(tmp_path):
+    """Unless that is not wanted."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        net = sharded("cpu", None)
+        assert compress_all_gather(net) == compress_all_gather(net, recurse=True) == len(net) + 1
+        assert compress_all_gather(net, recurse=False) == 1
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.slow
 def test_the_example():
     """examples/fsdp_compressed.py, with gloo where there are not two GPUs."""

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import tempfile
 import warnings
 
 import pytest
@@ -460,6 +461,18 @@ def test_the_place_where_processes_meet(tmp_path, monkeypatch, table):
     again, _ = shared.segment_of("key", table._tensors())
     assert again is segment and torch.equal(same["slots"], table.slots)
     assert shared.segment_of("another key", table._tensors())[0] is not segment
+
+
+def test_processes_meet_in_the_directory_for_temporary_files(tmp_path, monkeypatch):
+    """Where the user has no directory of their own: the variable has to name one, by its whole path."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("temporary", "own"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for said, chosen in (("", "temporary"), ("own", "temporary"), ("/no/such", "temporary"), (tmp_path / "own", "own")):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(said))
+        assert shared._folder() == tmp_path / chosen / f"ibp-{os.geteuid()}"
+        assert shared._folder().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("can_meet", [True, False])

@@ -25,7 +25,9 @@ SECONDS = 5  # of noise for each set of processor features
 
 
 def environment(**changes):
-    return {**os.environ, "OMP_NUM_THREADS": "1", **changes}
+    """That of programs over a sanitized build, which has no kernels: no GPU is asked for."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("IBP_REQUIRE_")}
+    return {**kept, "OMP_NUM_THREADS": "1", **changes}
 
 
 def output_of(command, cwd, **changes):
@@ -94,8 +96,11 @@ def test_a_mistake_is_found(sanitized):
         sanitized("-c", READS_PAST_THE_END)
 
 
-def test_operations_and_files(sanitized):
-    """The tests of hostile arguments, of damaged memory and files, and of codebooks that a file builds twice."""
+def test_operations_and_files(sanitized, monkeypatch):
+    """The tests of hostile arguments, of damaged memory and files, and of codebooks that a file builds twice; also where
+    tests must not skip for want of a GPU."""
+    monkeypatch.setenv("IBP_REQUIRE_CUDA", "1")
+    monkeypatch.setenv("IBP_REQUIRE_CUDA_DEVICES", "2")
     names = [
         "test_hostile_ops.py",
         "test_cache_ops.py",

@@ -359,6 +359,19 @@ def test_a_profile_predicts_what_place_does():
     assert repr(again) == repr(report) and "zeros" in repr(report) and "threshold 40%" in repr(report)
 
 
+def test_a_profile_counts_the_bytes_of_overflow():
+    """For slots of every size, those of the parts outside that `place` writes there."""
+    x = mixed(200)
+    found = ibp.profile([{"x": x}], device="cpu")["x"]
+    for slot_bytes in range(32, 193, 32):
+        table = ibp.place(x, codebook=found.codebook, slot_bytes=slot_bytes, device="cpu")
+        spill = found.spill(0, slot_bytes)
+        outside = (stored(table) - slot_bytes).clamp(min=0)
+        assert spill.num_bytes == table.overflow.numel() == int(-(-outside // 32).sum()) * 32
+        assert spill.rows == float((outside > 0).double().mean())
+    assert found.spill(0, 192).num_bytes == 0 < found.spill(0, 96).num_bytes < found.spill(0, 0).num_bytes
+
+
 def test_a_profile_keeps_tensors_that_change_in_place():
     x = torch.zeros(500, COLUMNS, dtype=torch.bfloat16)
 

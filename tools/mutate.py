@@ -19,6 +19,7 @@ import ast
 import bisect
 import concurrent.futures
 import csv
+import filecmp
 import hashlib
 import json
 import os
@@ -56,14 +57,19 @@ BATCHES = (4, 30, 120, float("inf"))  # seconds of tests in a run of pytest: mos
 
 
 def copied(name: str) -> Path:
-    """A copy of the tree, with what git does not ignore and the libraries as they are built here."""
+    """A copy of the tree, with what git does not ignore; what was built in it before stays."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    copy = FOLDER / name
-    shutil.rmtree(copy, ignore_errors=True)
-    for path in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n"):
-        if path and (ROOT / path).is_file():
+    said = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    paths, copy = [path for path in said.splitlines() if (ROOT / path).is_file()], FOLDER / name
+    kept = copy / "build" / "paths.txt"
+    for path in set(kept.read_text().splitlines() if kept.exists() else ()) - set(paths):
+        (copy / path).unlink(missing_ok=True)
+    for path in paths:
+        if not (copy / path).exists() or not filecmp.cmp(ROOT / path, copy / path, shallow=False):
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / path, copy / path)
+            shutil.copy(ROOT / path, copy / path)  # as of now, so that it is built again
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("\n".join(paths))
     return copy
 
 
@@ -136,7 +142,7 @@ def digest_of(path: Path) -> str:
 
 def record(name: str, arguments: list[str], jobs: int) -> None:
     """Runs tests in a copy whose C code is traced, and keeps which lines each has reached."""
-    tree, raw = copied("traced"), FOLDER / "raw"
+    tree, raw = copied("traced"), FOLDER / "raw" / name
     shutil.rmtree(raw, ignore_errors=True)
     (raw / "site").mkdir(parents=True)
     (raw / "site" / "sitecustomize.py").write_text(tracing.SITE)
@@ -145,7 +151,7 @@ def record(name: str, arguments: list[str], jobs: int) -> None:
     paths = [str(tree), str(raw / "site"), str(ROOT / "tools")]
     environment = environment_of(tree, IBP_TRACED_TREE=str(tree), IBP_RECORD=str(raw))
     environment["PYTHONPATH"] = ":".join([*paths, environment["PYTHONPATH"]])
-    workers = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
+    workers = ["-n", str(jobs), "--dist", "load"] if jobs > 1 else []
     arguments = arguments or SETS[name]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "reach", "-p", "no:cacheprovider", *workers, *arguments]
     subprocess.run(command, cwd=tree, env=environment, preexec_fn=limit)
@@ -155,13 +161,17 @@ def record(name: str, arguments: list[str], jobs: int) -> None:
 
 
 def collected(raw: Path, tree: Path, options: list[str]) -> Reach:
-    parts = [json.loads(path.read_text()) for path in raw.glob("tests-*.json")]
-    tests = {name: test for part in parts for name, test in part["tests"].items()}
+    tests: dict[str, dict] = {}
+    found: list[tuple[str, np.ndarray]] = []
+    for path in raw.glob("tests-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            found.append((line.get("test") or line["fixture"], np.array(line.pop("reached"), np.int32)))
+            if "test" in line:
+                tests[line["test"]] = line
     # What fails in the copy without a mistake says nothing about mistakes.
     kept = sorted(name for name, test in tests.items() if test["passed"] and not test["skipped"])
     print(f"left out: {[name for name in tests if not tests[name]['passed']]}")
-    found = [one for part in parts for one in part["found"].items()]
-    places = places_of({number for _, reached in found for number in reached}, tree)
+    places = places_of(set().union(*(reached.tolist() for _, reached in found)), tree)
     numbers: dict[str, list[int]] = {}
     for number, name in enumerate(kept):
         for context in (name, *tests[name]["fixtures"]):
@@ -169,7 +179,7 @@ def collected(raw: Path, tree: Path, options: list[str]) -> Reach:
     sources = sources_of(SOURCES)
     lines = {path: np.zeros((len((tree / path).read_text().splitlines()) + 1, len(kept)), bool) for path in sources}
     for context, reached in found:
-        for path, line in {places[number] for number in reached if number in places}:
+        for path, line in {places[number] for number in reached.tolist() if number in places}:
             if path in lines and context in numbers:
                 lines[path][line, numbers[context]] = True
     seconds = np.array([tests[name]["seconds"] for name in kept])

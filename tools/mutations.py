@@ -86,7 +86,9 @@ def places_in_python(text: str) -> list[Place]:
         after = (start.end_lineno, characters(start.end_lineno, start.end_col_offset))
         before = (end.lineno, characters(end.lineno, end.col_offset))
         first = bisect.bisect_left(starts, after)
-        words = [t for t in tokens[first : bisect.bisect_left(starts, before)] if t.string in (*wanted, "not", "is", "in")]
+        words = [
+            t for t in tokens[first : bisect.bisect_left(starts, before)] if t.string in (*wanted, "not", "is", "in")
+        ]
         word = " ".join(t.string for t in words)
         if word in wanted and lines[words[0].start[0] - 1].startswith(word, words[0].start[1]):
             yield words[0].start, word
