@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 import zipfile
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 import ibp
 from helpers import bytes_of
-from ibp._checkpoints import compressing
+from ibp._checkpoints import coding, compressing
 from ibp._checkpoints.sources import open_source, open_sources
 from ibp._inspect.collecting import inspect_path
 
@@ -155,6 +156,45 @@ def test_tensors_of_torch_may_have_any_strides(tmp_path):
             for start, end in ((0, 3), (1, held.num_bytes), (5, min(77, held.num_bytes))):
                 if start < end <= held.num_bytes:
                     assert bytes(held.read(start, end)) == bytes(bytes_of(tensor.contiguous()).numpy()[start:end])
+
+
+class Stage(coding.CudaCoder):
+    """The order in which blocks go through a GPU, without one: what is done to them is noted."""
+
+    def __init__(self, readers):
+        self._readers, self.done = readers, []
+        self._up = self._coder = self._down = types.SimpleNamespace(synchronize=lambda: self.done.append("synchronized"))
+
+    def note(self, what, block):
+        self.done.append((what, block))
+        return block
+
+    def _begin(self, block, pool):
+        return self.note("read", types.SimpleNamespace(number=block, read=pool.submit(int)))
+
+    def _launch(self, passing):
+        return self.note("coded", passing)
+
+    def _fetch(self, passing):
+        return self.note("fetched", passing)
+
+    def _finish(self, passing):
+        return self.note("finished", passing).number
+
+    def count(self, what):
+        return sum(done[0] == what for done in self.done)
+
+
+def test_blocks_that_are_on_their_way_to_a_gpu():
+    """In their order, and as many at once as there is to overlap; the next is begun when one is taken."""
+    stage = Stage(readers=3)
+    left = iter(range(20))
+    taken = stage.coded(left)
+    assert [next(taken), next(taken)] == [0, 1]
+    assert [stage.count(what) for what in ("finished", "fetched", "coded", "read")] == [2, 3, 4, 6]
+    assert [*taken] == [*range(2, 20)] and stage.done[-3:] == ["synchronized"] * 3
+    assert [stage.count(what) for what in ("finished", "fetched", "coded", "read")] == [20] * 4
+    assert [*Stage(readers=1).coded([7])] == [7] and [*Stage(readers=1).coded([])] == []
 
 
 def test_a_gpu_codes_what_a_cpu_codes(cuda, tmp_path):
