@@ -226,15 +226,10 @@ def test_pages(device):
 
 def test_selections():
     """Where rows go is no number of a tensor's."""
-    arguments = on_device(KINDS["dense packed"](), CPU)
-    ids = torch.arange(NUM_ROWS)
-    lengths, bases, taken, fault = (
-        zeros(NUM_ROWS, U16, CPU),
-        zeros(2, I64, CPU),
-        zeros(2, I64, CPU),
-        zeros(4, I64, CPU),
-    )
-    rows = Result(2 * NUM_ROWS * arguments[5][1], CPU)
+    count = 20000
+    arguments = on_device(ibp.compress(embedding(count, 32), scheme="planes", layout="packed", **ON_CPU), CPU)
+    ids, lengths, bases = torch.arange(count), zeros(count, U16, CPU), zeros(count // 32, I64, CPU)
+    rows, taken, fault = Result((count + 32) * arguments[5][1], CPU), zeros(2, I64, CPU), zeros(4, I64, CPU)
 
     def call():
         OPS.select_rows(*arguments, ids, 0, lengths, bases, rows.bytes, taken, fault)
@@ -245,6 +240,8 @@ def test_selections():
         repeat(call, CPU)
     with changing(ids):
         repeat(call, CPU)
+    OPS.select_rows(*arguments, ids, 0, lengths, bases, rows.bytes, taken, fault)
+    assert taken[0] == count and torch.equal(bases, arguments[3][: count // 32]) and fault.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("changes", ["ids", "offsets"])
