@@ -27,8 +27,8 @@ __device__ __forceinline__ uint32_t block_scan(uint32_t v, uint32_t &total)
     return before + __shfl_sync(kAllLanes, warps_before, static_cast<int>(threadIdx.x / kWarp));
 }
 
-// windows[k]: the window of id k, and ranks[k]: how many ids of it were counted before. The lanes of a warp that share a
-// window count together, so that a window which many ids want is not waited for by each.
+// windows[k]: the window of id k, and ranks[k]: how many ids of it were counted before. The lanes of a warp that share
+// a window count together, so that a window which many ids want is not waited for by each.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads)
     count_windows(const Id *ids, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t *counts,

@@ -17,9 +17,9 @@
  *
  * Safety. Coded bytes, lengths and bases may be hostile: they are detected or give wrong data, and nothing outside the
  * buffers is read or written. The same holds for a codebook whose fields are in range but whose arrays hold anything,
- * and for arrays that another thread writes during the call: rows, ids, positions, offsets, entries, lengths, bases and
- * what codebooks point to. A value that is checked is read once. What has to stay as it is during a call: the structs
- * that arguments point to, addresses in arrays, which are trusted, and scratch and workspaces, which are the call's own.
+ * and for arrays that another thread writes during the call: rows, ids, positions, offsets, entries, lengths, bases
+ * and what codebooks point to. A value that is checked is read once. During a call the structs that arguments point to
+ * stay as they are, and so do addresses in arrays, which are trusted; scratch and workspaces are the call's own.
  *
  * ABI. While the major version is 0, a minor version may change anything in this file; a patch version changes no
  * declaration. From version 1 on, a minor version only adds: functions, enumerators, and fields at the end of

@@ -1,6 +1,6 @@
-/* emulated_changing.cpp - kernels of csrc/cuda under emulated_simt.h while ids, rows and entries change under them, as by
- * another stream: after any of their looks (changing.h). What they write stays in its arrays. Only kernels whose lanes
- * look at ids of their own: lanes of a warp that load one address together see one value on a GPU, not here. */
+/* emulated_changing.cpp - kernels of csrc/cuda under emulated_simt.h while another stream, as it were, changes ids,
+ * lengths and entries after any of their looks (changing.h). What they write stays in its arrays. Only kernels whose
+ * lanes look at ids of their own: lanes of a warp that load one address together see one value on a GPU, not here. */
 #include "emulated_simt.h"
 #include "changing.h"
 #include "core/cache.h"

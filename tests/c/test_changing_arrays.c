@@ -1,6 +1,6 @@
-/* test_changing_arrays.c - ids, rows, offsets, entries and indexes that change while they are read: every function stays
- * in its buffers, and what it writes down is what it did. All buffers end where memory does, so that a step outside
- * ends the program. */
+/* test_changing_arrays.c - ids, rows, offsets, entries and indexes that change while they are read: every function
+ * stays in its buffers, and what it writes down is what it did. All buffers end where memory does, so that a step
+ * outside ends the program. */
 #define _GNU_SOURCE /* of changing.h */
 #include "changing.h"
 #include "check.h"
