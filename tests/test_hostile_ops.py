@@ -80,12 +80,6 @@ def good_calls():
     yield "sum_words", [data, 7, zeros(1, I64)]
 
 
-def test_a_first_row_past_all():
-    arguments = [*raw_table(), empty(U16), zeros(1, I64), zeros(2, I64), zeros(128), None, None]
-    with pytest.raises(RuntimeError, match=f"2 rows from row {MOST} on are not among 2"):
-        OPS.encode_into(*arguments, MOST, 0, fault())
-
-
 GOOD = list(good_calls())
 WRITTEN = {
     "slots",
@@ -149,6 +143,12 @@ def wrong_tensors(tensor, any_dtype):
 def numbered(cases):
     ids = [f"{name}-{number}" for number, (name, _) in enumerate(cases)]
     return pytest.mark.parametrize("name, arguments", cases, ids=ids)
+
+
+def test_a_first_row_past_all():
+    arguments = [*raw_table(), empty(U16), zeros(1, I64), zeros(2, I64), zeros(128), None, None]
+    with pytest.raises(RuntimeError, match=f"2 rows from row {MOST} on are not among 2"):
+        OPS.encode_into(*arguments, MOST, 0, fault())
 
 
 @numbered(GOOD)

@@ -384,8 +384,8 @@ template <class Decoder> struct Fetch {
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
     // Warps that decode a row together have each looked it up, and may have seen other ids and lengths where these
-    // change meanwhile: they go by what the first one has seen. All of them meet here, and have to meet once more before
-    // the next call.
+    // change meanwhile: they go by what the first one has seen. All of them meet here, and have to meet once more
+    // before the next call.
     static __device__ __forceinline__ void agree(Row &row, Window &window)
     {
         struct Seen {
