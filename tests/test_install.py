@@ -359,6 +359,15 @@ def test_a_build_says_what_nvcc_compiles(tmp_path, jobs):
     assert "nvcc compiles" not in make(f"BUILD={tmp_path}", record, **variables)
 
 
+def test_the_readme_says_how_long_and_what_needs_a_gpu():
+    text = (ROOT / "README.md").read_text()
+    install = text.partition("## Install")[2].partition("\n## ")[0]
+    assert "minutes" in install and "IBP_NO_CUDA=1" in install and "pip install -v" in install
+    table = re.search(r"^\| you have .*?\n\n", text, re.MULTILINE | re.DOTALL)[0].splitlines()
+    needs = [re.split(r" ?(?<!\\)\| ?", line)[-3] for line in table]
+    assert needs[0] == "GPU" and set(needs[2:]) == {"", "needed"}
+
+
 def test_a_build_without_nvcc_says_so(tmp_path):
     build = (f"BUILD={tmp_path}", "NVCC=", f"{tmp_path}/cc.cmd")
     assert "no nvcc is found" in make(*build, IBP_NO_CUDA="")
