@@ -363,7 +363,7 @@ def test_the_readme_says_how_long_and_what_needs_a_gpu():
     text = (ROOT / "README.md").read_text()
     install = text.partition("## Install")[2].partition("\n## ")[0]
     assert "minutes" in install and "IBP_NO_CUDA=1" in install and "pip install -v" in install
-    table = re.search(r"^\| you have .*?\n\n", text, re.MULTILINE | re.DOTALL)[0].splitlines()
+    table = re.search(r"^\| you have .*?\n\n", text, re.MULTILINE | re.DOTALL)[0].strip().splitlines()
     needs = [re.split(r" ?(?<!\\)\| ?", line)[-3] for line in table]
     assert needs[0] == "GPU" and set(needs[2:]) == {"", "needed"}
 
