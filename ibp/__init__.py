@@ -10,7 +10,9 @@ beside the installed headers (`ibp.get_include()`). Modules over tables are in `
 `ibp.distributed`, bridges to frameworks in `ibp.integrations`.
 """
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from types import ModuleType as _ModuleType
 
 from . import _core, _ops, distributed, nn, optim
 from ._activations import ActivationOffload, ActivationStats, offload_activations
@@ -138,7 +140,13 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", "integrations"]
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name == "integrations":  # each of which imports its framework when it is first named
+        return _import_module("ibp.integrations")
+    raise AttributeError(f"module 'ibp' has no attribute {name!r}")
 
 
 def cuda_is_available() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -453,8 +453,26 @@ class CompressedTensor(Table):
         """The whole tensor, for numpy.asarray(table). TypeError for dtypes that numpy lacks."""
         if copy is False:
             raise ValueError("a compressed table cannot become an array without a copy")
+        try:
+            torch.empty(0, dtype=self.dtype).numpy()
+        except TypeError:
+            raise TypeError(
+                f"numpy has no {self.dtype}: call ibp.decompress(table), and convert the tensor, as by "
+                "float().numpy(), or take its bytes, view(torch.uint8).numpy()"
+            ) from None
         array = self.decompress(device="cpu").numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
+
+    def _refuse_arithmetic(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "a compressed table takes part in no arithmetic: call ibp.decompress(table) for the tensor, or table[ids] "
+            "for some items, and calculate with these"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse_arithmetic
+    __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = __invert__ = _refuse_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse_arithmetic
 
     @classmethod
     def __torch_function__(

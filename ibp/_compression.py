@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
 
 from . import _core, _layout, _memory, _numa, _ops, _rows, _staging
@@ -21,7 +22,7 @@ MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sampl
 
 
 def compress(
-    x: torch.Tensor,
+    x: torch.Tensor | np.ndarray,
     *,
     scheme: str | Choice = "auto",
     chunk_bytes: int | None = None,
@@ -47,7 +48,8 @@ def compress(
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
-            that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table.
+            that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table. Or a numpy
+            array, also of ml_dtypes' bfloat16 and float8, as the tensor of the same bytes.
         scheme: "auto", the best for the layout on a sample of rows: for slots the one that fetches the fewest bytes, of
             those that a GPU fetches and decodes faster than raw rows; for packed rows the one of fewest bytes. Or
             "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to gather them by
@@ -92,6 +94,7 @@ def compress(
         ImportError: the package of a general codec is not installed.
         RuntimeError: pin_memory=True, and memory cannot be pinned; or the codec needs a GPU, and there is none.
     """
+    x = _rows.given_tensor(x)
     _rows.check_tensor(x)
     of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
     of_rows |= {"row_bytes": row_bytes, "level": None if level == "default" else level}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from . import _core, _memory, _staging
@@ -91,6 +92,35 @@ def check_tensor(x: torch.Tensor, name: str = "x") -> None:
             f"{name} has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8 whole bytes, "
             "not quantized or packed: pass its int_repr() or view(torch.uint8)"
         )
+
+
+class _Memory:
+    """The memory of an array, which it keeps, without the flag that it is read-only."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._owner = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """An array as a tensor over the same memory, which must not be written to if the array must not: torch.from_numpy
+    warns of arrays that are read-only."""
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+
+
+def given_tensor(x: torch.Tensor | np.ndarray, name: str = "x") -> torch.Tensor:
+    """A tensor that is given, or an array as one, over its memory where torch can; dtypes of ml_dtypes are torch's of
+    the same name. TypeError for arrays of other dtypes."""
+    if not isinstance(x, np.ndarray):
+        return x
+    dtype = getattr(torch, x.dtype.name, None)
+    if dtype not in DTYPES or dtype.itemsize != x.dtype.itemsize or not x.dtype.isnative:
+        raise TypeError(f"{name} is an array of {x.dtype}; wanted a dtype that torch has, in the machine's byte order")
+    if any(stride < 0 or stride % x.dtype.itemsize for stride in x.strides):
+        x = x.copy()
+    if x.dtype.kind == "V":  # of ml_dtypes: numpy sees bytes alone
+        return as_tensor(x.view(f"u{x.dtype.itemsize}")).view(dtype)
+    return as_tensor(x)
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:

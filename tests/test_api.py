@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -732,3 +733,18 @@ def test_public_names():
         assert hasattr(ibp, name), name
     assert ibp.__version__ == ibp._core.version()
     assert ibp._core.status_string(0) == "no error" and ibp._core.status_string(99)
+
+
+def test_integrations_are_imported_when_they_are_named():
+    code = """
+import sys, ibp
+assert not [name for name in sys.modules if name.startswith("ibp.integrations")]
+assert "integrations" in dir(ibp) and {"pyg", "dgl", "transformers"} <= set(dir(ibp.integrations))
+assert not [name for name in sys.modules if name.startswith("ibp.integrations.")]
+assert ibp.integrations.accelerate is sys.modules["ibp.integrations.accelerate"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'jax'; there are .*pyg"):
+        ibp.integrations.jax  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'ibp' has no attribute 'comprss'"):
+        ibp.comprss  # noqa: B018

@@ -6,6 +6,7 @@ import io
 import itertools
 import multiprocessing
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -732,3 +733,49 @@ def test_a_part_that_found_no_room():
         table.decompress()
     ids = torch.tensor([row for row in range(200) if row != lost])
     assert_equal(ibp.index_select(table, ids), x[ids])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint16", "bool", "complex64"])
+def test_arrays_are_compressed(dtype):
+    """As the tensors of the same bytes: read-only, reversed, Fortran-order and of records too."""
+    array = (np.random.default_rng(0).random((300, 40)) * 50).astype(dtype)
+    locked, records = array.copy(), np.zeros((300, 40), [("pad", "u1"), ("x", dtype)])
+    locked.flags.writeable, records["x"] = False, array
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in (array, locked, array[::-1], np.asfortranarray(array), records["x"], array[:, ::3]):
+            table = ibp.compress(given, pin_memory=False)
+            assert_same_bits(table.decompress(), torch.from_numpy(given.copy()))
+    assert_same_bits(torch.from_numpy(locked.copy()), torch.from_numpy(array))
+
+
+def test_arrays_of_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for name in ("bfloat16", "float8_e4m3fn"):
+        x = torch.randn(300, 40).to(getattr(torch, name))
+        array = x.view(torch.uint8).numpy().view(getattr(ml_dtypes, name))
+        assert_same_bits(ibp.compress(array, pin_memory=False).decompress(), x)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "object", "datetime64[s]", "S4", "longdouble"])
+def test_arrays_that_are_refused(dtype):
+    with pytest.raises(TypeError, match="x is an array of .*; wanted a dtype that torch has"):
+        ibp.compress(np.zeros((30, 4), dtype))
+
+
+def test_what_tables_do_not_do():
+    """Errors say what to call."""
+    table = ibp.compress(torch.randn(300, 40).bfloat16(), pin_memory=False)
+    for call in (
+        lambda: table + 1,
+        lambda: 2.0 * table,
+        lambda: table - torch.ones(40),
+        lambda: torch.ones(40) + table,
+        lambda: table @ torch.ones(40),
+        lambda: -table,
+        lambda: table > 0,
+        lambda: np.asarray(table),
+    ):
+        with pytest.raises(TypeError, match="decompress"):
+            call()
+    assert np.asarray(ibp.compress(torch.ones(300, 40), pin_memory=False)).sum() == 12_000

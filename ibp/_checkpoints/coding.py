@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._rows import as_tensor
 from .._schemes import AnyCodebook
-from .maps import as_tensor
 from .source import SourceTensor
 
 _WORD_BYTES = 8  # of a fingerprint (FORMAT.md section 10)

@@ -1,7 +1,23 @@
-"""Bridges to host frameworks: one file each, imported by name (`import ibp.integrations.<framework>`), never by `import
-ibp`.
+"""Bridges to host frameworks: one file each, imported when it is named (`ibp.integrations.<framework>`, or `import
+ibp.integrations.<framework>`), never by `import ibp`.
 
 A file here adapts tables to what a framework calls (a feature store, an offloading hook, a cache) and needs that
 framework installed; the package itself needs torch alone. docs/gnn.md, docs/llm.md and docs/kv-cache.md show them, and
 tests skip without the framework. What is torch's own is in `ibp.nn` and `ibp.offload`.
 """
+
+from importlib import import_module as _import_module
+from pathlib import Path as _Path
+from types import ModuleType as _ModuleType
+
+_NAMES = sorted(path.stem for path in _Path(__file__).parent.glob("[!_]*.py"))
+
+
+def __dir__() -> list[str]:
+    return _NAMES
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name in _NAMES:
+        return _import_module(f"ibp.integrations.{name}")
+    raise AttributeError(f"module 'ibp.integrations' has no attribute {name!r}; there are {', '.join(_NAMES)}")
