@@ -140,7 +140,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "integrations"]
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> _ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ def given_tensor(x: torch.Tensor | np.ndarray, name: str = "x") -> torch.Tensor:
     the same name. TypeError for arrays of other dtypes."""
     if not isinstance(x, np.ndarray):
         return x
-    dtype = getattr(torch, x.dtype.name, None)
+    dtype: Any = getattr(torch, x.dtype.name, None)
     if dtype not in DTYPES or dtype.itemsize != x.dtype.itemsize or not x.dtype.isnative:
         raise TypeError(f"{name} is an array of {x.dtype}; wanted a dtype that torch has, in the machine's byte order")
     if any(stride < 0 or stride % x.dtype.itemsize for stride in x.strides):
