@@ -97,7 +97,7 @@ def signature_of(tool, interface, name):
     """Of making an object of a class, without self."""
     record = interface["classes"][name]
     if "fields" not in record:
-        return tool.signature_of(record["methods"]["__init__"].removeprefix("self, "))
+        return without_self(tool.signature_of(record["methods"]["__init__"]))
     return tool.signature_of(
         ", ".join(field if default is None else f"{field}={default}" for field, default in record["fields"].items())
     )
@@ -115,9 +115,13 @@ def takes(signature, form):
     return True
 
 
-def bound(function):
-    """The signature without self or cls."""
-    signature = inspect.signature(function)
+def whole_signature_of(ours, name):
+    """Of a method of a class, with self or cls."""
+    member = vars(ours)[name]
+    return inspect.signature(getattr(member, "__func__", member))
+
+
+def without_self(signature):
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
@@ -129,9 +133,9 @@ def wrong_calls_of_ours(tool, interface, adapter):
         methods, attributes = (of_class(interface, bases, what) for what in ("methods", "attributes"))
         for name, forms in uses["calls"].items():
             if name in vars(ours):
-                signature = bound(vars(ours)[name])
+                signature = without_self(whole_signature_of(ours, name))
             elif name in methods:
-                signature = tool.signature_of(re.sub(r"^(self|cls)(, )?", "", methods[name]))
+                signature = without_self(tool.signature_of(methods[name]))
             else:
                 yield f"{role} has no {name}"
                 continue
@@ -151,7 +155,7 @@ def wrong_methods_of_ours(tool, interface, adapter):
         missing = set(of_class(interface, bases[-1:], "abstract")) - concrete
         yield from (f"{name} has no {each}" for each in sorted(missing))
         for each in (set(methods) & set(vars(ours))) - {"__init__"}:
-            theirs, mine = tool.signature_of(methods[each]), inspect.signature(vars(ours)[each])
+            theirs, mine = tool.signature_of(methods[each]), whole_signature_of(ours, each)
             count = len(theirs.parameters)
             if [*theirs.parameters] != [*mine.parameters][:count] or not takes(mine, str(count)):
                 yield f"{name}.{each} is {mine}; the engine's is {theirs}"
@@ -175,7 +179,7 @@ def wrong_calls_of_theirs(tool, interface, source):
         if not uses["calls"] and not uses["attributes"]:
             yield f"the adapter has no variable {variable}"
         for method, forms in uses["calls"].items():
-            signature = tool.signature_of(methods.get(method, "self").removeprefix("self").removeprefix(", "))
+            signature = without_self(tool.signature_of(methods.get(method, "self")))
             yield from (f"{name}.{method} does not take {form}" for form in forms if not takes(signature, form))
         yield from (f"{name} has no {attribute}" for attribute in set(uses["attributes"]) - has - SOME_RELEASES_ONLY)
 

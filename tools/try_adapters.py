@@ -394,14 +394,15 @@ def try_sglang(folder, num_trials=200):
     num_same = 0
     for trial in range(num_trials):
         num_same += same_prefixes(hicache, rng, storage_of(hicache), folder / str(trial), pages)
-    print(f"  batch_exists_v2 as SGLang's storage of files in {num_same} of {num_trials} trials")
-    if "restorable_prefix_pages" in {field.name for field in dataclasses.fields(hicache.PoolTransferResult)}:
-        check(num_same == num_trials, "which prefixes can be restored")
+    print(
+        f"  batch_exists_v2 gives what SGLang's storage of files does in {num_same} of {num_trials} trials, else less"
+    )
     storage.close()
 
 
 def same_prefixes(hicache, rng, storage, folder, pages):
-    """Whether two storages with the same random pages find the same prefixes."""
+    """Whether two storages with the same random pages find the same prefix. Where releases of SGLang take the shortest
+    of all pools, and not one that each of them can restore, the adapter's may be shorter."""
     names, policies = list(hicache.PoolName)[1:4], hicache.PoolHitPolicy
     keys, storages = [str(page) for page in range(8)], [storage, storage_of(hicache, folder)]
     transfers = []
@@ -415,7 +416,9 @@ def same_prefixes(hicache, rng, storage, folder, pages):
         policy = rng.choice([policies.ALL_PAGES, policies.TRAILING_PAGES])
         transfers.append(hicache.PoolTransfer(name, keys=keys[: rng.randint(1, 3)], hit_policy=policy))
     mine, theirs = (each.batch_exists_v2(keys, transfers[1:]) for each in storages)
-    return mine == theirs
+    check(mine.kv_hit_pages <= theirs.kv_hit_pages, "the prefix that can be restored")
+    check(getattr(theirs, "restorable_prefix_pages", None) is None or mine == theirs, "which prefixes can be restored")
+    return mine.kv_hit_pages == theirs.kv_hit_pages
 
 
 # ---- the command ----
