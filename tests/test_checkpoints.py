@@ -163,7 +163,9 @@ class Stage(coding.CudaCoder):
 
     def __init__(self, readers):
         self._readers, self.done = readers, []
-        self._up = self._coder = self._down = types.SimpleNamespace(synchronize=lambda: self.done.append("synchronized"))
+        self._up = self._coder = self._down = types.SimpleNamespace(
+            synchronize=lambda: self.done.append("synchronized")
+        )
 
     def note(self, what, block):
         self.done.append((what, block))

@@ -283,7 +283,11 @@ def test_tables_of_any_codebook_are_added(kept, layout):
     table = ibp.compress(x, scheme="planes", layout=layout, device="cpu", pin_memory=False)
     assert (table.lengths == table.row_bytes).any(), "rows that take no bytes"
     assert (table.codebook.row_template is not None) == (kept == "constant columns")
-    base, change, fault = torch.randint_like(x, 1 << 30), torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    base, change, fault = (
+        torch.randint_like(x, 1 << 30),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int64),
+    )
     for subtracts, wanted in ((False, base + x), (True, base)):
         before = ibp.fingerprint(wanted - x if not subtracts else wanted + x)
         moved = base.clone() if not subtracts else base + x

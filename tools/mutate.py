@@ -3,7 +3,7 @@
     python tools/mutate.py record quick                     # the tests of `make test`: which lines each reaches
     python tools/mutate.py record rest                      # those that `make test-all` adds: an hour or more
     python tools/mutate.py run --number 200 --seed 1 --results results.csv
-    python tools/mutate.py run --again results.csv          # only those that were alive: after new tests
+    python tools/mutate.py run --again results.csv          # only those that no test saw: after new tests
 
 `run` draws lines, and one mistake for each (tools/mutations.py). It applies them in copies of the tree, never in the
 tree itself; of C it builds the library again. The tests that reach the line run, short ones first, until one fails. A
@@ -28,7 +28,6 @@ import random
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -257,6 +256,10 @@ class Copy:
 
     def __init__(self, tree: Path, maps: dict[str, Reach]) -> None:
         self._tree, self._maps = tree, maps
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command = [sys.executable, str(ROOT / "tools" / "forking.py")]
+        environment = environment_of(tree, OMP_NUM_THREADS="1")
+        self._runner = subprocess.Popen(command, cwd=tree, env=environment, preexec_fn=limit, **pipes)
 
     def outcome_of(self, mutation: Mutation) -> Outcome | None:
         """None if it is no mistake that can be counted."""
@@ -288,51 +291,36 @@ class Copy:
 
     def _failing(self, tests: list[str], options: list[str], limit_seconds: float) -> str | None:
         """The test that fails first, or how the run ended; None if all pass."""
-        arguments = self._tree / "build" / "tests.txt"
-        arguments.write_text("\n".join([*tests, *options]))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", f"@{arguments}"]
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        own = {"start_new_session": True, "preexec_fn": limit, "cwd": self._tree, "env": environment_of(self._tree)}
-        with subprocess.Popen(command, **both, **own) as running:
-            try:
-                output = running.communicate(timeout=limit_seconds)[0]
-            except subprocess.TimeoutExpired:
-                os.killpg(running.pid, signal.SIGKILL)
-                return f"more than {limit_seconds:.0f} s"
-            finally:
-                kill_group(running.pid)
-        if running.returncode == 0:
-            return None
-        named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
-        return named.group(1) if named else f"pytest ended with {running.returncode}: {output.strip()[-200:]}"
-
-
-def kill_group(pid: int) -> None:
-    """Ends what a run of tests has left."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        output = self._tree / "build" / "output.txt"
+        arguments = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", *options, *tests]
+        request = {"arguments": arguments, "output": str(output), "seconds": limit_seconds}
+        self._runner.stdin.write(json.dumps(request) + "\n")
+        self._runner.stdin.flush()
+        status = json.loads(self._runner.stdout.readline())
+        if status in (0, None):
+            return None if status == 0 else f"more than {limit_seconds:.0f} s"
+        said = output.read_text(errors="replace")
+        named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.MULTILINE)
+        return named.group(1) if named else f"pytest ended with {status}: {said.strip()[-200:]}"
 
 
 def limit() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-    os.nice(19)
 
 
-def batches(found: Reach, numbers: np.ndarray, first: list[str]) -> Iterator[tuple[list[str], float]]:
-    """(tests, their seconds) of runs of pytest: those that take least come first, of each file together."""
-    left = sorted(numbers, key=lambda number: found.seconds[number])
-    names, seconds, most = list(first), 10.0 * len(first), iter(BATCHES)
+def batches(found: Reach, numbers: np.ndarray, programs: list[str]) -> Iterator[tuple[list[str], float]]:
+    """(tests, their seconds) of runs of pytest: those that take least come first, and programs last."""
+    order = [(found.tests[number], found.seconds[number]) for number in numbers[np.argsort(found.seconds[numbers])]]
+    names, seconds, most = [], 0.0, iter(BATCHES)
     at_most = next(most)
-    for number in left:
-        if names and seconds + found.seconds[number] > at_most:
-            yield sorted(names), seconds
+    for name, each in [*order, *((program, 10.0) for program in programs)]:
+        if names and seconds + each > at_most:
+            yield names, seconds
             names, seconds, at_most = [], 0.0, next(most)
-        names.append(found.tests[number])
-        seconds += found.seconds[number]
+        names.append(name)
+        seconds += each
     if names:
-        yield sorted(names), seconds
+        yield names, seconds
 
 
 def sources_of(patterns: list[str]) -> list[str]:
@@ -365,9 +353,9 @@ def text_of(mutation: Mutation) -> str:
     return (ROOT / mutation.path).read_text().splitlines()[mutation.line - 1].strip()
 
 
-def alive_in(path: Path) -> list[Mutation]:
+def unseen_in(path: Path) -> list[Mutation]:
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["outcome"] == "alive"]
+        rows = [row for row in csv.DictReader(file) if row["outcome"] in ("alive", "unreached")]
     return [Mutation(r["file"], int(r["line"]), int(r["column"]) - 1, r["was"], r["becomes"]) for r in rows]
 
 
@@ -380,7 +368,7 @@ def run(options: argparse.Namespace) -> None:
     changed = {path for found in maps.values() for path in sources if found.digests.get(path) != digest_of(ROOT / path)}
     if not maps or changed:
         sys.exit(f"nothing is recorded of {', '.join(sorted(changed)[:3]) or 'any test'} as it is: record first")
-    wanted = iter(alive_in(options.again) if options.again else drawn(sources, options.seed))
+    wanted = iter(unseen_in(options.again) if options.again else drawn(sources, options.seed))
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     for number in range(options.jobs):
         tree = copied(f"copy{number}")
@@ -438,7 +426,7 @@ def main() -> None:
     running.add_argument("--language", choices=["python", "c"], help="default: both")
     running.add_argument("--paths", nargs="+", help="sources, as git ls-files takes them; default: all")
     running.add_argument("--tests", nargs="+", help="names of recordings, in this order; default: all")
-    running.add_argument("--again", type=Path, help="results of which those that were alive are tried again")
+    running.add_argument("--again", type=Path, help="results, of which those that no test saw are tried again")
     running.add_argument("--results", type=Path, default=FOLDER / "results.csv")
     running.add_argument("--jobs", **jobs)
     options = parser.parse_args()
