@@ -97,8 +97,8 @@ def test_a_mistake_is_found(sanitized):
 
 
 def test_operations_and_files(sanitized, monkeypatch):
-    """The tests of hostile arguments, of damaged memory and files, and of codebooks that a file builds twice; also where
-    tests must not skip for want of a GPU."""
+    """The tests of hostile arguments, of damaged memory and files, and of codebooks that a file builds twice; also
+    where tests must not skip for want of a GPU."""
     monkeypatch.setenv("IBP_REQUIRE_CUDA", "1")
     monkeypatch.setenv("IBP_REQUIRE_CUDA_DEVICES", "2")
     names = [
