@@ -158,11 +158,11 @@ def trainer(tmp_path):
     torch.save(states, made / "rng_state.pth")
     torch.save(module, made / "training_args.bin")
     (made / "trainer_state.json").write_text(json.dumps({"epoch": 1}))
-    return made, module.state_dict(), optimizer.state_dict()
+    return made, module.state_dict()
 
 
 def test_a_directory_of_a_trainer(trainer, tmp_path):
-    directory, weights, states = trainer
+    directory, weights = trainer
     with pytest.warns(UserWarning, match="left out") as warned:
         report = ibp.compress_checkpoint(directory, tmp_path / "small" / "model.safetensors", device="cpu", jobs=1)
     said = [str(warning.message).partition("checkpoint-1/")[2] for warning in warned]
@@ -172,6 +172,7 @@ def test_a_directory_of_a_trainer(trainer, tmp_path):
     assert set(weights) < set(found) and "state.0.exp_avg" in found and len(report.files) == 2
     optimizer = tmp_path / "small" / report.files[1]
     ibp.decompress_checkpoint(optimizer, tmp_path / "optimizer.pt")
+    states = torch.load(directory / "optimizer.pt", weights_only=True)
     assert_same(torch.load(tmp_path / "optimizer.pt", weights_only=True), states)
     with pytest.warns(UserWarning, match="left out"):
         estimate = ibp.estimate_checkpoint(directory)
@@ -199,7 +200,7 @@ def test_a_directory_without_tensors(trainer):
 
 
 def test_files_that_an_index_does_not_name(trainer):
-    directory, weights, _ = trainer
+    directory, weights = trainer
     (directory / "model.safetensors").unlink()
     ibp.save(directory / "model.safetensors", dict(weights), shard_bytes=8000)
     with pytest.warns(

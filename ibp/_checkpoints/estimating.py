@@ -15,7 +15,7 @@ from .._files.fields import dtype_name
 from .._progress import tqdm
 from .._rows import Geometry
 from .._schemes import SCHEMES, AnyCodebook
-from .learning import SAMPLE_ELEMENTS, Learning, pays, sample_of, savings_of
+from .learning import SAMPLE_ELEMENTS, Codebooks, Learning, sample_of, savings_of
 from .maps import as_tensor
 from .planning import compressed_bytes, table_bytes
 from .report import share_saved
@@ -31,7 +31,7 @@ class TensorEstimate:
         name, dtype, shape, num_bytes: of the tensor.
         savings: by scheme, the share of its bytes that a table would save, its index counted; empty for a tensor that
             is kept as it is: one of less than 4 KiB, of a dtype that tables lack, or that patterns leave out.
-        best: the scheme that saves most; None where none saves 1 %.
+        best: the scheme that `compress_checkpoint` takes; None where none saves 1 %.
     """
 
     __module__ = "ibp"
@@ -121,17 +121,18 @@ def estimate_checkpoint(
             raise ValueError(f"schemes has {scheme!r}; wanted some of {[name for name in SCHEMES if name != 'raw']}")
     check_learning("auto", None, None, None, level)
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
-    learning = Learning("auto", level, row_bytes=row_bytes)
+    scheme = "auto" if len(compared) > 1 else "".join(compared) or "raw"
+    learning = Learning(scheme, level, row_bytes=row_bytes)
     with open_sources(inputs) as source:
-        names = chosen(source.tensors, include, exclude)
-        kinds = _Kinds(learning, compared, [source.tensors[name] for name in names])
+        kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
+        kinds = _Kinds(learning, compared, list(source.tensors.values()), kept)
         found = {}
         for name in tqdm(source.tensors, desc="estimate", unit="tensor", disable=not progress):
             found[name] = kinds.estimate(source.tensors[name])
         stored, books = {}, {}
         for name, estimate in found.items():
             tensor = source.tensors[name]
-            books[name] = kinds.codebook(tensor, estimate.best)
+            books[name] = kinds.codebook(tensor)
             num_rows = learning.geometry_of(tensor).num_rows
             stored[name] = table_bytes(estimate.stored_bytes, num_rows) if estimate.best else tensor.num_bytes
         file_bytes = compressed_bytes(source, stored, books)
@@ -141,46 +142,44 @@ def estimate_checkpoint(
 
 
 class _Kinds:
-    """Codebooks of each scheme for each kind of tensors, and what they save.
+    """What schemes save of tensors: the codebook that compressing takes, and of other schemes one for each kind.
 
     Args:
-        learning: how they are learned.
+        learning: how codebooks are learned.
         schemes: that are compared.
-        tensors: that are to be coded.
+        tensors: of the checkpoint.
+        kept: names of those that are not to be coded.
     """
 
-    def __init__(self, learning: Learning, schemes: list[str], tensors: list[SourceTensor]) -> None:
+    def __init__(
+        self, learning: Learning, schemes: list[str], tensors: list[SourceTensor], kept: frozenset[str]
+    ) -> None:
         self._learning, self._schemes = learning, schemes
-        self._members: dict[tuple, list[SourceTensor]] = {}
-        for tensor in filter(learning.is_worth_coding, tensors):
-            self._members.setdefault(learning.kind_of(tensor), []).append(tensor)
-        self._coded = {tensor.name for members in self._members.values() for tensor in members}
-        self._books: dict[tuple, dict[str, AnyCodebook]] = {}
+        self._taken = Codebooks(learning, tensors, kept)
+        self._others: dict[tuple, AnyCodebook | None] = {}  # by kind and scheme
+
+    def codebook(self, tensor: SourceTensor) -> AnyCodebook | None:
+        """The codebook that compressing takes; None where it keeps the tensor."""
+        self._taken.prepare([tensor], 1)
+        return self._taken.of(tensor)
 
     def estimate(self, tensor: SourceTensor) -> TensorEstimate:
-        savings: dict[str, float] = {}
-        geometry = self._learning.geometry_of(tensor)
-        if tensor.name in self._coded:
-            rows = _rows_to_measure(tensor, geometry)
-            books = self._books_of(tensor)
-            shared = {scheme: max(0.0, savings_of(rows[0], codebook, rows[1])) for scheme, codebook in books.items()}
-            savings = {scheme: shared.get(scheme, 0.0) for scheme in self._schemes}
-        best = max(savings, key=savings.__getitem__, default=None)
-        clear = best if best is not None and pays(savings[best], geometry) else None
-        return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, clear)
+        taken, savings = self.codebook(tensor), {}
+        if self._taken.is_coded(tensor):
+            rows, geometry = _rows_to_measure(tensor, self._learning.geometry_of(tensor))
+            for scheme in self._schemes:
+                own = taken is not None and taken.scheme == scheme
+                codebook = taken if own else self._other(tensor, scheme)
+                savings[scheme] = 0.0 if codebook is None else max(0.0, savings_of(rows, codebook, geometry))
+        best = None if taken is None else taken.scheme
+        return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, best)
 
-    def codebook(self, tensor: SourceTensor, best: str | None) -> AnyCodebook | None:
-        """Of the scheme that is best for a tensor."""
-        return None if best is None else self._books_of(tensor)[best]
-
-    def _books_of(self, tensor: SourceTensor) -> dict[str, AnyCodebook]:
-        kind = self._learning.kind_of(tensor)
-        if kind not in self._books:
+    def _other(self, tensor: SourceTensor, scheme: str) -> AnyCodebook | None:
+        key = *self._learning.kind_of(tensor), scheme
+        if key not in self._others:
             geometry = self._learning.geometry_of(tensor)
-            sample = sample_of(self._members[kind], geometry)
-            learned = {scheme: self._learning.learn(scheme, sample, geometry, False) for scheme in self._schemes}
-            self._books[kind] = {scheme: codebook for scheme, codebook in learned.items() if codebook is not None}
-        return self._books[kind]
+            self._others[key] = self._learning.learn(scheme, sample_of([tensor], geometry), geometry, False)
+        return self._others[key]
 
 
 def _rows_to_measure(tensor: SourceTensor, geometry: Geometry) -> tuple[torch.Tensor, Geometry | None]:

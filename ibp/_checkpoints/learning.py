@@ -112,7 +112,7 @@ class Codebooks:
         self._learning, self._kept = learning, kept
         self._kinds: dict[tuple, list[SourceTensor]] = {}
         for tensor in tensors:
-            if self._is_coded(tensor):
+            if self.is_coded(tensor):
                 self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
         self._of_kinds: dict[tuple, tuple[AnyCodebook | None, float]] = {}
         self._of_tensors: dict[str, AnyCodebook | None] = {}
@@ -123,7 +123,7 @@ class Codebooks:
         """Learns the codebooks of tensors: of kinds first, then, by several threads, of those that need one of their
         own."""
         for tensor in tensors:
-            if self._is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
+            if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))
         with ThreadPoolExecutor(jobs, "ibp-learner") as pool:
             for _ in pool.map(self.of, tensors):
@@ -131,13 +131,14 @@ class Codebooks:
 
     def of(self, tensor: SourceTensor) -> AnyCodebook | None:
         """The codebook of a tensor that has been prepared; None where it is kept as it is."""
-        if not self._is_coded(tensor):
+        if not self.is_coded(tensor):
             return None
         if tensor.name not in self._of_tensors:
             self._of_tensors[tensor.name] = self._find(tensor)
         return self._of_tensors[tensor.name]
 
-    def _is_coded(self, tensor: SourceTensor) -> bool:
+    def is_coded(self, tensor: SourceTensor) -> bool:
+        """Whether a tensor is one that may have a codebook."""
         return tensor.name not in self._kept and self._learning.is_worth_coding(tensor)
 
     def _find(self, tensor: SourceTensor) -> AnyCodebook | None:
@@ -162,14 +163,14 @@ class Codebooks:
         own = self._learning.learn(self._learning.scheme, sample, geometry, codebook.is_partial)
         tried = {one: savings_of(sample, one) for one in (codebook, own) if one is not None}
         best = max(tried, key=tried.__getitem__)
-        return best if pays(tried[best], geometry) else None
+        return best if _pays(tried[best], geometry) else None
 
     def _learned(self, kind: tuple, sample: torch.Tensor) -> tuple[AnyCodebook | None, float]:
         """(codebook of a kind, what it saves of the sample); None where raw is best."""
         geometry = self._geometry(kind)
         codebook = self._learning.learn(self._learning.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
-        return (codebook, savings) if pays(savings, geometry) else (None, 0.0)
+        return (codebook, savings) if _pays(savings, geometry) else (None, 0.0)
 
     def _learn_together(self, group: Group) -> None:
         """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
@@ -239,6 +240,5 @@ def savings_of(sample: torch.Tensor, codebook: AnyCodebook, geometry: _rows.Geom
     return 1 - (stored + _layout.index_bytes(geometry, True)) / geometry.num_bytes
 
 
-def pays(savings: float, geometry: _rows.Geometry) -> bool:
-    """Whether a table is worth what it costs, of a tensor of which it saves a share."""
+def _pays(savings: float, geometry: _rows.Geometry) -> bool:
     return savings > _CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES
