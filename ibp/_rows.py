@@ -111,12 +111,13 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 def given_tensor(x: torch.Tensor | np.ndarray, name: str = "x") -> torch.Tensor:
     """A tensor that is given, or an array as one, over its memory where torch can; dtypes of ml_dtypes are torch's of
-    the same name. TypeError for arrays of other dtypes."""
+    the same name. TypeError for arrays of dtypes that torch lacks."""
     if not isinstance(x, np.ndarray):
         return x
+    x = np.asarray(x, dtype=x.dtype.newbyteorder("="))
     dtype: Any = getattr(torch, x.dtype.name, None)
-    if dtype not in DTYPES or dtype.itemsize != x.dtype.itemsize or not x.dtype.isnative:
-        raise TypeError(f"{name} is an array of {x.dtype}; wanted a dtype that torch has, in the machine's byte order")
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != x.dtype.itemsize:
+        raise TypeError(f"{name} is an array of {x.dtype}; wanted a dtype that torch has")
     if any(stride < 0 or stride % x.dtype.itemsize for stride in x.strides):
         x = x.copy()
     if x.dtype.kind == "V":  # of ml_dtypes: numpy sees bytes alone

@@ -9,8 +9,8 @@ import torch
 
 import ibp
 from helpers import DTYPES, assert_same_bits, make_tensor, one_hot_rows, spiky_rows
-from ibp._arrays import tensor_of
 from ibp._files.header import read_header
+from ibp._rows import given_tensor
 
 PAGEABLE = {"device": "cpu", "pin_memory": False}
 
@@ -170,13 +170,13 @@ def test_arrays_are_saved(tmp_path, recwarn):
 def test_a_mapped_array_is_not_copied(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(9.0))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    assert tensor_of(mapped, "x").data_ptr() == mapped.ctypes.data
+    assert given_tensor(mapped, "x").data_ptr() == mapped.ctypes.data
 
 
 @pytest.mark.parametrize(
     "array", [np.array(["text"]), np.array([None]), np.zeros(2, "datetime64[s]"), np.zeros(2, "i4,f4")]
 )
 def test_arrays_that_torch_lacks(tmp_path, array):
-    with pytest.raises(TypeError, match=r"'x' is an array of .*, which torch does not have"):
+    with pytest.raises(TypeError, match=r"'x' is an array of .*; wanted a dtype that torch has"):
         ibp.save(tmp_path / "x.safetensors", {"x": array})
     assert not list(tmp_path.iterdir())

@@ -13,10 +13,9 @@ from .._arguments import whole_number
 from .._estimation import check_learning
 from .._files.fields import dtype_name
 from .._progress import tqdm
-from .._rows import Geometry
+from .._rows import Geometry, as_tensor
 from .._schemes import SCHEMES, AnyCodebook
 from .learning import SAMPLE_ELEMENTS, Codebooks, Learning, sample_of, savings_of
-from .maps import as_tensor
 from .planning import compressed_bytes, table_bytes
 from .report import share_saved
 from .source import SourceTensor, chosen

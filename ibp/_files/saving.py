@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from .._arguments import whole_number
-from .._arrays import tensor_of
 from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._delta import CheckpointDelta, Delta
 from .._fingerprint import fingerprint
 from .._progress import tqdm
-from .._rows import check_tensor
+from .._rows import check_tensor, given_tensor
 from .._schemes import AnyCodebook, with_clusters
 from .opened import Value
 from .paths import PathLike, written_to
@@ -76,7 +75,7 @@ def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> 
     for name, given in (tensors if isinstance(tensors, Mapping) else {"tensor": tensors}).items():
         if not isinstance(name, str):
             raise TypeError(f"tensors has the key {name!r}; wanted names as text")
-        value = items[name] = tensor_of(given, repr(name)) if isinstance(given, np.ndarray) else given
+        value = items[name] = given_tensor(given, repr(name))
         if not isinstance(value, (CompressedTensor, WholeTensor, torch.Tensor, Delta)):
             got = type(value).__name__
             raise TypeError(
