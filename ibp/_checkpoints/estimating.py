@@ -159,6 +159,8 @@ class _Kinds:
 
     def codebook(self, tensor: SourceTensor) -> AnyCodebook | None:
         """The codebook that compressing takes; None where it keeps the tensor."""
+        if not self._taken.is_coded(tensor):
+            return None
         self._taken.prepare([tensor], 1)
         return self._taken.of(tensor)
 
