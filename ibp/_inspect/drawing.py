@@ -176,8 +176,12 @@ def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorReport]) -> None:
     axes.set_xlim(-0.5, width - 0.5)
     axes.set_yticks((0, 0.5, 1), ("0", "50 %", "100 %"), fontsize=_FONT)
     _mark_bits(axes, dtype, width)
-    title = {"title": "what is done with it, by bytes", "title_fontsize": _FONT + 1, "alignment": "left"}
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1), "borderaxespad": 0.0, "frameon": False}
+    title: dict[str, Any] = {
+        "title": "what is done with it, by bytes",
+        "title_fontsize": _FONT + 1,
+        "alignment": "left",
+    }
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1), "borderaxespad": 0.0, "frameon": False}
     axes.legend(fontsize=_FONT, ncols=3, handlelength=1, columnspacing=1, **title, **place)
 
 
@@ -195,7 +199,7 @@ def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorReport]]]) ->
         if len(own) > 1:
             axes.hlines(at, min(each), max(each), color="black", linewidth=1.5)
         end = max(0, saved, *each)
-        text = {"textcoords": "offset points", "va": "center", "fontsize": _FONT}
+        text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": _FONT}
         axes.annotate(f"{saved:.1f} %", (end, at), (4, 0), **text)
         lowest, highest = min(lowest, saved, *each), max(highest, end)
     axes.set_yticks(range(len(rows)), _labels(rows), fontsize=_FONT - 1, parse_math=False)
@@ -208,7 +212,7 @@ def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorReport]]]) ->
     axes.tick_params(axis="x", labelsize=_FONT)
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "frameon": False}
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "frameon": False}
     axes.legend(fontsize=_FONT, ncols=4, handlelength=1, columnspacing=1, **place)
 
 
