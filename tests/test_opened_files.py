@@ -286,6 +286,20 @@ def test_what_cannot_be_saved(tmp_path, tensors, options, kind, message):
     assert os.listdir(tmp_path) == []
 
 
+def test_names_that_a_writer_has_written(tmp_path, table):
+    """Of tables and of plain tensors."""
+    writes = {
+        "table": lambda file: write_table(file, "t", table),
+        "plain": lambda file: write_plain(file, "t", torch.ones(5)),
+    }
+    for first in writes.values():
+        for second in writes.values():
+            with FileWriter(tmp_path / "x") as file:
+                first(file)
+                with pytest.raises(ValueError, match="there are two tensors 't'"):
+                    second(file)
+
+
 @pytest.mark.parametrize("part", ["slots", "overflow", "lengths", "bases", "blocks"])
 def test_names_that_parts_have(tmp_path, table, part):
     for items in ({"t": table, f"t:{part}": torch.ones(1)}, {f"t:{part}": torch.ones(1), "t": table}):
