@@ -46,7 +46,7 @@ class Shard:
         """Bytes of the file's header, if its tensors have these codebooks."""
         names = [tensor.name for tensor in self.tensors]
         room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
-        return room + sum(64 * len(tensor.shape) for tensor in self.tensors)
+        return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
 
 
 class ItemsOf(SourceTensor):
