@@ -56,6 +56,8 @@ def read(content: bytes) -> Any:
         reader = _Reader(memoryview(content)[_LENGTH.size + length :])
         value = reader.value(json.loads(text))
         reader.end()
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise ValueError(f"the message is damaged, or no message of ibp's: {error}") from error
     return value

@@ -240,7 +240,7 @@ def test_formats_are_told_by_content(kind, name, tmp_path, capsys):
     (tmp_path / f"held.{kind}").rename(tmp_path / name)
     assert run("decompress", name, "-o", "out.safetensors", "--quiet") == 0
     assert_holds(tmp_path / "out.safetensors", {"x": x})
-    (said,) = document(capsys, "verify", name)["files"]
+    (said,) = document(capsys, "verify", name, status=int(kind != "ibp"))["files"]
     assert (said["status"], said["tensors"]) == ("good" if kind == "ibp" else "no checksums", 1)
     assert document(capsys, "inspect", name)["files"][0]["tensors"][0]["name"] == "x"
     if kind in ("safetensors", "ibp"):

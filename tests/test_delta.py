@@ -397,7 +397,7 @@ def check_damaged_new_tensor(device):
     whole = {"a": changed, "b": torch.ones(3, device=device)}
     delta = ibp.CheckpointDelta({**ibp.delta({"a": changed + 1}, {"a": changed}), "new": table.to(device)}, ["b"])
     before = cloned(whole)
-    with pytest.raises(ibp.CorruptTableError, match="row 7"):
+    with pytest.raises(ibp.CorruptTableError, match="contradicts its length"):
         delta.apply_(whole)
     assert_same_tensors(whole, before)
 

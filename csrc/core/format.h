@@ -22,8 +22,9 @@
 #define IBP_FLAG_MANY_GAPS (1u << (IBP_FLAG_LAST_GAP + 5u))
 
 /* IBP_LOAD_ONCE: the value of an element of an array, by one load: what is checked is what is used, also where another
- * thread or another stream writes the array meanwhile. What a plain load has read the compiler may read again. Loads of
- * kernels are relaxed ones of a block's scope, which the L1 cache serves, as it does not serve volatile ones. */
+ * thread or another stream writes the array meanwhile. What a plain load has read the compiler may read again. In
+ * kernels it is a relaxed load of a block's scope; arrays that no thread of a kernel writes are read by __ldg there,
+ * which is one load too. */
 #if defined(__CUDA_ARCH__)
 template <typename T> static __device__ __forceinline__ T ibp_load_once(const T *global)
 {

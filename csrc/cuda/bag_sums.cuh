@@ -19,8 +19,8 @@ __device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag,
     if (bag == 0u) return 0;
     if (bag >= bags.num_bags) return num_ids;
     if (bags.offsets == nullptr) return static_cast<uint32_t>(bags.bag_size) * bag; // at most num_ids
-    const int64_t begin = bags.offset_bytes == 8u ? IBP_LOAD_ONCE(static_cast<const int64_t *>(bags.offsets)[bag])
-                                                  : IBP_LOAD_ONCE(static_cast<const int32_t *>(bags.offsets)[bag]);
+    const int64_t begin = bags.offset_bytes == 8u ? __ldg(static_cast<const long long *>(bags.offsets) + bag)
+                                                  : __ldg(static_cast<const int *>(bags.offsets) + bag);
     return begin < 0 || begin > num_ids ? kNoOffset : static_cast<uint32_t>(begin);
 }
 

@@ -39,8 +39,8 @@ struct Rows {
     __device__ __forceinline__ int64_t id_of(uint32_t item) const
     {
         if (id_bytes == 0u) return item;
-        return id_bytes == 8u ? IBP_LOAD_ONCE(static_cast<const int64_t *>(ids)[item])
-                              : IBP_LOAD_ONCE(static_cast<const int32_t *>(ids)[item]);
+        return id_bytes == 8u ? __ldg(static_cast<const long long *>(ids) + item)
+                              : __ldg(static_cast<const int *>(ids) + item);
     }
     // -1 if there is no such item.
     __device__ __forceinline__ int64_t row_of(uint32_t job) const

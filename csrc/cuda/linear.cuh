@@ -352,8 +352,8 @@ template <class Block> struct Finisher {
     }
     __device__ __forceinline__ void add_escapes(uint32_t of_row, float (&taken)[kVectors], float (&right)[kVectors])
     {
-        const uint32_t end = ibp_min_u32(IBP_LOAD_ONCE(job.matrix.starts[of_row + 1u]), job.matrix.num_escapes);
-        for (uint32_t first = IBP_LOAD_ONCE(job.matrix.starts[of_row]); first < end; first += kTogether) {
+        const uint32_t end = ibp_min_u32(__ldg(job.matrix.starts + of_row + 1u), job.matrix.num_escapes);
+        for (uint32_t first = __ldg(job.matrix.starts + of_row); first < end; first += kTogether) {
             ibp_escape entries[kTogether] = {};
             const uint32_t num_entries = ibp_min_u32(end - first, kTogether);
 #pragma unroll
@@ -367,9 +367,9 @@ template <class Block> struct Finisher {
     }
     __device__ __forceinline__ ibp_escape entry_at(uint32_t i) const
     {
-        const uint64_t words = IBP_LOAD_ONCE(reinterpret_cast<const uint64_t *>(job.matrix.escapes)[i]);
-        return {ibp_min_u32(static_cast<uint32_t>(words), job.columns() - 1u), static_cast<uint16_t>(words >> 32),
-                static_cast<uint16_t>(words >> 48)};
+        const uint2 words = __ldg(reinterpret_cast<const uint2 *>(job.matrix.escapes + i));
+        return {ibp_min_u32(words.x, job.columns() - 1u), static_cast<uint16_t>(words.y),
+                static_cast<uint16_t>(words.y >> 16)};
     }
     __device__ __forceinline__ void store(uint32_t vector, uint32_t to_row, float sum) const
     {

@@ -234,7 +234,7 @@ template <typename T> struct WordJoin {
 template <typename T>
 __device__ __forceinline__ void put_element(const ibp_planes &planes, const Window &window, uint32_t i, T element)
 {
-    const uint32_t column = planes.num_constant != 0u ? IBP_LOAD_ONCE(planes.live_columns[i]) : i;
+    const uint32_t column = planes.num_constant != 0u ? __ldg(planes.live_columns + i) : i;
     for (uint32_t b = 0; b < sizeof(T); b++) {
         const uint32_t at = column * static_cast<uint32_t>(sizeof(T)) + b;
         if (at >= window.low && at < window.high)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import zipfile
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
         raise
     except SourceFormatError as error:
         raise type(error)(f"{path}: {error}") from None
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         unknown = _UNKNOWN.search(str(error))
         if unknown is None:
             raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None

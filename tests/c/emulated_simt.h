@@ -201,7 +201,12 @@ template <class T> SIMT_INLINE unsigned __match_any_sync(unsigned mask, T value,
 
 /* ---- memory ---- */
 
-template <class T> T __ldg(const T *p) { return *p; }
+// One load, as on a GPU: not again what the compiler has loaded before.
+template <class T> T __ldg(const T *p)
+{
+    if constexpr (std::is_scalar_v<T>) return *const_cast<const volatile T *>(p);
+    return *p;
+}
 template <class T> T __ldcs(const T *p) { return *p; }
 template <class T> T __ldcg(const T *p) { return *p; }
 template <class T> T __ldca(const T *p) { return *p; }

@@ -29,10 +29,9 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     const uint32_t item = rows_per_item == 1u ? number : number / rows_per_item;
     int64_t id = item;
     if (request.ids.id_bytes != 0)
-        id = request.ids.id_bytes == 8 ? IBP_LOAD_ONCE(static_cast<const int64_t *>(request.ids.data)[item])
-                                       : IBP_LOAD_ONCE(static_cast<const int32_t *>(request.ids.data)[item]);
-    return {id, request.ids.positions ? IBP_LOAD_ONCE(request.ids.positions[item]) : item,
-            number - item * rows_per_item};
+        id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + item)
+                                       : __ldg(static_cast<const int *>(request.ids.data) + item);
+    return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 
 // Where a position begins in a strided output, as ibp_offset_of_position says. The divisions have 32 bits and are not
@@ -59,7 +58,7 @@ __device__ __forceinline__ uint8_t *memory_of_position(const ibp_ids &ids, uint8
 // Where in overflow a row of a packed table begins: past its end where the base lies there.
 __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t row)
 {
-    const uint64_t base = IBP_LOAD_ONCE(table.bases[ibp_base_of_row(&table, row)]) - table.overflow_start;
+    const uint64_t base = __ldg(table.bases + ibp_base_of_row(&table, row)) - table.overflow_start;
     const uint32_t rooms = rooms_before(table, row);
     return base <= static_cast<uint64_t>(table.overflow_bytes) ? base + rooms : ~uint64_t{0};
 }
@@ -126,7 +125,7 @@ static __device__ __noinline__ void refuse(const ibp_table &table, const Request
 // The entry of a job's row; 0 where there is no cache.
 __device__ __forceinline__ uint64_t entry_of_job(const Request &request, uint32_t number)
 {
-    return request.cache.entries != nullptr ? IBP_LOAD_ONCE(request.cache.entries[number]) : 0u;
+    return request.cache.entries != nullptr ? __ldg(request.cache.entries + number) : 0u;
 }
 
 // Where the bytes of a job's row are: all of a cached one is in *slots. Returns false if the row is corrupt.

@@ -10,7 +10,7 @@ namespace ibp {
 // A row's entry of lengths.
 __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64_t row)
 {
-    return lengths != nullptr ? IBP_LOAD_ONCE(lengths[row]) : 0u;
+    return lengths != nullptr ? __ldg(lengths + row) : 0u;
 }
 
 // Bytes that the rows before a row that share its base take in overflow: whole rows.
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, ui
 {
     *place = ibp_split_row(&table, row, length);
     const bool needs_base = ibp_needs_base(&table, place);
-    const uint64_t base = needs_base ? IBP_LOAD_ONCE(table.bases[ibp_base_of_row(&table, row)]) : 0u;
+    const uint64_t base = needs_base ? __ldg(table.bases + ibp_base_of_row(&table, row)) : 0u;
     return ibp_place_in_bounds(&table, base, needs_base ? rooms_before(table, row) : 0u, place);
 }
 

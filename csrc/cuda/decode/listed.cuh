@@ -304,7 +304,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     static __device__ __forceinline__ void store_element(const ibp_planes &planes, const Window &window,
                                                          uint32_t column, T element)
     {
-        if (Book::num_constant(planes) != 0u) column = IBP_LOAD_ONCE(planes.live_columns[column]);
+        if (Book::num_constant(planes) != 0u) column = __ldg(planes.live_columns + column);
         const uint32_t first = column * static_cast<uint32_t>(sizeof(T));
         uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
         if (first >= window.low && first + sizeof(T) <= window.high && aligned(dst, sizeof(T))) {

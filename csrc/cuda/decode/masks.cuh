@@ -76,8 +76,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
     {
         const uint64_t offset = uint64_t{cluster} * cb.cluster_stride;
         return {cb.mask + offset, cb.bitval + offset, cb.flags + offset,
-                cb.num_clusters > 1u ? ibp_min_u32(IBP_LOAD_ONCE(cb.cluster_flags[offset]), cb.row_bytes)
-                                     : cb.num_flags};
+                cb.num_clusters > 1u ? ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes) : cb.num_flags};
     }
 
     // WORDS consecutive entries of a codebook array from entry w on; the last ones past the row.

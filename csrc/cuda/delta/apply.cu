@@ -113,7 +113,7 @@ template <typename T> struct DeltaAdder {
             room = ibp_stored_bytes(__ldg(version.lengths + first + lane_id()), cb.row_bytes, cb.row_bytes);
         const uint64_t rooms = __reduce_add_sync(kAllLanes, room);
         if (stored > row.valid || version.bases == nullptr) return false;
-        const uint64_t base = IBP_LOAD_ONCE(version.bases[ibp_group_of_row(row.row)]);
+        const uint64_t base = __ldg(version.bases + ibp_group_of_row(row.row));
         if (!ibp_part_in_bounds(base, 0u, version.overflow_bytes)) return false;
         *start = base + rooms;
         return ibp_part_in_bounds(*start, stored, version.overflow_bytes);
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     for (int64_t r = mine.first; r < num_rows; r += mine.step) {
         const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
         if (row.valid == 0u) continue;
-        const uint32_t length = IBP_LOAD_ONCE(versions[row.version].lengths[row.row]);
+        const uint32_t length = __ldg(versions[row.version].lengths + row.row);
         if (length == IBP_DEFAULT_LENGTH(cb.row_bytes) || !takes(coded, length)) continue;
         bool good;
         const uint64_t added = adder.add(versions[row.version], row, length, &good);

@@ -31,7 +31,7 @@ template <uint32_t LANES> struct MasksEncoder {
         MasksEncoder one = *this;
         one.mask += offset, one.bitval += offset, one.flags += offset;
         // Any number may stand there: no row has more participation bits than bytes.
-        if (cb.num_clusters > 1u) one.num_flags = ibp_min_u32(IBP_LOAD_ONCE(cb.cluster_flags[offset]), cb.row_bytes);
+        if (cb.num_clusters > 1u) one.num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
         return one;
     }
 

@@ -229,7 +229,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     // The element of a live column, whatever number says which column of the row that is.
     __device__ __forceinline__ T live_element(const PlainRow &row, uint32_t column) const
     {
-        return column_of(row, ibp_min_u32(IBP_LOAD_ONCE(planes.live_columns[column]), row_bytes / sizeof(T) - 1u));
+        return column_of(row, ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u));
     }
     static __device__ __noinline__ T column_of(PlainRow row, uint32_t number)
     {
