@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
-from helpers import NoMemory, assert_same_bits
+from helpers import NoMemory, assert_same_bits, in_threads
 from ibp import _calibration
 from ibp.optim import _chunks, _families, _learning, _replay, _reserve, _states, adamw
 from ibp.optim._learning import ROW_BYTES
@@ -330,8 +330,12 @@ def mesh():
 
 
 def test_sharded_parameters(mesh):
-    """DTensors, as FSDP2 makes them: the same bits, states that torch loads and that come back."""
-    tensors, cpu = mesh
+    """DTensors, as FSDP2 makes them: the same bits, states that torch loads and that come back. In a thread of its own:
+    what torch keeps of meshes for a thread would end the group a second time in a process that is forked later."""
+    in_threads(lambda: check_sharded_parameters(*mesh))
+
+
+def check_sharded_parameters(tensors, cpu):
     plain = parameters(shapes=[(300, 70), (70,)])
     torchs, ours, others = (
         [torch.nn.Parameter(tensors.distribute_tensor(p.detach().clone(), cpu, [tensors.Shard(0)])) for p in plain]
