@@ -45,6 +45,8 @@ COPY_THREADS_STYLE = {
     PLANES_ARM: ("planes, by SMs", PURPLE),
     RAW_ARM: ("raw rows, by SMs", GREY),
     "cpu index + copy": ("CPU gather, then copy, by threads", LIGHT_GREEN),
+    "cpu pinned": ("CPU gather into pinned memory, then copy", "#80a962"),
+    "cpu pipelined": ("CPU gather, pipelined with the copy", GREEN),
 }
 PAPER_LABEL = "the paper's code (measured apart, same kind of GPU)"
 DECODE_STYLE = {

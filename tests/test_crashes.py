@@ -208,6 +208,21 @@ def test_no_room_on_the_disk(path):
     assert not assert_whole(path)
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".npy", ".npz"])
+def test_no_room_for_what_is_decompressed(tmp_path, suffix):
+    ibp.save(tmp_path / "coded.safetensors", {"large": torch.zeros(30_000)})
+    target = tmp_path / f"out{suffix}"
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(OSError, match=r"wanted room for at least 120,000 bytes") as raised:
+            ibp.decompress_checkpoint(tmp_path / "coded.safetensors", target)
+        assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(target))
+
+    assert status_of(in_child(work)) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["coded.safetensors"]
+
+
 def test_no_directory(tmp_path):
     with pytest.raises(FileNotFoundError):
         ibp.save(tmp_path / "none" / "model.safetensors", OLD_FILE)

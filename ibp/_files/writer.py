@@ -44,6 +44,23 @@ _ENTRY_BYTES = 128  # of a tensor's entry in the header, without its name and sh
 _SIZE_BYTES = 21  # of a size in a shape
 _FIXED_BYTES = 1024  # of the header besides: format, release, checksums
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # there is no room, on the disk or for the user
+
+
+@contextlib.contextmanager
+def named_errors(path: Path, num_bytes: int) -> Iterator[None]:
+    """An OSError that names no file names the one that is written, and of a full disk how many bytes it takes at
+    least."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        why = error.strerror
+        if error.errno in _FULL:
+            why = f"{why}: wanted room for at least {num_bytes:,} bytes"
+        raise OSError(error.errno, why, str(path)) from error
+
+
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -419,17 +436,8 @@ class _Output:
             while data:
                 data = data[os.write(self._file, data) :]
 
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """An OSError names the file, and of a full disk says how many bytes are wanted."""
-        try:
-            yield
-        except OSError as error:
-            why = error.strerror
-            if error.errno in _FULL:
-                wanted = self._room + max(self.data_bytes, self._expected_bytes)
-                why = f"{why}: wanted room for at least {wanted:,} bytes"
-            raise OSError(error.errno, why, str(self._path)) from error
+    def _named_errors(self) -> contextlib.AbstractContextManager[None]:
+        return named_errors(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes = b"") -> None:
         """Writes what is left, and the header into its room, and waits for the disk."""
