@@ -1,10 +1,10 @@
 """Tables, files and caches that many use at once: threads, processes that are forked, streams of a GPU, and a GPU whose
 memory is full."""
 
+import concurrent.futures
 import contextlib
 import gc
 import io
-import concurrent.futures
 import os
 import signal
 import subprocess
