@@ -469,7 +469,8 @@ typedef struct ibp_page_transfer {
 
 /* Works out ids, count * tensors * ids_per_block of them: those of the place, in the order of pages, tensors and bytes,
  * and addresses, count * tensors * pieces: of the pieces. ids are -1 where there is no such page or block, or, with
- * stored, where the page's flag of any tensor of the transfer is 0: num_pages * num_tensors flags, of blocks of tensors.
+ * stored, where the page's flag of any tensor of the transfer is 0: num_pages * num_tensors flags, of blocks of
+ * tensors.
  * @return IBP_INVALID_ARGUMENT for numbers that contradict each other, and then nothing is written. */
 IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
                                   uint64_t *addresses);
