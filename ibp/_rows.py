@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from . import _core, _memory, _staging
 from ._arguments import whole_number
+
+_Given = TypeVar("_Given")
 
 LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
 _BLOCK_BYTES = 64 << 20  # of what is coded at once, and in `compress_` held twice
@@ -109,8 +111,8 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
 
 
-def given_tensor(x: torch.Tensor | np.ndarray, name: str = "x") -> torch.Tensor:
-    """A tensor that is given, or an array as one, over its memory where torch can; dtypes of ml_dtypes are torch's of
+def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tensor:
+    """What is given, or an array as a tensor, over its memory where torch can; dtypes of ml_dtypes are torch's of
     the same name. TypeError for arrays of dtypes that torch lacks."""
     if not isinstance(x, np.ndarray):
         return x
