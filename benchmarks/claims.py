@@ -498,12 +498,12 @@ def _ans_as_floats(candidates, directory):
     """On how many sets ANS was measured by the worse one of its types."""
     rows = [row for row in candidates if row["arm"] == "nvcomp:ans"]
     if worse := reproduction.ans_as_floats(rows, reproduction.Results(directory)):
-        _, floats, of_bytes = zip(*worse)
+        sets = ", ".join(
+            f"{name} ({percent(floats)}; as bytes {percent(of_bytes)})" for name, floats, of_bytes in worse
+        )
         yield (
-            f"In this run ANS coded {len(worse)} sets as floats, of which it saved {percent(min(floats))} to "
-            f"{percent(max(floats))}; as bytes it saves {percent(min(of_bytes))} to {percent(max(of_bytes))} of them "
-            "(`ratio.csv`). Today's `nvcomp:ans` takes the type that saves more of a sample; its rates on these sets "
-            "are not measured yet."
+            f"ANS coded as floats, in an older run, what it codes smaller as bytes (`ratio.csv`): {sets}. Today's "
+            "`nvcomp:ans` takes the type that saves more of a sample."
         )
 
 
