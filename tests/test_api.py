@@ -735,6 +735,7 @@ def test_public_names():
     assert ibp._core.status_string(0) == "no error" and ibp._core.status_string(99)
 
 
+@pytest.mark.slow
 def test_integrations_are_imported_when_they_are_named():
     code = """
 import sys, ibp

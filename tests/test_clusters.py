@@ -646,6 +646,7 @@ def test_as_many_clusters_as_asked_for_at_the_most():
         assert 1 < num_clusters(ibp.compress(x, scheme="ibp", clusters=clusters, **ON_CPU)) <= clusters
 
 
+@pytest.mark.slow
 def test_256_learned_clusters():
     x = prototypes(3000, 8, kinds=300)
     table = ibp.compress(x, scheme="ibp", clusters=256, **ON_CPU)

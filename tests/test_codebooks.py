@@ -228,6 +228,7 @@ def test_names_do_not_depend_on_files(codebook):
     assert b"_schemes" not in pickle.dumps(codebook)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_them(tmp_path):
     made = [make().with_savings(0.5) for make in KINDS.values()]
     torch.save(made, tmp_path / "codebooks.pt")

@@ -76,6 +76,7 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
                for name, value in found.items()) and len(found) == 6  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_none(tmp_path):
     code = (
         "import sys, time, pathlib; from ibp._checkpoints.journal import Journal; "
