@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from .._files.regular import open_locked
 from .._files.writer import write_whole
 from .report import TensorReport
 
@@ -76,18 +77,9 @@ class Journal:
             if self.directory.is_symlink():
                 raise NotADirectoryError(f"{self.directory} is a symbolic link; wanted a directory, or nothing there")
             try:
-                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+                return open_locked(path, 0o666, self._take)
             except FileNotFoundError:  # the directory has been removed since, by the call that was done with it
                 continue
-            try:
-                self._take(file)
-                with contextlib.suppress(FileNotFoundError):  # the file likewise
-                    if os.path.samestat(os.fstat(file), os.lstat(path)):
-                        return file
-            except BaseException:
-                os.close(file)
-                raise
-            os.close(file)
 
     def _take(self, file: int) -> None:
         try:

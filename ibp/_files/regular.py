@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Callable
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -29,3 +31,19 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     except BaseException:
         os.close(file)
         raise
+
+
+def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:
+    """A descriptor of a file that `lock` has locked, and that still has this name: where another process removed the
+    file in between, a new one is made and locked."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        try:
+            lock(file)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.lstat(path)):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)

@@ -25,6 +25,7 @@ import torch
 from .. import _core
 from .._segments import Segment, SharedHandle
 from .reader import OpenFile
+from .regular import open_locked
 
 _can_pin: dict[int, bool] = {}  # by the number of the device that a file is on
 
@@ -105,7 +106,7 @@ def _has(holder: tuple[int, int], name: str) -> bool:
 def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
     """What processes have written down in a file, and a function that writes it anew. Locked until the context is
     left."""
-    file = _opened(path)
+    file = open_locked(path, 0o600, lambda file: fcntl.flock(file, fcntl.LOCK_EX))
     try:
 
         def write(new: _Record) -> None:
@@ -114,21 +115,6 @@ def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
 
         yield _Record.of(os.pread(file, 1 << 20, 0)), write
     finally:
-        os.close(file)
-
-
-def _opened(path: Path) -> int:
-    """The locked file, which is made if there is none."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):  # it was removed before it was locked
-                if os.path.samestat(os.fstat(file), os.lstat(path)):
-                    return file
-        except BaseException:
-            os.close(file)
-            raise
         os.close(file)
 
 
