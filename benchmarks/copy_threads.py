@@ -79,7 +79,7 @@ def cpu_arms(run, rows):
 
 
 def measure_threads(run, rows):
-    """torch's index_select by so many threads, and copies. The clock waits for each call's copy."""
+    """torch's index_select by a number of threads, and copies. The clock waits for each call's copy."""
     before = torch.get_num_threads()
     try:
         for arm, call in cpu_arms(run, rows).items():

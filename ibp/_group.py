@@ -56,7 +56,7 @@ class Group:
         Raises:
             RuntimeError: it has raised on another rank, or a rank does not take part: it ended, or the group's timeout
                 has passed.
-            ValueError: a rank has sent what is no message of this package's.
+            ValueError: a rank has sent bytes that are no message of this package.
         """
         raised: Exception | None = None
         try:

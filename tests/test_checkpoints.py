@@ -159,7 +159,7 @@ def test_tensors_of_torch_may_have_any_strides(tmp_path):
 
 
 class Stage(coding.CudaCoder):
-    """The order in which blocks go through a GPU, without one: what is done to them is noted."""
+    """The order in which blocks go through a GPU, without one: stand-ins note each step."""
 
     def __init__(self, readers):
         self._readers, self.done = readers, []
@@ -324,7 +324,7 @@ MOST_APART = 0.001  # of an estimate and a report, of a checkpoint whose tensors
 @pytest.mark.parametrize("options", [{}, {"include": ["layers.*"]}, {"exclude": ["*.1.*"], "level": "fast"}], ids=str)
 @pytest.mark.parametrize("kind", ["safetensors", "npz"])
 def test_saved_means_the_same_everywhere(kind, options, checkpoint, tmp_path):
-    """In an estimate, in a report, and in what is said of a file before and after."""
+    """In an estimate, in a report, and by inspect of the file before and after."""
     path, tensors = checkpoint
     if kind == "npz":
         path = ROOT / "data" / "ncf_mlp.npz"

@@ -20,7 +20,7 @@ SECONDS = 30  # of a busy machine; each takes less than one
 
 @contextlib.contextmanager
 def soon():
-    """Fails what is not done within SECONDS, also where it waits for a pipe."""
+    """Fails a call that takes longer than SECONDS, also one that waits for a pipe."""
 
     def stop(number, frame):
         raise AssertionError(f"it has taken {SECONDS} seconds")

@@ -1,4 +1,4 @@
-"""torch.jit.trace of what reads tables: refused, as a graph would leave out what is written to its tensors."""
+"""torch.jit.trace of calls that read tables: refused, as a graph would leave out their writes to tensors."""
 
 import pytest
 import torch

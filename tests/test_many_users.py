@@ -149,7 +149,7 @@ def test_forked_processes_go_on(x, path):
 
 
 def test_a_forked_process_makes_torchs_threads_anew(monkeypatch):
-    """Before it has threads of its own, of which several at once would meet a pool that is being replaced."""
+    """Before it starts threads: several at once would meet a pool that is being replaced."""
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     child = os.fork()

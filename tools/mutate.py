@@ -47,7 +47,7 @@ FULL = ["--hypothesis-profile=full"]
 SETS = {"quick": ["-m", "not slow and not frameworks"], "rest": ["-m", "slow or hypothesis or frameworks", *FULL]}
 # Programs that are compiled from the C core rather than linked with the library: what they reach is not recorded.
 C_PROGRAMS = {"quick": ["tests/test_c_core.py::test_c_core[quick]"], "rest": ["tests/test_c_core.py::test_c_core[all]"]}
-MOST_SECONDS = 600.0  # of a test by itself
+MOST_SECONDS = 600.0  # of one test
 BATCHES = (4, 30, 120, float("inf"))  # seconds of tests in a run of pytest: most mistakes are seen by the first
 
 
@@ -205,7 +205,7 @@ def places_of(numbers: set[int], tree: Path) -> dict[int, tuple[str, int]]:
 
 
 def lines_that_matter(mutation: Mutation, found: Reach) -> range | None:
-    """The lines of which a test has to reach one; None: any line of the file."""
+    """A test has to reach one of these lines; None: any line of the file."""
     if not mutation.path.endswith(".py"):  # a block is known by its first line
         bits = found.lines[mutation.path]
         reached = [line for line in range(mutation.line + 1) if bits[line].any()]

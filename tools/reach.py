@@ -1,6 +1,6 @@
 """Which tests reach which lines: a plugin of pytest that `tools/mutate.py` records with.
 
-A fixture of several tests is made once: what is reached while it is made counts for all of them.
+A fixture of several tests is made once: the lines it reaches count for all of them.
 """
 
 import json

@@ -158,7 +158,7 @@ def _attributes(node):
 
 
 def class_of(node, path):
-    """What is kept of a class; node: ast.ClassDef."""
+    """The record of a class; node: ast.ClassDef."""
     functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
     functions = [each for each in functions if each.name == "__init__" or not each.name.startswith("_")]
     bases = [ast.unparse(base) for base in node.bases]
@@ -209,7 +209,7 @@ def uses_of(trees, receivers):
 
 
 def interface_of(package, read, names):
-    """What is kept of a package's files. read: gives the text of one; names: of all of them."""
+    """The record of a package's files. read: gives the text of one; names: of all of them."""
     wanted = PACKAGES[package]
     trees = {}
 

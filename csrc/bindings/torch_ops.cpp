@@ -683,7 +683,7 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     const int64_t most_items = std::min(items.count, lengths_out.numel() / rows_per_item);
     int64_t num_rows = most_items * rows_per_item, num_groups = divide_up(num_rows, kGroup);
     auto *const bases_to = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
-    const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups)); // what is acted on is no tensor's
+    const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups)); // read back, so in no tensor
     auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
     Footprints memory = args.footprints(table);

@@ -21,10 +21,10 @@
 #define IBP_FLAG_LAST_GAP (IBP_FLAG_FIRST_GAP + 5u)
 #define IBP_FLAG_MANY_GAPS (1u << (IBP_FLAG_LAST_GAP + 5u))
 
-/* IBP_LOAD_ONCE: the value of an element of an array, by one load: what is checked is what is used, also where another
- * thread or another stream writes the array meanwhile. What a plain load has read the compiler may read again. In
- * kernels it is a relaxed load of a block's scope; arrays that no thread of a kernel writes are read by __ldg there,
- * which is one load too. */
+/* IBP_LOAD_ONCE: the value of an element of an array, by one load: the value checked is the value used, also where
+ * another thread or another stream writes the array meanwhile. The compiler may repeat a plain load. In kernels it is a
+ * relaxed load of a block's scope; arrays that no thread of a kernel writes are read by __ldg there, which is one load
+ * too. */
 #if defined(__CUDA_ARCH__)
 template <typename T> static __device__ __forceinline__ T ibp_load_once(const T *global)
 {

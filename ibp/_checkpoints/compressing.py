@@ -147,7 +147,7 @@ def _check_name(output: str) -> None:
     stem, suffix = os.path.splitext(output)
     if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(output):
         raise ValueError(
-            f"output is {output!r}, but what is written is safetensors, which readers of {suffix} files refuse; "
+            f"output is {output!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
             f"wanted a name like {stem + SUFFIX!r}"
         )
 
@@ -173,7 +173,7 @@ def _on_all(ranks: Group | None, work: Callable[[], _Made]) -> _Made:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be done with each file. kept: names of the tensors that patterns leave as they are."""
+    """The work on each file. kept: names of the tensors that patterns leave as they are."""
 
     learning: Learning
     kept: frozenset[str]

@@ -147,7 +147,7 @@ class _Kinds:
         learning: how codebooks are learned.
         schemes: that are compared.
         tensors: of the checkpoint.
-        kept: names of those that are not to be coded.
+        kept: names of tensors that are not to be coded.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ def _is_flat(structure: Any) -> bool:
 
 
 class _Flattening:
-    """A checkpoint that is being made flat. What is shared within it may stand for any number of values: they are
+    """A checkpoint that is being made flat. A list shared within it may stand for any number of values: they are
     counted by the room that they would take in a header."""
 
     def __init__(self, most_bytes: int) -> None:

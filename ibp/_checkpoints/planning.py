@@ -102,7 +102,7 @@ def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mappi
 
 def table_bytes(stored_bytes: int, num_rows: int) -> int:
     """Bytes of a file that a packed table takes: its rows, lengths and bases begin at multiples of the alignment each.
-    stored_bytes: of all three without what is between them."""
+    stored_bytes: of all three, without the gaps between them."""
     lengths, bases = 2 * num_rows, 8 * -(-num_rows // _core.ROWS_PER_BASE)
     return sum(map(rounded_up, (stored_bytes - lengths - bases, lengths, bases)))
 

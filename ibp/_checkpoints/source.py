@@ -34,7 +34,7 @@ def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) 
 
 
 def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
-    """The names of which `is_chosen` is true. ValueError if a pattern of include matches none of the names."""
+    """The names that patterns choose. ValueError if a pattern of include matches none of the names."""
     every, unwanted = list(names), tuple(exclude)
     wanted = None if include is None else tuple(include)
     for pattern in wanted or ():

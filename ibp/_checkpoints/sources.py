@@ -105,7 +105,7 @@ def open_sources(inputs: AnyPath | Iterable[AnyPath]) -> Source:
 
 
 def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None]) -> Source:
-    """Files as one source, without those of which open_one gives None."""
+    """Files as one source, without the files for which open_one gives None."""
     opened: list[Source] = []
     try:
         for file in files:

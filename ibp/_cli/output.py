@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WIDTH = 80  # of sentences in pipes; the least of a terminal, as narrower ones fold lines by themselves
+_WIDTH = 80  # of sentences in pipes; the least of a terminal, as narrower terminals fold lines
 _UNLIMITED = 1 << 20  # of tables in pipes
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 

@@ -109,7 +109,7 @@ def has_other_format(path: str) -> bool:
         return False
     try:
         return sources.format_of(path) != "safetensors"
-    except sources.SourceFormatError:  # ibp.open says what is wrong with it
+    except sources.SourceFormatError:  # ibp.open names the fault
         return False
 
 

@@ -100,7 +100,7 @@ class NvComp(Codec):
 
     def types(self, dtype: torch.dtype) -> tuple[str, ...]:
         """The array-protocol types of what the codec can be told that the elements are. ANS splits off the exponents of
-        floats of two and four bytes, or looks at bytes, which suits floats of which many are equal; others look at
+        floats of two and four bytes, or looks at bytes, which suits floats with many equal values; others look at
         bytes, or at whole numbers of the elements' size."""
         size = dtype.itemsize
         if self.kind == "ans" and dtype.is_floating_point and size in (2, 4):

@@ -17,7 +17,7 @@ def hash_of(data: Any) -> int:
 
 
 def num_bytes(data_bytes: int) -> int:
-    """Bytes of the checksums of so many bytes of data: one of each block, of the header, and of these."""
+    """Bytes of the checksums of data_bytes bytes of data: one of each block, of the header, and of these."""
     return 8 * (-(-data_bytes // BLOCK_BYTES) + 2)
 
 

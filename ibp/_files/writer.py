@@ -562,5 +562,5 @@ def _json_bytes(text: str) -> int:
 
 
 def rounded_up(num_bytes: int) -> int:
-    """The bytes that a tensor of so many takes of a file."""
+    """The bytes that a tensor takes of a file, with its padding."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -83,7 +83,7 @@ static inline void on_step(int number, siginfo_t *info, void *context)
 }
 #endif
 
-/* Memory that holds bytes until it has been looked at so many times, and others from then on. */
+/* Memory that holds bytes for a number of looks at it, and other bytes from then on. */
 static inline void *begin_changing(const void *bytes, const void *others, size_t num_bytes, long looks)
 {
     changing.memory = fenced_new(bytes, num_bytes);

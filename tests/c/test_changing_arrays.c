@@ -66,7 +66,7 @@ static void world_free(world *w)
     free(w);
 }
 
-/* Whether a status is one of those that what is in an array can lead to. */
+/* Whether the contents of an array can lead to a status. */
 static void check_status(ibp_status status)
 {
     CHECK(status == IBP_OK || status == IBP_INDEX_OUT_OF_RANGE || status == IBP_CORRUPT_ROW ||
@@ -435,7 +435,7 @@ static void plan_pages(void *state, void *array)
 
 /* ---- codebooks and files ---- */
 
-/* array: a mask and then a bitval. What is built is right. */
+/* array: a mask and then a bitval. The codebook that is built is right. */
 static void build(void *state, void *array)
 {
     (void)state;

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
-    """What is said of an interrupted run. num_files: that were finished."""
+    """The message of an interrupted run. num_files: how many files it finished."""
     command = shlex.join(["ibp", "compress", *arguments.inputs, "-o", arguments.output])
     if not num_files:
         return f"interrupted, and nothing was written: the same command begins anew: {command}"
