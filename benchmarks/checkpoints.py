@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._checkpoints.sources import open_source
+from ibp.checkpoints._sources import open_source
 
 from . import harness
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 import ibp
-from ibp._codecs import choice as choosing
+from ibp.codecs import _choice as choosing
 
 from . import harness, inputs, sets
 

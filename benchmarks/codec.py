@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 
 import ibp
-from ibp._codecs.nvcomp import CODECS
 from ibp._schemes.planes.learning import relearn
+from ibp.codecs._nvcomp import CODECS
 
 from . import harness, ideal, inputs
 from .ratio import nvcomp

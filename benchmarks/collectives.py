@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ibp.distributed as coded
-from ibp._collectives import planning
+from ibp.distributed import _planning
 
 from . import families, harness, inputs
 
@@ -147,7 +147,7 @@ class Rank:
 
 def savings_of(call, dtype, level, name):
     """Of the messages that calls of a kind have sent, the last ones; 0 where they were raw."""
-    state = planning.state_of(None)
+    state = _planning.state_of(None)
     if call == FSDP:  # whose modules' names are those of the codecs
         found = [plan for kind, plan in state.plans.items() if kind.name.isdigit() and kind.level == level]
     else:

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 
 import ibp
-from ibp import _memory
-from ibp._cache import slabs
+from ibp._machine import memory
+from ibp.cache import _slabs
 
 from . import harness, ideal, inputs
 from .large_table import GIB, tiled
@@ -206,7 +206,7 @@ def missed_rows(cache, num_rows, device):
     missed = []
     for rows in parts:
         with cache.found(rows) as (_, entries, _):
-            missed.append(~slabs.Entries.are_present(entries))
+            missed.append(~_slabs.Entries.are_present(entries))
     return torch.cat(missed)
 
 
@@ -253,7 +253,7 @@ def buffers_of(run, cases):
     """Pinned memory for the largest table, and for the rows of the largest call."""
     largest = max(int(case.gib * GIB) for case in cases)
     longest = max(max(case.batches) * NUM_TABLES * case.row_bytes for case in cases)
-    return [_memory.empty(size, torch.device("cpu"), pin=run.on_gpu) for size in (largest, longest)]
+    return [memory.empty(size, torch.device("cpu"), pin=run.on_gpu) for size in (largest, longest)]
 
 
 class Gains(NamedTuple):

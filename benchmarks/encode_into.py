@@ -14,7 +14,7 @@ import sys
 import torch
 
 import ibp
-from ibp import _measuring
+from ibp.calibration import _measuring
 
 from . import codec, families, harness, ideal, inputs, small_calls
 

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 import ibp
-from ibp import _memory
+from ibp._machine import memory as _memory
 
 from . import harness, ideal, inputs
 from .cpu_gather import PipelinedGather

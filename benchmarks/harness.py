@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ibp import _calibration
+from ibp._machine import calibration
 
 from . import ideal, inputs
 
@@ -184,7 +184,7 @@ class Run:
         self.columns, self.rows, self.memory, self.failures = [*COLUMNS, *extra_columns], [], [], []
         self.started = time.perf_counter()
         if self.on_gpu:
-            ideal.reckon_with(_calibration.in_force(torch.device("cuda", torch.cuda.current_device())))
+            ideal.reckon_with(calibration.in_force(torch.device("cuda", torch.cuda.current_device())))
             properties = torch.cuda.get_device_properties(self.device)
             self.num_sms, self.l2_bytes = (
                 properties.multi_processor_count,

@@ -7,7 +7,7 @@ else an H200's on PCIe 5 x16.
 import torch
 
 import ibp
-from ibp import _layout
+from ibp._layout.slots import slots
 
 SECTOR_BYTES = 32
 MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_ROW_NS = None  # see reckon_with
@@ -44,7 +44,7 @@ def stored_row_bytes(table):
         valid[-1] = original - (table.num_rows - 1) * table.row_bytes
     if table.lengths is None or table.lengths.numel() == 0:
         return valid
-    return _layout.stored_sizes(table.lengths, table.row_bytes, valid)
+    return slots.stored_sizes(table.lengths, table.row_bytes, valid)
 
 
 def original_bytes(table):

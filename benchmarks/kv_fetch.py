@@ -21,8 +21,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 import ibp
-from ibp._kv_cache import coding
 from ibp.integrations.transformers import CompressedCache
+from ibp.kv import _coding
 
 from . import harness, ideal
 
@@ -116,7 +116,7 @@ class Case:
 
 def paper_codebooks(case):
     """Of the paper's scheme, learned from the first layer for all, as they take long to learn."""
-    row_bytes = coding.Form.of(case.states[0][0], case.block, None).row_bytes
+    row_bytes = _coding.Form.of(case.states[0][0], case.block, None).row_bytes
     rows = [x[0, 0, : PAPER_TOKENS // case.block * case.block].cpu().view(-1) for x in case.states[0]]
     return {"codebooks": tuple(ibp.analyze(x, scheme="ibp", sample=1.0, row_bytes=row_bytes) for x in rows)}
 

@@ -124,7 +124,7 @@ def raw_works(of):
     yield Work(STORE, COPIED, lambda: host.copy_(of.kv, non_blocking=True), stored_as(back), *same)
     yield Work(STORE, BY_PAGE, lambda: by_page(host, of.kv, pages, blocks), stored_as(in_pages), *same)
     if of.run.on_gpu:
-        mapped = ibp._memory.device_view(host, of.out.device).view(torch.int64)
+        mapped = ibp._machine.memory.device_view(host, of.out.device).view(torch.int64)
         words = of.kv.view(torch.int64)
 
         def write():

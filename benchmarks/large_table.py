@@ -14,8 +14,8 @@ import sys
 import torch
 
 import ibp
-from ibp import _memory
 from ibp._fetch import gather, host_gather
+from ibp._machine import memory
 
 from . import harness, ideal, inputs
 
@@ -36,7 +36,7 @@ def tiled(table, num_rows, buffer):
     for part in slots.split(max(1, table.slots.numel())):
         part.copy_(table.slots)
     overflow = table.overflow.cpu().repeat(times)
-    overflow = _memory.to_pinned(overflow) if buffer.is_pinned() else overflow
+    overflow = memory.to_pinned(overflow) if buffer.is_pinned() else overflow
     starts = torch.arange(times).mul_(table.overflow.numel()).view(-1, 1)
     bases = (table.bases.cpu().view(1, -1) + starts).view(-1) if table.bases.numel() else table.bases.cpu()
     return ibp.CompressedTensor(
@@ -240,7 +240,7 @@ def main(argv=None):
     run = harness.Run("large_table", args)
     torch.manual_seed(0)
     tables = QUICK_TABLES if run.quick or not run.on_gpu else TABLES
-    buffer = _memory.empty(int(max(gib for gib, _, _ in tables) * GIB), torch.device("cpu"), pin=run.on_gpu)
+    buffer = memory.empty(int(max(gib for gib, _, _ in tables) * GIB), torch.device("cpu"), pin=run.on_gpu)
     for gib, row_bytes, numbers_of_ids in tables:
         with run.cell(f"{gib:g} GiB, {row_bytes} B"):
             run_table(run, buffer, gib, row_bytes, numbers_of_ids)

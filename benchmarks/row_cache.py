@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 import ibp
-from ibp._cache import slabs
+from ibp.cache import _slabs
 
 from . import codec, harness, ideal, inputs
 
@@ -99,8 +99,8 @@ class Case:
         ids = torch.arange(len(self.x), device=self.run.device)
         with cache.found(ids) as (_, entries, _):
             entries = entries.view(len(ids), -1)
-            whole = slabs.Entries.are_present(entries).all(1)
-            return torch.where(whole, slabs.Entries.slabs(entries[:, 0]), -1)
+            whole = _slabs.Entries.are_present(entries).all(1)
+            return torch.where(whole, _slabs.Entries.slabs(entries[:, 0]), -1)
 
     def drawn(self, rows, num_ids=None):
         """NUM_SETS sets of some of these rows."""

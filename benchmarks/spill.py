@@ -19,7 +19,7 @@ import sys
 import torch
 
 import ibp
-from ibp._spill import targets
+from ibp.spill import _targets
 
 from . import families, harness, ideal, inputs
 
@@ -162,7 +162,7 @@ def measure_kinds(run, cases):
             for share in shares:
                 case.measure(with_noise(case.x, share), slot_bytes)
             for ratio in ratios:
-                case.measure(case.x, targets.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
+                case.measure(case.x, _targets.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
 
 
 def fitting(case):
@@ -180,7 +180,7 @@ def measure_real(run, data):
             x = inputs.replicated(rows, max(1, num_bytes // rows[0].nbytes), run.device)
             case = Case(run, name, x, "default")
             for ratio in REAL[name]:
-                case.measure(x, targets.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
+                case.measure(x, _targets.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
 
 
 # ---- pages of a KV-cache -------------------------------------------------------------------------------------------

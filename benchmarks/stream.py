@@ -15,8 +15,8 @@ import sys
 import torch
 
 import ibp
-from ibp import _memory
 from ibp._fetch import streaming
+from ibp._machine import memory
 
 from . import harness, ideal, inputs
 
@@ -83,7 +83,7 @@ class Cell:
 def in_host_memory(table, pin):
     """A table's copy in host memory, pinned at exactly its size."""
     slots, overflow = (
-        _memory.empty(held.numel(), torch.device("cpu"), pin).copy_(held) for held in (table.slots, table.overflow)
+        memory.empty(held.numel(), torch.device("cpu"), pin).copy_(held) for held in (table.slots, table.overflow)
     )
     return ibp.CompressedTensor(
         shape=table.shape,
@@ -101,7 +101,7 @@ def in_host_memory(table, pin):
 
 def measure_raw(cell):
     hosts = [
-        _memory.empty(cell.num_bytes, torch.device("cpu"), cell.run.on_gpu).view(x.dtype).view(x.shape).copy_(x)
+        memory.empty(cell.num_bytes, torch.device("cpu"), cell.run.on_gpu).view(x.dtype).view(x.shape).copy_(x)
         for x in cell.xs
     ]
     calls = [lambda out=out, host=host: out.copy_(host, non_blocking=True) for out, host in zip(cell.outs, hosts)]
@@ -157,7 +157,7 @@ class AnsPieces:
             )
             stream.synchronize()
             staging = coded.clone()
-            host = _memory.empty(coded.numel(), torch.device("cpu"), pin=True).copy_(coded)
+            host = memory.empty(coded.numel(), torch.device("cpu"), pin=True).copy_(coded)
             array = nvcomp.as_array(staging)
             self.pieces.append(
                 (host, staging, array, target, self.codec.decompression_config(array), torch.cuda.Event())

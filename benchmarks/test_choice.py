@@ -7,7 +7,10 @@ import torch
 
 import ibp
 from benchmarks import harness, inputs
-from ibp import _calibration, _choice, _rows, _schemes
+from ibp import _schemes
+from ibp._layout.slots import geometry
+from ibp._machine import calibration
+from ibp._schemes import choice
 
 ARMS = {"raw": "raw rows", "ibp": "ibp slots", "planes": "planes slots"}
 MOST_BYTES = 256 << 10  # of the rows that a choice is made from
@@ -31,9 +34,9 @@ RATES = measured_rates()
 def choice_for(x, row_bytes):
     """The scheme that `compress` takes by itself, and all candidates by their names."""
     x = x[: max(16, MOST_BYTES // row_bytes)].contiguous()
-    request = _schemes.Request(_rows.bytes_of(x), _rows.Geometry.of(x, row_bytes), torch.device("cpu"))
-    codebook = _choice.learn("auto", request)
-    candidates = {candidate.scheme: candidate for candidate in _choice.compare(request)}
+    request = _schemes.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
+    codebook = choice.learn("auto", request)
+    candidates = {candidate.scheme: candidate for candidate in choice.compare(request)}
     return "raw" if codebook is None else codebook.scheme, candidates
 
 
@@ -45,7 +48,7 @@ def assert_no_slower(key, scheme, candidates):
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch):
     """The machine that gather.csv was measured on, whatever this one is."""
-    monkeypatch.setattr(_calibration, "in_force", lambda device: ibp.H200)
+    monkeypatch.setattr(calibration, "in_force", lambda device: ibp.H200)
 
 
 NORMAL = [key for key in RATES if key[0].startswith("normal")]
@@ -86,9 +89,9 @@ def test_synthetic_rows(key, monkeypatch):
     mask, bitval = inputs.synthetic_mask(row_bytes, float(case.split()[1].rstrip("%")) / 100)
     codebook = ibp.Codebook.from_masks(mask, bitval, inputs.CHUNK_BYTES)
     x = inputs.agreeing_rows(64, mask, bitval, "cpu")
-    request = _schemes.Request(_rows.bytes_of(x), _rows.Geometry.of(x, row_bytes), torch.device("cpu"))
+    request = _schemes.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
     monkeypatch.setattr(_schemes, "learn", lambda scheme, request: codebook)
-    raw, coded, *_ = _choice.compare(request)
+    raw, coded, *_ = choice.compare(request)
     rates = RATES[key] | RATES["synthetic", "int32", row_bytes]
     assert coded.row_ns >= raw.row_ns or rates["ibp slots"] >= rates["raw rows"]
     if rates["ibp slots"] > 1.2 * rates["raw rows"]:

@@ -13,7 +13,7 @@ import sys
 import torch
 
 import ibp
-from ibp._codecs.nvcomp import CODECS
+from ibp.codecs._nvcomp import CODECS
 
 from . import charts, gather, harness, ideal, inputs, ratio
 

@@ -14,45 +14,47 @@ from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from types import ModuleType as _ModuleType
 
-from . import _core, _ops, distributed, nn, optim
+from . import _core, distributed, nn, optim
 from ._activations import ActivationOffload, ActivationStats, offload_activations
-from ._bags import embedding_bag
-from ._cache import CacheStats, RowCache, count_accesses
-from ._calibration import H200, Calibration, CoderRates, calibrate
-from ._checkpoints.compressing import compress_checkpoint
-from ._checkpoints.decompressing import decompress_checkpoint
-from ._checkpoints.estimating import CheckpointEstimate, TensorEstimate, estimate_checkpoint
-from ._checkpoints.report import CheckpointReport, TensorReport
-from ._checkpoints.source import SourceFormatError
-from ._codecs.choice import choose
-from ._codecs.chosen import Choice, CodingCost
-from ._codecs.whole import WholeTensor
-from ._compressed_tensor import CompressedTensor
-from ._compression import compress, compress_
-from ._config import show_config
-from ._delta import CheckpointDelta, Delta, DeltaMismatchError, delta
-from ._estimation import Estimate, analyze, estimate
+from ._common import ops
+from ._fetch.bags import embedding_bag
 from ._fetch.gather import index_select
+from ._fetch.linear import linear
 from ._fetch.many import index_select_many
 from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress, decompress_many
 from ._files.fields import ChecksumError, FileFormatError
 from ._files.opened import File, TensorInfo, load, open
 from ._files.saving import save
-from ._fingerprint import fingerprint
-from ._kv.paged import PagedTensors
-from ._kv.rows import KVRows, KVRowsStats
-from ._kv.store import KVStore, KVStoreStats, Transfer
-from ._linear import linear
-from ._memory import release_pinned
+from ._inspect.config import show_config
+from ._machine.memory import release_pinned
+from ._machine.segments import SharedHandle
 from ._offload import Offloaded, OffloadStats, offload
-from ._place import Buffers, Place, PlaceCounts, encode_into
+from ._rows.table import CorruptTableError
 from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
-from ._segments import SharedHandle
-from ._sharing import open_shared
-from ._spill.placing import place
-from ._spill.profiling import Profile, TensorProfile, profile
-from ._table import CorruptTableError
+from ._schemes.estimation import Estimate, analyze, estimate
+from ._tables.compressed_tensor import CompressedTensor
+from ._tables.compression import compress_
+from ._tables.place import Buffers, Place, PlaceCounts, encode_into
+from .cache import CacheStats, RowCache, count_accesses
+from .calibration import H200, Calibration, CoderRates, calibrate
+from .checkpoints._compressing import compress_checkpoint
+from .checkpoints._decompressing import decompress_checkpoint
+from .checkpoints._estimating import CheckpointEstimate, TensorEstimate, estimate_checkpoint
+from .checkpoints._report import CheckpointReport, TensorReport
+from .checkpoints._source import SourceFormatError
+from .codecs._choice import choose
+from .codecs._chosen import Choice, CodingCost
+from .codecs._compressing import compress
+from .codecs._whole import WholeTensor
+from .deltas import CheckpointDelta, Delta, DeltaMismatchError, delta
+from .deltas._fingerprint import fingerprint
+from .distributed._sharing import open_shared
+from .kv._paged import PagedTensors
+from .kv._rows import KVRows, KVRowsStats
+from .kv._store import KVStore, KVStoreStats, Transfer
+from .spill._placing import place
+from .spill._profiling import Profile, TensorProfile, profile
 
 __version__ = _core.version()
 
@@ -151,7 +153,7 @@ def __getattr__(name: str) -> _ModuleType:
 
 def cuda_is_available() -> bool:
     """Whether this build of ibp has CUDA kernels and torch can see a CUDA device."""
-    return _ops.cuda_is_available()
+    return ops.cuda_is_available()
 
 
 def get_include() -> str:

@@ -13,7 +13,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import ibp  # noqa: E402
-from ibp import _calibration  # noqa: E402
+from ibp._machine import calibration as _calibration  # noqa: E402
 
 torch.set_num_threads(1)  # where something imported torch before
 

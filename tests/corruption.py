@@ -96,7 +96,7 @@ class Whole:
 
 def on_device(table, device):
     """A table's arguments of operations, in memory of a device."""
-    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in table._arguments(CPU)]
+    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in table.arguments(CPU)]
 
 
 def some_ids(draw, num_items, count, device):
@@ -119,7 +119,7 @@ def corrupt_table(make, device, corruptions, *, pinned=False, seed=0):
     whole, so that all decoders read the same; what a damaged one says is safe, but is not the same everywhere.
     """
     table = make()
-    arguments = list(table.pin_memory()._arguments(device)) if pinned else on_device(table, device)
+    arguments = list(table.pin_memory().arguments(device)) if pinned else on_device(table, device)
     damage, whole = Damage(arguments[:4], seed), Whole(device)
     codebook = Damage([arguments[4]], seed + 1) if arguments[4].numel() else damage
     num_items, item_bytes = arguments[8], arguments[9]
@@ -208,7 +208,7 @@ def corrupt_place(device, corruptions, seed=0):
         ibp.encode_into(noise[:96], place, ids)
         ibp.encode_into(rows, place)
         out, fault = torch.empty(NUM_ROWS * 256, dtype=U8, device=device), torch.zeros(4, dtype=I64, device=device)
-        OPS.decode_bytes(*place._table_arguments, 0, out.numel(), 0, out, fault)
+        OPS.decode_bytes(*place.table_arguments, 0, out.numel(), 0, out, fault)
         check_device(whole.check())
         damage.mend()
         place._fault.zero_()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import ibp
 import reference
 import reference_planes
-from ibp import _calibration
+from ibp._machine import calibration
 from native import ROOT
 
 SCHEMES = ["ibp", "planes", "auto"]
@@ -306,7 +306,7 @@ def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
     if least_streamed_bytes is not None:
         gained_ns = 1 / found.read_gbps - 1 / found.copy_in_gbps
         found = dataclasses.replace(found, stream_start_us=(least_streamed_bytes + 0.5) * gained_ns / 1e3)
-    monkeypatch.setattr(_calibration, "in_force", lambda device: found)
+    monkeypatch.setattr(calibration, "in_force", lambda device: found)
     return found
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from helpers import NoMemory, assert_same_bits, in_threads
-from ibp import _calibration
+from ibp._machine import calibration
 from ibp.optim import _chunks, _families, _learning, _replay, _reserve, _states, adamw
 from ibp.optim._learning import ROW_BYTES
 
@@ -632,8 +632,8 @@ def states_of_a_step(dtype, num_steps=16):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     """Longer symbols save more of exp_avg_sq, but take longer than that is worth, unless coders are as fast."""
-    rates = _calibration.H200
-    monkeypatch.setattr(_calibration, "in_force", lambda device: rates)
+    rates = calibration.H200
+    monkeypatch.setattr(calibration, "in_force", lambda device: rates)
     m, v = states_of_a_step(dtype)
     by_bytes = ibp.analyze(v, scheme="planes", sample=None, device="cpu")
     for rows in (m, v):
@@ -648,7 +648,7 @@ def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     assert _learning.learn(v, "default", paired) == _learning.learn(v, "default", by_bytes) == paired
     assert _learning.learn(sparse, "default", paired).listed
     fast_coders = dataclasses.replace(rates, dense=rates.pairs)
-    monkeypatch.setattr(_calibration, "in_force", lambda device: fast_coders)
+    monkeypatch.setattr(calibration, "in_force", lambda device: fast_coders)
     assert _learning.learn(v, "default").symbol_bits == by_bytes.symbol_bits
     assert _learning.learn(v, "default", paired) == paired
 

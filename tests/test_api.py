@@ -542,8 +542,8 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
     x = one_hot_rows(1000, 60)
     before = x.clone()
     codebook = ibp.analyze(x, scheme=scheme)
-    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 96)
-    monkeypatch.setattr("ibp._compression.tqdm", Bar)
+    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 96)
+    monkeypatch.setattr("ibp._tables.compression.tqdm", Bar)
     with pytest.raises(Interrupted) as interruption:
         ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
     table = interruption.value.table
@@ -601,7 +601,7 @@ def interrupt_at(moment, then, call):
 @pytest.fixture
 def in_blocks(monkeypatch):
     """200 rows in blocks of 96, and a codebook for them."""
-    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 96)
+    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 96)
     x = one_hot_rows(200, 60)
     return x, ibp.analyze(x, scheme="planes")
 
@@ -693,7 +693,7 @@ def test_compress_in_place_interrupted_at_every_operation(in_blocks, before_it):
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_compress_in_place_interrupted_by_a_signal(share, scheme, monkeypatch):
-    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 1 << 16)
     before = one_hot_rows(20000, 60)
     codebook = ibp.analyze(before[:1000], scheme=scheme)
     start = time.perf_counter()

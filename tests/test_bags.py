@@ -180,8 +180,8 @@ def fused(monkeypatch):
     def refuse(*args):
         raise AssertionError("rows are gathered")
 
-    monkeypatch.setattr("ibp._bags._pool_gathered", refuse)
-    monkeypatch.setattr("ibp._bags._SHORT_ROW_BYTES", 0)
+    monkeypatch.setattr("ibp._fetch.bags._pool_gathered", refuse)
+    monkeypatch.setattr("ibp._fetch.bags._SHORT_ROW_BYTES", 0)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_faults(cuda, fused):
         with pytest.raises(ValueError, match=r"offsets\[\d\] is"):
             ibp.embedding_bag(table, ids.clamp(max=399).view(-1), torch.tensor(wrong, device=cuda), check=True)
     with pytest.raises(RuntimeError, match="weights has the wrong dtype"):
-        arguments, fault = table._arguments(cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
+        arguments, fault = table.arguments(cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
         weights = torch.ones(6, device=cuda)
         torch.ops.ibp.sum_bags(*arguments, ids.view(-1), None, [], None, weights, 0, -1, 2, 0, result, fault)
 
@@ -306,7 +306,7 @@ def test_operation(cuda):
     table = tables_on(cuda, x)[1]
     ids, offsets = (part.to(cuda) for part in draw(20, num_rows=400))
     fault, out = torch.zeros(4, dtype=torch.int64, device=cuda), torch.empty(20, 64, dtype=x.dtype, device=cuda)
-    arguments = (*table._arguments(cuda), ids, None, [], offsets, None, 0, -1, 2, 0, out, fault)
+    arguments = (*table.arguments(cuda), ids, None, [], offsets, None, 0, -1, 2, 0, out, fault)
     torch.library.opcheck(torch.ops.ibp.sum_bags.default, arguments)
 
 

@@ -11,11 +11,17 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with
-from ibp import _calibration, _choice, _measuring, _memory, _ops, _rows, _schemes
+from ibp import _schemes
+from ibp._common import ops
 from ibp._fetch import gather, streaming
+from ibp._layout.slots import geometry
+from ibp._machine import calibration
+from ibp._machine import memory as _memory
+from ibp._schemes import choice
+from ibp.calibration import _measuring
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-READ, WRITE = _calibration._read, _calibration._write  # which the other tests do without
+READ, WRITE = calibration._read, calibration._write  # which the other tests do without
 SLOW_LINK = dataclasses.replace(ibp.H200, gpu="slow link", read_gbps=6.0, least_row_ns=8.0, copy_in_gbps=6.5)
 FAST_LINK = dataclasses.replace(ibp.H200, gpu="fast link", read_gbps=400.0, least_row_ns=0.2, copy_in_gbps=420.0)
 
@@ -32,11 +38,11 @@ def machine(monkeypatch, tmp_path):
         found.calls += 1
         return found.measured[found.calls - 1]
 
-    monkeypatch.setattr(_calibration, "_read", READ)
-    monkeypatch.setattr(_calibration, "_write", WRITE)
-    monkeypatch.setattr(_calibration, "_in_force", {})
-    monkeypatch.setattr(_calibration, "_complained", set())
-    monkeypatch.setattr(_ops, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(calibration, "_read", READ)
+    monkeypatch.setattr(calibration, "_write", WRITE)
+    monkeypatch.setattr(calibration, "_in_force", {})
+    monkeypatch.setattr(calibration, "_complained", set())
+    monkeypatch.setattr(ops, "cuda_is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(_memory, "canonical", lambda device: CPU if str(device) == "cpu" else GPU)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found.properties)
@@ -47,28 +53,28 @@ def machine(monkeypatch, tmp_path):
 
 def forget():
     """As a new process begins."""
-    _calibration._in_force.clear()
+    calibration._in_force.clear()
 
 
 @pytest.mark.parametrize("test", ["one", "the next"])
 def test_it_ends_with_a_test(test):
     """No test reckons with what another one has measured."""
-    assert CPU not in _calibration._in_force
-    _calibration._in_force[CPU] = SLOW_LINK
+    assert CPU not in calibration._in_force
+    calibration._in_force[CPU] = SLOW_LINK
 
 
 def test_it_is_measured_once(machine, tmp_path):
-    assert _calibration.in_force(GPU) is ibp.H200 and not _calibration.is_measured(GPU)
+    assert calibration.in_force(GPU) is ibp.H200 and not calibration.is_measured(GPU)
     assert ibp.calibrate() == SLOW_LINK == ibp.calibrate(device=0) and machine.calls == 1
-    assert _calibration.in_force(GPU) == SLOW_LINK == _calibration.in_force(CPU) and _calibration.is_measured(GPU)
+    assert calibration.in_force(GPU) == SLOW_LINK == calibration.in_force(CPU) and calibration.is_measured(GPU)
     forget()
-    assert _calibration.in_force(GPU) == SLOW_LINK == ibp.calibrate() and machine.calls == 1
+    assert calibration.in_force(GPU) == SLOW_LINK == ibp.calibrate() and machine.calls == 1
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "ibp"]
 
 
 def test_it_is_measured_again_when_asked(machine):
     ibp.calibrate()
-    assert ibp.calibrate(refresh=True) == FAST_LINK == _calibration.in_force(GPU) and machine.calls == 2
+    assert ibp.calibrate(refresh=True) == FAST_LINK == calibration.in_force(GPU) and machine.calls == 2
     forget()
     assert ibp.calibrate() == FAST_LINK and machine.calls == 2
 
@@ -78,16 +84,16 @@ def test_another_machine_has_another(machine, monkeypatch, changed):
     ibp.calibrate()
     forget()
     if "version" in changed:
-        monkeypatch.setattr(_calibration._core, "version", lambda: changed["version"])
+        monkeypatch.setattr(calibration._core, "version", lambda: changed["version"])
     else:
         vars(machine.properties).update(changed)
-    assert _calibration.in_force(GPU) is ibp.H200
+    assert calibration.in_force(GPU) is ibp.H200
     assert ibp.calibrate(refresh=True) == FAST_LINK
 
 
 def contents():
     """What cannot be a calibration of this machine."""
-    right = {"key": _calibration._key(GPU), "calibration": dataclasses.asdict(SLOW_LINK)}
+    right = {"key": calibration._key(GPU), "calibration": dataclasses.asdict(SLOW_LINK)}
 
     def changed(**values):
         return json.dumps(right | {"calibration": right["calibration"] | values})
@@ -118,41 +124,41 @@ def contents():
 
 
 def test_a_broken_file_is_left_out(machine):
-    path = _calibration.cache_file(GPU)
+    path = calibration.cache_file(GPU)
     path.parent.mkdir()
     for name, content in contents().items():
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         forget()
-        _calibration._complained.clear()
+        calibration._complained.clear()
         with pytest.warns(UserWarning, match="is left out") as warned:
-            assert _calibration.in_force(GPU) is ibp.H200, name
+            assert calibration.in_force(GPU) is ibp.H200, name
             forget()
-            assert _calibration.in_force(GPU) is ibp.H200, name
+            assert calibration.in_force(GPU) is ibp.H200, name
         assert len(warned) == 1, name
     forget()
     assert ibp.calibrate() == SLOW_LINK
     forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _calibration.in_force(GPU) == SLOW_LINK and machine.calls == 1
+        assert calibration.in_force(GPU) == SLOW_LINK and machine.calls == 1
 
 
 def test_it_is_measured_where_there_was_nothing_to_read(machine):
     """The H200's rates, in force meanwhile, are not taken for measured ones."""
-    assert _calibration.in_force(GPU) is ibp.H200
+    assert calibration.in_force(GPU) is ibp.H200
     assert ibp.calibrate() == SLOW_LINK
 
 
 def test_writers_at_the_same_time(machine, tmp_path):
     """A reader finds the whole of what one of them wrote."""
     written = [dataclasses.replace(SLOW_LINK, gpu=f"GPU {k}", read_gbps=float(k + 1)) for k in range(8)]
-    _calibration._write(GPU, written[0])
+    calibration._write(GPU, written[0])
 
     def read():
         for _ in range(50):
             assert READ(GPU) in written
 
-    writers = [lambda one=one: [_calibration._write(GPU, one) for _ in range(20)] for one in written]
+    writers = [lambda one=one: [calibration._write(GPU, one) for _ in range(20)] for one in written]
     in_threads(read, *writers)
     assert READ(GPU) in written and len(list((tmp_path / "ibp").iterdir())) == 1
 
@@ -163,22 +169,22 @@ def test_a_directory_that_cannot_be_written(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     with pytest.warns(UserWarning, match="for this process only"):
         assert ibp.calibrate() == SLOW_LINK
-    assert _calibration.in_force(GPU) == SLOW_LINK
+    assert calibration.in_force(GPU) == SLOW_LINK
 
 
 def test_the_directory(machine, tmp_path, monkeypatch):
     for named in ("", "not/absolute"):
         monkeypatch.setenv("XDG_CACHE_HOME", named)
         monkeypatch.setenv("HOME", str(tmp_path))
-        assert _calibration.cache_file(GPU).parent == tmp_path / ".cache" / "ibp"
+        assert calibration.cache_file(GPU).parent == tmp_path / ".cache" / "ibp"
 
 
 def test_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(_ops, "cuda_is_available", lambda: False)
-    monkeypatch.setattr(_calibration, "_in_force", {})
+    monkeypatch.setattr(ops, "cuda_is_available", lambda: False)
+    monkeypatch.setattr(calibration, "_in_force", {})
     with pytest.raises(RuntimeError, match="needs a CUDA device"):
         ibp.calibrate()
-    assert _calibration.in_force(CPU) is ibp.H200
+    assert calibration.in_force(CPU) is ibp.H200
 
 
 @pytest.mark.parametrize(
@@ -218,9 +224,9 @@ def scheme_for(monkeypatch):
     monkeypatch.setattr(_schemes, "learn", remembered)
 
     def choose(x):
-        request = requests.setdefault(id(x), _schemes.Request(_rows.bytes_of(x), _rows.Geometry.of(x), CPU))
-        candidates = _choice.compare(request)
-        chosen = _choice.choose(candidates)
+        request = requests.setdefault(id(x), _schemes.Request(geometry.bytes_of(x), geometry.Geometry.of(x), CPU))
+        candidates = choice.compare(request)
+        chosen = choice.choose(candidates)
         return chosen.scheme, chosen.row_ns / candidates[0].row_ns
 
     return choose
@@ -255,7 +261,7 @@ def test_auto_takes_no_slots_that_are_slower_than_raw_rows(monkeypatch, scheme_f
 
 def request_for(num_ids, resident_bytes):
     """As a path sees a request for items of a pinned table, with ids on the CPU."""
-    table = types.SimpleNamespace(resident_bytes=resident_bytes, device=CPU, _item_bytes=512)
+    table = types.SimpleNamespace(resident_bytes=resident_bytes, device=CPU, item_bytes=512)
     ids = torch.randint(1000, (num_ids,))
     return gather.Request(table, ids, GPU, GPU, 0)
 
@@ -297,19 +303,19 @@ def test_it_is_shown(machine):
 FAMILIES = _measuring._families(types.SimpleNamespace(device=CPU, table_bytes=1 << 20))
 
 
-@pytest.mark.parametrize("name", _calibration.CODER_FAMILIES)
+@pytest.mark.parametrize("name", calibration.CODER_FAMILIES)
 @pytest.mark.parametrize("row_bytes", [128, 256, 2048])
 def test_families_of_coders(name, row_bytes):
     """Their rows are coded by the family that they are named after, and save something."""
     family = FAMILIES[name]
     table, codebook = family.table(row_bytes, 1 << 19, CPU), family.codebook(row_bytes)
-    assert _choice.coder_rates(codebook, ibp.H200) is getattr(ibp.H200, name)
+    assert choice.coder_rates(codebook, ibp.H200) is getattr(ibp.H200, name)
     assert table.savings > 0.15 and table.num_rows == (1 << 19) // row_bytes
     whole = ibp.decompress(table).view(torch.uint8).view(-1)
     assert torch.equal(whole, family.rows.view(torch.uint8).view(-1)[: 1 << 19])
 
 
-@pytest.mark.parametrize("name", _calibration.CODER_FAMILIES)
+@pytest.mark.parametrize("name", calibration.CODER_FAMILIES)
 def test_rows_are_coded_into_places_that_have_room(name):
     family = FAMILIES[name]
     place = _measuring._place_for(family.table(2048, 1 << 20, CPU), family.codebook(2048), CPU)
@@ -403,9 +409,9 @@ def test_ids_differ_from_call_to_call(monkeypatch):
 def test_on_a_gpu(cuda, monkeypatch, tmp_path):
     """Measured and kept for the next process; of the GPU's memory a stream's ring stays at most. Rates are not judged:
     other processes use the GPU meanwhile."""
-    monkeypatch.setattr(_calibration, "_read", READ)
-    monkeypatch.setattr(_calibration, "_write", WRITE)
-    monkeypatch.setattr(_calibration, "_in_force", {})
+    monkeypatch.setattr(calibration, "_read", READ)
+    monkeypatch.setattr(calibration, "_write", WRITE)
+    monkeypatch.setattr(calibration, "_in_force", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(cuda)
@@ -415,5 +421,5 @@ def test_on_a_gpu(cuda, monkeypatch, tmp_path):
     assert torch.cuda.memory_allocated(cuda) <= before + (64 << 20)
     assert found.gpu == torch.cuda.get_device_name(cuda) and found is not ibp.H200
     assert all(0 < rate < 1e5 for rate in dataclasses.astuple(found.pairs))
-    _calibration._in_force.clear()
-    assert _calibration.in_force(cuda) == found
+    calibration._in_force.clear()
+    assert calibration.in_force(cuda) == found

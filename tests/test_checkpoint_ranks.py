@@ -8,7 +8,7 @@ import torch
 
 import ibp
 from helpers import torchrun
-from ibp._checkpoints.sources import open_source
+from ibp.checkpoints._sources import open_source
 from test_checkpoints import assert_same_tensors, model, read_back
 from test_distributed import Ranks
 

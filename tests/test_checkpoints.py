@@ -14,9 +14,9 @@ import torch
 
 import ibp
 from helpers import bytes_of
-from ibp._checkpoints import coding, compressing
-from ibp._checkpoints.sources import open_source, open_sources
 from ibp._inspect.collecting import inspect_path
+from ibp.checkpoints import _coding, _compressing
+from ibp.checkpoints._sources import open_source, open_sources
 
 safetensors = pytest.importorskip("safetensors.torch")
 SLOW = pytest.mark.slow
@@ -158,7 +158,7 @@ def test_tensors_of_torch_may_have_any_strides(tmp_path):
                     assert bytes(held.read(start, end)) == bytes(bytes_of(tensor.contiguous()).numpy()[start:end])
 
 
-class Stage(coding.CudaCoder):
+class Stage(_coding.CudaCoder):
     """The order in which blocks go through a GPU, without one: stand-ins note each step."""
 
     def __init__(self, readers):
@@ -355,7 +355,7 @@ def test_sets_are_estimated_as_sets(tmp_path):
 def test_finished_files_are_kept_when_a_call_is_made_again(checkpoint, tmp_path, monkeypatch):
     path, tensors = checkpoint
     target = tmp_path / "m.safetensors"
-    written, write = [], compressing._Writing.write
+    written, write = [], _compressing._Writing.write
 
     def interrupted(self, to, shard):
         if len(written) == 2:
@@ -363,11 +363,11 @@ def test_finished_files_are_kept_when_a_call_is_made_again(checkpoint, tmp_path,
         written.append(shard.file)
         return write(self, to, shard)
 
-    monkeypatch.setattr(compressing._Writing, "write", interrupted)
+    monkeypatch.setattr(_compressing._Writing, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compress(path, target, shard_bytes=50_000)
     assert os.listdir(tmp_path) == [".m.safetensors.ibp-work"]
-    monkeypatch.setattr(compressing._Writing, "write", write)
+    monkeypatch.setattr(_compressing._Writing, "write", write)
     assert compress(path, tmp_path / "n.safetensors", shard_bytes=50_000).kept_files == 0
     report = compress(path, target, shard_bytes=50_000)
     assert report.kept_files == 2 and not (tmp_path / ".m.safetensors.ibp-work").exists()
@@ -379,11 +379,11 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
     path, tensors = checkpoint
     copied, target = tmp_path / "in.safetensors", tmp_path / "m.safetensors"
     copied.write_bytes(path.read_bytes())
-    move = compressing._finish
-    monkeypatch.setattr(compressing, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
+    move = _compressing._finish
+    monkeypatch.setattr(_compressing, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
     with pytest.raises(OSError, match="interrupted"):
         compress(copied, target, shard_bytes=50_000)
-    monkeypatch.setattr(compressing, "_finish", move)
+    monkeypatch.setattr(_compressing, "_finish", move)
     options = {}
     if change == "input":
         os.utime(copied, (1, 1))
@@ -400,12 +400,12 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
 def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
     path, _ = checkpoint
     (tmp_path / "old.safetensors").write_bytes(b"old")
-    monkeypatch.setattr(compressing._Writing, "_write_table", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(_compressing._Writing, "_write_table", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     for target, options in (("old.safetensors", {}), ("new.safetensors", {"shard_bytes": 50_000})):
         with pytest.raises(OSError, match="full"):
             compress(path, tmp_path / target, **options)
     monkeypatch.undo()
-    monkeypatch.setattr(ibp._checkpoints.outputs.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(ibp.checkpoints._outputs.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         ibp.decompress_checkpoint(path, tmp_path / "old.safetensors")
     assert os.listdir(tmp_path) == ["old.safetensors"] and (tmp_path / "old.safetensors").read_bytes() == b"old"
@@ -415,7 +415,7 @@ KILLED = """
 import os, random, signal, sys, time
 import torch
 import ibp
-from ibp._checkpoints.sources import open_source
+from ibp.checkpoints._sources import open_source
 
 torch.set_num_threads(1)  # whose others a fork would lack
 source, directory = sys.argv[1:]
@@ -608,7 +608,7 @@ def test_sources_say_what_they_are(checkpoint):
 LIMITED = """
 import resource, sys, threading
 import ibp
-from ibp._checkpoints.report import PeakMemory
+from ibp.checkpoints._report import PeakMemory
 before = PeakMemory().num_bytes
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
 limits = resource.getrlimit(resource.RLIMIT_DATA)

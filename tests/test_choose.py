@@ -11,7 +11,7 @@ import ibp
 from benchmarks import charts, claims, harness, sets
 from benchmarks import choose as benchmark
 from helpers import assert_same_bits
-from ibp._codecs import choice, chosen
+from ibp.codecs import _choice, _chosen
 
 
 def weights(num_rows=2000):
@@ -34,8 +34,8 @@ def measured(monkeypatch):
             cost(scheme, round(share * n), encode_s * n, decode_s * n) for scheme, share, encode_s, decode_s in found
         ]
 
-    monkeypatch.setattr(choice, "_measured", measure)
-    monkeypatch.setattr(choice, "_is_there", lambda name: True)
+    monkeypatch.setattr(_choice, "_measured", measure)
+    monkeypatch.setattr(_choice, "_is_there", lambda name: True)
 
 
 def test_which_is_taken(measured):
@@ -117,32 +117,32 @@ def test_small_tensors(x):
 
 def test_samples(monkeypatch):
     """Pieces from the first item to the last; few long items are sampled as a flat tensor."""
-    monkeypatch.setattr(choice, "_CPU_SAMPLE_BYTES", 1 << 12)
-    monkeypatch.setattr(choice, "_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(_choice, "_CPU_SAMPLE_BYTES", 1 << 12)
+    monkeypatch.setattr(_choice, "_PIECE_BYTES", 1 << 10)
     cpu = torch.device("cpu")
     x = torch.arange(1 << 14, dtype=torch.int32).view(-1, 16)
-    sample = choice._Sample.of(x, cpu)
+    sample = _choice._Sample.of(x, cpu)
     first, short, whole = sample.sizes
     assert whole.shape == (64, 16) and short.shape == (32, 16) and sample.num_bytes == x.nbytes
     assert whole[0, 0] == 0 and whole[-1, -1] == x[-1, -1] and len(whole.unique()) == whole.numel()
     assert torch.equal(first, whole[:16]) and torch.equal(short, whole[:32])
-    assert choice._Sample.of(x.view(2, -1), cpu).sizes[-1].shape == (1024,)
-    assert len(choice._Sample.of(x[:60], cpu).sizes) == 1 and len(choice._Sample.of(x[:64], cpu).sizes) == 2
+    assert _choice._Sample.of(x.view(2, -1), cpu).sizes[-1].shape == (1024,)
+    assert len(_choice._Sample.of(x[:60], cpu).sizes) == 1 and len(_choice._Sample.of(x[:64], cpu).sizes) == 2
 
 
 def test_extrapolation():
     """A call of 1 ms and 1 us a byte, seen at 100 and at 400 bytes."""
-    assert choice._extrapolated([(100, 1.1e-3), (400, 1.4e-3)], 10000) == pytest.approx(11e-3)
-    assert choice._extrapolated([(100, 2e-3), (400, 1e-3)], 10000) == pytest.approx(25e-3)
-    assert choice._extrapolated([(10, 9.0), (100, 1.1e-3), (400, 1.4e-3)], 10000) == pytest.approx(11e-3)
-    assert choice._extrapolated([(400, 3.0)], 400) == 3.0
+    assert _choice._extrapolated([(100, 1.1e-3), (400, 1.4e-3)], 10000) == pytest.approx(11e-3)
+    assert _choice._extrapolated([(100, 2e-3), (400, 1e-3)], 10000) == pytest.approx(25e-3)
+    assert _choice._extrapolated([(10, 9.0), (100, 1.1e-3), (400, 1.4e-3)], 10000) == pytest.approx(11e-3)
+    assert _choice._extrapolated([(400, 3.0)], 400) == 3.0
 
 
 def test_what_is_beaten():
     """Only what is worse over every link is left out."""
 
     def candidate(stored_bytes, encode_s, decode_s):
-        return choice._Candidate("zstd", "default", None, [choice._Timed(100, stored_bytes, encode_s, decode_s)])
+        return _choice._Candidate("zstd", "default", None, [_choice._Timed(100, stored_bytes, encode_s, decode_s)])
 
     one = candidate(50, 1.0, 1.0)
     assert candidate(50, 4.0, 4.0).is_beaten_by(one) and candidate(60, 5.0, 5.0).is_beaten_by(one)
@@ -152,8 +152,8 @@ def test_what_is_beaten():
 
 def test_a_part_of_a_tensor_is_measured(monkeypatch):
     """Of what is beaten on the first part no more is seen; all costs are those of the whole tensor."""
-    monkeypatch.setattr(choice, "_CPU_SAMPLE_BYTES", 1 << 18)
-    sizes, of = [], choice._Timed.of
+    monkeypatch.setattr(_choice, "_CPU_SAMPLE_BYTES", 1 << 18)
+    sizes, of = [], _choice._Timed.of
 
     def counted(x, scheme, codebook, rows):
         sizes.append((scheme, x.nbytes))
@@ -161,7 +161,7 @@ def test_a_part_of_a_tensor_is_measured(monkeypatch):
         found = of(x, scheme, codebook, rows)
         return found._replace(stored_bytes=found.stored_bytes, encode_s=slow + 1e-3, decode_s=slow + 1e-3)
 
-    monkeypatch.setattr(choice._Timed, "of", counted)
+    monkeypatch.setattr(_choice._Timed, "of", counted)
     x = weights(8000)
     found = ibp.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
     assert sizes.count(("ibp", 1 << 16)) == 1 and ("ibp", 1 << 18) not in sizes
@@ -171,7 +171,7 @@ def test_a_part_of_a_tensor_is_measured(monkeypatch):
 
 
 def test_ranking_keeps_the_order_of_equals():
-    table = chosen.ranked([cost("raw", 10, 0, 0), cost("planes", 10, 0, 0), cost("ibp", 5, 0, 0)], 1.0, True)
+    table = _chosen.ranked([cost("raw", 10, 0, 0), cost("planes", 10, 0, 0), cost("ibp", 5, 0, 0)], 1.0, True)
     assert [one.scheme for one in table] == ["ibp", "raw", "planes"]
 
 
@@ -201,7 +201,7 @@ def test_on_a_gpu(cuda):
     assert table.device == x.device and torch.equal(ibp.decompress(table), x)
     assert ibp.choose(x, 1e6).scheme == "raw"
     general = {one.scheme for one in found.table if one.scheme.startswith("nvcomp:")}
-    assert bool(general) == choice._is_there("nvcomp:ans")
+    assert bool(general) == _choice._is_there("nvcomp:ans")
 
 
 # ---- the benchmark -------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import torch
 
 import ibp
 from helpers import bytes_of, torchrun
-from ibp._checkpoints import compressing
-from ibp._checkpoints.sources import open_source
 from ibp._cli import inputs
 from ibp._cli.main import main
+from ibp.checkpoints import _compressing
+from ibp.checkpoints._sources import open_source
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -190,7 +190,7 @@ def test_interrupted(source, tmp_path, capsys, monkeypatch):
 
 
 def test_an_interrupted_set_goes_on(source, tensors, tmp_path, capsys, monkeypatch):
-    write, written = compressing._Writing.write, []
+    write, written = _compressing._Writing.write, []
 
     def interrupted(self, path, shard):
         if written:
@@ -199,7 +199,7 @@ def test_an_interrupted_set_goes_on(source, tensors, tmp_path, capsys, monkeypat
         return write(self, path, shard)
 
     command = ["compress", source, "-o", "a set.safetensors", "--shard-bytes", "100K", "--device", "cpu"]
-    monkeypatch.setattr(compressing._Writing, "write", interrupted)
+    monkeypatch.setattr(_compressing._Writing, "write", interrupted)
     assert run(*command) == 130
     said = capsys.readouterr().err
     assert said.startswith("ibp compress: interrupted: 1 file of the set is finished and kept. The same command")

@@ -917,7 +917,7 @@ def op_samples():
     for scheme in SCHEMES:
         for layout in ("slots of 32", "packed"):
             x, table = local_table(scheme, layout, num_rows=400)
-            arguments = table._arguments(CPU)
+            arguments = table.arguments(CPU)
             slots, overflow, *rest = arguments
             fault = torch.zeros(4, dtype=torch.int64)
             samples.append(("measure_rows", (bytes_of(x), table.codebook.words(CPU), table.codebook.codec)))

@@ -17,13 +17,13 @@ import ibp
 import reference_files
 from helpers import assert_same_bits, bytes_of
 from ibp._cli.main import main
-from ibp._codecs import nvcomp
 from ibp._files.writer import FileWriter
+from ibp.codecs import _nvcomp
 
 PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 ABSENT = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
 CPU_SCHEMES = ("zstd", "zstd:9", "zstd:-5", "lz4", "lz4:9")
-NVCOMP_SCHEMES = tuple(f"nvcomp:{kind}" for kind in nvcomp._ALGORITHMS)
+NVCOMP_SCHEMES = tuple(f"nvcomp:{kind}" for kind in _nvcomp._ALGORITHMS)
 PAGEABLE = {"pin_memory": False}
 
 
@@ -160,7 +160,7 @@ def test_absent_packages(monkeypatch, tmp_path):
     ibp.save(tmp_path / "x.safetensors", whole)
     for name in ("zstandard", "lz4.block", "nvidia.nvcomp"):
         monkeypatch.setitem(sys.modules, name, None)
-    nvcomp._module.cache_clear()
+    _nvcomp._module.cache_clear()
     for scheme, package in (*PACKAGES.items(), ("nvcomp:ans", "nvidia-nvcomp-cu13")):
         with pytest.raises(ImportError, match=f"the codec {scheme!r} needs the package {package} "):
             ibp.compress(x, scheme=scheme)
@@ -370,12 +370,12 @@ def fake_nvcomp(monkeypatch):
     module = types.SimpleNamespace(
         Codec=FakeCodec, as_array=lambda x, stream: types.SimpleNamespace(data=x.view(torch.uint8), buffer_size=0)
     )
-    monkeypatch.setattr(nvcomp, "_module", lambda codec: module)
-    monkeypatch.setattr(nvcomp, "stream_number", lambda device: 1)
-    monkeypatch.setattr(nvcomp.NvComp, "device_type", "cpu")
+    monkeypatch.setattr(_nvcomp, "_module", lambda codec: module)
+    monkeypatch.setattr(_nvcomp, "stream_number", lambda device: 1)
+    monkeypatch.setattr(_nvcomp.NvComp, "device_type", "cpu")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     yield
-    nvcomp.forget_coders()
+    _nvcomp.forget_coders()
 
 
 def floats(dtype=torch.float32):
@@ -404,7 +404,7 @@ def test_ans_codes_floats_by_the_type_that_saves_more(fake_nvcomp, dtype, data_t
 
 def test_ans_tries_types_of_floats_only(fake_nvcomp, monkeypatch):
     tried = []
-    monkeypatch.setattr(nvcomp, "_sample", lambda data, chunk_bytes: tried.append(data.numel()) or data)
+    monkeypatch.setattr(_nvcomp, "_sample", lambda data, chunk_bytes: tried.append(data.numel()) or data)
     for x in (torch.arange(1000), torch.randn(100).double(), torch.empty(0, 4)):
         for scheme in ("nvcomp:ans", "nvcomp:ans:floats", "nvcomp:ans:bytes", "nvcomp:lz4"):
             assert_same_bits(ibp.compress(x, scheme=scheme, **PAGEABLE).decompress(), x)
@@ -416,13 +416,15 @@ def test_ans_tries_types_of_floats_only(fake_nvcomp, monkeypatch):
 
 def test_samples_of_ans(monkeypatch):
     """Whole chunks, from the first one on."""
-    monkeypatch.setattr(nvcomp, "_SAMPLE_BYTES", 1 << 12)
+    monkeypatch.setattr(_nvcomp, "_SAMPLE_BYTES", 1 << 12)
     data = torch.arange(1 << 15).to(torch.uint8)
-    assert nvcomp._sample(data[: 1 << 12], 1 << 10) is not None and len(nvcomp._sample(data[: 1 << 12], 16)) == 1 << 12
-    found = nvcomp._sample(data[:-1], 1 << 10)
+    assert (
+        _nvcomp._sample(data[: 1 << 12], 1 << 10) is not None and len(_nvcomp._sample(data[: 1 << 12], 16)) == 1 << 12
+    )
+    found = _nvcomp._sample(data[:-1], 1 << 10)
     assert len(found) == 1 << 12 and torch.equal(found[: 1 << 10], data[: 1 << 10])
     assert torch.equal(found[1 << 10 : 2 << 10], data[8 << 10 : 9 << 10])
-    assert len(nvcomp._sample(data, 1 << 14)) == 1 << 14
+    assert len(_nvcomp._sample(data, 1 << 14)) == 1 << 14
 
 
 def test_choose_measures_both_types_of_ans(fake_nvcomp):
@@ -438,7 +440,7 @@ def test_choose_measures_both_types_of_ans(fake_nvcomp):
     assert {one.scheme for one in only.table} == {names[1], "raw"}
     ids = ibp.choose(torch.arange(5000), 1e-6, device="cpu", schemes=["nvcomp:ans"])
     assert {one.scheme for one in ids.table} == {"nvcomp:ans", "raw"}
-    assert nvcomp.variants_of("zstd", torch.float32) == ["zstd"]
+    assert _nvcomp.variants_of("zstd", torch.float32) == ["zstd"]
 
 
 @pytest.mark.parametrize("scheme", NVCOMP_SCHEMES)

@@ -13,11 +13,23 @@ import torch.distributed as dist
 
 import ibp
 from helpers import assert_same_bits
-from ibp._collectives import calls, exchange, links, planning
-from ibp._collectives.codec import ROW_BYTES
-from ibp._collectives.messages import Messages, Status, shares_of, spans_of
-from ibp._collectives.staging import Slot
-from ibp.distributed import Codec, Link, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
+from ibp.distributed import (
+    Codec,
+    Link,
+    _calls,
+    _exchange,
+    _links,
+    _planning,
+    all_gather_into_tensor,
+    all_to_all_single,
+    broadcast,
+    measure_link,
+    recv,
+    send,
+)
+from ibp.distributed._codec import ROW_BYTES
+from ibp.distributed._messages import Messages, Status, shares_of, spans_of
+from ibp.distributed._staging import Slot
 from test_distributed import Ranks, raised
 
 LEVELS = ["default", "fast", "auto"]
@@ -142,7 +154,7 @@ def gather_in_pieces(rank):
     x.view(torch.int16)[150_000:] += torch.arange(50_001, dtype=torch.int16) % 60  # payloads
     out = poisoned(size * count, x.dtype)
     all_gather_into_tensor(out, x, level="default", name="pieces")
-    (plan,) = [plan for kind, plan in planning.state_of(None).plans.items() if kind.name == "pieces"]
+    (plan,) = [plan for kind, plan in _planning.state_of(None).plans.items() if kind.name == "pieces"]
     for count_of in (3, 7, 16):
         plan.num_pieces = count_of
         out.view(torch.uint8).fill_(0xA5)
@@ -224,7 +236,7 @@ def exchange_with_sizes_or_without(rank, device):
             out = poisoned(len(wanted), wanted.dtype).to(device)
             all_to_all_single(out, xs[rank].to(device), sizes, sizes, level=level, name="sizes or not")
             assert_same_bits(out.cpu(), wanted)
-            plans = planning.state_of(None).plans.items()
+            plans = _planning.state_of(None).plans.items()
             for plan in [plan for kind, plan in plans if kind.name == "sizes or not" and plan.codec is not None]:
                 plan.least = 1 if call == 0 else 1 << 20  # more than a part has: all of them travel raw
 
@@ -301,7 +313,7 @@ def relay(rank, dtype, level, codec):
             assert work.wait() and work.is_completed()
         assert_same_bits(outs[0], tensor_of(before, dtype))
         assert_same_bits(outs[1], x)
-    pair = planning.state_of(None).pairs[True, behind, 0]
+    pair = _planning.state_of(None).pairs[True, behind, 0]
     return [plan.codec is not None for kind, plan in pair.plans.items() if (kind.dtype, kind.level) == (dtype, level)]
 
 
@@ -314,7 +326,7 @@ def test_from_rank_to_rank(ranks, dtype, codec):
 def relay_by_the_link(rank):
     link = measure_link()
     assert link.gbps > 0 and measure_link() is link
-    assert planning.state_of(None).link is link
+    assert _planning.state_of(None).link is link
     x, out = tensor_of(0, count=1 << 20), torch.empty(1 << 20, dtype=torch.bfloat16)
     for _ in range(3):
         if rank == 0:
@@ -337,7 +349,7 @@ def relay_lost(rank):
         Codec(learned.codebook, learned.slot_bytes, 0.0),
         [tensor_of(k, scale=10.0 ** (9 * k)) for k in range(3)],
     )
-    exchange._has_warned = True
+    _exchange._has_warned = True
     if rank == 0:
         works = [send(x, 1, codec=codec, async_op=True) for x in xs]
     else:
@@ -394,7 +406,7 @@ def gather_random(rank):
     out = torch.empty(dist.get_world_size() * COUNT, dtype=torch.uint8)
     all_gather_into_tensor(out, x, level="default", name="random")
     assert_same_bits(out.chunk(dist.get_world_size())[rank], x)
-    return [plan.codec is None for kind, plan in planning.state_of(None).plans.items() if kind.name == "random"]
+    return [plan.codec is None for kind, plan in _planning.state_of(None).plans.items() if kind.name == "random"]
 
 
 def test_random_bytes_travel_raw(two):
@@ -404,14 +416,14 @@ def test_random_bytes_travel_raw(two):
 def by_the_link(rank, gbps, times):
     """How calls are coded over a link of this rate: (elements, name, pieces or None). times: that calls are said to
     take when they are tried out, of torch's first."""
-    state, size, left = planning.state_of(None), dist.get_world_size(), list(times)
+    state, size, left = _planning.state_of(None), dist.get_world_size(), list(times)
 
     def seconds(members, call, *counts):
         call()
         return left.pop(0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "seconds", seconds)
+        patch.setattr(_links, "seconds", seconds)
         patch.setattr(state, "link", Link(gbps))
         patch.setattr(state, "_tried", {})
         for name, count in ((f"{gbps}", 1000), (f"{gbps}", 1 << 20), (f"{gbps} too", 1 << 20)):
@@ -438,18 +450,18 @@ def test_what_was_fastest_is_done(two):
 
 
 def test_when_coding_pays():
-    codec, rates = Codec.learn(tensor_of(0)), links.Rates(700.0, 1900.0)
-    small, large = (links.Load(size, size, size) for size in (1 << 20, 1 << 29))
-    assert 1.4 < links.gain(codec, rates, Link(3.0), large) < 1 / (1 - codec.savings)
-    assert links.pays(links.gain(codec, rates, Link(25.0), large))
-    assert not links.pays(links.gain(codec, rates, Link(25.0), small))
-    assert not links.pays(links.gain(codec, rates, Link(250.0), large))  # the coders are not so fast
-    assert links.num_pieces(rates, small) == 1 and 3 <= links.num_pieces(rates, large) <= 16
-    assert links.num_pieces(rates, links.Load(1 << 27, 1 << 27, 1 << 27)) == 2
-    assert links.gain(codec, rates, Link(25.0), large, 16) < links.gain(codec, rates, Link(25.0), large)
-    known = links.Load(1 << 24, 1 << 24, 1 << 24, True)  # nothing waits for it
-    assert links.gain(codec, rates, Link(25.0), known) > links.gain(
-        codec, rates, Link(25.0), links.Load(1 << 24, 1 << 24, 1 << 24)
+    codec, rates = Codec.learn(tensor_of(0)), _links.Rates(700.0, 1900.0)
+    small, large = (_links.Load(size, size, size) for size in (1 << 20, 1 << 29))
+    assert 1.4 < _links.gain(codec, rates, Link(3.0), large) < 1 / (1 - codec.savings)
+    assert _links.pays(_links.gain(codec, rates, Link(25.0), large))
+    assert not _links.pays(_links.gain(codec, rates, Link(25.0), small))
+    assert not _links.pays(_links.gain(codec, rates, Link(250.0), large))  # the coders are not so fast
+    assert _links.num_pieces(rates, small) == 1 and 3 <= _links.num_pieces(rates, large) <= 16
+    assert _links.num_pieces(rates, _links.Load(1 << 27, 1 << 27, 1 << 27)) == 2
+    assert _links.gain(codec, rates, Link(25.0), large, 16) < _links.gain(codec, rates, Link(25.0), large)
+    known = _links.Load(1 << 24, 1 << 24, 1 << 24, True)  # nothing waits for it
+    assert _links.gain(codec, rates, Link(25.0), known) > _links.gain(
+        codec, rates, Link(25.0), _links.Load(1 << 24, 1 << 24, 1 << 24)
     )
 
 
@@ -463,7 +475,7 @@ def test_shares_are_those_of_spans(count):
 
 def lose(rank, what):
     """A codec with too little room: the bits are right, one warning is given."""
-    exchange._has_warned = False
+    _exchange._has_warned = False
     learned = Codec.learn(tensor_of(9))
     codec, size = Codec(learned.codebook, learned.slot_bytes, 0.0), dist.get_world_size()
     x = tensor_of(rank, count=400_000 // 4 * 4, scale=1e20 if rank == 0 else 0.02)
@@ -521,7 +533,7 @@ def exchange_splits_as_nccl(out, x, back, to, group, async_op):
 def as_on_gpus(rank, work, *arguments):
     """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
     with pytest.MonkeyPatch.context() as patch:
-        staging = planning.state_of(None).staging(torch.device("cpu"))
+        staging = _planning.state_of(None).staging(torch.device("cpu"))
         patch.setattr(staging, "on_gpu", True)
         patch.setattr(staging, "take", lambda num_bytes: Slot(torch.empty(num_bytes, dtype=torch.uint8)))
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
@@ -553,7 +565,7 @@ def exchange_unevenly(rank, device):
         out, back = poisoned(len(wanted), wanted.dtype).to(device), [of[rank] for of in sent]
         all_to_all_single(out, xs[rank].to(device), back, sent[rank], level="default", name="uneven")
         assert_same_bits(out.cpu(), wanted)
-        for kind, plan in planning.state_of(None).plans.items():
+        for kind, plan in _planning.state_of(None).plans.items():
             if kind.name == "uneven":
                 plan.least = least
 
@@ -595,7 +607,7 @@ def drift(rank):
             warnings.simplefilter("ignore")
             all_gather_into_tensor(out, x, level="default", name="drift")
         assert_same_bits(out, gathered(size, x.dtype, scale=0.02 if call < 2 else 1e15))
-        (plan,) = [plan for kind, plan in planning.state_of(None).plans.items() if kind.name == "drift"]
+        (plan,) = [plan for kind, plan in _planning.state_of(None).plans.items() if kind.name == "drift"]
         seen.append(plan.has_lost)
     return seen
 
@@ -642,7 +654,7 @@ def mix_up(rank, how):
     dist.broadcast_object_list(codecs, 0)
     assert len({codec.fingerprint for codec in codecs}) == 3
     noise = torch.randint(0, 256, (4 * COUNT,), dtype=torch.uint8).view(torch.float32)
-    calls = {
+    _calls = {
         "codec": lambda k: all_gather_into_tensor(out, x, codec=codecs[k]),
         "size": lambda k: all_gather_into_tensor(out, x, codec=codecs[2 * k]),
         "raw": lambda k: all_gather_into_tensor(out, noise if k else x, level="default", name=f"mixed {k}"),
@@ -652,7 +664,7 @@ def mix_up(rank, how):
         "shape": lambda k: all_gather_into_tensor(out[: size * (5000 + k)], x[: 5000 + k], codec=codecs[0]),
         "new": lambda k: all_gather_into_tensor(out, x, codec=codecs[0], name="new" if k == 2 else "old"),
     }
-    call = calls[how]
+    call = _calls[how]
     for k in range(2):
         call(k)
     return raised(lambda: call(2 * (rank % 2) if how == "new" else rank % 2))
@@ -725,7 +737,7 @@ def wait_for_a_slow_rank(rank):
     all_gather_into_tensor(out, x, level="default")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(calls, "run", run_once_rank_0_is_done)
+            patch.setattr(_calls, "run", run_once_rank_0_is_done)
         work = all_gather_into_tensor(out, x, level="default", async_op=True)
     result = raised(lambda: work.wait(timedelta(seconds=0.1 if rank == 0 else 20)))
     if rank == 0:
@@ -736,7 +748,7 @@ def wait_for_a_slow_rank(rank):
 
 def run_once_rank_0_is_done(job, state, is_async):
     store().wait(["waited"], timedelta(seconds=20))
-    return exchange.CodedWork(job, state.staging(torch.device("cpu")), is_async)
+    return _exchange.CodedWork(job, state.staging(torch.device("cpu")), is_async)
 
 
 def store():
@@ -790,7 +802,7 @@ def equal_to_torchs(rank, dtype, level, count):
                 ]
                 for work in works if is_async else ():
                     assert work.wait()  # torch's own does not wait on the host
-                    assert not isinstance(work, exchange.CodedWork) or work.is_completed()
+                    assert not isinstance(work, _exchange.CodedWork) or work.is_completed()
                 assert_same_bits(out.cpu(), wanted.cpu())
                 assert_same_bits(told.cpu(), xs[1].cpu())
                 assert_same_bits(back.cpu(), torch.cat([of[:count].chunk(size)[rank] for of in xs]).cpu())
@@ -798,7 +810,7 @@ def equal_to_torchs(rank, dtype, level, count):
     whole[rank] = x
     all_gather_into_tensor(whole, whole[rank], level=level)
     assert_same_bits(whole.view(-1).cpu(), wanted.cpu())
-    return [plan.codec is not None for kind, plan in planning.state_of(None).plans.items() if kind.level == level]
+    return [plan.codec is not None for kind, plan in _planning.state_of(None).plans.items() if kind.level == level]
 
 
 @pytest.mark.parametrize(
@@ -873,7 +885,7 @@ def test_nccl_with_codecs_mixed_up(nccl):
 
 
 def lose_on_gpus(rank):
-    exchange._has_warned = True
+    _exchange._has_warned = True
     device, learned = torch.device("cuda", rank), Codec.learn(tensor_of(9))
     codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
     xs = [tensor_of(other, count=1_000_000, scale=1e20 if other == 0 else 0.02).to(device) for other in range(2)]

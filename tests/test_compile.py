@@ -52,7 +52,7 @@ def test_operations(compiled, place, device, scheme):
     """A gather, one in the order of windows, and decoding, to memory of the function's own."""
     x = spiky_rows(500, 60)
     table = make_table(x, scheme, place, device)
-    arguments = table._arguments(device)
+    arguments = table.arguments(device)
 
     def gather(ids):
         out = [torch.empty(ids.numel(), 60, device=device) for _ in range(2)]

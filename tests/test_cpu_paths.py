@@ -136,7 +136,7 @@ def test_encode_rows_names_the_bad_row(scheme, bad_rows, features, set_threads):
     set_threads(3)
     x = spiky_rows(2000, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
-    slots, overflow, *rest = table._arguments(torch.device("cpu"))
+    slots, overflow, *rest = table.arguments(torch.device("cpu"))
     data, fault = bytes_of(x).clone(), torch.zeros(4, dtype=torch.int64)
     for row in bad_rows:
         data[240 * row : 240 * (row + 1)] = torch.randint(0, 256, (240,), dtype=torch.uint8)

@@ -31,7 +31,7 @@ from helpers import (
     spiky_rows,
     take,
 )  # fmt: skip
-from ibp import _memory
+from ibp._machine import memory as _memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 OPS = torch.ops.ibp
@@ -147,7 +147,7 @@ def test_where_x_is_makes_no_difference(cuda, layout, scheme):
 @pytest.mark.parametrize("scheme", CODED)
 def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
     """Coded piece by piece: 32 rows at a time."""
-    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 1)
+    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 1)
     x = spiky_rows(777, 61)
     codebook = ibp.analyze(x, scheme=scheme, device="cpu")
     for layout in LAYOUTS:
@@ -564,7 +564,7 @@ def test_damaged_tables(cuda, chunk_bytes, layout, place):
                 torch.full((whole,), 0xA5, dtype=torch.uint8, device=device),
                 torch.zeros(4, dtype=torch.int64, device=device),
             )
-            OPS.decode_bytes(*near._arguments(device), 0, whole, 0, out, fault)
+            OPS.decode_bytes(*near.arguments(device), 0, whole, 0, out, fault)
             outs.append(out.cpu())
             faults.append(fault.tolist())
         assert_same_bits(outs[1], outs[0])
@@ -612,7 +612,7 @@ def test_bad_arguments(cuda):
         ibp.index_select(table, ids.float())
     with pytest.raises(RuntimeError, match="CUDA device"):
         out, fault = torch.zeros(720, dtype=torch.uint8, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
-        OPS.gather_items(*table._arguments(cuda), ids.cpu(), 0, out, fault)
+        OPS.gather_items(*table.arguments(cuda), ids.cpu(), 0, out, fault)
     torch.cuda.synchronize()
 
 
@@ -671,7 +671,7 @@ def cuda_samples(cuda):
     kinds = [
         (layout, place, scheme) for layout in ("slots of 32", "packed") for place in ("device",) for scheme in CODED
     ]
-    tables = [make_table(x, layout, place, cuda, scheme=scheme)._arguments(cuda) for layout, place, scheme in kinds]
+    tables = [make_table(x, layout, place, cuda, scheme=scheme).arguments(cuda) for layout, place, scheme in kinds]
 
     def fault():
         return torch.zeros(4, dtype=torch.int64, device=cuda)
@@ -698,7 +698,7 @@ def test_opcheck(cuda):
 def test_compile(cuda, scheme):
     x = one_hot_rows(500, 60)
     table = ibp.compress(x, scheme=scheme)  # holds the pinned memory that the arguments point to
-    arguments = table._arguments(cuda)
+    arguments = table.arguments(cuda)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def gather_and_sum(ids):

@@ -11,7 +11,7 @@ import torch
 import ibp
 import reference
 from helpers import assert_same_bits, bytes_of, reference_decode
-from ibp._delta import on_cpu
+from ibp.deltas import _on_cpu
 
 DTYPES = [
     torch.bool,
@@ -248,7 +248,7 @@ def test_interrupted(number, after, monkeypatch):
     delta = ibp.delta(new, old)
     assert delta.changed == ("a", "b")
     base = {name: tensor.clone() for name, tensor in old.items()}
-    add, calls = on_cpu.InPlace._add, []
+    add, calls = _on_cpu.InPlace._add, []
 
     def interrupted(self, subtracts):
         calls.append(subtracts)
@@ -258,7 +258,7 @@ def test_interrupted(number, after, monkeypatch):
             add(self, subtracts)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(on_cpu.InPlace, "_add", interrupted)
+    monkeypatch.setattr(_on_cpu.InPlace, "_add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         delta.apply_(base)
     for name, tensor in old.items():
@@ -292,7 +292,7 @@ def test_tables_of_any_codebook_are_added(kept, layout):
         before = ibp.fingerprint(wanted - x if not subtracts else wanted + x)
         moved = base.clone() if not subtracts else base + x
         change.zero_()
-        torch.ops.ibp.add_rows.default(*table._arguments(torch.device("cpu")), 4, subtracts, moved, change, fault)
+        torch.ops.ibp.add_rows.default(*table.arguments(torch.device("cpu")), 4, subtracts, moved, change, fault)
         assert_same_bits(moved, wanted)
         assert (before + int(change)) % 2**64 == ibp.fingerprint(wanted) and not fault.any()
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 import ibp
 from helpers import assert_same_bits, torchrun
-from ibp import _group, _rows, _sharded
-from ibp._cache import peers
-from ibp.distributed import ShardedTable, share_table
+from ibp._common import group as _group
+from ibp._layout.slots import geometry
+from ibp.cache import _peers
+from ibp.distributed import ShardedTable, _sharded, share_table
 
 SECONDS = 60  # that other processes may take
 OPTIONS = {"device": "cpu", "pin_memory": False}
@@ -186,7 +187,7 @@ def lack(rank):
     x.view(torch.int32)[torch.arange(4000) % 5 > 1] &= ~1
     part = x[1000 * rank :][:1000]
 
-    sampled = _rows.bytes_of(part[torch.arange(1000) % 5 > 1])
+    sampled = geometry.bytes_of(part[torch.arange(1000) % 5 > 1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_sharded, "_sampled", lambda *_: sampled)
         table = ShardedTable.from_local(part, **OPTIONS, scheme="planes")
@@ -509,22 +510,22 @@ def test_gpus_that_cannot_read_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=f"gpu-{device}"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer == 0)
     device = torch.device("cuda", 2)
-    peers._check_access(device, ["gpu-0", "gpu-2", "gpu-elsewhere", "gpu-2"])
-    peers._check_access(torch.device("cpu"), ["", ""])
+    _peers._check_access(device, ["gpu-0", "gpu-2", "gpu-elsewhere", "gpu-2"])
+    _peers._check_access(torch.device("cpu"), ["", ""])
     with pytest.raises(ValueError, match="cuda:2 cannot read the memory of cuda:1, the GPU of rank 3"):
-        peers._check_access(device, ["gpu-0", "gpu-2", "gpu-0", "gpu-1"])
+        _peers._check_access(device, ["gpu-0", "gpu-2", "gpu-0", "gpu-1"])
 
 
 def fail_to_fill(rank):
     """Where one rank has no memory for its slab, all keep what they have."""
     x = rows_like("dense", 300)
     cache = ibp.RowCache(ibp.compress(x, **OPTIONS), 8000, list(range(60)), group=dist.group.WORLD, devices="cpu")
-    held, nothing = cache.num_cached_rows, _no_memory if rank == 1 else peers.filled_slab
+    held, nothing = cache.num_cached_rows, _no_memory if rank == 1 else _peers.filled_slab
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "filled_slab", nothing)
+        patch.setattr(_peers, "filled_slab", nothing)
         failure = raised(lambda: cache.refill(list(range(100, 160))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers.Segment, "opened", _no_memory if rank == 2 else peers.Segment.opened)
+        patch.setattr(_peers.Segment, "opened", _no_memory if rank == 2 else _peers.Segment.opened)
         another = raised(lambda: cache.refill(list(range(100, 160))))
     assert cache.num_cached_rows == held == 60
     assert_same_bits(cache.index_select(torch.arange(300)), x)

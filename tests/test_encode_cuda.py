@@ -23,7 +23,8 @@ from helpers import (
     planes_codebook,
     spiky_rows,
 )
-from ibp import _memory, _staging
+from ibp._machine import memory as _memory
+from ibp._machine import staging
 from test_api import Interrupted, InterruptedOperations, assert_kept, interrupt_at
 from test_cuda import matching_rows, random_codebook
 from test_cuda_planes import any_codebook, ranked_rows
@@ -205,7 +206,7 @@ def test_counts_at_any_address(cuda, row_bytes):
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
 def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinned):
     """Host data in many blocks, more than there are staging buffers: each is used again before the table is whole."""
-    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 1 << 16)
+    monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 16)
     for x in (spiky_rows(5000, 60), embedding(3001, 128, torch.bfloat16)):
         row_bytes = x.shape[1] * x.element_size()
         codebook = ibp.analyze(x, scheme=scheme, device="cpu")
@@ -226,9 +227,9 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize("num_elements", [0, 1, 4096, 33_333])
 def test_pageable_tensors_in_blocks(cuda, monkeypatch, num_elements, dtype):
-    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 1 << 12)
+    monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 12)
     x = torch.arange(num_elements).to(dtype).view(-1, 1)
-    assert_same_bits(_staging.to_device(x, cuda).cpu(), x)
+    assert_same_bits(staging.to_device(x, cuda).cpu(), x)
 
 
 def in_place(x, where, cuda):
@@ -240,8 +241,8 @@ def in_place(x, where, cuda):
 @pytest.mark.parametrize("where", ["pageable", "pinned", "gpu"])
 def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
     """At lines and then on the way out, while copies and kernels are under way: x is as it was, or the table is x."""
-    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 240 * 32)
-    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
     before = one_hot_rows(150, 60)
     codebook, seen = ibp.analyze(before, scheme="planes", device="cpu"), set()
 
@@ -263,8 +264,8 @@ def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
 
 @pytest.mark.parametrize("where", ["pageable", "pinned", "gpu"])
 def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, where):
-    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 240 * 32)
-    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
     before = one_hot_rows(150, 60)
     codebook, seen = ibp.analyze(before, scheme="planes", device="cpu"), set()
     for first, others in ((first, others) for first in itertools.count() for others in ([], [1])):
@@ -283,7 +284,7 @@ def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, whe
 
 def test_staging_whichever_device_is_current(gpus, monkeypatch):
     """Host data coded by one GPU while the other one is current, and tables of one GPU coded by the other."""
-    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 1 << 14)
+    monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 14)
     x = spiky_rows(3000, 60)
     codebook = ibp.analyze(x, scheme="planes", device="cpu")
     on_cpu = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
@@ -299,7 +300,7 @@ def test_staging_whichever_device_is_current(gpus, monkeypatch):
             for home in gpus:
                 assert_same_table(ibp.compress(x.to(home), codebook=codebook, device=worker), on_cpu)
                 assert_same_table(ibp.compress_(x.to(home), codebook=codebook, device=worker), in_host)
-            assert_same_bits(_staging.to_device(x, worker).cpu(), x)
+            assert_same_bits(staging.to_device(x, worker).cpu(), x)
             assert torch.cuda.current_device() == current.index
 
 

@@ -406,7 +406,7 @@ def test_ops_check_their_arguments(x):
     table = ibp.compress(x, scheme="ibp", device="cpu", pin_memory=False)
     ids, fault = torch.tensor([0]), torch.zeros(4, dtype=torch.int64)
     out = torch.zeros(240, dtype=torch.uint8)
-    arguments = list(table._arguments(torch.device("cpu")))
+    arguments = list(table.arguments(torch.device("cpu")))
     slots, _, lengths, _, words, (_, row_bytes, chunk_bytes, num_flags) = arguments[:6]
     changes = [
         (0, slots.to(torch.int16)),

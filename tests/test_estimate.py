@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from ibp._layout.slots.geometry import Geometry
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, one_hot_rows, spiky_rows
-from ibp import _choice, _layout
-from ibp._rows import Geometry
+from ibp._layout.slots import slots
+from ibp._schemes import choice
 
 SETS = {
     "BF16 rows of 96 B": lambda: embedding(400, 48, torch.bfloat16),
@@ -119,24 +120,22 @@ def test_arguments_of_estimate(arguments, error):
 @pytest.mark.parametrize("num_bytes", [1, 31, 4096, 100_001])
 def test_sectors_of_raw_rows(num_bytes, row_bytes):
     geometry = Geometry(torch.Size((num_bytes,)), torch.uint8, row_bytes)
-    assert _layout.raw_link_bytes(geometry) == _layout.link_bytes(
-        torch.empty(0, dtype=torch.uint16), geometry, row_bytes
-    )
+    assert slots.raw_link_bytes(geometry) == slots.link_bytes(torch.empty(0, dtype=torch.uint16), geometry, row_bytes)
 
 
 def test_time_of_a_row():
     """Raw rows by their sectors, coded ones by those or by their decoder."""
-    assert _choice.row_ns(None, 128, 128, 128, ibp.H200) == pytest.approx(128 / 51.4)
-    assert _choice.row_ns(None, 16, 16, 32, ibp.H200) == 1.45
+    assert choice.row_ns(None, 128, 128, 128, ibp.H200) == pytest.approx(128 / 51.4)
+    assert choice.row_ns(None, 16, 16, 32, ibp.H200) == 1.45
     dense = ibp.analyze(embedding(500, 256, torch.bfloat16), scheme="planes", device="cpu")
-    assert _choice.row_ns(dense, 512, 341, 352, ibp.H200) == pytest.approx(352 / (0.9 * 51.4))
+    assert choice.row_ns(dense, 512, 341, 352, ibp.H200) == pytest.approx(352 / (0.9 * 51.4))
     assert (
-        _choice.row_ns(dense, 128, 86, 96, ibp.H200)
+        choice.row_ns(dense, 128, 86, 96, ibp.H200)
         == ibp.H200.pairs.least_row_ns
-        > _choice.row_ns(None, 128, 128, 128, ibp.H200)
+        > choice.row_ns(None, 128, 128, 128, ibp.H200)
     )
     masks = ibp.analyze(one_hot_rows(500, 60), device="cpu")
-    assert _choice.row_ns(masks, 65536, 6600, 6624, ibp.H200) == pytest.approx(65536 / ibp.H200.masks.work_per_ns)
+    assert choice.row_ns(masks, 65536, 6600, 6624, ibp.H200) == pytest.approx(65536 / ibp.H200.masks.work_per_ns)
     listed = ibp.analyze(spiky_rows(500, 60), scheme="planes", device="cpu")
-    assert listed.listed and _choice.row_ns(listed, 8192, 4000, 4000, ibp.H200) == pytest.approx(4000 / 46.26)
-    assert _choice.row_ns(listed, 4096, 3200, 32, ibp.H200) == pytest.approx(3200 / 4 / ibp.H200.listed.work_per_ns)
+    assert listed.listed and choice.row_ns(listed, 8192, 4000, 4000, ibp.H200) == pytest.approx(4000 / 46.26)
+    assert choice.row_ns(listed, 4096, 3200, 32, ibp.H200) == pytest.approx(3200 / 4 / ibp.H200.listed.work_per_ns)

@@ -177,7 +177,7 @@ def test_packed_tables_are_checked(table):
     with pytest.raises(ValueError, match="not a table"):
         ibp._core.ReadyTable(b"few", None, [], -1, CPU, [], 0, [60], table.dtype, False, 1)
     with pytest.raises(RuntimeError, match="packed has"):
-        torch.ops.ibp.pack_table(*table._arguments(CPU), torch.empty(8, dtype=torch.uint8))
+        torch.ops.ibp.pack_table(*table.arguments(CPU), torch.empty(8, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("place", ["device", "pinned"])

@@ -7,8 +7,7 @@ import torch.distributed.fsdp  # here: the processes that are forked need not im
 
 import ibp
 from helpers import assert_same_bits, torchrun
-from ibp._collectives import calls, fsdp, planning
-from ibp.distributed import Codec, compress_all_gather
+from ibp.distributed import Codec, _calls, _fsdp, _planning, compress_all_gather
 from native import ROOT
 from test_collectives import nccl  # noqa: F401, a fixture
 from test_distributed import Ranks, raised
@@ -72,7 +71,7 @@ def compare(rank, device, dtype, change=nothing, **options):
     losses, weights = trained(rank, device, dtype, change)
     known = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp, "gathering", lambda *args: known.append(1) or calls.gathering(*args))
+        patch.setattr(_fsdp, "gathering", lambda *args: known.append(1) or _calls.gathering(*args))
         coded_losses, coded_weights = trained(rank, device, dtype, change, **(options or {"level": "default"}))
     assert_same_bits(coded_losses, losses)
     for coded, weight in zip(coded_weights, weights, strict=True):
@@ -170,7 +169,7 @@ def lose(rank, device, where):
     """What each step of a net raises, whose weights are written in the wrong place in the third one; and whether later
     steps give the loss of a net that was never compressed."""
     device = f"cuda:{rank}" if device == "cuda" else device
-    planning._states.clear()  # codecs of other tests
+    _planning._states.clear()  # codecs of other tests
     net, plain = (sharded(device, None, **options) for options in ({"level": "fast"}, {}))
     x, found = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device), []
 
@@ -213,7 +212,7 @@ def no_backward():
 def compare_with_another_torch(rank, name, value):
     """Where torch does not have something that is looked at."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp, name, value)
+        patch.setattr(_fsdp, name, value)
         return compare(rank, "cpu", None)
 
 

@@ -9,7 +9,10 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp import _core, _memory, _numa, _segments
+from ibp import _core
+from ibp._machine import memory as _memory
+from ibp._machine import numa as _numa
+from ibp._machine import segments
 from native import (
     CSRC,
     INCLUDES,
@@ -192,7 +195,7 @@ def test_new_memory_asks_for_its_node(numa):
 
 def test_memory_where_the_system_refuses_a_node():
     """A node that is not there: the memory is somewhere, and all of it can be written."""
-    segment = _segments.Segment.new(3 * MiB + 5, node=1000)
+    segment = segments.Segment.new(3 * MiB + 5, node=1000)
     memory = torch.frombuffer(segment.pages, dtype=torch.uint8)
     assert memory.numel() == 3 * MiB + 5 and not memory.any()
     assert memory.fill_(7).eq(7).all()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ibp
-from ibp._checkpoints import numpy_files
-from ibp._checkpoints.sources import open_source
 from ibp._cli.main import main
+from ibp.checkpoints import _numpy_files
+from ibp.checkpoints._sources import open_source
 
 SECONDS = 30  # of a busy machine; each takes less than one
 
@@ -91,7 +91,7 @@ def test_arrays_that_would_be_held_in_memory(tmp_path, monkeypatch):
     with open_source(tmp_path / "x.npz") as source:
         assert not count
         assert np.array_equal(source.tensors["a"].tensor().numpy(), array) and len(count) == 1
-    monkeypatch.setattr(numpy_files, "_MOST_HELD_BYTES", 2 * array.nbytes - 1)
+    monkeypatch.setattr(_numpy_files, "_MOST_HELD_BYTES", 2 * array.nbytes - 1)
     with pytest.raises(ibp.SourceFormatError, match="'b' is deflated.* 480,000 bytes of such arrays; wanted at most"):
         open_source(tmp_path / "x.npz")
     np.savez(tmp_path / "y.npz", a=array, b=array)  # not deflated: mapped

@@ -43,7 +43,7 @@ def coded_table(scheme):
     x = spiky_rows(100, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
     assert table.overflow.numel() and table.bases.numel()
-    return x, [value.clone() if isinstance(value, torch.Tensor) else value for value in table._arguments(CPU)]
+    return x, [value.clone() if isinstance(value, torch.Tensor) else value for value in table.arguments(CPU)]
 
 
 def selected():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ibp
-from ibp._checkpoints import compressing
-from ibp._checkpoints.journal import Journal
+from ibp.checkpoints import _compressing
+from ibp.checkpoints._journal import Journal
 
 PLAN = {"a": "plan"}
 
@@ -68,7 +68,7 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
         refused.append(record["file"])
         move(self, record)
 
-    monkeypatch.setattr(compressing.Journal, "move", interfere)
+    monkeypatch.setattr(_compressing.Journal, "move", interfere)
     report = compress()
     assert list(report.files) == refused and len(refused) == 6
     found = ibp.load(report.path, verify=True, pin_memory=False)
@@ -79,7 +79,7 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_none(tmp_path):
     code = (
-        "import sys, time, pathlib; from ibp._checkpoints.journal import Journal; "
+        "import sys, time, pathlib; from ibp.checkpoints._journal import Journal; "
         "Journal(pathlib.Path(sys.argv[1]), {'a': 'plan'}).open(True); print('has it', flush=True); time.sleep(600)"
     )
     target = tmp_path / "out.safetensors"
@@ -103,7 +103,7 @@ def test_the_lock_of_a_killed_process_is_none(tmp_path):
 
 def test_a_directory_that_goes_while_it_is_asked_for(tmp_path, monkeypatch):
     """By a call that ends between the steps of one that begins."""
-    target, flock = tmp_path / "out.safetensors", compressing.Journal._take
+    target, flock = tmp_path / "out.safetensors", _compressing.Journal._take
     first = Journal(target, PLAN)
     first.open(True)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from helpers import assert_same_bits
-from ibp import _memory
-from ibp._kv_cache.arena import HostArena, NearArena
-from ibp._kv_cache.coding import Form, Options
-from ibp._kv_cache.history import History
-from ibp._kv_cache.lane import lane_of
+from ibp._machine import memory as _memory
+from ibp.kv._arena import HostArena, NearArena
+from ibp.kv._coding import Form, Options
+from ibp.kv._history import History
+from ibp.kv._lane import lane_of
 
 HEADS, BLOCK = 2, 4
 CPU = torch.device("cpu")

@@ -94,7 +94,7 @@ class Sized:
     """What window_bits reads of a table."""
 
     def __init__(self, num_items, resident_bytes):
-        self.resident_bytes, self._num_items = resident_bytes, num_items
+        self.resident_bytes, self.num_items = resident_bytes, num_items
 
 
 @pytest.mark.parametrize("num_items", [0, 1, 5, 65_536, 65_537, 10**6, 10**9])
@@ -124,7 +124,7 @@ def test_a_partitioned_gather_puts_items_where_they_belong(layout, scheme):
         ids = torch.randint(3000, (count,))
         sorted_ids, positions = OPS.partition_ids(ids, 3000, 4)
         out, fault = torch.full((count, 60), 7.0), torch.zeros(4, dtype=torch.int64)
-        OPS.gather_items(*table._arguments(CPU), sorted_ids, 0, out, fault, positions)
+        OPS.gather_items(*table.arguments(CPU), sorted_ids, 0, out, fault, positions)
         assert fault.tolist() == [0, 0, 0, 0]
         assert_same_bits(out, x[ids])
 
@@ -135,7 +135,7 @@ def test_positions_outside_are_noted():
     out, fault = torch.full((3, 60), 7.0), torch.zeros(4, dtype=torch.int64)
     for bad in (3, -1, 2**31 - 1):
         OPS.gather_items(
-            *table._arguments(CPU),
+            *table.arguments(CPU),
             torch.tensor([4, 5]),
             0,
             out,
@@ -147,7 +147,7 @@ def test_positions_outside_are_noted():
         assert (out[[0, 2]] == 7).all()
     with pytest.raises(RuntimeError, match="positions"):
         OPS.gather_items(
-            *table._arguments(CPU), torch.tensor([4, 5]), 0, out, fault, torch.tensor([0], dtype=torch.int32)
+            *table.arguments(CPU), torch.tensor([4, 5]), 0, out, fault, torch.tensor([0], dtype=torch.int32)
         )
 
 
@@ -158,7 +158,7 @@ def fetch_by_selections(table, ids, chunk_bytes, num_rows=None):
     """What host_gather.fetch does, with one chunk, no pinned memory and the CPU for the GPU. Returns (items, sizes of
     the chunks)."""
     num_rows = min(
-        num_rows or host_gather.rows_at_once(table), len(ids) * (table._geometry.item_bytes // table.row_bytes)
+        num_rows or host_gather.rows_at_once(table), len(ids) * (table.geometry.item_bytes // table.row_bytes)
     )
     memory = torch.full((chunk_bytes,), 0xA5, dtype=torch.uint8)
     out = torch.empty((len(ids), *table.shape[1:]), dtype=table.dtype)
@@ -535,7 +535,7 @@ def test_corrupt_rows(cuda, path):
 
 def test_positions_outside_are_noted_by_the_gpu(cuda):
     x = spiky_rows(30, 60)
-    arguments = make_table(x, "planes", "device", cuda)._arguments(cuda)
+    arguments = make_table(x, "planes", "device", cuda).arguments(cuda)
     out, fault = torch.full((3, 60), 7.0, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
     OPS.gather_items(
         *arguments,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits
-from ibp._linear import escapes, products
+from ibp._fetch import escapes, linear
 
 SHAPES = [(4096, 1024), (48, 32), (100, 4128), (16, 96), (1000, 2048)]
 
@@ -24,7 +24,7 @@ def vectors(count, columns, device="cpu", dtype=torch.bfloat16):
 
 
 def coded(weight, **options):
-    options.setdefault("slot_bytes", products.slot_bytes_for(weight.shape[1]))
+    options.setdefault("slot_bytes", linear.slot_bytes_for(weight.shape[1]))
     return ibp.compress(weight, level="fast", device=weight.device, pin_memory=False, **options)
 
 
@@ -85,12 +85,12 @@ def test_a_new_codebook_is_not_used_with_old_escapes():
 
 
 def test_functions_that_see_no_kernel():
-    assert not products._is_transformed()
+    assert not linear._is_transformed()
     with torch.autograd.forward_ad.dual_level():
-        assert products._is_transformed()
+        assert linear._is_transformed()
     seen = []
-    torch.func.vmap(lambda x: seen.append(products._is_transformed()) or x)(torch.ones(2))
-    assert seen == [True] and not products._is_transformed()
+    torch.func.vmap(lambda x: seen.append(linear._is_transformed()) or x)(torch.ones(2))
+    assert seen == [True] and not linear._is_transformed()
 
 
 def test_which_tables_the_kernel_takes():
@@ -114,9 +114,9 @@ def test_which_tables_the_kernel_takes():
 
 @pytest.mark.parametrize("columns", [32, 64, 96, 1024, 4096, 11008, 32736])
 def test_slots_hold_escapes(columns):
-    slot_bytes = products.slot_bytes_for(columns)
+    slot_bytes = linear.slot_bytes_for(columns)
     assert slot_bytes % 32 == 0 and columns * 3 // 2 + 16 <= slot_bytes <= 2 * columns
-    assert products.slot_bytes_for(columns + 8) is None and products.slot_bytes_for(0) is None
+    assert linear.slot_bytes_for(columns + 8) is None and linear.slot_bytes_for(0) is None
 
 
 def test_module():
@@ -240,7 +240,7 @@ def fused(monkeypatch):
     def fail(*arguments, **options):
         raise AssertionError("the weights are decoded")
 
-    monkeypatch.setattr(products, "decompress", fail)
+    monkeypatch.setattr(linear, "decompress", fail)
 
 
 def check_products(x, weight, bias, got):

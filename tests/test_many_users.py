@@ -16,7 +16,7 @@ import torch
 import ibp
 from fault_cases import ON_CPU
 from helpers import assert_same_bits, embedding, in_threads, spiky_rows, take
-from ibp import _progress
+from ibp._common import progress
 from test_crashes import status_of
 
 NUM_ITEMS, THREADS, ROUNDS = 3000, 4, 8
@@ -107,7 +107,7 @@ def test_bars_that_are_not_shown_take_no_lock(x, path):
         ibp.save(path, ibp.compress(x, **ON_CPU))
         assert_same_bits(ibp.load(path, verify=True, pin_memory=False)["tensor"].decompress(), x)
 
-    with _progress.tqdm(total=1, file=io.StringIO()).get_lock():
+    with progress.tqdm(total=1, file=io.StringIO()).get_lock():
         in_threads(work)
 
 

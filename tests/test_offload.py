@@ -22,7 +22,7 @@ from ibp._offload.groups import divide, spread
 from ibp._offload.lane import Lane
 from ibp._offload.resting import Resting
 from ibp._offload.schedule import Schedule
-from ibp._weights import WeightCompressor
+from ibp._tables.weights import WeightCompressor
 from models import IDS, WIDTH, Net, Wide
 
 
@@ -1118,7 +1118,7 @@ def test_gpu_damaged_table(cuda):
     ids = IDS.to(cuda)
     offloaded = ibp.offload(model, cuda, group_bytes=1 << 23)
     (weight,) = offloaded._groups[4].weights
-    lengths = weight.table._arguments(cuda)[2]
+    lengths = weight.table.arguments(cuda)[2]
     kept = lengths.clone()
     model(ids)
     torch.cuda.synchronize()

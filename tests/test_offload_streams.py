@@ -117,7 +117,7 @@ def use_gpu(monkeypatch):
             pass
 
     monkeypatch.setattr(lanes, "TensorStream", Ring)
-    monkeypatch.setattr(ibp.CompressedTensor, "_serves", lambda table, device: True)  # as if they were pinned
+    monkeypatch.setattr(ibp.CompressedTensor, "serves", lambda table, device: True)  # as if they were pinned
     monkeypatch.setattr("ibp._offload.offloaded.Lane", lanes.CudaLane)
     return gpu
 

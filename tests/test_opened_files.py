@@ -16,8 +16,8 @@ from golden.make_files import FILES
 from helpers import assert_same_bits, bytes_of, spiky_rows
 from ibp._files import opened, shared, writer
 from ibp._files.writer import FileWriter, header_room, write_plain, write_table
-from ibp._memory import PinningError
-from ibp._segments import FileRows
+from ibp._machine.memory import PinningError
+from ibp._machine.segments import FileRows
 
 PAGEABLE = {"device": "cpu", "pin_memory": False}
 ROWS = spiky_rows(300, 64)
@@ -525,7 +525,7 @@ def refused(monkeypatch):
         raise PinningError("a mapped file cannot be pinned (as the test says)")
 
     monkeypatch.setattr(FileRows, "pin_here", pin_here)
-    monkeypatch.setattr(ibp._memory, "_has_warned_of_copy", False)
+    monkeypatch.setattr(ibp._machine.memory, "_has_warned_of_copy", False)
 
 
 def test_load_to_a_gpu(cuda, path):

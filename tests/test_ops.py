@@ -22,13 +22,13 @@ CODED = ["ibp", "planes"]
 
 def table_arguments(scheme, **arguments):
     x = spiky_rows(100, 60)
-    return x, ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments)._arguments(CPU)
+    return x, ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments).arguments(CPU)
 
 
 def encode_arguments(scheme):
     x = spiky_rows(100, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
-    slots, overflow, *rest = table._arguments(CPU)
+    slots, overflow, *rest = table.arguments(CPU)
     return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
 
 
@@ -51,10 +51,10 @@ def samples():
     tables += [table_arguments(scheme, layout="packed")[1] for scheme in CODED]
     dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", pin_memory=False)
     assert not dense.codebook.listed and len(dense.codebook.codec) > 9
-    tables.append(dense._arguments(CPU))
+    tables.append(dense.arguments(CPU))
     data, codebook = bytes_of(x), ibp.analyze(x)
     words, mask = codebook.words(CPU), make_tensor((50,), torch.uint8, "random")
-    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", pin_memory=False)._arguments(CPU)
+    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", pin_memory=False).arguments(CPU)
     lengths = OPS.measure_rows(data, words, codebook.codec)
     ids, ids32 = torch.tensor([5, 99, 5, 0]), torch.tensor([1, 2], dtype=torch.int32)
     yield "codebook_words", (mask, mask & 7, 4, False)

@@ -9,8 +9,11 @@ import torch
 import ibp
 from fault_cases import CASES
 from helpers import assert_same_bits, embedding, spiky_rows
-from ibp import _compression, _core, _memory, _ops, _segments
+from ibp import _core
+from ibp._common import ops
 from ibp._fetch import host_gather
+from ibp._machine import memory, segments
+from ibp._tables import compression
 from models import IDS, Net
 
 MOST_PINNED = 4096  # bytes: records of faults, which kernels write to, are the one thing that must be pinned
@@ -40,11 +43,11 @@ def refused(monkeypatch):
     monkeypatch.setattr(_core, "PinnedBuffer", RefusedBuffer)
     monkeypatch.setattr(_core, "PinnedRange", refuse)
     monkeypatch.setattr(torch, "empty", pageable_only)
-    monkeypatch.setattr(_memory, "_has_warned", False)
+    monkeypatch.setattr(memory, "_has_warned", False)
     monkeypatch.setattr(host_gather, "_refused", set())
     monkeypatch.setattr(host_gather, "_rings", {})
     monkeypatch.setattr(host_gather, "_stages", {})
-    monkeypatch.setattr(_segments, "_segments", type(_segments._segments)())
+    monkeypatch.setattr(segments, "_segments", type(segments._segments)())
 
 
 def warned(call):
@@ -58,8 +61,8 @@ def warned(call):
 @pytest.fixture
 def made_up_gpu(refused, monkeypatch):
     """What is pinned where there is a GPU is asked for here too."""
-    monkeypatch.setattr(_ops, "cuda_is_available", lambda: True)
-    monkeypatch.setattr(_compression._ops, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(ops, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(compression._ops, "cuda_is_available", lambda: True)
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"scheme": "raw"}], ids=str)
@@ -157,9 +160,9 @@ def test_shared_memory_that_is_not_pinned(cuda, refused, monkeypatch):
     opened = ibp.open_shared(table.share_memory_().share(), pin_memory=True)
 
     def refuse_pages(segment):
-        raise _memory.PinningError("made up by the test")
+        raise memory.PinningError("made up by the test")
 
-    monkeypatch.setattr(_segments.Segment, "pin_here", refuse_pages)
+    monkeypatch.setattr(segments.Segment, "pin_here", refuse_pages)
     ids = torch.randint(4000, (500,))
     assert_same_bits(opened.index_select(ids.to(cuda)).cpu(), x[ids])
     assert_same_bits(opened.decompress(device=cuda).cpu(), x)

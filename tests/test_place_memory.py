@@ -63,7 +63,7 @@ def test_host_memory(rows):
     """What spills lies in it, from its first byte on."""
     codebook = ibp.analyze(rows, scheme="planes")
     options = {"device": rows.device, "spill": "host", **SIZES[0]}
-    memory = ibp._memory.empty(SIZES[0]["overflow_bytes"] + 64, torch.device("cpu"), rows.is_cuda)
+    memory = ibp._machine.memory.empty(SIZES[0]["overflow_bytes"] + 64, torch.device("cpu"), rows.is_cuda)
     place = ibp.Place(codebook, NUM_ROWS, **options, host_memory=memory)
     ibp.encode_into(rows, place)
     assert_same_bits(place.decode(dtype=torch.float32), rows)
@@ -73,7 +73,7 @@ def test_host_memory(rows):
 def test_host_memory_that_cannot_be_used(rows):
     codebook = ibp.analyze(rows, scheme="planes")
     size = SIZES[0]["overflow_bytes"]
-    memory = ibp._memory.empty(2 * size, torch.device("cpu"), rows.is_cuda)
+    memory = ibp._machine.memory.empty(2 * size, torch.device("cpu"), rows.is_cuda)
     wrong = {
         "has 100 bytes; wanted": memory[:100],
         r"torch.uint8 \[2, ": memory.view(2, -1),

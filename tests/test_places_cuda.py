@@ -267,7 +267,7 @@ def test_what_is_refused(rows, codebook):
 
 def test_opcheck(rows, codebook):
     place = place_of(codebook)
-    arguments = (*place._arguments, rows, None, None, 0, 0, place._fault)
+    arguments = (*place.arguments, rows, None, None, 0, 0, place._fault)
     torch.library.opcheck(torch.ops.ibp.encode_into.default, arguments)
 
 
@@ -278,7 +278,7 @@ def test_host_memory_that_is_given(cuda, pinned):
     codebook = ibp.analyze(x, scheme="planes")
     sizes = {"slot_bytes": 1024, "overflow_bytes": 300 * 1024, "device": cuda, "spill": "host", "pinned": pinned}
     wanted = 300 * (2048 if pinned else 1024)
-    memory = ibp._memory.empty(wanted + 64, torch.device("cpu"), True)
+    memory = ibp._machine.memory.empty(wanted + 64, torch.device("cpu"), True)
     place = ibp.Place(codebook, 300, **sizes, host_memory=memory)
     ibp.encode_into(x, place)
     assert torch.equal(place.decode(dtype=torch.float32), x) and place.counts().spilled == 300

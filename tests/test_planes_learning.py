@@ -16,7 +16,7 @@ import ibp
 import reference_planes as reference
 from golden.make_planes import CASES, load
 from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
-from ibp import _layout
+from ibp._layout.slots import slots
 from ibp._schemes.planes.codebook import PlanesCodebook, num_entries
 from ibp._schemes.planes.learning import learn_planes
 from test_planes_rows import codec_of as coder_of
@@ -55,7 +55,7 @@ def as_sample(rows):
 def row_bytes_of(codebook, sample):
     """Bytes of every row as stored."""
     lengths = torch.ops.ibp.measure_rows(sample, codebook.words("cpu"), codebook.codec)
-    return _layout.stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
+    return slots.stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
 
 
 def learned(x, row_bytes=None, **kwargs):

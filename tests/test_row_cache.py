@@ -14,7 +14,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
-from ibp._cache import row_cache, slabs
+from ibp.cache import _row_cache, _slabs
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
 KINDS = {
@@ -44,7 +44,7 @@ def table_of(x, kind="planes", **options):
 def cached_rows(cache):
     """Numbers of the rows that are cached, from the maps."""
     found = [slab.map[slab.map[:, 0] >= 0] for slab in cache._generation.slabs]
-    return {int(row) for rows in found for row in rows[slabs.Entries.are_present(rows[:, 1])][:, 0]}
+    return {int(row) for rows in found for row in rows[_slabs.Entries.are_present(rows[:, 1])][:, 0]}
 
 
 def random_ids(count=200, num_items=NUM_ITEMS, dtype=torch.int64):
@@ -96,7 +96,7 @@ def features(name):
 
 
 def stored_of(table, row):
-    return int(slabs.stored_bytes(table, torch.tensor([row])))
+    return int(_slabs.stored_bytes(table, torch.tensor([row])))
 
 
 @pytest.mark.parametrize("num_slabs", [1, 3])
@@ -114,7 +114,7 @@ def test_budgets(kind, num_slabs):
         ids = random_ids()
         assert_same_bits(cache.index_select(ids), x[ids])
         assert cache.stats().raw_capacity == budget // ROW_BYTES * num_slabs
-    has_bytes = slabs.stored_bytes(table, torch.arange(NUM_ITEMS)) > 0
+    has_bytes = _slabs.stored_bytes(table, torch.arange(NUM_ITEMS)) > 0
     assert cache.capacity == int(has_bytes.sum()) and ibp.RowCache(table, 0, hotness, devices=devices).capacity == 0
 
 
@@ -125,8 +125,8 @@ def test_capacity(name):
     table = ibp.compress(x, layout="packed", **ON_CPU)
     budget = table.stored_bytes // 4
     cache = ibp.RowCache(table, budget, torch.rand(len(x)), devices="cpu")
-    stored = slabs.stored_bytes(table, torch.arange(len(x))).double().mean()
-    formula = table.row_bytes / (stored + slabs.WAY_BYTES / slabs.STATIC_LOAD)
+    stored = _slabs.stored_bytes(table, torch.arange(len(x))).double().mean()
+    formula = table.row_bytes / (stored + _slabs.WAY_BYTES / _slabs.STATIC_LOAD)
     assert cache.num_cached_rows / (budget / table.row_bytes) >= 0.9 * formula
 
 
@@ -177,7 +177,7 @@ def test_empty():
     assert_same_bits(cache.index_select([3, 1]), x[[3, 1]])
     for shape in ((0, 16), (5, 0)):
         empty = torch.zeros(shape)
-        for policy in row_cache.POLICIES:
+        for policy in _row_cache.POLICIES:
             cache = ibp.RowCache(
                 ibp.compress(empty, **ON_CPU), 10_000, torch.rand(shape[0]), devices="cpu", policy=policy
             )
@@ -220,7 +220,7 @@ def assert_takes_the_short_way(cache, x, ids):
     assert cache._take_few(ids, torch.empty(1, device=ids.device), None) is None
 
 
-@pytest.mark.parametrize("policy", row_cache.POLICIES)
+@pytest.mark.parametrize("policy", _row_cache.POLICIES)
 @pytest.mark.parametrize("kind", ["planes", "raw"])
 def test_calls_for_few_items(kind, policy):
     x = tensor()
@@ -254,7 +254,7 @@ def test_compiled():
 # ---- refilling ----
 
 
-@pytest.mark.parametrize("policy", row_cache.POLICIES)
+@pytest.mark.parametrize("policy", _row_cache.POLICIES)
 def test_refill(policy):
     x = tensor()
     cache = ibp.RowCache(table_of(x), 20_000, torch.arange(NUM_ITEMS), devices="cpu", policy=policy)
@@ -274,10 +274,10 @@ def test_refill_without_memory_leaves_the_cache(monkeypatch):
     def refuse(*arguments):
         if made:
             raise torch.OutOfMemoryError("no memory")
-        made.append(slabs.filled_slab(*arguments))
+        made.append(_slabs.filled_slab(*arguments))
         return made[0]
 
-    monkeypatch.setattr(row_cache, "filled_slab", refuse)
+    monkeypatch.setattr(_row_cache, "filled_slab", refuse)
     with pytest.raises(torch.OutOfMemoryError):
         cache.refill(-torch.arange(NUM_ITEMS))
     assert cached_rows(cache) == held
@@ -345,9 +345,9 @@ class Model:
                 hits += 1
                 continue
             old = sorted((used, other) for other, used in ways.items() if used != self.time)
-            if not self.fits(row) or (len(ways) == slabs.LRU_WAYS and not old):
+            if not self.fits(row) or (len(ways) == _slabs.LRU_WAYS and not old):
                 continue
-            if len(ways) == slabs.LRU_WAYS:
+            if len(ways) == _slabs.LRU_WAYS:
                 del ways[old[0][1]]
             ways[row] = self.time
         return hits
@@ -368,9 +368,9 @@ def test_least_recently_used(some_rows, seed, num_sets, zipf):
     generation = cache._generation
     slot_bytes = generation.slot_bytes
     set_bytes = 32 * (slot_bytes + 16 + 4) + 4
-    cache = ibp.RowCache(table, num_sets * set_bytes + slabs.FIXED_BYTES, devices="cpu", policy="lru")
+    cache = ibp.RowCache(table, num_sets * set_bytes + _slabs.FIXED_BYTES, devices="cpu", policy="lru")
     assert cache.capacity == 32 * num_sets
-    sizes = slabs.stored_bytes(table, torch.arange(len(x))).tolist()
+    sizes = _slabs.stored_bytes(table, torch.arange(len(x))).tolist()
     model = Model(num_sets, lambda row: sizes[row] <= slot_bytes)
     rng = np.random.default_rng(seed)
     chances = 1.0 / np.arange(1, len(x) + 1) ** zipf
@@ -400,7 +400,7 @@ def test_slots_of_lru_caches():
     x = embedding(500, 64)
     table = ibp.compress(x, scheme="planes", **ON_CPU)
     cache = ibp.RowCache(table, 20_000, devices="cpu", policy="lru")
-    sizes = slabs.stored_bytes(table, torch.arange(500))
+    sizes = _slabs.stored_bytes(table, torch.arange(500))
     assert cache._generation.slot_bytes % 32 == 0
     assert (sizes <= cache._generation.slot_bytes).float().mean() >= 0.999
     small = ibp.RowCache(table, 20_000, devices="cpu", policy="lru", slot_bytes=33)
@@ -560,7 +560,7 @@ def test_a_table_that_grows():
 # ---- places ----
 
 
-@pytest.mark.parametrize("policy", row_cache.POLICIES)
+@pytest.mark.parametrize("policy", _row_cache.POLICIES)
 def test_places(policy):
     x = embedding(200, 64, torch.bfloat16)
     codebook = ibp.analyze(x, scheme="planes")
@@ -671,7 +671,7 @@ def test_corrupt_rows_are_not_cached():
         cache.index_select([1])
 
 
-@pytest.mark.parametrize("policy", row_cache.POLICIES)
+@pytest.mark.parametrize("policy", _row_cache.POLICIES)
 def test_hostile_maps(policy):
     """Whatever is in a map, nothing outside the cache is read: rows are wrong, or refused."""
     x = tensor()
@@ -718,7 +718,7 @@ def test_rows_on_a_gpu(kind, cuda):
     assert_same_bits(cache.index_select(ids[:0]), near[:0])
 
 
-@pytest.mark.parametrize("policy", row_cache.POLICIES)
+@pytest.mark.parametrize("policy", _row_cache.POLICIES)
 def test_calls_for_few_items_on_a_gpu(cuda, policy):
     x = tensor().to(cuda)
     cache = ibp.RowCache(pinned_table(x.cpu()), 60_000, torch.rand(NUM_ITEMS), devices=cuda, policy=policy)
@@ -749,7 +749,7 @@ def test_many_ids_of_a_large_table(cuda, monkeypatch):
     """They are put in the order of windows first."""
     reckon_with(monkeypatch, least_bucketed_ids=50, reach_bytes=0)
     x = tensor().to(cuda)
-    for policy in row_cache.POLICIES:
+    for policy in _row_cache.POLICIES:
         cache = ibp.RowCache(pinned_table(x.cpu()), 40_000, torch.rand(NUM_ITEMS), devices=cuda, policy=policy)
         for count in (10, 500):
             ids = random_ids(count).to(cuda)
@@ -758,7 +758,7 @@ def test_many_ids_of_a_large_table(cuda, monkeypatch):
 
 def test_bad_ids_on_a_gpu(cuda):
     x = tensor().to(cuda)
-    for policy in row_cache.POLICIES:
+    for policy in _row_cache.POLICIES:
         cache = ibp.RowCache(pinned_table(x.cpu()), 40_000, torch.rand(NUM_ITEMS), devices=cuda, policy=policy)
         ids = torch.tensor([3, NUM_ITEMS, 5, -1], device=cuda)
         with pytest.raises(IndexError, match="wanted 0 to 599"):
@@ -787,8 +787,8 @@ def test_lru_on_a_gpu(cuda, kind):
     cache.index_select(rows)
     cache.reset_stats()
     assert_same_bits(cache.index_select(rows), x[rows])
-    has_bytes = (slabs.stored_bytes(table, rows) > 0) & (
-        slabs.stored_bytes(table, rows) <= cache._generation.slot_bytes
+    has_bytes = (_slabs.stored_bytes(table, rows) > 0) & (
+        _slabs.stored_bytes(table, rows) <= cache._generation.slot_bytes
     )
     assert cache.stats().hits == int(has_bytes.sum())
 
@@ -808,7 +808,7 @@ def test_lru_on_several_streams(cuda):
         assert_same_bits(rows, x[ids])
 
 
-@pytest.mark.parametrize("policy", row_cache.POLICIES)
+@pytest.mark.parametrize("policy", _row_cache.POLICIES)
 def test_graphs(cuda, policy):
     """A graph reads through the cache, also after it has been filled anew."""
     x = tensor().to(cuda)
@@ -949,7 +949,7 @@ def test_places_on_a_gpu(cuda, pinned):
 @pytest.mark.parametrize("near_maps", [True, False])
 @pytest.mark.parametrize("writable", [True, False])
 def test_slabs_of_two_gpus(gpus, monkeypatch, near_maps, writable):
-    monkeypatch.setattr(slabs, "NEAR_MAP_SHARE", 1e9 if near_maps else 0.0)
+    monkeypatch.setattr(_slabs, "NEAR_MAP_SHARE", 1e9 if near_maps else 0.0)
     x = tensor()
     table = pinned_table(x)
     cache = ibp.RowCache(table, 30_000, torch.rand(NUM_ITEMS), devices=gpus, writable=writable)

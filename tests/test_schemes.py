@@ -306,7 +306,7 @@ def check_against_numpy(table):
     """Every row decoded alone is what numpy makes of it, or zeros and a fault; the whole table has a fault if any row
     has. Returns how many have."""
     size, corrupt = table.row_bytes, []
-    arguments = table._arguments(CPU)
+    arguments = table.arguments(CPU)
     for row in range(table.num_rows):
         out, fault = torch.full((size,), 0xA5, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
         OPS.decode_bytes(*arguments, row * size, (row + 1) * size, 0, out, fault)
@@ -430,7 +430,7 @@ def test_ops_check_codecs_of_planes():
     left out, in six numbers, digits ...]."""
     for kind in KINDS:
         x, table = planes_table(kind, {"layout": "packed"})
-        arguments = list(table._arguments(CPU))
+        arguments = list(table.arguments(CPU))
         words, codec = arguments[4:6]
         assert codec[:7] == [2, 192, 4, 1, 24, int(kind == "per_column"), int(kind == "listed")]
         assert codec[9:] == [0, 0, 0, 0, 0, 0, 1, 2, 2]

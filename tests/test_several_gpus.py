@@ -15,7 +15,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, in_threads, layout_arguments, spiky_rows
-from ibp import _memory
+from ibp._machine import memory
 from models import IDS, Net, Wide
 
 OPS = torch.ops.ibp
@@ -125,15 +125,15 @@ def test_views_of_pinned_memory(gpus):
     """Of both GPUs over the same bytes, and nothing over bytes that are not pinned."""
     for current in gpus:
         with torch.cuda.device(current):
-            host = _memory.empty(800, CPU, pin=True).view(torch.int64).copy_(torch.arange(100)).view(10, 10)
-            views = [_memory.device_view(host, gpu) for gpu in gpus]
+            host = memory.empty(800, CPU, pin=True).view(torch.int64).copy_(torch.arange(100)).view(10, 10)
+            views = [memory.device_view(host, gpu) for gpu in gpus]
             assert [view.device for view in views] == gpus
             host[3, 3] = -1
             for view in views:
                 assert_same_bits((view + 0).cpu(), host)
                 assert int((view + 1).sum()) == int(host.sum()) + 100
             with pytest.raises(RuntimeError):
-                _memory.device_view(torch.zeros(100), gpus[1])
+                memory.device_view(torch.zeros(100), gpus[1])
             assert torch.cuda.current_device() == current.index
 
 
@@ -176,7 +176,7 @@ def test_operations_refuse_two_devices(gpus, x):
     table = make_table(x, "ibp", gpus[0])
     for here, there in (gpus, gpus[::-1]):
         out, fault = torch.empty(2, COLUMNS, device=here), torch.zeros(4, dtype=torch.int64, device=here)
-        arguments = [*table._arguments(here), torch.tensor([5, 6], device=here), 0, out, fault]
+        arguments = [*table.arguments(here), torch.tensor([5, 6], device=here), 0, out, fault]
         OPS.gather_items(*arguments)
         assert_same_bits(arguments[-2].cpu(), x[5:7])
         for place, value in enumerate(arguments):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import ibp
 from helpers import assert_same_bits
-from ibp import _layout
-from ibp._spill.placing import placed_anew
+from ibp._layout.slots import slots
+from ibp.spill._placing import placed_anew
 
 COLUMNS = 96  # of bfloat16: rows of 192 bytes
 TARGETS = [1, 4 / 3, 2, 4, 16, math.inf]
@@ -39,7 +39,7 @@ def mixed(count=300):
 def stored(table):
     """Bytes of every row as stored."""
     lengths = table.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
-    return _layout.stored_sizes(lengths, table.row_bytes, table.row_bytes)
+    return slots.stored_sizes(lengths, table.row_bytes, table.row_bytes)
 
 
 def row_bytes_of(table, row):
@@ -246,7 +246,7 @@ def test_the_cheapest_slots(row_bytes, options, data):
             costs[size] = size * len(taken) + options.get("overflow_cost", 1) * sum(parts)
             costs[size] += options.get("part_cost", 0) * sum(part > 0 for part in parts)
     wanted = max(size for size, cost in costs.items() if cost <= options.get("near", 1) * min(costs.values()))
-    found = _layout.cheapest_slots(
+    found = slots.cheapest_slots(
         torch.tensor([taken.count(k) for k in range(most + 1)]), row_bytes, least=least, **options
     )
     assert found == (wanted, pytest.approx(sum(overflows[wanted]) / len(taken)))
@@ -325,7 +325,7 @@ def test_pages_that_grow_again_and_again(slot_bytes):
 def test_profile_chooses_the_largest_ratio_within_the_threshold():
     """Against rows that are compressed with the profile's codebook, and counted."""
     snapshots = [{"x": torch.cat([rows(80 - 4 * k, "sparse"), rows(20 + 4 * k, "noise")])} for k in range(3)]
-    for ratios in (ibp._spill.targets.RATIOS, None):
+    for ratios in (ibp.spill._targets.RATIOS, None):
         for threshold in (0.1, 0.2, 0.25, 0.29, 1.0):
             found = ibp.profile(snapshots, threshold, ratios=ratios, device="cpu")["x"]
             tables = [ibp.compress(of["x"], codebook=found.codebook, layout="packed") for of in snapshots]

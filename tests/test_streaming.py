@@ -596,7 +596,7 @@ def test_the_operation(cuda):
             torch.zeros(1 << 20, dtype=torch.uint8, device=cuda),
             torch.zeros(4, dtype=torch.int64, device=cuda),
         )
-        arguments = [*table._arguments(cuda), table.bases.cpu(), 1000, 7777, streamer.address, True, True, 8, ring]
+        arguments = [*table.arguments(cuda), table.bases.cpu(), 1000, 7777, streamer.address, True, True, 8, ring]
         out = torch.zeros(6777, dtype=torch.uint8, device=cuda)
         torch.library.opcheck(OPS.stream_bytes.default, (*arguments, out, fault))
         OPS.stream_bytes(*arguments, out, fault)

@@ -102,13 +102,13 @@ def test_bad_rows_leave_zeros_where_they_belong(x):
     ],
 )
 def test_the_operation_checks_its_arguments(x, out, dims, found):
-    arguments = ibp.compress(x, **ON_CPU)._arguments(CPU)
+    arguments = ibp.compress(x, **ON_CPU).arguments(CPU)
     with pytest.raises(RuntimeError, match=found):
         OPS.gather_into(*arguments, torch.arange(6), 0, dims, out(), torch.zeros(4, dtype=torch.int64))
 
 
 def test_the_operation_writes_nothing_that_it_reads(x):
-    arguments = ibp.compress(x, scheme="raw", **ON_CPU)._arguments(CPU)
+    arguments = ibp.compress(x, scheme="raw", **ON_CPU).arguments(CPU)
     shared = arguments[0].view(torch.bfloat16)[: 12 * 16].view(6, 2, 16)[:, 0]
     with pytest.raises(RuntimeError, match="share memory"):
         OPS.gather_into(*arguments, torch.arange(6), 0, 1, shared, torch.zeros(4, dtype=torch.int64))

@@ -14,7 +14,7 @@ import torch
 
 import ibp
 from helpers import TENSORS, assert_same_bits, assert_same_table, embedding, make_tensor, plain_table, spiky_rows
-from ibp._compressed_tensor import CompressedTensor
+from ibp._tables.compressed_tensor import CompressedTensor
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
 FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", *TENSORS, "codebook")
@@ -451,7 +451,7 @@ def test_devices_that_are_refused(table):
 
 @pytest.mark.parametrize("block_bytes", [1, 1000, 4 << 20])
 def test_iteration(table, x, monkeypatch, block_bytes):
-    monkeypatch.setattr("ibp._compressed_tensor._ITERATED_BYTES", block_bytes)
+    monkeypatch.setattr("ibp._tables.compressed_tensor._ITERATED_BYTES", block_bytes)
     rows = list(table)
     assert len(rows) == 100
     assert_same_bits(torch.stack(rows), x)

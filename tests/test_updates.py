@@ -11,7 +11,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp import _changes
+from ibp._tables import changes
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
 KINDS = {
@@ -148,13 +148,13 @@ def test_appending_row_by_row_copies_little(monkeypatch):
     """The capacity grows by halves: few of many calls make new memory."""
     table = ibp.compress(tensor((10, 96)), scheme="planes", slot_bytes=128, **ON_CPU)
     made = []
-    real = _changes._memory.empty
+    real = changes._memory.empty
 
     def counted(num_bytes, *arguments, **options):
         made.append(num_bytes)
         return real(num_bytes, *arguments, **options)
 
-    monkeypatch.setattr(_changes._memory, "empty", counted)
+    monkeypatch.setattr(changes._memory, "empty", counted)
     rows = tensor((500, 96))
     for row in rows:
         table.append(row[None])
@@ -370,7 +370,7 @@ def was_interrupted(call, at):
     if call != "update":
         new = x if call == "refit" else torch.cat((x, rows))
     steps = [0]
-    ours = {_changes.__file__, ibp._room.__file__, ibp._table.__file__}
+    ours = {changes.__file__, ibp._rows.room.__file__, ibp._rows.table.__file__}
 
     def trace(frame, event, argument):
         if frame.f_code.co_filename not in ours:

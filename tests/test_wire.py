@@ -12,12 +12,12 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, spiky_rows
-from ibp import _wire
-from ibp._collectives import pairs, planning
-from ibp._group import Group
+from ibp._common import wire
+from ibp._common.group import Group
+from ibp.distributed import _pairs, _planning
 from test_distributed import Ranks
 
-KIND = planning.Kind("send", 1 << 20, torch.bfloat16, "cpu", "default", "grads", None)
+KIND = _planning.Kind("send", 1 << 20, torch.bfloat16, "cpu", "default", "grads", None)
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,11 @@ def test_values_come_back(codebooks):
         "kind": KIND,
         "codebooks": codebooks,
     }
-    found = _wire.read(_wire.written(value))
+    found = wire.read(wire.written(value))
     assert found == value and [type(held) for held in found[7]] == [str, bytes, tuple, list, dict]
-    assert type(found["torch"][2]) is torch.Size and type(found["kind"]) is planning.Kind
+    assert type(found["torch"][2]) is torch.Size and type(found["kind"]) is _planning.Kind
     codec = ibp.distributed.Codec.learn(torch.randn(1 << 20).bfloat16())
-    assert _wire.read(_wire.written(codec)).fingerprint == codec.fingerprint
+    assert wire.read(wire.written(codec)).fingerprint == codec.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_tensors_come_back(dtype):
         torch.zeros(3, 0, 5, dtype=dtype),
         torch.ones((), dtype=dtype),
     ):
-        found = _wire.read(_wire.written([b"odd", x]))[1]
+        found = wire.read(wire.written([b"odd", x]))[1]
         assert found.is_contiguous() and not found.requires_grad
         assert_same_bits(found, x)
 
@@ -78,19 +78,19 @@ def test_tensors_come_back(dtype):
 def test_what_cannot_be_sent():
     for value in (object(), {1, 2}, [lambda: 1], dataclasses.make_dataclass("Codec", ["codebook"])(1)):
         with pytest.raises(TypeError, match="cannot be sent to other processes"):
-            _wire.written(value)
+            wire.written(value)
 
 
 def test_damaged_messages(codebooks):
     """Of any bytes a value, or ValueError."""
     generator = random.Random(0)
-    whole = _wire.written([KIND, codebooks[1], torch.arange(9), b"bytes", {"a": (1, None)}])
+    whole = wire.written([KIND, codebooks[1], torch.arange(9), b"bytes", {"a": (1, None)}])
     for _ in range(2000):
         damaged = bytearray(whole)
         for _ in range(generator.randint(1, 4)):
             damaged[generator.randrange(len(damaged) if generator.random() < 0.3 else 400)] = generator.randrange(256)
         try:
-            _wire.read(bytes(damaged[: generator.choice([len(damaged), generator.randrange(len(damaged))])]))
+            wire.read(bytes(damaged[: generator.choice([len(damaged), generator.randrange(len(damaged))])]))
         except ValueError as error:
             assert "no message of ibp's" in str(error)
 
@@ -114,7 +114,7 @@ def test_damaged_messages(codebooks):
 def test_messages_that_are_made_up(text, words):
     content = len(text).to_bytes(8, "little") + text.encode() + b"abc"
     with pytest.raises(ValueError, match=words):
-        _wire.read(content)
+        wire.read(content)
 
 
 # ---- who reads what a peer has sent ----
@@ -123,7 +123,7 @@ def test_messages_that_are_made_up(text, words):
 def test_a_pickle_is_no_message(bomb):
     content, has_run = bomb
     with pytest.raises(ValueError, match="no message of ibp's"):
-        _wire.read(content)
+        wire.read(content)
     assert not has_run()
 
 
@@ -133,7 +133,7 @@ def test_a_pickle_in_a_handle(bomb):
     for wrong in (dict(_fields=content), dict(_tensors=content), dict(num_bytes=0, _tensors=content)):
         with pytest.raises(ValueError, match="no message of ibp's"):
             ibp.open_shared(dataclasses.replace(handle, **wrong))
-    for wrong in (dict(_tensors=_wire.written({})), dict(num_bytes=0, _fields=_wire.written([1]))):
+    for wrong in (dict(_tensors=wire.written({})), dict(num_bytes=0, _fields=wire.written([1]))):
         with pytest.raises(ValueError, match="handle has"):
             ibp.open_shared(dataclasses.replace(handle, **wrong))
     assert not has_run()
@@ -142,13 +142,13 @@ def test_a_pickle_in_a_handle(bomb):
 def test_a_pickle_in_a_note(bomb):
     """That says how tensors travel which one rank sends another."""
     content, has_run = bomb
-    note = pairs._note(KIND, None)
-    assert pairs._read(note, KIND) is None
-    for wrong in (content, _wire.written(5), _wire.written((1, None)), _wire.written((KIND, KIND))):
+    note = _pairs._note(KIND, None)
+    assert _pairs._read(note, KIND) is None
+    for wrong in (content, wire.written(5), wire.written((1, None)), wire.written((KIND, KIND))):
         note[:8].view(torch.int64).fill_(len(wrong))
         note[8 : 8 + len(wrong)] = torch.frombuffer(bytearray(wrong), dtype=torch.uint8)
         with pytest.raises(ValueError, match="no message of ibp's|no note|wanted a codec"):
-            pairs._read(note, KIND)
+            _pairs._read(note, KIND)
     assert not has_run()
 
 

@@ -1,5 +1,5 @@
 // torch_cache_ops.cpp - the operations of a cache of rows (ibp.h) in torch.ops.ibp: tensors to pointers, nothing else.
-// Schemas and fake implementations are in ibp/_ops.py.
+// Schemas and fake implementations are in ibp/_common/ops.py.
 #include "torch_ranges.h"
 #include "torch_tables.h"
 

@@ -1,5 +1,5 @@
 // torch_kv_ops.cpp - the operations of pages of a KV-cache (ibp.h) in torch.ops.ibp: tensors to pointers, nothing else.
-// Schemas and fake implementations are in ibp/_ops.py.
+// Schemas and fake implementations are in ibp/_common/ops.py.
 #include "torch_tensors.h"
 
 #include <optional>

@@ -1,5 +1,5 @@
 // torch_ops.cpp - torch.ops.ibp.*: tensors to pointers, nothing else. Schemas and fake implementations are in
-// ibp/_ops.py.
+// ibp/_common/ops.py.
 //
 // Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The
 // operations are public: arguments that contradict each other raise, whatever they are.

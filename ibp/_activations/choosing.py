@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _calibration
+from .._machine import calibration
 from . import coding, planning
 from .planning import CODED, DEVICE, HOLD, KEEP, RAW, Clock, Link, Recorder
 from .spans import View
@@ -174,7 +174,7 @@ class Chooser:
         saved = 0.0 if recipe is None else 1 - recipe.needed_share / recipe.times_narrower
         if device.type == "cpu" or self._budget.to == "device":
             return DEVICE if saved > _LEAST_SAVED else KEEP
-        machine = _calibration.in_force(device)
+        machine = calibration.in_force(device)
         link_ns = saved * (1 / machine.copy_out_gbps + 1 / machine.copy_in_gbps)
         return CODED if recipe is not None and link_ns > coding.coder_ns(recipe.codebook, machine) else RAW
 
@@ -262,7 +262,7 @@ class Chooser:
     def _link(self, device: torch.device) -> Link | None:
         if device.type == "cpu" or self._budget.to == "device":
             return None
-        machine = _calibration.in_force(device)
+        machine = calibration.in_force(device)
         return Link(machine.copy_out_gbps, machine.copy_in_gbps, self._budget.window_bytes)
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from .. import _choice, _layout, _rows
-from .._calibration import Calibration
-from .._schemes import AnyCodebook, Request, measure
+from .._layout import geometry as _rows
+from .._layout import slots
+from .._machine.calibration import Calibration
+from .._schemes import AnyCodebook, Request, choice, measure
 from .origin import Origin
 from .spans import View, element_type
 
@@ -172,7 +173,7 @@ def _learned(data: torch.Tensor, dtype: torch.dtype, origin: Origin | None) -> R
     rows = data[: total * ROW_BYTES].view(total, ROW_BYTES)[_places(total, data.device)]
     geometry = _rows.Geometry(torch.Size((len(rows), ROW_BYTES // dtype.itemsize)), dtype, ROW_BYTES)
     request = Request(rows.view(-1), geometry, rows.device, slot_bytes=0, codes_invariant=True)
-    codebook = _choice.learn("planes", request)
+    codebook = choice.learn("planes", request)
     if codebook is None:
         return None
     share = stored_share(rows.view(-1), codebook)
@@ -189,12 +190,12 @@ def _places(total: int, device: torch.device) -> torch.Tensor:
 
 def stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:
     """The share of their bytes that whole rows take of overflow, where each begins at a sector."""
-    stored = _layout.stored_sizes(measure(rows, codebook, rows.device), ROW_BYTES, ROW_BYTES)
-    sectors = (stored + _layout.SECTOR_BYTES - 1) // _layout.SECTOR_BYTES
-    return float(sectors.sum()) * _layout.SECTOR_BYTES / rows.numel()
+    stored = slots.stored_sizes(measure(rows, codebook, rows.device), ROW_BYTES, ROW_BYTES)
+    sectors = (stored + slots.SECTOR_BYTES - 1) // slots.SECTOR_BYTES
+    return float(sectors.sum()) * slots.SECTOR_BYTES / rows.numel()
 
 
 def coder_ns(codebook: AnyCodebook, machine: Calibration) -> float:
     """Time of coding and decoding a byte, in ns."""
-    rates = _choice.coder_rates(codebook, machine)
+    rates = choice.coder_rates(codebook, machine)
     return 1 / rates.encode_gbps + 1 / rates.decode_gbps

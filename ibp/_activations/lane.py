@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _memory
+from .._machine import memory as _memory
 from . import coding
 from .planning import LEAST_MOVING
 from .region import Piece, Region

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _memory
-from .._arguments import number, whole_number
+from .._common.arguments import number, whole_number
+from .._machine import memory
 from . import coding, planning, spans
 from .choosing import Budget, Chooser
 from .faults import Faults
@@ -257,8 +257,8 @@ class ActivationOffload:
         else:
             try:
                 region.lane.ask_for_misfits(region)
-            except _memory.PinningError as error:  # they stay
-                _memory.warn_of_pageable(error)
+            except memory.PinningError as error:  # they stay
+                memory.warn_of_pageable(error)
         return rest
 
     def _move(self, region: Region, piece: Piece, mode: str) -> None:
@@ -270,8 +270,8 @@ class ActivationOffload:
         else:
             try:
                 self.stats.sent_bytes += lane.send(region, piece)
-            except _memory.PinningError as error:  # it stays
-                _memory.warn_of_pageable(error)
+            except memory.PinningError as error:  # it stays
+                memory.warn_of_pageable(error)
 
     def _begin_pass(self) -> None:
         self._faults.check()
@@ -362,7 +362,7 @@ def offload_activations(
     if device is None:
         of = None if torch.cuda.is_available() else torch.device("cpu")
     else:
-        of = _memory.canonical(device)
+        of = memory.canonical(device)
     if slowdown is not None:  # what is on its way takes memory, and a plan leaves the link time enough
         window_bytes = min(window_bytes, planning.LEAST_MOVING * coding.PIECE_BYTES)
     return ActivationOffload(Budget(to, bool(coded), device_bytes, slowdown, window_bytes), least_bytes, of)

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _rows
+from .._layout import geometry
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def is_plain(x: torch.Tensor) -> bool:
     return (
         type(x) is torch.Tensor
         and x.layout == torch.strided
-        and x.dtype in _rows.DTYPES
+        and x.dtype in geometry.DTYPES
         and not x.is_conj()
         and not x.is_neg()
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)

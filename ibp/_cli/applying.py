@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._checkpoints.source import Source, SourceTensor
-from ibp._rows import bytes_of
+from ibp._layout.geometry import bytes_of
+from ibp.checkpoints._source import Source, SourceTensor
 
 from .output import Failure
 

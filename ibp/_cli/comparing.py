@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._checkpoints.source import SourceTensor
 from ibp._files.fields import dtype_name
+from ibp.checkpoints._source import SourceTensor
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import ibp
-from ibp._measuring import Clock
+from ibp.calibration._measuring import Clock
 
 ROW_BYTES = 2048
 PAYS = 1.05  # times as fast: less is within what measurements differ by

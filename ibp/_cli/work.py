@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 
 import ibp
-from ibp._checkpoints import journal, outputs, sources
-from ibp._checkpoints import source as source_names
+from ibp._common.progress import tqdm
 from ibp._files.paths import file_system, path_text, target_of
 from ibp._files.sets import INDEX_SUFFIX
-from ibp._progress import tqdm
+from ibp.checkpoints import _journal, _outputs, _sources
+from ibp.checkpoints import _source as source_names
 
 from . import inputs, output
 
@@ -73,7 +73,7 @@ def may_write(arguments: argparse.Namespace, target: str) -> bool:
 
 def _is_there(target: str) -> bool:
     """Whether what is to be written is: the file, or the index of the set."""
-    if sources.is_url(target):
+    if _sources.is_url(target):
         filesystem, remote = file_system(target)
         return any(filesystem.exists(remote + suffix) for suffix in ("", INDEX_SUFFIX))
     return any(os.path.lexists(file_of(target) + suffix) for suffix in ("", INDEX_SUFFIX))
@@ -81,48 +81,48 @@ def _is_there(target: str) -> bool:
 
 def unfinished_files(target: str) -> int:
     """How many files of a set an interrupted run has finished, which its next one takes over."""
-    if sources.is_url(target):
+    if _sources.is_url(target):
         return 0
-    return len(list(journal.work_directory(target_of(target)).glob(f"*{journal.RECORD}")))
+    return len(list(_journal.work_directory(target_of(target)).glob(f"*{_journal.RECORD}")))
 
 
 def file_of(target: str) -> str:
     """The file that an output names: of a directory "model.safetensors" in it."""
-    return target if sources.is_url(target) else os.fspath(target_of(target))
+    return target if _sources.is_url(target) else os.fspath(target_of(target))
 
 
-def source(path: str) -> sources.Source:
+def source(path: str) -> _sources.Source:
     """An input as a source of tensors: files, directories, indices, globs, URLs."""
-    return sources.open_sources([path])
+    return _sources.open_sources([path])
 
 
 def expanded(paths: Sequence[str]) -> list[str]:
     """The inputs, with what globs match in their place."""
-    return sources.expand(paths)
+    return _sources.expand(paths)
 
 
 def has_other_format(path: str) -> bool:
     """Whether a file is one of tensors, and none of safetensors: by its bytes, of a URL by its suffix."""
-    if sources.is_url(path):
-        return outputs.SUFFIXES.get(os.path.splitext(path)[1].lower(), "safetensors") != "safetensors"
+    if _sources.is_url(path):
+        return _outputs.SUFFIXES.get(os.path.splitext(path)[1].lower(), "safetensors") != "safetensors"
     if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
         return False
     try:
-        return sources.format_of(path) != "safetensors"
-    except sources.SourceFormatError:  # ibp.open names the fault
+        return _sources.format_of(path) != "safetensors"
+    except _sources.SourceFormatError:  # ibp.open names the fault
         return False
 
 
 def on_this_machine(path: str) -> contextlib.AbstractContextManager[str]:
     """The path; of a URL that of a copy."""
-    return sources.local_path(path) if sources.is_url(path) else contextlib.nullcontext(path)
+    return _sources.local_path(path) if _sources.is_url(path) else contextlib.nullcontext(path)
 
 
 def verify_inputs(paths: Sequence[str], bars: bool) -> int:
     """Compares the checksums of those files of ibp among the inputs that are on this machine; bytes compared."""
     total = 0
     for path in expanded(paths):
-        if not sources.is_url(path) and not has_other_format(path):
+        if not _sources.is_url(path) and not has_other_format(path):
             with ibp.open(path) as file:
                 total += file.verify(progress=bars)
     return total
@@ -130,7 +130,7 @@ def verify_inputs(paths: Sequence[str], bars: bool) -> int:
 
 def size_of(path: str) -> int:
     """Bytes of a file that was written, here or at a URL."""
-    if not sources.is_url(path):
+    if not _sources.is_url(path):
         return os.path.getsize(path_text(path))
     filesystem, remote = file_system(path)
     return int(filesystem.size(remote))

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .. import _memory
-from .._table import Table
+from .._machine import memory
+from .._rows.table import Table
 
 CPU = torch.device("cpu")
 _MOST_OUTER_DIMS = 4  # IBP_MAX_OUT_DIMS
@@ -34,7 +34,7 @@ def produce(
         check_out(out, shape, table.dtype)
     outer_dims = None
     if into is not None and out is not None and out.device == worker:
-        outer_dims = spread_dims(out, table._item_bytes)
+        outer_dims = spread_dims(out, table.item_bytes)
     if out is not None and out.device == worker and (outer_dims is not None or out.is_contiguous()):
         result = out
     else:
@@ -47,16 +47,16 @@ def produce(
             run(result, fault)
 
     if torch.compiler.is_compiling():  # what goes wrong is raised by the next call outside, or by table.check()
-        work(table._fault_on(worker))
+        work(table.fault_on(worker))
     else:
-        table._raise_pending(worker)
-        fault = table._fault_on(worker) if worker.type == "cuda" else torch.zeros(4, dtype=torch.int64)
+        table.raise_pending(worker)
+        fault = table.fault_on(worker) if worker.type == "cuda" else torch.zeros(4, dtype=torch.int64)
         work(fault)
         if worker.type == "cpu":
-            table._raise_fault(fault.tolist())
+            table.raise_fault(fault.tolist())
         elif check:
             torch.cuda.current_stream(worker).synchronize()
-            table._raise_pending(worker)
+            table.raise_pending(worker)
     if out is not None and out is not result:
         return out.copy_(result.view(out.shape))
     return result if worker == target else result.to(target)
@@ -115,18 +115,18 @@ def _is_apart(out: torch.Tensor, dims: int, item_bytes: int) -> bool:
 def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:
     """Where a result goes. default: the device of a tensor."""
     if out is None:
-        return _memory.canonical(default if device is None else device)
+        return memory.canonical(default if device is None else device)
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
-    target = _memory.canonical(out.device)
-    if device is not None and _memory.canonical(device) != target:
+    target = memory.canonical(out.device)
+    if device is not None and memory.canonical(device) != target:
         raise ValueError(f"device is {device}, but out is on {out.device}")
     return target
 
 
 def worker_of(table: Table, target: torch.device) -> torch.device:
     """Which device decodes, unless the path has it otherwise."""
-    if table._is_pinned and (target.type == "cpu" or table._serves(target)):
+    if table._is_pinned and (target.type == "cpu" or table.serves(target)):
         return target
     device = table.device
     return device if device.type == "cuda" else CPU

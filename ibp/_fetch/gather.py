@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from .. import _calibration
-from .._table import Table
+from .._machine import calibration
+from .._rows.protocols import Ids, Rows
+from .._rows.table import Table
 from . import host_gather
 from .calls import check_table, produce, sms_of, target_of, worker_of
 from .paths import Path, choose, is_capturing, named
@@ -24,12 +24,11 @@ LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipel
 LEAST_SHARED_BYTES = 1 << 19  # of items: fewer are one thread's work on the CPU (torch_ops.cpp)
 _MANY = 1 << 62  # bytes
 
-Ids = torch.Tensor | Sequence[int] | np.ndarray
 _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
 def index_select(
-    table: Table,
+    table: Table | Rows,
     ids: Ids,
     *,
     device: torch.device | str | int | None = None,
@@ -53,7 +52,8 @@ def index_select(
     without check=True or path="cpu".
 
     Args:
-        table: a table of N items of shape [...].
+        table: a table of N items of shape [...]; or anything else that has rows, such as an `ibp.RowCache` or an
+            `ibp.distributed.ShardedTable`: see its `index_select`.
         ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all: a tensor (int32 and
             int64 are taken as they are, shorter ones are widened), a sequence of ints or a numpy array.
         device: where the result goes; None: out's device, else the ids'.
@@ -85,6 +85,8 @@ def index_select(
         taken = _take_few(table, ids, out, max_sms)
         if taken is not None:
             return taken
+    if not isinstance(table, Table) and isinstance(table, Rows) and not isinstance(table, torch.Tensor):
+        return _select_itself(table, ids, device, out, check, max_sms, path)
     check_table(table)
     if not isinstance(ids, torch.Tensor):
         ids = tensor_of(ids, "ids")
@@ -102,7 +104,7 @@ def index_select(
         refuse(chosen, Request(table, ids, target, worker, sms))
     if not ids.is_cuda:
         if not torch.compiler.is_compiling():
-            check_range(ids, table._num_items)
+            check_range(ids, table.num_items)
     elif worker.type == "cpu":
         ids = ids.cpu()
     request = Request(table, ids, target, worker, sms)
@@ -112,7 +114,7 @@ def index_select(
             make_ready(table, worker)
     return produce(
         table,
-        (ids.numel(), *table._item_shape),
+        (ids.numel(), *table.item_shape),
         target,
         chosen.worker(request),
         out,
@@ -120,6 +122,22 @@ def index_select(
         lambda result, fault: chosen.run(request, result, fault),
         (lambda result, dims, fault: chosen.into(request, result, dims, fault)) if chosen.is_direct else None,
     )
+
+
+def _select_itself(
+    source: Rows,
+    ids: Ids,
+    device: torch.device | str | int | None,
+    out: torch.Tensor | None,
+    check: bool,
+    max_sms: int | None,
+    path: str | None,
+) -> torch.Tensor:
+    """The items of something that is no table, and has one way to fetch them."""
+    if path is not None:
+        raise ValueError(f"path is for tables; an ibp.{type(source).__name__} has none")
+    given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
+    return source.index_select(ids, **{name: value for name, value in given.items() if value is not None})
 
 
 def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
@@ -134,14 +152,14 @@ def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | Non
 def make_ready(table: Table, worker: torch.device) -> None:
     """Readies a table for calls with ids on the device that decodes, where it is not; those of many items have a choice
     of paths."""
-    if worker in table._ready or table._item_bytes == 0 or (worker.type == "cuda" and is_capturing(worker)):
+    if worker in table._ready or table.item_bytes == 0 or (worker.type == "cuda" and is_capturing(worker)):
         return
-    most_items = LEAST_SHARED_BYTES // table._item_bytes
+    most_items = LEAST_SHARED_BYTES // table.item_bytes
     if worker.type == "cuda":
-        machine = _calibration.in_force(worker)
+        machine = calibration.in_force(worker)
         is_large = table.device.type == "cpu" and table.resident_bytes >= machine.reach_bytes
-        most_items = machine.least_bucketed_ids - 1 if is_large else _MANY // table._item_bytes
-    table._make_ready(worker, most_items)
+        most_items = machine.least_bucketed_ids - 1 if is_large else _MANY // table.item_bytes
+    table.make_ready(worker, most_items)
 
 
 class Request(NamedTuple):
@@ -190,10 +208,10 @@ class _Decode(ItemPath):
         if ids.device != worker:
             ids = ids.to(worker)
         if ids.numel():
-            torch.ops.ibp.gather_items.default(*table._arguments(worker), ids, request.sms, result, fault, None)
+            torch.ops.ibp.gather_items.default(*table.arguments(worker), ids, request.sms, result, fault, None)
 
     def into(self, request: Request, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
-        arguments, ids = request.table._arguments(request.worker), request.ids.to(request.worker)
+        arguments, ids = request.table.arguments(request.worker), request.ids.to(request.worker)
         torch.ops.ibp.gather_into.default(*arguments, ids, request.sms, outer_dims, result, fault)
 
 
@@ -218,7 +236,7 @@ class _Bucketed(ItemPath):
         table, ids = request.table, request.ids
         if request.worker.type != "cuda" or table.device.type == "cuda":
             return 2.0
-        machine = _calibration.in_force(request.worker)
+        machine = calibration.in_force(request.worker)
         if ids.numel() < machine.least_bucketed_ids or table.resident_bytes < machine.reach_bytes:
             return 2.0
         return 2.0 if not ids.is_cuda and not torch.compiler.is_compiling() and looks_sorted(ids) else 0.5
@@ -227,9 +245,9 @@ class _Bucketed(ItemPath):
         table, ids, worker = request.table, request.ids.to(request.worker), request.worker
         if ids.numel() == 0:
             return
-        order, positions = torch.ops.ibp.partition_ids.default(ids, table._num_items, window_bits(table))
+        order, positions = torch.ops.ibp.partition_ids.default(ids, table.num_items, window_bits(table))
         sms = request.sms or bucketed_sms(table, worker)
-        torch.ops.ibp.gather_items.default(*table._arguments(worker), order, sms, result, fault, positions)
+        torch.ops.ibp.gather_items.default(*table.arguments(worker), order, sms, result, fault, positions)
 
 
 class _Cpu(ItemPath):
@@ -248,7 +266,7 @@ class _Cpu(ItemPath):
         if not host_gather.rows_at_once(table):
             return (
                 "it wants items of whole rows that fit its staging buffers; these have "
-                f"{table._item_bytes:,} bytes in rows of {table.row_bytes:,}"
+                f"{table.item_bytes:,} bytes in rows of {table.row_bytes:,}"
             )
         if is_capturing(request.target):
             return "it cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'"
@@ -258,11 +276,11 @@ class _Cpu(ItemPath):
 
     def cost(self, request: Request) -> float:
         table = request.table
-        if request.ids.numel() * table._item_bytes < LEAST_STAGED_BYTES:
+        if request.ids.numel() * table.item_bytes < LEAST_STAGED_BYTES:
             return 4.0
         if request.worker.type == "cpu":  # not pinned: the GPU cannot fetch by itself
             return 0.25
-        machine = _calibration.in_force(request.target)
+        machine = calibration.in_force(request.target)
         has_threads = torch.get_num_threads() >= machine.least_staging_threads
         return 0.25 if has_threads and table.resident_bytes >= machine.reach_bytes else 4.0
 
@@ -301,12 +319,12 @@ def refuse(path: ItemPath, request: Request) -> None:
 def bucketed_sms(table: Table, device: torch.device) -> int:
     """SMs that path "bucketed" takes by itself: with more, the rows that are fetched at the same time lie farther
     apart. 0: all, for decoders that are slower than the link with few."""
-    return _calibration.in_force(device).bucketed_sms if table.codebook is None or table.codebook.is_fast else 0
+    return calibration.in_force(device).bucketed_sms if table.codebook is None or table.codebook.is_fast else 0
 
 
 def window_bits(table: Table) -> int:
     """The least power of two of items in a window that gives at least WINDOW_BYTES and at most MAX_WINDOWS windows."""
-    num_items = max(1, table._num_items)
+    num_items = max(1, table.num_items)
     items = max(-(-num_items // MAX_WINDOWS), WINDOW_BYTES * num_items // max(1, table.resident_bytes), 1)
     return (items - 1).bit_length()
 

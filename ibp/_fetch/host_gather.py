@@ -13,8 +13,9 @@ import threading
 
 import torch
 
-from .. import _core, _memory
-from .._table import Table
+from .. import _core
+from .._machine import memory as _memory
+from .._rows.table import Table
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
@@ -25,7 +26,7 @@ _CPU = torch.device("cpu")
 def rows_at_once(table: Table) -> int:
     """Rows of a chunk's selection, as many as are expected to fit; 0 where items are not whole rows or one may not
     fit."""
-    geometry = table._geometry
+    geometry = table.geometry
     if geometry.item_bytes == 0 or geometry.item_bytes % geometry.row_bytes:
         return 0
     rows_per_item = geometry.item_bytes // geometry.row_bytes
@@ -55,8 +56,8 @@ def select(
     """
     bases, lengths, rows = parts
     taken, fault = torch.empty(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    torch.ops.ibp.select_rows.default(*table._arguments(_CPU), ids, first, lengths, bases, rows, taken, fault)
-    table._raise_fault(fault.tolist())
+    torch.ops.ibp.select_rows.default(*table.arguments(_CPU), ids, first, lengths, bases, rows, taken, fault)
+    table.raise_fault(fault.tolist())
     return taken.tolist()
 
 
@@ -73,7 +74,7 @@ def decode(
     """Decodes a selection of num_items items, on the device of its parts, to position first of out. order: int32 0, 1,
     2 and so on, one for each position."""
     bases, lengths, rows = parts
-    geometry, none = table._geometry, rows[:0]
+    geometry, none = table.geometry, rows[:0]
     codec, words = table._coding(rows.device)
     if table.scheme == "raw":
         coded = (rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes)
@@ -107,7 +108,7 @@ class _Stage:
 
 def _gathers_slots(table: Table) -> bool:
     """Whether the GPU finds in slots that the CPU gathers what it would fetch itself."""
-    item_slots = table._geometry.item_bytes // table.row_bytes * table.slot_bytes
+    item_slots = table.geometry.item_bytes // table.row_bytes * table.slot_bytes
     return table._is_pinned and 0 < item_slots <= RING_BYTES // 16
 
 
@@ -173,17 +174,17 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
     if not _gathers_slots(table):
         _fetch_selections(table, ids, device, max_sms, out)
         return
-    table._arguments(_CPU)  # after what a GPU has changed in the slots
-    stage, arguments, fault = _stage_of(device), table._arguments(device), table._fault_on(device)
-    slots = table._settled("slots")  # threads read what a GPU may be changing
+    table.arguments(_CPU)  # after what a GPU has changed in the slots
+    stage, arguments, fault = _stage_of(device), table.arguments(device), table.fault_on(device)
+    slots = table.settled("slots")  # threads read what a GPU may be changing
     with stage.lock:
         torch.ops.ibp.stage_items.default(*arguments, slots, ids, stage.stager.address, max_sms, out, fault)
 
 
 def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
     ring, current = _ring_of(device), torch.cuda.current_stream(device)
-    fault = table._fault_on(device, of_selections=True)
-    num_rows = min(rows_at_once(table), ids.numel() * (table._geometry.item_bytes // table.row_bytes))
+    fault = table.fault_on(device, of_selections=True)
+    num_rows = min(rows_at_once(table), ids.numel() * (table.geometry.item_bytes // table.row_bytes))
     order = torch.arange(ids.numel(), dtype=torch.int32, device=device)
     first = 0
     with ring.lock:

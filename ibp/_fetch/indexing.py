@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._table import Table
+from .._rows.table import Table
 from .gather import check_range, checked_ids, index_select, tensor_of
 from .streaming import decode_items, decompress
 
@@ -83,7 +83,7 @@ def _checked(element: Any) -> Any:
 def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Tensor, Any]:
     """(rows, what to index them with in place of an index of dimension 0). is_alone: the rows are so already, where
     that can be."""
-    num_items = table._num_items
+    num_items = table.num_items
     if isinstance(index, int):
         if not -num_items <= index < num_items:
             raise IndexError(f"index {index} is out of range; wanted {-num_items} to {num_items - 1}")
@@ -106,12 +106,12 @@ def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Ten
         flat = flat.to(torch.int64)
     rows = index_select(table, torch.where(flat < 0, flat + num_items, flat))
     if is_alone:
-        return rows.reshape((*index.shape, *table._item_shape)), None
+        return rows.reshape((*index.shape, *table.item_shape)), None
     return rows, torch.arange(flat.numel(), device=rows.device).reshape(index.shape)
 
 
 def _slice_of(table: Table, key: slice) -> torch.Tensor:
-    start, stop, step = key.indices(table._num_items)
+    start, stop, step = key.indices(table.num_items)
     if step <= 0:
         raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
     if step == 1:

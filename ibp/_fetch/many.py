@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import _core
-from .._table import Table
+from .._rows.table import Table
 from .calls import check_out, check_table, sms_of, worker_of
 from .gather import Ids, checked_ids, index_select, make_ready, tensor_of
 
@@ -52,7 +52,7 @@ def index_select_many(
         raise ValueError(f"ids have shape {list(ids.shape)}, table_numbers {list(numbers.shape)}; wanted [K] of both")
     device, sms = ids.device, sms_of(max_sms)
     _check_tables(tables, device)
-    shape = (ids.numel(), *tables[0]._item_shape)
+    shape = (ids.numel(), *tables[0].item_shape)
     if out is not None:
         check_out(out, shape, tables[0].dtype)
         if out.device != device or out.shape != shape or not out.is_contiguous():
@@ -66,7 +66,7 @@ def index_select_many(
     if check and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
         for table in tables:
-            table._raise_pending(device)
+            table.raise_pending(device)
     return result
 
 
@@ -75,10 +75,10 @@ def _check_tables(tables: Sequence[Table], device: torch.device) -> None:
         raise ValueError("there are no tables; wanted one at least")
     for table in tables:
         check_table(table)
-        if (table.dtype, table._item_shape) != (tables[0].dtype, tables[0]._item_shape):
+        if (table.dtype, table.item_shape) != (tables[0].dtype, tables[0].item_shape):
             raise ValueError(
-                f"the tables have items of {tables[0].dtype} {list(tables[0]._item_shape)} and of {table.dtype} "
-                f"{list(table._item_shape)}; wanted the same of all"
+                f"the tables have items of {tables[0].dtype} {list(tables[0].item_shape)} and of {table.dtype} "
+                f"{list(table.item_shape)}; wanted the same of all"
             )
         if worker_of(table, device) != device:
             raise ValueError(f"a table is on {table.device}; wanted it pinned or on {device}, where the ids are")
@@ -97,7 +97,7 @@ def _check_range(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tens
     """Raises IndexError for the first of CPU ids that its table lacks."""
     if ids.is_cuda:
         return
-    sizes = torch.tensor([table._num_items for table in tables])[numbers.cpu()]
+    sizes = torch.tensor([table.num_items for table in tables])[numbers.cpu()]
     bad = ((ids < 0) | (ids >= sizes)).nonzero()
     if bad.numel():
         position = int(bad[0])
@@ -113,7 +113,7 @@ def _take(
     """Writes items ids[starts[t]] to ids[starts[t + 1] - 1] of table t to the positions of out that order has there."""
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
-        tables[number]._raise_pending(out.device)
+        tables[number].raise_pending(out.device)
         make_ready(tables[number], out.device)
     ready = [tables[number]._ready[out.device] for number in used]
     bounds = [*(starts[number] for number in used), starts[-1]]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .. import _memory
-from .._table import Table
+from .._machine import memory
+from .._rows.table import Table
 from .gather import Ids, index_select
 from .streaming import decompress
 
@@ -85,7 +85,7 @@ def prefetch(
     path: str | None = None,
 ) -> Prefetch:
     """See `CompressedTensor.prefetch`."""
-    target = _memory.canonical(_target(table, ids, device, out))
+    target = memory.canonical(_target(table, ids, device, out))
     if target.type != "cuda":
         return Prefetch(_fetch(table, ids, target, out, max_sms, path), None, out is None)
     side = stream_of(target) if stream is None else stream

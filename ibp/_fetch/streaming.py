@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _calibration, _core
-from .._calibration import FEW_SMS
-from .._choice import coder_rates
-from .._codecs.whole import WholeTensor
-from .._rows import bytes_of
-from .._table import Table
+from .. import _core
+from .._layout.geometry import bytes_of
+from .._machine import calibration
+from .._machine.calibration import FEW_SMS
+from .._rows.protocols import Decodable
+from .._rows.table import Table
+from .._schemes.choice import coder_rates
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
 from .paths import Path, choose, is_capturing, named
 
@@ -26,7 +27,7 @@ _SPARE_SMS = 1.75  # times those that decode at the rate of the copy engine: chu
 
 
 def decompress(
-    table: Table | WholeTensor,
+    table: Table | Decodable,
     *,
     device: torch.device | str | int | None = None,
     out: torch.Tensor | None = None,
@@ -43,7 +44,8 @@ def decompress(
     fetched faster by `decompress_many`. Inside torch.compile, after one call outside it, a kernel fetches.
 
     Args:
-        table: a table made from a tensor x, or an `ibp.WholeTensor`: see its `decompress`.
+        table: a table made from a tensor x; or a tensor that decodes itself, such as an `ibp.codecs.WholeTensor` or an
+            `ibp.RowCache`: see its `decompress`.
         device: where the result goes; None: out's device, else the table's.
         out: tensor of x's shape and dtype to write to, of any strides.
         check: as in `index_select`.
@@ -62,30 +64,30 @@ def decompress(
         TypeError, ValueError: out does not fit, or `path` cannot be taken.
         CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
     """
-    if isinstance(table, WholeTensor):
-        return _decode_whole(table, device, out, check, max_sms, path)
+    if not isinstance(table, Table) and isinstance(table, Decodable):
+        return _decode_itself(table, device, out, check, max_sms, path)
     return _decode([_Job.of(table, 0, None, device, out)], check, max_sms, path)[0]
 
 
-def _decode_whole(
-    whole: WholeTensor,
+def _decode_itself(
+    source: Any,
     device: torch.device | str | int | None,
     out: torch.Tensor | None,
     check: bool,
     max_sms: int | None,
     path: str | None,
 ) -> torch.Tensor:
-    """A tensor of a general codec, which has one way to be decoded."""
+    """The tensor of something that is no table, and has one way to be decoded."""
     if max_sms is not None or path is not None:
-        raise ValueError(f"max_sms and path are for tables; a tensor coded by {whole.codec!r} has neither")
-    result = whole.decompress(device=device, out=out)
+        raise ValueError(f"max_sms and path are for tables; an ibp.{type(source).__name__} has neither")
+    result = source.decompress(device=device, out=out)
     if check and result.is_cuda:
         torch.cuda.current_stream(result.device).synchronize()
     return result
 
 
 def decompress_many(
-    tables: Iterable[Table | WholeTensor],
+    tables: Iterable[Table | Decodable],
     *,
     device: torch.device | str | int | None = None,
     out: Iterable[torch.Tensor | None] | None = None,
@@ -99,7 +101,7 @@ def decompress_many(
     tensor to the last, however small they are. Tables of other places are decompressed as `decompress` does it.
 
     Args:
-        tables: the tables; also those of `ibp.WholeTensor`, each by itself.
+        tables: tables, and tensors that decode themselves, as `decompress` takes them.
         device: where the results go; None: of each its out's device, else its table's.
         out: a tensor, as `decompress` takes it, or None for each table; None: all new.
         check, max_sms, path: as in `decompress`.
@@ -115,11 +117,12 @@ def decompress_many(
     if len(outs) != len(tables):
         raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
     pairs = list(zip(tables, outs))
-    jobs = [_Job.of(table, 0, None, device, to) for table, to in pairs if not isinstance(table, WholeTensor)]
+    itself = [not isinstance(table, Table) and isinstance(table, Decodable) for table in tables]
+    jobs = [_Job.of(table, 0, None, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
     decoded = iter(_decode(jobs, check, max_sms, path))
     return [
-        _decode_whole(table, device, to, check, max_sms, path) if isinstance(table, WholeTensor) else next(decoded)
-        for table, to in pairs
+        _decode_itself(table, device, to, check, max_sms, path) if alone else next(decoded)
+        for (table, to), alone in zip(pairs, itself)
     ]
 
 
@@ -150,18 +153,18 @@ class _Job(NamedTuple):
     @classmethod
     def of(
         cls,
-        table: Table,
+        table: Any,
         first_item: int,
         last_item: int | None,
         device: torch.device | str | int | None,
         out: torch.Tensor | None,
     ) -> _Job:
         check_table(table)
-        shape = table.shape if last_item is None else (last_item - first_item, *table._item_shape)
+        shape = table.shape if last_item is None else (last_item - first_item, *table.item_shape)
         if out is not None:
             check_out(out, shape, table.dtype)
-        item_bytes = table._item_bytes
-        start, end = first_item * item_bytes, (table._num_items if last_item is None else last_item) * item_bytes
+        item_bytes = table.item_bytes
+        start, end = first_item * item_bytes, (table.num_items if last_item is None else last_item) * item_bytes
         target = target_of(device, out, table.device)
         return cls(table, shape, start, end, out, target, worker_of(table, target))
 
@@ -172,7 +175,7 @@ class _Job(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether it is all of the table's items, each of whole rows."""
-        return (self.start, self.end) == (0, self.table.original_bytes) and self.table._geometry.has_whole_rows
+        return (self.start, self.end) == (0, self.table.original_bytes) and self.table.geometry.has_whole_rows
 
     @property
     def stored_bytes(self) -> int:
@@ -195,7 +198,7 @@ class Decoder:
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
     ) -> tuple[Any, ...]:
         """What `issue` takes, as often as the same is to be decoded to the same place."""
-        return (*table._arguments(worker), start, end, sms, out, fault)
+        return (*table.arguments(worker), start, end, sms, out, fault)
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
         """Queues what was prepared."""
@@ -217,7 +220,7 @@ class HostDecoder(Decoder):
         table, start, end, out = prepared
         data, fault = torch.empty(end - start, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
         KERNEL.decode(table, start, end, data.device, 0, data, fault)
-        table._raise_fault(fault.tolist())
+        table.raise_fault(fault.tolist())
         bytes_of(out).copy_(data)
 
 
@@ -256,7 +259,7 @@ class _Copy(TensorPath):
     def cost(self, request: Request) -> float:
         if not request.over_the_link:
             return 2.0
-        least_bytes = _calibration.in_force(request.worker).least_streamed_bytes
+        least_bytes = calibration.in_force(request.worker).least_streamed_bytes
         return 0.5 if sum(job.stored_bytes for job in request.jobs) >= least_bytes else 2.0
 
     def run(self, request: Request) -> Decoder:
@@ -300,8 +303,8 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
     on_gpus = [job for job in jobs if job.worker.type == "cuda"]
     for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
         if not torch.compiler.is_compiling():
-            job.table._raise_pending(job.worker)
-        job.table._arguments(job.worker)
+            job.table.raise_pending(job.worker)
+        job.table.arguments(job.worker)
     groups: dict[tuple[torch.device, bool], list[_Job]] = {}
     for job in jobs:
         groups.setdefault((job.worker, job.comes_over_the_link), []).append(job)
@@ -318,13 +321,13 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
     if check:
         for job in on_gpus:
             torch.cuda.current_stream(job.worker).synchronize()
-            job.table._raise_pending(job.worker)
+            job.table.raise_pending(job.worker)
     return results
 
 
 def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
     def into(result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
-        arguments = job.table._arguments(job.worker)
+        arguments = job.table.arguments(job.worker)
         torch.ops.ibp.gather_into.default(*arguments, None, sms, outer_dims, result, fault)
 
     return produce(
@@ -341,7 +344,7 @@ def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
 
 def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
     """SMs of a device that decode num_bytes of a table faster than the copy engine brings their stored bytes."""
-    machine = _calibration.in_force(device)
+    machine = calibration.in_force(device)
     rates = machine.pairs if table.codebook is None else coder_rates(table.codebook, machine)
     brought_gbps = machine.copy_in_gbps * num_bytes / max(1, stored_bytes)
     return math.ceil(_SPARE_SMS * FEW_SMS * brought_gbps / rates.few_decode_gbps)
@@ -393,7 +396,7 @@ class TensorStream(Decoder):
     ) -> tuple[Any, ...]:
         stored_bytes = table.resident_bytes * (end - start) // max(1, table.original_bytes)
         return (
-            (*table._arguments(worker), table.bases, start, end, self._streamer.address),
+            (*table.arguments(worker), table.bases, start, end, self._streamer.address),
             (sms or streamed_sms(table, worker, end - start, stored_bytes), self._ring, bytes_of(out), fault),
         )
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from .. import _memory, _ops
-from .._codecs.whole import WholeTensor
-from .._compressed_tensor import CompressedTensor
-from .._delta import Delta
-from .._fingerprint import fingerprint
-from .._progress import tqdm
+from .._common import ops
+from .._common.progress import tqdm
+from .._machine import memory
+from .._machine.segments import FileRows
+from .._machine.staging import to_device
 from .._schemes import AnyCodebook
-from .._segments import FileRows
-from .._staging import to_device
+from .._tables.compressed_tensor import CompressedTensor
+from ..codecs._whole import WholeTensor
+from ..deltas import Delta
+from ..deltas._fingerprint import fingerprint
 from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
@@ -101,7 +102,7 @@ class File(Mapping[str, Value]):
         for file in reversed(self._files.values()):
             self.metadata.update(file.user_metadata)
         self.removed = tuple(name for file in self._files.values() for name in file.removed)
-        self._pins = _ops.cuda_is_available() if pin_memory is None else pin_memory
+        self._pins = ops.cuda_is_available() if pin_memory is None else pin_memory
         self._made: dict[str, Value] = {}
         self._is_closed = False
 
@@ -138,7 +139,7 @@ class File(Mapping[str, Value]):
             return place.file.tensor(name, place.file.mapped)
         parts = MappedParts()
         table, fields = self._table(name, parts)
-        table._lie_in_file(FileRows(parts.pages, pin=self._pins))
+        table.lie_in_file(FileRows(parts.pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
         if self._pin_memory:
@@ -163,7 +164,7 @@ class File(Mapping[str, Value]):
         if device.type == "cuda":
             value = self._map(name)
             return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)
-        pin = None if pin_memory is None and _ops.cuda_is_available() else bool(pin_memory)
+        pin = None if pin_memory is None and ops.cuda_is_available() else bool(pin_memory)
         if name not in self._owners:
             file = self._places[name].file
             return file.tensor(name, lambda start, num_bytes: read_new(file, start, num_bytes, bool(pin)))
@@ -449,7 +450,7 @@ def load(
         OSError: the file cannot be read.
     """
     _check_names(names)
-    target = _memory.canonical("cpu" if device is None else device)
+    target = memory.canonical("cpu" if device is None else device)
     text = path_text(path)
     here = read_here(text, (SUFFIX, INDEX_SUFFIX)) if is_url(text) else contextlib.nullcontext(text)
     with here as near, open(near, verify=verify) as file:

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 import xxhash
 
-from .. import _core, _layout, _memory
-from .._codecs.whole import CODECS, WholeTensor
-from .._compressed_tensor import CompressedTensor
-from .._rows import DTYPES, Geometry
+from .. import _core
+from .._layout import slots
+from .._layout.geometry import DTYPES, Geometry
+from .._machine import memory
+from .._rows.table import raw_overflow_bytes
 from .._schemes import AnyCodebook
-from .._table import raw_overflow_bytes
+from .._tables.compressed_tensor import CompressedTensor
+from ..codecs._whole import CODECS, WholeTensor
 from . import checks
 from .fields import (
     ALIGNMENT,
@@ -374,8 +376,8 @@ class ReadParts:
 def read_new(file: OpenFile, start: int, num_bytes: int, pin: bool | None) -> torch.Tensor:
     """Bytes of the file in new memory. pin: as of ReadParts."""
     if pin is False:
-        return file.read(start, _memory.empty_pageable(num_bytes))
-    (target,), _ = _memory.empty_parts([num_bytes], torch.device("cpu"), pin)
+        return file.read(start, memory.empty_pageable(num_bytes))
+    (target,), _ = memory.empty_parts([num_bytes], torch.device("cpu"), pin)
     return file.read(start, target)
 
 
@@ -502,7 +504,7 @@ def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry
     """Bytes of a table's part without padding (FORMAT.md sections 1 to 3); of overflow those that it has."""
     is_raw = fields.scheme == "raw"
     if part == "slots":
-        return _layout.slots_size(geometry, fields.slot_bytes)
+        return slots.slots_size(geometry, fields.slot_bytes)
     if part == "lengths":
         return 0 if is_raw else 2 * geometry.num_rows
     raw_overflow = raw_overflow_bytes(geometry, fields.slot_bytes) if is_raw else 0

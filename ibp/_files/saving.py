@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .._arguments import whole_number
-from .._codecs.whole import WholeTensor
-from .._compressed_tensor import CompressedTensor
-from .._delta import CheckpointDelta, Delta
-from .._fingerprint import fingerprint
-from .._progress import tqdm
-from .._rows import check_tensor, given_tensor
+from .._common.arguments import whole_number
+from .._common.progress import tqdm
+from .._layout.geometry import check_tensor, given_tensor
 from .._schemes import AnyCodebook, with_clusters
+from .._tables.compressed_tensor import CompressedTensor
+from ..codecs._whole import WholeTensor
+from ..deltas import CheckpointDelta, Delta
+from ..deltas._fingerprint import fingerprint
 from .opened import Value
 from .paths import PathLike, written_to
 from .sets import names_of_set, write_index

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
-from .._segments import Segment, SharedHandle
+from .._machine.segments import Segment, SharedHandle
 from .reader import OpenFile
 from .regular import open_locked
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from .. import _core, _staging
-from .._codecs.whole import WholeTensor
-from .._compressed_tensor import CompressedTensor
-from .._rows import bytes_of, check_tensor
+from .. import _core
+from .._layout.geometry import bytes_of, check_tensor
+from .._machine import staging
 from .._schemes import AnyCodebook
+from .._tables.compressed_tensor import CompressedTensor
+from ..codecs._whole import WholeTensor
 from . import checks
 from .fields import (
     ALIGNMENT,
@@ -535,8 +536,8 @@ def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
 
 def _host_blocks(data: torch.Tensor) -> Iterator[torch.Tensor]:
     """Pieces of a flat tensor of bytes, in host memory."""
-    for block in data.split(_staging.STAGED_BYTES):
-        yield _staging.to_host(block)
+    for block in data.split(staging.STAGED_BYTES):
+        yield staging.to_host(block)
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from .._checkpoints.learning import Codebooks, Learning
-from .._checkpoints.planning import compressed_bytes, table_bytes
-from .._checkpoints.source import Source, SourceTensor
-from .._checkpoints.sources import is_url, local_path, open_source
-from .._codecs.whole import WholeTensor
-from .._compressed_tensor import CompressedTensor
-from .._delta import Delta
+from .._common.progress import tqdm
 from .._files.fields import ChecksumError, FileFormatError
 from .._files.header import find_files, read_header
 from .._files.opened import File
 from .._files.opened import open as open_file
-from .._progress import tqdm
 from .._schemes import AnyCodebook
+from .._tables.compressed_tensor import CompressedTensor
+from ..checkpoints._learning import Codebooks, Learning
+from ..checkpoints._planning import compressed_bytes, table_bytes
+from ..checkpoints._source import Source, SourceTensor
+from ..checkpoints._sources import is_url, local_path, open_source
+from ..codecs._whole import WholeTensor
+from ..deltas import Delta
 from .report import FileReport, TensorReport, reader_of, report_estimate, report_plain, report_table, report_whole
 
 Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import _layout
-from .._changes import decoded_bytes
-from .._checkpoints.report import share_saved
-from .._codecs.whole import WholeTensor
-from .._compressed_tensor import CompressedTensor
-from .._compression import compress
 from .._core import ROWS_PER_BASE
-from .._rows import Geometry, bytes_of
+from .._layout import slots
+from .._layout.geometry import Geometry, bytes_of
 from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
+from .._tables.changes import decoded_bytes
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
+from ..checkpoints._report import share_saved
+from ..codecs._whole import WholeTensor
 from .splitting import Split, split_rows
 
 SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
@@ -172,7 +172,7 @@ def report_table(
         kind: see `TensorReport`.
         codebook_share: of the codebook's bytes that are this table's; less than 1 where others have the same one.
     """
-    geometry, found = table._geometry, _count_rows(table)
+    geometry, found = table.geometry, _count_rows(table)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
     rows = read_rows(reader_of(table), geometry, runs)
     numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
@@ -258,7 +258,7 @@ def report_estimate(
     sample = torch.from_numpy(rows).reshape(-1)[: geometry.num_bytes if is_whole else None]
     sample = sample.clone().view(dtype)
     sample = sample.view(shape) if is_whole else sample
-    table = compress(sample, codebook=codebook, layout="packed", device="cpu", pin_memory=False)
+    table = compress_rows(sample, codebook=codebook, layout="packed", device="cpu", pin_memory=False)
     found = report_table(name, table, kind="estimate", codebook_share=codebook_share)
     if is_whole:
         return found
@@ -310,13 +310,13 @@ class _Rows(NamedTuple):
 
 
 def _count_rows(table: CompressedTensor) -> _Rows:
-    geometry, lengths = table._geometry, table.lengths.cpu().numpy()
+    geometry, lengths = table.geometry, table.lengths.cpu().numpy()
     counts = np.zeros(1 << 16, np.int64)
     for start in range(0, len(lengths), _BLOCK_ROWS):
         counts += np.bincount(lengths[start : start + _BLOCK_ROWS], minlength=len(counts))
     if not len(lengths):
         counts[0] = geometry.num_rows
-    default = _layout.default_length(geometry.row_bytes)
+    default = slots.default_length(geometry.row_bytes)
     raw_rows, default_rows = int(counts[0]), int(counts[default])
     rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # that a short last row lacks
     is_short_raw = bool(rest) and (not len(lengths) or not lengths[-1])
@@ -343,11 +343,11 @@ def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
 def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
     """What the coded ones of some rows consist of, given with their numbers; None if there are none."""
     lengths = _lengths(table, numbers)
-    coded = (lengths != 0) & (lengths != _layout.default_length(table.row_bytes))
+    coded = (lengths != 0) & (lengths != slots.default_length(table.row_bytes))
     rows, numbers = rows[coded], numbers[coded]
     if table.codebook is None or not len(rows):
         return None
-    element_bytes = _element_bytes(table._geometry)
+    element_bytes = _element_bytes(table.geometry)
     if not isinstance(table.codebook, ClusteredCodebook):
         return split_rows(rows, table.codebook, element_bytes)
     clusters = _first_bytes(table, numbers)
@@ -378,7 +378,7 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
         return overflow[bases[numbers]]
     of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)
     lengths = torch.from_numpy(_lengths(table, np.minimum(of_group, table.num_rows - 1)))
-    stored = _layout.stored_sizes(lengths, table.row_bytes, table.row_bytes).numpy()
+    stored = slots.stored_sizes(lengths, table.row_bytes, table.row_bytes).numpy()
     before = np.where(of_group < numbers[:, None], stored, 0).sum(1)
     return overflow[bases[numbers // ROWS_PER_BASE] + before]
 

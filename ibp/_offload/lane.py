@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._fetch.streaming import KERNEL, ON_HOST, STREAM_SMS, Decoder, TensorStream
-from .._table import CorruptTableError
+from .._rows.table import CorruptTableError
 from .arena import Arena, overlap
 from .groups import Group
 from .weights import Weight
@@ -187,7 +187,7 @@ class Lane:
             assert weight.table is not None
             fault = torch.zeros(4, dtype=torch.int64)
             KERNEL.decode(weight.table, 0, weight.num_bytes, self.device, 0, part, fault)
-            weight.table._raise_fault(fault.tolist())
+            weight.table.raise_fault(fault.tolist())
         self.waited_s += time.perf_counter() - begun
 
 
@@ -224,7 +224,7 @@ class CudaLane(Lane):
         try:
             for weight in group.weights:
                 if weight.table is not None:
-                    weight.table._raise_pending(self.device)
+                    weight.table.raise_pending(self.device)
         except CorruptTableError:
             if not group.uses:
                 self.drop(group)  # what is there is not the weights; the next use fetches them again
@@ -278,7 +278,7 @@ class CudaLane(Lane):
         """What decodes a group on the lane's stream."""
         if group.on_device:
             return KERNEL
-        if any(weight.table is not None and not weight.table._serves(self.device) for weight in group.weights):
+        if any(weight.table is not None and not weight.table.serves(self.device) for weight in group.weights):
             return ON_HOST
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
@@ -291,7 +291,7 @@ class CudaLane(Lane):
             place.decoder, place.sms = decoder, sms
             place.prepared = [
                 decoder.prepare(
-                    weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table._fault_on(self.device)
+                    weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table.fault_on(self.device)
                 )
                 for weight, part in zip(group.weights, place.data)
                 if weight.table is not None

@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .. import _memory, _ops
-from .._arguments import whole_number
-from .._compressed_tensor import CompressedTensor
-from .._progress import tqdm
+from .._common import ops
+from .._common.arguments import whole_number
+from .._common.progress import tqdm
+from .._machine import memory
+from .._rows.table import CorruptTableError
 from .._schemes import check_scheme
-from .._table import CorruptTableError
-from .._weights import WeightCompressor
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.weights import WeightCompressor
 from .groups import Division, Group, Lookup, Use, divide, spread
 from .lane import CudaLane, Lane
 from .resting import Resting
@@ -152,17 +153,17 @@ def _table_for(table: CompressedTensor, device: torch.device, on_device: bool) -
     if on_device:
         return table.to(device)
     if device.type == "cuda":
-        _memory.pin_if_possible(table)
+        memory.pin_if_possible(table)
     return table
 
 
 def _devices(device: Any) -> list[torch.device]:
     if device is None:
-        device = "cuda" if _ops.cuda_is_available() else "cpu"
+        device = "cuda" if ops.cuda_is_available() else "cpu"
     several = device if isinstance(device, (list, tuple)) else [device]
     if not several:
         raise ValueError("device is an empty list; wanted at least one device")
-    devices = [_memory.canonical(one) for one in several]
+    devices = [memory.canonical(one) for one in several]
     if len({one.type for one in devices}) > 1:
         raise ValueError(f"device is {[str(one) for one in devices]}; wanted CUDA devices, or the CPU")
     return devices
@@ -512,8 +513,8 @@ class Offloaded:
                 weight.table = compressor.compress(weight.name, stored, device=device, **row_bytes)
             weight.freeze()
             if weight.table is not None:
-                if weight.table.device == device or weight.table._serves(device):
-                    weight.table._arguments(device)  # copies the index there now, not at the first use
+                if weight.table.device == device or weight.table.serves(device):
+                    weight.table.arguments(device)  # copies the index there now, not at the first use
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._compressed_tensor import CompressedTensor
 from .._files.header import find_files, read_header
 from .._files.opened import open as open_file
 from .._files.sets import INDEX_SUFFIX
-from .._rows import DTYPES
-from .._weights import memory_order
+from .._layout.geometry import DTYPES
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.weights import memory_order
 from . import resting
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Weight:
             table.dtype == self.dtype
             and self.order == tuple(range(len(self.order)))
             and scheme in ("auto", table.scheme)
-            and (not by_rows or table._geometry.has_whole_rows)
+            and (not by_rows or table.geometry.has_whole_rows)
         )
 
     def data(self, device: torch.device | str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from .. import _wire
+from .._common import wire
 
 _CPU = torch.device("cpu")
 _Class = TypeVar("_Class", bound=type)
@@ -21,7 +21,7 @@ def public(kind: _Class) -> _Class:
     """Makes a class pickle as `ibp.<name>`, wherever its file is, and lets torch.load(weights_only=True), and messages
     of other processes, make its objects."""
     kind.__module__ = "ibp"
-    _wire.sent(kind)
+    wire.sent(kind)
     torch.serialization.add_safe_globals([kind])
     return kind
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _rows, _staging
+from .._layout import geometry as _rows
+from .._machine import staging
 
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
@@ -59,7 +60,7 @@ class Request:
             wanted = max(_LEAST_ROWS, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)
         else:
             wanted = max(_LEAST_ROWS, -int(-geometry.num_rows * self.sample // 1))
-        return _staging.to_device(_rows.sample(self.data, geometry.row_bytes, wanted), self.device)
+        return staging.to_device(_rows.sample(self.data, geometry.row_bytes, wanted), self.device)
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
@@ -82,7 +83,7 @@ class Request:
         wanted = max(_LEAST_HOST_ROWS, _HOST_ELEMENTS * geometry.dtype.itemsize // geometry.row_bytes)
         if self.sample is not None:
             wanted = min(wanted, int(geometry.num_rows * self.sample) + 1)
-        return _staging.to_host(_rows.sample(self.data, geometry.row_bytes, wanted))
+        return staging.to_host(_rows.sample(self.data, geometry.row_bytes, wanted))
 
 
 def check_sample(sample: float | None) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import _layout, _rows
-from .._progress import tqdm
+from .._common.progress import tqdm
+from .._layout import geometry as _rows
+from .._layout import slots
 from .codebook import AnyCodebook
 
 
@@ -22,4 +23,4 @@ def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, pro
 
 def total_stored(lengths: torch.Tensor, geometry: _rows.Geometry) -> int:
     """Bytes of the coded and raw rows that `lengths` describes."""
-    return _layout.survey(lengths, geometry).stored
+    return slots.survey(lengths, geometry).stored

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .. import _memory
-from .._compressed_tensor import CompressedTensor
-from .._weights import CodedWeight, WeightCompressor, is_worth_coding
+from .._machine import memory
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 
 __all__ = ["CompressedWeights"]
 
@@ -54,7 +54,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
         **compress_options: Any,
     ) -> None:
         compressor = WeightCompressor(compress_options)
-        self.device = _memory.canonical("cpu" if device is None else device)
+        self.device = memory.canonical("cpu" if device is None else device)
         self._stored: dict[str, CodedWeight | torch.Tensor] = {}
         # By what tells a tensor from others as long as it lives: a later one may lie at the address of a freed one.
         seen: dict[tuple, tuple[weakref.ref[torch.Tensor], CodedWeight | torch.Tensor]] = {}

@@ -22,7 +22,7 @@ import torch
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
 from .._fetch.streaming import decompress_many
-from .._weights import CodedWeight, WeightCompressor, is_worth_coding
+from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 
 __all__ = ["GroupBytes", "compress_groups", "restore"]
 

@@ -30,9 +30,9 @@ import torch
 from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
 from flexgen.utils import torch_dtype_to_np_dtype
 
-from .._compressed_tensor import CompressedTensor
 from .._fetch.streaming import decode_items, decompress_many
-from .._weights import WeightCompressor
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.weights import WeightCompressor
 
 __all__ = ["CompressedWeight", "disable", "enable", "main"]
 

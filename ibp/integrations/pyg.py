@@ -21,7 +21,7 @@ from torch_geometric.transforms import BaseTransform  # type: ignore
 
 import ibp
 
-from .. import _memory
+from .._machine import memory
 from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 __all__ = ["FeatureStore", "FetchFeatures", "attach"]
@@ -79,7 +79,7 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
     """A cache of a feature of nodes; the table where its items are no whole rows."""
     if device is None:
         raise ValueError("cache_bytes are given, but no device; wanted the one that rows go to")
-    if not table._geometry.has_whole_rows:
+    if not table.geometry.has_whole_rows:
         return table
     hotness = torch.zeros(store.num_nodes, dtype=torch.int64)
     for edges in data.edge_stores:
@@ -146,7 +146,7 @@ class FetchFeatures(BaseTransform):
             else _tables_of(given, what)
             for given, what in ((nodes or {}, "nodes"), (edges or {}, "edges"))
         )
-        self.device = None if device is None else _memory.canonical(device)
+        self.device = None if device is None else memory.canonical(device)
 
     def forward(self, data: Any) -> Any:
         """The batch, which is not copied, with its features.
@@ -229,7 +229,7 @@ class FeatureStore(torch_geometric.data.FeatureStore):
     def __init__(self, *, device: _Device = None, **options: Any) -> None:
         super().__init__()
         self._tables: dict[tuple[Any, str], Table] = {}
-        self._device = None if device is None else _memory.canonical(device)
+        self._device = None if device is None else memory.canonical(device)
         self._options, self._is_closed = options, False
 
     def close(self) -> None:

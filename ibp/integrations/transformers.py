@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .._arguments import whole_number
+from .._common.arguments import whole_number
 from .._fetch.calls import sms_of
-from .._kv_cache.coding import Form, Options
-from .._kv_cache.history import History, Pending
-from .._kv_cache.lane import Fetch, Lane, lane_of
 from .._schemes import AnyCodebook, check_scheme
+from ..kv._coding import Form, Options
+from ..kv._history import History, Pending
+from ..kv._lane import Fetch, Lane, lane_of
 
 __all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
 

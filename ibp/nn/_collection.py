@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .._cache import RowCache
-from .._compressed_tensor import CompressedTensor
+from .._tables.compressed_tensor import CompressedTensor
+from ..cache import RowCache
 from ._embedding import check_mode
 from ._making import GivenRows, NormalRows, Rows, table_of
 from ._tables import check_forward

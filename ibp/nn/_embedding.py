@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._bags import checked_padding
-from .._cache import RowCache
-from .._compressed_tensor import CompressedTensor
-from .._compression import compress
-from .._torch_functions import embedding_of
+from .._fetch.bags import checked_padding
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
+from .._tables.torch_functions import embedding_of
+from ..cache import RowCache
 from ._making import NormalRows, table_of
 from ._tables import check_forward
 from ._training import RowsModule
@@ -73,7 +73,7 @@ class _Rows(RowsModule):
             options = {**_options_of(embeddings, cls), **options}
             embeddings = embeddings.weight
         if isinstance(embeddings, torch.Tensor):
-            embeddings = compress(embeddings.detach())
+            embeddings = compress_rows(embeddings.detach())
         return cls(embeddings, trainable=not freeze, **options)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .. import _changes, _memory
-from .._compressed_tensor import CompressedTensor
-from .._compression import compress
+from .._machine import memory
+from .._tables import changes
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
 
 _BLOCK_BYTES = 64 << 20
 _SAMPLED_ELEMENTS = 1 << 19  # of rows that a codebook is learned from, as ibp.compress takes them
@@ -60,13 +61,13 @@ def table_of(
 ) -> CompressedTensor:
     """One table of the rows of all sources, one after the other, in device memory or, for the CPU, in host memory,
     pinned if there is a GPU. Its codebook is learned from rows of all of them."""
-    device = _memory.canonical(device)
+    device = memory.canonical(device)
     total, row_bytes = sum(source.num_rows for source in sources), num_columns * dtype.itemsize
     block_rows = max(1, _BLOCK_BYTES // row_bytes)
     if total <= block_rows:
         blocks = [source.block(0, source.num_rows).to(device) for source in sources]
         return _compressed(torch.cat([torch.empty(0, num_columns, dtype=dtype, device=device), *blocks]))
-    sample = compress(_sample_of(sources, total, num_columns), pin_memory=False)
+    sample = compress_rows(_sample_of(sources, total, num_columns), pin_memory=False)
     table = None
     for rows in _blocks_of(sources, block_rows):
         rows = rows.to(device)
@@ -78,13 +79,13 @@ def table_of(
             if sample.codebook is None
             else _compressed(rows, codebook=sample.codebook, slot_bytes=sample.slot_bytes)
         )
-        _changes.reserve(table, total)
+        changes.reserve(table, total)
     assert table is not None
     return table
 
 
 def _compressed(rows: torch.Tensor, **options: object) -> CompressedTensor:
-    return compress(rows, **options)  # type: ignore[arg-type]
+    return compress_rows(rows, **options)  # type: ignore[arg-type]
 
 
 def _sample_of(sources: Sequence[Rows], total: int, num_columns: int) -> torch.Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from .. import _memory
-from .._compressed_tensor import CompressedTensor
-from .._compression import compress
-from .._linear import linear, slot_bytes_for
+from .._fetch.linear import linear, slot_bytes_for
+from .._machine import memory
 from .._schemes import PlanesCodebook
-from .._torch_functions import linear_of
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
+from .._tables.torch_functions import linear_of
 
 _HOW_IT_RUNS = {"device", "pin_memory", "numa", "progress"}  # arguments of `compress` that leave the table's form alone
 
@@ -98,12 +98,12 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if isinstance(held.codebook, PlanesCodebook) and held.codebook.first_symbol is not None:
             options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
-        table = compress(weight.detach(), **options, pin_memory=False).to(held.device)
+        table = compress_rows(weight.detach(), **options, pin_memory=False).to(held.device)
     else:
         table = weight.to(held.device)
         table = copy.copy(table) if table is weight else table
     if held.is_pinned():
-        _memory.pin_if_possible(table)
+        memory.pin_if_possible(table)
     return table
 
 
@@ -172,7 +172,7 @@ class Linear(TableModule):
         if options.keys() <= _HOW_IT_RUNS:
             slot_bytes = slot_bytes_for(module.in_features) if module.weight.dtype == torch.bfloat16 else None
             options = {"level": "fast", "slot_bytes": slot_bytes, **options}
-        return cls(compress(module.weight.detach(), **options), module.bias, fused=fused)
+        return cls(compress_rows(module.weight.detach(), **options), module.bias, fused=fused)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] times the weights: [..., out_features]."""

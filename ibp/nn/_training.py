@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .._bags import embedding_bag
-from .._cache import RowCache
-from .._cache.changes import put_items as put_cached_items
-from .._changes import check_rows, put_items
-from .._compressed_tensor import CompressedTensor
+from .._fetch.bags import embedding_bag
+from .._tables.changes import check_rows, put_items
+from .._tables.compressed_tensor import CompressedTensor
+from ..cache import RowCache
+from ..cache._changes import put_items as put_cached_items
 from ._tables import TableModule
 
 

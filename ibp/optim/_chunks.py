@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._memory import PinningError
-from .._place import _in_memory_order
+from .._machine.memory import PinningError
+from .._tables.place import _in_memory_order
 from ._families import Group, Section, grouped
 from ._learning import ROW_BYTES, learn
 from ._replay import Replay

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _layout, _rows
+from .._layout import geometry, slots
 from .._schemes import AnyCodebook, measure
 from ._learning import ROW_BYTES
 
@@ -29,7 +29,7 @@ class Group(NamedTuple):
     start: int
     stop: int
     codebook: AnyCodebook
-    survey: _layout.Survey
+    survey: slots.Survey
 
 
 @dataclass
@@ -57,8 +57,8 @@ class _Measured:
     """What all rows of some sections take by a codebook. Waits for the device."""
 
     def __init__(self, rows: torch.Tensor, sections: Sequence[Section], codebook: AnyCodebook) -> None:
-        self._lengths = measure(_rows.bytes_of(rows), codebook, rows.device)
-        sums = _layout.stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES).cumsum(0)
+        self._lengths = measure(geometry.bytes_of(rows), codebook, rows.device)
+        sums = slots.stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES).cumsum(0)
         ends = torch.tensor([section.stop - 1 for section in sections], device=rows.device)
         totals = [0, *sums[ends].tolist()]
         self.means = [
@@ -66,8 +66,8 @@ class _Measured:
             for section, start, stop in zip(sections, totals, totals[1:])
         ]
 
-    def survey(self, rows: torch.Tensor, start: int, stop: int) -> _layout.Survey:
-        return _layout.survey(self._lengths[start:stop], _rows.Geometry.of(rows[start:stop], ROW_BYTES))
+    def survey(self, rows: torch.Tensor, start: int, stop: int) -> slots.Survey:
+        return slots.survey(self._lengths[start:stop], geometry.Geometry.of(rows[start:stop], ROW_BYTES))
 
 
 def grouped(

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from .. import _calibration, _choice, _layout, _rows, _staging
-from .._calibration import Calibration
-from .._schemes import AnyCodebook, PlanesCodebook, Request, measure
+from .._layout import geometry, slots
+from .._machine import calibration, staging
+from .._machine.calibration import Calibration
+from .._schemes import AnyCodebook, PlanesCodebook, Request, choice, measure
 from .._schemes.planes.codebook import num_entries
 from .._schemes.planes.learning import relearn
 
@@ -32,15 +33,15 @@ def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None, gro
             elements are zeros: that takes a small part of the time.
         growth: how many times larger the values are expected to become; such codebooks serve all on the way.
     """
-    machine, element_bytes = _calibration.in_force(rows.device), rows.dtype.itemsize
+    machine, element_bytes = calibration.in_force(rows.device), rows.dtype.itemsize
     can_be_paired = level == "default" and element_bytes in _PAIRED_BYTES
     sample = _sample_of(rows, growth) if can_be_paired else rows[:0]
     pairs: list[AnyCodebook] = list(_pairs(sample, element_bytes)) if len(sample) else []
     if pairs and before is not None and _is_paired(before) and float((sample == 0).float().mean()) < _FEW_ZEROS:
         candidates = pairs
     else:
-        request = Request(_rows.bytes_of(rows), _rows.Geometry.of(rows, ROW_BYTES), rows.device, level=level)
-        best = _choice.learn("planes", request)
+        request = Request(geometry.bytes_of(rows), geometry.Geometry.of(rows, ROW_BYTES), rows.device, level=level)
+        best = choice.learn("planes", request)
         assert best is not None, "scheme 'planes' always has a codebook"
         candidates = pairs if pairs and _has_digits_of_pairs(best) else [best, *pairs]
     return max(candidates, key=lambda codebook: _worth(sample, codebook, machine)) if pairs else candidates[0]
@@ -48,7 +49,7 @@ def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None, gro
 
 def _sample_of(rows: torch.Tensor, growth: float) -> torch.Tensor:
     """Some of the rows, but none of zeros, which take no bytes; as they are, and as they may become."""
-    some = _rows.sample(_rows.bytes_of(rows), ROW_BYTES, _SAMPLED_ROWS).view(rows.dtype).view(-1, rows.shape[1])
+    some = geometry.sample(geometry.bytes_of(rows), ROW_BYTES, _SAMPLED_ROWS).view(rows.dtype).view(-1, rows.shape[1])
     some = some[(some != 0).any(1)]
     return some if growth < _LEAST_GROWTH else torch.cat([some, some * growth**0.5, some * growth])
 
@@ -67,7 +68,7 @@ def _has_digits_of_pairs(codebook: AnyCodebook) -> bool:
 def _pairs(sample: torch.Tensor, element_bytes: int) -> Iterator[PlanesCodebook]:
     """Codebooks whose symbols are the highest byte of an element, with its sign and without."""
     blank = torch.zeros(1, num_entries(_PAIRS), dtype=torch.int64)
-    data = _staging.to_host(_rows.bytes_of(sample))
+    data = staging.to_host(geometry.bytes_of(sample))
     for rotate in (0, 1):
         codebook = PlanesCodebook(
             ROW_BYTES, element_bytes, rotate, 8 * (element_bytes - 1), _PAIRS, False, False, 0, 0, blank
@@ -77,12 +78,12 @@ def _pairs(sample: torch.Tensor, element_bytes: int) -> Iterator[PlanesCodebook]
 
 def _worth(sample: torch.Tensor, codebook: AnyCodebook, machine: Calibration) -> float:
     """Bytes that a codebook saves of a row for each nanosecond that a byte takes."""
-    lengths = measure(_rows.bytes_of(sample), codebook, sample.device)
-    stored = _layout.survey(lengths, _rows.Geometry.of(sample, ROW_BYTES)).stored
+    lengths = measure(geometry.bytes_of(sample), codebook, sample.device)
+    stored = slots.survey(lengths, geometry.Geometry.of(sample, ROW_BYTES)).stored
     return (ROW_BYTES - stored / len(sample)) / ns_of(codebook, machine)
 
 
 def ns_of(codebook: AnyCodebook, machine: Calibration) -> float:
     """Nanoseconds that a byte takes to be decoded and coded."""
-    rates = _choice.coder_rates(codebook, machine)
+    rates = choice.coder_rates(codebook, machine)
     return 1 / rates.decode_gbps + 1 / rates.encode_gbps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import _memory
+from .._machine import memory
 
 _LARGEST_BLOCK = 1 << 30
 _ALIGNMENT = 256
@@ -44,7 +44,7 @@ class Reserve:
         if fitting:
             block = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
         else:
-            block = _memory.empty(max(size, min(size + others, _LARGEST_BLOCK)), _CPU, True)
+            block = memory.empty(max(size, min(size + others, _LARGEST_BLOCK)), _CPU, True)
         if block.numel() > size:
             self._free.append(block[size:])
         return block[:size]

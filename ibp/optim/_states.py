@@ -7,10 +7,11 @@ from typing import NamedTuple, cast
 
 import torch
 
-from .. import _core, _layout
-from .._memory import PinningError
-from .._place import Place
+from .. import _core
+from .._layout import slots as _layout
+from .._machine.memory import PinningError
 from .._schemes import AnyCodebook
+from .._tables.place import Place
 from ._families import Family, Group
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
@@ -101,7 +102,7 @@ class CodedState:
         if self.is_new:
             out.zero_()
         elif self.place is not None:
-            slots, (_, *others) = self._slots(self.place, near), self.place._table_arguments
+            slots, (_, *others) = self._slots(self.place, near), self.place.table_arguments
             torch.ops.ibp.decode_bytes.default(slots, *others, 0, out.numel(), 0, out, self.place._fault)
         elif self.raw is not None:
             out.copy_(self.raw, non_blocking=True)
@@ -110,7 +111,7 @@ class CodedState:
         """Keeps the state that has these bytes, for which there was a `fit`; the caller counts it in `stores`. All of
         overflow is free. near: memory of num_rows rows that slots are written to, in place of their own."""
         if self.place is not None:
-            slots, (_, *others) = self._slots(self.place, near), self.place._arguments
+            slots, (_, *others) = self._slots(self.place, near), self.place.arguments
             torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
         else:
             assert self.raw is not None, "fit comes first"
@@ -118,7 +119,7 @@ class CodedState:
 
     @staticmethod
     def _slots(place: Place, near: torch.Tensor | None) -> torch.Tensor:
-        slots = cast(torch.Tensor, place._table_arguments[0])
+        slots = cast(torch.Tensor, place.table_arguments[0])
         return slots if near is None else near[: slots.numel()]
 
     def check(self) -> None:

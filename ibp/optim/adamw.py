@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .._arguments import whole_number
-from .._kv.sizes import check_storage
+from .._common.arguments import whole_number
 from .._schemes.planes.learning import check_level
+from ..kv._sizes import check_storage
 from ._chunks import NAMES, Chunk, Piece, Work, local, planned
 from ._compiling import outside_of_graphs
 from ._lane import Lane

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._changes import put_items
-from .._compressed_tensor import CompressedTensor
-from .._compression import compress
+from .._tables.changes import put_items
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
 from ..nn._tables import placed_like
 from ..nn._training import RowGradient, RowsModule
 from ._compiling import outside_of_graphs
@@ -329,7 +329,7 @@ def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
     """A table of one value in the shape and memory of the weights, of default rows, which take no bytes."""
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype)
-    one = compress(block, layout="packed", scheme="planes", device="cpu", pin_memory=False)
+    one = compress_rows(block, layout="packed", scheme="planes", device="cpu", pin_memory=False)
     num_rows = weight.num_rows
     table = CompressedTensor(
         shape=tuple(weight.shape),

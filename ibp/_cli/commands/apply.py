@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ibp._checkpoints.decompressing import write_source
+    from ibp.checkpoints._decompressing import write_source
 
     from .. import applying, work
 

@@ -44,9 +44,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ibp._checkpoints.sources import expand
     from ibp._inspect import drawing
     from ibp._inspect.collecting import inspect_path
+    from ibp.checkpoints._sources import expand
 
     from .. import work
 

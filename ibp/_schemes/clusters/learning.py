@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ... import _layout
+from ..._layout import slots
 from ..codebook import AnyCodebook
 from ..registry import SCHEMES
 from ..request import Request
@@ -71,7 +71,7 @@ def _cost(codebook: AnyCodebook, table: torch.Tensor, num_rows: int) -> float:
 def _stored(codebook: AnyCodebook, table: torch.Tensor) -> torch.Tensor:
     """Bytes of every row as stored: int64 [n]."""
     lengths = measure(table.reshape(-1), codebook, table.device)
-    return _layout.stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
+    return slots.stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
 
 
 def _with_count(codebook: AnyCodebook, table: torch.Tensor, count: int, request: Request) -> ClusteredCodebook | None:

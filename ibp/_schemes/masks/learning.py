@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..._progress import tqdm
+from ..._common.progress import tqdm
 from ..request import Request
 from .codebook import CHUNK_BYTES, Codebook, MasksForm
 

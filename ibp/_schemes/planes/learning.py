@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ... import _layout, _rows, _staging
+from ..._layout import geometry as _rows
+from ..._layout import slots
+from ..._machine import staging
 from ..request import Request
 from .codebook import ELEMENT_BYTES, PlanesCodebook, signed, symbol_bytes
 
@@ -107,7 +109,7 @@ def learn_planes(
         )
     )
     lengths = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
-    lengths = _layout.stored_sizes(lengths, row_bytes, row_bytes)
+    lengths = slots.stored_sizes(lengths, row_bytes, row_bytes)
     coded_bytes = float(lengths.sum()) / len(lengths) + codebook.nbytes / num_rows
     return Learned(codebook.with_savings(1 - coded_bytes / row_bytes), lengths)
 
@@ -126,7 +128,7 @@ def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> l
 
 def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
     some = _rows.sample(rows, codebook.row_bytes, max(1, _LEARN_ELEMENTS // codebook.columns))
-    words = torch.ops.ibp.learn_entries.default(_staging.to_host(some), codebook.words("cpu"), codebook.codec)
+    words = torch.ops.ibp.learn_entries.default(staging.to_host(some), codebook.words("cpu"), codebook.codec)
     entries = _entries_of(words[codebook.shared_words.numel() :], codebook.symbol_bits, len(codebook.entries))
     return replace(codebook, entries=entries, expected_savings=None)
 

@@ -1,1 +1,0 @@
-"""Collectives whose tensors travel coded: see `ibp.distributed`."""

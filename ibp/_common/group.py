@@ -1,0 +1,157 @@
+"""Process groups of torch.distributed, as collective calls of this package use them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from . import wire
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Group:
+    """A process group and this process's rank in it.
+
+    Attributes:
+        process_group: None of the default group.
+        rank, size: of this process in the group, of the group.
+        device: where tensors are exchanged: the current CUDA device for NCCL, else the CPU.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        """Of None: the default group.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+            ValueError: this process is not in the group.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group first, in each "
+                "process that torchrun has started"
+            )
+        # The default group is not held: kept alive beyond destroy_process_group, gloo aborts at the end of a program.
+        self.process_group = None if group is dist.group.WORLD else group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not in the group: only the group's own ranks take part")
+        on_gpu = "nccl" in str(dist.get_backend_config(group))
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """What work() returns on each rank, by rank: values that `_wire.written` takes. A collective call.
+
+        Where it raises on some rank, it raises on all: there the exception itself, elsewhere RuntimeError with its
+        message. what: named in messages.
+
+        Raises:
+            RuntimeError: it has raised on another rank, or a rank does not take part: it ended, or the group's timeout
+                has passed.
+            ValueError: a rank has sent bytes that are no message of this package.
+        """
+        raised: Exception | None = None
+        try:
+            content = wire.written((None, work()))
+        except Exception as error:
+            raised, content = error, wire.written((f"{type(error).__name__}: {error}", None))
+        contents = self.gather(content)
+        if raised is not None:
+            raise raised
+        values = []
+        for rank, sent in enumerate(contents):
+            failure, value = _outcome(what, rank, sent)
+            if failure is not None:
+                raise RuntimeError(f"{what} has failed on rank {rank} of the group: {failure}")
+            values.append(value)
+        return values
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """The bytes of each rank, at least one of each, by rank. A collective call."""
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        sizes = torch.cat(self._all(torch.tensor([mine.numel()], device=self.device))).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: mine.numel()] = mine
+        return [part[:size].cpu().numpy().tobytes() for part, size in zip(self._all(padded), sizes)]
+
+    def _all(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor of each rank, all of one shape and dtype."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        with all_taking_part():
+            dist.all_gather(parts, part, group=self.process_group)
+        return parts
+
+    def counts(self, sent: list[int]) -> list[int]:
+        """A number from each rank to each: sent[r] goes to rank r, and what each sent here comes back, by rank."""
+        mine = torch.tensor(sent, dtype=torch.int64, device=self.device)
+        received = torch.empty_like(mine)
+        with all_taking_part():
+            dist.all_to_all_single(received, mine, group=self.process_group)
+        return received.tolist()
+
+    def exchange(self, sent: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
+        """Parts of a 1-D tensor on the group's device: send_counts[r] elements go to rank r, one part after the other;
+        what the ranks sent here comes back likewise."""
+        received = torch.empty(sum(receive_counts), dtype=sent.dtype, device=self.device)
+        with all_taking_part():
+            dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.process_group)
+        return received
+
+
+def _outcome(what: str, rank: int, content: bytes) -> tuple[str | None, Any]:
+    """(what went wrong, or None; the value) of a rank's bytes. ValueError: they are none that `together` sends."""
+    try:
+        failure, value = wire.read(content)
+        if failure is not None and not isinstance(failure, str):
+            raise ValueError(f"a failure is a {type(failure).__name__}")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{what}: what rank {rank} of the group has sent cannot be read: {error}") from error
+    return failure, value
+
+
+@contextlib.contextmanager
+def all_taking_part() -> Iterator[None]:
+    """Says what errors of torch.distributed mean."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "not all ranks of the group have taken part: one has ended, has made another call, or the group's timeout "
+            f"has passed ({error})"
+        ) from error
+
+
+def machine() -> str:
+    """What tells this machine, since its start, from others."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def check_one_machine(what: str, machines: list[str]) -> None:
+    """Raises ValueError unless the ranks are on one machine. machines: of each rank, by `machine`."""
+    others = [rank for rank, name in enumerate(machines) if name != machines[0]]
+    if others:
+        raise ValueError(
+            f"{what} is for processes of one machine; ranks {others} of the group are on other ones than rank 0: give "
+            "a group of each machine's own ranks"
+        )
+
+
+def same_on_all(what: str, given: list[dict[str, Any]]) -> None:
+    """Raises ValueError, naming it, for an argument that ranks give differently. given: of each rank."""
+    for name, first in given[0].items():
+        for rank, other in enumerate(given):
+            if other[name] != first:
+                raise ValueError(
+                    f"{what}: {name} is {first!r} on rank 0 of the group and {other[name]!r} on rank {rank}"
+                )

@@ -1,0 +1,324 @@
+"""Bags of a table's rows, decoded and reduced: `embedding_bag`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from .._rows.protocols import CachedRows, Rows
+from .._rows.table import Table
+from .calls import check_out, produce, sms_of, target_of, worker_of
+from .gather import check_range, checked_ids, is_bucketed, tensor_of
+
+MODES = ("sum", "mean", "max")  # in the order of the operation's numbers
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_KINDS = _DTYPES[:3]  # of ibp_float_kind
+_PLANES = 2  # the scheme's number in a codec
+_MOST_ROW_BYTES = 8192  # that the kernel sums
+# Coded rows of 128 bytes in bags of 10 and 50 are summed at 167 and 177 GB/s of BF16 by the kernel, at 206 and 225 by
+# torch's function over gathered rows; FP32 at 299 and 354 and at 397 and 426 (benchmarks/bags.py, an H200). Bags of one
+# row lose by it: 103 GB/s instead of 167.
+_SHORT_ROW_BYTES = 128
+
+
+class Bags(NamedTuple):
+    """What a call asks for."""
+
+    ids: torch.Tensor  # int32 or int64 [K], contiguous
+    offsets: torch.Tensor | None  # where each bag begins; None: bags of bag_size ids
+    num_bags: int
+    bag_size: int
+    mode: str
+    weights: torch.Tensor | None  # [K], of the source's dtype
+    padding_idx: int | None  # in [0, N)
+
+    def to(self, device: torch.device) -> Bags:
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        weights = None if self.weights is None else self.weights.to(device)
+        return self._replace(ids=self.ids.to(device), offsets=offsets, weights=weights)
+
+
+def embedding_bag(
+    source: Rows,
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    *,
+    mode: str = "mean",
+    per_sample_weights: torch.Tensor | None = None,
+    padding_idx: int | None = None,
+    include_last_offset: bool = False,
+    device: torch.device | str | int | None = None,
+    out: torch.Tensor | None = None,
+    check: bool = False,
+    max_sms: int | None = None,
+) -> torch.Tensor:
+    """Sums, means or maxima of bags of a table's rows: torch.nn.functional.embedding_bag(ids, x, offsets, ...) of the
+    rows x that were compressed, in the same bits as torch has on the same device.
+
+    Bad ids are met as in `ibp.index_select`: on the CPU they raise IndexError at once; on a GPU their rows are zeros,
+    and the next call on the table, `table.check()`, or this one with check=True, raises.
+
+    Args:
+        source: a table [N, D] of float32, float16, bfloat16 or float64, or an `ibp.RowCache` over one.
+        ids: int32 or int64 [K], or [B, L]: B bags of L ids each.
+        offsets: for ids [K]: integers [B], where each bag begins in ids, in ascending order, the first one 0; equal
+            ones: a bag without ids, which gives zeros.
+        mode: "sum", "mean" or "max".
+        per_sample_weights: of the shape of ids and the dtype of the table; each row is multiplied by its weight. For
+            mode "sum" only. The result is differentiable by them.
+        padding_idx: an id, from the end if it is negative, that counts as absent from every bag.
+        include_last_offset: offsets has B + 1 elements, of which the last is K.
+        device: where the result goes; None: out's device, else the ids'.
+        out: tensor [B, D] of the table's dtype to write to.
+        check: wait for the result and raise here what went wrong.
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all.
+
+    Returns:
+        Tensor [B, D]; out if it was given.
+
+    Raises:
+        TypeError: a tensor has a dtype that does not fit.
+        ValueError: a shape, mode, offset or padding_idx does not fit.
+        NotImplementedError: per_sample_weights are given for another mode than "sum".
+        IndexError: an id is out of range.
+        CorruptTableError: the table's bytes contradict each other.
+    """
+    _check_source(source)
+    bags = _asked(source, ids, offsets, mode, per_sample_weights, padding_idx, include_last_offset)
+    target = target_of(device, out, bags.ids.device)
+    if not bags.ids.is_cuda and not torch.compiler.is_compiling():
+        check_range(bags.ids, source.shape[0])
+        _check_offsets(bags)
+    bags = bags.to(target)
+    if out is not None:
+        check_out(out, (bags.num_bags, source.shape[1]), source.dtype)
+    if bags.ids.numel() == 0 or bags.num_bags == 0:
+        result = torch.zeros(bags.num_bags, source.shape[1], dtype=source.dtype, device=target)
+    elif isinstance(source, (Table, CachedRows)) and _is_fused(source, bags):
+        return _sum_bags(source, bags, out, check, max_sms)
+    else:
+        result = _pool_gathered(source, bags, check, max_sms)
+    return result if out is None else out.copy_(result)
+
+
+# ---- arguments ----
+
+
+def _check_source(source: Rows) -> None:
+    if not hasattr(source, "index_select") or not hasattr(source, "dtype") or isinstance(source, torch.Tensor):
+        raise TypeError(f"source is a {type(source).__name__}; wanted an ibp.CompressedTensor or an ibp.RowCache")
+    if len(source.shape) != 2:
+        raise ValueError(f"the table has shape {list(source.shape)}; wanted two dimensions")
+    if source.dtype not in _DTYPES:
+        raise TypeError(f"the table has dtype {source.dtype}; wanted one of {', '.join(map(str, _DTYPES))}")
+
+
+def _asked(
+    source: Rows,
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    mode: str,
+    weights: torch.Tensor | None,
+    padding_idx: int | None,
+    include_last_offset: bool,
+) -> Bags:
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; wanted 'sum', 'mean' or 'max'")
+    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    _check_weights(source, ids, mode, weights)
+    if ids.dim() == 2:
+        if offsets is not None:
+            raise ValueError(f"ids has shape {list(ids.shape)}, a bag a row; wanted no offsets beside it")
+        num_bags, bag_size = ids.shape
+    elif ids.dim() == 1:
+        offsets, num_bags, bag_size = *_checked_offsets(offsets, include_last_offset), 0
+    else:
+        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one or two dimensions")
+    weights = None if weights is None else weights.reshape(-1)
+    padding_idx = checked_padding(padding_idx, source.shape[0])
+    return Bags(ids.reshape(-1).contiguous(), offsets, num_bags, bag_size, mode, weights, padding_idx)
+
+
+def _check_weights(source: Rows, ids: torch.Tensor, mode: str, weights: torch.Tensor | None) -> None:
+    if weights is None:
+        return
+    if mode != "sum":
+        raise NotImplementedError(f"per_sample_weights are for mode 'sum' only; mode is {mode!r}")
+    if weights.shape != ids.shape:
+        raise ValueError(f"per_sample_weights has shape {list(weights.shape)}; wanted that of ids, {list(ids.shape)}")
+    if weights.dtype != source.dtype:
+        raise TypeError(f"per_sample_weights has dtype {weights.dtype}; wanted the table's, {source.dtype}")
+
+
+def _checked_offsets(offsets: torch.Tensor | np.ndarray | None, include_last_offset: bool) -> tuple[torch.Tensor, int]:
+    """(offsets, one a bag or one more; number of bags)."""
+    if offsets is None:
+        raise ValueError("ids has one dimension: wanted offsets, which say where each bag begins in it")
+    if not isinstance(offsets, torch.Tensor):
+        offsets = tensor_of(offsets, "offsets")
+    offsets = checked_ids(offsets, "offsets")
+    if offsets.dim() != 1:
+        raise ValueError(f"offsets has shape {list(offsets.shape)}; wanted one dimension")
+    if include_last_offset and offsets.numel() == 0:
+        raise ValueError("offsets is empty; wanted one element at least, with include_last_offset")
+    return offsets.contiguous(), offsets.numel() - bool(include_last_offset)
+
+
+def checked_padding(padding_idx: int | None, num_items: int) -> int | None:
+    """padding_idx counted from the first item; ValueError if there is no such item."""
+    if padding_idx is None:
+        return None
+    if not -num_items <= padding_idx < num_items:
+        raise ValueError(f"padding_idx is {padding_idx}; wanted -{num_items} to {num_items - 1}")
+    return padding_idx + num_items if padding_idx < 0 else padding_idx
+
+
+def _check_offsets(bags: Bags) -> None:
+    """Raises ValueError for CPU offsets of which no bags can be made."""
+    offsets, num_ids = bags.offsets, bags.ids.numel()
+    if offsets is None or offsets.is_cuda or offsets.numel() == 0:
+        return
+    if offsets[0] != 0:
+        raise ValueError(f"offsets[0] is {int(offsets[0])}; wanted 0, where the first bag begins")
+    if offsets[-1] > num_ids:
+        raise ValueError(f"offsets[{offsets.numel() - 1}] is {int(offsets[-1])}; wanted at most {num_ids}, the ids")
+    falls = offsets[1:] < offsets[:-1]
+    if falls.any():
+        position = int(falls.nonzero()[0]) + 1
+        raise ValueError(
+            f"offsets[{position}] is {int(offsets[position])}, less than the one before, {int(offsets[position - 1])}"
+        )
+
+
+# ---- rows decoded and reduced by one kernel ----
+
+
+def _is_fused(source: Table | CachedRows, bags: Bags) -> bool:
+    """Whether the kernel takes these bags, and is the fastest way: not where gathered rows would be fetched in the
+    order of windows of the table, nor for coded rows in device memory that are as short as _SHORT_ROW_BYTES."""
+    table, device = _table_of(source), bags.ids.device
+    is_near = table.device.type == "cuda" or isinstance(source, CachedRows)
+    if is_near and table.codebook is not None and table.row_bytes <= _SHORT_ROW_BYTES:
+        return False
+    if device.type != "cuda" or not _sums_rows_of(table) or is_bucketed(table, bags.ids, device):
+        return False
+    if bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled():
+        return False
+    if isinstance(source, CachedRows):
+        return source.serves(device)
+    return worker_of(table, device) == device
+
+
+def _table_of(source: Table | CachedRows) -> Table:
+    return source.view if isinstance(source, CachedRows) else source
+
+
+@contextmanager
+def _found(
+    source: Table | CachedRows, ids: torch.Tensor
+) -> Iterator[tuple[tuple, torch.Tensor | None, Sequence[torch.Tensor]]]:
+    """What the operation starts with, entries of the rows and slabs: as `CachedRows.found`."""
+    if isinstance(source, CachedRows):
+        with source.found(ids) as found:
+            yield found
+    else:
+        yield source.arguments(ids.device), None, []
+
+
+def _sums_rows_of(table: Table) -> bool:
+    """Whether the kernel decodes rows of a table (ibp_cuda_sum_bags in ibp_cuda.h)."""
+    if table.dtype not in _KINDS or table.item_bytes != table.row_bytes or table.row_bytes > _MOST_ROW_BYTES:
+        return False
+    if table.codebook is None:
+        return True
+    codec = table.codebook.codec
+    return codec[0] == _PLANES and codec[2] in (2, 4) and not codec[6]
+
+
+def _sum_bags(
+    source: Table | CachedRows, bags: Bags, out: torch.Tensor | None, check: bool, max_sms: int | None
+) -> torch.Tensor:
+    table = _table_of(source)
+    mode, kind, padding = MODES.index(bags.mode), _KINDS.index(table.dtype), bags.padding_idx
+    weights = None if bags.weights is None else bags.weights.detach().contiguous()
+
+    def run(result: torch.Tensor, fault: torch.Tensor) -> None:
+        with _found(source, bags.ids) as (arguments, entries, slabs):
+            torch.ops.ibp.sum_bags.default(
+                *arguments,
+                bags.ids,
+                entries,
+                list(slabs),
+                bags.offsets,
+                weights,
+                mode,
+                -1 if padding is None else padding,
+                kind,
+                sms_of(max_sms),
+                result,
+                fault,
+            )
+
+    shape, device = (bags.num_bags, table.shape[1]), bags.ids.device
+    return produce(table, shape, device, device, out, check, run)
+
+
+# ---- rows gathered, then reduced by torch ----
+
+
+def _pool_gathered(source: Rows, bags: Bags, check: bool, max_sms: int | None) -> torch.Tensor:
+    """The bags by torch's own function, over the rows that they name."""
+    gather = _gather_all if bags.ids.is_cuda or torch.compiler.is_compiling() else _gather_unique
+    rows, places, padding = gather(source, bags, check, max_sms)
+    offsets, includes_last = bags.offsets, False
+    if offsets is None:
+        places = places.view(bags.num_bags, bags.bag_size)
+    else:
+        includes_last = offsets.numel() != bags.num_bags
+        if offsets.is_cuda:  # where torch's kernel trusts them
+            offsets = offsets.clamp(0, bags.ids.numel()).cummax(0).values
+    weights = None if bags.weights is None else bags.weights.view(places.shape)
+    return F.embedding_bag(
+        places,
+        rows,
+        offsets,
+        mode=bags.mode,
+        per_sample_weights=weights,
+        padding_idx=padding,
+        include_last_offset=includes_last,
+    )
+
+
+def _gather_unique(
+    source: Rows, bags: Bags, check: bool, max_sms: int | None
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """(rows, the place of each id among them, that of padding_idx), every row once. With a padding_idx torch's function
+    for the CPU takes another way, with other bits, whether an id is padding or not: so there is one here too."""
+    ids = bags.ids
+    if bags.padding_idx is not None:
+        ids = torch.cat((ids, ids.new_tensor([bags.padding_idx])))
+    unique, places = torch.unique(ids, return_inverse=True)
+    rows = source.index_select(unique, check=check, max_sms=max_sms)
+    places = places.to(ids.dtype)
+    if bags.padding_idx is None:
+        return rows, places, None
+    return rows, places[:-1], int(places[-1])
+
+
+def _gather_all(
+    source: Rows, bags: Bags, check: bool, max_sms: int | None
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """As `_gather_unique`, a row for each id, without asking the device anything. Padding is a row behind them."""
+    ids, num_ids = bags.ids, bags.ids.numel()
+    rows = torch.empty(num_ids + 1, source.shape[1], dtype=source.dtype, device=ids.device)
+    source.index_select(ids, out=rows[:num_ids], check=check, max_sms=max_sms)
+    rows[num_ids].zero_()
+    places = torch.arange(num_ids, dtype=ids.dtype, device=ids.device)
+    if bags.padding_idx is None:
+        return rows, places, None
+    return rows, places.masked_fill_(ids == bags.padding_idx, num_ids), num_ids

@@ -1,0 +1,142 @@
+"""Products with a compressed matrix: `linear`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .._rows.table import Table
+from .calls import check_out, check_table
+from .escapes import COLUMNS, Escapes, escapes_of
+from .streaming import decompress
+
+VECTORS = 8  # of a call of the kernel: IBP_MOST_VECTORS
+MOST_VECTORS = 3 * VECTORS  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
+_SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow
+
+
+def linear(
+    x: torch.Tensor,
+    table: Table,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    check: bool = False,
+) -> torch.Tensor:
+    """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
+
+    Up to 8 vectors on a GPU are multiplied by a kernel that decodes W in registers, reading its coded bytes alone:
+    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least
+    3 K / 2, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. Products are added in float, in
+    an order of its own that depends on K alone, so that bits differ from those of torch's function, whose bits differ
+    by shape and GPU, too. Up to 24 vectors are multiplied by that kernel eight at a time. All else is torch's function
+    on W, decoded on x's device for the time of the call.
+
+    The first call with a table decodes it once, to list the few weights that its digits do not give, and synchronises;
+    the list counts in the table's `nbytes`, and is made anew after the table has changed. What is captured in a CUDA
+    graph or compiled before that call decodes W every time; a graph captured after it keeps the list of its time:
+    capture it anew after the table has changed. Rows that are stored raw, or have more than 64 such weights, are kept
+    decoded beside the list, and multiplied by torch; where they are more than one in 32, all of W is decoded for every
+    call.
+
+    Args:
+        x: tensor [..., K].
+        table: of a matrix [N, K], of x's dtype.
+        bias: [N], of x's dtype and on its device.
+        out: tensor [..., N] of the table's dtype, on x's device, to write to.
+        check: wait for the result and raise here what went wrong, as in `index_select`.
+
+    Returns:
+        Tensor [..., N] on x's device; out if it was given.
+
+    Raises:
+        TypeError: an argument is no tensor or table, or has another dtype.
+        ValueError: a shape or device does not fit.
+        CorruptTableError: the table's bytes contradict each other; where W is decoded for the call, a GPU reports it as
+            `index_select` does.
+    """
+    check_table(table)
+    _check_arguments(x, table, bias)
+    shape = (*x.shape[:-1], table.shape[0])
+    if out is not None:
+        check_out(out, shape, table.dtype)
+        if out.device != x.device:
+            raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
+    escapes = escapes_of(table) if _may_fuse(x, table, bias) else None
+    if escapes is not None:
+        result = _multiply(x, table, escapes, bias, shape, out)
+        if check:
+            torch.cuda.current_stream(x.device).synchronize()
+        return result
+    result = F.linear(x, decompress(table, device=x.device, check=check), bias)
+    return result if out is None else out.copy_(result)
+
+
+def slot_bytes_for(columns: int) -> int | None:
+    """`slot_bytes` of a table of BF16 at level "fast" in which rows of so many columns have room for 32 escapes. None:
+    the kernel takes no such rows."""
+    if columns == 0 or columns % COLUMNS:
+        return None
+    least = columns // 2 * 3 + _SYMBOL_BYTES
+    return min(2 * columns, -(-least // 32) * 32)
+
+
+def _check_arguments(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> None:
+    for name, tensor in (("x", x), ("bias", bias)):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
+    if len(table.shape) != 2:
+        raise ValueError(f"the table has shape {list(table.shape)}; wanted two dimensions")
+    if x.dim() == 0 or x.shape[-1] != table.shape[1]:
+        raise ValueError(f"x has shape {list(x.shape)}; wanted [..., {table.shape[1]}]")
+    if bias is not None and tuple(bias.shape) != (table.shape[0],):
+        raise ValueError(f"bias has shape {list(bias.shape)}; wanted [{table.shape[0]}]")
+
+
+# ---- by the kernel ----
+
+
+def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
+    """Whether the kernel takes the vectors; whether it takes the table, `escapes_of` says."""
+    if not x.is_cuda or table.device != x.device or x.numel() == 0 or x.numel() > MOST_VECTORS * x.shape[-1]:
+        return False
+    if _is_transformed():
+        return False
+    given = (x,) if bias is None else (x, bias)
+    if any(tensor.dtype != torch.bfloat16 or tensor.device != x.device for tensor in given):
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return False
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.bfloat16:
+        return False
+    return True
+
+
+def _is_transformed() -> bool:
+    """Whether forward gradients are computed, or functions of torch.func are in force, which see no kernel."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _multiply(
+    x: torch.Tensor,
+    table: Table,
+    escapes: Escapes,
+    bias: torch.Tensor | None,
+    shape: tuple[int, ...],
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    vectors = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    bias = None if bias is None else bias.detach().contiguous()
+    result = out if out is not None and out.is_contiguous() else x.new_empty(shape)
+    matrix = table.slots, table.slot_bytes, escapes.first_symbol, escapes.starts, escapes.entries
+    if len(vectors) <= VECTORS:
+        torch.ops.ibp.linear.default(*matrix, vectors, bias, result)
+    else:
+        for part, to in zip(vectors.split(VECTORS), result.view(len(vectors), -1).split(VECTORS)):
+            torch.ops.ibp.linear.default(*matrix, part, bias, to)
+    if len(escapes.rows):
+        irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
+        result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
+    return result if out is None or out is result else out.copy_(result)

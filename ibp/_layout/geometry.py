@@ -1,0 +1,192 @@
+"""A tensor as bytes cut into rows (FORMAT.md section 1), brought block by block to the device that works on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from .. import _core
+from .._common.arguments import whole_number
+from .._machine import memory, staging
+
+_Given = TypeVar("_Given")
+
+LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
+_BLOCK_BYTES = 64 << 20  # of what is coded at once, and in `compress_` held twice
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
+_DTYPE_NAMES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a tensor of a shape and dtype is cut. An item is x[i]; a 0-D tensor is one item."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    row_bytes: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor, row_bytes: int | None = None) -> Geometry:
+        natural = cls(x.shape, x.dtype, 1)
+        if row_bytes is None:
+            is_row = x.dim() > 1 and natural.item_bytes <= _core.MAX_ROW_BYTES
+            row_bytes = natural.item_bytes if is_row else min(LONG_ITEM_ROW_BYTES, natural.num_bytes)
+            row_bytes = max(1, row_bytes)
+        return cls(x.shape, x.dtype, whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES))
+
+    @property
+    def num_items(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def item_bytes(self) -> int:
+        return self.shape[1:].numel() * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_items * self.item_bytes
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether items begin and end with rows."""
+        return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
+
+    @property
+    def num_rows(self) -> int:
+        return -(-self.num_bytes // self.row_bytes)
+
+
+def check_tensor(x: torch.Tensor, name: str = "x") -> None:
+    """Raises TypeError for what cannot be compressed, by its name."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor")
+    if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{name} is a {kind} tensor on {x.device}; wanted a dense tensor on the CPU or a CUDA device")
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8 whole bytes, "
+            "not quantized or packed: pass its int_repr() or view(torch.uint8)"
+        )
+
+
+class _Memory:
+    """The memory of an array, which it keeps, without the flag that it is read-only."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._owner = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """An array as a tensor over the same memory, which must not be written to if the array must not: torch.from_numpy
+    warns of arrays that are read-only."""
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+
+
+def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tensor:
+    """What is given, or an array as a tensor, over its memory where torch can; dtypes of ml_dtypes are torch's of
+    the same name. TypeError for arrays of dtypes that torch lacks."""
+    if not isinstance(x, np.ndarray):
+        return x
+    x = np.asarray(x, dtype=x.dtype.newbyteorder("="))
+    dtype: Any = getattr(torch, x.dtype.name, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != x.dtype.itemsize:
+        raise TypeError(f"{name} is an array of {x.dtype}; wanted a dtype that torch has")
+    if any(stride < 0 or stride % x.dtype.itemsize for stride in x.strides):
+        x = x.copy()
+    if x.dtype.kind == "V":  # of ml_dtypes: numpy sees bytes alone
+        return as_tensor(x.view(f"u{x.dtype.itemsize}")).view(dtype)
+    return as_tensor(x)
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, uint8 [num_bytes]: a view where it is contiguous, else a copy."""
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.dtype.is_complex:
+        x = torch.view_as_real(x)
+    x = x.view(_INTEGERS[x.element_size()]).contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(
+        torch.uint8
+    )  # a contiguous tensor of at most one element may have any strides
+
+
+def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> torch.device:
+    """Where x is analysed and compressed: the device asked for, else x's own if it is a GPU, else the GPU if there is
+    one."""
+    return memory.usual(x.device if device is None and x.is_cuda else device)
+
+
+def blocks(
+    data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool = True
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32.
+
+    What is on the GPU that works on it is one block, if `whole`. Host data is brought to a GPU in smaller blocks by its
+    copy engine, the next
+    one while the caller works on one: such a block is valid until the next one is asked for (see `_staging`).
+    """
+    num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
+    most_bytes = _BLOCK_BYTES
+    if is_staged:
+        most_bytes = min(_BLOCK_BYTES, staging.STAGED_BYTES)
+    elif whole and device.type == "cuda" and data.device == device:
+        most_bytes = data.numel()
+    step = max(1, most_bytes // (_core.ROWS_PER_BASE * row_bytes)) * _core.ROWS_PER_BASE
+    ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
+    parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
+    near = (
+        staging.copied_ahead(parts, device, not data.is_pinned()) if is_staged else (part.to(device) for part in parts)
+    )
+    for block, (first, last) in zip(near, ranges):
+        yield first, last, block
+
+
+def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
+    """The bytes of num_sampled whole rows, one drawn from each of as many equal parts of the table; all whole rows
+    without a copy if there are no more."""
+    num_rows = data.numel() // row_bytes
+    rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
+    if num_sampled >= num_rows:
+        return rows.reshape(-1)
+    generator = torch.Generator().manual_seed(seed)
+    bounds = torch.arange(num_sampled + 1) * num_rows // num_sampled
+    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64)
+    chosen = bounds[:-1] + (shares * bounds.diff()).to(torch.int64)
+    return rows[chosen.to(rows.device)].reshape(-1)
+
+
+def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:
+    """Numbers of the rows of items, int64."""
+    items = items.to(torch.int64)
+    if rows_per_item == 1:
+        return items
+    return (items[:, None] * rows_per_item + torch.arange(rows_per_item, device=items.device)).reshape(-1)

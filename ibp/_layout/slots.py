@@ -1,0 +1,188 @@
+"""Slot sizes and the row index of a table (FORMAT.md sections 2 and 3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .. import _core
+from .._common.arguments import whole_number
+from .geometry import Geometry
+
+SECTOR_BYTES = _core.SECTOR_BYTES
+_SECOND_FETCH_BYTES = (
+    64  # what fetching a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
+)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What rows take as stored, raw ones included.
+
+    Attributes:
+        stored: bytes of all rows.
+        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
+    """
+
+    stored: int
+    sectors: torch.Tensor
+
+    def overflow_bytes(self, slot_bytes: int) -> int:
+        """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without
+        slots."""
+        if slot_bytes == 0:
+            return self.stored
+        above = self.sectors[slot_bytes // SECTOR_BYTES + 1 :]
+        return SECTOR_BYTES * int((above * torch.arange(1, len(above) + 1)).sum())
+
+
+def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | int) -> torch.Tensor:
+    """Bytes of rows as stored, int64; lengths: their entries of the index, valid: their bytes before coding."""
+    sizes = lengths.to(torch.int64)
+    sizes = torch.where(sizes == 0, valid, sizes)
+    return torch.where(lengths.to(torch.int64) == default_length(row_bytes), 0, sizes)
+
+
+def default_length(row_bytes: int) -> int:
+    """The entry of `lengths` of a default row, which has no bytes."""
+    return min(row_bytes, 65535)
+
+
+def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
+    """The survey of a table's rows; lengths on any device, empty: all rows raw."""
+    if lengths.numel() == 0:
+        lengths = torch.zeros(geometry.num_rows, dtype=torch.uint16)
+    stored, *sectors = torch.ops.ibp.survey_rows(lengths, geometry.num_bytes, geometry.row_bytes).tolist()
+    return Survey(stored, torch.tensor(sectors))
+
+
+def choose_slot_bytes(found: Survey, geometry: Geometry) -> int:
+    """The slot size, a multiple of 32 below row_bytes or row_bytes itself, at which slots and overflow take the fewest
+    bytes, each row's second fetch priced in; of equal ones the largest."""
+    if len(found.sectors) < 2:
+        return geometry.row_bytes
+    return cheapest_slots(found.sectors, geometry.row_bytes, least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)[0]
+
+
+def cheapest_slots(
+    sectors: torch.Tensor,
+    row_bytes: int,
+    *,
+    least: int = 0,
+    overflow_cost: float = 1.0,
+    part_cost: float = 0.0,
+    most_overflow: float = math.inf,
+    near: float = 1.0,
+) -> tuple[int, float]:
+    """(bytes of a slot, bytes of overflow of a mean row) where slots and overflow cost the least together. Slots are a
+    multiple of 32 bytes below row_bytes, or row_bytes.
+
+    Args:
+        sectors: how many rows take k sectors as stored, as in `Survey`; at least one row.
+        least: bytes of a slot, at least.
+        overflow_cost: of a byte in overflow, in bytes of slots.
+        part_cost: of a row that has a part in overflow, besides its bytes.
+        most_overflow: bytes of overflow of a mean row, at most.
+        near: the largest slots are taken of those that cost at most so many times the least.
+    """
+    rows = sectors.to(torch.float64)
+    slots = torch.arange(len(rows), dtype=torch.float64) * SECTOR_BYTES
+    rows_above = rows.flip(0).cumsum(0).flip(0) - rows  # rows that leave a slot of k sectors
+    overflow = (rows * slots).flip(0).cumsum(0).flip(0) - rows * slots - rows_above * slots
+    slots[-1] = row_bytes  # whose last sector may be a part of one
+    costs = float(rows.sum()) * slots + overflow_cost * overflow + part_cost * rows_above
+    costs[overflow > most_overflow * rows.sum()] = math.inf
+    first = least // SECTOR_BYTES
+    best = first + int((costs[first:] <= near * costs[first:].min()).nonzero()[-1])
+    return int(slots[best]), float(overflow[best] / rows.sum())
+
+
+def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
+    """Raises ValueError if rows of row_bytes cannot have slots of that size."""
+    if slot_bytes == row_bytes or (0 < slot_bytes < row_bytes and slot_bytes % SECTOR_BYTES == 0):
+        return
+    raise ValueError(
+        f"slot_bytes is {slot_bytes}; wanted a multiple of {SECTOR_BYTES} below the row's {row_bytes} bytes, "
+        f"or {row_bytes} itself"
+    )
+
+
+def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
+    """Bytes of a slot as asked for by these arguments of `compress`: 0 for packed rows, None where it is to be chosen.
+
+    Raises:
+        TypeError, ValueError: layout or slot_bytes is none of a table.
+    """
+    if layout not in ("slots", "packed"):
+        raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
+    if layout == "packed" and slot_bytes is not None:
+        raise ValueError(f"slot_bytes is {slot_bytes}, but the packed layout has no slots")
+    if slot_bytes is None:
+        return 0 if layout == "packed" else None
+    slot_bytes = whole_number("slot_bytes", slot_bytes)
+    check_slot_bytes(slot_bytes, row_bytes)
+    return slot_bytes
+
+
+def slots_size(geometry: Geometry, slot_bytes: int) -> int:
+    """Bytes of the slots array."""
+    return geometry.num_bytes if slot_bytes == geometry.row_bytes else geometry.num_rows * slot_bytes
+
+
+def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> torch.Tensor:
+    """The bases of a table some of whose rows overflow, where lengths are."""
+    return torch.ops.ibp.index_rows(lengths, geometry.num_bytes, geometry.row_bytes, slot_bytes)[:-1]
+
+
+def index_bytes(geometry: Geometry, overflows: bool) -> int:
+    """Bytes of the lengths of a coded table, and of its bases if rows overflow their slots."""
+    return 2 * geometry.num_rows + (8 * -(-geometry.num_rows // _core.ROWS_PER_BASE) if overflows else 0)
+
+
+def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> int:
+    """What the second fetches of rows that overflow their slot cost besides their bytes, as bytes."""
+    overflowing = found.sectors[slot_bytes // SECTOR_BYTES + 1 :].sum() if 0 < slot_bytes < geometry.row_bytes else 0
+    return int(overflowing) * _SECOND_FETCH_BYTES
+
+
+def link_bytes(
+    lengths: torch.Tensor, geometry: Geometry, slot_bytes: int, own_bases: torch.Tensor | None = None
+) -> int:
+    """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once. own_bases: of a table that has
+    one for each row."""
+    sectors, overflow_end, step = 0, 0, 1 << 22
+    for first in range(0, geometry.num_rows, step):
+        row = torch.arange(first, min(first + step, geometry.num_rows), device=lengths.device)
+        valid = torch.clamp(geometry.num_bytes - row * geometry.row_bytes, max=geometry.row_bytes)
+        length = lengths[first : first + len(row)] if lengths.numel() else torch.zeros_like(row)
+        stored = stored_sizes(length, geometry.row_bytes, valid)
+        part = (stored - slot_bytes).clamp(min=0)
+        sectors += _touched(row * slot_bytes, stored - part)
+        if own_bases is not None:
+            sectors += _touched(own_bases[first : first + len(row)], part)
+        elif bool(part.any()):
+            room = part if slot_bytes == 0 else (part + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
+            ends = overflow_end + room.cumsum(0)
+            sectors += _touched(ends - room, part)
+            overflow_end = int(ends[-1])
+    return sectors * SECTOR_BYTES
+
+
+def raw_link_bytes(geometry: Geometry) -> int:
+    """The same for rows that are all raw, one after the other: which sectors a row touches repeats itself every 32
+    rows."""
+
+    def of(num_bytes: int) -> int:
+        part = Geometry(torch.Size((num_bytes,)), torch.uint8, geometry.row_bytes)
+        return link_bytes(torch.empty(0, dtype=torch.uint16), part, geometry.row_bytes)
+
+    period = SECTOR_BYTES * geometry.row_bytes
+    whole, rest = divmod(geometry.num_bytes, period)
+    return whole * of(period) + of(rest) if whole else of(rest)
+
+
+def _touched(start: torch.Tensor, size: torch.Tensor) -> int:
+    touched = (start + size - 1) // SECTOR_BYTES - start // SECTOR_BYTES + 1
+    return int((touched * (size > 0)).sum())

@@ -1,0 +1,288 @@
+"""What a machine does: the one place of the rates that "auto", the paths to a GPU and the benchmarks' ideals reckon
+with.
+
+`ibp.calibration.calibrate` measures them and keeps them in a file of the user's cache directory. Where it was never
+called, those of an H200 stand in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+import typing
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _core
+from .._common import ops
+from . import memory
+
+FEW_SMS = 8  # of a GPU's multiprocessors, where rates of few are named
+_MOST_STREAMED_BYTES = 1 << 30  # a tensor of more is streamed on any machine
+_FILE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CoderRates:
+    """Of one family of decoders and encoders, for rows of 2 KiB (of one-byte elements 1 KiB) in device memory. GB/s are
+    of original bytes, 10^9 a second.
+
+    Attributes:
+        decode_gbps, few_decode_gbps: with all multiprocessors, and with at most 8.
+        encode_gbps, few_encode_gbps: likewise, by `ibp.encode_into`.
+        least_row_ns: time of a row fetched from pinned memory, at least, however few bytes it has.
+        work_per_ns: decoded a nanosecond with all multiprocessors: elements of dense rows, elements' worth of stored
+            bytes of listed ones, bytes of masks.
+    """
+
+    decode_gbps: float
+    few_decode_gbps: float
+    encode_gbps: float
+    few_encode_gbps: float
+    least_row_ns: float
+    work_per_ns: float
+
+
+@dataclass(frozen=True, repr=False)
+class Calibration:
+    """Rates of one machine, with one of its GPUs. GB/s are 10^9 bytes a second, which is bytes a nanosecond.
+
+    Attributes:
+        gpu: its name.
+        copy_in_gbps, copy_out_gbps: the copy engine, from pinned memory to the GPU and back.
+        read_gbps, few_read_gbps: a kernel that reads rows of 2 KiB of pinned memory, with all multiprocessors and with
+            at most 8.
+        least_row_ns: time of a row read by a kernel, at least, however short.
+        coded_read_share: of read_gbps, at which coded rows come where no decoder binds.
+        reach_bytes: of pinned memory that address translation reaches: rows at random places of more come slower.
+        random_row_ns, sorted_row_ns: time of a row of 32 bytes at a random place of a table of some GiB, in any order
+            and in the order of places.
+        least_bucketed_ids: random rows of such a table from which on it pays to put them in the order of places first.
+        bucketed_sms: multiprocessors that then fetch them the fastest.
+        stream_start_us: that a stream through the copy engine takes longer to begin and end than a kernel.
+        device_copy_gbps, memset_gbps: in device memory, of bytes copied and of bytes set.
+        gather_gbps: rows that one thread of the CPU gathers at random places of host memory.
+        pairs: dense rows of scheme planes with digits of two bits in elements of two bytes or more.
+        dense: other dense rows of such elements, also those of entries a column.
+        one_byte: dense rows of elements of one byte.
+        fast: dense rows with one digit of four bits (`level="fast"`).
+        listed: listed rows.
+        masks: rows of scheme ibp.
+    """
+
+    gpu: str
+    copy_in_gbps: float
+    copy_out_gbps: float
+    read_gbps: float
+    few_read_gbps: float
+    least_row_ns: float
+    coded_read_share: float
+    reach_bytes: int
+    random_row_ns: float
+    sorted_row_ns: float
+    least_bucketed_ids: int
+    bucketed_sms: int
+    stream_start_us: float
+    device_copy_gbps: float
+    memset_gbps: float
+    gather_gbps: float
+    pairs: CoderRates
+    dense: CoderRates
+    one_byte: CoderRates
+    fast: CoderRates
+    listed: CoderRates
+    masks: CoderRates
+
+    @property
+    def least_streamed_bytes(self) -> int:
+        """Stored bytes from which on the copy engine, which starts later, brings a tensor sooner than a kernel."""
+        gained_ns = 1 / self.read_gbps - 1 / self.copy_in_gbps
+        if gained_ns <= 0:
+            return _MOST_STREAMED_BYTES
+        return int(min(1e3 * self.stream_start_us / gained_ns, _MOST_STREAMED_BYTES))
+
+    @property
+    def least_staging_threads(self) -> int:
+        """Threads of the CPU from which on rows that they gather come faster than those that a GPU reads in order: they
+        fill half of the link."""
+        return math.ceil(0.5 * self.copy_in_gbps / self.gather_gbps)
+
+    def __repr__(self) -> str:
+        """A small table."""
+        rates = {name: _shown(value) for name, value in vars(self).items() if isinstance(value, (int, float))}
+        reach, streamed = (f"{size / 2**20:,.0f} MiB" for size in (self.reach_bytes, self.least_streamed_bytes))
+        lines = [line.format(reach=reach, streamed=streamed, few=FEW_SMS, **rates) for line in _LINES]
+        return "\n".join([f"ibp.Calibration of {self.gpu}", *lines, *self._coder_lines()])
+
+    def _coder_lines(self) -> list[str]:
+        few = f"{FEW_SMS} SMs"
+        table: list[tuple[str, ...]] = [("GB/s", "decode", few, "encode", few, "ns a row")]
+        for name in CODER_FAMILIES:
+            rates = getattr(self, name)
+            table.append((name, *map(_shown, dataclasses.astuple(rates)[:-1])))
+        return [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
+
+
+_LINES = (  # of a calibration's repr
+    "  copy engine    {copy_in_gbps} GB/s to the GPU, {copy_out_gbps} to the host",
+    "  kernels read   {read_gbps} GB/s of pinned memory, with {few} SMs {few_read_gbps}; a row takes {least_row_ns} ns",
+    "  random rows    beyond {reach} {random_row_ns} ns a row, in order {sorted_row_ns}",
+    "  put in order   from {least_bucketed_ids} rows on, then fetched by {bucketed_sms} SMs",
+    "  whole tensors  streamed from {streamed} on: that starts {stream_start_us} us later",
+    "  device memory  copy {device_copy_gbps} GB/s, memset {memset_gbps}",
+    "  CPU            a thread gathers {gather_gbps} GB/s",
+)
+CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
+
+# One NVIDIA H200 on PCIe 5 x16 with 16 cores, as `calibrate` measured it. What was measured at more sizes is by files
+# of benchmarks/results: the link by gather.csv (raw rows of 2 KiB; synthetic rows of 128 B, 75 and 90 % saved, at 1.45
+# ns; dense rows of 128 B; 0.90 to 0.99 of the link where no decoder binds), where ids are put in order by
+# large_table.csv, streams by stream.csv, `pairs` and `masks` in device memory by codec.csv, encoding and `one_byte`,
+# `fast` and `listed` by encode_into.csv (`dense` and `masks`, which it has not, by a `calibrate` of their encoders, of
+# a GPU that had other work too), and the work of decoders by what is slowest there: FP32 rows of 128 B, LLM keys and
+# values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
+H200 = Calibration(
+    gpu="NVIDIA H200",
+    copy_in_gbps=55.4,
+    copy_out_gbps=55.2,
+    read_gbps=51.4,
+    few_read_gbps=51.1,
+    least_row_ns=1.45,
+    coded_read_share=0.9,
+    reach_bytes=512 << 20,
+    random_row_ns=16.2,
+    sorted_row_ns=3.6,
+    least_bucketed_ids=1 << 14,
+    bucketed_sms=16,
+    stream_start_us=94.27,
+    device_copy_gbps=2063.0,
+    memset_gbps=3270.0,
+    gather_gbps=3.7,
+    pairs=CoderRates(1952.0, 149.0, 823.0, 44.0, 2.6, 170.0),
+    dense=CoderRates(745.0, 48.8, 956.0, 54.2, 2.6, 110.0),
+    one_byte=CoderRates(1382.0, 91.1, 562.0, 32.2, 2.6, 110.0),
+    fast=CoderRates(1923.0, 159.0, 1752.0, 114.0, 2.6, 110.0),
+    listed=CoderRates(677.0, 45.9, 500.0, 27.3, 1.9, 40.0),
+    masks=CoderRates(1740.0, 119.0, 679.0, 35.8, 1.45, 419.0),
+)
+
+_in_force: dict[torch.device, Calibration] = {}
+_complained: set[Path] = set()
+
+
+def in_force(device: torch.device) -> Calibration:
+    """The calibration to reckon with on a device: of the CPU, with the current GPU; the H200's where there is none.
+    Measures nothing."""
+    known = _in_force.get(device)
+    if known is not None or torch.compiler.is_compiling():  # a file cannot be read inside torch.compile
+        return known or H200
+    if device.type != "cuda":
+        # Where CUDA is not in use yet it stays so: children of a process that uses it cannot use GPUs.
+        has_gpu = ops.cuda_is_available() and torch.cuda.is_initialized()
+        return in_force(memory.canonical("cuda")) if has_gpu else H200
+    return _in_force.setdefault(device, _read(device) or H200)
+
+
+def keep(device: torch.device, calibration: Calibration) -> None:
+    """Puts a calibration in force, for later processes too."""
+    _write(device, calibration)
+    _in_force[device] = calibration
+
+
+def is_measured(device: torch.device) -> bool:
+    """Whether the calibration in force was measured here."""
+    return in_force(device) is not H200
+
+
+# ---- the file ------------------------------------------------------------------------------------------------------
+
+
+def cache_file(device: torch.device) -> Path | None:
+    """Where the calibration of a CUDA device is kept; None where the user has no cache directory."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        directory = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    except RuntimeError:  # there is no home
+        return None
+    digest = hashlib.sha256(json.dumps(_key(device), sort_keys=True).encode()).hexdigest()
+    return directory / "ibp" / f"calibration-{digest[:16]}.json"
+
+
+def _key(device: torch.device) -> dict[str, Any]:
+    """What a calibration is of: another GPU, driver or version of ibp has one of its own."""
+    properties = torch.cuda.get_device_properties(device)
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "file": _FILE_VERSION,
+        "ibp": _core.version(),
+        "gpu": properties.name,
+        "uuid": str(getattr(properties, "uuid", "")),
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else "",
+        "cuda": torch.version.cuda or "",
+    }
+
+
+def _read(device: torch.device) -> Calibration | None:
+    """The calibration on disk; None where there is none, or what is there cannot be used: said once."""
+    path = cache_file(device)
+    if path is None or not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or content.get("key") != _key(device):
+            raise ValueError("it is of another machine")
+        return _of_json(Calibration, content.get("calibration"))
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
+        if path not in _complained:
+            _complained.add(path)
+            warnings.warn(f"ibp: {path} is left out: {error}. ibp.calibrate() measures again", stacklevel=3)
+        return None
+
+
+def _of_json(kind: type, content: Any) -> Any:
+    """A dataclass of names, whole numbers and positive numbers from what `dataclasses.asdict` made of it. ValueError
+    for anything else."""
+    types = typing.get_type_hints(kind)
+    if not isinstance(content, dict) or set(content) != set(types):
+        raise ValueError(f"it holds no {kind.__name__}")
+    values = {}
+    for name, wanted in types.items():
+        value = content[name]
+        if dataclasses.is_dataclass(wanted):
+            values[name] = _of_json(typing.cast(type, wanted), value)
+            continue
+        is_number = isinstance(value, (int, wanted)) and not isinstance(value, (bool, str))
+        if not (isinstance(value, str) if wanted is str else is_number and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} is {value!r}")
+        values[name] = value if wanted is str else wanted(value)
+    return kind(**values)
+
+
+def _write(device: torch.device, calibration: Calibration) -> None:
+    """Keeps a calibration for later processes: a whole file takes the place of the one before it. A warning where that
+    cannot be."""
+    path = cache_file(device)
+    if path is None:
+        return
+    content = {"key": _key(device), "calibration": dataclasses.asdict(calibration)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+            written = Path(beside) / path.name
+            written.write_text(json.dumps(content, indent=1))
+            os.replace(written, path)
+    except OSError as error:
+        warnings.warn(f"ibp: the calibration is kept for this process only: {error}", stacklevel=3)
+
+
+def _shown(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,204 @@
+"""Pinned host memory of exact size, and views of it as tensors of a CUDA device."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import _core
+from .._common import ops
+from .._common.arguments import whole_number
+
+if TYPE_CHECKING:
+    from .._rows.table import Table
+
+
+class PinningError(RuntimeError):
+    """The system does not pin memory."""
+
+    __module__ = "ibp"
+
+
+_LEAST_HUGE_BYTES = 4 << 20  # of memory that is to have huge pages, of which one has 2 MiB
+_has_warned = False
+_has_warned_of_copy = False
+
+
+def warn_of_pageable(refused: PinningError) -> None:
+    """Says, once a process, that memory is pageable which nobody has said must be pinned."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        message = f"{refused}: what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def warn_of_copy(refused: PinningError) -> None:
+    """Says, once a process, that what is mapped from files is copied for GPUs."""
+    global _has_warned_of_copy
+    if not _has_warned_of_copy:
+        _has_warned_of_copy = True
+        message = f"{refused}: tables that GPUs fetch from are copied to pinned memory instead, each once"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> torch.Tensor:
+    """Uninitialised uint8 tensor; pinned memory where pin is set, of this size and not rounded up to a power of two as
+    by torch's own allocator, on a NUMA node (negative: the caller's) where the system can."""
+    if not pin or num_bytes == 0:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    if torch.cuda.is_available():
+        torch.cuda.init()  # before that, torch takes no memory for pinned
+    try:
+        buffer = _core.PinnedBuffer(num_bytes, node)
+    except RuntimeError as error:
+        raise PinningError(f"{num_bytes:,} bytes of memory cannot be pinned ({error})") from error
+    if buffer.is_used:
+        _wait_for_gpus()
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def empty_pageable(num_bytes: int) -> torch.Tensor:
+    """Uninitialised uint8 tensor in pageable memory, of huge pages where the system has them: it is filled several
+    times faster."""
+    if num_bytes < _LEAST_HUGE_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def empty_parts(
+    sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
+) -> tuple[list[torch.Tensor], bool]:
+    """(tensors as `empty` makes them, whether they are pinned). pin: None: where the system lets; all of them, or none
+    and a warning."""
+    if pin is not False:
+        try:
+            return [empty(size, device, True, node) for size in sizes], True
+        except PinningError as error:
+            if pin:
+                raise
+            warn_of_pageable(error)
+    return [empty(size, device, False) for size in sizes], False
+
+
+def pin_if_possible(table: Table) -> None:
+    """Pins a table that nobody has said must be pinned: with a warning where the system refuses."""
+    try:
+        table.pin_memory()
+    except PinningError as error:
+        warn_of_pageable(error)
+        table._is_refused = True
+
+
+def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
+    """What keeps memory pinned where it is while it lives; None: there is nothing to pin."""
+    if not data.numel():
+        return None
+    try:
+        return _core.PinnedRange(data, data.data_ptr(), data.numel())
+    except RuntimeError as error:
+        raise PinningError(f"{data.numel():,} bytes of memory cannot be pinned ({error})") from error
+
+
+def _wait_for_gpus() -> None:
+    """Waits for all work that this process has on GPUs, on whichever streams."""
+    for index in range(torch.cuda.device_count()):
+        if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
+            torch.cuda.synchronize(index)
+
+
+def release_pinned(limit_bytes: int | None = None) -> int:
+    """Gives pinned memory that no table uses any more back to the system.
+
+    To pin memory takes longer than to fill it, so that what tables leave is kept for the next ones, pinned: at most 4
+    GiB, or an eighth of the machine's memory where that is less. A new table takes what is kept if that is at most an
+    eighth larger than what it needs, on the same NUMA node, once all GPUs are done with their work so far.
+
+    Args:
+        limit_bytes: how much may be kept from now on, at least 0; 0 turns it off. None: as before.
+
+    Returns:
+        Bytes given back.
+
+    Raises:
+        TypeError, ValueError: limit_bytes is no number of bytes.
+    """
+    limit = None if limit_bytes is None else whole_number("limit_bytes", limit_bytes, 0, 2**63 - 1)
+    freed = _core.release_pinned()
+    if limit is not None:
+        _core.set_pinned_limit(limit)
+    return freed
+
+
+def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
+    """The tensor itself if it is pinned or empty, else a pinned copy of a CPU tensor."""
+    if tensor.numel() == 0 or tensor.is_pinned():
+        return tensor
+    pinned = empty(tensor.numel() * tensor.element_size(), tensor.device, pin=True, node=node)
+    return pinned.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of a CUDA device over the memory of a contiguous pinned one, which it keeps alive.
+
+    Pinned memory is every GPU's, whichever device was current when it was pinned, and whichever is now.
+
+    Raises:
+        RuntimeError: host is not pinned.
+    """
+    if host.numel() == 0:
+        return torch.empty_like(host, device=device)
+    with torch.cuda.device(device):
+        capsule = _core.map_pinned(host, host.data_ptr(), host.numel() * host.element_size(), device.index)
+        return torch.from_dlpack(capsule).view(host.dtype).view(host.shape)
+
+
+def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
+    """Memory as work on a device is given it: itself if it is there, else a view of what is pinned."""
+    return memory if memory.device == device else device_view(memory, device)
+
+
+_usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, as canonical() has found them
+
+
+def canonical(device: torch.device | str | int) -> torch.device:
+    """The device with its index: "cuda" is the current CUDA device. TypeError, ValueError: it is none, or cannot
+    be used."""
+    if isinstance(device, torch.device) and device in _usable:
+        return device
+    found = _canonical(device)
+    _usable.add(found)
+    return found
+
+
+def usual(device: torch.device | str | int | None) -> torch.device:
+    """The device, as `canonical` gives it; of None the current CUDA device if there is one, else the CPU."""
+    return canonical(("cuda" if ops.cuda_is_available() else "cpu") if device is None else device)
+
+
+def _canonical(device: torch.device | str | int) -> torch.device:
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        got = type(device).__name__
+        raise TypeError(f"device is a {got}; wanted a torch.device, the name of one, or the number of a CUDA device")
+    try:
+        device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+    except RuntimeError:  # torch knows no such device
+        raise ValueError(f"device is {device!r}; wanted the name of a CPU or CUDA device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {str(device)!r}; wanted a CPU or CUDA device")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not _core.cuda_is_built():
+        why = "it was built without nvcc, or with IBP_NO_CUDA=1"
+        raise ValueError(f"device is {str(device)!r}, but this build of ibp has no CUDA kernels ({why})")
+    if not ops.cuda_is_available():
+        raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -1,0 +1,60 @@
+"""NUMA nodes of the host: which one new pinned memory is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._common.arguments import whole_number
+from . import memory
+
+CALLERS_NODE = -1  # as the core takes it: the node that the calling thread runs on
+_NODES = Path("/sys/devices/system/node/online")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+Numa = int | torch.device | str | None  # a node, a device near whose node, or None: the caller's
+
+
+def node_of(numa: Numa) -> int:
+    """The node that an argument `numa` means, CALLERS_NODE where that is the caller's or is not known.
+
+    Raises:
+        TypeError: it is neither a number nor a device.
+        ValueError: the machine has no such node, or no such device.
+    """
+    if numa is None:
+        return CALLERS_NODE
+    if isinstance(numa, (torch.device, str)):
+        device = memory.canonical(numa)
+        return CALLERS_NODE if device.type == "cpu" else node_of_gpu(device)
+    node = whole_number("numa", numa)
+    nodes = online_nodes()
+    if node not in nodes:
+        raise ValueError(f"numa is {node}; this machine has the nodes {', '.join(map(str, sorted(nodes)))}")
+    return node
+
+
+def online_nodes() -> set[int]:
+    """The nodes of the machine: 0 alone where the system does not say."""
+    try:
+        text = _NODES.read_text()
+    except OSError:
+        return {0}
+    nodes: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        nodes.update(range(int(first), int(last or first) + 1))
+    return nodes
+
+
+def node_of_gpu(device: torch.device) -> int:
+    """The node that a GPU is near; CALLERS_NODE where the system does not say."""
+    found: Any = torch.cuda.get_device_properties(device)
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    try:
+        node = int((_PCI_DEVICES / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return CALLERS_NODE
+    return node if node in online_nodes() else CALLERS_NODE

@@ -1,0 +1,177 @@
+"""Memory that several processes map: one copy of a table's bytes, whoever reads them.
+
+The memory is a file without a name (memfd_create): it ends with the last process that has it, however that ends, and
+nothing is left to clean up. Another process opens it by way of a process that has it, as /proc/<pid>/fd/<number>.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .. import _core
+from .._common import wire
+from .memory import PinningError
+
+_ALIGNMENT = 256  # bytes, of each tensor in the memory
+_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
+
+
+@wire.sent
+@dataclass(frozen=True)
+class SharedHandle:
+    """What another process needs to open a shared table: plain data, to be pickled and sent in any way. Made by
+    `CompressedTensor.share`, for `ibp.open_shared`.
+
+    Attributes:
+        process: number of the process that shares the table; it must live until the handle has been opened.
+        num_bytes: of the shared memory; 0 of a table on a GPU.
+    """
+
+    __module__ = "ibp"
+
+    process: int
+    num_bytes: int
+    _file: int = field(repr=False)
+    _name: str = field(repr=False)
+    _pin: bool = field(repr=False)
+    _fields: bytes = field(repr=False)
+    _tensors: bytes = field(repr=False)  # how each is opened; of shared memory its number of elements
+
+
+class Segment:
+    """Shared memory of a table, as this process maps it: one for all tables that are opened here from one memory.
+
+    Attributes:
+        pages: the memory, which the tables' tensors keep alive.
+        file: its descriptor in this process.
+        pin: whether it is to be pinned, which is done where a GPU first fetches from it.
+    """
+
+    def __init__(self, name: str, file: int, num_bytes: int, is_new: bool, node: int = -1) -> None:
+        self.name, self.file, self.num_bytes, self.pin = name, file, num_bytes, False
+        weakref.finalize(self, os.close, file)
+        self.pages = _core.SharedPages(file, num_bytes, is_new, node)
+
+    @classmethod
+    def new(cls, num_bytes: int, node: int) -> Segment:
+        name = f"ibp-{uuid.uuid4().hex}"
+        file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(file, num_bytes)
+            # Nobody can shrink it, so that no process reads past its end.
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(file)
+            raise
+        made = _segments[name] = cls(name, file, num_bytes, is_new=True, node=node)
+        return made
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], node: int) -> tuple[Segment, dict[str, torch.Tensor]]:
+        """New memory on a NUMA node (negative: the caller's) with a copy of a table's tensors, and these copies."""
+        num_bytes = sum(_rounded_up(tensor.numel() * tensor.element_size()) for tensor in tensors.values())
+        segment = cls.new(max(num_bytes, _ALIGNMENT), node)
+        copies = segment.tensors({name: tensor.numel() for name, tensor in tensors.items()})
+        for name, copy in copies.items():
+            copy.view(torch.uint8).copy_(tensors[name].view(torch.uint8))
+        return segment, copies
+
+    @classmethod
+    def opened(cls, handle: SharedHandle, file: int | None = None) -> Segment:
+        """The memory of a handle. file: a descriptor of it, which is the segment's from then on; None: the one that the
+        handle's process has. RuntimeError if it cannot be opened."""
+        found = _segments.get(handle._name)
+        if found is None:
+            file = _checked(_file_of(handle) if file is None else file, handle)
+            found = _segments[handle._name] = cls(handle._name, file, handle.num_bytes, is_new=False)
+        elif file is not None:
+            os.close(file)
+        return found
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pages.is_pinned
+
+    def pin_here(self) -> None:
+        """Pins the memory for this process, once. RuntimeError if there is no CUDA device or the system refuses."""
+        if torch.cuda.is_available():
+            torch.cuda.init()
+        try:
+            self.pages.pin()
+        except RuntimeError as error:
+            raise PinningError(f"{self.num_bytes:,} bytes of shared memory cannot be pinned ({error})") from error
+        self.pin = True
+
+    def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """A table's tensors in the memory, of so many elements each."""
+        made, start = {}, 0
+        for name, dtype in _DTYPES.items():
+            count = sizes[name]
+            made[name] = (
+                torch.frombuffer(self.pages, dtype=dtype, count=count, offset=start)
+                if count
+                else torch.empty(0, dtype=dtype)
+            )
+            start += _rounded_up(count * dtype.itemsize)
+        return made
+
+
+class FileRows:
+    """The rows of a table in a mapped file, which are not to be written to: what a table has in place of a `Segment`.
+
+    Attributes:
+        pages: the mapped memory of slots and of overflow, where there are any.
+        pin: whether it is to be pinned, which is done where a GPU first fetches from it.
+    """
+
+    def __init__(self, pages: Sequence[_core.FilePages], pin: bool) -> None:
+        self.pages, self.pin = tuple(pages), pin
+
+    @property
+    def is_pinned(self) -> bool:
+        return all(pages.is_pinned for pages in self.pages)
+
+    def pin_here(self) -> None:
+        """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
+        if torch.cuda.is_available():
+            torch.cuda.init()
+        try:
+            for pages in self.pages:
+                pages.pin()
+        except RuntimeError as error:
+            raise PinningError(f"a mapped file cannot be pinned ({error})") from error
+        self.pin = True
+
+
+_segments: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _file_of(handle: SharedHandle) -> int:
+    """A descriptor of what the handle's process has under that number."""
+    try:
+        return os.open(f"/proc/{handle.process}/fd/{handle._file}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(
+            f"process {handle.process} does not share the table with this one ({error.strerror}): it must live until "
+            "the handle is opened, as the same user in the same container, and still have the table"
+        ) from error
+
+
+def _checked(file: int, handle: SharedHandle) -> int:
+    """The descriptor, if it is that of the handle's memory: another process of that number may have anything there."""
+    is_it = os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{handle._name} (deleted)"
+    if is_it and os.fstat(file).st_size == handle.num_bytes:
+        return file
+    os.close(file)
+    raise RuntimeError(f"process {handle.process} has ended, or no longer has the table that it shared")

@@ -1,0 +1,66 @@
+"""The protocols of things that have rows: `index_select`, `decompress` and `embedding_bag` take any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from .table import Table
+
+Device = torch.device | str | int
+Ids = torch.Tensor | Sequence[int] | np.ndarray
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Items that are fetched by their numbers: tables, caches of rows, sharded tables."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def index_select(
+        self,
+        ids: Ids,
+        *,
+        device: Device | None = None,
+        out: torch.Tensor | None = None,
+        check: bool = False,
+        max_sms: int | None = None,
+    ) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class Decodable(Protocol):
+    """A tensor that is decoded whole: tables, caches of rows, tensors of general codecs."""
+
+    def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class CachedRows(Rows, Protocol):
+    """Rows of a table of which some are held nearer to the device that asks.
+
+    Attributes:
+        view: the table, which has the rows that are not held.
+    """
+
+    @property
+    def view(self) -> Table: ...
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether rows are looked up and decoded on a device."""
+
+    def found(
+        self, ids: torch.Tensor
+    ) -> AbstractContextManager[tuple[tuple, torch.Tensor | None, Sequence[torch.Tensor]]]:
+        """Looks up the rows of ids, for operations that read them on the current stream within the block.
+
+        Yields (what operations on the table start with, an entry for each row, slabs that hold rows).
+        """

@@ -1,0 +1,198 @@
+"""The memory of a table whose rows change: capacity for more of them, and an index in which every row has a base of its
+own (FORMAT.md section 2), so that one that grows moves no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from .. import _core
+from .._layout import slots as _layout
+from .._layout.geometry import Geometry
+
+_NO_BASE = -1  # IBP_NO_BASE of ibp.h: a row that owns no overflow part
+_GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
+_GROWTH = 1.5  # of arrays that have become too small
+
+Empty = Callable[[int], torch.Tensor]  # new memory of so many bytes, where a table lives
+
+
+class Index(NamedTuple):
+    """Where rows are, for as many as there is capacity for; arrays that a table does not need are empty.
+
+    Attributes:
+        lengths, bases: as in FORMAT.md section 2.
+        rooms: uint16, units of 32 bytes that a row owns from its base on.
+        used: int64 [1], bytes of the overflow that have been handed out.
+    """
+
+    lengths: torch.Tensor
+    bases: torch.Tensor
+    rooms: torch.Tensor
+    used: torch.Tensor
+
+    def first(self, num_rows: int) -> Index:
+        """Of the first rows."""
+        return Index(self.lengths[:num_rows], self.bases[:num_rows], self.rooms[:num_rows], self.used)
+
+    def enlarged(self, capacity: int) -> Index:
+        """With entries for rows that are not there yet."""
+        lengths, bases, rooms, used = self
+        return Index(
+            _enlarged(lengths, capacity, 0), _enlarged(bases, capacity, 0xFF), _enlarged(rooms, capacity, 0), used
+        )
+
+
+def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
+    if not tensor.numel():
+        return tensor
+    larger = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+    larger[: tensor.numel()].copy_(tensor)
+    larger[tensor.numel() :].view(torch.uint8).fill_(byte)
+    return larger
+
+
+@dataclass
+class Room:
+    """What a table's rows are in. The table's own tensors are the first parts of these.
+
+    Attributes:
+        capacity: rows that there is room for, all of them whole.
+        slots, overflow: where the table lives; the end of the overflow has not been handed out.
+        index: there too.
+        most_used: no less than `used` says, wherever that is now.
+        current: the GPU whose copy of the index is newer than that of a table in host memory; None: there is none.
+        copies: of the index, on GPUs.
+    """
+
+    capacity: int
+    slots: torch.Tensor
+    overflow: torch.Tensor
+    index: Index
+    most_used: int
+    current: torch.device | None = None
+    copies: dict[torch.device, Index] = field(default_factory=dict)
+
+    @property
+    def index_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.index)
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots.numel() + self.overflow.numel() + self.index_bytes
+
+    def settle(self) -> None:
+        """Waits for the GPU that has changed rows last, and brings its index home. Whatever interrupts it, the next
+        call does it all."""
+        if self.current is None:
+            return
+        torch.cuda.synchronize(self.current)
+        for home, near in zip(self.index, self.copies[self.current]):
+            home.copy_(near)
+        self.current = None
+
+    def index_on(self, device: torch.device) -> Index:
+        """The index as it is now, on a device."""
+        if device == self.slots.device:
+            self.settle()
+            return self.index
+        if device not in self.copies:
+            self.settle()
+            lengths, bases, rooms, used = self.index
+            self.copies[device] = Index(lengths.to(device), bases.to(device), rooms.to(device), used.to(device))
+        return self.copies[device]
+
+    def begin_change(self, device: torch.device) -> Index:
+        """The index on a device that is about to change rows: other copies are not true any more."""
+        index = self.index_on(device)
+        is_home = device == self.slots.device
+        self.copies = {} if is_home else {device: index}
+        self.current = None if is_home else device
+        return index
+
+    def with_overflow(self, num_bytes: int, empty: Empty) -> Room:
+        """The room in which so many more bytes of overflow can be handed out: itself, if it has them. Only where that
+        is not known the GPU is waited for."""
+        if self.most_used + num_bytes <= self.overflow.numel():
+            return self
+        newest = self.index if self.current is None else self.copies[self.current]
+        self.most_used = int(newest.used)
+        wanted = self.most_used + num_bytes
+        if wanted <= self.overflow.numel():
+            return self
+        self.settle()
+        if self.slots.is_cuda and not self.overflow.is_cuda:
+            torch.cuda.synchronize(self.slots.device)  # which writes to the host memory that is copied here
+        larger = empty(max(wanted, int(_GROWTH * self.overflow.numel())))
+        larger[: self.most_used].copy_(self.overflow[: self.most_used])
+        return replace(self, overflow=larger)
+
+    def with_rows(self, num_rows: int, slot_bytes: int, empty: Empty) -> Room:
+        """The room that has capacity for so many rows: itself, if it has."""
+        if num_rows <= self.capacity:
+            return self
+        self.settle()
+        capacity = max(num_rows, int(_GROWTH * self.capacity))
+        slots = empty(capacity * slot_bytes)
+        slots[: self.slots.numel()].copy_(self.slots)
+        return replace(self, capacity=capacity, slots=slots, index=self.index.enlarged(capacity), copies={})
+
+
+def room_of(
+    geometry: Geometry,
+    slot_bytes: int,
+    slots: torch.Tensor,
+    overflow: torch.Tensor,
+    lengths: torch.Tensor,
+    bases: torch.Tensor,
+) -> Room:
+    """The room of a table that has not changed before: its own slots and overflow; the index is new. The table's is not
+    trusted: what is wrong in it stays so, and harms no row that changes."""
+    device, num_rows, used = slots.device, geometry.num_rows, overflow.numel()
+    none = torch.empty(0, dtype=torch.uint16, device=device)
+    index = Index(lengths.clone(), bases[:0], none, torch.tensor([used], device=device))
+    if slot_bytes < geometry.row_bytes:
+        index = index._replace(**_own_bases(geometry, slot_bytes, used, lengths, bases))
+    capacity = num_rows if slot_bytes < geometry.row_bytes else slots.numel() // slot_bytes  # no short slots
+    return Room(capacity, slots, overflow, index, used)
+
+
+def _own_bases(
+    geometry: Geometry, slot_bytes: int, overflow_bytes: int, lengths: torch.Tensor, bases: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """A base and a room for each row of a table with overflow."""
+    num_rows, device = geometry.num_rows, lengths.device
+    rows = torch.arange(num_rows, device=device)
+    valid = torch.clamp(geometry.num_bytes - rows * geometry.row_bytes, max=geometry.row_bytes)
+    entries = lengths.view(torch.int16).to(torch.int64) & 0xFFFF
+    parts = (_layout.stored_sizes(entries, geometry.row_bytes, valid) - slot_bytes).clamp(min=0)
+    if not bases.numel():
+        own = torch.full((num_rows,), _NO_BASE, device=device)
+    elif bases.numel() == num_rows:
+        own = bases.clone()
+    else:
+        taken = parts if slot_bytes == 0 else (parts + _SECTOR - 1) // _SECTOR * _SECTOR
+        ends = torch.zeros(-(-num_rows // _GROUP) * _GROUP, dtype=torch.int64, device=device)
+        ends[:num_rows] = taken
+        before = ends.view(-1, _GROUP).cumsum(1).view(-1)[:num_rows] - taken
+        own = bases.repeat_interleave(_GROUP)[:num_rows] + before
+    # A part that lies at any byte may end where the next one begins.
+    is_aligned = own % _SECTOR == 0 if slot_bytes else torch.zeros_like(own, dtype=torch.bool)
+    rooms = (parts + torch.where(is_aligned, _SECTOR - 1, 0)) // _SECTOR
+    own = torch.where(parts > 0, own, _NO_BASE)
+    if not _are_apart(own, torch.maximum(parts, rooms * _SECTOR), overflow_bytes):
+        rooms = torch.zeros_like(rooms)  # rows that change take new parts
+    return {"bases": own, "rooms": rooms.to(torch.int16).view(torch.uint16)}
+
+
+def _are_apart(bases: torch.Tensor, sizes: torch.Tensor, overflow_bytes: int) -> bool:
+    """Whether parts of these sizes share no byte, and lie in the overflow. Those of no bytes do not count."""
+    starts, order = bases[sizes > 0].sort()
+    sizes = sizes[sizes > 0][order]
+    if not starts.numel():
+        return True
+    is_in = bool((starts[0] >= 0) & (starts[-1] <= overflow_bytes - sizes[-1]))
+    return is_in and bool((starts[1:] - starts[:-1] >= sizes[:-1]).all())

@@ -1,0 +1,662 @@
+"""The state of a table: its tensors, what is derived from them, where it is used from, and the faults that its work has
+met.
+
+`_fetch/` fetches the rows of such a table. `_tables/compressed_tensor.py` adds the verbs: `index_select`, `decompress`,
+`[]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from .. import _core
+from .._layout import slots as _layout
+from .._layout.geometry import DTYPES, Geometry
+from .._machine import memory
+from .._machine import numa as _numa
+from .._machine.segments import FileRows, Segment
+from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
+from .room import Room
+
+_INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 1, 2, 3  # ibp_status
+_CPU = torch.device("cpu")
+_MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
+
+_TENSORS = ("slots", "overflow", "lengths", "bases")
+_FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
+
+
+class CorruptTableError(ValueError):
+    """A table's bytes contradict each other: it was damaged or made up."""
+
+    __module__ = "ibp"
+
+
+class Table:
+    """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then
+    on, but by `update_`, `append` and `refit`."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    scheme: str
+    row_bytes: int
+    slot_bytes: int
+    slots: torch.Tensor
+    overflow: torch.Tensor
+    codebook: AnyCodebook | None
+    geometry: Geometry
+    num_items: int
+    item_bytes: int
+    item_shape: tuple[int, ...]
+    _room: Room | None = None  # of a table whose rows have changed
+    _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and of which state of the rows
+    _escapes_of_graphs: tuple = ()  # those that CUDA graphs were captured with, which go on reading them
+    version = 0  # how often rows have changed in place, which what holds copies of them must know
+    _is_live: bool = False  # rows may be coded into its memory at any time, as `Place.table` says
+    _is_aliased: bool = False  # another table may have the same memory
+    _is_refused: bool = False  # the system does not pin it, which nobody has said it must
+    _stored_bytes: int | None
+    _link_bytes: int | None
+
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        scheme: str,
+        row_bytes: int,
+        slot_bytes: int,
+        slots: torch.Tensor,
+        overflow: torch.Tensor,
+        lengths: torch.Tensor,
+        bases: torch.Tensor,
+        codebook: AnyCodebook | None,
+    ) -> None:
+        if "geometry" in vars(self):
+            raise RuntimeError("the table is made already: its fields are checked once and cannot be set again")
+        _check_kinds(shape, dtype, scheme, row_bytes, slot_bytes)
+        geometry = Geometry(torch.Size(shape), dtype, row_bytes)
+        tensors = _checked_tensors(geometry, scheme, slot_bytes, slots, overflow, lengths, bases)
+        _check_codebook(codebook, scheme, row_bytes)
+        vars(self).update(
+            shape=geometry.shape,
+            dtype=dtype,
+            scheme=scheme,
+            row_bytes=row_bytes,
+            slot_bytes=slot_bytes,
+            codebook=codebook,
+            **tensors,
+        )
+        if self.spills_to_host:
+            vars(self)["overflow"] = memory.to_pinned(self.overflow)
+        vars(self).update(
+            geometry=geometry,
+            num_items=geometry.num_items,
+            item_bytes=geometry.item_bytes,
+            item_shape=tuple(geometry.shape[1:]),
+        )
+        self._places: dict[torch.device, tuple] = {}
+        self._ready: dict[torch.device, _core.ReadyTable] = {}
+        self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see fault_on
+        self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made by compress_
+        self._pinned_range: object = None
+        self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
+        self._refresh()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(
+                f"{name} of an ibp.CompressedTensor cannot be set: a table's fields are checked once, when it is made"
+            )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name} of an ibp.CompressedTensor cannot be deleted")
+
+    # ---- what it is ----
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """One entry a row (FORMAT.md section 2)."""
+        return self.settled("lengths")
+
+    @property
+    def bases(self) -> torch.Tensor:
+        """Where rows' overflow parts are (FORMAT.md section 2)."""
+        return self.settled("bases")
+
+    def settled(self, name: str) -> torch.Tensor:
+        """A tensor of the table, once GPUs that change it are done."""
+        if self._room is not None:
+            self._room.settle()
+        return vars(self)[name]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the coded rows are."""
+        return self.slots.device
+
+    @property
+    def spills_to_host(self) -> bool:
+        """Whether the slots are on a GPU, and the overflow in pinned host memory, as `ibp.place` makes tables."""
+        return self.slots.device != self.overflow.device
+
+    @property
+    def layout(self) -> str:
+        """ "slots" or "packed" (FORMAT.md section 3)."""
+        return "slots" if self.slot_bytes else "packed"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, the unit of coding: not items."""
+        return self.geometry.num_rows
+
+    @property
+    def original_bytes(self) -> int:
+        """Bytes of the original tensor."""
+        return self.geometry.num_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Exact bytes of the coded rows and the codebook."""
+        if self._stored_bytes is None:
+            coded = total_stored(self.lengths.cpu(), self.geometry) if self.lengths.numel() else self.original_bytes
+            self._stored_bytes = coded + (self.codebook.nbytes if self.codebook else 0)
+        return self._stored_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the row index: at most 2.25 a row, and 12 for each that there is room for in a table whose rows have
+        changed."""
+        return self._room.index_bytes if self._room is not None else _nbytes(self.lengths) + _nbytes(self.bases)
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / original bytes; 0 for an empty tensor. Memory is counted by `nbytes`, which slots can make
+        larger."""
+        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working
+        form, and the escapes that `ibp.linear` lists."""
+        beside = self.codebook.nbytes + _nbytes(self.codebook.words(_CPU)) if self.codebook else 0
+        if self._escapes is not None and self._escapes[1] is not None:
+            beside += self._escapes[1].nbytes
+        if self._room is not None:
+            return self._room.nbytes + beside
+        return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + beside
+
+    @property
+    def device_bytes(self) -> int:
+        """Of `nbytes`, those in the memory of the table's GPU; 0 of a table in host memory."""
+        return self.nbytes - self.host_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of `nbytes`, those in host memory: all, or the overflow of a table that spills there, or none."""
+        if self.device.type == "cpu":
+            return self.nbytes
+        return self.overflow.numel() if self.spills_to_host else 0
+
+    @property
+    def has_own_bases(self) -> bool:
+        """Whether every row has a base of its own, as in tables whose rows have changed (FORMAT.md section 2)."""
+        return 1 < self.num_rows == vars(self)["bases"].numel()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the slots and the overflow: the memory that fetches of rows at random places are spread over."""
+        return self.slots.numel() + self.overflow.numel()
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that fetching every row once reads over the link, in whole 32-byte sectors."""
+        if self._link_bytes is None:
+            bases = self.bases.cpu() if self.has_own_bases else None
+            self._link_bytes = _layout.link_bytes(self.lengths.cpu(), self.geometry, self.slot_bytes, bases)
+        return self._link_bytes
+
+    def is_pinned(self) -> bool:
+        """Whether GPUs can fetch rows from the table's host memory themselves."""
+        return self._is_pinned
+
+    def pin_memory(self, *, numa: _numa.Numa = None) -> Table:
+        """Moves the rows to pinned host memory, so that GPUs fetch them by themselves. Returns the table itself.
+
+        torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by
+        `compress_`, and one that is shared with other processes, is pinned where it is, the latter for this process.
+        No-op if already pinned or on a GPU.
+
+        Args:
+            numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.
+
+        Raises:
+            RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
+            TypeError, ValueError: numa is no node and no device of this machine.
+        """
+        node = _numa.node_of(numa)
+        if self.device.type != "cpu":
+            return self
+        if self._segment is not None:
+            self._pin_segment(node)
+        elif self._is_pinned:
+            return self
+        elif self._owner is not None:
+            self._pinned_range = memory.pin_in_place(self.slots)
+        else:
+            self._move({name: memory.to_pinned(getattr(self, name), node) for name in ("slots", "overflow")})
+        self._refresh()
+        return self
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether a GPU can fetch rows itself. Shared memory is pinned for this process first, if the system lets."""
+        segment = self._segment
+        if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
+            return self._is_pinned
+        try:
+            with torch.cuda.device(device):
+                self._pin_segment()
+        except memory.PinningError as error:
+            memory.warn_of_pageable(error)
+            segment.pin, self._is_refused = False, True
+            self._refresh()
+        return self._is_pinned
+
+    def _pin_segment(self, node: int = -1) -> None:
+        """Pins memory that is shared, or a file's, where it is. Where the system does not pin a mapped file, the rows
+        move to pinned memory, and a warning says so once a process. PinningError: it pins no memory."""
+        segment = self._segment
+        assert segment is not None
+        try:
+            segment.pin_here()
+        except memory.PinningError as error:
+            if isinstance(segment, Segment):
+                raise
+            pinned = {name: memory.to_pinned(getattr(self, name), node) for name in ("slots", "overflow")}
+            memory.warn_of_copy(error)
+            self._move(pinned)
+
+    def lie_in_file(self, rows: FileRows) -> None:
+        """Says that the table's memory is a mapped file, which is not written to: a change takes memory of its own."""
+        self._is_aliased = True
+        self._move({}, rows)
+
+    def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | FileRows | None = None) -> None:
+        """Takes tensors of the same bytes in other memory. segment: what they are in, if it is shared."""
+        vars(self).update(tensors, _segment=segment, _room=None)
+        self._refresh()
+
+    # ---- changing ----
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors without what there is room for besides."""
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        if self._room is not None:
+            tensors["overflow"] = self.overflow[: int(self._room.index.used)]
+        if self.spills_to_host:  # the CPU copies what the GPU writes there
+            torch.cuda.current_stream(self.device).synchronize()
+        return tensors
+
+    def set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
+        """Takes the memory of a room, and another number of items with it, at once: whatever interrupts it, the table
+        is the one that it was or the one that it becomes. Returns the room."""
+        if room is self._room and geometry is None:
+            return room
+        geometry = geometry or self.geometry
+        slots = room.slots[: _layout.slots_size(geometry, self.slot_bytes)]
+        moved = slots.data_ptr() != self.slots.data_ptr()
+        index = room.index.first(geometry.num_rows)
+        self._places.clear()
+        self._ready.clear()
+        vars(self).update(
+            _room=room,
+            _segment=None,
+            geometry=geometry,
+            num_items=geometry.num_items,
+            _is_aliased=False,
+            _owner=None if moved else self._owner,
+            _pinned_range=None if moved else self._pinned_range,
+            shape=geometry.shape,
+            slots=slots,
+            overflow=room.overflow,
+            lengths=index.lengths,
+            bases=index.bases,
+        )
+        self._refresh()
+        return room
+
+    def forget_places(self, changing: torch.device) -> None:
+        """Forgets what depends on the rows, as the given device is about to change them."""
+        self._stored_bytes = self._link_bytes = None
+        for device in [device for device in self._places if device != changing]:
+            del self._places[device]
+            self._ready.pop(device, None)
+
+    def note_change(self) -> None:
+        """Counts a change of rows in place."""
+        vars(self)["version"] = self.version + 1
+
+    def become(self, other: Table) -> None:
+        """Takes the fields and the memory of another table of the same tensor, which nobody has, at once."""
+        self._places.clear()
+        self._ready.clear()
+        fields = {name: vars(other)[name] for name in _FIELDS}
+        vars(self).update(
+            fields,
+            geometry=other.geometry,
+            _room=None,
+            _escapes=None,
+            _is_live=False,
+            _segment=None,
+            _owner=None,
+            _pinned_range=None,
+            _is_aliased=False,
+        )
+        self._refresh()
+
+    def become_plain(self, data: torch.Tensor) -> None:
+        """Takes the bytes of its tensor, raw, as slots of whole rows."""
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        slots = memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
+        self._places.clear()
+        self._ready.clear()
+        vars(self).update(slots=slots, overflow=slots[:0], bases=none, slot_bytes=self.row_bytes, _segment=None)
+        self._refresh()
+
+    # ---- pickling ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        tensors = self._tensors()
+        return {
+            "format_version": _core.FORMAT_VERSION,
+            "release": _core.version(),
+            "shape": tuple(self.shape),
+            "dtype": self.dtype,
+            "scheme": self.scheme,
+            "row_bytes": self.row_bytes,
+            "slot_bytes": self.slot_bytes,
+            **{name: _in_memory_of_its_own(tensor) for name, tensor in tensors.items()},
+            "lengths": _in_memory_of_its_own(tensors["lengths"].view(torch.int16)),  # plain pickle cannot load uint16
+            "codebook": self.codebook,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict):
+            raise ValueError(f"the table's state is a {type(state).__name__}; wanted a dict")
+        state = dict(state)
+        _check_version(state.pop("format_version", None), state.pop("release", None))
+        missing = set(_FIELDS) ^ state.keys()
+        if missing:
+            raise ValueError(f"the table's state lacks or has too many of: {sorted(missing, key=str)}")
+        lengths = state["lengths"]
+        if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.int16 and _flaw(lengths) is None:
+            state["lengths"] = lengths.view(torch.uint16)
+        Table.__init__(self, **state)
+
+    # ---- what the operations are given ----
+
+    def _refresh(self) -> None:
+        """Forgets what was derived from the tensors."""
+        self._stored_bytes = self._link_bytes = None
+        self._places.clear()
+        self._ready.clear()
+        if self._segment is not None:
+            self._is_pinned = self._segment.pin and torch.cuda.is_available()
+            return
+        held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
+        # Where torch has not begun to use CUDA nothing is pinned; to ask for devices would keep children from using it.
+        self._is_pinned = (
+            self.device.type == "cpu" and torch.cuda.is_initialized() and all(tensor.is_pinned() for tensor in held)
+        )
+
+    def arguments(self, device: torch.device) -> tuple:
+        """What every table operation starts with (see _ops). Made once a device: the index and the codebook are copied
+        to a GPU, pinned rows are mapped."""
+        if device in self._places:
+            return self._places[device]
+        _refuse_capture(device)
+        if device != self.device and self._segment is not None:
+            with torch.cuda.device(device):
+                self._pin_segment()
+        slots, overflow, lengths, bases = self.slots, self.overflow, vars(self)["lengths"], vars(self)["bases"]
+        if self._room is not None:
+            lengths, bases, _, _ = self._room.index_on(device).first(self.num_rows)
+        slots, overflow = (memory.seen_from(device, part) for part in (slots, overflow))
+        codec, words = self._coding(device)
+        place = (
+            slots,
+            overflow,
+            lengths.to(device),
+            bases.to(device),
+            words,
+            codec,
+            self.slot_bytes,
+            0,
+            self.num_items,
+            self.item_bytes,
+        )
+        self._places[device] = place
+        self.fault_on(device)  # compiled code and graphs find it made
+        return place
+
+    def _packed(self, device: torch.device) -> torch.Tensor:
+        """The table as operations on a device find it: a struct ibp_table, as bytes on the CPU."""
+        packed = torch.empty(_core.TABLE_BYTES, dtype=torch.uint8)
+        torch.ops.ibp.pack_table.default(*self.arguments(device), packed)
+        return packed
+
+    def make_ready(self, device: torch.device, most_items: int) -> None:
+        """Readies the table for calls with ids on the device that decodes. most_items: of such a call."""
+        tensors = [value for value in self.arguments(device) if isinstance(value, torch.Tensor)]
+        near = self.fault_on(device)
+        self._ready[device] = _core.ReadyTable(
+            packed=self._packed(device).numpy().data,
+            kept=(tensors, self._faults[device]),
+            ranges=[(tensor.data_ptr(), _nbytes(tensor)) for tensor in (*tensors, near)],
+            device=-1 if device.type == "cpu" else device.index,
+            torch_device=device,
+            faults=[record.ctypes.data for record, _ in self._faults[device].values()],
+            fault=near.data_ptr(),
+            item_shape=list(self.item_shape),
+            dtype=self.dtype,
+            is_complex=self.dtype.is_complex,
+            most_items=most_items,
+        )
+
+    def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
+        """(codec, codebook) of the operations: how the rows are coded, for a device."""
+        return coding_of(self.codebook, self.row_bytes, device)
+
+    # ---- faults ----
+
+    def check(self) -> None:
+        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or
+        CorruptTableError."""
+        for device in list(self._faults):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            self.raise_pending(device)
+
+    def fault_on(self, device: torch.device, of_selections: bool = False) -> torch.Tensor:
+        """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time.
+        of_selections: for those that read selections of the table's items (see host_gather), which do not know the
+            items' ids."""
+        if of_selections not in self._faults.get(device, ()):
+            _refuse_capture(device)
+            host = memory.empty(32, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
+            near = memory.device_view(host, device) if device.type == "cuda" else host
+            self._faults.setdefault(device, {})[of_selections] = host.numpy(), near
+            self._ready.pop(device, None)  # which looks at all of them
+        return self._faults[device][of_selections][1]
+
+    def raise_pending(self, device: torch.device) -> None:
+        for of_selections, (record, _) in self._faults.get(device, {}).items():
+            if not record[0]:
+                continue
+            status, position, value, taken = record.tolist()
+            record[:] = 0
+            self.raise_fault(
+                (status, position, None if of_selections else value, taken),
+                f" (noted by an earlier call on {device}; its row was filled with zeros)",
+            )
+
+    def raise_fault(self, fault: Sequence[int | None], when: str = "") -> None:
+        status, position, value, _ = fault
+        if status == _INDEX_OUT_OF_RANGE:
+            raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self.num_items - 1}{when}")
+        if status == _CORRUPT_ROW:
+            which = (
+                f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
+            )
+            raise CorruptTableError(f"{_core.status_string(status)}: {which}{when}")
+        if status == _INVALID_ARGUMENT:
+            raise ValueError(
+                f"offsets[{position}] is {value}; wanted the number of an id, not less than the one before{when}"
+            )
+
+
+# ---- checks ----
+
+
+def _check_version(version: Any, release: Any) -> None:
+    """Raises ValueError for a pickled table of a format that this ibp does not read."""
+    if type(version) is int and version == _core.FORMAT_VERSION:
+        return
+    if version == 0:
+        raise ValueError(
+            "the table has format version 0, of a release before 0.2: decompress it with that release, and compress "
+            "the tensor again"
+        )
+    if type(version) is not int or version < 0:
+        raise ValueError(f"the table has format version {version}; this ibp reads version {_core.FORMAT_VERSION}")
+    wrote = f"ibp {release[:40]}" if isinstance(release, str) else "a later ibp"
+    raise ValueError(
+        f"the table has format version {version}, and ibp {_core.version()} reads versions up to "
+        f"{_core.FORMAT_VERSION}: {wrote} wrote it and reads it"
+    )
+
+
+def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes: Any) -> None:
+    """Raises ValueError or TypeError for fields that describe no tensor of rows."""
+    if scheme not in SCHEMES:
+        raise ValueError(f"the table has scheme {scheme!r}; this ibp knows {sorted(SCHEMES)}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise ValueError(
+            f"the table has dtype {dtype!r}; wanted a torch.dtype with elements of 1, 2, 4 or 8 whole bytes, not "
+            "quantized or packed"
+        )
+    if not isinstance(shape, (tuple, list)) or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"the table has shape {shape!r}; wanted a tuple of ints of at least 0")
+    if math.prod(max(1, size) for size in shape) * dtype.itemsize > _MAX_TENSOR_BYTES:
+        raise ValueError(f"the table has shape {list(shape)} of {dtype}: wanted at most 2^63 - 1 bytes")
+    if type(row_bytes) is not int or type(slot_bytes) is not int:
+        raise TypeError(f"the table has row_bytes {row_bytes!r} and slot_bytes {slot_bytes!r}; wanted ints")
+    if not 1 <= row_bytes <= _core.MAX_ROW_BYTES:
+        raise ValueError(f"the table has rows of {row_bytes} bytes; wanted 1 to {_core.MAX_ROW_BYTES}")
+    if slot_bytes != 0:
+        _layout.check_slot_bytes(slot_bytes, row_bytes)
+
+
+def _checked_tensors(
+    geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
+) -> dict[str, torch.Tensor]:
+    """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what
+    the bytes say is checked when they are decoded."""
+    num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
+    raw_overflow = raw_overflow_bytes(geometry, slot_bytes)
+    is_raw = scheme == "raw"
+    wanted = (
+        ("slots", slots, torch.uint8, {_layout.slots_size(geometry, slot_bytes)}),
+        ("overflow", overflow, torch.uint8, {raw_overflow} if is_raw else None),
+        ("lengths", lengths, torch.uint16, {0} if is_raw else {geometry.num_rows}),
+        ("bases", bases, torch.int64, {num_bases} if is_raw and raw_overflow else {0, num_bases, geometry.num_rows}),
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor, dtype, sizes in wanted:
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != dtype
+            or tensor.dim() != 1
+            or (sizes is not None and tensor.numel() not in sizes)
+        ):
+            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            size = f"[{' or '.join(str(s) for s in sorted(sizes))}]" if sizes else "[any size]"
+            raise ValueError(
+                f"the table's {name} is {got}; wanted {dtype} {size}: it is truncated or was not made by ibp"
+            )
+        flaw = _flaw(tensor)
+        if flaw is not None:
+            raise ValueError(
+                f"the table's {name} is {flaw}; wanted a contiguous tensor in memory of its own, on the CPU or a CUDA "
+                "device"
+            )
+        tensors[name] = tensor.detach()
+        home = tensors["slots"].device
+        if tensor.device != home and not (name == "overflow" and tensor.device == _CPU):
+            raise ValueError(f"the table's {name} is on {tensor.device}, its slots on {home}; wanted one device")
+    return tensors
+
+
+def _flaw(tensor: torch.Tensor) -> str | None:
+    """Why a tensor is not plain memory, or None."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"a {tensor.layout} tensor of {tensor.dtype}"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"on {tensor.device}"
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        return "a negated, conjugated or zero view of other memory"
+    if not tensor.is_contiguous():
+        return f"not contiguous: its strides are {tensor.stride()}"
+    return None
+
+
+def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
+    is_codebook = isinstance(codebook, AnyCodebook) and codebook.is_finished
+    fits = (
+        is_codebook and (codebook.scheme, codebook.row_bytes) == (scheme, row_bytes)
+        if scheme != "raw"
+        else codebook is None
+    )
+    if not fits:
+        got = repr(codebook) if is_codebook else f"a {type(codebook).__name__}"
+        wanted = "none" if scheme == "raw" else f"one of scheme {scheme!r} for rows of {row_bytes} bytes"
+        raise ValueError(f"the table's codebook is {got}; wanted {wanted}")
+
+
+def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
+    """Bytes of the overflow of a table whose rows are all raw (FORMAT.md section 3)."""
+    if slot_bytes == 0:
+        return geometry.num_bytes
+
+    def overflow_bytes(row_bytes: int) -> int:
+        return max(0, -(-(row_bytes - slot_bytes) // _layout.SECTOR_BYTES) * _layout.SECTOR_BYTES)
+
+    num_whole, last_bytes = divmod(geometry.num_bytes, geometry.row_bytes)
+    return num_whole * overflow_bytes(geometry.row_bytes) + overflow_bytes(last_bytes)
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):  # torch looks at the current device's stream
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
+                "call index_select or decompress once before capturing"
+            )
+
+
+def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it is a part of a larger one, all of which would be written to files."""
+    return tensor if tensor.untyped_storage().nbytes() == _nbytes(tensor) else tensor.clone()
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

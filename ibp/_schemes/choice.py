@@ -1,0 +1,222 @@
+"""The choice between schemes: what every one would cost a table, and which one "auto" takes.
+
+For slots a scheme must not be slower than raw rows: the link brings a row's sectors and the decoder rebuilds it, and
+    the slower of both binds.
+Packed rows and `compress_` go by bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .. import _schemes
+from .._layout import geometry as _rows
+from .._layout import slots
+from .._machine import calibration
+from .._machine.calibration import Calibration, CoderRates
+from . import SCHEMES, AnyCodebook, ClusteredCodebook, PlanesCodebook, Request, measure
+
+ESTIMATE_MARGIN = 0.98  # a scheme's coded bytes over their estimate, at least (0.985 to 1.03 on the sets of ratio.csv)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme with its codebook, and what it is expected to cost the whole table, by the sample that it was measured
+    on.
+
+    Attributes:
+        stored_bytes: of the coded rows and the codebook, as `table.stored_bytes`.
+        slot_bytes: bytes of a slot, 0 for packed rows.
+        nbytes: of all memory that the table takes, as `table.nbytes`.
+        link_bytes: of the sectors that fetching every row once reads, as `table.link_bytes`.
+        fetch_bytes: link_bytes with second fetches of rows that overflow their slot priced in, and the codebook.
+        index_bytes: bytes of lengths and bases.
+        row_ns: time in which a GPU fetches a row from pinned memory, in ns, by the calibration in force.
+    """
+
+    scheme: str
+    codebook: AnyCodebook | None
+    stored_bytes: int
+    slot_bytes: int
+    nbytes: int
+    link_bytes: int
+    fetch_bytes: int
+    index_bytes: int
+    row_ns: float
+
+
+def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook | None:
+    """A codebook of a scheme for a table; None for raw rows.
+
+    "auto" takes the best of all schemes on a sample (see `choose`), or the one whose options are given.
+    """
+    if scheme == "auto":
+        scheme = (
+            _schemes.scheme_of(
+                {
+                    "chunk_bytes": request.chunk_bytes,
+                    "tau": request.tau,
+                    "paper": request.paper,
+                    "level": request.level,
+                }
+            )
+            or "auto"
+        )
+    if scheme == "auto":
+        return _best(request, in_place).codebook
+    return _schemes.learn(scheme, request)
+
+
+def compare(request: Request) -> list[Candidate]:
+    """Every scheme, measured on the same sample of the table's rows; raw rows first. One whose rows would take more
+    bytes than x is raw."""
+    machine = calibration.in_force(request.device)
+    raw = _raw(request, machine)
+    if request.geometry.num_bytes == 0:
+        return [raw]
+    found = (_learned(scheme, request, request.few_rows, machine) for scheme in SCHEMES)
+    return [raw, *(candidate for candidate in found if candidate is not None)]
+
+
+def _best(request: Request, in_place: bool) -> Candidate:
+    """What `choose` takes, by fewer rows than `compare` looks at, and without learning what cannot be best."""
+    machine, rows = calibration.in_force(request.device), request.host_rows
+    candidates = [_raw(request, machine)]
+    if request.geometry.num_bytes == 0:
+        return candidates[0]
+    for scheme in sorted(SCHEMES.values(), key=lambda scheme: scheme.estimate is not None):
+        if scheme.estimate is not None and request.clusters in (None, 1):
+            savings = scheme.estimate(rows, request.geometry.row_bytes, request.geometry.num_rows)
+            if not _may_be_best(savings, choose(candidates, in_place), request):
+                continue
+        found = _learned(scheme.name, request, rows, machine)
+        candidates += [] if found is None else [found]
+    return choose(candidates, in_place)
+
+
+def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
+    """Whether a scheme that is estimated to save that share of a table's bytes may be better than the best one so far.
+    With slots it must save a sector of raw rows."""
+    row_bytes, savings = request.geometry.row_bytes, 1 - (1 - savings) * ESTIMATE_MARGIN
+    if best.scheme == "raw" and request.slot_bytes != 0:
+        sectors = math.ceil(row_bytes * (1 - savings) / slots.SECTOR_BYTES)
+        return sectors < math.ceil(row_bytes / slots.SECTOR_BYTES)
+    return request.geometry.num_bytes * (1 - savings) < best.stored_bytes
+
+
+def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
+    """The best of what `compare` found.
+
+    In place: the one of fewest stored bytes. Packed: likewise, or raw rows where the index takes what is saved. Slots:
+        the one that fetches the
+    fewest bytes, of those that a GPU fetches faster than raw rows, or as fast and from less memory; raw rows if there
+    is none.
+    """
+    raw, coded = candidates[0], candidates[1:]
+    if in_place:
+        return min(candidates, key=lambda candidate: candidate.stored_bytes)
+    if any(candidate.slot_bytes == 0 for candidate in coded):
+        return min(candidates, key=lambda candidate: candidate.stored_bytes + candidate.index_bytes)
+    better = [candidate for candidate in coded if (candidate.row_ns, candidate.nbytes) < (raw.row_ns, raw.nbytes)]
+    return min(better, key=lambda candidate: (candidate.fetch_bytes, candidate.stored_bytes), default=raw)
+
+
+def row_ns(
+    codebook: AnyCodebook | None, row_bytes: int, stored_bytes: float, link_bytes: float, machine: Calibration
+) -> float:
+    """Time in which a GPU fetches a row from pinned memory and rebuilds it, in ns.
+
+    Args:
+        codebook: that the rows are coded with; None for raw ones.
+        row_bytes: bytes of a row.
+        stored_bytes, link_bytes: of a mean row as coded, and of the sectors that fetching it reads.
+        machine: whose rates to reckon with.
+    """
+    if codebook is None:
+        return max(link_bytes / machine.read_gbps, machine.least_row_ns)
+    return max(
+        link_bytes / (machine.read_gbps * machine.coded_read_share),
+        machine.least_row_ns,
+        _decode_ns(codebook, row_bytes, stored_bytes, machine),
+    )
+
+
+def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
+    """The rates of the family of coders that rows of a codebook have."""
+    first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
+    if not isinstance(first, PlanesCodebook):
+        return machine.masks
+    if first.listed:
+        return machine.listed
+    if first.first_symbol is not None and first.digit_bits == (4,):
+        return machine.fast
+    if first.element_bytes == 1:
+        return machine.one_byte
+    return machine.pairs if first.is_fast else machine.dense
+
+
+def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float:
+    """What a decoder's rate `work_per_ns` counts of a row (see CoderRates)."""
+    first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
+    if not isinstance(first, PlanesCodebook):
+        return row_bytes
+    return stored_bytes / first.element_bytes if first.listed else first.columns
+
+
+def _decode_ns(codebook: AnyCodebook, row_bytes: int, stored_bytes: float, machine: Calibration) -> float:
+    """Time of the decoder for a row, which it writes to device memory."""
+    rates, work = coder_rates(codebook, machine), work_of(codebook, row_bytes, stored_bytes)
+    return max(row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
+
+
+def _raw(request: Request, machine: Calibration) -> Candidate:
+    """Raw rows, which no sample needs to be measured for."""
+    geometry, row_bytes = request.geometry, request.geometry.row_bytes
+    link_bytes = slots.raw_link_bytes(geometry)
+    time = row_ns(None, row_bytes, row_bytes, link_bytes / max(1, geometry.num_rows), machine)
+    return Candidate("raw", None, geometry.num_bytes, row_bytes, geometry.num_bytes, link_bytes, link_bytes, 0, time)
+
+
+def _learned(scheme: str, request: Request, rows: torch.Tensor, machine: Calibration) -> Candidate | None:
+    """A candidate, measured on sampled rows; None where its rows would take no fewer bytes than raw ones."""
+    codebook, geometry = _schemes.learn(scheme, request), request.geometry
+    if codebook is None:
+        return None
+    sampled = _rows.Geometry(
+        torch.Size((rows.numel() // geometry.row_bytes, geometry.row_bytes)), torch.uint8, geometry.row_bytes
+    )
+    scale = geometry.num_bytes / sampled.num_bytes  # a short last row counts as what it is
+    lengths = measure(rows, codebook, rows.device)
+    survey = slots.survey(lengths, sampled)
+    stored_bytes = round(survey.stored * scale) + codebook.nbytes
+    if stored_bytes >= geometry.num_bytes:
+        return None
+    slot_bytes = slots.choose_slot_bytes(survey, sampled) if request.slot_bytes is None else request.slot_bytes
+    overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
+    index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
+    words = codebook.words(torch.device("cpu"))
+    nbytes = (
+        slots.slots_size(geometry, slot_bytes)
+        + overflow_bytes
+        + index_bytes
+        + codebook.nbytes
+        + words.numel() * words.element_size()
+    )
+    link_bytes = slots.link_bytes(lengths, sampled, slot_bytes)
+    fetched_bytes = link_bytes + slots.second_fetch_bytes(survey, sampled, slot_bytes)
+    stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
+    time = row_ns(codebook, geometry.row_bytes, stored, fetched, machine)
+    return Candidate(
+        scheme,
+        codebook,
+        stored_bytes,
+        slot_bytes,
+        nbytes,
+        round(link_bytes * scale),
+        round(fetched_bytes * scale) + codebook.nbytes,
+        index_bytes,
+        time,
+    )

@@ -1,0 +1,286 @@
+"""Codebooks and sizes without compressing: `analyze` and `estimate`."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .. import _core, _schemes
+from .._common.arguments import number, whole_number
+from .._layout import geometry as _rows
+from .._layout import slots
+from . import AnyCodebook, choice, measure, total_stored
+
+_LONGER_ROW_BYTES = (
+    512  # from here on dense rows come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
+)
+
+
+def analyze(
+    x: torch.Tensor,
+    *,
+    scheme: str = "ibp",
+    sample: float | None = 0.1,
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    paper: bool = False,
+    level: str = "default",
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    progress: bool = False,
+) -> AnyCodebook | None:
+    """Learns a codebook from a sample of the rows of a tensor (the paper's sections 4.1 and, for samples, 6.1).
+
+    Args:
+        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
+        scheme: "ibp", "planes", or "auto" for the better one, then None if raw rows are best.
+        sample: fraction of the rows to look at, in (0, 1]; at least 1,024 rows are. None: what `compress` looks at.
+        chunk_bytes: 1, 2, 4 or 8; None takes the best. Scheme ibp only.
+        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None sweeps 0.55 to 1 and takes the best one of
+            each chunk.
+        paper: sweep one threshold for all chunks, and give every chunk a participation bit: the paper's own choice and
+            bytes.
+        level: of scheme planes, see `compress`.
+        row_bytes: bytes of a row, see `compress`.
+        device: where the analysis runs. None: x's GPU, else the current GPU if there is one, else the CPU.
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: x is not a dense tensor of a supported dtype.
+        ValueError: an argument is outside its range.
+    """
+    _rows.check_tensor(x)
+    chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample, level)
+    if paper and scheme != "ibp":
+        raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
+    geometry = _rows.Geometry.of(x, row_bytes)
+    request = _schemes.Request(
+        _rows.bytes_of(x),
+        geometry,
+        _rows.working_device(x, device),
+        sample,
+        chunk_bytes,
+        tau,
+        paper,
+        progress=progress,
+        level=level,
+    )
+    return choice.learn(scheme, request)
+
+
+@dataclass(frozen=True)
+class SchemeEstimate:
+    """What a table of one scheme is expected to be.
+
+    Attributes:
+        scheme: "raw", "ibp" or "planes".
+        savings: 1 - stored_bytes / original bytes; 0 where `compress` would keep raw rows.
+        stored_bytes: of coded rows and codebook.
+        slot_bytes: bytes of a slot; 0 in the packed layout.
+        nbytes: of all memory that the table takes, its index and codebook counted.
+        memory_savings: 1 - nbytes / original bytes; negative where the table is larger than x.
+        link_bytes: of the 32-byte sectors that fetching every row once reads.
+        link_savings: 1 - link_bytes / those of raw rows.
+        fetch_speedup: how many times as fast as raw ones a GPU fetches and decodes rows from pinned memory, by the
+            calibration in force (see `ibp.calibrate`).
+    """
+
+    scheme: str
+    savings: float
+    stored_bytes: int
+    slot_bytes: int
+    nbytes: int
+    memory_savings: float
+    link_bytes: int
+    link_savings: float
+    fetch_speedup: float
+
+
+class Estimate(Mapping[str, float]):
+    """What `compress` would do to a tensor: a mapping from scheme to savings, {"raw": 0.0, "ibp": 0.23, "planes":
+    0.33}, that knows more.
+
+    Attributes:
+        shape, dtype, original_bytes: of the tensor.
+        layout, row_bytes: that were asked for.
+        schemes: dict from scheme to `SchemeEstimate`.
+        auto: the scheme that `compress` takes by itself for this layout.
+        advice: a sentence about what it takes, and what would help where that is raw rows.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> None:
+        self.shape, self.dtype, self.original_bytes = geometry.shape, geometry.dtype, geometry.num_bytes
+        self.layout, self.row_bytes, self.schemes, self.auto = layout, geometry.row_bytes, schemes, auto
+        self.advice = _advice(geometry, layout, schemes, auto)
+
+    def __getitem__(self, scheme: str) -> float:
+        return self.schemes[scheme].savings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.schemes)
+
+    def __len__(self) -> int:
+        return len(self.schemes)
+
+    def __repr__(self) -> str:
+        heads = ("scheme", "coded bytes", "saved", "memory bytes", "saved", "link", "fetch")
+        lines = [
+            f"ibp.estimate of {list(self.shape)} {self.dtype}: {self.original_bytes:,} bytes, "
+            f"rows of {self.row_bytes:,}, layout {self.layout!r}",
+            "{:7}{:>15}{:>8}{:>15}{:>8}{:>8}{:>8}".format(*heads),
+        ]
+        lines += [
+            f"{of.scheme:7}{of.stored_bytes:>15,}{_percent(of.savings):>8}{of.nbytes:>15,}{_percent(of.memory_savings):>8}"
+            f"{_percent(of.link_savings):>8}{of.fetch_speedup:>7.2f}x"
+            for of in self.schemes.values()
+        ]
+        return "\n".join([*lines, *textwrap.wrap(self.advice, 100)])
+
+
+def estimate(
+    x: torch.Tensor,
+    codebook: AnyCodebook | None = None,
+    *,
+    layout: str = "slots",
+    slot_bytes: int | None = None,
+    level: str = "default",
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    progress: bool = False,
+) -> int | Estimate:
+    """What compressing x would give, without compressing it.
+
+    With a codebook: the exact bytes of rows and codebook, as `compress(x, codebook=codebook)` reports in
+        `stored_bytes`, x's own size where
+    nothing would be saved. Without: what each scheme is expected to give, in coded bytes, in memory and over the link,
+    measured on a sample of the rows, and which one `compress` takes by itself.
+
+    Args:
+        x: tensor [N, ...]; of one that requires grad the values are taken.
+        codebook: from `analyze`, `Codebook.from_masks` or a table; x is cut into rows of `codebook.row_bytes`.
+        layout, slot_bytes, level, row_bytes: as in `compress`; not with a codebook.
+        device: where rows are measured, as in `analyze`.
+        progress: show progress bars.
+
+    Returns:
+        int, bytes; or an `Estimate`, which is a mapping: {"raw": 0.0, "ibp": 0.23, "planes": 0.33}, 1 - stored /
+        original bytes by scheme.
+
+    Raises:
+        TypeError, ValueError: as `compress`.
+    """
+    _rows.check_tensor(x)
+    if codebook is None:
+        geometry = _rows.Geometry.of(x, row_bytes)
+        slot_bytes = slots.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
+        _schemes.check_scheme("planes", level=level)
+        request = _schemes.Request(
+            _rows.bytes_of(x),
+            geometry,
+            _rows.working_device(x, device),
+            slot_bytes=slot_bytes,
+            progress=progress,
+            level=level,
+        )
+        return _estimate_of(geometry, layout, choice.compare(request))
+    check_codebook(codebook)
+    if layout != "slots" or slot_bytes is not None or row_bytes is not None or level != "default":
+        raise ValueError(
+            "layout, slot_bytes, level and row_bytes belong to an estimate without a codebook: "
+            "the bytes of rows are the same in all layouts"
+        )
+    geometry = _rows.Geometry.of(x, codebook.row_bytes)
+    lengths = measure(_rows.bytes_of(x), codebook, _rows.working_device(x, device), progress)
+    return min(total_stored(lengths, geometry) + codebook.nbytes, geometry.num_bytes)
+
+
+def _estimate_of(geometry: _rows.Geometry, layout: str, candidates: list[choice.Candidate]) -> Estimate:
+    raw, found, num_bytes = candidates[0], {candidate.scheme: candidate for candidate in candidates}, geometry.num_bytes
+
+    def of(scheme: str) -> SchemeEstimate:
+        candidate = found.get(scheme, raw)  # rows that would not be smaller stay raw
+        return SchemeEstimate(
+            scheme,
+            _saved(candidate.stored_bytes, num_bytes),
+            candidate.stored_bytes,
+            candidate.slot_bytes,
+            candidate.nbytes,
+            _saved(candidate.nbytes, num_bytes),
+            candidate.link_bytes,
+            _saved(candidate.link_bytes, raw.link_bytes),
+            raw.row_ns / candidate.row_ns,
+        )
+
+    return Estimate(
+        geometry, layout, {scheme: of(scheme) for scheme in _schemes.SCHEMES}, choice.choose(candidates).scheme
+    )
+
+
+def _saved(held: int, of_bytes: int) -> float:
+    return 1 - held / of_bytes if of_bytes else 0.0
+
+
+def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> str:
+    """What `compress` takes; where that is raw rows, why, and what would help."""
+    best = max(schemes.values(), key=lambda scheme: scheme.savings)
+    rows = f"rows of {geometry.row_bytes} bytes"
+    if auto != "raw":
+        taken = schemes[auto]
+        over_the_link = taken.savings if layout == "packed" else taken.link_savings
+        return (
+            f"compress takes scheme {auto!r}, which saves {_percent(taken.memory_savings)} of the memory and "
+            f"{_percent(over_the_link)} of the bytes over the link{' of a whole tensor' if layout == 'packed' else ''}."
+        )
+    if best.savings == 0:
+        return "compress keeps raw rows: no scheme saves anything."
+    saved = f"compress keeps raw rows: {rows} save {_percent(best.savings)} of their bytes with scheme {best.scheme!r}"
+    helps = _helps(geometry, layout, best)
+    hint = f" Pass {', or '.join(helps)}." if helps else ""
+    if layout == "packed":
+        return f"{saved}, but their index takes as much.{hint}"
+    if best.link_savings <= 0:
+        return f"{saved}, but no 32-byte sector.{hint}"
+    return f"{saved}, but a GPU fetches and decodes them at {best.fetch_speedup:.2f} times the rate of raw ones.{hint}"
+
+
+def _helps(geometry: _rows.Geometry, layout: str, best: SchemeEstimate) -> list[str]:
+    """Arguments of `compress` that make use of what the best scheme saves."""
+    saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []
+    if layout == "slots" and saved_bytes > slots.index_bytes(geometry, True):
+        helps.append("layout='packed' for a smaller table and for streaming")
+    least = max(_LONGER_ROW_BYTES, math.ceil(2 * slots.SECTOR_BYTES / best.savings))  # rows that save two sectors
+    row_bytes = -(-least // max(1, geometry.item_bytes)) * geometry.item_bytes
+    if geometry.row_bytes < row_bytes <= min(_core.MAX_ROW_BYTES, geometry.num_bytes):
+        helps.append(f"row_bytes={row_bytes} where x is used as a whole")
+    if layout == "slots" and best.memory_savings > 0:
+        helps.append(f"scheme={best.scheme!r} to save {_percent(best.memory_savings)} of the memory all the same")
+    return helps
+
+
+def _percent(share: float) -> str:
+    return f"{round(share, 3) + 0.0:.1%}"  # never "-0.0%"
+
+
+def check_learning(
+    scheme: str, chunk_bytes: int | None, tau: float | None, sample: float | None, level: str
+) -> tuple[int | None, float | None, float | None]:
+    """(chunk_bytes, tau, sample) as numbers of Python. Raises TypeError for what is no number, ValueError for what
+    cannot be learned from."""
+    chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
+    tau, sample = (None if value is None else number(name, value) for name, value in (("tau", tau), ("sample", sample)))
+    _schemes.check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau, level=level)
+    _schemes.check_sample(sample)
+    return chunk_bytes, tau, sample
+
+
+def check_codebook(codebook: object) -> None:
+    if not isinstance(codebook, AnyCodebook):
+        raise TypeError(
+            f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook, PlanesCodebook or ClusteredCodebook"
+        )

@@ -1,0 +1,282 @@
+"""Rows that change: `update_` and `append`. Rows are coded with the codebook that the table has, by one operation that
+puts each into its slot and, where it spills, into a part of the overflow of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _core
+from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
+from .._layout import slots as _layout
+from .._layout.geometry import Geometry, bytes_of, rows_of
+from .._machine import memory
+from .._machine.segments import Segment
+from .._rows.room import Room, room_of
+from .._rows.table import Table
+
+_SECTOR = _core.SECTOR_BYTES
+
+
+def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
+    """See `CompressedTensor.update_`."""
+    if not isinstance(ids, torch.Tensor):
+        ids = tensor_of(ids, "ids")
+    if ids.dim() != 1:
+        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    ids = checked_ids(ids)
+    check_rows(table, rows, ids.numel())
+    chosen, places = last_of_each(ids, table.num_items)
+    put_items(table, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
+
+
+def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
+    """Changes items by their ids, int64, all different and in range. items: as `check_rows` wants them."""
+    if ids.numel() == 0 or table.item_bytes == 0:
+        return
+    worker = _worker_of(table, items.device, ids.device)
+    _make_room(table)
+    numbers, data = _rows_of_items(table, ids.to(worker), items.to(worker))
+    _encode(table, table.geometry, data, worker, numbers, 0)
+    table.note_change()
+
+
+def put_rows(table: Table, numbers: torch.Tensor, data: torch.Tensor) -> None:
+    """Changes whole rows by their numbers, int64 and all different and in range. data: their bytes."""
+    worker = _worker_of(table, data.device)
+    _make_room(table)
+    _encode(table, table.geometry, data.to(worker), worker, numbers.to(worker), 0)
+    table.note_change()
+
+
+def append(table: Table, rows: torch.Tensor) -> None:
+    """See `CompressedTensor.append`."""
+    if not table.shape:
+        raise ValueError("a table of 0 dimensions has no items to append to")
+    check_rows(table, rows, None)
+    if rows.shape[0] == 0:
+        return
+    worker = _worker_of(table, rows.device, table.device)
+    old = table.geometry
+    new = Geometry(torch.Size((old.num_items + rows.shape[0], *old.shape[1:])), table.dtype, table.row_bytes)
+    _make_room(table)
+    data = bytes_of(rows.detach().to(worker))
+    first_row, rest = divmod(old.num_bytes, old.row_bytes)
+    if rest:
+        data = torch.cat((decoded_bytes(table, old.num_bytes - rest, old.num_bytes, worker), data))
+    room = _room_of(table)
+    room = table.set_room(room.with_rows(new.num_rows, table.slot_bytes, _memory_of(table)))
+    kept = _Row(table, room, first_row, worker) if rest else None
+    try:
+        if data.numel():
+            _encode(table, new, data, worker, None, first_row)
+        table.set_room(_room_of(table), new)
+    except BaseException:
+        if kept is not None:
+            kept.put_back()
+        raise
+
+
+def reserve(table: Table, num_items: int) -> None:
+    """Makes room for so many items, so that `append` moves no row until there are more."""
+    _make_room(table)
+    geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
+    table.set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
+
+
+def check_can_change(table: Table) -> None:
+    """RuntimeError for a table that is shared with other processes."""
+    if isinstance(table._segment, Segment):
+        raise RuntimeError("the table is shared with other processes, which would read its old index: clone() it first")
+
+
+# ---- arguments ----
+
+
+def check_rows(table: Table, rows: Any, count: int | None) -> None:
+    """TypeError, ValueError or RuntimeError for what is not `count` items of the table, or a table that is shared."""
+    if not isinstance(rows, torch.Tensor):
+        raise TypeError(f"rows is a {type(rows).__name__}; wanted a torch.Tensor")
+    if rows.dtype != table.dtype:
+        raise TypeError(f"rows has dtype {rows.dtype}; wanted the table's, {table.dtype}")
+    wanted = [count if count is not None else "any number", *table.item_shape]
+    if rows.dim() != len(wanted) or rows.shape[1:] != table.item_shape or count not in (None, rows.shape[0]):
+        raise ValueError(f"rows has shape {list(rows.shape)}; wanted {wanted}")
+    if rows.layout != torch.strided or rows.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"rows is a {rows.layout} tensor on {rows.device}; wanted a dense one on the CPU or a GPU")
+    check_can_change(table)
+
+
+def _worker_of(table: Table, *devices: torch.device) -> torch.device:
+    """Which device codes rows: where the table lives; of one in pinned memory a GPU that the rows are on, or one that
+    has used the table, so that its reads and this are in order."""
+    home = table.device
+    if home.type == "cuda" or not table._is_pinned:
+        return home
+    gpus = [device for device in (*devices, *table._faults) if device.type == "cuda"]
+    return gpus[0] if gpus else home
+
+
+def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(ids without repetition, which of them are taken, the last one of equal ones; None: all, as they are).
+    IndexError for one that is out of range."""
+    if ids.numel() == 0:
+        return ids, None
+    ids = ids.to(torch.int64)
+    ordered, order = ids.sort(stable=True)
+    is_last = torch.ones_like(ids, dtype=torch.bool)
+    is_last[:-1] = ordered[1:] != ordered[:-1]
+    low, high, count = torch.stack((ordered[0], ordered[-1], is_last.sum())).tolist()  # what a GPU is waited for
+    if low < 0 or high >= num_items:
+        check_range(ids.cpu(), num_items)
+    if count == ids.numel():
+        return ids, None
+    return ordered[is_last], order[is_last]
+
+
+def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers of the rows that hold items, the bytes that these rows have with new items in them)."""
+    item_bytes, row_bytes = table.item_bytes, table.row_bytes
+    data = bytes_of(items)
+    if item_bytes == row_bytes:
+        return ids, data
+    if item_bytes % row_bytes == 0:
+        return rows_of(ids, item_bytes // row_bytes), data
+    starts = ids * item_bytes
+    first, last = starts // row_bytes, (starts + item_bytes - 1) // row_bytes
+    span = torch.arange(-(-item_bytes // row_bytes) + 1, device=ids.device)
+    numbers = torch.minimum(first[:, None] + span, last[:, None]).unique()
+    held = _decoded_rows(table, numbers)
+    at = torch.searchsorted(numbers, first) * row_bytes + starts - first * row_bytes
+    held[(at[:, None] + torch.arange(item_bytes, device=ids.device)).reshape(-1)] = data
+    return numbers, held
+
+
+# ---- rows as they are ----
+
+
+def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
+    out = torch.empty(end - start, dtype=torch.uint8, device=worker)
+    fault = torch.zeros(4, dtype=torch.int64, device=worker)
+    torch.ops.ibp.decode_bytes.default(*table.arguments(worker), start, end, 0, out, fault)
+    table.raise_fault(fault.tolist())
+    return out
+
+
+def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows by their numbers, in increasing order, one after the other; a short last one with anything behind it."""
+    geometry, worker = table.geometry, numbers.device
+    row_bytes = geometry.row_bytes
+    num_whole, rest = divmod(geometry.num_bytes, row_bytes)
+    out = torch.empty(numbers.numel() * row_bytes, dtype=torch.uint8, device=worker)
+    has_last = bool(rest) and int(numbers[-1]) == num_whole
+    whole = numbers[:-1] if has_last else numbers
+    fault = torch.zeros(4, dtype=torch.int64, device=worker)
+    if whole.numel():
+        slots, overflow, lengths, bases, *rest_of_them = table.arguments(worker)
+        arguments = (slots, overflow, lengths, bases[:num_whole], *rest_of_them[:-2], num_whole, row_bytes)
+        torch.ops.ibp.gather_items.default(*arguments, whole, 0, out, fault, None)
+        table.raise_fault(fault.tolist())
+    if has_last:
+        start = num_whole * row_bytes
+        last = decoded_bytes(table, start, start + rest, worker)
+        out[whole.numel() * row_bytes :][:rest] = last
+    return out
+
+
+class _Row:
+    """A row as it is stored, to be put back."""
+
+    def __init__(self, table: Table, room: Room, row: int, worker: torch.device) -> None:
+        self._parts = []
+        slots, slot_bytes = room.slots, table.slot_bytes
+        parts = [slots[row * slot_bytes : (row + 1) * slot_bytes]]
+        index = room.index_on(worker)
+        parts += [tensor[row : row + 1] for tensor in index[:3]]
+        if index.bases.numel():
+            base, units = int(index.bases[row]), int(index.rooms[row : row + 1].view(torch.int16))
+            if 0 <= base <= room.overflow.numel():
+                parts.append(room.overflow[base : base + units * _SECTOR])
+        self._parts = [(part, part.clone()) for part in parts]
+
+    def put_back(self) -> None:
+        for part, held in self._parts:
+            part.copy_(held)
+
+
+# ---- coding ----
+
+
+def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
+    """What makes memory of so many bytes for slots, where a table lives."""
+    return lambda num_bytes: memory.empty(num_bytes, table.device, table._is_pinned)
+
+
+def _overflow_memory_of(table: Table) -> Callable[[int], torch.Tensor]:
+    """The same for overflow."""
+    pin = table._is_pinned or table.spills_to_host
+    return lambda num_bytes: memory.empty(num_bytes, table.overflow.device, pin)
+
+
+def _room_of(table: Table) -> Room:
+    assert table._room is not None
+    return table._room
+
+
+def _make_room(table: Table) -> None:
+    """Gives a table the room to change, which it has from its first change on."""
+    if table._room is not None and not table._is_aliased:
+        return
+    if table.scheme == "raw" and table.slot_bytes < table.row_bytes:
+        table.become_plain(bytes_of(decoded_bytes(table, 0, table.original_bytes, table.device)))
+    slots, overflow = table.slots, table.overflow
+    if table._is_aliased:  # another table has the same memory
+        slots = _memory_of(table)(slots.numel()).copy_(slots)
+        overflow = _overflow_memory_of(table)(overflow.numel()).copy_(overflow)
+    table.set_room(room_of(table.geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
+
+
+def _encode(
+    table: Table,
+    geometry: Geometry,
+    data: torch.Tensor,
+    worker: torch.device,
+    numbers: torch.Tensor | None,
+    first_row: int,
+) -> None:
+    """Codes rows of a tensor of that geometry: those of the given numbers, which differ, or from first_row on."""
+    row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
+    most_bytes = -(-data.numel() // row_bytes) * (-(-(row_bytes - slot_bytes) // _SECTOR) * _SECTOR)
+    room = table.set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
+    index = room.begin_change(worker).first(geometry.num_rows)
+    table.forget_places(worker)
+    room.most_used += most_bytes
+    held = room.slots[: _layout.slots_size(geometry, slot_bytes)], room.overflow
+    slots, overflow = (memory.seen_from(worker, part) for part in held)
+    codec, words = table._coding(worker)
+    fault, counts = (torch.zeros(count, dtype=torch.int64, device=worker) for count in (4, 2))
+    torch.ops.ibp.encode_into.default(
+        slots,
+        overflow,
+        index.lengths,
+        index.bases,
+        words,
+        codec,
+        slot_bytes,
+        0,
+        geometry.num_items,
+        geometry.item_bytes,
+        index.rooms,
+        index.used,
+        counts,
+        data,
+        None,
+        numbers,
+        first_row,
+        0,
+        fault,
+    )
+    if worker.type == "cpu":
+        room.most_used = int(index.used)

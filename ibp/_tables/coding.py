@@ -1,0 +1,394 @@
+"""How a tensor's rows are coded into the memory of a table: where the codebook comes from, and what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from .. import _core
+from .._common import ops
+from .._common.arguments import whole_number
+from .._common.progress import tqdm
+from .._fetch.streaming import decompress
+from .._layout import geometry as _rows
+from .._layout import slots as _layout
+from .._machine import memory, staging
+from .._rows.table import Table
+from .._schemes import AnyCodebook, Request, check_clusters, measure
+from .._schemes.choice import learn
+from .._schemes.estimation import check_codebook, check_learning
+
+MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
+_CPU = torch.device("cpu")
+AnyTable = TypeVar("AnyTable", bound=Table)
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How a tensor's rows are coded.
+
+    Attributes:
+        codebook: what with.
+        lengths: of all rows on the working device (FORMAT.md section 2).
+        survey: of the lengths.
+    """
+
+    codebook: AnyCodebook
+    lengths: torch.Tensor
+    survey: _layout.Survey
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the rows and the codebook."""
+        return self.survey.stored + self.codebook.nbytes
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Where a codebook comes from: it is given, or learned as these options say."""
+
+    scheme: str
+    chunk_bytes: int | None
+    tau: float | None
+    sample: float | None
+    clusters: int | str | None
+    level: str
+    codebook: AnyCodebook | None
+
+    @classmethod
+    def of(
+        cls,
+        scheme: str,
+        chunk_bytes: int | None,
+        tau: float | None,
+        sample: float | None,
+        clusters: int | str | None,
+        level: str,
+        codebook: AnyCodebook | None,
+    ) -> Learning:
+        """Of the arguments of the same names. Raises TypeError and ValueError for wrong ones."""
+        chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample, level)
+        if clusters is not None and not isinstance(clusters, str):
+            clusters = whole_number("clusters", clusters)
+        check_clusters(clusters)
+        if clusters is not None and codebook is not None:
+            raise ValueError(
+                f"clusters is {clusters!r}, but a codebook is given: it says itself how many clusters there are"
+            )
+        if clusters is not None and scheme == "raw":
+            raise ValueError(f"clusters is {clusters!r}, but rows of scheme 'raw' have no codebook")
+        if level == "fast" and clusters is not None:
+            raise ValueError(f"clusters is {clusters!r}, but consecutive entries, level='fast', have no clusters")
+        return cls(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
+
+    def coding_of(
+        self,
+        data: torch.Tensor,
+        geometry: _rows.Geometry,
+        worker: torch.device,
+        slot_bytes: int | None,
+        progress: bool,
+        in_place: bool = False,
+    ) -> Coding | None:
+        """How the bytes are coded; None where raw rows take no more bytes, or are what is asked for."""
+        if not geometry.num_bytes:
+            return None
+        coding: Coding | None
+        if self.codebook is not None:
+            coding = _coding(data, geometry, self.codebook, worker, progress)
+        else:
+            request = Request(
+                data,
+                geometry,
+                worker,
+                self.sample,
+                self.chunk_bytes,
+                self.tau,
+                slot_bytes=slot_bytes,
+                clusters=self.clusters,
+                progress=progress,
+                level=self.level,
+            )
+            coding = self._learned(request, in_place)
+        if coding is None or coding.stored_bytes >= geometry.num_bytes:
+            return None
+        return coding
+
+    def coding_in_slots(
+        self, data: torch.Tensor, geometry: _rows.Geometry, worker: torch.device, progress: bool
+    ) -> Coding:
+        """How the bytes are coded where slots are smaller than rows: with a codebook in any case, as rows of which
+        every one is raw have parts in overflow too. The tensor is not empty."""
+        codebook = self.codebook
+        if codebook is None:
+            request = Request(
+                data, geometry, worker, self.sample, self.chunk_bytes, self.tau, progress=progress, level=self.level
+            )
+            found = self._learned(request, in_place=False)
+            if found is not None:
+                return found
+            codebook = learn("planes", request)
+            assert codebook is not None, "scheme 'planes' always has a codebook"
+        return _coding(data, geometry, codebook, worker, progress)
+
+    def _learned(self, request: Request, in_place: bool) -> Coding | None:
+        """As learned from sampled rows; where many others lack what those have in common, once more without it."""
+        codebook = learn(self.scheme, request, in_place)
+        if codebook is None:
+            return None
+        coding = _coding(request.data, request.geometry, codebook, request.device, request.progress)
+        savings, expected = 1 - coding.stored_bytes / request.geometry.num_bytes, codebook.expected_savings
+        if not codebook.is_partial or expected is None or savings > expected - MOST_LACKING:
+            return coding
+        codebook = learn(self.scheme, replace(request, codes_invariant=True), in_place)
+        if codebook is None:
+            return coding
+        again = _coding(request.data, request.geometry, codebook, request.device, request.progress)
+        return min(coding, again, key=lambda tried: tried.stored_bytes)
+
+
+def _coding(
+    data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, worker: torch.device, progress: bool
+) -> Coding:
+    lengths = measure(data, codebook, worker, progress)
+    return Coding(codebook, lengths, _layout.survey(lengths, geometry))
+
+
+def wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool | None:
+    """Whether a table of x is to be pinned; None: where the system lets. RuntimeError if it cannot be."""
+    if pin_memory and not ops.cuda_is_available():
+        raise RuntimeError("pin_memory=True needs a CUDA device and a build of ibp with CUDA")
+    if pin_memory is None:
+        return None if not x.is_cuda and ops.cuda_is_available() else False
+    return bool(pin_memory) and not x.is_cuda
+
+
+def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
+    if codebook is None:
+        return _rows.Geometry.of(x, row_bytes)
+    check_codebook(codebook)
+    if row_bytes is not None and row_bytes != codebook.row_bytes:
+        raise ValueError(f"row_bytes is {row_bytes}, but the codebook is for rows of {codebook.row_bytes} bytes")
+    return _rows.Geometry.of(x, codebook.row_bytes)
+
+
+def table_of(
+    kind: type[AnyTable],
+    geometry: _rows.Geometry,
+    scheme: str,
+    slot_bytes: int,
+    slots: torch.Tensor,
+    codebook: AnyCodebook | None,
+    lengths: torch.Tensor | None,
+    overflow: torch.Tensor | None = None,
+    bases: torch.Tensor | None = None,
+) -> AnyTable:
+    """A table of a kind, from its parts; None: an empty part. The index goes to where the slots are."""
+
+    def on_home(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=slots.device) if tensor is None else tensor.to(slots.device)
+
+    return kind(
+        shape=geometry.shape,
+        dtype=geometry.dtype,
+        scheme=scheme,
+        row_bytes=geometry.row_bytes,
+        slot_bytes=slot_bytes,
+        slots=slots,
+        overflow=on_home(None, torch.uint8) if overflow is None else overflow,
+        lengths=on_home(lengths, torch.uint16),
+        bases=on_home(bases, torch.int64),
+        codebook=codebook,
+    )
+
+
+def code(
+    kind: type[AnyTable],
+    x: torch.Tensor,
+    learning: Learning,
+    layout: str,
+    slot_bytes: int | None,
+    row_bytes: int | None,
+    device: torch.device | str | int | None,
+    pin: bool | None,
+    node: int,
+    progress: bool,
+) -> AnyTable:
+    """A table of a kind, in memory of its own. pin: None: where the system lets."""
+    geometry = geometry_of(x, row_bytes, learning.codebook)
+    slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
+    worker = _rows.working_device(x, device)
+    data = _rows.bytes_of(x)
+    coding = learning.coding_of(data, geometry, worker, slot_bytes, progress)
+    if coding is None:
+        (slots,), is_pinned = memory.empty_parts([geometry.num_bytes], data.device, pin, node)
+        table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
+        table._is_refused = pin is None and not is_pinned
+        return table
+    if slot_bytes is None:
+        slot_bytes = _layout.choose_slot_bytes(coding.survey, geometry)
+    return encode(kind, data, geometry, coding, slot_bytes, worker, pin, node, progress)
+
+
+def code_anew(
+    table: Table,
+    *,
+    scheme: str,
+    codebook: AnyCodebook | None,
+    sample: float | None,
+    clusters: int | str | None,
+    level: str | None,
+    slot_bytes: int | None,
+    device: torch.device | str | int | None,
+) -> Table:
+    """A table of the same tensor as `CompressedTensor.refit` asks for it. level: None: the level of the table's
+    codebook, where the other options let such a codebook be learned."""
+    if level is None:
+        is_free = scheme in ("auto", "planes") and codebook is clusters is None
+        level = table.codebook.level if is_free and table.codebook is not None else "default"
+    x = decompress(table, check=table.device.type == "cuda")
+    if not table.spills_to_host:
+        learning = Learning.of(scheme, None, None, sample, clusters, level, codebook)
+        pin = wants_pinning(x, table.is_pinned())
+        return code(Table, x, learning, table.layout, slot_bytes, table.row_bytes, device, pin, -1, False)
+    learning = Learning.of("planes" if scheme == "auto" else scheme, None, None, sample, clusters, level, codebook)
+    geometry = geometry_of(x, table.row_bytes, codebook)
+    slot_bytes = _layout.checked_slot_bytes(table.layout, slot_bytes, table.row_bytes)
+    slot_bytes = table.slot_bytes if slot_bytes is None else slot_bytes
+    return placed(Table, x, geometry, learning, lambda coding: slot_bytes, table.device, False)
+
+
+def placed(
+    kind: type[AnyTable],
+    x: torch.Tensor,
+    geometry: _rows.Geometry,
+    learning: Learning,
+    slots_for: Callable[[Coding], int],
+    device: torch.device,
+    progress: bool,
+) -> AnyTable:
+    """The table of a tensor. Where slots hold whole rows, and rows take no fewer bytes coded, they stay raw."""
+    data = _rows.bytes_of(x)
+    coding = learning.coding_in_slots(data, geometry, device, progress) if geometry.num_bytes else None
+    slot_bytes = geometry.row_bytes if coding is None else slots_for(coding)
+    if coding is None or (slot_bytes == geometry.row_bytes and coding.stored_bytes >= geometry.num_bytes):
+        overflow = torch.empty(0, dtype=torch.uint8)
+        return table_of(kind, geometry, "raw", geometry.row_bytes, data.to(device, copy=True), None, None, overflow)
+    is_near = device.type == "cpu"
+    slots_bytes, overflow_bytes = sizes_of(coding, geometry, slot_bytes)
+    slots = memory.empty(slots_bytes, device, False)
+    overflow = memory.empty(overflow_bytes, _CPU, not is_near)
+    near = memory.seen_from(device, overflow)
+    bases = encode_to(data, geometry, coding, slot_bytes, device, slots, near, is_near, progress)
+    book = coding.codebook
+    return table_of(kind, geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
+
+
+def encode(
+    kind: type[AnyTable],
+    data: torch.Tensor,
+    geometry: _rows.Geometry,
+    coding: Coding,
+    slot_bytes: int,
+    worker: torch.device,
+    pin: bool | None,
+    node: int,
+    progress: bool,
+) -> AnyTable:
+    (slots, overflow), is_pinned = memory.empty_parts(sizes_of(coding, geometry, slot_bytes), data.device, pin, node)
+    bases = encode_to(data, geometry, coding, slot_bytes, worker, slots, overflow, not is_pinned, progress)
+    table = table_of(
+        kind, geometry, coding.codebook.scheme, slot_bytes, slots, coding.codebook, coding.lengths, overflow, bases
+    )
+    table._is_refused = pin is None and not is_pinned
+    return table
+
+
+def sizes_of(coding: Coding, geometry: _rows.Geometry, slot_bytes: int) -> list[int]:
+    """Bytes of the slots and of the overflow of a table."""
+    overflow_bytes = coding.survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0
+    return [_layout.slots_size(geometry, slot_bytes), overflow_bytes]
+
+
+def encode_to(
+    data: torch.Tensor,
+    geometry: _rows.Geometry,
+    coding: Coding,
+    slot_bytes: int,
+    worker: torch.device,
+    slots: torch.Tensor,
+    overflow: torch.Tensor,
+    pageable: bool,
+    progress: bool,
+) -> torch.Tensor:
+    """Codes a tensor's bytes into memory of the sizes that `sizes_of` says, both on the worker or both in host memory,
+    pageable or pinned. Returns the table's bases."""
+    codebook, lengths = coding.codebook, coding.lengths
+    bases = (
+        _layout.index_rows(lengths, geometry, slot_bytes)
+        if overflow.numel()
+        else torch.empty(0, dtype=torch.int64, device=worker)
+    )
+    lies_near, faults = slots.device == worker, []
+    ends = (
+        [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
+    )
+    with (
+        staging.outlet(worker, slots.device, pageable=pageable) as outlet,
+        tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
+    ):
+        for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
+            base, end_base = first // _core.ROWS_PER_BASE, -(-last // _core.ROWS_PER_BASE)
+            start, end = (ends[base], ends[end_base]) if ends else (0, overflow.numel())
+            targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
+            near = targets if lies_near else outlet.take([target.numel() for target in targets])
+            part = bases[base:end_base] if overflow.numel() else bases
+            faults.append(encode_block(block, codebook, lengths[first:last], part, slot_bytes, start, *near))
+            if not lies_near:
+                outlet.put(targets, near)
+            bar.update(last - first)
+    check_faults(faults)
+    return bases
+
+
+def encode_block(
+    block: torch.Tensor,
+    codebook: AnyCodebook,
+    lengths: torch.Tensor,
+    bases: torch.Tensor,
+    slot_bytes: int,
+    overflow_start: int,
+    slots: torch.Tensor,
+    overflow: torch.Tensor,
+) -> torch.Tensor:
+    """Codes a block of rows into slices of slots and overflow on its own device. Returns where a fault is noted."""
+    device = block.device
+    if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
+        slots.zero_(), overflow.zero_()
+    fault = torch.zeros(4, dtype=torch.int64, device=device)
+    torch.ops.ibp.encode_rows(
+        slots,
+        overflow,
+        lengths,
+        bases,
+        codebook.words(device),
+        codebook.codec,
+        slot_bytes,
+        overflow_start,
+        1,
+        block.numel(),
+        block,
+        fault,
+    )
+    return fault
+
+
+def check_faults(faults: list[torch.Tensor]) -> None:
+    for status, row, _, _ in torch.stack(faults).tolist():
+        if status:
+            raise RuntimeError(
+                f"x changed while it was being compressed: row {row} of a block no longer has the length measured"
+            )

@@ -1,0 +1,149 @@
+"""Compressing tensors into tables: `compress_rows` into new memory, `compress_` in the tensor's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .. import _core
+from .._common.progress import tqdm
+from .._layout import geometry as _rows
+from .._machine import memory, staging
+from .._machine import numa as _numa
+from .._schemes import AnyCodebook
+from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of, wants_pinning
+from .compressed_tensor import CompressedTensor
+
+
+def compress_rows(
+    x: torch.Tensor | np.ndarray,
+    *,
+    scheme: str = "auto",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    codebook: AnyCodebook | None = None,
+    sample: float | None = None,
+    clusters: int | str | None = None,
+    level: str = "default",
+    layout: str = "slots",
+    slot_bytes: int | None = None,
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    pin_memory: bool | None = None,
+    numa: _numa.Numa = None,
+    progress: bool = False,
+) -> CompressedTensor:
+    """A table of a tensor's rows: `ibp.compress` for the schemes of rows."""
+    x = _rows.given_tensor(x)
+    _rows.check_tensor(x)
+    learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
+    pin, node = wants_pinning(x, pin_memory), _numa.node_of(numa)
+    return code(CompressedTensor, x, learning, layout, slot_bytes, row_bytes, device, pin, node, progress)
+
+
+def compress_(
+    x: torch.Tensor,
+    *,
+    scheme: str = "auto",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    codebook: AnyCodebook | None = None,
+    sample: float | None = None,
+    clusters: int | str | None = None,
+    level: str = "default",
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    pin_memory: bool | None = None,
+    progress: bool = False,
+) -> CompressedTensor:
+    """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory
+    can be compressed.
+
+    Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is freed. x's
+    values are gone afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and about
+    128 MiB. "auto" takes the scheme of fewest bytes.
+
+    All analysis is done before the first write; rows are then rewritten in blocks, each with its lengths by one
+    operation. If that is interrupted, however often, or the memory cannot be pinned afterwards, the exception has the
+    table as its attribute `table`, and that table decompresses to x. Without that attribute x is as it was.
+
+    Args:
+        x: contiguous tensor that owns its whole storage and does not require grad.
+        Others: as in `compress`.
+
+    Raises:
+        TypeError: as `compress`.
+        ValueError: x is not contiguous, is a part of a larger storage, or requires grad; or as `compress`.
+    """
+    _rows.check_tensor(x)
+    _check_owns_memory(x)
+    learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
+    geometry = geometry_of(x, row_bytes, codebook)
+    worker, pin = _rows.working_device(x, device), wants_pinning(x, pin_memory)
+    data = _rows.bytes_of(x)
+    coding = learning.coding_of(data, geometry, worker, geometry.row_bytes, progress, in_place=True)
+    if coding is None:
+        table = table_of(CompressedTensor, geometry, "raw", geometry.row_bytes, data, None, None)
+    else:
+        coded = torch.zeros_like(coding.lengths, device=data.device)  # all rows raw: what the memory holds
+        book = coding.codebook
+        table = table_of(CompressedTensor, geometry, book.scheme, geometry.row_bytes, data, book, coded)
+    table._owner = x
+    kept: list[CompressedTensor] = []
+
+    def work() -> CompressedTensor:
+        kept.append(table)  # from the first row rewritten, the table is all that is left of x
+        if coding is not None:
+            _encode_in_place(table, data, coding, worker, progress)
+        if pin:
+            table.pin_memory()
+        elif pin is None:
+            memory.pin_if_possible(table)
+        return table
+
+    try:
+        return _core.call_keeping_table(kept, work)
+    except BaseException as interruption:  # Python handles signals as that function returns, too
+        if kept:
+            interruption.table = table  # type: ignore[attr-defined]
+        raise
+
+
+def _check_owns_memory(x: torch.Tensor) -> None:
+    if not x.is_contiguous() or x.is_conj() or x.is_neg():
+        raise ValueError(f"x has strides {x.stride()}; compress_ wants a contiguous tensor")
+    held = x.untyped_storage().nbytes()
+    if x.storage_offset() != 0 or held != x.numel() * x.element_size():
+        raise ValueError(
+            f"x has {x.numel() * x.element_size()} bytes of a storage of {held}; "
+            "compress_ wants a tensor that owns all of its storage"
+        )
+    if x.requires_grad:
+        raise ValueError("x requires grad; compress_ would destroy its values: detach it first")
+
+
+def _encode_in_place(
+    table: CompressedTensor, data: torch.Tensor, coding: Coding, worker: torch.device, progress: bool
+) -> None:
+    """Rewrites the rows of a table that are still raw. Rows and lengths of a block change by one operation of torch,
+    before and after which the
+    table decodes: an interrupt finds it so, however many there are."""
+    codebook, lengths = coding.codebook, coding.lengths
+    row_bytes, coded = table.row_bytes, table.lengths.view(torch.uint8)
+    no_bases, no_overflow = (
+        torch.empty(0, dtype=torch.int64, device=worker),
+        torch.empty(0, dtype=torch.uint8, device=worker),
+    )
+    with (
+        staging.outlet(worker, data.device, pageable=True) as outlet,
+        tqdm(total=table.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
+    ):
+        for first, last, block in _rows.blocks(data, row_bytes, worker, whole=False):
+            targets = data[first * row_bytes : last * row_bytes], coded[2 * first : 2 * last]
+            rows, new_lengths = outlet.take([target.numel() for target in targets])
+            new_lengths.copy_(lengths[first:last].view(torch.uint8))
+            check_faults(
+                [encode_block(block, codebook, lengths[first:last], no_bases, row_bytes, 0, rows, no_overflow)]
+            )
+            outlet.put(targets, (rows, new_lengths))
+            bar.update(last - first)

@@ -1,0 +1,432 @@
+"""Rows coded into memory that is there: `Place`, `Buffers`, `encode_into`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .. import _core
+from .._machine import memory as _memory
+from .._schemes import AnyCodebook
+from .._schemes.estimation import check_codebook
+from .compressed_tensor import CompressedTensor
+
+_NO_BASE, _MOST_LENGTH = -1, 65535  # of a row without a part; an entry of lengths
+_ALIGNMENT = 64  # bytes, of each part of memory that is given
+_COUNTERS = 8  # int64: used, spilled, lost, a fault of 4
+_INDEX_OUT_OF_RANGE = 2  # ibp_status
+_CPU = torch.device("cpu")
+
+
+class PlaceCounts(NamedTuple):
+    """What has become of the rows of a `Place`, over all calls.
+
+    spilled: rows that were stored with a part in overflow.
+    lost: rows for whose part there was no room: reading them raises.
+    used_bytes: bytes of overflow that have been handed out.
+    """
+
+    spilled: int
+    lost: int
+    used_bytes: int
+
+
+class Place:
+    """Memory for coded rows, which `ibp.encode_into` codes into, in any order and again and again.
+
+    Every row has a slot of fixed size; what does not fit goes to a part of `overflow`, which is handed out on the
+    device. Rows that were never coded read as default rows: zeros, or the codebook's default value.
+
+    Args:
+        codebook: how rows are coded; made by `ibp.analyze` or taken from a table.
+        num_rows: rows of codebook.row_bytes bytes.
+        slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes, where no row ever overflows.
+        overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
+        device: where rows are coded and the index is; None: the memory's, else the current
+            CUDA device if there is one, else the CPU.
+        pinned: slots and overflow are pinned host memory, which the GPU writes and reads over the link.
+        memory: uint8 [at least Place.memory_bytes(...)] on the device, contiguous, which the place lies in, from its
+            first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
+            `Place.over`. None: the place allocates.
+        spill: "host": overflow is in pinned host memory, so that the place takes no more of the GPU's memory than its
+            slots (see `ibp.place`); on a CPU all is in host memory. None: it is where the slots are.
+        host_memory: uint8 memory of the host, 1-D and contiguous, which slots lie in where `pinned` is set, and
+            overflow behind them: pinned, unless the place is on a CPU. None: the place allocates.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or a size is out of range.
+        RuntimeError: torch sees no CUDA device, and pinned is set.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self,
+        codebook: AnyCodebook,
+        num_rows: int,
+        *,
+        slot_bytes: int | None = None,
+        overflow_bytes: int | None = None,
+        device: torch.device | str | int | None = None,
+        pinned: bool = False,
+        memory: torch.Tensor | None = None,
+        spill: str | None = None,
+        host_memory: torch.Tensor | None = None,
+    ) -> None:
+        self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory, spill, host_memory)
+        self.clear()
+
+    @classmethod
+    def over(
+        cls,
+        memory: torch.Tensor,
+        codebook: AnyCodebook,
+        num_rows: int,
+        *,
+        slot_bytes: int | None = None,
+        overflow_bytes: int | None = None,
+    ) -> Place:
+        """A place over memory that holds the bytes of one with the same codebook and sizes, or will before it is read:
+        nothing is cleared. Of overflow, which is last, only the bytes in use need to be there.
+
+        Args:
+            memory: as of `Place`; the place's device is the memory's.
+            codebook, num_rows, slot_bytes: of the place whose bytes they are.
+            overflow_bytes: of overflow that are there.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described there.
+        """
+        place = cls.__new__(cls)
+        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory, None, None)
+        return place
+
+    @staticmethod
+    def memory_bytes(
+        codebook: AnyCodebook, num_rows: int, *, slot_bytes: int | None = None, overflow_bytes: int | None = None
+    ) -> int:
+        """Bytes of memory that a place of these sizes lies in. Overflow is the last `overflow_bytes` of them.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described in `Place`.
+        """
+        check_codebook(codebook)
+        *others, overflow = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
+        return sum(map(_aligned, others)) + overflow
+
+    def _lay_out(
+        self,
+        codebook: AnyCodebook,
+        num_rows: int,
+        slot_bytes: int | None,
+        overflow_bytes: int | None,
+        device: torch.device | str | int | None,
+        pinned: bool,
+        memory: torch.Tensor | None,
+        spill: str | None,
+        host_memory: torch.Tensor | None,
+    ) -> None:
+        """Checks what is given, and makes the tensors."""
+        check_codebook(codebook)
+        sizes = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
+        if memory is not None:
+            needed = self.memory_bytes(codebook, num_rows, slot_bytes=slot_bytes, overflow_bytes=overflow_bytes)
+            device = _check_memory(memory, needed, device, pinned)
+        self.device = _memory.usual(device)
+        if pinned and self.device.type != "cuda":
+            raise ValueError("pinned places are for a CUDA device to write to")
+        check_spill(spill, memory)
+        in_host = [pinned, pinned or spill == "host"]  # slots, overflow
+        if host_memory is not None:
+            needed = sum(size for size, is_there in zip(sizes[-2:], in_host) if is_there)
+            _check_host_memory(host_memory, needed, any(in_host), self.device)
+        self.num_rows, self.row_bytes = num_rows, codebook.row_bytes
+        self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
+        self.pinned, self.spill = pinned, spill
+        parts = _allocated(sizes, self.device, in_host, host_memory) if memory is None else _carved(memory, sizes)
+        counters, rooms, bases, lengths, self.slots, self.overflow = parts
+        self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
+        self.bases = bases.view(torch.int64)
+        self._counters = counters.view(torch.int64)
+        self._used, self._counts, self._fault, _ = self._counters.split([1, 2, 4, 1])
+        self._take_codebook(codebook)
+
+    def _take_codebook(self, codebook: AnyCodebook) -> None:
+        """Codes by a codebook for rows of the place's size from now on. Rows that are coded are not read any more."""
+        words = codebook.words(self.device)  # for which there may be no memory: nothing has changed yet
+        self.codebook = codebook
+        near = [_memory.seen_from(self.device, part) for part in (self.slots, self.overflow)]
+        self.table_arguments = (
+            *near,
+            self.lengths,
+            self.bases,
+            words,
+            codebook.codec,
+            self.slot_bytes,
+            0,
+            self.num_rows,
+            self.row_bytes,
+        )
+        self.arguments = (*self.table_arguments, self.rooms, self._used, self._counts)
+
+    def clear(self) -> None:
+        """Forgets all rows: they read as default rows, and all of overflow is free."""
+        self.lengths.view(torch.int16).fill_(as_int16(min(self.row_bytes, _MOST_LENGTH)))
+        self.bases.fill_(_NO_BASE)
+        self.rooms.view(torch.int16).zero_()
+        for counter in (self._used, self._counts, self._fault):
+            counter.zero_()
+
+    def counts(self) -> PlaceCounts:
+        """How many rows spilled and were lost. Waits for the work on the current stream."""
+        spilled, lost = self._counts.tolist()
+        return PlaceCounts(spilled, lost, min(int(self._used), self.overflow.numel()))
+
+    def check(self) -> None:
+        """Raises what calls of `encode_into` have noted. Waits for the work on the current stream.
+
+        Raises:
+            IndexError: an id was outside the place's rows.
+            RuntimeError: an id came twice in one call.
+        """
+        status, position, row, _ = self._fault.tolist()
+        if status == 0:
+            return
+        self._fault.zero_()
+        if status == _INDEX_OUT_OF_RANGE:
+            raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
+        raise RuntimeError(f"row_ids has {row} more than once")
+
+    def decode(self, row_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Rows as they were coded: [rows, row_bytes / itemsize] of dtype, on the place's device.
+
+        Args:
+            row_ids: int32 or int64 rows, on the place's device; None: all of them.
+
+        Raises:
+            ValueError: a row was lost, or is damaged.
+            IndexError: an id is outside the place's rows.
+        """
+        count = self.num_rows if row_ids is None else row_ids.numel()
+        out = torch.empty(count * self.row_bytes, dtype=torch.uint8, device=self.device)
+        fault = torch.zeros(4, dtype=torch.int64, device=self.device)
+        if row_ids is None:
+            torch.ops.ibp.decode_bytes(*self.table_arguments, 0, out.numel(), 0, out, fault)
+        else:
+            torch.ops.ibp.gather_items(*self.table_arguments, row_ids.reshape(-1), 0, out, fault)
+        status, position, row, _ = fault.tolist()
+        if status == _INDEX_OUT_OF_RANGE:
+            raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
+        if status != 0:
+            raise ValueError(f"row {row} of the place was lost or is damaged")
+        return out.view(count, self.row_bytes).view(dtype)
+
+    def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
+        """The place as a table of a shape and dtype, whose bytes are those of all rows: [num_rows, row_bytes] of uint8
+        unless given. It reads the place's own memory: rows that are coded later are read as they are then. Of a pinned
+        place the index is copied, so that this holds for rows coded before only.
+
+        Raises:
+            ValueError: shape and dtype have other bytes.
+        """
+        home = self.slots.device
+        table = CompressedTensor(
+            shape=tuple(shape) if shape is not None else (self.num_rows, self.row_bytes // dtype.itemsize),
+            dtype=dtype,
+            scheme=self.codebook.scheme,
+            row_bytes=self.row_bytes,
+            slot_bytes=self.slot_bytes,
+            slots=self.slots,
+            overflow=self.overflow,
+            lengths=self.lengths.to(home),
+            bases=self.bases.to(home),
+            codebook=self.codebook,
+        )
+        table._is_live = True
+        return table
+
+    def _live_table(self) -> CompressedTensor:
+        """The place as a table that the place's device reads as it is at that time, a pinned one too."""
+        table = self.table()
+        table._places[self.device] = self.table_arguments
+        table.fault_on(self.device)
+        return table
+
+
+def _sizes(codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflow_bytes: int | None) -> tuple[int, ...]:
+    """Bytes of counters, rooms, bases, lengths, slots and overflow. ValueError: a size is out of range."""
+    row_bytes = codebook.row_bytes
+    slot_bytes = row_bytes if slot_bytes is None else slot_bytes
+    if num_rows < 0 or num_rows * row_bytes > 2**58:
+        raise ValueError(f"num_rows is {num_rows}; wanted 0 or more rows of {row_bytes} bytes, at most 2^58 bytes")
+    if slot_bytes != row_bytes and not (0 <= slot_bytes < row_bytes and slot_bytes % _core.SECTOR_BYTES == 0):
+        raise ValueError(f"slot_bytes is {slot_bytes}; wanted a multiple of 32 below row_bytes, or {row_bytes}")
+    if slot_bytes < row_bytes and overflow_bytes is None:
+        raise ValueError(f"slots of {slot_bytes} bytes hold no whole rows; overflow_bytes is needed")
+    if overflow_bytes is not None and overflow_bytes < 0:
+        raise ValueError(f"overflow_bytes is {overflow_bytes}; wanted 0 or more")
+    with_parts = num_rows if slot_bytes < row_bytes else 0
+    overflow_bytes = overflow_bytes if slot_bytes < row_bytes and overflow_bytes else 0
+    return 8 * _COUNTERS, 2 * with_parts, 8 * with_parts, 2 * num_rows, num_rows * slot_bytes, overflow_bytes
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _check_memory(
+    memory: torch.Tensor, needed: int, device: torch.device | str | int | None, pinned: bool
+) -> torch.device:
+    """The device of memory that is given to a place. TypeError, ValueError: it cannot be used."""
+    if not isinstance(memory, torch.Tensor):
+        raise TypeError(f"memory is a {type(memory).__name__}; wanted a tensor")
+    if pinned:
+        raise ValueError("memory is given, which is on the device; pinned places allocate")
+    if memory.dtype != torch.uint8 or not memory.is_contiguous() or memory.numel() < needed:
+        raise ValueError(
+            f"memory is {memory.dtype} {list(memory.shape)}; wanted contiguous torch.uint8 of {needed} bytes or more"
+        )
+    if memory.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"memory begins at an address that is no multiple of {_ALIGNMENT}")
+    if device is not None and _memory.canonical(device) != memory.device:
+        raise ValueError(f"memory is on {memory.device}, device is {device}")
+    return memory.device
+
+
+def _check_host_memory(host_memory: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
+    """TypeError, ValueError: host memory that is given to a place on a device cannot be used."""
+    if not isinstance(host_memory, torch.Tensor):
+        raise TypeError(f"host_memory is a {type(host_memory).__name__}; wanted a tensor")
+    if not is_used:
+        raise ValueError("host_memory is given, but pinned is not set and spill is not 'host'")
+    if host_memory.dtype != torch.uint8 or host_memory.dim() != 1 or not host_memory.is_contiguous():
+        raise ValueError(
+            f"host_memory is {host_memory.dtype} {list(host_memory.shape)} with strides {list(host_memory.stride())}; "
+            "wanted contiguous torch.uint8 of one dimension"
+        )
+    if host_memory.numel() < needed:
+        raise ValueError(f"host_memory has {host_memory.numel()} bytes; wanted {needed} or more")
+    if host_memory.device.type != "cpu":
+        raise ValueError(f"host_memory is on {host_memory.device}; wanted memory of the host")
+    if device.type == "cuda" and needed and not host_memory.is_pinned():
+        raise ValueError(f"host_memory is pageable; wanted pinned memory, which {device} reads")
+
+
+def _allocated(
+    sizes: Sequence[int], device: torch.device, in_host: Sequence[bool], host_memory: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Tensors of so many bytes. in_host: whether slots and overflow are host memory, pinned for a GPU: host_memory, if
+    there is one."""
+    *index, slots, overflow = sizes
+    parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
+    start = 0
+    for size, is_there in zip((slots, overflow), in_host):
+        if is_there and host_memory is not None:
+            parts.append(host_memory[start : start + size])
+            start += size
+        else:
+            parts.append(_memory.empty(size, _CPU if is_there else device, is_there and device.type == "cuda"))
+    return parts
+
+
+def _carved(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Tensors of so many bytes in memory, one behind the other."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(memory.view(-1)[start : start + size])
+        start += _aligned(size)
+    return parts
+
+
+class Buffers:
+    """Tensors of one layout, coded by one launch: pages of a cache, layers of a model. Their addresses are copied to
+    the device once.
+
+    Args:
+        tensors: at least one; all of one shape, dtype, strides and device.
+
+    Raises:
+        ValueError: there are none, or they differ.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        if not self.tensors:
+            raise ValueError("there are no tensors")
+        self.layout = first = _in_memory_order(self.tensors[0])
+        for tensor in self.tensors:
+            ordered = _in_memory_order(tensor)
+            if (ordered.shape, ordered.dtype, ordered.device, ordered.stride()) != (
+                first.shape,
+                first.dtype,
+                first.device,
+                first.stride(),
+            ):
+                raise ValueError(
+                    f"the tensors differ: {list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides "
+                    f"{tensor.stride()}; the first is {list(self.tensors[0].shape)} {first.dtype} on {first.device}, "
+                    f"strides {self.tensors[0].stride()}"
+                )
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=first.device)
+
+
+def encode_into(
+    x: torch.Tensor | Buffers | Sequence[torch.Tensor],
+    place: Place,
+    row_ids: torch.Tensor | None = None,
+    *,
+    first_row: int = 0,
+    max_sms: int = 0,
+) -> None:
+    """Codes the rows of a tensor into a place, on the current stream of its device, by one launch: without measuring
+    them before, without allocating, waiting or asking the host. Can be captured in a CUDA graph.
+
+    Where overflow has no room for a row, the row is lost: reading it raises, and `place.counts()` counts it.
+
+    Args:
+        x: a tensor of any dtype on the place's device; `Buffers`, or a sequence of tensors, from which they are made.
+            Its elements in their order are the rows, of place.row_bytes bytes each; one with dimensions permuted but
+            dense, such as channels_last, is coded in the order of its memory. A slice needs rows that lie in one piece.
+            A contiguous tensor may end with a short row, which zeros follow.
+        row_ids: int64 [rows of x]: which rows of the place they become; all different. None: first_row and those
+            behind it.
+        max_sms: at most this many multiprocessors are used; 0: all.
+
+    Raises:
+        TypeError: place or x is of another type.
+        RuntimeError: x, row_ids and the place contradict each other. Ids out of range are noted, and raised by
+            `place.check()`.
+    """
+    if not isinstance(place, Place):
+        raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.Place")
+    if isinstance(x, torch.Tensor):
+        layout, addresses = _in_memory_order(x.detach()), None
+    else:
+        buffers = x if isinstance(x, Buffers) else Buffers(x)
+        layout, addresses = buffers.layout, buffers.addresses
+    torch.ops.ibp.encode_into.default(*place.arguments, layout, addresses, row_ids, first_row, max_sms, place._fault)
+
+
+def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or, of one that is dense with its dimensions permuted, those in the order of its memory."""
+    if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
+        return x
+    strides = x.stride()
+    return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
+
+
+def check_spill(spill: str | None, memory: torch.Tensor | None = None) -> None:
+    if spill not in (None, "host"):
+        raise ValueError(f"spill is {spill!r}; wanted 'host', or None")
+    if spill == "host" and memory is not None:
+        raise ValueError("spill is 'host', but memory is given, which overflow lies in too")
+
+
+def as_int16(number: int) -> int:
+    """The int16 with the bits of a uint16."""
+    return number - 65536 if number >= 32768 else number

@@ -1,0 +1,119 @@
+"""What torch's own functions do with a table: torch asks an argument's `__torch_function__`, which comes here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .._fetch.bags import embedding_bag
+from .._fetch.gather import index_select
+from .._fetch.streaming import decompress
+from .._rows.table import Table
+
+
+def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """function(*args, **kwargs), one of whose arguments is a table. TypeError if tables have no such function."""
+    handler = _HANDLERS.get(function)
+    if function is torch.index_select:  # which PyTorch Geometric replaces by a function of its own
+        handler = _index_select
+    if handler is None:
+        known = ", ".join(sorted({name for name, _ in _NAMED}))
+        raise TypeError(
+            f"{getattr(function, '__name__', function)} does not take an ibp.CompressedTensor (only {known} do): "
+            "call table.decompress() and give it the tensor"
+        )
+    return handler(*args, **kwargs)
+
+
+def _check_table(table: Any, name: str) -> None:
+    if not isinstance(table, Table):
+        raise TypeError(
+            f"{name} is a {type(table).__name__}; of this function's arguments, a table can only be the one that holds "
+            "rows"
+        )
+
+
+def _index_select(input: Table, dim: int, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Items along dimension 0; another dimension needs all rows, which are decoded on the index's device."""
+    _check_table(input, "input")
+    if dim in (0, -len(input.shape)):
+        return index_select(input, index, out=out)
+    return torch.index_select(decompress(input, device=index.device), dim, index, out=out)
+
+
+def embedding_of(
+    input: torch.Tensor,
+    weight: Table,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Rows of the table at input, on input's device. padding_idx and the two last concern gradients, which a table has
+    none of."""
+    _check_table(weight, "weight")
+    _refuse_max_norm(max_norm)
+    if len(weight.shape) != 2:
+        raise ValueError(f"weight has shape {list(weight.shape)}; wanted two dimensions")
+    return index_select(weight, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
+
+
+def embedding_bag_of(
+    input: torch.Tensor,
+    weight: Any,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Bags of the table's rows, on input's device, as `ibp.embedding_bag` has them."""
+    _check_table(weight, "weight")
+    _refuse_max_norm(max_norm)
+    return embedding_bag(
+        weight,
+        input,
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        padding_idx=padding_idx,
+        include_last_offset=include_last_offset,
+    )
+
+
+def _refuse_max_norm(max_norm: float | None) -> None:
+    if max_norm is not None:
+        raise ValueError(f"max_norm is {max_norm}, but it would change the rows of the table, which are fixed")
+
+
+def _torch_embedding(
+    weight: Table, indices: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> torch.Tensor:
+    return embedding_of(indices, weight)
+
+
+def linear_of(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The whole table decoded on input's device for the time of the call (longer where autograd keeps it for input's
+    gradient)."""
+    _check_table(weight, "weight")
+    return F.linear(input, decompress(weight, device=input.device), bias)
+
+
+_NAMED: tuple[tuple[str, tuple[tuple[Callable, Callable], ...]], ...] = (
+    (
+        "torch.index_select",
+        ((torch._C._VariableFunctions.index_select, _index_select), (torch.Tensor.index_select, _index_select)),
+    ),
+    ("F.embedding", ((F.embedding, embedding_of), (torch.embedding, _torch_embedding))),
+    ("F.embedding_bag", ((F.embedding_bag, embedding_bag_of),)),
+    ("F.linear", ((F.linear, linear_of),)),
+)
+_HANDLERS: dict[Callable, Callable] = {function: handler for _, pairs in _NAMED for function, handler in pairs}

@@ -1,0 +1,110 @@
+"""Weights of models as packed tables: the order of their memory, and one codebook for many of them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._fetch.streaming import decompress
+from .._layout.geometry import DTYPES
+from .._schemes import AnyCodebook
+from .compressed_tensor import CompressedTensor
+from .compression import compress_rows
+
+_LEAST_BYTES = 4096  # a smaller tensor is kept raw: it is one row, whose fetch costs the same whatever its bytes
+_ROW_BYTES = 4096  # of the flat tensor: longer rows save 0.1 % more and keep fewer warps of a multiprocessor busy
+_CLEARLY_LESS = 0.01  # of the original bytes
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}  # options that a codebook has settled
+_OF_A_MODEL = {name for name in inspect.signature(compress_rows).parameters if name not in ("x", "codebook")}
+
+
+def is_worth_coding(x: torch.Tensor) -> bool:
+    """Whether x is an ordinary tensor of at least 4 KiB: no subclass, as quantised weights are, and dense."""
+    return (
+        type(x) is torch.Tensor
+        and x.layout == torch.strided
+        and x.dtype in DTYPES
+        and x.numel() * x.element_size() >= _LEAST_BYTES
+    )
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A weight as a table, and how it lay in memory, such as channels last.
+
+    Attributes:
+        table: of the weight, its dimensions in the order in which memory held them.
+        shape, stride: of the weight; of one that left gaps in memory or overlapped itself, as if it were contiguous.
+    """
+
+    table: CompressedTensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def decoded(self, device: torch.device | str | int) -> torch.Tensor:
+        """The weight on a device."""
+        return self.as_it_was(decompress(self.table, device=device))
+
+    def as_it_was(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The weight in the memory of what its table was decoded to."""
+        return tensor.as_strided(self.shape, self.stride)
+
+
+class WeightCompressor:
+    """Compresses the weights of a model into packed tables.
+
+    Weights of a kind share a codebook, since learning one takes far longer than coding: those of one shape and dtype
+    whose names differ only in numbers between dots, as `layers.0.fc1.weight` and `layers.1.fc1.weight` do. It is
+    learned from the first of them, and anew from one of which it saves a point less than it saved then. Where the first
+    is best raw, all are kept raw.
+
+    Args:
+        options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
+
+    Raises:
+        TypeError: an option is none of `ibp.compress`.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        if unknown := sorted(set(options) - _OF_A_MODEL):
+            raise TypeError(f"{', '.join(unknown)}: no such option; wanted some of {', '.join(sorted(_OF_A_MODEL))}")
+        self._options = dict(options)
+        self._learned: dict[tuple[str, torch.Size, torch.dtype], tuple[AnyCodebook | None, float]] = {}
+
+    def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
+        """As `compress`, for a weight that may have any strides."""
+        ordered = x.permute(memory_order(x))
+        if not ordered.is_contiguous():
+            x = ordered = x.contiguous()
+        return CodedWeight(self.compress(name, ordered, **defaults), x.shape, x.stride())
+
+    def compress(self, name: str, x: torch.Tensor, **defaults: Any) -> CompressedTensor:
+        """A table of the weight x, called `name` in its model. defaults: options where none were given for all."""
+        kind = _NUMBER.sub("#", name), x.shape, x.dtype
+        options = {"layout": "packed", "row_bytes": _ROW_BYTES, **defaults, **self._options}
+        if kind in self._learned:
+            codebook, savings = self._learned[kind]
+            of_memory = {key: value for key, value in options.items() if key not in _OF_LEARNING}
+            if codebook is None:
+                return compress_rows(x, scheme="raw", **of_memory)
+            table = compress_rows(x, codebook=codebook, **of_memory)
+            if table.savings > savings - _CLEARLY_LESS:
+                return table
+            own = compress_rows(x, **options)
+            return own if own.stored_bytes < table.stored_bytes else table
+        table = compress_rows(x, **options)
+        self._learned[kind] = table.codebook, table.savings
+        return table
+
+
+def memory_order(x: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the largest stride to the smallest, so that `x.permute(order)` is contiguous if x is dense; as
+    they are where memory has gaps or holds elements twice."""
+    order = tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim)))
+    return order if x.permute(order).is_contiguous() else tuple(range(x.dim()))

@@ -1,0 +1,213 @@
+"""Rows of a cache that change: forgotten, coded into their slots, written back to the table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._fetch.gather import Ids, checked_ids, tensor_of
+from .._layout.geometry import bytes_of, rows_of
+from .._layout.slots import default_length
+from .._rows.table import CorruptTableError
+from .._schemes import AnyCodebook, coding_of
+from .._tables import changes
+from .._tables.changes import check_rows, last_of_each, put_rows
+from .._tables.place import Place, as_int16
+from ._slabs import DIRTY, Entries, Generation, Slab
+
+if TYPE_CHECKING:
+    from ._row_cache import RowCache
+
+_BLOCK_BYTES = 256 << 20  # of rows that are written back at once
+
+
+def forget(cache: RowCache, generation: Generation, rows: torch.Tensor | None) -> None:
+    """Takes rows out of every map, and every copy of one; None: all rows."""
+    for held in generation.all_maps():
+        cache._hold(generation, held.device, cache._order.write(held.device))
+        if rows is not None:
+            torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
+        else:
+            held.zero_()[:, 0] = -1
+
+
+def update(cache: RowCache, ids: Ids, rows: torch.Tensor) -> None:
+    """See `RowCache.update_`."""
+    view = cache.view
+    if isinstance(cache.table, Place):
+        raise ValueError("rows of a place are changed by ibp.encode_into: invalidate them in the cache then")
+    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    if ids.dim() != 1:
+        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    check_rows(view, rows, ids.numel())
+    chosen, places = last_of_each(ids, view.num_items)
+    put_items(cache, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
+
+
+def put_items(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """Changes items by their ids, int64, all different and in range. rows: as `check_rows` wants them."""
+    if ids.numel() == 0 or cache.view.item_bytes == 0:
+        return
+    with cache._change_lock, cache._lock:
+        generation = cache._generation
+        cache._check_generation(generation)
+        if cache.writable and not cache._is_idle:
+            _write(cache, generation, ids.to(cache.devices[0]), rows)
+        else:
+            for held in (generation, *cache._captured):
+                forget(cache, held, rows_of(ids, cache.rows_per_item))
+            to_table(cache, ids, rows)
+
+
+def to_table(cache: RowCache, items: torch.Tensor, rows: torch.Tensor) -> None:
+    """Changes items of the table."""
+    changes.put_items(cache.view, items, rows)
+    mark_current(cache)
+
+
+def mark_current(cache: RowCache) -> None:
+    for held in (cache._generation, *cache._captured):
+        held.version = cache.view.version
+
+
+def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
+    """Changes items, each once and on the first device, of a writable cache: their rows that are cached and fit their
+    slots there, the others in the table."""
+    view, worker = cache.view, items.device
+    numbers = rows_of(items, cache.rows_per_item)
+    data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
+    entries = torch.empty_like(numbers)
+    cache._hold(generation, worker, cache._order.read(worker))
+    maps, _ = generation.view_of(worker)
+    lengths = view.arguments(worker)[2]
+    torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
+    held = entries.nonzero()[:, 0]
+    coded = _Coded.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)
+    fitting = coded.fits.nonzero()[:, 0]
+    kept, lost = held, None
+    if fitting.numel() < held.numel():
+        kept, lost, coded = held[fitting], numbers[held[~coded.fits]], coded.some(fitting)
+    if kept.numel() < numbers.numel():
+        others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
+        put_rows(view, numbers[others], _rows_at(data, others).view(-1))
+        mark_current(cache)
+    numbers, entries = numbers[kept], entries[kept]
+    for number, slab in generation:
+        mine = None if len(generation.slabs) == 1 else (Entries.slabs(entries) == number).nonzero()[:, 0]
+        cache._hold(generation, slab.device, cache._order.write(slab.device))
+        if mine is None:
+            _put(slab, generation, numbers, entries, coded)
+        else:
+            _put(slab, generation, numbers[mine], entries[mine], coded.some(mine))
+        if lost is not None:
+            torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+
+
+def _put(slab: Slab, generation: Generation, numbers: torch.Tensor, entries: torch.Tensor, coded: _Coded) -> None:
+    """Copies coded rows to the slots that they have in a slab, and notes that they have changed."""
+    if numbers.numel() == 0:
+        return
+    slot_bytes, num_bytes = generation.slot_bytes, coded.bytes.shape[1]
+    num_slots = slab.bytes.numel() // slot_bytes
+    slots = slab.bytes[: num_slots * slot_bytes].view(num_slots, slot_bytes)[:, :num_bytes]
+    rows, numbers, entries = (tensor.to(slab.device) for tensor in (coded.bytes, numbers, entries))
+    if num_bytes % 8 == 0:
+        slots, rows = _wide(slots), _wide(rows)
+    places, lengths = Entries.offsets(entries) // slot_bytes, coded.lengths.to(slab.device).view(torch.uint16)
+    before = slots.index_select(0, places) if slab.device.type == "cpu" else None
+
+    def put() -> None:
+        slots.index_copy_(0, places, rows)
+        torch.ops.ibp.set_cached.default(numbers, lengths, generation.ways, True, slab.map)
+
+    try:
+        put()
+    except BaseException as error:  # a row's bytes without its new length are no row
+        if isinstance(error, Exception) and before is not None:
+            slots.index_copy_(0, places, before)  # the operation was refused: the map is as it was
+        else:
+            put()
+        raise
+
+
+def _rows_at(rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """Some rows of bytes [rows, bytes], which is contiguous."""
+    return _wide(rows).index_select(0, which).view(torch.uint8)
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes as numbers of 8 bytes, where they consist of such: to copy these is faster."""
+    can_be = rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 and rows.stride(0) % 8 == 0
+    return rows.view(torch.int64) if can_be else rows
+
+
+class _Coded(NamedTuple):
+    """Rows as a cache stores them: bytes [rows, at most a slot], entries of lengths as int16, whether they fit a
+    slot."""
+
+    bytes: torch.Tensor
+    lengths: torch.Tensor
+    fits: torch.Tensor
+
+    @classmethod
+    def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _Coded:
+        """data: [rows, row_bytes]. Default rows, which have no bytes, fit no slot."""
+        (num_rows, row_bytes), device = data.shape, data.device
+        if codebook is None:
+            fits = torch.full((num_rows,), slot_bytes >= row_bytes, device=device)
+            return cls(data, torch.zeros(num_rows, dtype=torch.int16, device=device), fits)
+        inner = min(slot_bytes, row_bytes)
+        num_parts = num_rows if inner < row_bytes else 0
+        slots = torch.empty(num_rows, inner, dtype=torch.uint8, device=device)
+        lengths, rooms = (torch.empty(n, dtype=torch.uint16, device=device) for n in (num_rows, num_parts))
+        bases = torch.empty(num_parts, dtype=torch.int64, device=device)  # without an overflow, any will do
+        used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
+        if num_rows:
+            codec, words = coding_of(codebook, row_bytes, device)
+            table = (slots.view(-1), slots.view(-1)[:0], lengths, bases, words, codec, inner, 0, num_rows, row_bytes)
+            torch.ops.ibp.encode_into.default(*table, rooms, used, counts, data, None, None, 0, 0, fault)
+        found = lengths.view(torch.int16)
+        fits = found != as_int16(default_length(row_bytes))
+        if inner < row_bytes:  # rows that were lost are marked as raw ones
+            fits &= found != 0
+        return cls(slots, found, fits)
+
+    def some(self, which: torch.Tensor) -> _Coded:
+        return _Coded(_rows_at(self.bytes, which), self.lengths[which], self.fits[which])
+
+
+def flush(cache: RowCache) -> None:
+    """See `RowCache.flush`."""
+    view = cache.view
+    with cache._change_lock, cache._lock:
+        generation = cache._generation
+        was_current = generation.version == view.version
+        for _, slab in generation:
+            cache._hold(generation, slab.device, cache._order.write(slab.device))
+            are_dirty = Entries.are_dirty(slab.map[:, 1]) & (slab.map[:, 0] >= 0)
+            changed = are_dirty.nonzero()[:, 0]
+            for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
+                numbers, entries = slab.map[ways].t().contiguous().unbind(0)
+                put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
+                slab.map[ways, 1] = entries & ~DIRTY
+        if was_current:
+            mark_current(cache)
+
+
+def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:
+    """Rows that are cached: uint8 [rows * row_bytes]. The codebook is the one that they were coded with, whatever the
+    table has now."""
+    codec, words = coding_of(generation.codebook, row_bytes, device)
+    count = entries.numel()
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    lengths = torch.zeros(count if generation.codebook is not None else 0, dtype=torch.uint16, device=device)
+    bases = torch.empty(0, dtype=torch.int64, device=device)
+    out = torch.empty(count * row_bytes, dtype=torch.uint8, device=device)
+    fault = torch.zeros(4, dtype=torch.int64, device=device)
+    table = (none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)
+    ids = torch.arange(count, device=device)
+    torch.ops.ibp.gather_cached.default(*table, ids, entries, generation.view_of(device)[1], 0, out, fault)
+    if int(fault[0]):
+        raise CorruptTableError("a changed row of the cache is damaged: it cannot be written back")
+    return out

@@ -1,0 +1,78 @@
+"""Which items are hot: counted, given as a number an item, or as a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from .._common.arguments import whole_number
+from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
+from .._machine import memory
+
+Hotness = torch.Tensor | np.ndarray | Sequence[int]
+
+
+def count_accesses(
+    batches: Iterable[Ids], num_items: int, *, device: torch.device | str | int | None = None
+) -> torch.Tensor:
+    """How often batches of ids ask for each item: what `ibp.RowCache` takes as hotness. Legion counts the accesses of a
+    first epoch so (the paper's sections 5 and 6.2).
+
+    Args:
+        batches: ids of one batch after the other, integers of any shape, on the CPU or a GPU.
+        num_items: ids are in [0, num_items).
+        device: where it is counted; None: the CPU.
+
+    Returns:
+        int64 [num_items].
+
+    Raises:
+        TypeError: ids are no integers, or num_items is no int.
+        IndexError: an id is out of range.
+    """
+    num_items = whole_number("num_items", num_items, 0, 2**62)
+    counts = torch.zeros(num_items, dtype=torch.int64, device=memory.canonical("cpu" if device is None else device))
+    for batch in batches:
+        ids = checked_ids(batch if isinstance(batch, torch.Tensor) else tensor_of(batch, "ids"))
+        ids = ids.reshape(-1).to(counts.device, torch.int64)
+        check_range(ids, num_items)
+        counts.index_add_(0, ids, torch.ones_like(ids))
+    return counts
+
+
+def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
+    """Ids of items from the hottest on, int64: of a number an item all of them, equal ones in their order; of a list
+    those that it has, each once.
+
+    Raises:
+        TypeError, ValueError: hotness is neither.
+        IndexError: the list has an id that is out of range.
+    """
+    if isinstance(hotness, np.ndarray):
+        hotness = torch.from_numpy(np.ascontiguousarray(hotness))
+    if not isinstance(hotness, torch.Tensor):
+        return _first_of_each(checked_ids(tensor_of(hotness, "hotness"), "hotness"), num_items)
+    if hotness.dtype.is_complex or hotness.layout != torch.strided:
+        raise TypeError(f"hotness is a {hotness.layout} tensor of {hotness.dtype}; wanted a real number for each item")
+    if hotness.shape != (num_items,):
+        raise ValueError(
+            f"hotness has shape {list(hotness.shape)}; wanted [{num_items}], a number for each item, or a list of ids "
+            "from the hottest on"
+        )
+    scores = hotness.detach()
+    if scores.is_floating_point() and bool(scores.isnan().any()):
+        raise ValueError("hotness has NaN")
+    return torch.argsort(scores, descending=True, stable=True)
+
+
+def _first_of_each(ids: torch.Tensor, num_items: int) -> torch.Tensor:
+    if ids.dim() != 1:
+        raise ValueError(f"hotness has shape {list(ids.shape)}; wanted a list of ids from the hottest on")
+    check_range(ids, num_items)
+    ids = ids.to(torch.int64)
+    ordered, order = ids.sort(stable=True)
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ids[order[is_first].sort().values]

@@ -1,0 +1,208 @@
+"""Slabs of other processes: a cache whose slabs belong to the ranks of a process group, one each, on one machine.
+
+Each rank fills its own slab and lends it to the others: memory of a GPU by CUDA IPC, as torch sends tensors; host
+memory as shared segments. A rank opens what it is lent on its own device, so that kernels read it over NVLink without a
+context on the lender's GPU. Memory that is lent lives until all have given it back, which they do when the cache is
+filled anew or freed, or until the lender ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._common import ipc, wire
+from .._common.group import Group, check_one_machine, machine, same_on_all
+from .._layout.geometry import rows_of
+from .._machine.segments import Segment, SharedHandle
+from ._hotness import Hotness, hottest_first
+from ._slabs import MAX_SLABS, STATIC_WAYS, Generation, Plan, Slab, filled_slab, plan_slabs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ._row_cache import RowCache
+
+_REFILL = "RowCache.refill"
+
+
+class Peers:
+    """The ranks whose slabs make up a cache.
+
+    Attributes:
+        rank, size: of this process among them; slab number r is that of rank r.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Raises RuntimeError or ValueError where there is no such group, or it is too large."""
+        self._group = Group(group)
+        self.rank, self.size = self._group.rank, self._group.size
+        if self.size > MAX_SLABS:
+            raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS} slabs")
+
+    def agree(self, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
+        """Sets a cache up on each rank; a collective call. Raises what set_up() does, and ValueError where ranks give
+        different tables or budgets, are on several machines, or have GPUs that cannot read each other's memory."""
+
+        def work() -> tuple[str, str, dict[str, Any]]:
+            set_up()
+            view = cache.view
+            return (
+                machine(),
+                _uuid(cache.devices[0]),
+                {
+                    "shape of the table": list(view.shape),
+                    "dtype of the table": view.dtype,
+                    "row_bytes of the table": view.row_bytes,
+                    "stored_bytes of the table": view.stored_bytes,
+                    "codebook of the table": view.codebook,
+                    "budget_bytes": cache.budget_bytes,
+                    "type of device": cache.devices[0].type,
+                    "hotness": "given" if has_hotness else None,
+                },
+            )
+
+        agreed = self._group.together("RowCache", work)
+        machines, uuids, arguments = (list(of_ranks) for of_ranks in zip(*agreed))
+        check_one_machine("a RowCache with a group", machines)
+        same_on_all("RowCache", arguments)
+        self._group.together("RowCache", lambda: _check_access(cache.devices[0], uuids))
+
+    def made(self, cache: RowCache, hotness: Hotness) -> Generation:
+        """What the cache holds from now on, all ranks' slabs; a collective call, after which all are filled. Where it
+        fails on some rank, it raises on all."""
+        device, own, slabs = cache.devices[0], _Lender(self.rank, self.size), list[Slab]()
+        plans: list[Plan] = []
+
+        def plan() -> dict[str, Any]:
+            items = hottest_first(hotness, cache.view.num_items)
+            rows = rows_of(items, cache.rows_per_item)
+            found, copies = plan_slabs(cache.view, rows, self.size, 0, cache.budget_bytes, True)
+            plans.extend(found)
+            return {"hotness": _fingerprint(items), "whether maps are copied": copies}
+
+        def fill() -> list[_Loan | None]:
+            with cache._beside():
+                slab = filled_slab(cache.view, plans[self.rank], self.rank, device)
+            return own.lend(slab)
+
+        def open_all() -> None:
+            for rank in range(self.size):
+                slabs.append(own.slab if rank == self.rank else loans[rank][self.rank].opened(device))
+
+        planned = self._group.together(_REFILL, plan)
+        same_on_all(_REFILL, planned)
+        loans = self._group.together(_REFILL, fill)
+        self._group.together(_REFILL, open_all)
+        made = cache._generation_of(tuple(slabs), STATIC_WAYS, 0, sum(plan.rows.numel() for plan in plans))
+        if planned[0]["whether maps are copied"]:
+            with cache._beside():
+                made.near_maps = {device: {number: slab.map.clone() for number, slab in made if slab.is_lent}}
+        return made
+
+    def give_back(self) -> None:
+        """Once no rank has what it was lent before, that memory can be used again. A collective call."""
+        self._group.together(_REFILL, lambda: None)
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+
+
+def _uuid(device: torch.device | int) -> str:
+    """What tells a GPU from others, whatever its number in a process; "" of the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device != torch.device("cpu") else ""
+
+
+def _check_access(device: torch.device, uuids: list[str]) -> None:
+    """ValueError where a GPU cannot read the memory of another rank's. One that this process does not see is not
+    checked: it is found out when its memory is opened."""
+    if device.type != "cuda":
+        return
+    seen = {_uuid(number): number for number in range(torch.cuda.device_count())}
+    for rank, uuid in enumerate(uuids):
+        number = seen.get(uuid, device.index)
+        if number != device.index and not torch.cuda.can_device_access_peer(device, number):
+            raise ValueError(f"{device} cannot read the memory of cuda:{number}, the GPU of rank {rank} of the group")
+
+
+def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
+    """Tells lists of ids, and their order, from others."""
+    places = torch.arange(1, items.numel() + 1, device=items.device) * 0x5851F42D4C957F2D
+    return items.numel(), int(((items + 1) * places ^ places >> 29).sum())
+
+
+# ---- memory that is lent ----
+
+
+@wire.sent
+class _Loan(NamedTuple):
+    """A slab that one other process may open: how each of its tensors is."""
+
+    bytes: _LentTensor
+    map: _LentTensor
+
+    def opened(self, device: torch.device) -> Slab:
+        """The slab, as memory of the device that reads it."""
+        return Slab(device, self.bytes.opened(device), self.map.opened(device), is_lent=True)
+
+
+@wire.sent
+class _LentTensor(NamedTuple):
+    """how: None for an empty one, a handle of a shared segment, or what `_ipc.lent` says of a GPU's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    how: Any
+
+    def opened(self, device: torch.device) -> torch.Tensor:
+        if self.how is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        if isinstance(self.how, SharedHandle):
+            return _in_segment(Segment.opened(self.how), self.shape, self.dtype)
+        return ipc.opened(self.how, device.index)
+
+
+class _Lender:
+    """Lends a slab to the other ranks of a cache.
+
+    Attributes:
+        slab: what is lent; of host memory a copy of what was given, in shared segments.
+    """
+
+    slab: Slab
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._segments: list[Segment] = []  # which are opened through this process
+
+    def lend(self, slab: Slab) -> list[_Loan | None]:
+        """A loan for each other rank. A GPU's memory that is lent must be opened: it is kept until then."""
+        if slab.device.type == "cuda":
+            self.slab = slab
+            return [
+                _Loan(self._on_gpu(slab.bytes), self._on_gpu(slab.map)) if rank != self._rank else None
+                for rank in range(self._size)
+            ]
+        (held, lent), (held_map, lent_map) = (self._in_host_memory(tensor) for tensor in (slab.bytes, slab.map))
+        self.slab = Slab(slab.device, held, held_map)
+        return [_Loan(lent, lent_map)] * self._size
+
+    @staticmethod
+    def _on_gpu(tensor: torch.Tensor) -> _LentTensor:
+        """Every loan of a GPU's memory is for one process to open once."""
+        return _LentTensor(tuple(tensor.shape), tensor.dtype, ipc.lent(tensor) if tensor.numel() else None)
+
+    def _in_host_memory(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _LentTensor]:
+        if tensor.numel() == 0:
+            return tensor, _LentTensor(tuple(tensor.shape), tensor.dtype, None)
+        segment = Segment.new(tensor.numel() * tensor.element_size(), -1)
+        self._segments.append(segment)
+        handle = SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, False, b"", b"")
+        lent = _LentTensor(tuple(tensor.shape), tensor.dtype, handle)
+        return _in_segment(segment, lent.shape, lent.dtype).copy_(tensor), lent
+
+
+def _in_segment(segment: Segment, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(segment.pages, dtype=dtype, count=torch.Size(shape).numel()).view(shape)

@@ -1,0 +1,762 @@
+"""`RowCache`: hot rows of a table in the memory of GPUs, as they are stored."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from .._common import ops
+from .._common.arguments import whole_number
+from .._fetch.calls import produce, sms_of, target_of
+from .._fetch.gather import Ids, check_range, checked_ids, make_ready, tensor_of, window_bits
+from .._fetch.paths import is_capturing
+from .._layout.geometry import rows_of
+from .._machine import calibration, memory
+from .._tables.changes import check_can_change
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.place import Place
+from . import _changes
+from ._hotness import Hotness, hottest_first
+from ._order import ON_CPU, StreamOrder, current_key, key_of
+from ._peers import Peers
+from ._slabs import (
+    COUNTERS,
+    LRU_WAYS,
+    MAX_SLABS,
+    STATIC_WAYS,
+    Entries,
+    Generation,
+    Plan,
+    Slab,
+    copy_maps_near,
+    filled_slab,
+    in_sectors,
+    plan_slabs,
+    replacing_slab,
+    slot_for,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+POLICIES = ("static", "lru")
+_LEAST_PARTS = 16  # of the rows that an lru cache begins with: those of one call do not replace each other
+Device = torch.device | str | int
+
+
+class CacheStats(NamedTuple):
+    """What lookups have met since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
+
+    own_hits, peer_hits: rows that were in the slab of the device that asked, and in another device's.
+    hits_of_slabs: rows that each slab has answered, whoever asked.
+    misses: rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
+    link_bytes: of missed rows, in whole 32-byte sectors.
+    capacity: rows that the cache has room for.
+    raw_capacity: raw rows that the same bytes would hold, without any map.
+    """
+
+    own_hits: int
+    peer_hits: int
+    hits_of_slabs: tuple[int, ...]
+    misses: int
+    link_bytes: int
+    capacity: int
+    raw_capacity: int
+
+    @property
+    def hits(self) -> int:
+        """Rows that were cached."""
+        return self.own_hits + self.peer_hits
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits of all rows that have bytes; 0 where none were asked for."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 0.0
+
+
+class RowCache:
+    """Hot rows of a table, kept as they are stored in the memory of one or more GPUs (Legion's cache in the paper's
+    section 5): the same bytes hold as many times more rows as they compress.
+
+    `index_select` answers hits from the GPU's own memory, hits of other GPUs over NVLink and misses from the table, in
+    one call and to one output. Nothing there waits for the host, and it can be captured in a CUDA graph after one call
+    outside it. With devices="cpu" all of it is the CPU's work.
+
+    The cache serves wherever a table is read: `ibp.integrations` take it for one. It holds the table. On devices that
+    have no slab rows come from the table; so they do of slabs of GPUs that the asking one cannot read.
+
+    Threads may use a cache at the same time. What changes it (`update_`, `invalidate`, a cache that replaces rows) is
+    put in order with its other work on whichever streams, but for the streams of CUDA graphs.
+
+    Args:
+        table: an `ibp.CompressedTensor` whose items are whole rows, pinned or where the cache is; or an `ibp.Place`,
+            whose rows are the items: [num_rows, row_bytes] of uint8. After `ibp.encode_into` has coded rows of a place
+            anew, `invalidate` them.
+        budget_bytes: device memory of each slab, with its map and all else that the cache keeps there; 0 or more. What
+            the table itself keeps on a GPU, its index, is not counted. `refill` takes it once more until it is done.
+        hotness: what to hold: a number an item, [num_items], the larger the hotter (degrees, `ibp.count_accesses`), or
+            a list of ids from the hottest on. None: nothing until `refill`, or until rows are asked for with "lru".
+        devices: a device or several, at most 8: one slab each, a row in the one that the hash of its number says.
+            None: the current GPU, or the place's device; the CPU where there is no GPU.
+        policy: "static": what `refill` puts there stays; "lru": rows that are asked for take the place of those used
+            longest ago; on one device.
+        writable: `update_` changes cached rows in their slots, and the table's own only at `flush`. Static caches only.
+        group: a process group of torch.distributed whose ranks are processes of one machine, at most 8: each has a slab
+            on one device, and reads those of the others, by CUDA IPC. All give the same table, shared or not, the same
+            budget and hotness. Making such a cache and `refill` are collective calls; the others are not. Before
+            processes end: `refill([])`, or a barrier. Static caches that are not writable only.
+        slot_bytes: of a row of a cache that is writable or replaces rows, a multiple of 32; rows that do not fit are
+            not cached. None: what 99.9 % of the table's rows fit, and a sixteenth more where they change; a whole row
+            where there are none yet.
+
+    Raises:
+        TypeError: table, budget_bytes or hotness is of another type.
+        ValueError: an argument is out of range, or they contradict each other.
+        IndexError: hotness has an id that the table lacks.
+        RuntimeError: another rank of the group has failed, or takes no part.
+        torch.OutOfMemoryError: the device has no such memory.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self,
+        table: CompressedTensor | Place,
+        budget_bytes: int,
+        hotness: Hotness | None = None,
+        *,
+        devices: Device | Sequence[Device] | None = None,
+        policy: str = "static",
+        writable: bool = False,
+        group: ProcessGroup | None = None,
+        slot_bytes: int | None = None,
+    ) -> None:
+        self._peers = None if group is None else Peers(group)
+
+        def set_up() -> None:
+            self._set_up(table, budget_bytes, devices, policy, writable, slot_bytes)
+
+        if self._peers is None:
+            set_up()
+        else:
+            self._peers.agree(self, set_up, hotness is not None)
+        if hotness is not None:
+            self.refill(hotness)
+
+    def _set_up(
+        self,
+        table: CompressedTensor | Place,
+        budget_bytes: int,
+        devices: Device | Sequence[Device] | None,
+        policy: str,
+        writable: bool,
+        slot_bytes: int | None,
+    ) -> None:
+        """Of the constructor's arguments: a cache that holds nothing yet."""
+        self.table, self.view, self._is_of_place = table, _view_of(table), isinstance(table, Place)
+        self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
+        self.devices = _checked_devices(devices, table, self.view)
+        self.policy, self.writable = policy, writable
+        _check_policy(self)
+        self._given_slot_bytes = slot_bytes if slot_bytes is None else in_sectors(_checked_slot(slot_bytes, self.view))
+        self._workers = tuple(dict.fromkeys(self.devices))
+        self.rows_per_item = max(1, self.view.item_bytes // self.view.row_bytes)
+        self._counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self._workers}
+        self._lock, self._change_lock = threading.Lock(), threading.RLock()
+        self._order = StreamOrder()
+        self._captured: list[Generation] = []
+        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+        # A GPU cannot read the table: the cache holds nothing, and the table's own ways serve.
+        self._is_idle = self.devices[0].type == "cuda" and self.view._is_refused and not self.view.is_pinned()
+        for device in () if self._is_idle else self._workers:
+            self.view.arguments(device)
+        self._generation = self._made(None)
+
+    # ---- what it is ----
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the table."""
+        return self.view.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the table."""
+        return self.view.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table is. Slabs are on `devices`."""
+        return self.view.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.view.is_cuda
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes on all its devices, maps and counters included."""
+        return self._generation.nbytes + sum(8 * counts.numel() for counts in self._counts.values())
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is room for."""
+        return self._generation.capacity
+
+    @property
+    def num_cached_rows(self) -> int:
+        """Rows that are cached. Waits for the work on the cache's devices."""
+        with self._lock:
+            self._synchronize()
+            present = [Entries.are_present(slab.map[:, 1]) & (slab.map[:, 0] >= 0) for _, slab in self._generation]
+        return sum(int(rows.sum()) for rows in present)
+
+    def cached_ids(self) -> torch.Tensor:
+        """Items of which all rows are cached: int64 on the CPU, in increasing order. Waits for the work on the cache's
+        devices."""
+        with self._lock:
+            self._synchronize()
+            maps = [slab.map.cpu() for _, slab in self._generation]
+        rows = torch.cat([held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0] for held in maps])
+        items, counts = (rows // self.rows_per_item).unique(return_counts=True)
+        return items[counts == self.rows_per_item]
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The table's shape, or the size of one dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def is_pinned(self) -> bool:
+        """Whether the table is in pinned memory."""
+        return self.view.is_pinned()
+
+    def pin_memory(self) -> RowCache:
+        """The cache itself: its table is pinned or was not to be."""
+        return self
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __repr__(self) -> str:
+        where = ", ".join(map(str, self.devices))
+        kind = f"policy={self.policy!r}" + (", writable=True" if self.writable else "")
+        of_group = f", rank {self._peers.rank} of {self._peers.size}" if self._peers is not None else ""
+        return (
+            f"ibp.RowCache(shape={list(self.shape)}, dtype={self.dtype}, {kind}, budget_bytes={self.budget_bytes:,}, "
+            f"capacity={self.capacity:,} of {self.view.num_rows:,} rows, devices=[{where}]{of_group})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an ibp.RowCache cannot be pickled or copied: its rows are in the memory of this process's devices. Send "
+            "the table, which is shared, and make a cache of it there"
+        )
+
+    # ---- reading ----
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether rows are looked up and decoded on a device."""
+        return device in self.devices and not self._is_idle
+
+    def index_select(
+        self,
+        ids: Ids,
+        *,
+        device: Device | None = None,
+        out: torch.Tensor | None = None,
+        check: bool = False,
+        max_sms: int | None = None,
+    ) -> torch.Tensor:
+        """The table's items ids, as `ibp.index_select(table, ids)`, from the cache where it has their rows.
+
+        Args:
+            ids: integers [K] in [0, N), on the CPU or a GPU.
+            device: where the result goes; None: out's device, else the ids'.
+            out: tensor of the table's dtype to write to; of a cache of a place, of any dtype and the same bytes.
+            check: wait for the result and raise here what went wrong. Else bad CUDA ids and corrupt rows are raised by
+                the next call.
+            max_sms: keep at most this many of the GPU's multiprocessors busy; None: all.
+
+        Returns:
+            Tensor [K, ...]; out if it was given.
+
+        Raises:
+            TypeError, ValueError, IndexError, CorruptTableError: as `ibp.index_select`.
+            RuntimeError: the table has been refit, or its rows changed other than by this cache.
+        """
+        if device is None and not check and not torch.compiler.is_compiling():
+            taken = self._take_few(ids, out, max_sms)
+            if taken is not None:
+                return taken
+        ids = _flat_ids(ids)
+        target, sms = target_of(device, out, ids.device), sms_of(max_sms)
+        worker = self._worker_of(target)
+        if worker is None:
+            self._check_generation(self._generation)
+            return self.view.index_select(ids, device=device, out=out, check=check, max_sms=max_sms)
+        if not ids.is_cuda:
+            check_range(ids, self.view.num_items)
+        elif worker.type == "cpu":
+            ids = ids.cpu()
+            check_range(ids, self.view.num_items)
+        if ids.device == worker == target and not torch.compiler.is_compiling():
+            make_ready(self.view, worker)
+        ids = ids.to(worker)
+        shape = (ids.numel(), *self.view.item_shape)
+        given = out if out is None or not isinstance(self.table, Place) else _as_bytes(out, shape)
+        found = produce(
+            self.view, shape, target, worker, given, check, lambda result, fault: self._fetch(ids, sms, result, fault)
+        )
+        return found if out is None else out
+
+    def _take_few(self, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
+        """The items by the shortest way, where an earlier call has made the cache ready and nothing is unusual."""
+        try:
+            worker, view = ids.device, self.view
+            ready, key = view._ready[worker], current_key(worker)
+            given = out if out is None or not self._is_of_place else _as_bytes(out, (ids.numel(), view.row_bytes))
+        except (AttributeError, KeyError, ValueError):
+            return None
+        with self._lock:
+            generation = self._generation
+            if (
+                key is None
+                or (key != ON_CPU and key not in generation.streams)
+                or not self._order.is_settled(key, self.policy == "lru")
+                or worker not in generation.ready
+                or generation.codebook is not view.codebook
+                or generation.version != view.version
+            ):
+                return None
+            taken = ready.take(ids, given, sms_of(max_sms), generation.ready[worker])
+        return taken if taken is None or out is None else out
+
+    def _fetch(self, ids: torch.Tensor, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
+        """Writes items to result, on the ids' device."""
+        if result.numel() == 0:
+            return
+        ids, positions = self._in_order(ids)
+        with self.found(ids) as (arguments, entries, slabs):
+            torch.ops.ibp.gather_cached.default(*arguments, ids, entries, slabs, sms, result, fault, positions)
+
+    @contextmanager
+    def found(self, ids: torch.Tensor) -> Iterator[tuple[tuple, torch.Tensor, list[torch.Tensor]]]:
+        """Looks items up on the current stream, for operations that read their rows there.
+
+        Yields (what table operations start with, entries [ids * rows of an item], slabs); they are valid for what is
+        launched within the block.
+
+        Args:
+            ids: int32 or int64 [K], contiguous, on one of `devices`.
+        """
+        worker, view = ids.device, self.view
+        arguments = view.arguments(worker)
+        entries = torch.empty(ids.numel() * self.rows_per_item, dtype=torch.int64, device=worker)
+        counts = self._counts[worker]
+        with self._lock:
+            generation = self._generation
+            self._check_generation(generation)
+            if not generation.is_captured and is_capturing(worker):
+                generation.is_captured = True
+                self._captured.append(generation)  # a graph goes on reading it, after refills too
+            if self.policy == "lru":
+                self._hold(generation, worker, self._order.write(worker))
+                self._claim(generation, ids, arguments, entries, counts)
+            else:
+                self._hold(generation, worker, self._order.read(worker))
+                torch.ops.ibp.find_cached.default(
+                    ids,
+                    self.rows_per_item,
+                    view.row_bytes,
+                    arguments[2],
+                    generation.view_of(worker)[0],
+                    generation.ways,
+                    entries,
+                    counts,
+                )
+            generation.make_ready(worker, counts)
+            yield arguments, entries, generation.view_of(worker)[1]
+
+    def _hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
+        """Keeps what a stream uses from its next user until the stream is done with it."""
+        if stream is not None and key_of(stream) not in generation.streams:
+            generation.hold_for(stream)
+            self._counts[worker].record_stream(stream)
+
+    def _claim(
+        self,
+        generation: Generation,
+        ids: torch.Tensor,
+        arguments: tuple,
+        entries: torch.Tensor,
+        counts: torch.Tensor | None,
+    ) -> None:
+        """Looks items up in a cache that replaces rows, and makes room for those that it lacks."""
+        slab = generation.slabs[0]
+        fault = torch.zeros(4, dtype=torch.int64, device=ids.device)  # what is corrupt, the gather notes too
+        torch.ops.ibp.claim_cached.default(
+            *arguments,
+            ids,
+            generation.ways,
+            generation.slot_bytes,
+            slab.bytes,
+            slab.map,
+            slab.stamps,
+            slab.clock,
+            entries,
+            counts,
+            fault,
+        )
+
+    def _worker_of(self, target: torch.device) -> torch.device | None:
+        """The device that looks rows up and decodes them; None: the table's own ways serve."""
+        if self._is_idle:
+            return None
+        if target in self._workers:
+            return target
+        return self._workers[0] if self.writable or isinstance(self.table, Place) else None
+
+    def _in_order(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Many ids of a large table in host memory, in the order of its windows (see `_fetch.gather`), and where their
+        items go; else the ids."""
+        view = self.view
+        if not ids.is_cuda or view.is_cuda:
+            return ids, None
+        machine = calibration.in_force(ids.device)
+        if ids.numel() < machine.least_bucketed_ids or view.resident_bytes < machine.reach_bytes:
+            return ids, None
+        return torch.ops.ibp.partition_ids.default(ids, view.num_items, window_bits(view))
+
+    def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole tensor, from the table, which is flushed first."""
+        self.flush()
+        return self.view.decompress(device=device, out=out)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        """table[key], from the table, which is flushed first."""
+        self.flush()
+        return self.view[key]
+
+    def check(self) -> None:
+        """Waits for the table's work on all GPUs and raises what went wrong there: IndexError or CorruptTableError."""
+        self.view.check()
+
+    # ---- what is cached ----
+
+    def refill(self, hotness: Hotness) -> RowCache:
+        """Fills the cache anew. Returns the cache.
+
+        The new rows are copied beside the old ones, on a stream of their own, and take their place when they are there:
+        readers go on meanwhile, and the call comes back then. CUDA graphs that were captured before go on reading the
+        old rows, whose memory is kept for them; capture them anew. A writable cache is flushed first.
+
+        Args:
+            hotness: as for the constructor.
+
+        Of a cache with a group this is a collective call: all ranks give the same hotness (sum counts of accesses by
+        `torch.distributed.all_reduce`), and where one fails all raise, and all caches are as they were.
+
+        Raises:
+            TypeError, ValueError, IndexError: hotness does not fit the table, or is not the same on all ranks.
+            RuntimeError: another rank of the group has failed, or takes no part.
+            torch.OutOfMemoryError: there is no memory for both; the cache is as it was.
+        """
+        with self._change_lock:
+            self.flush()
+            if self._peers is None:
+                self._swap(self._made(hottest_first(hotness, self.view.num_items)))
+            else:
+                self._swap(self._peers.made(self, hotness))
+                self._peers.give_back()
+        return self
+
+    @property
+    def _slab_devices(self) -> tuple[torch.device, ...]:
+        """On which device this process finds each slab."""
+        return self.devices if self._peers is None else self.devices * self._peers.size
+
+    def _is_own(self, slab: int, device: torch.device) -> bool:
+        """Whether a slab is a device's own, not a peer's."""
+        return self.devices[slab] == device if self._peers is None else slab == self._peers.rank
+
+    def _made(self, items: torch.Tensor | None) -> Generation:
+        """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
+        if items is None or self.view.item_bytes == 0:
+            items = torch.empty(0, dtype=torch.int64)
+        if self._is_idle:
+            nothing = Plan(items[:0], items[:0], 0)
+            slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))
+            return self._generation_of(slabs, STATIC_WAYS, 0, 0)
+        items = items.to(self.devices[0])
+        slot_bytes = self._slot_bytes()
+        if self.policy == "lru":
+            with self._beside():
+                return self._replacing(slot_bytes, items)
+        plans, copies_maps = plan_slabs(
+            self.view,
+            rows_of(items, self.rows_per_item),
+            len(self._slab_devices),
+            slot_bytes,
+            self.budget_bytes,
+            not self.writable,
+        )
+        with self._beside():
+            slabs = tuple(
+                filled_slab(self.view, plan, number, device)
+                for number, (plan, device) in enumerate(zip(plans, self._slab_devices))
+            )
+            made = self._generation_of(slabs, STATIC_WAYS, slot_bytes, sum(plan.rows.numel() for plan in plans))
+            if copies_maps:
+                self._wait_beside()  # for the maps that are copied
+                made.near_maps = copy_maps_near(slabs)
+        return made
+
+    def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
+        """One whose rows replace each other: at first those of the first items, as if the hottest were used last."""
+        slab = replacing_slab(slot_bytes, self.budget_bytes, self.view.num_rows, self.devices[0])
+        made = self._generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
+        held = min(items.numel(), made.capacity // self.rows_per_item)
+        if held == 0:
+            return made
+        for part in items[:held].flip(0).split(max(1, held // _LEAST_PARTS)):
+            entries = torch.empty(part.numel() * self.rows_per_item, dtype=torch.int64, device=slab.device)
+            self._claim(made, part.contiguous(), self.view.arguments(slab.device), entries, None)
+        return made
+
+    def _generation_of(self, slabs: tuple[Slab, ...], ways: int, slot_bytes: int, capacity: int) -> Generation:
+        return Generation(slabs, ways, slot_bytes, self.view.codebook, self.view.version, capacity)
+
+    def _slot_bytes(self) -> int:
+        """Of the cache's rows; 0 where they lie back to back."""
+        if self.policy == "static" and not self.writable:
+            return 0
+        return self._given_slot_bytes or slot_for(self.view, self.devices[0], self.writable)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work on streams of the cache's own, behind that of the current ones, which is waited for at the end."""
+        with ExitStack() as stack:
+            for device in self._workers:
+                if device.type != "cuda":
+                    continue
+                side = self._side_streams.setdefault(device, torch.cuda.Stream(device))
+                side.wait_stream(torch.cuda.current_stream(device))
+                stack.enter_context(torch.cuda.stream(side))
+            yield
+            self._wait_beside()
+
+    def _wait_beside(self) -> None:
+        for stream in self._side_streams.values():
+            stream.synchronize()
+
+    def _swap(self, made: Generation) -> None:
+        """Puts a generation in the place of the one in use. Its memory is free once the streams that read it are done;
+        what other processes have lent is not read any more when this returns."""
+        with self._lock:
+            old, self._generation = self._generation, made
+        if self._peers is not None:
+            self._synchronize()
+        del old
+
+    def _synchronize(self) -> None:
+        for device in self._workers:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def invalidate(self, ids: Ids | None = None) -> None:
+        """Forgets the rows of items, which come from the table from now on, with changes that have not been flushed;
+        for rows that the table, or a place, has changed itself.
+
+        Args:
+            ids: integers [K] in [0, N), on the CPU or a GPU; None: all items. Ids outside have no effect on a GPU.
+
+        Raises:
+            TypeError, ValueError, IndexError: as for `index_select`.
+            RuntimeError: the cache is one of a group.
+        """
+        self._check_alone()
+        rows = None
+        if ids is not None:
+            ids = _flat_ids(ids)
+            if not ids.is_cuda:
+                check_range(ids, self.view.num_items)
+            rows = rows_of(ids, self.rows_per_item)
+        with self._change_lock, self._lock:
+            for generation in {id(made): made for made in (self._generation, *self._captured)}.values():
+                _changes.forget(self, generation, rows)
+                generation.version = self.view.version
+
+    # ---- changing ----
+
+    def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
+        """table[ids] = rows, as `CompressedTensor.update_`. Returns the cache.
+
+        In a writable cache cached rows are coded into their slots, with the codebook that the table has, and the table
+        has the old ones until `flush`; rows that are not cached, or no longer fit their slots, go to the table. Other
+        caches write all to the table and forget the rows. ids on a GPU are waited for.
+
+        Args:
+            ids: items to change, int32 or int64 [K]; of equal ones the last one counts.
+            rows: [K, ...] tensor of the table's dtype, on any device.
+
+        Raises:
+            IndexError: an id is out of range; nothing has changed.
+            TypeError, ValueError: ids or rows do not fit, or the cache is one of a place.
+            RuntimeError: the table, or the cache, is shared with other processes.
+        """
+        self._check_alone()
+        _changes.update(self, ids, rows)
+        return self
+
+    def flush(self) -> None:
+        """Writes changed rows back to the table. They stay cached. No-op where none have changed.
+
+        Raises:
+            RuntimeError: the table is shared with other processes.
+        """
+        if self.writable:
+            _changes.flush(self)
+
+    def _check_alone(self) -> None:
+        """RuntimeError for a cache whose slabs other processes read."""
+        if self._peers is not None:
+            raise RuntimeError(
+                "rows of a cache that the processes of a group have in common stay as they are: change the table on "
+                "all ranks, and refill the cache"
+            )
+
+    def _check_generation(self, generation: Generation) -> None:
+        if generation.codebook is not self.view.codebook:
+            raise RuntimeError("the table has been refit since its rows were cached: refill the cache")
+        if generation.version != self.view.version:
+            raise RuntimeError(
+                "the table's rows have changed other than by this cache: invalidate those, or change them by the "
+                "cache's update_"
+            )
+
+    # ---- what it has done ----
+
+    def stats(self) -> CacheStats:
+        """What lookups have met. Waits for the work on the cache's devices."""
+        of_slabs, own, misses, link_bytes = [0] * len(self._slab_devices), 0, 0, 0
+        self._synchronize()
+        for device, counts in self._counts.items():
+            *hits, missed, num_bytes = counts.tolist()
+            misses, link_bytes = misses + missed, link_bytes + num_bytes
+            for slab in range(len(of_slabs)):
+                of_slabs[slab] += hits[slab]
+                own += hits[slab] if self._is_own(slab, device) else 0
+        return CacheStats(
+            own,
+            sum(of_slabs) - own,
+            tuple(of_slabs),
+            misses,
+            link_bytes,
+            self.capacity,
+            self.budget_bytes // self.view.row_bytes * len(of_slabs),
+        )
+
+    def reset_stats(self) -> None:
+        """Counts anew, in order with the work on the current streams."""
+        for counts in self._counts.values():
+            counts.zero_()
+
+
+# ---- arguments ----
+
+
+def _view_of(table: Any) -> CompressedTensor:
+    """The table; of a place one that reads it as it is."""
+    if isinstance(table, Place):
+        return table._live_table()
+    if not isinstance(table, CompressedTensor):
+        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor or an ibp.Place")
+    if table.item_bytes % table.row_bytes or not table.shape:
+        raise ValueError(
+            f"the table has items of {table.item_bytes:,} bytes in rows of {table.row_bytes:,}; wanted items of whole "
+            "rows"
+        )
+    return table
+
+
+def _checked_devices(
+    devices: Device | Sequence[Device] | None, table: Any, view: CompressedTensor
+) -> tuple[torch.device, ...]:
+    if devices is None:
+        devices = table.device if isinstance(table, Place) or view.is_cuda else _usual_device()
+    given = [devices] if isinstance(devices, (torch.device, str, int)) else list(devices)
+    found = tuple(memory.canonical(device) for device in given)
+    if not 1 <= len(found) <= MAX_SLABS:
+        raise ValueError(f"there are {len(found)} devices; wanted 1 to {MAX_SLABS}")
+    if len({device.type for device in found}) > 1:
+        raise ValueError(f"devices are {[str(device) for device in found]}; wanted GPUs, or the CPU alone")
+    home = table.device if isinstance(table, Place) else view.device
+    is_bound = isinstance(table, Place) or home.type == "cuda"
+    if any(is_bound and device != home for device in found):
+        raise ValueError(f"the table is on {home}; wanted the cache there")
+    if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not view._is_refused:
+        raise ValueError("the table is in memory that is not pinned, which GPUs do not read: call its pin_memory()")
+    return found
+
+
+def _usual_device() -> str:
+    return "cuda" if ops.cuda_is_available() else "cpu"
+
+
+def _check_policy(cache: RowCache) -> None:
+    if cache.policy not in POLICIES:
+        raise ValueError(f"policy is {cache.policy!r}; wanted one of {', '.join(map(repr, POLICIES))}")
+    if cache.policy == "lru" and len(cache.devices) > 1:
+        raise ValueError(f"policy 'lru' is for one device; there are {len(cache.devices)}")
+    if cache._peers is not None and (cache.policy != "static" or cache.writable or len(cache.devices) > 1):
+        raise ValueError(
+            f"a cache with a group is static, not writable, and has one device a process; policy is {cache.policy!r}, "
+            f"writable {cache.writable}, and there are {len(cache.devices)} devices"
+        )
+    if cache._peers is not None and isinstance(cache.table, Place):
+        raise ValueError("a cache with a group is one of a table, not of a place")
+    if cache.writable and cache.policy != "static":
+        raise ValueError(f"a writable cache has policy 'static'; this one has {cache.policy!r}")
+    if cache.writable and isinstance(cache.table, Place):
+        raise ValueError("a cache of a place cannot be writable: code rows by ibp.encode_into, and invalidate them")
+    if cache.writable:
+        check_can_change(cache.view)
+        _check_mutual_access(cache.devices)
+
+
+def _check_mutual_access(devices: Sequence[torch.device]) -> None:
+    """ValueError where a GPU could not read changed rows that are in another one's slab."""
+    for device in devices:
+        for peer in devices:
+            if device != peer and not torch.cuda.can_device_access_peer(device, peer):
+                raise ValueError(f"{device} cannot read the memory of {peer}, as GPUs of a writable cache must")
+
+
+def _checked_slot(slot_bytes: Any, view: CompressedTensor) -> int:
+    return whole_number("slot_bytes", slot_bytes, 1, in_sectors(view.row_bytes))
+
+
+def _flat_ids(ids: Ids) -> torch.Tensor:
+    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    if ids.dim() > 1:
+        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    return ids.reshape(-1).contiguous()
+
+
+def _as_bytes(out: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor as the rows of a place."""
+    if not out.is_contiguous() or out.numel() * out.element_size() != math.prod(shape):
+        raise ValueError(
+            f"out has shape {list(out.shape)} of {out.dtype}, strides {out.stride()}; wanted {math.prod(shape):,} "
+            "contiguous bytes"
+        )
+    return out.view(-1).view(torch.uint8).view(shape)

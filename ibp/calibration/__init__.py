@@ -1,0 +1,10 @@
+"""The rates of a machine, by which `ibp.compress` chooses a scheme and the calls that fetch choose a path.
+
+calibration = ibp.calibration.calibrate()    # a few seconds, once for each GPU and driver
+print(calibration)
+"""
+
+from .._machine.calibration import H200, Calibration, CoderRates
+from ._calibrating import calibrate
+
+__all__ = ["H200", "Calibration", "CoderRates", "calibrate"]

@@ -1,0 +1,364 @@
+"""How a calibration is measured: every rate by the calls that it is used for, on data made for it.
+
+Tables are several times what a GPU's L2 cache holds. Work of the GPU is timed by events, behind a head start that hides
+how long the calls take to be issued; work that the host takes part in by the clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _core
+from .._fetch import host_gather
+from .._fetch.gather import index_select
+from .._fetch.streaming import decompress
+from .._machine import memory as _memory
+from .._machine.calibration import FEW_SMS, H200, Calibration, CoderRates
+from .._schemes import AnyCodebook, Codebook, PlanesCodebook
+from .._schemes.choice import work_of
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
+from .._tables.place import Place, encode_into
+
+_TABLE_BYTES = 128 << 20  # of a table that coders are timed on
+_NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
+_LARGE_BYTES = 2 << 30  # pinned, to see how far it reaches
+_STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed
+_ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
+_NUM_IDS, _ID_SETS = 1 << 17, 16
+_BUCKETED_IDS = tuple(1 << bits for bits in range(12, 18))
+_BUCKETED_SMS = (8, 16, 32)
+_SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that counts as the same
+_PAYS = 0.9  # of a time, for what costs the host calls besides
+_SPREAD = 1.08  # times a short row's time: codebooks of a family differ, and none may be slower than raw rows
+_LINK_BOUND = 1.1  # times what the link takes: rows that come so have no slower decoder
+_HEAD_START_S = 2e-3
+_NUM_MEASUREMENTS = 60  # that share the time given
+_CPU = torch.device("cpu")
+
+
+def measure(device: torch.device, seconds: float) -> Calibration:
+    """The calibration of a CUDA device, measured in about so many seconds, on a stream of its own."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        clock = Clock(device, seconds / _NUM_MEASUREMENTS)
+        rates = _of_link(clock) | _of_device(clock)
+        known = replace(H200, gpu=torch.cuda.get_device_name(device), **rates)
+        families = _families(clock)
+        share, start_us = (take(clock, families["pairs"], known) for take in (_coded_read_share, _stream_start_us))
+        known = replace(known, coded_read_share=share, stream_start_us=start_us)
+        coders: dict[str, Any] = {name: _of_coder(clock, family, known) for name, family in families.items()}
+        large = _of_large_table(clock)
+    _memory.release_pinned()
+    return replace(known, **coders, **large)
+
+
+class Clock:
+    """Times calls on a device.
+
+    Args:
+        device: a CUDA device, whose current stream the calls use.
+        budget_s: seconds that one measurement may take, about.
+    """
+
+    def __init__(self, device: torch.device, budget_s: float) -> None:
+        self.device, self._budget_s = device, budget_s
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        self.table_bytes = max(1 << 20, min(_TABLE_BYTES, free_bytes // 32))
+        self._scratch = torch.empty(self.table_bytes, dtype=torch.uint8, device=device)
+        self._zeros = 0  # of the scratch, for the head start
+        once_s = self.gpu_s(self._scratch.zero_)
+        self._zeros = int(_HEAD_START_S / once_s) + 1
+
+    def wall_s(self, call: Callable[[], object]) -> float:
+        """Median of the seconds until a call's work is done, its host part too."""
+        self._once(call)
+        return statistics.median(self._once(call) for _ in range(self._repeats(self._once(call))))
+
+    def gpu_s(self, call: Callable[[], object]) -> float:
+        """Median of the seconds that a call's work takes on the GPU. The call must not wait for it."""
+        self._once(call)
+        repeats = self._repeats(self._once(call))
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for _ in range(self._zeros):
+            self._scratch.zero_()
+        for start, end in events:
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
+
+    def _once(self, call: Callable[[], object]) -> float:
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(self.device)
+        return max(time.perf_counter() - start, 1e-9)
+
+    def _repeats(self, seconds: float) -> int:
+        return max(3, min(15, int(self._budget_s / seconds)))
+
+
+# ---- the link and device memory ------------------------------------------------------------------------------------
+
+
+def _of_link(clock: Clock) -> dict[str, Any]:
+    host = _memory.empty(min(_NEAR_BYTES, clock.table_bytes), _CPU, pin=True)
+    near = torch.empty_like(host, device=clock.device)
+    rows = _raw_table(host, _ROW_BYTES)
+    short = _raw_table(host, _SECTOR_BYTES)
+    num_bytes = host.numel()
+    return {
+        "copy_in_gbps": num_bytes / clock.gpu_s(lambda: near.copy_(host, non_blocking=True)) / 1e9,
+        "copy_out_gbps": num_bytes / clock.gpu_s(lambda: host.copy_(near, non_blocking=True)) / 1e9,
+        "read_gbps": _ROW_BYTES / _row_ns(clock, rows),
+        "few_read_gbps": _ROW_BYTES / _row_ns(clock, rows, max_sms=FEW_SMS),
+        "least_row_ns": _row_ns(clock, short),
+    }
+
+
+def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float:
+    """How much later a tensor is there by the copy engine than by a kernel, beyond what their rates say."""
+    table = family.table(_ROW_BYTES, min(_STREAMED_BYTES, clock.table_bytes), _CPU)
+    out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
+
+    def whole_ns(path: str) -> float:
+        return 1e9 * clock.wall_s(lambda: decompress(table, out=out, path=path))
+
+    by_rates_ns = table.resident_bytes * (1 / known.read_gbps - 1 / known.copy_in_gbps)
+    return max(1.0, (whole_ns("copy") - whole_ns("gpu") + by_rates_ns) / 1e3)
+
+
+def _of_device(clock: Clock) -> dict[str, Any]:
+    source = torch.empty(clock.table_bytes, dtype=torch.uint8, device=clock.device)
+    target = torch.zeros_like(source)
+    return {
+        "device_copy_gbps": clock.table_bytes / clock.gpu_s(lambda: target.copy_(source)) / 1e9,
+        "memset_gbps": clock.table_bytes / clock.gpu_s(target.zero_) / 1e9,
+    }
+
+
+def _raw_table(memory: torch.Tensor, row_bytes: int) -> CompressedTensor:
+    """A table of raw rows over memory as it is."""
+    num_rows = memory.numel() // row_bytes
+    none = {"overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
+    return CompressedTensor(
+        shape=(num_rows, row_bytes),
+        dtype=torch.uint8,
+        scheme="raw",
+        row_bytes=row_bytes,
+        slot_bytes=row_bytes,
+        slots=memory[: num_rows * row_bytes],
+        codebook=None,
+        **{name: torch.empty(0, dtype=dtype) for name, dtype in none.items()},
+    )
+
+
+def _row_ns(
+    clock: Clock,
+    table: CompressedTensor,
+    *,
+    num_ids: int = _NUM_IDS,
+    in_order: bool = False,
+    max_sms: int | None = None,
+    path: str = "gpu",
+) -> float:
+    """Nanoseconds a row of a gather of random rows, other ones in every call: the addresses of those before may still
+    be known."""
+    num_ids = min(num_ids, max(1, clock.table_bytes // table.row_bytes))
+    sets = torch.randint(table.num_rows, (_ID_SETS, num_ids), device=clock.device)
+    ids = itertools.cycle(sets.sort(1).values if in_order else sets)
+    out = torch.empty(num_ids, *table.shape[1:], dtype=table.dtype, device=clock.device)
+    return clock.gpu_s(lambda: index_select(table, next(ids), out=out, max_sms=max_sms, path=path)) * 1e9 / num_ids
+
+
+# ---- tables beyond the reach of address translation ----------------------------------------------------------------
+
+
+def _of_large_table(clock: Clock) -> dict[str, Any]:
+    host = _memory.empty(_large_bytes(), _CPU, pin=True)
+    reach_bytes = _reach_bytes(clock, host)
+    sectors, rows = _raw_table(host, _SECTOR_BYTES), _raw_table(host, _SHORT_ROW_BYTES)
+    return {
+        "reach_bytes": reach_bytes,
+        "random_row_ns": _row_ns(clock, sectors),
+        "sorted_row_ns": _row_ns(clock, sectors, in_order=True),
+        "least_bucketed_ids": _least_bucketed_ids(clock, rows),
+        "bucketed_sms": _bucketed_sms(clock, rows),
+        "gather_gbps": _gather_gbps(clock, host),
+    }
+
+
+def _large_bytes() -> int:
+    """At most an eighth of the host's free memory."""
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(2 * _NEAR_BYTES, min(_LARGE_BYTES, free_bytes // 8) // _ROW_BYTES * _ROW_BYTES)
+
+
+def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
+    """Of which rows of a sector come as fast as from the smallest table; no more than was looked at."""
+    size, reached = _NEAR_BYTES, _NEAR_BYTES
+    least_ns = _row_ns(clock, _raw_table(host[:size], _SECTOR_BYTES))
+    while 2 * size <= host.numel():
+        size *= 2
+        if _SMALLER * _row_ns(clock, _raw_table(host[:size], _SECTOR_BYTES)) > least_ns:
+            break
+        reached = size
+    return reached
+
+
+def _least_bucketed_ids(clock: Clock, table: CompressedTensor) -> int:
+    """Of the numbers looked at, the first from which on putting the ids in order pays every time; the next power of two
+    where it never does."""
+    least = 2 * _BUCKETED_IDS[-1]
+    for num_ids in reversed(_BUCKETED_IDS):
+        given, bucketed = (_row_ns(clock, table, num_ids=num_ids, path=path) for path in ("gpu", "bucketed"))
+        if bucketed > _PAYS * given:
+            break
+        least = num_ids
+    return least
+
+
+def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
+    """The fewest that are as fast as any."""
+    times = {sms: _row_ns(clock, table, max_sms=sms, path="bucketed") for sms in _BUCKETED_SMS}
+    return min(sms for sms, taken in times.items() if taken <= _AS_FAST * min(times.values()))
+
+
+def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
+    """GB/s of rows that each of torch's threads gathers."""
+    table = _raw_table(host, 512)
+    ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),))
+    parts = host_gather.parts_of(_memory.empty(host_gather.CHUNK_BYTES, _CPU, pin=True), ids.numel())
+    taken = clock.wall_s(lambda: host_gather.select(table, ids, 0, parts))
+    return ids.numel() * table.row_bytes / taken / 1e9 / torch.get_num_threads()
+
+
+# ---- coders --------------------------------------------------------------------------------------------------------
+
+
+class _Family(NamedTuple):
+    """Rows of 2 KiB on the device, and the codebook for the same elements in rows of another size."""
+
+    rows: torch.Tensor
+    codebook: Callable[[int], AnyCodebook]
+
+    def table(self, row_bytes: int, num_bytes: int, device: torch.device) -> CompressedTensor:
+        """The first so many bytes as a table on a device; pinned, where that is the CPU."""
+        rows = self.rows.view(-1)[: num_bytes // self.rows.itemsize].view(-1, row_bytes // self.rows.itemsize)
+        return compress_rows(rows.to(device), codebook=self.codebook(row_bytes), device=self.rows.device)
+
+
+def _families(clock: Clock) -> dict[str, _Family]:
+    def rows(dtype: torch.dtype) -> torch.Tensor:
+        values = torch.randn(clock.table_bytes // dtype.itemsize, device=clock.device)
+        return values.to(dtype).view(-1, _ROW_BYTES // dtype.itemsize)
+
+    floats, small = rows(torch.bfloat16), rows(torch.float8_e4m3fn)
+    return {
+        "pairs": _ranked(floats, 8, (2, 2, 2, 2)),
+        "dense": _ranked(floats, 8, (3, 3)),
+        "one_byte": _ranked(small, 4, (2, 2, 2)),
+        "fast": consecutive(floats, 8),
+        "listed": _ranked(floats.clamp(min=0), 8, (2, 2, 2, 2), listed=True),
+        "masks": _masks(floats),
+    }
+
+
+def _exponents(rows: torch.Tensor, residual_bits: int, listed: bool) -> torch.Tensor:
+    """How often each one comes, in floats whose signs and mantissas have so many bits; listed: but in zeros."""
+    width = 8 * rows.itemsize
+    elements = rows.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]).view(-1)
+    elements = elements[elements != 0] if listed else elements
+    exponents = (elements.to(torch.int32) >> (residual_bits - 1)) & (2 ** (width - residual_bits) - 1)
+    return torch.bincount(exponents)
+
+
+def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
+    """Scheme planes at level "fast": the fifteen exponents in a row that come most often together."""
+    counts = torch.nn.functional.pad(_exponents(rows, residual_bits, listed=False), (0, 15))
+    first = int(counts.unfold(0, 15, 1).sum(1).argmax())
+    entries = torch.empty(1, 0, dtype=torch.int64)
+
+    def codebook(row_bytes: int) -> AnyCodebook:
+        fields = (row_bytes, rows.itemsize, 1, residual_bits, (4,), False, False, 0, 0, entries)
+        return PlanesCodebook(*fields, first_symbol=first)
+
+    return _Family(rows, codebook)
+
+
+def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...], listed: bool = False) -> _Family:
+    """Scheme planes of floats whose signs and mantissas have so many bits: the most frequent exponents."""
+    ranked = _exponents(rows, residual_bits, listed).argsort(descending=True)
+    num_entries = sum(2**bits - 1 for bits in digit_bits)
+    entries = ranked[torch.arange(num_entries).clamp(max=len(ranked) - 1)].cpu().view(1, -1)
+
+    def codebook(row_bytes: int) -> AnyCodebook:
+        return PlanesCodebook(row_bytes, rows.itemsize, 1, residual_bits, digit_bits, False, listed, 0, 0, entries)
+
+    return _Family(rows, codebook)
+
+
+def _masks(floats: torch.Tensor) -> _Family:
+    """Scheme ibp: three quarters of the bits of every chunk are the same in all rows, so that the link binds less."""
+    fixed, chunk_bytes = 0x7FFFFFC1, 4
+    rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
+
+    def codebook(row_bytes: int) -> AnyCodebook:
+        words = torch.tensor([fixed, fixed & 0x3F800001], dtype=torch.int32)
+        mask, bitval = words.view(2, 1).expand(2, row_bytes // chunk_bytes).contiguous().view(torch.uint8)
+        return Codebook.from_masks(mask, bitval, chunk_bytes)
+
+    return _Family(rows, codebook)
+
+
+def _of_coder(clock: Clock, family: _Family, known: Calibration) -> CoderRates:
+    num_bytes = family.rows.numel() * family.rows.itemsize
+    table, codebook = family.table(_ROW_BYTES, num_bytes, clock.device), family.codebook(_ROW_BYTES)
+    out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
+    decode_s = clock.gpu_s(lambda: decompress(table, out=out))
+    few_s = clock.gpu_s(lambda: decompress(table, out=out, max_sms=FEW_SMS))
+    work = work_of(codebook, _ROW_BYTES, table.stored_bytes / table.num_rows)
+    place = _place_for(table, codebook, clock.device)
+    encode_s = clock.gpu_s(lambda: encode_into(family.rows, place))
+    few_encode_s = clock.gpu_s(lambda: encode_into(family.rows, place, max_sms=FEW_SMS))
+    return CoderRates(
+        decode_gbps=num_bytes / decode_s / 1e9,
+        few_decode_gbps=num_bytes / few_s / 1e9,
+        encode_gbps=num_bytes / encode_s / 1e9,
+        few_encode_gbps=num_bytes / few_encode_s / 1e9,
+        least_row_ns=_least_row_ns(clock, family, known),
+        work_per_ns=table.num_rows * work / decode_s / 1e9,
+    )
+
+
+def _place_for(table: CompressedTensor, codebook: AnyCodebook, device: torch.device) -> Place:
+    """Room for a table's rows to be coded again."""
+    room_bytes = 2 * table.num_rows * _SECTOR_BYTES
+    return Place(codebook, table.num_rows, slot_bytes=table.slot_bytes, overflow_bytes=room_bytes, device=device)
+
+
+def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> float:
+    """Of the rate of raw rows, at which the sectors of short coded rows come."""
+    table = family.table(_MEDIUM_ROW_BYTES, min(_NEAR_BYTES, clock.table_bytes), _CPU)
+    return min(1.0, table.link_bytes / table.num_rows / _row_ns(clock, table) / known.read_gbps)
+
+
+def _least_row_ns(clock: Clock, family: _Family, known: Calibration) -> float:
+    """Of rows of 128 bytes from pinned memory; where the link brings them no faster, what it takes for any row.
+    Measured by what raw ones take, whose rate is known."""
+    num_bytes = min(_NEAR_BYTES, clock.table_bytes)
+    table = family.table(_SHORT_ROW_BYTES, num_bytes, _CPU)
+    raw = _raw_table(_memory.empty(num_bytes, _CPU, pin=True), _SHORT_ROW_BYTES)
+    link_ns = table.link_bytes / table.num_rows / (known.read_gbps * known.coded_read_share)
+    raw_ns = max(_SHORT_ROW_BYTES / known.read_gbps, known.least_row_ns)
+    taken_ns = raw_ns * _row_ns(clock, table) / _row_ns(clock, raw)
+    return _SPREAD * taken_ns if taken_ns > _LINK_BOUND * max(link_ns, known.least_row_ns) else known.least_row_ns

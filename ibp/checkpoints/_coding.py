@@ -1,0 +1,279 @@
+"""Tensors read and coded block by block, several at once, in order: on the CPU's cores, or on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from .. import _core
+from .._layout.geometry import as_tensor
+from .._schemes import AnyCodebook
+from ._source import SourceTensor
+
+_WORD_BYTES = 8  # of a fingerprint (FORMAT.md section 10)
+_HASHED_BYTES = 1 << 20  # what is added to a fingerprint at once, by the thread that asks
+_CPU = torch.device("cpu")
+
+
+class Block(NamedTuple):
+    """Bytes [start, end) of a tensor: whole groups of 32 rows, but for the last. codebook: None to keep them."""
+
+    tensor: SourceTensor
+    start: int
+    end: int
+    codebook: AnyCodebook | None
+
+
+class Coded(NamedTuple):
+    """A block as it is stored.
+
+    Attributes:
+        data: uint8, valid until `release` is called.
+        lengths: uint16, one a row (FORMAT.md section 2); none of a block that is kept.
+        words: what the words of the block's bytes before coding add to its tensor's fingerprint.
+        release: gives the memory of `data` to another block; of any thread.
+    """
+
+    data: np.ndarray
+    lengths: np.ndarray
+    words: int
+    release: Callable[[], object]
+
+
+class Coder(Protocol):
+    """Codes blocks in their order."""
+
+    block_bytes: int  # about, of a block
+
+    def coded(self, blocks: Iterable[Block]) -> Generator[Coded, None, None]: ...
+
+
+def coder_for(device: torch.device, jobs: int | None) -> CpuCoder | CudaCoder:
+    """What codes blocks on a device. jobs: threads; None: one for each core that the process may use."""
+    threads = jobs or len(os.sched_getaffinity(0))
+    return CpuCoder(threads) if device.type == "cpu" else CudaCoder(device, threads)
+
+
+def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
+    """The blocks of a tensor, of about block_bytes each."""
+    group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
+    step = max(1, block_bytes // group) * group
+    for start in range(0, tensor.num_bytes, step):
+        yield Block(tensor, start, min(start + step, tensor.num_bytes), codebook)
+
+
+def _kept(data: np.ndarray) -> Coded:
+    """A block that is kept as it is."""
+    return Coded(data, np.empty(0, np.uint16), 0, lambda: None)
+
+
+def _sum_words(data: torch.Tensor, start: int, total: torch.Tensor) -> None:
+    for at in range(0, data.numel(), _HASHED_BYTES):
+        torch.ops.ibp.sum_words.default(data[at : at + _HASHED_BYTES], (start + at) // _WORD_BYTES, total)
+
+
+# ---- on the CPU ----
+
+
+class CpuCoder:
+    """Codes blocks on threads, each of which reads, codes and fingerprints one block at a time."""
+
+    block_bytes = 4 << 20  # smaller ones cost more in Python, larger ones fall out of a core's caches
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._free: deque[torch.Tensor] = deque()
+
+    def coded(self, blocks: Iterable[Block]) -> Generator[Coded, None, None]:
+        with ThreadPoolExecutor(self._jobs, "ibp-coder") as pool:
+            coming: deque[Future[Coded]] = deque()
+            try:
+                for block in blocks:
+                    coming.append(pool.submit(self._code, block))
+                    if len(coming) > 2 * self._jobs:
+                        yield coming.popleft().result()
+                while coming:
+                    yield coming.popleft().result()
+            finally:
+                for future in coming:
+                    future.cancel()
+
+    def _code(self, block: Block) -> Coded:
+        data = block.tensor.read(block.start, block.end)
+        if block.codebook is None:
+            return _kept(data)
+        size = data.size
+        buffer = self._buffer(size)
+        lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16)
+        counts = torch.zeros(2, dtype=torch.int64)
+        rows, words = as_tensor(data), block.codebook.words(_CPU)
+        torch.ops.ibp.encode_packed.default(rows, words, block.codebook.codec, buffer[:size], lengths, counts[:1])
+        _sum_words(rows, block.start, counts[1:])
+        stored, total = counts.tolist()
+        return Coded(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        with contextlib.suppress(IndexError):
+            buffer = self._free.pop()
+            if buffer.numel() >= num_bytes:
+                return buffer
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+# ---- on a GPU ----
+
+
+@dataclass
+class _Slot:
+    """Memory that a block goes through: pinned and on the device, before and after coding."""
+
+    pinned: torch.Tensor
+    near: torch.Tensor
+    coded: torch.Tensor
+    fetched: torch.Tensor
+    facts: torch.Tensor  # pinned int64: bytes as coded, sum of words, and the fault of the coder
+    event: torch.cuda.Event
+    lengths: torch.Tensor | None = None  # pinned
+
+    @classmethod
+    def of(cls, num_bytes: int, device: torch.device) -> _Slot:
+        def pinned() -> torch.Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+        def near() -> torch.Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        facts = torch.empty(6, dtype=torch.int64, pin_memory=True)
+        return cls(pinned(), near(), near(), pinned(), facts, torch.cuda.Event())
+
+
+class _Passing(NamedTuple):
+    """A block on its way."""
+
+    block: Block
+    slot: _Slot | None  # None of a block that is kept
+    read: Future[np.ndarray]
+
+
+class CudaCoder:
+    """Codes blocks on a GPU. Threads read into pinned memory; copies there and back and the coder's kernels run on
+    streams of their own; all of it while the caller writes an earlier block."""
+
+    block_bytes = 16 << 20  # the copy engines are at their rate from 4 MiB on
+    _DEPTH = 2  # blocks between the copy to the device and the coder, and between that and the copy back
+
+    def __init__(self, device: torch.device, jobs: int) -> None:
+        self._device = device
+        self._readers = min(4, jobs)
+        self._free: deque[_Slot] = deque()
+        with torch.cuda.device(device):
+            self._coder, self._down = torch.cuda.Stream(), torch.cuda.Stream()
+            self._up = torch.cuda.Stream()
+
+    def coded(self, blocks: Iterable[Block]) -> Generator[Coded, None, None]:
+        reading: deque[_Passing] = deque()
+        coding: deque[_Passing] = deque()
+        coming: deque[_Passing] = deque()
+        left = iter(blocks)
+        with ThreadPoolExecutor(self._readers, "ibp-reader") as pool:
+            try:
+                while True:
+                    while len(reading) <= self._readers and (block := next(left, None)) is not None:
+                        reading.append(self._begin(block, pool))
+                    while reading and len(coding) < self._DEPTH:
+                        coding.append(self._launch(reading.popleft()))
+                    while coding and len(coming) < self._DEPTH:
+                        coming.append(self._fetch(coding.popleft()))
+                    if not coming:
+                        return
+                    yield self._finish(coming.popleft())
+            finally:
+                for passing in reading:
+                    passing.read.cancel()
+                for stream in (self._up, self._coder, self._down):
+                    stream.synchronize()
+
+    def _begin(self, block: Block, pool: ThreadPoolExecutor) -> _Passing:
+        """Starts reading a block."""
+        if block.codebook is None:
+            return _Passing(block, None, pool.submit(block.tensor.read, block.start, block.end))
+        slot = self._slot(block.end - block.start)
+
+        def read() -> np.ndarray:
+            to = slot.pinned[: block.end - block.start].numpy()
+            np.copyto(to, block.tensor.read(block.start, block.end))
+            return to
+
+        return _Passing(block, slot, pool.submit(read))
+
+    def _slot(self, num_bytes: int) -> _Slot:
+        with contextlib.suppress(IndexError):
+            slot = self._free.popleft()
+            if slot.pinned.numel() >= num_bytes:
+                return slot
+        return _Slot.of(max(self.block_bytes, num_bytes), self._device)
+
+    def _launch(self, passing: _Passing) -> _Passing:
+        """Brings a block that has been read to the device, and queues its coding and the copy of its lengths."""
+        block, slot = passing.block, passing.slot
+        num_bytes = passing.read.result().size
+        if slot is None:
+            return passing
+        assert block.codebook is not None
+        near = slot.near[:num_bytes]
+        with torch.cuda.stream(self._up):
+            near.copy_(slot.pinned[:num_bytes], non_blocking=True)
+        self._coder.wait_stream(self._up)
+        with torch.cuda.stream(self._coder):
+            lengths, facts = self._code(near, block.codebook, slot.coded[:num_bytes], block.start)
+            slot.lengths = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=True)
+            slot.lengths.copy_(lengths, non_blocking=True)
+            slot.facts.copy_(facts, non_blocking=True)
+        slot.event.record(self._coder)
+        return passing
+
+    def _code(
+        self, data: torch.Tensor, codebook: AnyCodebook, out: torch.Tensor, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(lengths, facts) of a block that is coded to `out`."""
+        words, codec, row_bytes = codebook.words(self._device), codebook.codec, codebook.row_bytes
+        none, facts = data[:0], torch.zeros(6, dtype=torch.int64, device=self._device)
+        lengths = torch.ops.ibp.measure_rows.default(data, words, codec)
+        index = torch.ops.ibp.index_rows.default(lengths, data.numel(), row_bytes, 0)
+        torch.ops.ibp.encode_rows.default(
+            none, out, lengths, index[:-1], words, codec, 0, 0, 1, data.numel(), data, facts[2:]
+        )
+        torch.ops.ibp.sum_words.default(data, start // _WORD_BYTES, facts[1:2])
+        facts[:1].copy_(index[-1:])
+        return lengths, facts
+
+    def _fetch(self, passing: _Passing) -> _Passing:
+        """Starts the copy of a coded block to the host."""
+        slot = passing.slot
+        if slot is not None:
+            slot.event.synchronize()
+            stored, _, status, row, *_ = slot.facts.tolist()
+            if status:
+                name = passing.block.tensor.name
+                raise RuntimeError(f"{name!r} changed while it was compressed: row {row} of a block")
+            with torch.cuda.stream(self._down):
+                slot.fetched[:stored].copy_(slot.coded[:stored], non_blocking=True)
+            slot.event.record(self._down)
+        return passing
+
+    def _finish(self, passing: _Passing) -> Coded:
+        slot = passing.slot
+        if slot is None:
+            return _kept(passing.read.result())
+        slot.event.synchronize()
+        stored, words = slot.facts[:2].tolist()
+        assert slot.lengths is not None
+        return Coded(slot.fetched[:stored].numpy(), slot.lengths.numpy(), words, lambda: self._free.append(slot))

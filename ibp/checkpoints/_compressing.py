@@ -1,0 +1,400 @@
+"""Checkpoints compressed: `compress_checkpoint`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from .. import _core
+from .._common import ops
+from .._common.arguments import whole_number
+from .._common.group import Group, same_on_all
+from .._common.progress import Bar, tqdm
+from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
+from .._files.paths import SUFFIX, is_url, path_text, written_to
+from .._files.sets import index_of, write_index
+from .._files.writer import FileWriter, checked_metadata, sync_directory
+from .._machine import memory
+from .._schemes import AnyCodebook, check_clusters
+from .._schemes.estimation import check_learning
+from ..deltas._fingerprint import finished
+from ._coding import Block, Coded, Coder, blocks_of, coder_for
+from ._journal import Journal
+from ._learning import Codebooks, Learning
+from ._outputs import SUFFIXES
+from ._planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
+from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
+from ._source import SourceTensor, chosen
+from ._sources import AnyPath, Source, open_sources
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_NAME = "compress_checkpoint"
+
+
+def compress_checkpoint(
+    inputs: AnyPath | Iterable[AnyPath],
+    output: AnyPath,
+    *,
+    scheme: str = "auto",
+    level: str = "default",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    clusters: int | str | None = None,
+    row_bytes: int | None = None,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    metadata: Mapping[str, str] | None = None,
+    shard_bytes: int | None = SHARD_BYTES,
+    device: torch.device | str | int | None = None,
+    jobs: int | None = None,
+    group: ProcessGroup | None = None,
+    restart: bool = True,
+    progress: bool = False,
+) -> CheckpointReport:
+    """Compresses a checkpoint of any size to a file, or a set of files, that `ibp.open` and `ibp.load` read.
+
+    Tensors are read, coded and written block by block, in bounded memory: some 100 MB besides 2 bytes a row, whatever
+    their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. What does not
+    get smaller, or is smaller than 4 KiB, is kept as it is. Each table has its fingerprint.
+
+    The output appears under its name when it is whole. Of a set of files those that are finished wait in a directory
+    beside it, `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
+
+    Args:
+        inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
+            checkpoints of torch.save (read with weights_only), files of ibp.
+        output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec, which the files are
+            copied to when they are whole.
+        scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
+        row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
+            bytes to 64 KiB.
+        include, exclude: patterns of names ("*.weight", as fnmatch has them): only tensors that match one of include,
+            and none of exclude, are compressed. The others are kept as they are.
+        metadata: text by text, added to that of the inputs.
+        shard_bytes: bytes of tensors before coding that a file has at most, unless one tensor has more. None: one file.
+            Files of a set, as of a sharded model, stay files of their own.
+        device: that codes the rows. None: the current GPU if there is one, else the CPU.
+        jobs: threads; None: one for each core.
+        group: processes that share the work, as torchrun starts them, on one machine or several with a shared
+            file system: each calls this function with the same arguments, and takes whole files, the largest first; the
+            rows of a checkpoint of one tensor are divided among them. They share codebooks. None: this process alone.
+        restart: take over what an interrupted call has finished.
+        progress: show a bar.
+
+    Returns:
+        What was written; the same on all ranks but for its peak of memory.
+
+    Raises:
+        FileNotFoundError: there is no such input.
+        SourceFormatError, ibp.FileFormatError: an input is damaged, or no file of tensors.
+        TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends as
+            files of another format do (.npz, .pt), or two inputs have a tensor of one name.
+        OSError: a file cannot be read or written, or another call writes the same set of files at this moment.
+    """
+    ranks = None if group is None else Group(group)
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> tuple[_Job, Source, Path, list[Shard]]:
+            learning = _learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, device)
+            threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
+            most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
+            checked = checked_metadata(metadata)
+            shown = path_text(output)
+            if ranks is not None and is_url(shown):
+                raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
+            _check_name(shown)
+            source = stack.enter_context(open_sources(inputs))
+            target = stack.enter_context(written_to(output))
+            _check_dtypes(source)
+            kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
+            shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
+            return _Job(learning, kept, threads, progress, shown), source, target, shards
+
+        job, source, target, shards = _on_all(ranks, prepare)
+        if ranks is None and len(shards) == 1:
+            return job.one_file(target, shards[0])
+        return job.files(source, target, shards, restart, ranks, stack)
+
+
+def _learning(
+    scheme: str,
+    level: str,
+    chunk_bytes: int | None,
+    tau: float | None,
+    clusters: int | str | None,
+    row_bytes: int | None,
+    device: torch.device | str | int | None,
+) -> Learning:
+    """How codebooks are learned. Raises TypeError and ValueError for wrong arguments."""
+    chunk_bytes, tau, _ = check_learning(scheme, chunk_bytes, tau, None, level)
+    check_clusters(clusters)
+    row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
+    worker = memory.canonical(device if device is not None else "cuda" if ops.cuda_is_available() else "cpu")
+    return Learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
+
+
+def _check_name(output: str) -> None:
+    """ValueError for the name of a file that readers would take for one of another format."""
+    stem, suffix = os.path.splitext(output)
+    if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(output):
+        raise ValueError(
+            f"output is {output!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
+            f"wanted a name like {stem + SUFFIX!r}"
+        )
+
+
+def _check_dtypes(source: Source) -> None:
+    """ValueError for a tensor that a file cannot hold as it is, which is decided by samples."""
+    for name, tensor in source.tensors.items():
+        if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
+            raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
+
+
+_Made = TypeVar("_Made")
+
+
+def _on_all(ranks: Group | None, work: Callable[[], _Made]) -> _Made:
+    """What work() returns here, once it has returned on all ranks; where it raises on one, it raises on all."""
+    if ranks is None:
+        return work()
+    made: list[_Made] = []
+    ranks.together(_NAME, lambda: made.append(work()))
+    return made[0]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The work on each file. kept: names of the tensors that patterns leave as they are."""
+
+    learning: Learning
+    kept: frozenset[str]
+    jobs: int
+    progress: bool
+    output: str
+
+    def one_file(self, target: Path, shard: Shard) -> CheckpointReport:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        books = Codebooks(self.learning, shard.tensors, self._kept(shard.tensors))
+        with self._bar(shard.num_bytes) as bar:
+            writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
+            fields = writing.write(target, shard)
+        record = {**fields, "file": target.name, "size": target.stat().st_size}
+        return joined_report(self._shown(target), [record], 0, writing.peak.num_bytes)
+
+    def files(
+        self,
+        source: Source,
+        target: Path,
+        shards: list[Shard],
+        restart: bool,
+        ranks: Group | None,
+        stack: contextlib.ExitStack,
+    ) -> CheckpointReport:
+        """Makes a set of files: on this rank its own, with the others' all of them. stack: is left afterwards."""
+        rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
+        journal = Journal(target, plan_of(shards, state_of(source.files), self._options()))
+        stack.callback(journal.release)
+        if ranks:
+            same_on_all(_NAME, ranks.together(_NAME, lambda: {"what to do": journal.summary}))
+        _on_all(ranks, lambda: journal.open(restart) if rank == 0 else None)
+        finished_before = _on_all(ranks, lambda: {shard.file: journal.finished(shard.file) for shard in shards})
+        tensors = [tensor for shard in shards for tensor in shard.tensors]
+        mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
+        try:
+            books = Codebooks(self.learning, tensors, self._kept(tensors), ranks)
+            with self._bar(sum(shard.num_bytes for shard in mine), rank) as bar:
+                writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
+
+                def write_mine() -> dict[str, dict[str, Any]]:
+                    return {
+                        shard.file: journal.finish(shard.file, writing.write(journal.directory / shard.file, shard))
+                        for shard in mine
+                    }
+
+                found = ranks.together(_NAME, write_mine) if ranks else [write_mine()]
+        except BaseException:
+            if ranks is None:
+                journal.close_if_empty()
+            raise
+        records = {file: record for file, record in finished_before.items() if record is not None}
+        kept_files = len(records)
+        for some in found:
+            records.update(some)
+        ordered = [records[shard.file] for shard in shards]
+        _on_all(ranks, lambda: _finish(target, journal, ordered) if rank == 0 else None)
+        return joined_report(self._shown(_index_of(target, ordered)), ordered, kept_files, writing.peak.num_bytes)
+
+    def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
+        """Names of those of the tensors, or of the items of one, that are not to be coded."""
+        return frozenset(tensor.name for tensor in tensors if name_of_whole(tensor) in self.kept)
+
+    def _options(self) -> dict[str, Any]:
+        fields = {key: value for key, value in vars(self.learning).items() if key != "device"}
+        return {**fields, "kept": sorted(self.kept)}
+
+    def _bar(self, num_bytes: int, rank: int = 0) -> Bar:
+        hidden = not self.progress or rank != 0
+        return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=hidden)
+
+    def _shown(self, path: Path) -> str:
+        """The path of a file of the output, as the caller knows it."""
+        if not is_url(self.output):
+            return os.fspath(path)
+        return f"{self.output.rpartition('/')[0]}/{path.name}"
+
+
+class _Writing:
+    """Writes files, block by block.
+
+    Attributes:
+        peak: memory of the process's own, as seen after each block.
+    """
+
+    def __init__(self, books: Codebooks, coder: Coder, jobs: int, on_bytes: Callable[[int], object]) -> None:
+        self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
+        self._output = _Output()
+        self.peak = PeakMemory()
+
+    def write(self, path: Path, shard: Shard) -> dict[str, Any]:
+        """Writes a file. Returns the fields of its record."""
+        self._books.prepare(shard.tensors, self._jobs)
+        room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
+        with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
+            coming = self._coder.coded(self._blocks(shard))
+            with contextlib.closing(coming), self._output:
+                reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
+            fields = {"names": writer.names, "data_bytes": writer.data_bytes}
+        return {**fields, "tensors": [report.as_dict() for report in reports]}
+
+    def _blocks(self, shard: Shard) -> Iterator[Block]:
+        for tensor in shard.tensors:
+            yield from blocks_of(tensor, self._books.of(tensor), self._coder.block_bytes)
+
+    def _write_tensor(
+        self, writer: FileWriter, tensor: SourceTensor, coming: Iterator[Coded], file: str
+    ) -> TensorReport:
+        codebook = self._books.of(tensor)
+        number = None if codebook is None else writer.codebook(codebook)
+        start = writer.data_bytes
+        if codebook is None:
+            with writer.plain(tensor.name, tensor.dtype, tensor.shape) as sink:
+                self._write_blocks(tensor, None, coming, sink.write)
+        else:
+            self._write_table(writer, tensor, codebook, number, coming)
+        stored = writer.data_bytes - start
+        scheme = None if codebook is None else codebook.scheme
+        return TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file)
+
+    def _write_table(
+        self,
+        writer: FileWriter,
+        tensor: SourceTensor,
+        codebook: AnyCodebook,
+        number: int | None,
+        coming: Iterator[Coded],
+    ) -> None:
+        with writer.part(f"{tensor.name}:overflow", "U8") as sink:
+            start = writer.data_bytes
+            parts, words = self._write_blocks(tensor, codebook, coming, sink.write)
+            has_overflow = writer.data_bytes > start
+        lengths = torch.from_numpy(np.concatenate(parts))
+        with writer.part(f"{tensor.name}:lengths", "U16") as sink:
+            sink.write(lengths)
+        if has_overflow:
+            index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
+            with writer.part(f"{tensor.name}:bases", "U64") as sink:
+                sink.write(index[:-1])
+        writer.table(
+            tensor.name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            scheme=codebook.scheme,
+            row_bytes=codebook.row_bytes,
+            slot_bytes=0,
+            codebook=number,
+            content=finished(words, tensor.num_bytes),
+        )
+
+    def _write_blocks(
+        self,
+        tensor: SourceTensor,
+        codebook: AnyCodebook | None,
+        coming: Iterator[Coded],
+        write: Callable[[Any], None],
+    ) -> tuple[list[np.ndarray], int]:
+        """Writes the blocks of a tensor as they come. Returns the lengths of their rows, and the sum of words."""
+        parts, words = [], 0
+        for block in blocks_of(tensor, codebook, self._coder.block_bytes):
+            coded = next(coming)
+            self._output.write(write, coded)
+            parts.append(coded.lengths)
+            words += coded.words
+            self._on_bytes(block.end - block.start)
+            self.peak.passed(block.end - block.start)
+        self._output.finish()
+        return parts, words
+
+
+class _Output:
+    """Writes blocks on a thread of its own, while the next ones are brought. A context: leaving it ends the thread."""
+
+    _AHEAD = 2  # blocks that wait for it
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._writing: deque[Future[None]] = deque()
+
+    def write(self, write: Callable[[Any], None], coded: Coded) -> None:
+        """Has a block written by `write`, after those before it."""
+        assert self._pool is not None
+
+        def work() -> None:
+            write(coded.data)
+            coded.release()
+
+        self._writing.append(self._pool.submit(work))
+        if len(self._writing) > self._AHEAD:
+            self._writing.popleft().result()
+
+    def finish(self) -> None:
+        """Waits until all is written. Raises what a write has raised."""
+        while self._writing:
+            self._writing.popleft().result()
+
+    def __enter__(self) -> _Output:
+        self._pool = ThreadPoolExecutor(1, "ibp-writer")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future in self._writing:
+            future.cancel()
+        self._writing.clear()
+        assert self._pool is not None
+        self._pool.shutdown()
+
+
+def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:
+    """Moves the files of a set to their places, and writes their index."""
+    for record in records:
+        journal.move(record)
+    if len(records) > 1:
+        weight_map = {name: record["file"] for record in records for name in record["names"]}
+        total = sum(record["data_bytes"] for record in records)
+        write_index(target, weight_map, total)
+    sync_directory(target.parent)
+    journal.close()
+
+
+def _index_of(target: Path, records: list[dict[str, Any]]) -> Path:
+    return index_of(target) if len(records) > 1 else target

@@ -1,0 +1,190 @@
+"""What a checkpoint would become, by samples of its rows: `estimate_checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import _core
+from .._common.arguments import whole_number
+from .._common.progress import tqdm
+from .._files.fields import dtype_name
+from .._layout.geometry import Geometry, as_tensor
+from .._schemes import SCHEMES, AnyCodebook
+from .._schemes.estimation import check_learning
+from ._learning import SAMPLE_ELEMENTS, Codebooks, Learning, sample_of, savings_of
+from ._planning import compressed_bytes, table_bytes
+from ._report import share_saved
+from ._source import SourceTensor, chosen
+from ._sources import AnyPath, open_sources
+
+
+@dataclass(frozen=True)
+class TensorEstimate:
+    """What a tensor would become.
+
+    Attributes:
+        name, dtype, shape, num_bytes: of the tensor.
+        savings: by scheme, the share of its bytes that a table would save, its index counted; empty for a tensor that
+            is kept as it is: one of less than 4 KiB, of a dtype that tables lack, or that patterns leave out.
+        best: the scheme that `compress_checkpoint` takes; None where none saves 1 %.
+    """
+
+    __module__ = "ibp"
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    savings: Mapping[str, float]
+    best: str | None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes with the best scheme."""
+        return self.num_bytes - (round(self.savings[self.best] * self.num_bytes) if self.best else 0)
+
+
+@dataclass(frozen=True)
+class CheckpointEstimate:
+    """What `compress_checkpoint` would do to a checkpoint.
+
+    Attributes:
+        tensors: a `TensorEstimate` for each tensor.
+        num_bytes, stored_bytes: of all tensors, before and after; headers and codebooks are left out.
+        file_bytes: of the files, with headers, codebooks and checksums.
+    """
+
+    __module__ = "ibp"
+
+    tensors: tuple[TensorEstimate, ...]
+    num_bytes: int
+    stored_bytes: int
+    file_bytes: int
+
+    @property
+    def savings(self) -> float:
+        """1 - file_bytes / num_bytes, as `CheckpointReport` has it afterwards."""
+        return share_saved(self.num_bytes, self.file_bytes)
+
+    def __repr__(self) -> str:
+        return (
+            f"ibp.CheckpointEstimate({len(self.tensors)} tensors, {self.num_bytes:,} -> {self.file_bytes:,} bytes, "
+            f"{self.savings:.1%} saved)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        tensors = [
+            {
+                **vars(tensor),
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "stored_bytes": tensor.stored_bytes,
+            }
+            for tensor in self.tensors
+        ]
+        own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
+        return {**own, "tensors": tensors}
+
+
+def estimate_checkpoint(
+    inputs: AnyPath | Iterable[AnyPath],
+    *,
+    schemes: Iterable[str] = ("ibp", "planes"),
+    level: str = "default",
+    row_bytes: int | None = None,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    progress: bool = False,
+) -> CheckpointEstimate:
+    """What `compress_checkpoint` would make of a checkpoint, by rows that are sampled; nothing is written.
+
+    Args:
+        inputs: as of `compress_checkpoint`.
+        schemes: that are compared.
+        level, row_bytes: as in `compress_checkpoint`.
+        include, exclude: patterns of names, as there: the other tensors are kept as they are.
+        progress: show a bar.
+
+    Raises:
+        FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress_checkpoint`.
+        TypeError, ValueError: a scheme, level or row_bytes is none, or a pattern of include matches no name.
+    """
+    compared = [scheme for scheme in dict.fromkeys(schemes) if scheme != "raw"]
+    for scheme in compared:
+        if scheme not in SCHEMES:
+            raise ValueError(f"schemes has {scheme!r}; wanted some of {[name for name in SCHEMES if name != 'raw']}")
+    check_learning("auto", None, None, None, level)
+    row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
+    scheme = "auto" if len(compared) > 1 else "".join(compared) or "raw"
+    learning = Learning(scheme, level, row_bytes=row_bytes)
+    with open_sources(inputs) as source:
+        kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
+        kinds = _Kinds(learning, compared, list(source.tensors.values()), kept)
+        found = {}
+        for name in tqdm(source.tensors, desc="estimate", unit="tensor", disable=not progress):
+            found[name] = kinds.estimate(source.tensors[name])
+        stored, books = {}, {}
+        for name, estimate in found.items():
+            tensor = source.tensors[name]
+            books[name] = kinds.codebook(tensor)
+            num_rows = learning.geometry_of(tensor).num_rows
+            stored[name] = table_bytes(estimate.stored_bytes, num_rows) if estimate.best else tensor.num_bytes
+        file_bytes = compressed_bytes(source, stored, books)
+    tensors = tuple(found.values())
+    before, after = sum(tensor.num_bytes for tensor in tensors), sum(tensor.stored_bytes for tensor in tensors)
+    return CheckpointEstimate(tensors, before, after, file_bytes)
+
+
+class _Kinds:
+    """What schemes save of tensors: the codebook that compressing takes, and of other schemes one for each kind.
+
+    Args:
+        learning: how codebooks are learned.
+        schemes: that are compared.
+        tensors: of the checkpoint.
+        kept: names of tensors that are not to be coded.
+    """
+
+    def __init__(
+        self, learning: Learning, schemes: list[str], tensors: list[SourceTensor], kept: frozenset[str]
+    ) -> None:
+        self._learning, self._schemes = learning, schemes
+        self._taken = Codebooks(learning, tensors, kept)
+        self._others: dict[tuple, AnyCodebook | None] = {}  # by kind and scheme
+
+    def codebook(self, tensor: SourceTensor) -> AnyCodebook | None:
+        """The codebook that compressing takes; None where it keeps the tensor."""
+        if not self._taken.is_coded(tensor):
+            return None
+        self._taken.prepare([tensor], 1)
+        return self._taken.of(tensor)
+
+    def estimate(self, tensor: SourceTensor) -> TensorEstimate:
+        taken, savings = self.codebook(tensor), {}
+        if self._taken.is_coded(tensor):
+            rows, geometry = _rows_to_measure(tensor, self._learning.geometry_of(tensor))
+            for scheme in self._schemes:
+                own = taken is not None and taken.scheme == scheme
+                codebook = taken if own else self._other(tensor, scheme)
+                savings[scheme] = 0.0 if codebook is None else max(0.0, savings_of(rows, codebook, geometry))
+        best = None if taken is None else taken.scheme
+        return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, best)
+
+    def _other(self, tensor: SourceTensor, scheme: str) -> AnyCodebook | None:
+        key = *self._learning.kind_of(tensor), scheme
+        if key not in self._others:
+            geometry = self._learning.geometry_of(tensor)
+            self._others[key] = self._learning.learn(scheme, sample_of([tensor], geometry), geometry, False)
+        return self._others[key]
+
+
+def _rows_to_measure(tensor: SourceTensor, geometry: Geometry) -> tuple[torch.Tensor, Geometry | None]:
+    """(rows, geometry of them) of a tensor: a sample of whole rows; of a small one all of it."""
+    if geometry.num_bytes > SAMPLE_ELEMENTS * geometry.dtype.itemsize:
+        return sample_of([tensor], geometry), None
+    return as_tensor(tensor.read(0, geometry.num_bytes)), geometry

@@ -1,0 +1,147 @@
+"""Files of ibp as sources: tables are decoded by blocks, when they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .._files.fields import FileFormatError
+from .._files.header import find_files, read_header
+from .._files.opened import File
+from .._files.opened import open as open_file
+from .._files.writer import PREFIX
+from .._tables.changes import decoded_bytes
+from .._tables.compressed_tensor import CompressedTensor
+from ..codecs._whole import WholeTensor
+from ._source import Source, SourceFormatError, SourceTensor
+from ._torch_files import LoadedTensor
+
+ROWS_KEY = "ibp_rows."  # of metadata: a table that holds some items of a tensor, with the fields first, last, items
+_CPU = torch.device("cpu")
+
+
+def open_ibp(path: str | os.PathLike[str]) -> Source:
+    """A file of ibp, or a set of them.
+
+    Raises:
+        ibp.FileFormatError: it is none.
+        SourceFormatError: it holds a delta, which is no tensor by itself.
+    """
+    file = open_file(path, pin_memory=False)
+    try:
+        tensors: dict[str, SourceTensor] = {}
+        for name, value in file.items():
+            if isinstance(value, CompressedTensor):
+                tensors[name] = DecodedTensor(name, value)
+            elif isinstance(value, WholeTensor):
+                tensors[name] = CodedTensor(name, value)
+            elif isinstance(value, torch.Tensor):
+                tensors[name] = LoadedTensor(name, value, path)
+            else:
+                raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
+        metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}
+        tensors = _with_whole(tensors, file.metadata, path)
+    except BaseException:
+        file.close()
+        raise
+    source = Source(os.fspath(path), "ibp", tensors, metadata, file.close)
+    source.files = tuple(map(os.fspath, find_files(Path(path)).files.values()))
+    if len(source.files) > 1 and list(tensors) == list(file):
+        source.parts = _parts_of(source, file)
+    return source
+
+
+def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
+    """The files of a set as sources."""
+    tensors: dict[str, dict[str, SourceTensor]] = {os.path.basename(path): {} for path in whole.files}
+    for name, tensor in whole.tensors.items():
+        held_by = file.info(name).files
+        tensors[held_by[0] if held_by else next(iter(tensors))][name] = tensor
+    return tuple(Source(path, "ibp", tensors[os.path.basename(path)], _texts_of(path)) for path in whole.files)
+
+
+def _texts_of(path: str) -> dict[str, str]:
+    """The metadata of a file without what is ibp's."""
+    return {key: text for key, text in read_header(Path(path)).metadata.items() if not key.startswith(PREFIX)}
+
+
+class DecodedTensor(SourceTensor):
+    """A table, decoded where it is read."""
+
+    def __init__(self, name: str, table: CompressedTensor) -> None:
+        super().__init__(name, table.dtype, tuple(table.shape))
+        self.table = table
+
+    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+        if start_byte == end_byte:
+            return np.empty(0, np.uint8)
+        return decoded_bytes(self.table, start_byte, end_byte, _CPU).numpy()
+
+
+class CodedTensor(SourceTensor):
+    """A tensor of a general codec, whose blocks are decoded where they are read."""
+
+    def __init__(self, name: str, whole: WholeTensor) -> None:
+        super().__init__(name, whole.dtype, tuple(whole.shape))
+        self._whole = whole
+
+    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+        if start_byte == end_byte:
+            return np.empty(0, np.uint8)
+        return self._whole._bytes(start_byte, end_byte).numpy()
+
+
+class JoinedTensor(SourceTensor):
+    """A tensor whose items lie in several tables, in their order."""
+
+    def __init__(self, name: str, parts: list[SourceTensor]) -> None:
+        first = parts[0]
+        super().__init__(name, first.dtype, (sum(part.shape[0] for part in parts), *first.shape[1:]))
+        self._parts = parts
+
+    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+        found, at = [], 0
+        for part in self._parts:
+            start, end = max(start_byte - at, 0), min(end_byte - at, part.num_bytes)
+            if start < end:
+                found.append(part.read(start, end))
+            at += part.num_bytes
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.uint8), *found])
+
+
+def rows_entry(first: int, last: int, items: int) -> str:
+    """The text of metadata of a table that holds items first to last - 1 of a tensor of so many."""
+    return f"first={first} last={last} items={items}"
+
+
+def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], path: object) -> dict[str, SourceTensor]:
+    """The tensors, with those that lie in tables of their items as one."""
+    pieces: dict[str, list[tuple[int, int, int, str]]] = {}
+    for key, text in metadata.items():
+        if key.startswith(ROWS_KEY):
+            name = key.removeprefix(ROWS_KEY)
+            try:
+                fields = dict(pair.split("=") for pair in text.split(" "))
+                first, last, items = (int(fields[field]) for field in ("first", "last", "items"))
+            except (ValueError, KeyError):
+                raise FileFormatError(
+                    f"{path}: the metadata {key!r} is {text[:60]!r}; wanted first, last and items"
+                ) from None
+            pieces.setdefault(name.rpartition(".rows-")[0], []).append((first, last, items, name))
+    for whole, found in pieces.items():
+        found.sort()
+        ends = [0, *(last for _, last, _, _ in found)]
+        fits = all(first == end for (first, *_), end in zip(found, ends)) and ends[-1] == found[0][2]
+        parts = [tensors.pop(name, None) for *_, name in found]
+        held = [part for part in parts if part is not None]
+        alike = len({(part.dtype, part.shape[1:]) for part in held}) == 1 and all(part.shape for part in held)
+        counts = [part.shape[0] if part.shape else 0 for part in held]
+        fits = fits and len(held) == len(parts) and counts == [last - first for first, last, _, _ in found]
+        if whole in tensors or not fits or not alike:
+            raise FileFormatError(f"{path}: the tables of {whole!r} are not those of all its items")
+        tensors[whole] = JoinedTensor(whole, held)
+    return tensors

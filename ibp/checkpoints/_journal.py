@@ -1,0 +1,176 @@
+"""Finished files of a set that is still being made, so that an interrupted call can be made again.
+
+They lie in a directory beside the output, `.<name>.ibp-work`, each with a record, and with a plan of the whole. When
+all are there, they are moved to their places, and the directory goes. One call at a time has the directory: it holds a
+lock on a file in it, which the system lets go of when its process ends, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .._files.regular import open_locked
+from .._files.writer import write_whole
+from ._report import TensorReport
+
+_PLAN, RECORD, _LOCK = "plan.json", ".done.json", "lock"
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none
+
+
+def work_directory(target: Path) -> Path:
+    """Where files of a set wait until all of it is there. target: the output's path."""
+    return target.with_name(f".{target.name}.ibp-work")
+
+
+class Journal:
+    """The directory of a set that is being made.
+
+    Args:
+        target: the output's path.
+        plan: what the set is made of and how, as JSON has it: records of another plan are not used.
+    """
+
+    def __init__(self, target: Path, plan: dict[str, Any]) -> None:
+        self.directory = work_directory(target)
+        self._lock: int | None = None
+        self._target, self._home, self._plan = target, target.parent, plan
+
+    @property
+    def summary(self) -> str:
+        """A short text that differs where the plan does."""
+        return hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest()[:16]
+
+    def open(self, restart: bool) -> None:
+        """Makes the directory, empty unless it is of the same plan and `restart` is set. No other call has it until
+        `release` is called.
+
+        Raises:
+            OSError: another call has it, or it is no directory.
+        """
+        self._lock = self._locked()
+        if not (restart and self._is_same_plan()):
+            self._empty()
+        write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
+
+    def release(self) -> None:
+        """Lets other calls have the directory, if this one has it."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _locked(self) -> int:
+        """The descriptor that has the lock."""
+        path = self.directory / _LOCK
+        while True:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.directory.is_symlink():
+                raise NotADirectoryError(f"{self.directory} is a symbolic link; wanted a directory, or nothing there")
+            try:
+                return open_locked(path, 0o666, self._take)
+            except FileNotFoundError:  # the directory has been removed since, by the call that was done with it
+                continue
+
+    def _take(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"another call writes {self._target} at this moment, and has {self.directory}; wanted another output, "
+                "or to wait until that call has ended"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{self.directory}: the file system has no locks ({error.strerror}): wanted no other call that "
+                "writes there meanwhile",
+                stacklevel=2,
+            )
+
+    def _empty(self) -> None:
+        """Removes all but the lock."""
+        for path in self.directory.iterdir():
+            if path.name != _LOCK:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def _is_same_plan(self) -> bool:
+        try:
+            return json.loads((self.directory / _PLAN).read_bytes()) == self._plan
+        except (OSError, ValueError):
+            return False
+
+    def finished(self, file: str) -> dict[str, Any] | None:
+        """The record of a file that is whole and as it was written; None if there is none.
+
+        Raises:
+            FileNotFoundError: this process does not see the directory.
+        """
+        if not (self.directory / _PLAN).exists():
+            raise FileNotFoundError(
+                f"{self.directory} is not there; wanted an output on a file system that all ranks see"
+            )
+        try:
+            record = json.loads((self.directory / f"{file}{RECORD}").read_bytes())
+            for fields in record["tensors"]:
+                TensorReport.from_dict(fields)
+            is_own = record["file"] == file and {"names", "data_bytes"} <= record.keys()
+            return record if is_own and self._place(file, record) is not None else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def finish(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Notes that a file in the directory is whole. Returns its record: the fields, and what tells the file."""
+        found = (self.directory / file).lstat()
+        record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+        write_whole(self.directory / f"{file}{RECORD}", json.dumps(record).encode())
+        return record
+
+    def _place(self, file: str, record: dict[str, Any]) -> Path | None:
+        """Where the file of a record is: in the directory, or, if an earlier call came so far, in its own place."""
+        for path in (self.directory / file, self._home / file):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                told = found.st_size, found.st_mtime_ns
+                return path if stat.S_ISREG(found.st_mode) and told == (record["size"], record["mtime_ns"]) else None
+        return None
+
+    def move(self, record: dict[str, Any]) -> None:
+        """Moves the finished file of a record to its place, unless it is there.
+
+        Raises:
+            OSError: it is in neither place, or another file is.
+        """
+        file = record["file"]
+        place = self._place(file, record)
+        if place is None:
+            raise FileNotFoundError(
+                f"{self.directory / file} is not what was written there: it has been removed or replaced; wanted the "
+                "same call again, which writes it anew"
+            )
+        os.replace(place, self._home / file)
+
+    def close(self) -> None:
+        """Removes the directory; the lock last, without which another call may begin."""
+        with contextlib.suppress(OSError):
+            self._empty()
+            (self.directory / _LOCK).unlink()
+            self.directory.rmdir()
+
+    def close_if_empty(self) -> None:
+        """Removes the directory of a call in which no file was finished."""
+        if not any(self.directory.glob(f"*{RECORD}")):
+            self.close()

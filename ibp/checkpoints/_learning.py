@@ -1,0 +1,246 @@
+"""Which tensors of a checkpoint are coded, and with which codebooks: weights of a kind share one.
+
+A codebook is learned from rows that are drawn from all tensors of its kind. Counters of bits or symbols would add up
+over processes as well, but schemes, digits and layouts are compared on rows: so processes exchange rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .. import _core
+from .._common.group import Group
+from .._layout import geometry as _rows
+from .._layout import slots
+from .._schemes import AnyCodebook, Request, choice, measure
+from .._tables.coding import MOST_LACKING
+from ._source import SourceTensor
+
+ROW_BYTES = 4096  # of weights: see ibp/_tables/weights.py
+_LEAST_BYTES = 4096  # a smaller tensor is kept as it is
+_LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
+SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
+_CHECK_BYTES = 16 << 20  # of rows that a codebook is tried on that has no coded form for every row
+_TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is tried on
+_KINDS_A_RANK = 4  # that are learned at once: their rows are on all ranks meanwhile
+_SAMPLED_TENSORS = 8  # of a kind, at most
+_LEAST_ROWS = 16
+_CLEARLY_LESS = 0.01  # of the bytes: a codebook of a kind that costs a tensor so much is not for it
+_LEAST_SAVED_BYTES = 1024  # what a table's entries in the header take, about
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How codebooks are learned: arguments of `ibp.compress`.
+
+    Attributes:
+        scheme, level, chunk_bytes, tau, clusters: as there.
+        row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it has 512 bytes to 64 KiB.
+        device: that codes rows with them.
+    """
+
+    scheme: str = "auto"
+    level: str = "default"
+    chunk_bytes: int | None = None
+    tau: float | None = None
+    clusters: int | str | None = None
+    row_bytes: int | None = None
+    device: torch.device = _CPU
+
+    def geometry_of(self, tensor: SourceTensor) -> _rows.Geometry:
+        """How a tensor is cut into rows."""
+        whole = _rows.Geometry(torch.Size(tensor.shape), tensor.dtype, 1)
+        row_bytes = self.row_bytes or min(ROW_BYTES, max(1, whole.num_bytes))
+        if self.row_bytes is None and tensor.has_items and len(tensor.shape) > 1:
+            if _LEAST_ITEM_BYTES <= whole.item_bytes <= _core.MAX_ROW_BYTES:
+                row_bytes = whole.item_bytes
+        return replace(whole, row_bytes=row_bytes)
+
+    def is_worth_coding(self, tensor: SourceTensor) -> bool:
+        """Whether a tensor is large enough for a table, and of a dtype that tables have."""
+        return self.scheme != "raw" and tensor.dtype in _rows.DTYPES and tensor.num_bytes >= _LEAST_BYTES
+
+    def kind_of(self, tensor: SourceTensor) -> tuple:
+        """What tensors that share a codebook have in common: shape, dtype, the name but for numbers between dots."""
+        return _NUMBER.sub("#", tensor.name), tensor.shape, tensor.dtype, self.geometry_of(tensor).row_bytes
+
+    def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
+        """A codebook for a tensor of which the sample is some rows; None where raw rows are best.
+
+        Args:
+            sample: uint8 [n * row_bytes].
+            all_rows: whether every row has to have a coded form.
+        """
+        request = Request(
+            sample,
+            geometry,
+            self.device,
+            None,
+            self.chunk_bytes,
+            self.tau,
+            slot_bytes=0,
+            clusters=self.clusters,
+            level=self.level,
+            codes_invariant=all_rows,
+        )
+        return choice.learn(scheme, request)
+
+
+class Codebooks:
+    """The codebooks of a checkpoint's tensors.
+
+    Args:
+        learning: how they are learned.
+        tensors: all of the checkpoint.
+        kept: names of tensors that are not to be coded.
+        group: processes that share codebooks, each of which has the same tensors; None: this one alone.
+    """
+
+    def __init__(
+        self,
+        learning: Learning,
+        tensors: Sequence[SourceTensor],
+        kept: frozenset[str] = frozenset(),
+        group: Group | None = None,
+    ) -> None:
+        self._learning, self._kept = learning, kept
+        self._kinds: dict[tuple, list[SourceTensor]] = {}
+        for tensor in tensors:
+            if self.is_coded(tensor):
+                self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
+        self._of_kinds: dict[tuple, tuple[AnyCodebook | None, float]] = {}
+        self._of_tensors: dict[str, AnyCodebook | None] = {}
+        if group is not None:
+            self._learn_together(group)
+
+    def prepare(self, tensors: Sequence[SourceTensor], jobs: int) -> None:
+        """Learns the codebooks of tensors: of kinds first, then, by several threads, of those that need one of their
+        own."""
+        for tensor in tensors:
+            if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
+                self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))
+        with ThreadPoolExecutor(jobs, "ibp-learner") as pool:
+            for _ in pool.map(self.of, tensors):
+                pass
+
+    def of(self, tensor: SourceTensor) -> AnyCodebook | None:
+        """The codebook of a tensor that has been prepared; None where it is kept as it is."""
+        if not self.is_coded(tensor):
+            return None
+        if tensor.name not in self._of_tensors:
+            self._of_tensors[tensor.name] = self._find(tensor)
+        return self._of_tensors[tensor.name]
+
+    def is_coded(self, tensor: SourceTensor) -> bool:
+        """Whether a tensor is one that may have a codebook."""
+        return tensor.name not in self._kept and self._learning.is_worth_coding(tensor)
+
+    def _find(self, tensor: SourceTensor) -> AnyCodebook | None:
+        kind = self._learning.kind_of(tensor)
+        codebook, savings = self._of_kinds[kind]
+        if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
+            return codebook
+        return self._tried(tensor, kind, codebook, savings)
+
+    def _geometry(self, kind: tuple) -> _rows.Geometry:
+        return self._learning.geometry_of(self._kinds[kind][0])
+
+    def _tried(self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook, savings: float) -> AnyCodebook | None:
+        """The codebook of the kind, or one of the tensor's own where that one loses a point."""
+        geometry = self._geometry(kind)
+        sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else _TRIED_BYTES)
+        found = savings_of(sample, codebook)
+        lost = MOST_LACKING if codebook.is_partial else _CLEARLY_LESS
+        if found > savings - lost:
+            return codebook
+        sample = sample if codebook.is_partial else sample_of([tensor], geometry)
+        own = self._learning.learn(self._learning.scheme, sample, geometry, codebook.is_partial)
+        tried = {one: savings_of(sample, one) for one in (codebook, own) if one is not None}
+        best = max(tried, key=tried.__getitem__)
+        return best if _pays(tried[best], geometry) else None
+
+    def _learned(self, kind: tuple, sample: torch.Tensor) -> tuple[AnyCodebook | None, float]:
+        """(codebook of a kind, what it saves of the sample); None where raw is best."""
+        geometry = self._geometry(kind)
+        codebook = self._learning.learn(self._learning.scheme, sample, geometry, False)
+        savings = 0.0 if codebook is None else savings_of(sample, codebook)
+        return (codebook, savings) if _pays(savings, geometry) else (None, 0.0)
+
+    def _learn_together(self, group: Group) -> None:
+        """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
+        all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
+        for first in range(0, len(all_kinds), step):
+            self._learn_some(all_kinds[first : first + step], group)
+
+    def _learn_some(self, kinds: list[tuple], group: Group) -> None:
+        drawn = group.together("compress_checkpoint", lambda: [self._share(kind, group) for kind in kinds])
+
+        def learn_own() -> dict[int, tuple[AnyCodebook | None, float]]:
+            found = {}
+            for number in range(group.rank, len(kinds), group.size):
+                sample = torch.cat([shares[number] for shares in drawn])
+                found[number] = self._learned(kinds[number], sample)
+            return found
+
+        for found in group.together("compress_checkpoint", learn_own):
+            self._of_kinds.update({kinds[number]: learned for number, learned in found.items()})
+
+    def _share(self, kind: tuple, group: Group) -> torch.Tensor:
+        """The rows that this rank draws of a kind, uint8."""
+        tensors = self._kinds[kind][group.rank :: group.size] or self._kinds[kind][:1]
+        return sample_of(tensors, self._geometry(kind), None, group.size, seed=group.rank)
+
+
+def sample_of(
+    tensors: Sequence[SourceTensor],
+    geometry: _rows.Geometry,
+    num_bytes: int | None = None,
+    parts: int = 1,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Whole rows of tensors of one geometry, uint8 [n * row_bytes], drawn evenly from up to 8 of them; a tensor of one
+    short row gives that row, with zeros.
+
+    Args:
+        num_bytes: of the sample; None: 2^19 elements.
+        parts: of how many such samples this is one.
+        seed: of the drawing.
+    """
+    row_bytes = geometry.row_bytes
+    wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
+    chosen = [
+        tensors[number] for number in np.linspace(0, len(tensors) - 1, min(len(tensors), _SAMPLED_TENSORS)).astype(int)
+    ]
+    wanted = max(_LEAST_ROWS, wanted_bytes // row_bytes // parts // len(chosen))
+    num_rows = geometry.num_bytes // row_bytes
+    if num_rows == 0:
+        row = np.zeros(row_bytes, np.uint8)
+        row[: geometry.num_bytes] = chosen[0].read(0, geometry.num_bytes)
+        return torch.from_numpy(row)
+    generator = np.random.default_rng(seed)
+    bounds = np.linspace(0, num_rows, min(wanted, num_rows) + 1).astype(np.int64)
+    sample = np.empty((len(chosen), len(bounds) - 1, row_bytes), np.uint8)
+    for rows, tensor in zip(sample, chosen):
+        for row, number in zip(rows, generator.integers(bounds[:-1], bounds[1:])):
+            row[:] = tensor.read(int(number) * row_bytes, (int(number) + 1) * row_bytes)
+    return torch.from_numpy(sample.reshape(-1))
+
+
+def savings_of(sample: torch.Tensor, codebook: AnyCodebook, geometry: _rows.Geometry | None = None) -> float:
+    """The share of their bytes that a codebook saves of rows, their index counted. geometry: of a sample that
+    is a whole tensor, whose last row may be shorter; None: all rows of the sample are whole."""
+    geometry = geometry or _rows.Geometry(torch.Size((sample.numel(),)), torch.uint8, codebook.row_bytes)
+    stored = slots.survey(measure(sample, codebook, _CPU), geometry).stored
+    return 1 - (stored + slots.index_bytes(geometry, True)) / geometry.num_bytes
+
+
+def _pays(savings: float, geometry: _rows.Geometry) -> bool:
+    return savings > _CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES

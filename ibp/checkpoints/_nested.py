@@ -1,0 +1,212 @@
+"""Nested values of a checkpoint of torch as tensors and texts with flat names, and back.
+
+The tensor at ["model"]["w"] has the name "model.w", and a number or text at ["epoch"] the key "torch.epoch" of the
+metadata, as JSON. What names do not say is one more text of the metadata, "torch_structure": a JSON value, in which
+
+    null                            is the tensor or the value of the path that leads there,
+    [kind, children]                is a container of one of `_KINDS`: children are [key, node] pairs of a mapping,
+                                    nodes of a list; null of a mapping at the root whose keys are the names,
+    ["OrderedDict", children, x]    has an attribute _metadata, as the state_dict of a module has.
+
+Keys, and what _metadata holds, are nodes with their values in place of null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ._source import NotTensorsError, SourceFormatError
+
+PREFIX = "torch."  # of keys of metadata that hold a value of the checkpoint as JSON
+STRUCTURE = "torch_structure"
+
+_KINDS: dict[str, Any] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "list": list,
+    "tuple": tuple,
+    "Size": torch.Size,
+}
+_NAMES = {made: kind for kind, made in _KINDS.items()}
+_SCALARS = (str, int, float, bool, type(None))
+_MOST_LEVELS = 64
+_VALUE_BYTES = 16  # that a value takes of the header at least, with quotes, commas and its place
+_ABSENT = object()
+
+
+def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: of names and texts.
+
+    Raises:
+        NotTensorsError: it holds a value that is neither tensor, number, text nor a container of these.
+        SourceFormatError: two values have one name, containers are nested too deeply, or there are too many.
+    """
+    made = _Flattening(most_bytes)
+    structure = made.node(content, "")
+    if _is_flat(structure):
+        structure = [structure[0], None, *structure[2:]]
+    if structure != ["dict", None]:
+        made.texts[STRUCTURE] = json.dumps(structure, separators=(",", ":"))
+    return made.tensors, made.texts
+
+
+def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:
+    """What `flattened` was given. Tensors that have been left out are missing from their dicts; new ones are added to
+    the outermost.
+
+    Raises:
+        SourceFormatError: the metadata is damaged, or a tensor has no place.
+    """
+    try:
+        return _Nesting(tensors, texts).content()
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        if isinstance(error, SourceFormatError):
+            raise
+        raise SourceFormatError(f"the metadata does not say how the checkpoint was nested: {error}") from None
+
+
+def _joined(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _is_flat(structure: Any) -> bool:
+    """Whether a node is a mapping from names to tensors and values, whose names are those of the file."""
+    if not isinstance(structure, list) or structure[0] in ("list", "tuple", "Size"):
+        return False
+    return all(isinstance(key, str) and key and node is None for key, node in structure[1])
+
+
+class _Flattening:
+    """A checkpoint that is being made flat. A list shared within it may stand for any number of values: they are
+    counted by the room that they would take in a header."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.texts: dict[str, str] = {}
+        self._most = self._room = most_bytes
+        self._json_bytes: dict[int, int | None] = {}  # of containers, by identity; None while one is looked at
+
+    def node(self, value: Any, path: str | None, level: int = 0) -> Any:
+        """The node of a value. path: None where values stand in the node itself."""
+        self._take(_VALUE_BYTES + len(path or ""))
+        if level > _MOST_LEVELS:
+            raise SourceFormatError(f"lists and dicts are nested more than {_MOST_LEVELS} levels deep")
+        if isinstance(value, torch.Tensor) and path is not None:
+            self._enter(self.tensors, path, value)
+            return None
+        num_bytes = self._bytes_as_json(value, level)
+        if type(value) in _SCALARS or (type(value) is list and num_bytes is not None and path is not None):
+            self._take(num_bytes or 0)
+            if path is None:
+                return value
+            self._enter(self.texts, path, json.dumps(value))
+            return None
+        kind = _NAMES.get(type(value))
+        if kind is None:
+            raise NotTensorsError(
+                f"the value at {path or 'the root'!r} is a {type(value).__name__}; wanted a tensor, a number, a text, "
+                "or dicts and lists of them"
+            )
+        return [kind, *self._inside(value, path, level + 1)]
+
+    def _inside(self, value: Any, path: str | None, level: int) -> list[Any]:
+        """The children of a container, and its attribute if it has one."""
+        attributes = getattr(value, "__dict__", {})
+        if attributes.keys() - {"_metadata"}:
+            raise NotTensorsError(f"the {type(value).__name__} at {path or 'the root'!r} has attributes of its own")
+        if not isinstance(value, Mapping):
+            keys = range(len(value))
+            return [[self.node(x, None if path is None else _joined(path, i), level) for i, x in zip(keys, value)]]
+        children = [
+            [self.node(key, None, level), self.node(inner, None if path is None else _joined(path, key), level)]
+            for key, inner in value.items()
+        ]
+        return [children, *(self.node(inner, None, level) for inner in attributes.values())]
+
+    def _enter(self, where: dict[str, Any], path: str, value: Any) -> None:
+        name = path or "tensor"
+        if name in self.tensors or PREFIX + name in self.texts:
+            raise SourceFormatError(f"two values have the path {name!r}")
+        where[name if where is self.tensors else PREFIX + name] = value
+
+    def _take(self, num_bytes: int) -> None:
+        self._room -= num_bytes
+        if self._room < 0:
+            raise SourceFormatError(
+                f"names, and values besides the tensors, take more than {self._most:,} bytes as text; wanted a "
+                "checkpoint that does not have the same lists or dicts in very many places"
+            )
+
+    def _bytes_as_json(self, value: Any, level: int) -> int | None:
+        """Bytes, about, of a value that JSON gives back as it was; None of others. Each container is looked at once."""
+        if isinstance(value, str):
+            return len(value)
+        if type(value) in _SCALARS:
+            return _VALUE_BYTES
+        is_dict = type(value) is dict and all(type(key) is str for key in value)
+        if level > _MOST_LEVELS or not (is_dict or type(value) is list):
+            return None
+        if id(value) not in self._json_bytes:
+            self._json_bytes[id(value)] = None
+            sizes = [self._bytes_as_json(inner, level + 1) for inner in (value.values() if is_dict else value)]
+            keys = sum(map(len, value)) if is_dict else 0
+            known = [size for size in sizes if size is not None]
+            if len(known) == len(sizes):
+                self._json_bytes[id(value)] = keys + sum(known) + 2 * len(sizes)
+        return self._json_bytes[id(value)]
+
+
+class _Nesting:
+    """A checkpoint that is being made of flat names."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> None:
+        self._structure = texts.get(STRUCTURE)
+        self._values: dict[str, Any] = dict(tensors)
+        self._values.update(
+            {key.removeprefix(PREFIX): json.loads(text) for key, text in texts.items() if key.startswith(PREFIX)}
+        )
+        self._left = dict.fromkeys(self._values)
+
+    def content(self) -> Any:
+        structure = ["dict", None] if self._structure is None else json.loads(self._structure)
+        made = self._made(structure, "")
+        if made is _ABSENT:
+            made = {}
+        for name in self._left:
+            if not isinstance(made, dict) or name in made:
+                raise SourceFormatError(
+                    f"{name!r} has no place in the checkpoint that metadata describes; wanted .safetensors"
+                )
+            made[name] = self._values[name]
+        return made
+
+    def _made(self, node: Any, path: str | None) -> Any:
+        if not isinstance(node, list):
+            if path is not None and node is not None:
+                raise ValueError(f"{node!r} is neither a container nor null")
+            return node if path is None else self._value(path or "tensor")
+        kind, children, *attribute = node
+        if kind in ("list", "tuple", "Size"):
+            values = [self._made(x, None if path is None else _joined(path, i)) for i, x in enumerate(children)]
+            if any(value is _ABSENT for value in values):
+                raise SourceFormatError(f"a tensor of the {kind} at {path!r} is left out; wanted .safetensors")
+            return _KINDS[kind](values)
+        made = _KINDS[kind]()
+        for key_node, inner in children or ():
+            key = self._made(key_node, None)
+            value = self._made(inner, None if path is None else _joined(path, key))
+            if value is not _ABSENT:
+                made[key] = value
+        if attribute:
+            made._metadata = self._made(attribute[0], None)
+        return made
+
+    def _value(self, name: str) -> Any:
+        self._left.pop(name, None)
+        return self._values.get(name, _ABSENT)

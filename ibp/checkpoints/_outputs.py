@@ -1,0 +1,120 @@
+"""Files that checkpoints are decompressed to: each is written as a stream, and appears under its name when it is
+whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
+from .._files.writer import MAX_HEADER_BYTES, named_errors, sync_directory, temporary_beside
+from ._nested import nested
+from ._source import SourceTensor
+
+Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
+
+_ALIGNMENT = 8  # of the data of a safetensors file
+_METADATA = "__metadata__"
+
+
+def write_safetensors(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes an ordinary safetensors file."""
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for tensor in tensors:
+        if tensor.name == _METADATA:
+            raise ValueError(f"there is a tensor {_METADATA!r}, a name that safetensors has for other uses")
+        if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
+            raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which safetensors lacks")
+        start, end = end, end + tensor.num_bytes
+        entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[tensor.name] = entry
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header of {path.name} has {len(text)} bytes; readers take at most {MAX_HEADER_BYTES}")
+    with replaced(path, tensors) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            for piece in pieces(tensor):
+                file.write(piece.data)
+
+
+def write_npy(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes an .npy file of one tensor. ValueError if there are several, or numpy lacks the dtype."""
+    if len(tensors) != 1:
+        raise ValueError(f"{path} holds one array, and there are {len(tensors)} tensors; wanted a name with .npz")
+    header = _array_header(tensors[0])
+    with replaced(path, tensors) as file:
+        file.write(header)
+        for piece in pieces(tensors[0]):
+            file.write(piece.data)
+
+
+def write_npz(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes an .npz archive, whose members are not deflated. ValueError if numpy lacks a dtype."""
+    headers = [_array_header(tensor) for tensor in tensors]
+    with replaced(path, tensors) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for tensor, header in zip(tensors, headers):
+            with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as member:
+                member.write(header)
+                for piece in pieces(tensor):
+                    member.write(piece.data)
+
+
+def write_torch(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes a checkpoint by torch.save: nested as metadata says, else a dict from name to tensor. All of it is in
+    memory meanwhile."""
+    content = nested({tensor.name: tensor.tensor() for tensor in tensors}, metadata)
+    with replaced(path, tensors) as file:
+        torch.save(content, file)
+
+
+FORMATS: Mapping[str, Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces], None]] = {
+    "safetensors": write_safetensors,
+    "npy": write_npy,
+    "npz": write_npz,
+    "torch": write_torch,
+}
+SUFFIXES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
+SUFFIXES.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
+
+
+@contextlib.contextmanager
+def replaced(path: Path, tensors: Sequence[SourceTensor]) -> Iterator[IO[bytes]]:
+    """A temporary file for tensors beside `path`, which takes that name, whole and on disk, when the context is left
+    normally; else it is removed. An OSError names `path`, and of a full disk the bytes of the tensors."""
+    temporary = temporary_beside(path)
+    try:
+        with named_errors(path, sum(tensor.num_bytes for tensor in tensors)):
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+def _array_header(tensor: SourceTensor) -> bytes:
+    """What stands before an array's data in an .npy file."""
+    try:
+        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    except TypeError:
+        raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which numpy lacks; wanted .safetensors") from None
+    header = io.BytesIO()
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
+    np.lib.format.write_array_header_1_0(header, fields)
+    return header.getvalue()

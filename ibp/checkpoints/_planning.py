@@ -1,0 +1,165 @@
+"""Which file of the output each tensor of a checkpoint goes to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from .._files import checks
+from .._files.paths import SUFFIX
+from .._files.sets import names_of_set
+from .._files.writer import codebook_bytes, header_room, rounded_up
+from .._schemes import AnyCodebook, with_clusters
+from ._ibp_files import ROWS_KEY, rows_entry
+from ._source import Source, SourceTensor
+
+SHARD_BYTES = 5 << 30  # of tensors before coding that a file has at most, unless told otherwise
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints in several files, which stay as many
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the output.
+
+    Attributes:
+        file: its name.
+        tensors: of the file, in order.
+        metadata: of the file.
+    """
+
+    file: str
+    tensors: tuple[SourceTensor, ...]
+    metadata: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors before coding."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:
+        """Bytes of the file's header, if its tensors have these codebooks."""
+        names = [tensor.name for tensor in self.tensors]
+        room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
+        return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
+
+
+class ItemsOf(SourceTensor):
+    """Some items of a tensor, as a tensor."""
+
+    def __init__(self, whole: SourceTensor, first: int, last: int) -> None:
+        super().__init__(f"{whole.name}.rows-{first}", whole.dtype, (last - first, *whole.shape[1:]))
+        self.whole, self._start = whole, first * (whole.num_bytes // whole.shape[0])
+        self.has_items = whole.has_items
+
+    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+        return self.whole.read(self._start + start_byte, self._start + end_byte)
+
+
+def name_of_whole(tensor: SourceTensor) -> str:
+    """The name that a tensor, or the one that it holds items of, has in its checkpoint."""
+    return tensor.whole.name if isinstance(tensor, ItemsOf) else tensor.name
+
+
+def shards_of(
+    source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str], num_ranks: int
+) -> list[Shard]:
+    """The files that a checkpoint becomes. Files of a set stay files of their own; what is larger than shard_bytes is
+    cut between tensors, and one tensor that ranks share between items."""
+    contents: list[tuple[list[SourceTensor], Mapping[str, str]]] = []
+    for tensors, texts in _files_of(source):
+        contents += [(part, texts) for part in _cut(tensors, shard_bytes)]
+    pieces = _pieces(contents[0][0], num_ranks) if len(contents) == 1 else []
+    if pieces:
+        texts = contents[0][1]
+        contents = [([piece], {**texts, f"{ROWS_KEY}{piece.name}": entry}) for piece, entry in pieces]
+    names = [target.name]
+    if len(contents) > 1:
+        names = names_of_set(target, len(contents))
+    return [Shard(name, tuple(tensors), {**texts, **metadata}) for name, (tensors, texts) in zip(names, contents)]
+
+
+def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
+    """Bytes of the files that a checkpoint becomes, with headers, codebooks and checksums.
+
+    Args:
+        stored: bytes of each tensor in its file, by name.
+        codebooks: of each tensor; None of one that is kept as it is.
+    """
+    total = 0
+    for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}, 1):
+        books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
+        data = sum(rounded_up(stored[tensor.name]) for tensor in shard.tensors)
+        data += sum(rounded_up(part) for part in codebook_bytes(books))
+        total += shard.header_bytes(books) + data + checks.num_bytes(data)
+    return total
+
+
+def table_bytes(stored_bytes: int, num_rows: int) -> int:
+    """Bytes of a file that a packed table takes: its rows, lengths and bases begin at multiples of the alignment each.
+    stored_bytes: of all three, without the gaps between them."""
+    lengths, bases = 2 * num_rows, 8 * -(-num_rows // _core.ROWS_PER_BASE)
+    return sum(map(rounded_up, (stored_bytes - lengths - bases, lengths, bases)))
+
+
+def shares(shards: list[Shard], num_ranks: int) -> list[list[Shard]]:
+    """The shards of each rank: the largest first, each to the rank with the fewest bytes so far."""
+    taken: list[list[Shard]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for shard in sorted(shards, key=lambda shard: (-shard.num_bytes, shard.file)):
+        rank = loads.index(min(loads))
+        taken[rank].append(shard)
+        loads[rank] += shard.num_bytes
+    return taken
+
+
+def plan_of(shards: list[Shard], inputs: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a set of files is made of and how, as JSON has it."""
+    return {
+        "format": _core.FORMAT_VERSION,
+        "release": _core.version(),
+        "inputs": inputs,
+        "options": dict(options),
+        "shards": {shard.file: [[tensor.name, tensor.num_bytes] for tensor in shard.tensors] for shard in shards},
+    }
+
+
+def state_of(paths: Iterable[str]) -> list[list[Any]]:
+    """What tells files from what they were: path, size, time of the last change."""
+    found = [(os.path.abspath(path), os.stat(path)) for path in paths]
+    return [[path, state.st_size, state.st_mtime_ns] for path, state in found]
+
+
+def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str]]]:
+    if len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts):
+        return [(list(part.tensors.values()), part.metadata) for part in source.parts]
+    return [(list(source.tensors.values()), source.metadata)]
+
+
+def _cut(tensors: list[SourceTensor], shard_bytes: int | None) -> list[list[SourceTensor]]:
+    parts: list[list[SourceTensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if shard_bytes is not None and parts[-1] and used + tensor.num_bytes > shard_bytes:
+            parts.append([])
+            used = 0
+        parts[-1].append(tensor)
+        used += tensor.num_bytes
+    return parts
+
+
+def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[ItemsOf, str]]:
+    """The items of each rank of a checkpoint of one tensor, and what metadata says of them; none where one rank takes
+    all."""
+    if num_ranks == 1 or len(tensors) != 1 or not tensors[0].shape or tensors[0].shape[0] < num_ranks:
+        return []
+    items = tensors[0].shape[0]
+    bounds = [items * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [
+        (ItemsOf(tensors[0], first, last), rows_entry(first, last, items)) for first, last in zip(bounds, bounds[1:])
+    ]

@@ -1,0 +1,258 @@
+"""Opening files of tensors of any format that is known, one or many, here or where fsspec reads."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+from .._files.header import read_header, read_index
+from .._files.paths import SUFFIX, file_system, is_url, path_text, read_here
+from .._files.regular import open_regular
+from .._files.sets import INDEX_SUFFIX
+from ._ibp_files import open_ibp
+from ._numpy_files import open_npy, open_npz
+from ._safetensors_files import open_safetensors
+from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor
+from ._torch_files import open_torch
+
+__all__ = [
+    "Source",
+    "SourceFormatError",
+    "SourceTensor",
+    "expand",
+    "format_of",
+    "is_url",
+    "local_path",
+    "open_source",
+    "open_sources",
+]
+
+AnyPath: TypeAlias = "str | os.PathLike[str]"
+
+_OPENERS: dict[str, Callable[[AnyPath], Source]] = {
+    "npy": open_npy,
+    "npz": open_npz,
+    "torch": open_torch,
+}
+_SUFFIXES = (SUFFIX, ".ibp", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
+_READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
+_START_BYTES = 16
+_PICKLE = re.compile(rb"\x80[\x02-\x05]")  # what torch.save wrote before it wrote archives
+
+
+def open_source(path: AnyPath) -> Source:
+    """Opens a file of tensors, or a set of them: a directory, or an index (model.safetensors.index.json).
+
+    What it is, is told by its bytes, whatever its name. A URL of fsspec ("s3://...") is copied
+    to a temporary file first, which goes when the source is closed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SourceFormatError: it is none of the known formats, or contradicts itself. ibp.FileFormatError: likewise of an
+            ibp file.
+    """
+    path = path_text(path)
+    if is_url(path):
+        return _open_url(path)
+    if os.path.isdir(path):
+        return _open_directory(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: there is no such file")
+    if path.endswith(INDEX_SUFFIX):
+        return _open_index(path)
+    found = format_of(path)
+    if found != "safetensors":
+        return _OPENERS[found](path)
+    header = read_header(Path(path))
+    return open_safetensors(path, header) if header.is_plain else open_ibp(path)
+
+
+def format_of(path: str) -> str:
+    """The format of a file of this machine by its bytes: "npy", "npz", "torch", or "safetensors", also of ibp's files.
+
+    Raises:
+        SourceFormatError: it is none of them.
+        OSError: it cannot be read, or is no regular file.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        start = file.read(_START_BYTES)
+    if start.startswith(b"\x93NUMPY"):
+        return "npy"
+    if start.startswith((b"PK\3\4", b"PK\5\6")):
+        return _format_of_archive(path)
+    if start[8:9] == b"{" or path.endswith((SUFFIX, ".ibp")):
+        return "safetensors"
+    if _PICKLE.match(start):
+        return "torch"
+    raise SourceFormatError(f"{path} has no format that is known; wanted one of {_READ}")
+
+
+def open_sources(inputs: AnyPath | Iterable[AnyPath]) -> Source:
+    """Opens paths, globs, directories and URLs as one source, whose `parts` are the files.
+
+    Raises:
+        ValueError: two files have a tensor of one name; or as `open_source`.
+    """
+    paths = expand(inputs)
+    return _opened(", ".join(paths), paths, open_source)
+
+
+def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None]) -> Source:
+    """Files as one source, without the files for which open_one gives None."""
+    opened: list[Source] = []
+    try:
+        for file in files:
+            source = open_one(file)
+            if source is not None:
+                opened.append(source)
+        if not opened:
+            raise FileNotFoundError(f"{path}: no file holds tensors")
+        return opened[0] if len(opened) == 1 else joined(path, opened)
+    except BaseException:
+        for source in opened:
+            source.close()
+        raise
+
+
+def expand(inputs: AnyPath | Iterable[AnyPath]) -> list[str]:
+    """The files and URLs that the inputs name: globs become what they match, sorted.
+
+    Raises:
+        FileNotFoundError: nothing is named, or nothing matches.
+    """
+    given = [inputs] if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Iterable) else inputs
+    found: list[str] = []
+    for path in given:
+        found += _matches(path_text(path))
+    if not found:
+        raise FileNotFoundError("no input is given; wanted at least one file of tensors")
+    return list(dict.fromkeys(found))
+
+
+def local_path(url: str) -> contextlib.AbstractContextManager[str]:
+    """A file, or a set of files, here with the content of a URL's, for as long as the context lasts."""
+    return read_here(url, (*_SUFFIXES, INDEX_SUFFIX))
+
+
+def joined(path: str, parts: list[Source]) -> Source:
+    """Several sources as one, with the metadata of all. Raises ValueError if two have a tensor of one name."""
+    tensors: dict[str, SourceTensor] = {}
+    owners: dict[str, str] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise ValueError(
+                    f"{owners[name]} and {part.path} both have a tensor {name!r}; wanted names of their own"
+                )
+            tensors[name], owners[name] = tensor, part.path
+    formats = {part.format for part in parts}
+    texts: dict[str, str] = {}
+    for part in reversed(parts):  # of a key that several have, the first part's
+        texts.update(part.metadata)
+    whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, texts)
+    whole.parts = tuple(inner for part in parts for inner in part.parts)
+    whole.files = tuple(file for part in parts for file in part.files)
+
+    def close() -> None:
+        for part in parts:
+            part.close()
+
+    whole._close = close
+    return whole
+
+
+def _matches(path: str) -> list[str]:
+    if not glob.has_magic(path) or (not is_url(path) and os.path.exists(path)):
+        return [path]
+    if is_url(path):
+        filesystem, pattern = file_system(path)
+        found = [filesystem.unstrip_protocol(match) for match in sorted(filesystem.glob(pattern))]
+    else:
+        found = sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise FileNotFoundError(f"{path}: no file matches")
+    return found
+
+
+def _open_url(url: str) -> Source:
+    with contextlib.ExitStack() as stack:
+        source = open_source(stack.enter_context(local_path(url)))
+        source.path = url
+        held, close = stack.pop_all(), source._close
+
+        def let_go() -> None:
+            with held:
+                if close is not None:
+                    close()
+
+        source._close = let_go
+        return source
+
+
+def _open_directory(path: str) -> Source:
+    """All files of tensors in a directory: those that its index names, if it has one."""
+    names = sorted(os.listdir(path))
+    indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
+    if len(indices) > 1:
+        raise SourceFormatError(f"{path} has {len(indices)} indices; wanted the path of one of them")
+    files = [os.path.join(path, name) for name in names if name.endswith(_SUFFIXES) and not name.startswith(".")]
+    if indices:
+        source = _open_index(os.path.join(path, indices[0]))
+        others = set(files).difference(source.files)
+        if others:
+            warnings.warn(f"left out: {', '.join(sorted(others))}, which {indices[0]} does not name", stacklevel=2)
+        return source
+    if not files:
+        raise FileNotFoundError(f"{path}: the directory has no file of tensors ({', '.join(_SUFFIXES)})")
+    source = _opened(path, files, _open_if_tensors)
+    source.path = path
+    return source
+
+
+def _open_if_tensors(path: str) -> Source | None:
+    """A file of a directory; None, with a warning, of one that holds something else, such as the state of random
+    numbers or of a schedule beside a model."""
+    try:
+        source = open_source(path)
+    except NotTensorsError as error:
+        warnings.warn(f"left out: {error}", stacklevel=2)
+        return None
+    if not source.tensors:
+        source.close()
+        warnings.warn(f"left out: {path} holds no tensor", stacklevel=2)
+        return None
+    return source
+
+
+def _open_index(path: str) -> Source:
+    """The set of files that an index names."""
+    files = sorted(set(read_index(Path(path)).values()))
+    directory = os.path.dirname(path)
+    missing = [name for name in files if not os.path.exists(os.path.join(directory, name))]
+    if missing:
+        raise FileNotFoundError(f"{path}: the index names {missing[0]}, which is not beside it")
+    first = os.path.join(directory, files[0])
+    if format_of(first) == "safetensors" and not read_header(Path(first)).is_plain:
+        return open_ibp(path)
+    return joined(path, [open_source(os.path.join(directory, name)) for name in files])
+
+
+def _format_of_archive(path: str) -> str:
+    """Which of the formats that are ZIP archives a file has."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, ValueError, RuntimeError, NotImplementedError) as error:
+        raise SourceFormatError(f"{path} is a damaged archive: {error}") from None
+    if any(name.endswith("/data.pkl") for name in names):
+        return "torch"
+    if all(name.endswith(".npy") for name in names):
+        return "npz"
+    raise SourceFormatError(f"{path} is an archive of neither numpy nor torch; wanted one of {_READ}")

@@ -1,0 +1,107 @@
+"""Checkpoints that torch.save wrote, read by weights_only: tensors by the path of their keys, other values as text."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._files.regular import open_regular
+from .._files.writer import MAX_HEADER_BYTES
+from .._layout import geometry
+from ._nested import flattened
+from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor
+
+_MOST_TIMES = 1000  # that tensors, or names and values, are larger than their file, in which they may be shared
+_WHY = re.compile(r"WeightsUnpickler error: (.*)")
+_UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or function that weights_only does not take
+
+
+def open_torch(path: str | os.PathLike[str]) -> Source:
+    """A checkpoint of torch. Nested dicts and lists become flat names (`nested`): ["model"]["w"] is "model.w".
+
+    Raises:
+        NotTensorsError: it holds a value that is neither tensor nor number nor text, so that weights_only refuses it.
+        SourceFormatError: it is none, or its tensors are more than 1,000 times as large as the file.
+    """
+    try:
+        content = _load(os.fspath(path))
+        found, metadata = flattened(content, min(MAX_HEADER_BYTES, _MOST_TIMES * os.path.getsize(path)))
+    except (OSError, MemoryError):
+        raise
+    except SourceFormatError as error:
+        raise type(error)(f"{path}: {error}") from None
+    except UnpicklingError as error:
+        unknown = _UNKNOWN.search(str(error))
+        if unknown is None:
+            raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None
+        raise NotTensorsError(
+            f"{path} holds {unknown[1]}; wanted tensors, numbers and texts, as torch.load(weights_only=True) takes them"
+        ) from None
+    except Exception as error:  # of damaged bytes torch raises errors of any kind
+        raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None
+    tensors = {name: LoadedTensor(name, tensor, path) for name, tensor in found.items()}
+    _check_sizes(tensors, path)
+    return Source(os.fspath(path), "torch", tensors, metadata)
+
+
+def _reason(error: Exception) -> str:
+    """Why torch refuses a file, in a line and without advice to trust it."""
+    found = _WHY.search(str(error))
+    return found[1] if found else str(error).split("\n", 1)[0]
+
+
+def _load(path: str) -> Any:
+    """Mapped, where the file is one of those that torch maps."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        is_archive = file.read(4) == b"PK\3\4"
+    if is_archive:
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise SourceFormatError("members of the archive are deflated; wanted it as torch.save wrote it")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
+
+
+def _check_sizes(tensors: dict[str, LoadedTensor], path: str | os.PathLike[str]) -> None:
+    """SourceFormatError for tensors that a small file makes very large."""
+    total, most = sum(tensor.num_bytes for tensor in tensors.values()), _MOST_TIMES * os.path.getsize(path)
+    if total > most:
+        largest = max(tensors.values(), key=lambda tensor: tensor.num_bytes)
+        raise SourceFormatError(
+            f"{path}: its tensors have {total:,} bytes, more than {_MOST_TIMES:,} times those of the file, and "
+            f"{largest.name!r} has {largest.num_bytes:,}; wanted tensors that are stored whole, not expanded ones"
+        )
+
+
+class LoadedTensor(SourceTensor):
+    """A tensor of torch: of any strides."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, path: object) -> None:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise SourceFormatError(f"{path}: tensor {name!r} is not dense; wanted a strided tensor with its values")
+        super().__init__(name, tensor.dtype, tuple(tensor.shape))
+        self._tensor = tensor.detach()
+
+    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+        tensor, size = self._tensor, self.dtype.itemsize
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return geometry.bytes_of(tensor)[start_byte:end_byte].numpy()
+        first, last = start_byte // size, -(-end_byte // size)
+        elements = _elements(tensor, first, last)
+        return geometry.bytes_of(elements)[start_byte - first * size : end_byte - first * size].numpy()
+
+
+def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Elements first to last - 1 of a tensor in their order, by whole items of its first dimension."""
+    if tensor.dim() == 0:
+        return tensor.reshape(1)
+    each = tensor[0].numel()
+    item, end = first // each, -(-last // each)
+    if end - item == 1 and tensor.dim() > 1:
+        return _elements(tensor[item], first - item * each, last - item * each)
+    return tensor[item:end].reshape(-1)[first - item * each : last - item * each]

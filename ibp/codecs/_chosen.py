@@ -1,0 +1,145 @@
+"""Choice: which coding moves a tensor the soonest, and what every candidate takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .._schemes import AnyCodebook
+from ._compressing import compress
+
+
+@dataclass(frozen=True)
+class CodingCost:
+    """What coding a tensor, moving it over a link and decoding it take, one after the other.
+
+    Attributes:
+        scheme: as `ibp.compress` takes it; "raw": the tensor is moved as it is.
+        level: of scheme planes.
+        codebook: of a scheme of rows, learned from the tensor; None for others.
+        stored_bytes: that are moved.
+        encode_s, transfer_s, decode_s: seconds. Learning a codebook is not counted.
+        total_s: their sum; without encode_s where the tensor is coded once and fetched often.
+    """
+
+    __module__ = "ibp"
+
+    scheme: str
+    level: str
+    codebook: AnyCodebook | None
+    stored_bytes: int
+    encode_s: float
+    transfer_s: float
+    decode_s: float
+    total_s: float
+
+    @property
+    def name(self) -> str:
+        """Scheme and level."""
+        return self.scheme if self.level == "default" else f"{self.scheme}, {self.level}"
+
+
+@dataclass(frozen=True, repr=False)
+class Choice:
+    """What `ibp.choose` found. Its repr is a table.
+
+    Attributes:
+        num_bytes: of the tensor.
+        link_gbps: of the link, 10^9 bytes a second.
+        encode: whether coding counts.
+        rows: whether rows are to decode alone.
+        table: every candidate, `ibp.CodingCost`, the soonest first: the choice.
+    """
+
+    __module__ = "ibp"
+
+    num_bytes: int
+    link_gbps: float
+    encode: bool
+    rows: bool
+    table: tuple[CodingCost, ...]
+
+    @property
+    def best(self) -> CodingCost:
+        """The candidate that is chosen."""
+        return self.table[0]
+
+    @property
+    def scheme(self) -> str:
+        """Of the choice, as `ibp.compress` takes it."""
+        return self.best.scheme
+
+    @property
+    def level(self) -> str:
+        """Of the choice: "default", or "fast" of scheme planes."""
+        return self.best.level
+
+    @property
+    def codebook(self) -> AnyCodebook | None:
+        """Of the choice, for other tensors of the same kind; None but for schemes of rows."""
+        return self.best.codebook
+
+    @property
+    def stored_bytes(self) -> int:
+        """That the choice moves."""
+        return self.best.stored_bytes
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / bytes of the tensor; 0 for an empty one."""
+        return 1 - self.stored_bytes / self.num_bytes if self.num_bytes else 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that the choice is expected to take."""
+        return self.best.total_s
+
+    def at(self, link_gbps: float, encode: bool | None = None) -> Choice:
+        """The choice for another link, by the same measurements.
+
+        Args:
+            link_gbps: of that link, 10^9 bytes a second.
+            encode: whether coding counts; None: as before.
+        """
+        counts = self.encode if encode is None else encode
+        return replace(self, link_gbps=link_gbps, encode=counts, table=ranked(self.table, link_gbps, counts))
+
+    def compress(self, x: torch.Tensor, **options: Any) -> Any:
+        """`ibp.compress(x, scheme=self)`. options: device, pin_memory, numa and progress of `ibp.compress`."""
+        return compress(x, **arguments_of(self.scheme, self.codebook, self.rows), **options)
+
+    def __repr__(self) -> str:
+        counted = "encode + transfer + decode" if self.encode else "transfer + decode"
+        head = f"ibp.Choice of {self.num_bytes:,} bytes at {self.link_gbps:g} GB/s, {counted}, in ms"
+        cells: list[tuple[str, ...]] = [("", "bytes", "encode", "transfer", "decode", "total")]
+        for cost in self.table:
+            times = (f"{1e3 * time:,.3f}" for time in (cost.encode_s, cost.transfer_s, cost.decode_s, cost.total_s))
+            cells.append((cost.name, f"{cost.stored_bytes:,}", *times))
+        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+        lines = (
+            "  ".join(text.rjust(width) if column else text.ljust(width) for column, (text, width) in fields)
+            for fields in (list(enumerate(zip(line, widths))) for line in cells)
+        )
+        return "\n".join([head, *(f"  {line}".rstrip() for line in lines)])
+
+
+def arguments_of(scheme: str, codebook: AnyCodebook | None, rows: bool) -> dict[str, Any]:
+    """The arguments of `ibp.compress` for a candidate."""
+    if codebook is not None:
+        return {"codebook": codebook, "layout": "slots" if rows else "packed"}
+    if scheme == "raw":
+        return {"scheme": scheme, "layout": "slots" if rows else "packed"}
+    return {"scheme": scheme}
+
+
+def ranked(table: Iterable[CodingCost], link_gbps: float, encode: bool) -> tuple[CodingCost, ...]:
+    """Candidates with their times over a link, the soonest first; of equal ones the first as they stand."""
+    return tuple(sorted((_over(cost, link_gbps, encode) for cost in table), key=lambda cost: cost.total_s))
+
+
+def _over(cost: CodingCost, link_gbps: float, encode: bool) -> CodingCost:
+    transfer_s = cost.stored_bytes / link_gbps * 1e-9
+    return replace(cost, transfer_s=transfer_s, total_s=(cost.encode_s if encode else 0.0) + transfer_s + cost.decode_s)

@@ -1,0 +1,138 @@
+"""`ibp.compress`: tables of rows, and tensors coded whole."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from .._common.arguments import near
+from .._layout import geometry as _rows
+from .._machine import numa as _numa
+from .._schemes import SCHEMES, AnyCodebook
+from .._tables.coding import wants_pinning
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
+from ._whole import CODECS, WholeTensor, compress_whole, is_general
+
+
+@runtime_checkable
+class Chosen(Protocol):
+    """A scheme with its codebook, as `ibp.codecs.choose` finds it."""
+
+    def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor: ...
+
+
+def compress(
+    x: torch.Tensor | np.ndarray,
+    *,
+    scheme: str | Chosen = "auto",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    codebook: AnyCodebook | None = None,
+    sample: float | None = None,
+    clusters: int | str | None = None,
+    level: str = "default",
+    layout: str = "slots",
+    slot_bytes: int | None = None,
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    pin_memory: bool | None = None,
+    numa: _numa.Numa = None,
+    progress: bool = False,
+) -> Any:
+    """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
+
+    The table lives where x lives: on its GPU, or in host memory, pinned unless pin_memory says otherwise. Rows
+    that would not become smaller are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts
+    the bytes of its rows, `table.nbytes` the memory that it takes and `table.link_bytes` what is fetched over the link;
+    `estimate` tells them beforehand.
+
+    Args:
+        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
+            that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table. Or a numpy
+            array, also of ml_dtypes' bfloat16 and float8, as the tensor of the same bytes.
+        scheme: "auto", the best for the layout on a sample of rows: for slots the one that fetches the fewest bytes, of
+            those that a GPU fetches and decodes faster than raw rows; for packed rows the one of fewest bytes. Or
+            "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to gather them by
+            the same kernels). Or a general codec, for tensors that are only wanted whole, by its optional package:
+            "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans" (of floats as
+            such or as bytes, whichever takes less of a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose),
+            "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
+            "nvcomp:zstd". The result is then an `ibp.WholeTensor`; the arguments for rows are refused. Or an
+            `ibp.Choice` (see `ibp.choose`), which says how x is coded: packed, unless it is for rows.
+        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given. Of general codecs
+            chunk_bytes are coded by themselves: 64 KiB with nvCOMP, else 2 MiB.
+        codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
+        sample: fraction of the rows to learn the codebook from; None: as many as hold 2^19 elements, and of scheme
+            "ibp" as fit 64 MiB (16 MiB without a GPU).
+        clusters: how many codebooks to divide the rows among, 1 to 256, by k-means over their bits and then by coded
+            size (the paper's section 6.5); "auto": doubled for as long as the net saving grows. None: one.
+        level: "default", the fewest bytes, or nearly so where that decodes faster; "fast", which implies scheme
+            "planes": one digit of 4 bits that counts up from the smallest frequent exponent, which a GPU codes and
+            decodes at the rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of FP32. Where such
+            digits save less than 4 % of a row, as of data that is half zeros, and where elements have 1 or 8 bytes, the
+            codebook is that of "default".
+        layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
+            files.
+        slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen
+            from the row lengths.
+        row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
+            not 1-D, else 4,096 bytes of the flat tensor.
+        device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU.
+        pin_memory: whether a table in host memory is pinned, at its size. None: if there is a CUDA device; where the
+            system refuses, the table is pageable, and a RuntimeWarning says so, once a process.
+        numa: the NUMA node whose memory is preferred for a pinned table, or a device near whose node; None: the calling
+            thread's.
+        progress: show progress bars.
+
+    Returns:
+        `ibp.CompressedTensor`; for general codecs `ibp.WholeTensor`.
+
+    Raises:
+        TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not),
+            codebook is none, or an argument is not of its type.
+        ValueError: an argument is outside its range or contradicts another.
+        ImportError: the package of a general codec is not installed.
+        RuntimeError: pin_memory=True, and memory cannot be pinned; or the codec needs a GPU, and there is none.
+    """
+    x = _rows.given_tensor(x)
+    _rows.check_tensor(x)
+    of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
+    of_rows |= {"row_bytes": row_bytes, "level": None if level == "default" else level}
+    of_rows["layout"] = None if layout == "slots" else layout
+    if isinstance(scheme, Chosen):
+        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, **of_rows)
+        return scheme.compress(x, device=device, pin_memory=pin_memory, numa=numa, progress=progress)
+    if is_general(scheme):
+        _refuse(f"{scheme!r} codes whole tensors", **of_rows)
+        pin, node = wants_pinning(x, pin_memory), _numa.node_of(numa)
+        return compress_whole(x, scheme, chunk_bytes=chunk_bytes, device=device, pin=pin, node=node, progress=progress)
+    if isinstance(scheme, str) and scheme not in (known := ["auto", *SCHEMES]):
+        hint = near(scheme, [*known, *CODECS])
+        raise ValueError(f"scheme is {scheme!r}{hint}; wanted one of {known}, or a general codec of {sorted(CODECS)}")
+    return compress_rows(
+        x,
+        scheme=scheme,
+        chunk_bytes=chunk_bytes,
+        tau=tau,
+        codebook=codebook,
+        sample=sample,
+        clusters=clusters,
+        level=level,
+        layout=layout,
+        slot_bytes=slot_bytes,
+        row_bytes=row_bytes,
+        device=device,
+        pin_memory=pin_memory,
+        numa=numa,
+        progress=progress,
+    )
+
+
+def _refuse(why: str, **options: object) -> None:
+    """Raises ValueError for options of rows that are given, and have no meaning."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ValueError(f"{given[0]} is given, but {why}")

@@ -1,0 +1,169 @@
+"""zstd and lz4 on the CPU: blocks coded and decoded by several threads, which the packages let run at once."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._machine import staging
+from ._codec import MAX_BLOCK_BYTES, Codec, OnBytes, corrupt, package
+
+_LEAST_BLOCK_BYTES = 4096
+
+
+class HostCodec(Codec):
+    """A codec of a package that works on memory of the host.
+
+    Attributes:
+        module: of the package.
+        levels: that it has; None, its default, besides.
+    """
+
+    device_type = "cpu"
+    block_bytes = 2 << 20
+    is_safe = True
+    module: str
+    levels: range
+
+    def require(self) -> ModuleType:
+        return package(self.module, self.package, self.name, "codecs")
+
+    def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
+        if level is not None and level not in self.levels:
+            raise ValueError(
+                f"the level of {self.name!r} is {level}; wanted {self.levels.start} to {self.levels.stop - 1}"
+            )
+        self.blocks_of({}, chunk_bytes)
+        return {}
+
+    def blocks_of(self, options: Mapping[str, str], chunk_bytes: int | None) -> int:
+        if chunk_bytes is None:
+            return self.block_bytes
+        if chunk_bytes % 8 or not _LEAST_BLOCK_BYTES <= chunk_bytes <= MAX_BLOCK_BYTES:
+            raise ValueError(
+                f"chunk_bytes is {chunk_bytes}; {self.name!r} takes a multiple of 8 from {_LEAST_BLOCK_BYTES} to "
+                f"{MAX_BLOCK_BYTES}"
+            )
+        return chunk_bytes
+
+    def encode(
+        self,
+        data: torch.Tensor,
+        worker: torch.device,
+        block_bytes: int,
+        options: Mapping[str, str],
+        level: int | None,
+        on_bytes: OnBytes,
+    ) -> list[torch.Tensor]:
+        self.require()
+        whole = staging.to_host(data)
+
+        def encode_block(block: torch.Tensor) -> torch.Tensor:
+            coded = self._encode(block.numpy().data, level)
+            on_bytes(block.numel())
+            return torch.frombuffer(coded, dtype=torch.uint8) if len(coded) < block.numel() else block
+
+        return _by_threads(encode_block, whole.split(block_bytes))
+
+    def decode(
+        self,
+        blocks: torch.Tensor,
+        offsets: Sequence[int],
+        block_bytes: int,
+        options: Mapping[str, str],
+        out: torch.Tensor,
+    ) -> None:
+        self.require()
+        coded, targets = blocks.numpy(), out.split(block_bytes)
+        errors: tuple[type[Exception], ...] = (ValueError, *self._errors())
+
+        def decode_block(number: int) -> None:
+            part, target = coded[offsets[number] : offsets[number + 1]], targets[number].numpy()
+            if part.size == target.size:
+                target[:] = part
+                return
+            try:
+                data = self._decode(part.data, target.size)
+            except errors as error:
+                raise corrupt(self, number, error) from error
+            if len(data) != target.size:
+                raise corrupt(self, number, f"it stands for {len(data)} bytes; wanted {target.size}")
+            target[:] = np.frombuffer(data, np.uint8)
+
+        _by_threads(decode_block, range(len(targets)))
+
+    @abstractmethod
+    def _encode(self, data: memoryview, level: int | None) -> bytearray:
+        """A block as coded."""
+
+    @abstractmethod
+    def _decode(self, data: memoryview, num_bytes: int) -> bytes:
+        """What a block stands for; it allocates no more than num_bytes. ValueError, or an error of the package."""
+
+    @abstractmethod
+    def _errors(self) -> tuple[type[Exception], ...]:
+        """What the package raises for wrong bytes."""
+
+
+class Zstd(HostCodec):
+    """Frames of Zstandard (RFC 8878) with the size of their content."""
+
+    name, package, module = "zstd", "zstandard", "zstandard"
+    levels = range(-100, 23)
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()  # coders, which keep their working memory
+
+    def _encode(self, data: memoryview, level: int | None) -> bytearray:
+        coders: dict[Any, Any] = self._of_thread.__dict__
+        if level not in coders:
+            coders[level] = self.require().ZstdCompressor(level=3 if level is None else level)
+        return bytearray(coders[level].compress(data))
+
+    def _decode(self, data: memoryview, num_bytes: int) -> bytes:
+        zstandard = self.require()
+        found = zstandard.frame_content_size(data)
+        if found != num_bytes:
+            raise ValueError(f"it stands for {found} bytes; wanted {num_bytes}")
+        if "decoder" not in self._of_thread.__dict__:
+            self._of_thread.decoder = zstandard.ZstdDecompressor()
+        decoded: bytes = self._of_thread.decoder.decompress(data, max_output_size=num_bytes, allow_extra_data=False)
+        return decoded
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        return (self.require().ZstdError,)
+
+
+class Lz4(HostCodec):
+    """Blocks of LZ4, without a frame; a level makes the search for matches longer, and the blocks no others."""
+
+    name, package, module = "lz4", "lz4", "lz4.block"
+    levels = range(1, 13)
+
+    def _encode(self, data: memoryview, level: int | None) -> bytearray:
+        options: dict[str, Any] = {} if level is None else {"mode": "high_compression", "compression": level}
+        coded: bytearray = self.require().compress(data, store_size=False, return_bytearray=True, **options)
+        return coded
+
+    def _decode(self, data: memoryview, num_bytes: int) -> bytes:
+        decoded: bytes = self.require().decompress(data, uncompressed_size=num_bytes)
+        return decoded
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        return (self.require().LZ4BlockError,)
+
+
+def _by_threads(work: Any, items: Sequence[Any]) -> list[Any]:
+    """The results of all items, in their order, by as many threads as torch uses."""
+    count = min(torch.get_num_threads(), len(items))
+    if count <= 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(count, "ibp-codec") as threads:
+        return list(threads.map(work, items))

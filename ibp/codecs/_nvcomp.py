@@ -1,0 +1,275 @@
+"""nvCOMP's codecs on a GPU, by its Python package: on the caller's stream, in memory of torch's allocator, with codecs
+and configurations that are made once."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .._machine import staging
+from ._codec import Codec, OnBytes, package
+
+_CHUNK, _TYPE = "codec_chunk_bytes", "codec_data_type"
+_ALGORITHMS = {  # by the names of schemes
+    "ans": "ANS",
+    "bitcomp": "Bitcomp",
+    "cascaded": "Cascaded",
+    "deflate": "Deflate",
+    "gdeflate": "GDeflate",
+    "lz4": "LZ4",
+    "snappy": "Snappy",
+    "zstd": "Zstd",
+}
+_TYPED = ("bitcomp", "cascaded")  # work on whole elements
+_BYTES, _FLOATS = "bytes", "floats"  # what ANS can be told that floats are
+_SAMPLE_BYTES = 4 << 20  # of a tensor, on which both are tried
+_HUNGRY = ("deflate", "gdeflate", "zstd")  # coding needs several times a block's bytes of memory besides
+_BLOCK_BYTES, _LESS_BLOCK_BYTES = 256 << 20, 32 << 20
+CHUNK_BYTES, _LEAST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 16, 1 << 10, 1 << 24
+_ALIGNMENT = 16  # bytes, of a coded block: nvCOMP wants no more of any codec
+_LEGACY_STREAM = 1  # of CUDA: the default stream, whose own number, 0, a codec takes for none given
+_MOST_CODERS = 4  # that are kept: each has memory on its GPU
+_TYPES = ("|u1", "<u2", "<u4", "<u8", "<f2", "<f4")
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_coders: OrderedDict[tuple[Any, ...], Coder] = OrderedDict()
+_lock = threading.Lock()
+
+
+class NvComp(Codec):
+    """One of nvCOMP's codecs. A block is a buffer of nvCOMP's native format, of many chunks; zeros follow it up to a
+    multiple of 16 bytes."""
+
+    device_type = "cuda"
+    package = "nvidia-nvcomp-cu13"
+    is_safe = False
+    option_names = (_CHUNK, _TYPE)
+
+    def __init__(self, kind: str, only: str | None = None) -> None:
+        """only: what ANS is told that floats are; None: what suits a tensor better."""
+        self.kind, self.name, self._only = kind, f"nvcomp:{kind}", only
+        self.block_bytes = _LESS_BLOCK_BYTES if kind in _HUNGRY else _BLOCK_BYTES
+
+    def require(self) -> ModuleType:
+        return _module(self.name)
+
+    def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
+        if level is not None:
+            raise ValueError(f"the scheme is '{self.name}:{level}', but {self.name!r} has no levels")
+        options = self.fields(dtype, CHUNK_BYTES if chunk_bytes is None else chunk_bytes)
+        self.check_options(options)
+        return options
+
+    def fields(self, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
+        """Options of any size of chunks."""
+        return {_CHUNK: str(chunk_bytes), _TYPE: self.types(dtype)[0]}
+
+    def suited(
+        self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
+    ) -> dict[str, str]:
+        """The type by which chunks spread over the bytes take the fewest; of equal ones the first."""
+        types = self.types(dtype)
+        if len(types) == 1 or not data.numel():
+            return options
+        sample = _sample(data, int(options[_CHUNK]))
+        sizes = {}
+        with torch.cuda.device(worker):
+            near = aligned(staging.to_device(sample, worker))
+            for data_type in types:
+                coder = self.coder(worker, options | {_TYPE: data_type})
+                sizes[data_type] = coder.encode(near, coder.room(near)).numel()
+        return options | {_TYPE: min(types, key=sizes.__getitem__)}
+
+    def check_options(self, options: Mapping[str, str]) -> None:
+        super().check_options(options)
+        text = options[_CHUNK]
+        chunk_bytes = int(text) if text.isdecimal() and len(text) < 20 else 0
+        if chunk_bytes % 16 or not _LEAST_CHUNK_BYTES <= chunk_bytes <= _MAX_CHUNK_BYTES:
+            raise ValueError(
+                f"chunk_bytes is {text}; {self.name!r} takes a multiple of 16 from {_LEAST_CHUNK_BYTES} to "
+                f"{_MAX_CHUNK_BYTES}"
+            )
+        if options[_TYPE] not in _TYPES:
+            raise ValueError(f"the type is {options[_TYPE]!r}; {self.name!r} takes one of {list(_TYPES)}")
+
+    def types(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """The array-protocol types of what the codec can be told that the elements are. ANS splits off the exponents of
+        floats of two and four bytes, or looks at bytes, which suits floats with many equal values; others look at
+        bytes, or at whole numbers of the elements' size."""
+        size = dtype.itemsize
+        if self.kind == "ans" and dtype.is_floating_point and size in (2, 4):
+            found = {_FLOATS: f"<f{size}", _BYTES: "|u1"}
+            return tuple(found.values()) if self._only is None else (found[self._only],)
+        return (f"<u{size}" if self.kind in _TYPED and size > 1 else "|u1",)
+
+    def blocks_of(self, options: Mapping[str, str], chunk_bytes: int | None) -> int:
+        return self.block_bytes // int(options[_CHUNK]) * int(options[_CHUNK])
+
+    def encode(
+        self,
+        data: torch.Tensor,
+        worker: torch.device,
+        block_bytes: int,
+        options: Mapping[str, str],
+        level: int | None,
+        on_bytes: OnBytes,
+    ) -> list[torch.Tensor]:
+        pieces = []
+        with torch.cuda.device(worker):
+            coder = self.coder(worker, options)
+            for part in data.split(block_bytes):
+                near = aligned(staging.to_device(part, worker))
+                coded = coder.encode(near, coder.room(near))
+                pieces.append(_padded(coded) if coded.numel() + _ALIGNMENT < near.numel() else near.clone())
+                on_bytes(part.numel())
+        return pieces
+
+    def decode(
+        self,
+        blocks: torch.Tensor,
+        offsets: Sequence[int],
+        block_bytes: int,
+        options: Mapping[str, str],
+        out: torch.Tensor,
+    ) -> None:
+        with torch.cuda.device(out.device):
+            coder = self.coder(out.device, options)
+            for number, target in enumerate(out.split(block_bytes)):
+                coded = blocks[offsets[number] : offsets[number + 1]]
+                if coded.numel() == target.numel():
+                    target.copy_(coded)
+                else:
+                    coder.decode(aligned(coded), target)
+
+    def coder(self, device: torch.device, options: Mapping[str, str]) -> Coder:
+        """The coder for the current stream of a device."""
+        key = (self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device))
+        with _lock:
+            coder = _coders.pop(key, None) or Coder(self.require(), *key)
+            _coders[key] = coder
+            if len(_coders) > _MOST_CODERS:
+                _coders.popitem(last=False)
+        return coder
+
+
+class Coder:
+    """A codec of nvCOMP for one stream, with the configurations of the sizes that it has met."""
+
+    def __init__(
+        self, nvcomp: ModuleType, kind: str, data_type: str, chunk_bytes: int, device_index: int, stream: int
+    ) -> None:
+        self._nvcomp, self._stream, self._lock = nvcomp, stream, threading.Lock()
+        typed = {} if kind in ("deflate", "gdeflate", "snappy", "zstd") else {"data_type": data_type}
+        self._words = _WORDS[int(data_type[-1])] if kind in _TYPED else torch.uint8
+        self._codec = nvcomp.Codec(
+            algorithm=_ALGORITHMS[kind],
+            device_id=device_index,
+            cuda_stream=stream,
+            uncomp_chunk_size=chunk_bytes,
+            **typed,
+        )
+        self._configuration = functools.lru_cache(64)(self._configured)
+
+    def _configured(self, num_bytes: int) -> tuple[Any, Any]:
+        """(for coding, for decoding) so many bytes. Nothing is read from coded bytes."""
+        coding = self._codec.compression_config(num_bytes)
+        return coding, self._codec.decompression_config(coding)
+
+    def room(self, data: torch.Tensor) -> torch.Tensor:
+        """Memory for whatever bytes become, coded."""
+        with self._lock:
+            most = self._codec.get_max_comp_buffer_size(self._array(data.view(self._words)))
+        return torch.empty(most, dtype=torch.uint8, device=data.device)
+
+    def encode(self, data: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """Bytes coded, at the beginning of the room. Waits for their size."""
+        with self._lock:
+            coding, _ = self._configuration(data.numel())
+            out = self._array(room)  # of which nvCOMP notes the size; of a tensor it does not
+            self._codec.encode(self._array(data.view(self._words)), out=out, compression_config=coding)
+            return room[: out.buffer_size]
+
+    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills out from what the same codec has coded. Waits for nothing."""
+        with self._lock:
+            _, decoding = self._configuration(out.numel())
+            self._codec.decode(self._array(coded), out=out, decompression_config=decoding)
+
+    def _array(self, tensor: torch.Tensor) -> Any:
+        return self._nvcomp.as_array(tensor, self._stream)
+
+
+def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
+    """At most _SAMPLE_BYTES in whole chunks, evenly apart; bytes of no more than that, or of one chunk, as they are."""
+    if data.numel() <= max(_SAMPLE_BYTES, chunk_bytes):
+        return data
+    chunks = data[: data.numel() // chunk_bytes * chunk_bytes].view(-1, chunk_bytes)
+    return chunks[:: -(-len(chunks) // max(1, _SAMPLE_BYTES // chunk_bytes))].reshape(-1)
+
+
+def aligned(data: torch.Tensor) -> torch.Tensor:
+    """Bytes that begin where nvCOMP takes them: themselves, or a copy."""
+    return data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
+
+
+def _padded(coded: torch.Tensor) -> torch.Tensor:
+    """The coded bytes in memory of their size, with zeros up to a multiple of the alignment."""
+    size = coded.numel()
+    padded = torch.empty(-(-size // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=coded.device)
+    padded[:size] = coded
+    padded[size:] = 0
+    return padded
+
+
+def forget_coders() -> None:
+    """Gives the memory that coders have kept back to torch's allocator."""
+    with _lock:
+        _coders.clear()
+
+
+# ---- the package ----
+
+
+def stream_number(device: torch.device) -> int:
+    """The current stream of a device, as a Coder takes it."""
+    return torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
+
+
+@functools.cache
+def _module(codec: str) -> ModuleType:
+    """nvCOMP's package, whose device memory is from torch's allocator from now on."""
+    found = package("nvidia.nvcomp", NvComp.package, codec, "nvcomp")
+    found.set_device_allocator(_Memory)
+    return found
+
+
+class _Memory:
+    """Device memory as nvCOMP asks for it: bytes of torch's allocator for a stream, until it is forgotten.
+
+    Attributes:
+        ptr: its address.
+    """
+
+    def __init__(self, num_bytes: int, stream: Any) -> None:
+        device = torch.device("cuda", stream.device)
+        is_default = stream.ptr <= _LEGACY_STREAM
+        of = torch.cuda.default_stream(device) if is_default else torch.cuda.ExternalStream(stream.ptr, device)
+        with torch.cuda.stream(of):
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.ptr = self._memory.data_ptr()
+
+
+CODECS = {f"nvcomp:{kind}": NvComp(kind) for kind in _ALGORITHMS}
+VARIANTS = {f"nvcomp:ans:{only}": NvComp("ans", only) for only in (_FLOATS, _BYTES)}  # by the names of schemes
+
+
+def variants_of(scheme: str, dtype: torch.dtype) -> list[str]:
+    """The schemes by which a codec codes elements of a dtype in one way each; of most codecs the scheme itself."""
+    several = scheme in CODECS and len(CODECS[scheme].types(dtype)) > 1
+    return [name for name in VARIANTS if name.startswith(f"{scheme}:")] if several else [scheme]

@@ -1,0 +1,340 @@
+"""WholeTensor: a tensor coded as a whole by a general codec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from .._common.arguments import near, whole_number
+from .._common.progress import tqdm
+from .._fetch.calls import check_out, target_of
+from .._layout.geometry import DTYPES, bytes_of, check_tensor
+from .._machine import memory, staging
+from . import _host, _nvcomp
+from ._codec import MAX_BLOCK_BYTES, Codec
+
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())}
+_CPU = torch.device("cpu")
+_FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")
+
+
+class WholeTensor:
+    """A tensor coded as a whole by a general codec, in blocks that decode by themselves. Made by `ibp.compress` with a
+    scheme such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
+
+    It has no rows: `ibp.decompress` gives the whole tensor; `index_select`, `update_`, `prefetch` and caches refuse
+    it. `==` and `hash` go by identity.
+
+    Attributes:
+        shape, dtype: of the original tensor.
+        codec: the name of the codec; `scheme` is the same.
+        device: where the coded bytes are.
+        block_bytes: bytes of the tensor that a block stands for; the last one may stand for fewer.
+        options: of the codec, as text.
+        blocks: uint8, the coded blocks one after the other.
+        offsets: int64 [blocks + 1] in host memory: where each begins, and where the last one ends.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        codec: str,
+        block_bytes: int,
+        options: Mapping[str, str],
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        if codec not in CODECS:
+            raise ValueError(f"codec is {codec!r}; wanted one of {sorted(CODECS)}")
+        if dtype not in DTYPES or any(size < 0 for size in shape):
+            raise ValueError(f"shape {list(shape)} of {dtype} is that of no tensor that can be compressed")
+        self.shape, self.dtype, self.codec = torch.Size(shape), dtype, codec
+        self.block_bytes, self.options = block_bytes, dict(options)
+        self.blocks, self.offsets = blocks, offsets
+        self._codec = CODECS[codec]
+        self._starts = self._checked_offsets()
+        self._codec.check_options(self.options)
+
+    def _checked_offsets(self) -> list[int]:
+        """The offsets as a list. ValueError unless they are those of the tensor's blocks."""
+        if not 8 <= self.block_bytes <= MAX_BLOCK_BYTES or self.block_bytes % 8:
+            raise ValueError(f"block_bytes is {self.block_bytes}; wanted a multiple of 8 up to {MAX_BLOCK_BYTES}")
+        if self.original_bytes > 2**63 - 1:
+            raise ValueError(f"shape {list(self.shape)} of {self.dtype} has too many bytes; wanted at most 2^63 - 1")
+        if self.blocks.dtype != torch.uint8 or self.blocks.dim() != 1 or not self.blocks.is_contiguous():
+            what = f"{self.blocks.dtype} {list(self.blocks.shape)} with strides {self.blocks.stride()}"
+            raise ValueError(f"blocks is {what}; wanted contiguous torch.uint8 of one dimension")
+        count = -(-self.original_bytes // self.block_bytes)
+        if self.offsets.dtype != torch.int64 or self.offsets.shape != (count + 1,) or self.offsets.is_cuda:
+            raise ValueError(f"offsets is {self.offsets.dtype} {list(self.offsets.shape)}; wanted int64 [{count + 1}]")
+        rising = bool((self.offsets[1:] > self.offsets[:-1]).all())
+        if int(self.offsets[0]) != 0 or int(self.offsets[-1]) != self.blocks.numel() or not rising:
+            raise ValueError(f"offsets do not rise from 0 to the {self.blocks.numel()} bytes of the blocks")
+        return self.offsets.tolist()
+
+    # ---- what it is ----
+
+    @property
+    def scheme(self) -> str:
+        """The codec's name."""
+        return self.codec
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.blocks.is_cuda
+
+    def is_pinned(self) -> bool:
+        """Whether the coded bytes are in pinned host memory."""
+        return self.blocks.numel() > 0 and self.blocks.is_pinned()
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The shape, or the size of one dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Elements of the original tensor."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of an element of the original tensor."""
+        return self.dtype.itemsize
+
+    @property
+    def original_bytes(self) -> int:
+        """Bytes of the original tensor."""
+        return self.numel() * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the coded blocks."""
+        return self.blocks.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that it takes: of the blocks, and of their offsets."""
+        return self.blocks.nbytes + self.offsets.nbytes
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / original bytes; 0 for an empty tensor."""
+        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
+
+    def __repr__(self) -> str:
+        where = str(self.device) if self.is_cuda else "pinned" if self.is_pinned() else "pageable"
+        return (
+            f"ibp.WholeTensor(shape={list(self.shape)}, dtype={self.dtype}, codec={self.codec!r}, "
+            f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {"blocks": self.blocks, "offsets": self.offsets}
+
+    # ---- where it is ----
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> WholeTensor:
+        """The coded bytes on another device: itself if it is there, else a copy (not pinned).
+
+        Args:
+            device: where to.
+            non_blocking: do not wait for copies from pinned memory to a GPU.
+        """
+        target = memory.canonical(device)
+        if target == self.device:
+            return self
+        direct = non_blocking and self.is_pinned()
+        moved = self.blocks.to(target, non_blocking=True) if direct else staging.to_device(self.blocks, target)
+        return WholeTensor(**{**self.__getstate__(), "blocks": moved})
+
+    def cpu(self) -> WholeTensor:
+        """`to("cpu")`."""
+        return self.to(_CPU)
+
+    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> WholeTensor:
+        """`to(device)`; None: the current CUDA device."""
+        return self.to("cuda" if device is None else device, non_blocking)
+
+    def pin_memory(self) -> WholeTensor:
+        """Moves the coded bytes to pinned host memory. Returns itself; no-op on a GPU.
+
+        Raises:
+            RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
+        """
+        if not self.is_cuda:
+            self.blocks = memory.to_pinned(self.blocks)
+        return self
+
+    # ---- what can be asked of it ----
+
+    def decompress(
+        self, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The whole tensor again.
+
+        A codec of the CPU decodes there, by several threads, and one of a GPU on the current stream of the GPU that the
+        result or the coded bytes are on, without waiting for it; what is elsewhere is copied.
+
+        Args:
+            device: where the result goes; None: out's device, else that of the coded bytes.
+            out: tensor of the shape and dtype to write to, of any strides.
+
+        Raises:
+            TypeError, ValueError: out does not fit, or device is none.
+            CorruptTableError: the coded bytes are damaged. Those of nvCOMP's codecs are not looked at.
+            ImportError: the codec's package is not installed.
+            RuntimeError: the codec needs a GPU, and there is none.
+        """
+        if out is not None:
+            check_out(out, self.shape, self.dtype)
+        target = target_of(device, out, self.device)
+        worker = self._codec.worker(target, self.device)
+        fits = out is not None and out.is_contiguous() and out.device == worker
+        result = out if fits and out is not None else torch.empty(self.shape, dtype=self.dtype, device=worker)
+        if self.original_bytes:
+            self._decode(0, len(self._starts) - 1, bytes_of(result))
+        if out is None:
+            return result.to(target)
+        return out if result is out else out.copy_(result.view(out.shape))
+
+    def _decode(self, first: int, last: int, out: torch.Tensor) -> None:
+        """Fills out, bytes on the device that decodes, with what blocks first to last - 1 stand for."""
+        start, end = self._starts[first], self._starts[last]
+        near = staging.to_host if out.device == _CPU else lambda data: staging.to_device(data, out.device)
+        offsets = [offset - start for offset in self._starts[first : last + 1]]
+        self._codec.require()
+        self._codec.decode(near(self.blocks[start:end]), offsets, self.block_bytes, self.options, out)
+
+    def _bytes(self, start: int, end: int) -> torch.Tensor:
+        """Bytes [start, end) of the tensor, in host memory; blocks without any of them are not decoded."""
+        first, last = start // self.block_bytes, -(-end // self.block_bytes)
+        at, stop = first * self.block_bytes, min(last * self.block_bytes, self.original_bytes)
+        data = torch.empty(stop - at, dtype=torch.uint8, device=self._codec.worker(self.device))
+        self._decode(first, last, data)
+        return data.cpu()[start - at : end - at]
+
+    @property
+    def _why_no_rows(self) -> str:
+        return (
+            f"a tensor coded by {self.codec!r} has no rows that decode alone: decompress it, or compress it with "
+            "scheme='auto'"
+        )
+
+    def _refuse(self, *arguments: object, **options: object) -> NoReturn:
+        """Refused with TypeError: there are no rows."""
+        raise TypeError(self._why_no_rows)
+
+    index_select = update_ = append = refit = prefetch = __getitem__ = __iter__ = _refuse
+
+
+torch.serialization.add_safe_globals([WholeTensor])
+
+
+# ---- making ----
+
+
+def is_general(scheme: object) -> bool:
+    """Whether a scheme's name is that of a general codec, known or not."""
+    return isinstance(scheme, str) and scheme.partition(":")[0] in ("zstd", "lz4", "nvcomp")
+
+
+def codec_of(scheme: str) -> tuple[Codec, int | None]:
+    """The codec of a scheme such as "nvcomp:ans" or "zstd:9", and the level that it names. ValueError for others."""
+    name, level = scheme, None
+    if scheme in _nvcomp.VARIANTS:
+        return _nvcomp.VARIANTS[scheme], None
+    if scheme not in CODECS:
+        name, _, text = scheme.rpartition(":")
+        if name not in CODECS or not text.removeprefix("-").isdecimal():
+            raise ValueError(
+                f"scheme is {scheme!r}{near(scheme, CODECS)}; wanted one of {sorted(CODECS)}, or with a level, such as "
+                "'zstd:9'"
+            )
+        level = int(text)
+    return CODECS[name], level
+
+
+def compress_whole(
+    x: torch.Tensor,
+    scheme: str,
+    *,
+    chunk_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    pin: bool | None = False,
+    node: int = -1,
+    progress: bool = False,
+) -> WholeTensor:
+    """See `ibp.compress`.
+
+    Args:
+        pin: whether coded bytes in host memory are pinned; None: where the system lets.
+        node: the NUMA node of pinned memory.
+    """
+    check_tensor(x)
+    codec, level = codec_of(scheme)
+    chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
+    options = codec.options(x.dtype, level, chunk_bytes)
+    block_bytes = codec.blocks_of(options, chunk_bytes)
+    asked = None if device is None else memory.canonical(device)
+    if asked is not None and asked.type != codec.device_type:
+        raise ValueError(f"device is {str(asked)!r}, but {codec.name!r} codes on a {codec.device_type.upper()} device")
+    codec.require()
+    worker = codec.worker(asked or x.device, x.device)
+    data = bytes_of(x)
+    options = codec.suited(options, x.dtype, data, worker)
+    with tqdm(total=data.numel(), desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
+        pieces = codec.encode(data, worker, block_bytes, options, level, bar.update) if data.numel() else []
+    blocks, offsets = _joined(pieces, x.device, pin, node)
+    return WholeTensor(
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        codec=codec.name,
+        block_bytes=block_bytes,
+        options=options,
+        blocks=blocks,
+        offsets=offsets,
+    )
+
+
+def _joined(
+    pieces: list[torch.Tensor], home: torch.device, pin: bool | None, node: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(coded blocks one after the other where they are to lie, where each begins). The pieces are forgotten one by
+    one."""
+    sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64)
+    offsets = sizes.cumsum(0)
+    if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":
+        return pieces[0], offsets
+    (blocks,), _ = memory.empty_parts([int(offsets[-1])], home, pin, node)
+    for end in reversed(offsets[1:].tolist()):
+        piece = pieces.pop()
+        blocks[end - piece.numel() : end].copy_(staging.to_host(piece) if home.type == "cpu" else piece)
+    return blocks, offsets

@@ -1,0 +1,114 @@
+"""How deltas are applied: all of a call, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from .._fetch.streaming import decompress
+from .._machine import staging
+from .._rows.table import CorruptTableError
+from . import _on_cpu, _on_gpu
+from ._coding import INTEGERS, integers_of
+from ._fingerprint import DeltaMismatchError, check_source, fingerprint
+
+if TYPE_CHECKING:
+    from ._tensors import Delta
+
+    Job = tuple[str, Delta, torch.Tensor]  # name for messages, delta, base
+
+
+def apply_all(jobs: Sequence[Job]) -> None:
+    """Applies deltas to tensors that share no memory.
+
+    Raises:
+        As `Delta.apply_`; then all bases are as they were.
+    """
+    for job in jobs:
+        _check_base(*job)
+    jobs = [(name, delta, base.detach()) for name, delta, base in jobs]
+    on_gpus = [i for i, job in enumerate(jobs) if _on_gpu.can_apply(*job[1:])]
+    on_cpus = [i for i, job in enumerate(jobs) if _on_cpu.can_apply(*job[1:])]
+    others = [jobs[i] for i in sorted(set(range(len(jobs))).difference(on_gpus, on_cpus))]
+    for job in others:
+        _check_fingerprint(*job)
+    made = [(base, _new_version(name, delta, base)) for name, delta, base in others if not delta.is_empty]
+    begun: list[_on_gpu.Batch | _on_cpu.InPlace] = []
+    try:
+        for batch in _batches(jobs, on_gpus, on_cpus):
+            begun.append(batch)
+            wrong = batch.apply()
+            if wrong is not None:
+                _refuse(*jobs[wrong])
+        if made:
+            staging.copy_all([_bits(base) for base, _ in made], [_bits(new) for _, new in made])
+    except BaseException:
+        for batch in begun:
+            batch.take_back()
+        raise
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as integers, which torch copies bit for bit: of floats it may quiet NaNs."""
+    return x.view(INTEGERS[x.element_size()])
+
+
+def _batches(
+    jobs: Sequence[Job], on_gpus: Sequence[int], on_cpus: Sequence[int]
+) -> Iterator[_on_gpu.Batch | _on_cpu.InPlace]:
+    """What is applied in place, by numbers of jobs: by GPUs all that have one codebook at once, on the CPU one
+    after the other."""
+    keys: dict[int, tuple[Hashable, ...]] = {}  # of codebooks, which deltas often share
+    groups: dict[tuple[Hashable, ...], list[int]] = {}
+    for index in on_gpus:
+        _, delta, base = jobs[index]
+        book = id(delta.table.codebook)
+        if book not in keys:
+            keys[book] = _on_gpu.coding_key(delta)
+        groups.setdefault((base.device, *keys[book]), []).append(index)
+    for indices in groups.values():
+        yield _on_gpu.Batch(indices, [jobs[i][1] for i in indices], [jobs[i][2] for i in indices])
+    for index in on_cpus:
+        yield _on_cpu.InPlace(index, *jobs[index][1:])
+
+
+def _refuse(name: str, delta: Delta, base: torch.Tensor) -> NoReturn:
+    """Raises what is wrong with a delta that was not applied."""
+    _check_fingerprint(name, delta, base)
+    raise _damaged(name, delta)
+
+
+def _check_base(name: str, delta: Delta, base: Any) -> None:
+    if not isinstance(base, torch.Tensor):
+        raise TypeError(f"{name} is a {type(base).__name__}; wanted a torch.Tensor")
+    check_source(base, name)
+    if base.dtype != delta.dtype:
+        raise TypeError(f"{name} has dtype {base.dtype}; the delta is for {delta.dtype}")
+    if base.is_conj() or base.is_neg():
+        raise TypeError(f"{name} is a conjugated or negated view of other memory; wanted the tensor itself")
+    if base.shape != delta.shape:
+        raise DeltaMismatchError(f"{name} has shape {list(base.shape)}; the delta is for {list(delta.shape)}")
+
+
+def _check_fingerprint(name: str, delta: Delta, base: torch.Tensor) -> None:
+    found = fingerprint(base)
+    if found != delta.base:
+        raise DeltaMismatchError(
+            f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
+        )
+
+
+def _new_version(name: str, delta: Delta, base: torch.Tensor) -> torch.Tensor:
+    new = decompress(delta.table, device=base.device, check=True)
+    integers_of(new).add_(integers_of(base))
+    if fingerprint(new) != delta.result:
+        raise _damaged(name, delta)
+    return new
+
+
+def _damaged(name: str, delta: Delta) -> CorruptTableError:
+    return CorruptTableError(
+        f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
+    )

@@ -1,0 +1,243 @@
+"""Deltas on a GPU: kernels that subtract while they code, and add while they decode, for many tensors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .. import _core
+from .._schemes import PlanesCodebook
+from .._tables.compressed_tensor import CompressedTensor
+from . import _coding
+from ._coding import ROW_BYTES
+from ._fingerprint import finished, mix
+
+if TYPE_CHECKING:
+    from ._tensors import Delta
+
+_MOST_ROW_BYTES = 8192  # of what the kernels take
+_APPLIED, _OTHER_BASE, _DAMAGED = range(3)  # ibp_delta_verdict
+_GROUP = _core.ROWS_PER_BASE
+
+
+class Pair(NamedTuple):
+    """Two versions of a tensor, contiguous bytes on one GPU."""
+
+    newer: torch.Tensor
+    base: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """A tensor's rows in the sequence of all rows of a call."""
+
+    first: int
+    num_rows: int
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """The groups of rows that share a base, and the first one after them."""
+        return self.first // _GROUP, self.first // _GROUP + -(-self.num_rows // _GROUP)
+
+
+def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[Rows], int]:
+    """The rows of tensors of so many bytes, and how many rows the sequence has."""
+    rows, first = [], 0
+    for num_bytes in sizes:
+        rows.append(Rows(first, -(-num_bytes // row_bytes)))
+        first = _GROUP * rows[-1].groups[1]
+    return rows, first
+
+
+def signed(number: int) -> int:
+    """The int64 with the bits of an unsigned number, modulo 2^64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+# ---- making ----
+
+
+class Coded(NamedTuple):
+    """What has been made of a pair: the parts of a packed table, None where another codebook codes it better, and both
+    fingerprints."""
+
+    parts: dict[str, torch.Tensor] | None
+    base: int
+    result: int
+
+
+def make(pairs: Sequence[Pair], element_bytes: int) -> list[Coded]:
+    """The differences of pairs, none of them empty, all on one GPU, coded by the known codebook. Waits for the GPU
+    until they are measured."""
+    device, codebook = pairs[0].base.device, _coding.known_codebook(element_bytes)
+    rows, num_rows = sequence([pair.base.numel() for pair in pairs], ROW_BYTES)
+    places = _Places.of(pairs, rows)
+    words, codec = codebook.words(device), codebook.codec
+    lengths = torch.empty(num_rows, dtype=torch.uint16, device=device)
+    counts = torch.empty(8 * num_rows, dtype=torch.uint16, device=device)
+    sums = torch.zeros(2 * len(pairs), dtype=torch.int64, device=device)
+    torch.ops.ibp.measure_deltas.default(places.tensors, words, codec, lengths, counts, sums)
+    found = _Index.of(pairs, places, lengths, sums)
+    badly_coded = [
+        i for i, (pair, size) in enumerate(zip(pairs, found.sizes)) if size > _coding.WELL_CODED * pair.base.numel()
+    ]
+    if badly_coded:
+        for i in badly_coded:
+            lengths.view(torch.int16)[rows[i].first :][: rows[i].num_rows] = ROW_BYTES  # default rows take nothing
+        found = _Index.of(pairs, places, lengths, sums)
+    overflow = torch.empty(found.num_bytes, dtype=torch.uint8, device=device)
+    torch.ops.ibp.encode_deltas.default(places.tensors, words, codec, lengths, counts, found.bases, overflow)
+    first_bases = found.bases[places.groups[:, 0]]
+    num_groups = places.groups[:, 1] - places.groups[:, 0]
+    bases = found.bases[:-1] - first_bases.repeat_interleave(num_groups, output_size=found.bases.numel() - 1)
+    made = []
+    for i, (pair, place) in enumerate(zip(pairs, rows)):
+        start, size = found.starts[i], found.sizes[i]
+        parts = {
+            "overflow": overflow[start : start + size],
+            "lengths": lengths[place.first : place.first + place.num_rows],
+            "bases": bases[slice(*place.groups)] if size else bases[:0],
+        }
+        fingerprints = (finished(total, pair.base.numel()) for total in found.sums[2 * i : 2 * i + 2])
+        made.append(Coded(None if i in badly_coded else parts, *fingerprints))
+    return made
+
+
+class _Places(NamedTuple):
+    """What the kernels are told of pairs, and where their rows are in the sequence: tensors int64 [n, 10], groups
+    [n, 2], last_rows [n]."""
+
+    tensors: torch.Tensor
+    groups: torch.Tensor
+    last_rows: torch.Tensor
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], rows: Sequence[Rows]) -> _Places:
+        numbers = [
+            [pair.base.data_ptr(), pair.newer.data_ptr(), pair.base.numel(), place.first, 0, 0, 0, 0, 0, 0]
+            + [*place.groups, place.first + place.num_rows - 1]
+            for pair, place in zip(pairs, rows)
+        ]
+        near = torch.tensor(numbers, dtype=torch.int64).to(pairs[0].base.device)
+        return cls(near[:, :10].contiguous(), near[:, 10:12], near[:, 12])
+
+
+class _Index(NamedTuple):
+    """Where the coded rows of pairs will be. bases: of the sequence, and the end behind them; starts, sizes: bytes of
+    each pair's; sums: of words, of each pair's base and newer version."""
+
+    bases: torch.Tensor
+    num_bytes: int
+    starts: list[int]
+    sizes: list[int]
+    sums: list[int]
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], places: _Places, lengths: torch.Tensor, sums: torch.Tensor) -> _Index:
+        bases = torch.ops.ibp.index_rows(lengths, lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
+        last_lengths = lengths.view(torch.int16)[places.last_rows].to(torch.int64)
+        parts = [bases[places.groups[:, 0]], bases[places.groups[:, 1]], last_lengths]
+        found, n = torch.cat([*parts, sums, bases[-1:]]).tolist(), len(pairs)
+        sizes = [
+            end - start - (-pair.base.numel() % ROW_BYTES if length == 0 else 0)  # a raw last row counts as a whole one
+            for pair, start, end, length in zip(pairs, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
+        ]
+        return cls(bases, found[-1], found[:n], sizes, found[3 * n : -1])
+
+
+def table_of(coded: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> CompressedTensor:
+    return CompressedTensor(
+        shape=shape,
+        dtype=dtype,
+        scheme="planes",
+        row_bytes=ROW_BYTES,
+        slot_bytes=0,
+        slots=coded["overflow"][:0],
+        codebook=_coding.known_codebook(_coding.element_bytes_of(dtype)),
+        **coded,
+    )
+
+
+# ---- applying ----
+
+
+def can_apply(delta: Delta, base: torch.Tensor) -> bool:
+    """Whether the kernels take a delta and its base, of one shape and dtype."""
+    table, book = delta.table, delta.table.codebook
+    if not isinstance(book, PlanesCodebook) or not base.is_cuda or not base.is_contiguous() or base.numel() == 0:
+        return False
+    is_plain = not base.is_conj() and not base.is_neg()
+    is_packed = table.slot_bytes == 0 and not table.has_own_bases
+    is_listed = book.listed and not book.default and not book.signed_default
+    is_known = not book.is_partial and book.element_bytes == _coding.element_bytes_of(delta.dtype)
+    return (
+        is_plain
+        and is_packed
+        and is_listed
+        and is_known
+        and book.row_bytes % 16 == 0
+        and book.row_bytes <= _MOST_ROW_BYTES
+    )
+
+
+def coding_key(delta: Delta) -> tuple[Hashable, ...]:
+    """The same for deltas that one call may apply: equal codebooks."""
+    book = delta.table.codebook
+    assert isinstance(book, PlanesCodebook)
+    return tuple(book.codec), book.words(torch.device("cpu")).numpy().tobytes()
+
+
+class Batch:
+    """Deltas that are applied by one call: on one GPU, with one codebook.
+
+    Args:
+        deltas, bases: of each tensor; the coded differences are brought to the GPU.
+
+    Attributes:
+        indices: of each tensor, what the caller calls it.
+    """
+
+    def __init__(self, indices: Sequence[int], deltas: Sequence[Delta], bases: Sequence[torch.Tensor]) -> None:
+        self.indices, self._bases = indices, bases
+        self._device, book = bases[0].device, deltas[0].table.codebook
+        assert isinstance(book, PlanesCodebook)
+        self._tables = [delta.to(self._device).table for delta in deltas]
+        rows, self._num_rows = sequence([base.nbytes for base in bases], book.row_bytes)
+        fields = []
+        for delta, base, table, place in zip(deltas, bases, self._tables, rows):
+            sums = [signed(fingerprint - mix(base.nbytes)) for fingerprint in (delta.base, delta.result)]
+            addresses = [table.lengths.data_ptr(), table.bases.data_ptr(), table.overflow.data_ptr()]
+            fields.append([base.data_ptr(), 0, base.nbytes, place.first, *addresses, table.overflow.numel(), *sums])
+        self._tensors = torch.tensor(fields, dtype=torch.int64).to(self._device)
+        self._coding = book.words(self._device), book.codec
+        self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
+
+    def apply(self) -> int | None:
+        """Applies all deltas, or none. Waits for the GPU. Returns None, or the index of a tensor that did not fit."""
+        self._call(False)
+        verdict, *of_tensors = self._state.tolist()
+        if verdict == _APPLIED:
+            return None
+        wanted = self._tensors[:, 8:].tolist()
+        for index, (base_sum, result_sum), found in zip(self.indices, wanted, _triples(of_tensors)):
+            is_other = found[0] != base_sum
+            if is_other if verdict == _OTHER_BASE else found[2] or signed(found[0] + found[1]) != result_sum:
+                return index
+        return self.indices[0]
+
+    def take_back(self) -> None:
+        """Undoes `apply`, which may have been interrupted: without sums of tensors its kernels have not begun."""
+        verdict, *of_tensors = self._state.tolist()
+        if verdict == _APPLIED and any(of_tensors):
+            self._state[0] = _DAMAGED
+            self._call(True)
+
+    def _call(self, takes_back: bool) -> None:
+        words, codec = self._coding
+        torch.ops.ibp.apply_deltas.default(self._tensors, self._num_rows, words, codec, takes_back, self._state)
+        _coding.note_change(self._bases)
+
+
+def _triples(numbers: list[int]) -> list[list[int]]:
+    return [numbers[i : i + 3] for i in range(0, len(numbers), 3)]

@@ -1,0 +1,401 @@
+"""The collectives: which messages there are, and what they carry."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ._codec import Codec, as_bytes
+from ._exchange import CodedWork, Job, Piece
+from ._links import Load, raw_all_gather
+from ._messages import Memory, Messages, Part, Status, spans_of
+from ._planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_of
+
+_NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # of calls whose ranks send each other what they like
+_MOST_MESSAGES = 64  # layouts that a plan keeps
+_PIECES = 2  # of all_to_all_single on GPUs: as many on all ranks, which know nothing of the messages of others
+_PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """See `ibp.distributed.all_gather_into_tensor`."""
+    return gather(output_tensor, input_tensor, group, async_op, async_op, codec=codec, level=level, name=name)
+
+
+def gather(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    async_op: bool,
+    is_coded_async: bool,
+    *,
+    codec: Codec | None,
+    level: str,
+    name: str,
+    is_known_to_fit: bool = False,
+) -> dist.Work | None:
+    """The same. async_op: of torch's call; is_coded_async: of a coded one; is_known_to_fit: later calls are, so that
+    the host does not wait for them."""
+    check_options(codec, level, output_tensor, input_tensor)
+    state, kind = state_of(group), kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
+    if state.plans.get(kind) is RAW:
+        return raw_all_gather(movable(output_tensor), movable(input_tensor), group=group, async_op=async_op)
+    raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
+    num_bytes = input_tensor.nbytes
+    if travels_raw(state, input_tensor, num_bytes, codec, level):
+        return raw(async_op=async_op)
+
+    def check() -> None:
+        check_tensors(input_tensor, output_tensor)
+        if output_tensor.numel() != state.size * input_tensor.numel():
+            raise ValueError(
+                f"output_tensor has {output_tensor.numel()} elements; wanted {state.size} times the "
+                f"{input_tensor.numel()} of input_tensor"
+            )
+
+    def attempt(plan: Plan) -> None:
+        if plan.codec is None:
+            _ignore(raw())
+            return
+        status = Status(state.size, input_tensor.device) if is_known_to_fit else None
+        job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()), status)
+        run(job, state, False).wait()
+
+    moved = (state.size - 1) * num_bytes
+    load = Load(num_bytes, moved, moved, is_known_to_fit)
+    plan = state.plan(group, kind, Call(input_tensor, load, check, codec, attempt))
+    if plan.codec is None:
+        return raw(async_op=async_op)
+    job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()))
+    return finished(run(job, state, is_coded_async), is_coded_async)
+
+
+def gathering(
+    plan: Plan,
+    state: State,
+    group: dist.ProcessGroup | None,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    repair: Callable[[Status], None],
+    status: Status | None = None,
+) -> Job:
+    """An all-gather. repair, status: of the job."""
+    x, out, rank, size = as_bytes(input_tensor), as_bytes(output_tensor), state.rank, state.size
+
+    def move(messages: Messages, memory: Memory) -> dist.Work | None:
+        return raw_all_gather(memory.whole, memory.each[rank], group=group, async_op=True)
+
+    def tell(status: Status) -> dist.Work | None:
+        return raw_all_gather(status.all_rows, status.rows[rank], group=group, async_op=True)
+
+    pieces = []
+    spans = spans_of(x.numel(), plan.num_pieces)
+    lengths = [span.bytes.stop - span.bytes.start for span in spans]
+    sent, received = x.split_with_sizes(lengths), out.split_with_sizes(lengths * size)
+    for k, span in enumerate(spans):
+        arriving = [Part(other, received[other * len(spans) + k]) for other in range(size) if other != rank]
+        messages = messages_of(plan, [span.payload] * size, x.device)
+        pieces.append(Piece(messages, [Part(rank, sent[k])], arriving))
+    own = functools.partial(_copy_own, out[rank * len(x) : (rank + 1) * len(x)], x)
+    return Job(pieces, move, tell, repair, plan.note_lost, (x, out), own, status)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """See `ibp.distributed.broadcast`."""
+    check_options(codec, level, tensor)
+    state, root = state_of(group), root_of(src, group_src, group)
+    kind = kind_of("broadcast", tensor, codec, level, name, root)
+    if state.plans.get(kind) is RAW:
+        return dist.broadcast(movable(tensor), group=group, group_src=root, async_op=async_op)
+    raw = functools.partial(dist.broadcast, movable(tensor), group=group, group_src=root)
+    num_bytes = tensor.nbytes
+    if travels_raw(state, tensor, num_bytes, codec, level):
+        return raw(async_op=async_op)
+
+    def move(messages: Messages, memory: Memory) -> dist.Work | None:
+        return dist.broadcast(memory.whole, group=group, group_src=root, async_op=True)
+
+    def tell(status: Status) -> dist.Work | None:
+        return dist.broadcast(status.all_rows, group=group, group_src=root, async_op=True)
+
+    def coded(plan: Plan, is_async: bool) -> CodedWork:
+        x = as_bytes(tensor)
+        pieces = pieces_of_one(plan, x, state.rank == root)
+        job = Job(pieces, move, tell, lambda status: _ignore(raw()), plan.note_lost, (x,))
+        return run(job, state, is_async)
+
+    def attempt(plan: Plan) -> None:
+        _ignore(raw()) if plan.codec is None else coded(plan, False).wait()
+
+    load = Load(num_bytes, num_bytes, num_bytes)
+    plan = state.plan(group, kind, Call(tensor, load, lambda: check_tensors(tensor), codec, attempt))
+    return raw(async_op=async_op) if plan.codec is None else finished(coded(plan, async_op), async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """See `ibp.distributed.all_to_all_single`."""
+    check_options(codec, level, output, input)
+    # Ranks that send and receive little can be part of a large call: nothing depends on a rank's own sizes.
+    state, kind = state_of(group), kind_of("all_to_all_single", input, codec, level, name)._replace(numel=0)
+    raw = functools.partial(
+        dist.all_to_all_single,
+        movable(output, items=True),
+        movable(input, items=True),
+        output_split_sizes,
+        input_split_sizes,
+        group=group,
+        async_op=async_op,
+    )
+    if state.plans.get(kind) is RAW:
+        return raw()
+    if travels_raw(state, input, LEAST_BYTES, codec, level):
+        return raw()
+
+    def check() -> None:
+        check_tensors(input, output)
+        for what, x, sizes in (("output", output, output_split_sizes), ("input", input, input_split_sizes)):
+            _check_splits(what, x, sizes, state.size)
+
+    plan = state.plan(group, kind, Call(input, _NOMINAL, check, codec))
+    if plan.codec is None:
+        return raw()
+    sent = _parts(input, input_split_sizes, state.size)
+    received = _parts(output, output_split_sizes, state.size)
+    exchange = _Splits(state, plan, group, sent, received)
+    if exchange.on_gpu and not any(exchange.is_coded):
+        return exchange.move_raw(output, input, async_op)
+    own = functools.partial(_copy_own, received[state.rank], sent[state.rank])
+    job = Job(exchange.pieces(), exchange.move, exchange.tell, exchange.repair, plan.note_lost, (*sent, *received), own)
+    return finished(run(job, state, async_op), async_op)
+
+
+class _Splits:
+    """What ranks send each other in all_to_all_single: bytes by rank, none of them to themselves. Messages to ranks
+    come first, then those from them. Both ranks of a message know its size, and so whether it is coded. On a GPU raw
+    ones are moved from where they are, beside the first piece of the coded ones.
+
+    Attributes:
+        is_coded: of messages to and from each rank.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        plan: Plan,
+        group: dist.ProcessGroup | None,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+    ) -> None:
+        self.state, self.plan, self.group, self.sent, self.received = state, plan, group, sent, received
+        self.on_gpu = state.staging(sent[0].device).on_gpu
+        own, parts = (state.rank, state.size + state.rank), (*sent, *received)
+        self.parts = [data[:0] if k in own else data for k, data in enumerate(parts)]
+        self.is_coded = [data.numel() >= max(1, plan.least) for data in self.parts]
+        self._raw = [data[:0] if coded else data for data, coded in zip(self.parts, self.is_coded)]  # yet to be moved
+
+    def pieces(self) -> list[Piece]:
+        if not self.on_gpu:  # one, which raw messages are in, too
+            payloads = [data.numel() for data in self.parts]
+            messages = messages_of(self.plan, payloads, self.sent[0].device, self.plan.least)
+            return [self._piece(messages, self.parts)]
+        spans = [spans_of(data.numel(), _PIECES) if coded else () for data, coded in zip(self.parts, self.is_coded)]
+        pieces = []
+        for k in range(_PIECES):
+            payloads = [of[k].payload if k < len(of) else 0 for of in spans]
+            parts = [data[of[k].bytes] if k < len(of) else data[:0] for data, of in zip(self.parts, spans)]
+            pieces.append(self._piece(messages_of(self.plan, payloads, self.sent[0].device), parts))
+        return pieces
+
+    def _piece(self, messages: Messages, parts: Sequence[torch.Tensor]) -> Piece:
+        size, found = self.state.size, [Part(k, data) for k, data in enumerate(parts) if data.numel()]
+        to, back = ([part for part in found if (part.message < size) == is_out] for is_out in (True, False))
+        return Piece(messages, to, back)
+
+    def move(self, messages: Messages, memory: Memory) -> dist.Work | None:
+        size = self.state.size
+        if self.on_gpu:
+            parts = [of if coded else raw for of, coded, raw in zip(memory.each, messages.is_coded, self._raw)]
+            self._raw = [data[:0] for data in self._raw]
+            return dist.all_to_all(parts[size:], parts[:size], group=self.group, async_op=True)
+        to, back = messages.sizes[:size], messages.sizes[size:]
+        ours, theirs = memory.whole.split([sum(to), sum(back)])
+        return dist.all_to_all_single(theirs, ours, back, to, group=self.group, async_op=True)
+
+    def tell(self, status: Status) -> dist.Work | None:
+        """Of coded messages: the ranks of others may have none, and tell nothing."""
+        size = self.state.size
+        rows = [row if coded else row[:0] for row, coded in zip(status.rows, self.is_coded)]
+        return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
+
+    def move_raw(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> dist.Work | None:
+        """Where this rank has no coded message: others may have some, to each other. The bytes to itself go too."""
+        to, back = ([data.numel() for data in of] for of in (self.sent, self.received))
+        return dist.all_to_all_single(as_bytes(output), as_bytes(input), back, to, group=self.group, async_op=async_op)
+
+    def repair(self, status: Status) -> None:
+        """Sends what was lost again: only the two ranks know of it."""
+        size, ops = self.state.size, []
+        for k in range(size):
+            if status.is_lost(k):
+                ops.append(dist.P2POp(dist.isend, self.sent[k], group=self.group, group_peer=k))
+            if status.is_lost(size + k):
+                ops.append(dist.P2POp(dist.irecv, self.received[k], group=self.group, group_peer=k))
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+
+# ---- what they share -----------------------------------------------------------------------------------------------
+
+
+def travels_raw(state: State, x: torch.Tensor, num_bytes: int, codec: Codec | None, level: str) -> bool:
+    """Whether nothing needs to be agreed on: there is nothing to code, or too little; CUDA graphs are captured."""
+    if state.size == 1 or num_bytes == 0 or (level == "auto" and codec is None and num_bytes < LEAST_BYTES):
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_options(codec: Codec | None, level: str, *tensors: torch.Tensor) -> None:
+    """Raises TypeError, ValueError for wrong ones, and for what are no tensors."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")
+    if codec is not None and not isinstance(codec, Codec):
+        raise TypeError(f"codec is a {type(codec).__name__}; wanted an ibp.distributed.Codec")
+    if level not in LEVELS:
+        raise ValueError(f"level is {level!r}; wanted one of {list(LEVELS)}")
+
+
+def check_tensors(*tensors: torch.Tensor) -> None:
+    """Raises ValueError unless they are contiguous, and alike in dtype and device."""
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"a tensor {list(tensor.shape)} of strides {_strides(tensor)} is not contiguous memory")
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"tensors are {tensor.dtype} on {tensor.device} and {first.dtype} on {first.device}; wanted one dtype "
+                "and device"
+            )
+
+
+def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
+    """x as bytes, where that is the same memory: backends do not move all dtypes. items: [items, bytes of one]."""
+    if x.is_cuda and x.dtype in _PLAIN:
+        return x
+    if x.layout != torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg():
+        return x
+    if not items:
+        return as_bytes(x)
+    return as_bytes(x).view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]) * x.element_size())
+
+
+def _strides(tensor: torch.Tensor) -> str:
+    return str(tensor.stride()) if tensor.layout == torch.strided else str(tensor.layout)
+
+
+def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> None:
+    items = x.shape[0] if x.dim() else 1
+    if not sizes:
+        if items % count:
+            raise ValueError(f"{what} has {items} items, which are not divided by {count} ranks")
+    elif len(sizes) != count or min(sizes) < 0 or sum(sizes) != items:
+        raise ValueError(f"{what}_split_sizes is {list(sizes)}; wanted {count} numbers that are {items} in sum")
+
+
+def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[torch.Tensor]:
+    """The bytes for each rank."""
+    items = max(1, x.shape[0] if x.dim() else 1)
+    data = as_bytes(x)
+    return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
+
+
+def kind_of(what: str, x: torch.Tensor, codec: Codec | None, level: str, name: str, root: int = -1) -> Kind:
+    fingerprint = None if codec is None else codec.fingerprint
+    return Kind(what, x.numel(), x.dtype, x.device.type, level, name, fingerprint, root)
+
+
+def messages_of(plan: Plan, payloads: Sequence[int], device: torch.device, least: int = 1) -> Messages:
+    key = (*payloads, least, device)
+    if key not in plan.messages:
+        if len(plan.messages) >= _MOST_MESSAGES:
+            plan.messages.clear()
+        assert plan.codec is not None
+        plan.messages[key] = Messages(plan.codec, payloads, least, device)
+    return plan.messages[key]
+
+
+def pieces_of_one(plan: Plan, x: torch.Tensor, is_sent: bool) -> list[Piece]:
+    """Of a tensor that is sent, or received, in one message a piece."""
+    pieces = []
+    for span in spans_of(x.numel(), plan.num_pieces):
+        parts = [Part(0, x[span.bytes])]
+        messages = messages_of(plan, [span.payload], x.device)
+        pieces.append(Piece(messages, parts, []) if is_sent else Piece(messages, [], parts))
+    return pieces
+
+
+def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:
+    """The rank in the group that is named among all, or in the group. what: the arguments' name."""
+    if (src is None) == (group_src is None):
+        raise ValueError(f"wanted one of {what} and group_{what}")
+    if group_src is not None:
+        return group_src
+    assert src is not None
+    return src if group is None else dist.get_group_rank(group, src)
+
+
+def run(job: Job, state: State, is_async: bool) -> CodedWork:
+    """Starts a job. is_async: of `CodedWork`."""
+    with torch.no_grad():
+        return CodedWork(job, state.staging(job.tensors[0].device), is_async)
+
+
+def finished(work: CodedWork, is_async: bool) -> dist.Work | None:
+    if is_async:
+        return work
+    work.wait()
+    return None
+
+
+def _copy_own(out: torch.Tensor, x: torch.Tensor) -> None:
+    """What a rank sends to itself."""
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+
+
+def _ignore(work: dist.Work | None) -> None:
+    """Of a call that has waited by itself."""

@@ -1,0 +1,142 @@
+"""How tensors are coded into messages of fixed size: `Codec`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from .._common import wire
+from .._layout import geometry as _rows
+from .._layout import slots
+from .._schemes import SCHEMES, AnyCodebook, Request, measure
+from .._schemes.estimation import check_codebook
+from .._tables.place import Place
+
+ROW_BYTES = 4096  # of messages
+LEVELS = ("default", "fast")
+_SECTOR = slots.SECTOR_BYTES  # of slots and of parts of overflow
+_SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
+_LEAST_OVERFLOW = 4096  # bytes
+_NEAR_BEST = 1.01  # of the least bytes: among such slots the largest is taken, from which the fewest rows spill
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_LEAST_SAVINGS = 0.02  # a codec that saves less is none
+
+
+@wire.sent
+@dataclass(frozen=True, eq=False)
+class Codec:
+    """How tensors of one kind are coded into messages, whose size follows from the tensor's alone.
+
+    A message holds a slot for each row of 4,096 bytes, and overflow for what does not fit, which is bounded. Ranks that
+    exchange tensors need equal ones.
+
+    Attributes:
+        codebook: how rows are coded.
+        slot_bytes: bytes of a row's slot.
+        overflow_bytes: bytes of overflow for each row.
+
+    Raises:
+        TypeError, ValueError: an attribute is out of range, or the codebook is for other rows.
+    """
+
+    codebook: AnyCodebook
+    slot_bytes: int
+    overflow_bytes: float
+
+    def __post_init__(self) -> None:
+        check_codebook(self.codebook)
+        if self.codebook.row_bytes != ROW_BYTES:
+            raise ValueError(f"the codebook is for rows of {self.codebook.row_bytes} bytes; wanted {ROW_BYTES}")
+        if not (0 <= self.slot_bytes < ROW_BYTES and self.slot_bytes % _SECTOR == 0):
+            raise ValueError(f"slot_bytes is {self.slot_bytes}; wanted a multiple of 32 below {ROW_BYTES}")
+        if not 0 <= self.overflow_bytes <= ROW_BYTES:
+            raise ValueError(f"overflow_bytes is {self.overflow_bytes}; wanted 0 to {ROW_BYTES}")
+
+    __module__ = "ibp.distributed"
+
+    @classmethod
+    def learn(cls, x: torch.Tensor, *, level: str = "default") -> Codec | None:
+        """A codec for tensors like x, learned from some of its rows; None where they would not be 2 % smaller.
+
+        Args:
+            x: a dense tensor of any dtype, on the CPU or a GPU.
+            level: "default" or "fast", see `ibp.compress`.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described.
+        """
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}; wanted a tensor")
+        if level not in LEVELS:
+            raise ValueError(f"level is {level!r}; wanted one of {list(LEVELS)}")
+        return learned(sample_of(x), x.dtype, level)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number that differs where codecs do: 63 bits."""
+        numbers = [*self.codebook.codec, self.slot_bytes]
+        content = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
+        content.update(struct.pack("<d", self.overflow_bytes))
+        content.update(self.codebook.words(torch.device("cpu")).contiguous().view(torch.uint8).numpy().tobytes())
+        return int.from_bytes(content.digest(), "little") >> 1
+
+    def sizes(self, num_rows: int) -> dict[str, int]:
+        """Of the `Place` that a message of so many rows is."""
+        slack = int(num_rows * self.overflow_bytes) + _LEAST_OVERFLOW
+        return {"slot_bytes": self.slot_bytes, "overflow_bytes": -(-slack // 64) * 64}
+
+    def message_bytes(self, num_rows: int) -> int:
+        """Of a message of so many rows."""
+        return -(-Place.memory_bytes(self.codebook, num_rows, **self.sizes(num_rows)) // 64) * 64
+
+    @property
+    def savings(self) -> float:
+        """The share of its bytes that a large message saves."""
+        return 1 - self.message_bytes(1 << 16) / (ROW_BYTES << 16)
+
+
+def rows_of(num_bytes: int) -> int:
+    """Rows of so many bytes; the last one can be short."""
+    return -(-num_bytes // ROW_BYTES)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, uint8 [n], in the same memory."""
+    x = x.detach() if x.requires_grad else x
+    if x.numel() == 1:  # it is contiguous, whatever its strides
+        x = x.as_strided((1,), (1,))
+    return (x if x.dim() == 1 else x.reshape(-1)).view(torch.uint8)
+
+
+def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:
+    """At most so many whole rows of x, on the CPU: uint8 [n, 4096], spread over all of them."""
+    data = as_bytes(x.resolve_conj().resolve_neg().contiguous())
+    there_are = data.numel() // ROW_BYTES
+    rows = data[: there_are * ROW_BYTES].view(there_are, ROW_BYTES)
+    step = max(1, there_are // num_rows)
+    return rows[::step][:num_rows].cpu()
+
+
+def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
+    """A codec for rows like these, uint8 [n, 4096] on the CPU; None where they would not be 2 % smaller."""
+    if not len(rows):
+        return None
+    dtype = _PARTS.get(dtype, dtype)
+    dtype = dtype if dtype in _rows.DTYPES else torch.uint8
+    x = rows.contiguous().view(dtype)
+    geometry = _rows.Geometry.of(x, ROW_BYTES)
+    # Rows that come later may have other constant columns and bits than those of the sample: they have a coded form.
+    request = Request(as_bytes(x), geometry, x.device, None, None, None, level=level, codes_invariant=True)
+    codebook = SCHEMES["planes"].learn(request)
+    if codebook is None:
+        return None
+    survey = slots.survey(measure(as_bytes(x), codebook, x.device), geometry)
+    slot_bytes, mean_overflow = slots.cheapest_slots(survey.sectors, ROW_BYTES, near=_NEAR_BEST)
+    if slot_bytes == ROW_BYTES:
+        return None
+    codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)
+    return codec if codec.savings >= _LEAST_SAVINGS else None

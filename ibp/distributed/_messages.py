@@ -1,0 +1,293 @@
+"""Messages of fixed sizes, one behind the other in one piece of memory: a `Place` each, or raw bytes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .._tables.place import Place
+from ._codec import ROW_BYTES, Codec, rows_of
+from ._staging import Slot
+
+_ALIGNMENT = 64  # bytes
+_EDGE = 8  # times smaller than others are the first and the last of many pieces
+_FIRST_OF_TWO = 4  # pieces that are as large as the first one: coding it takes longer than decoding the second one
+_COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
+_WHOLE = -1  # instead of a message's number
+_ENTRIES, _LOST = 8, 1  # int64 of a message in a status, as a place has them; and the one of them that counts lost rows
+_FAULT = 4  # int64 of a fault
+
+
+class Part(NamedTuple):
+    """What a message carries. message: its number; data: uint8 [n], where from or where to."""
+
+    message: int
+    data: torch.Tensor
+
+
+class Memory(NamedTuple):
+    """Of messages in a slot: of all of them, as bytes and as int64, and of each."""
+
+    whole: torch.Tensor
+    words: torch.Tensor
+    each: Sequence[torch.Tensor]
+
+
+class _Bound(NamedTuple):
+    """A message in a slot's memory: its first bytes, the arguments of operations, and where it is raw its bytes."""
+
+    start: torch.Tensor
+    encode: tuple
+    decode: tuple
+
+
+class Status:
+    """What has become of each message of a call, for the host to look at.
+
+    Attributes:
+        rows: int64 [8] of each message: the rows that were spilled and those that were lost where it was coded, and
+            last the codec's fingerprint. Ranks can send each other theirs.
+        all_rows: all of these, one tensor.
+        faults: int64 [4] of each message, where it was decoded.
+        heads: the fingerprints, a view.
+        unused: where the coder would note wrong ids.
+        seen: is recorded when the host has a copy; None on the CPU.
+
+    Args:
+        count: of messages.
+        device: that writes it.
+        fingerprint: of the codec.
+        data: int64 [status_entries(count)] zeros, that it lies in; None: it has its own.
+    """
+
+    @torch.inference_mode(False)  # as all that later calls write to
+    def __init__(
+        self, count: int, device: torch.device, fingerprint: int = 0, data: torch.Tensor | None = None
+    ) -> None:
+        self._count, entries = count, status_entries(count)
+        self.data = torch.zeros(entries, dtype=torch.int64, device=device) if data is None else data
+        of_rows, of_faults, self.unused = self.data.split([_ENTRIES * count, _FAULT * count, _FAULT])
+        self.all_rows, self.rows = of_rows, of_rows.view(count, _ENTRIES).unbind()
+        self.counts = [row[: _LOST + 1] for row in self.rows]
+        self.faults = of_faults.view(count, _FAULT).unbind()
+        self.heads = of_rows.view(count, _ENTRIES)[:, _FINGERPRINT]
+        self.heads.fill_(fingerprint)
+        is_pinned = self.data.is_cuda and data is None
+        self._empty = self.data.clone() if data is None else None
+        self._on_host = torch.empty(entries, dtype=torch.int64, pin_memory=True) if is_pinned else self.data
+        self.seen = torch.cuda.Event() if is_pinned else None
+        self._values: list[int] = []
+        self._was_lost = False
+
+    def record(self) -> None:
+        """On a GPU: copies it to the host, on the current stream, and makes it ready for another call."""
+        if self.seen is not None:
+            self._on_host.copy_(self.data, non_blocking=True)
+            self.seen.record()
+            self._clear()
+
+    def _clear(self) -> None:
+        assert self._empty is not None
+        self.data.copy_(self._empty)
+
+    def read(self) -> None:
+        """What is on the host is looked at, from now on.
+
+        Raises:
+            RuntimeError: on a GPU, where messages are decoded after it was recorded: those of the call before were
+                damaged on their way.
+        """
+        values, of_rows = self._on_host.tolist(), _ENTRIES * self._count
+        if self.seen is None:
+            self._values = values
+            self._clear()
+            return
+        self._values = values[:of_rows] + [0] * (len(values) - of_rows)
+        was_lost, self._was_lost = self._was_lost, self.any_lost()
+        if any(values[of_rows:]) and not was_lost:
+            raise RuntimeError("an earlier call has given a wrong tensor: a message was damaged on its way")
+
+    def is_lost(self, message: int) -> bool:
+        """Whether the message had no room for all rows: where it was coded, or by what was missing where it was
+        decoded."""
+        fault = _ENTRIES * self._count + _FAULT * message
+        return self._values[_ENTRIES * message + _LOST] != 0 or self._values[fault] != 0
+
+    def any_lost(self) -> bool:
+        return any(self.is_lost(k) for k in range(self._count))
+
+    def strange(self, fingerprint: int) -> bool:
+        """Whether a message came from another codec."""
+        heads = self._values[_FINGERPRINT : _ENTRIES * self._count : _ENTRIES]
+        return any(head != fingerprint for head in heads)
+
+
+def status_entries(count: int) -> int:
+    return (_ENTRIES + _FAULT) * count + _FAULT
+
+
+def has_lost(statuses: torch.Tensor) -> torch.Tensor:
+    """Of each of the statuses, int64 [n, status_entries(count)]: whether rows that were coded here had no room, or ones
+    that came lack: bool [n]."""
+    count = (statuses.shape[1] - _FAULT) // (_ENTRIES + _FAULT)
+    of_rows, of_faults, _ = statuses.split([_ENTRIES * count, _FAULT * count, _FAULT], 1)
+    return (of_rows[:, _LOST::_ENTRIES] != 0).any(1) | (of_faults[:, ::_FAULT] != 0).any(1)
+
+
+class Messages:
+    """How messages lie in a slot. Their sizes follow from the codec and what they carry at most.
+
+    Args:
+        codec: how they are coded.
+        payloads: bytes that each message carries at most.
+        least: a message that carries fewer bytes is raw.
+        device: of the memory.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, codec: Codec, payloads: Sequence[int], least: int, device: torch.device) -> None:
+        self.codec, self.payloads, self.device = codec, tuple(payloads), device
+        self.is_coded = [size >= max(1, least) for size in self.payloads]
+        self.sizes = [self._size(size, coded) for size, coded in zip(self.payloads, self.is_coded)]
+        self.starts = list(itertools.accumulate(self.sizes, initial=0))
+        self.num_bytes = self.starts[-1]
+        coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
+        self._empty = {size: self._empty_start(size) for size in {self.payloads[k] for k in coded}}
+        self._heads = [self.starts[k] // 8 + _FINGERPRINT for k in coded]
+        self._coded = coded
+        self._statuses: list[Status] = []  # that no call uses
+
+    def _size(self, payload: int, is_coded: bool) -> int:
+        if is_coded:
+            return self.codec.message_bytes(rows_of(payload))
+        return -(-payload // _ALIGNMENT) * _ALIGNMENT
+
+    def of(self, slot: Slot) -> Memory:
+        """The memory of the messages in a slot."""
+        known = self._known(slot)
+        if _WHOLE not in known:
+            known[_WHOLE] = self._memory(slot)
+        return known[_WHOLE]
+
+    @torch.inference_mode(False)
+    def _memory(self, slot: Slot) -> Memory:
+        whole = slot.memory[: self.num_bytes]
+        return Memory(whole, whole.view(torch.int64), whole.split(self.sizes))
+
+    def status(self) -> Status:
+        """One that no other call has."""
+        if self._statuses:
+            return self._statuses.pop()
+        return Status(len(self.payloads), self.device, self.codec.fingerprint)
+
+    def give_back(self, status: Status) -> None:
+        self._statuses.append(status)
+
+    def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
+        """Codes a part of a tensor into its message."""
+        k, data = part
+        if not self.is_coded[k]:
+            self.of(slot).each[k][: data.numel()].copy_(data)
+            return
+        bound = self._bind(slot, k)
+        if slot.clean is not bound:
+            bound.start.copy_(self._empty[self.payloads[k]])
+        slot.clean = None
+        torch.ops.ibp.encode_into.default(*bound.encode, status.counts[k], data, None, None, 0, max_sms, status.unused)
+
+    def clean(self, slot: Slot, k: int) -> None:
+        """Makes a message that was moved ready for being coded again: by then the host has less to do."""
+        if self.is_coded[k]:
+            slot.clean = self._bind(slot, k)
+            slot.clean.start.copy_(self._empty[self.payloads[k]])
+
+    def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
+        """Writes what a message carries to where it belongs."""
+        k, data = part
+        if not self.is_coded[k]:
+            data.copy_(self.of(slot).each[k][: data.numel()])
+            return
+        bound = self._bind(slot, k)
+        torch.ops.ibp.decode_bytes.default(*bound.decode, 0, data.numel(), max_sms, data, status.faults[k])
+
+    def note_heads(self, slot: Slot, status: Status) -> None:
+        """Notes in the status which codecs have coded the messages."""
+        status.heads[self._coded] = self.of(slot).words[self._heads]
+
+    def _known(self, slot: Slot) -> dict[int, Any]:
+        """What is kept about a slot's memory."""
+        known = slot.bound.get(self)
+        if known is None:
+            known = slot.bound[self] = {}
+        return known
+
+    def _bind(self, slot: Slot, k: int) -> _Bound:
+        known = self._known(slot)
+        if k not in known:
+            known[k] = self._bound(self.of(slot).each[k], k)
+        return known[k]
+
+    @torch.inference_mode(False)
+    def _bound(self, memory: torch.Tensor, k: int) -> _Bound:
+        place = self._place(memory, self.payloads[k])
+        *encode, _ = place.arguments
+        return _Bound(_start_of(place, memory), tuple(encode), place.table_arguments)
+
+    def _empty_start(self, payload: int) -> torch.Tensor:
+        """What a message begins with before rows are coded into it."""
+        memory = torch.empty(self._size(payload, True), dtype=torch.uint8, device=self.device)
+        place = self._place(memory, payload)
+        place.clear()
+        memory[: 8 * _COUNTERS].view(torch.int64)[_FINGERPRINT] = self.codec.fingerprint
+        return _start_of(place, memory).clone()
+
+    def _place(self, memory: torch.Tensor, payload: int) -> Place:
+        num_rows = rows_of(payload)
+        return Place.over(memory, self.codec.codebook, num_rows, **self.codec.sizes(num_rows))
+
+
+def _start_of(place: Place, memory: torch.Tensor) -> torch.Tensor:
+    """The counters, rooms and bases of a place."""
+    return memory[: place.lengths.data_ptr() - memory.data_ptr()]
+
+
+class Span(NamedTuple):
+    """A piece of a tensor. payload: what its message has room for: as many bytes, or more at the end."""
+
+    bytes: slice
+    payload: int
+
+
+@functools.lru_cache(maxsize=256)
+def spans_of(num_bytes: int, count: int) -> tuple[Span, ...]:
+    """At most `count` pieces of whole rows. The first and the last of three or more have an eighth of the others' size,
+    the first of two a quarter of the tensor: coding the first one and decoding the last one are not hidden behind the
+    link."""
+    rows, inner = rows_of(num_bytes), max(1, count - 2)
+    if count > 2:
+        step = max(1, -(-rows * _EDGE // (inner * _EDGE + 2)))
+        edge = -(-step // _EDGE)
+        payloads = [edge, *[step] * inner, edge]
+    elif count == 2:
+        first = max(1, rows // _FIRST_OF_TWO)
+        payloads = [first, max(1, rows - first)]
+    else:
+        payloads = [max(1, rows)]
+    spans, first = [], 0
+    for payload in payloads:
+        if first < num_bytes:
+            stop = min(first + payload * ROW_BYTES, num_bytes)
+            spans.append(Span(slice(first, stop), payload * ROW_BYTES))
+        first += payload * ROW_BYTES
+    return tuple(spans)
+
+
+def shares_of(count: int) -> tuple[float, float]:
+    """Of a large tensor's bytes: what the first and the last of two or more pieces have."""
+    if count == 2:
+        return 1 / _FIRST_OF_TWO, 1 - 1 / _FIRST_OF_TWO
+    return (1 / ((count - 2) * _EDGE + 2),) * 2

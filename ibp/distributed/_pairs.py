@@ -1,0 +1,206 @@
+"""Tensors from one rank to another: `send` and `recv`.
+
+The first tensor of a kind is raw, and behind it travels a note that says how later ones are coded; a new note follows
+some of them. So both ranks know without asking what travels how. A tensor that has lost rows is sent again, raw, before
+anything else travels from that rank to that other one: both ranks finish one call before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .._common import wire
+from . import _planning
+from ._calls import check_options, check_tensors, kind_of, movable, pieces_of_one, run, travels_raw
+from ._codec import Codec, as_bytes, sample_of
+from ._exchange import CodedWork, Job, Work
+from ._links import Load
+from ._messages import Memory, Messages, Status
+from ._planning import RAW, Kind, Pair, Plan, State
+
+_NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
+_LENGTH_BYTES = 8
+_PIECE_BYTES, _MOST_PIECES = 64 << 20, 8  # of a tensor
+
+
+class Way(NamedTuple):
+    """From this rank to another, or back.
+
+    Attributes:
+        is_out: to the other.
+        peer: its rank in the group.
+        tag: of torch.distributed.
+    """
+
+    group: dist.ProcessGroup | None
+    is_out: bool
+    peer: int
+    tag: int
+
+    def move(self, data: torch.Tensor) -> dist.Work | None:
+        """Sends a tensor, or receives one."""
+        if self.is_out:
+            return dist.isend(data, group=self.group, tag=self.tag, group_dst=self.peer)
+        return dist.irecv(data, group=self.group, tag=self.tag, group_src=self.peer)
+
+    def move_message(self, messages: Messages, memory: Memory) -> dist.Work | None:
+        return self.move(memory.whole)
+
+    def tell(self, status: Status) -> dist.Work | None:
+        return self.move(status.all_rows)
+
+    def move_now(self, data: torch.Tensor) -> None:
+        _wait(self.move(data))
+
+
+class Options(NamedTuple):
+    """As in `ibp.distributed.send`."""
+
+    is_async: bool
+    codec: Codec | None
+    level: str
+    name: str
+
+
+class NotedWork(Work):
+    """A raw tensor and the note behind it."""
+
+    def __init__(self, works: list[dist.Work | None], read: Callable[[], None] | None) -> None:
+        """read: is called when both are there."""
+        super().__init__()
+        self._works, self._read = works, read
+
+    def is_completed(self) -> bool:
+        return all(work is None or work.is_completed() for work in self._works)
+
+    def wait(self, timeout: object = None) -> bool:
+        works, self._works = self._works, []  # some work cannot be waited for twice
+        for work in works:
+            _wait(work)
+        read, self._read = self._read, None
+        if read is not None:
+            read()
+        return True
+
+
+def transfer(tensor: torch.Tensor, way: Way, options: Options) -> dist.Work | None:
+    """See `ibp.distributed.send` and `recv`."""
+    check_options(options.codec, options.level, tensor)
+    state = _planning.state_of(way.group)
+    if travels_raw(state, tensor, tensor.nbytes, options.codec, options.level):
+        return _finish(way.move(movable(tensor)), options.is_async)
+    check_tensors(tensor)
+    pair = state.pairs.setdefault((way.is_out, way.peer, way.tag), Pair())
+    last, pair.last = pair.last, None  # if it fails, it is not in the way of the call after this one
+    _wait(last)
+    kind = kind_of("send", tensor, options.codec, options.level, options.name)
+    plan = pair.plans.get(kind)
+    if plan is None and options.codec is not None:
+        plan = pair.plans[kind] = Plan(options.codec, _num_pieces(tensor), is_checked=False)
+    if plan is None or (plan.codec is not None and plan.is_due()):
+        work: dist.Work | None = _with_note(tensor, way, state, pair, kind)
+    elif plan.codec is not None:
+        work = _coded(tensor, way, state, plan, options.is_async)
+    else:
+        return _finish(way.move(movable(tensor)), options.is_async)
+    pair.last = work if options.is_async else None
+    return _finish(work, options.is_async)
+
+
+def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan, is_async: bool) -> CodedWork:
+    x = as_bytes(tensor)
+    pieces = pieces_of_one(plan, x, way.is_out)
+    job = Job(pieces, way.move_message, way.tell, lambda status: way.move_now(x), plan.note_lost, (x,))
+    return run(job, state, is_async)
+
+
+def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: Kind) -> NotedWork:
+    """A raw tensor, and how those after it travel."""
+    old = pair.plans.get(kind)
+    if way.is_out:
+        codec = _codec_for(tensor, state, kind, old)
+        note = _note(kind, codec).to(tensor.device)
+        pair.plans[kind] = _plan(codec if int(note[:_LENGTH_BYTES].view(torch.int64)) else None, tensor, old)
+        return NotedWork([way.move(movable(tensor)), way.move(note)], None)
+    note = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device=tensor.device)
+
+    def read() -> None:
+        pair.plans[kind] = _plan(_read(note, kind), tensor, old)
+
+    return NotedWork([way.move(movable(tensor)), way.move(note)], read)
+
+
+def _codec_for(tensor: torch.Tensor, state: State, kind: Kind, old: Plan | None) -> Codec | None:
+    """The sender's choice; None where raw tensors come sooner, or it is not known how fast the link is: on the CPU
+    all-gathers do not tell that."""
+    if old is not None and not old.has_lost:
+        return old.codec
+    if (old is not None and old.times >= _planning.MOST_TIMES) or (
+        kind.level == "auto" and (state.link is None or kind.device == "cpu")
+    ):
+        return None
+    link = state.link if kind.level == "auto" else None
+    return _planning.choose(kind, sample_of(tensor), tensor.device, _load(tensor), link)
+
+
+def _plan(codec: Codec | None, tensor: torch.Tensor, old: Plan | None) -> Plan:
+    if codec is None:
+        return RAW
+    calls, times = (1, 0) if old is None else (old.num_calls, old.times + old.has_lost)
+    return Plan(codec, _num_pieces(tensor), num_calls=calls, times=times)
+
+
+def _load(tensor: torch.Tensor) -> Load:
+    return Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
+
+
+def _num_pieces(tensor: torch.Tensor) -> int:
+    """The same on both ranks."""
+    return max(1, min(_MOST_PIECES, tensor.nbytes // _PIECE_BYTES))
+
+
+def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
+    """Its length and the bytes of the kind and the codec, uint8 [_NOTE_BYTES]; a length of 0 where it is too long."""
+    content = wire.written((kind, codec))
+    note = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
+    if len(content) <= _NOTE_BYTES - _LENGTH_BYTES:
+        note[:_LENGTH_BYTES].view(torch.int64).fill_(len(content))
+        note[_LENGTH_BYTES : _LENGTH_BYTES + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return note
+
+
+def _read(note: torch.Tensor, kind: Kind) -> Codec | None:
+    """The codec that a note names. ValueError: it is none, or of another kind of tensor than is received."""
+    content = note.cpu()
+    length = int(content[:_LENGTH_BYTES].view(torch.int64))
+    if not 0 < length <= _NOTE_BYTES - _LENGTH_BYTES:
+        return None
+    found = wire.read(content[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Kind):
+        raise ValueError("recv: what came behind the sender's tensor is no note that says how later ones travel")
+    sent, codec = found
+    if codec is not None and not isinstance(codec, Codec):
+        raise ValueError(f"recv: the sender's note has a {type(codec).__name__}; wanted a codec")
+    if sent != kind:
+        raise ValueError(f"recv: the sender's tensor is {_shown(sent)}; this one is {_shown(kind)}")
+    return codec
+
+
+def _shown(kind: Kind) -> str:
+    return f"{kind.numel} elements of {kind.dtype} on {kind.device}, level {kind.level!r}, name {kind.name!r}"
+
+
+def _finish(work: dist.Work | None, is_async: bool) -> dist.Work | None:
+    if is_async:
+        return work
+    _wait(work)
+    return None
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

@@ -1,0 +1,547 @@
+"""A table whose rows are spread over the ranks of a process group: `ibp.distributed.ShardedTable`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._common import wire
+from .._common.group import Group, same_on_all
+from .._fetch.calls import check_out, sms_of, target_of, worker_of
+from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
+from .._layout import geometry as _rows
+from .._layout.slots import checked_slot_bytes, stored_sizes
+from .._machine import numa as _numa
+from .._rows.table import CorruptTableError, Table
+from .._schemes import AnyCodebook, Request, coding_of
+from .._schemes.choice import learn
+from .._schemes.estimation import estimate
+from .._tables.changes import check_rows, last_of_each
+from .._tables.coding import MOST_LACKING, Learning
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_ALIGNMENT = 16  # bytes, of coded rows that are sent
+_ANY_WAYS = 32  # of a map that is empty
+_CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict each other, or have another codebook
+_LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a codebook is learned from
+
+
+class ShardedTable:
+    """A table [N, ...] of which every rank of a process group has a part: the rows of rank 0 first, then those of rank
+    1, and so on. Ranks may have different numbers of items, or none.
+
+    Rows are sent as they are stored, compressed, by all_to_all over the group, and decoded by the rank that asks: over
+    gloo from host memory, over NCCL from the GPUs. All shards are coded with one codebook; a shard that saves nothing
+    may be raw.
+
+    Calls that need other ranks are collective: every rank of the group makes the same calls in the same order, with ids
+    of its own, or none. A rank that is given wrong arguments takes part all the same, and raises afterwards; the others
+    get what they have asked for. Where a rank has ended, the others raise once the group notices, at the latest after
+    its timeout.
+
+    Args:
+        local_table: this rank's part, whose items are whole rows. It may be changed by its own verbs as long as its
+            shape and codebook stay.
+        group: a process group of torch.distributed; None: the default group.
+
+    Attributes:
+        shape, dtype: of the whole.
+        local_table: this rank's part.
+        starts: where each rank's items begin, and N: size of the group + 1 numbers.
+
+    Raises:
+        TypeError: local_table is no table.
+        ValueError: shards do not go together, or items are not whole rows.
+        RuntimeError: torch.distributed is not initialised, or another rank has failed.
+    """
+
+    __module__ = "ibp.distributed"
+
+    def __init__(self, local_table: CompressedTensor, group: ProcessGroup | None = None) -> None:
+        self._group = members = Group(group)
+        shards = members.together("ShardedTable", lambda: _Shard.of(local_table))
+        same_on_all("ShardedTable", [shard.described() for shard in shards])
+        self._codebook = _common_codebook(shards)
+        self.local_table = local_table
+        self.starts = [0]
+        for shard in shards:
+            self.starts.append(self.starts[-1] + shard.num_items)
+        self.shape = torch.Size((self.starts[-1], *shards[0].item_shape))
+        self._starts = torch.tensor(self.starts, device=members.device)
+        self._own_codebook = local_table.codebook
+        self.rows_per_item = local_table.item_bytes // local_table.row_bytes
+
+    @classmethod
+    def from_local(
+        cls,
+        x: torch.Tensor,
+        group: ProcessGroup | None = None,
+        *,
+        scheme: str = "auto",
+        chunk_bytes: int | None = None,
+        tau: float | None = None,
+        sample: float | None = None,
+        clusters: int | str | None = None,
+        level: str = "default",
+        layout: str = "slots",
+        slot_bytes: int | None = None,
+        row_bytes: int | None = None,
+        device: torch.device | str | int | None = None,
+        pin_memory: bool | None = None,
+        numa: _numa.Numa = None,
+    ) -> ShardedTable:
+        """Compresses each rank's part of a tensor with one codebook, learned from rows of all parts. A collective call.
+
+        Args:
+            x: this rank's part, [n, ...]; n may be 0.
+            group: a process group of torch.distributed; None: the default group.
+            sample: fraction of the rows to learn the codebook from; None: what fits 16 MiB.
+            Others: as in `ibp.compress`; scheme, chunk_bytes, tau, clusters, level and row_bytes are the same on all
+                ranks.
+
+        Raises:
+            TypeError, ValueError: as `ibp.compress`; or parts do not go together.
+            RuntimeError: another rank has failed.
+        """
+        members = Group(group)
+        options: dict[str, Any] = {
+            "scheme": scheme,
+            "chunk_bytes": chunk_bytes,
+            "tau": tau,
+            "sample": sample,
+            "clusters": clusters,
+            "level": level,
+        }
+
+        def describe() -> tuple[dict[str, Any], int, torch.device]:
+            _rows.check_tensor(x)
+            Learning.of(**options, codebook=None)
+            geometry = _rows.Geometry.of(x, row_bytes)
+            _check_whole_rows(geometry)
+            checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
+            same = {"shape of items": list(x.shape[1:]), "dtype": x.dtype, "row_bytes": geometry.row_bytes, **options}
+            return same, x.shape[0], _rows.working_device(x, device)
+
+        described = members.together("from_local", describe)
+        same_on_all("from_local", [same for same, _, _ in described])
+        num_items, worker = sum(count for _, count, _ in described), described[members.rank][2]
+        geometry = _rows.Geometry(torch.Size((num_items, *x.shape[1:])), x.dtype, described[0][0]["row_bytes"])
+        slots = checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
+        codebook = _learned(x, members, geometry, Learning.of(**options, codebook=None), worker, slots)
+        settings: dict[str, Any] = {"scheme": "raw", "row_bytes": geometry.row_bytes}
+        if codebook is not None:
+            settings = {"codebook": codebook, "layout": layout, "slot_bytes": slot_bytes}
+
+        def work() -> CompressedTensor:
+            return compress_rows(x, device=worker, pin_memory=pin_memory, numa=numa, **settings)
+
+        made: list[CompressedTensor] = []
+        members.together("from_local", lambda: made.append(work()))
+        return cls(made[0], group)
+
+    # ---- what it is ----
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local_table.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's part is."""
+        return self.local_table.device
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """None: the default group."""
+        return self._group.process_group
+
+    @property
+    def local_range(self) -> range:
+        """The items that this rank has."""
+        return range(self.starts[self._group.rank], self.starts[self._group.rank + 1])
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The shape, or the size of one dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        own = self.local_range
+        return (
+            f"ibp.distributed.ShardedTable(shape={list(self.shape)}, dtype={self.dtype}, rank {self._group.rank} of "
+            f"{self._group.size} has {len(own):,} items from {own.start:,} on: {self.local_table!r})"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a ShardedTable belongs to the processes of its group: pickle its local_table")
+
+    def check(self) -> None:
+        """Waits for this rank's work on GPUs and raises what went wrong there: CorruptTableError."""
+        self.local_table.check()
+
+    # ---- fetching ----
+
+    def index_select(
+        self,
+        ids: Ids,
+        *,
+        device: torch.device | str | int | None = None,
+        out: torch.Tensor | None = None,
+        max_sms: int | None = None,
+    ) -> torch.Tensor:
+        """The items ids of the whole table, as torch.index_select(x, 0, ids). A collective call, each rank with ids of
+        its own.
+
+        An item that is named several times is sent once. The call waits for the numbers of rows and bytes that the
+        ranks send each other, and cannot be captured in a CUDA graph.
+
+        Args:
+            ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all.
+            device: where the result goes; None: out's device, else the ids'.
+            out: tensor [K, ...] of the table's dtype to write to.
+            max_sms: decode with at most this many of the GPU's multiprocessors; None: all.
+
+        Returns:
+            Tensor [K, ...]; out if it was given.
+
+        Raises:
+            IndexError, TypeError, ValueError: ids or out does not fit; the other ranks have got what they asked for.
+            CorruptTableError: rows of a shard contradict each other, or the shard has been refit.
+            RuntimeError: a rank does not take part.
+        """
+        request, refused = None, None
+        try:
+            request = self._request(ids, device, out, max_sms)
+        except (IndexError, TypeError, ValueError) as error:
+            refused = error
+        received = self._fetched(torch.empty(0, dtype=torch.int64) if request is None else request.unique)
+        if request is None:
+            assert refused is not None
+            raise refused
+        if isinstance(received, CorruptTableError):
+            raise received
+        return self._decoded(received, request, out)
+
+    def __getitem__(self, ids: Ids) -> torch.Tensor:
+        """`index_select(ids)`."""
+        return self.index_select(ids)
+
+    def update_(self, ids: Ids, rows: torch.Tensor) -> ShardedTable:
+        """x[ids] = rows, each rank with ids of its own or none: rows are sent to the ranks that have them, which code
+        them with the codebook that they have (see `CompressedTensor.update_`). A collective call. Returns self.
+
+        Of equal ids the last one counts, that of the highest rank first.
+
+        Args:
+            ids: items to change, integers [K].
+            rows: [K, ...] tensor of the table's dtype.
+
+        Raises:
+            IndexError, TypeError, ValueError: ids or rows does not fit; nothing has changed.
+            RuntimeError: another rank was given what does not fit, and nothing has changed; or a shard cannot be
+                changed, as one that is shared with other processes, and the others have been.
+        """
+        group = self._group
+        chosen: list[torch.Tensor] = []
+        what = "ShardedTable.update_"
+        group.together(what, lambda: chosen.extend(self._change(ids, rows)))
+        owned, data = chosen
+        sent = self._counts_of(owned)
+        received = group.counts(sent)
+        local = group.exchange(owned, sent, received) - self.starts[group.rank]
+        item_bytes = self.local_table.item_bytes
+        items = group.exchange(data, *([item_bytes * count for count in counts] for counts in (sent, received)))
+        shape = local.numel(), *self.shape[1:]
+
+        def change() -> None:
+            self.local_table.update_(local, items.view(self.dtype).view(shape))
+
+        group.together(what, change)
+        return self
+
+    # ---- asking ----
+
+    def _request(
+        self, ids: Ids, device: torch.device | str | int | None, out: torch.Tensor | None, max_sms: int | None
+    ) -> _Wanted:
+        """What index_select asks for, once its arguments are checked."""
+        ids = self._checked_ids(ids)
+        target = target_of(device, out, ids.device)
+        if out is not None:
+            check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
+        sms = sms_of(max_sms)
+        if target.type == "cuda":
+            self.local_table.raise_pending(target)
+        check_range(ids, len(self))
+        unique, places = torch.unique(ids, return_inverse=True)
+        return _Wanted(unique, places, target, sms)
+
+    def _checked_ids(self, ids: Ids) -> torch.Tensor:
+        if not isinstance(ids, torch.Tensor):
+            ids = tensor_of(ids, "ids")
+        ids = checked_ids(ids)
+        if ids.dim() != 1:
+            raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+        return ids.to(torch.int64)
+
+    def _counts_of(self, ordered: torch.Tensor) -> list[int]:
+        """How many of ids in order, on the group's device, each rank has."""
+        return torch.searchsorted(ordered, self._starts).diff().tolist()
+
+    def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:
+        """Rows of ids in order, from all ranks."""
+        group = self._group
+        unique = unique.to(group.device)
+        asked = self._counts_of(unique)
+        asking = group.counts(asked)
+        ids = group.exchange(unique, asked, asking) - self.starts[group.rank]
+        answers = self._answers(ids, asking)
+        sent_bytes = [_CANNOT_SEND if answer is None else answer.rows.numel() for answer in answers]
+        come_bytes = group.counts(sent_bytes)
+        given = [answer for answer in answers if answer is not None]
+        lengths = group.exchange(
+            _joined([answer.lengths for answer in given], group.device),
+            [0 if answer is None else answer.lengths.numel() for answer in answers],
+            [2 * self.rows_per_item * count * (size >= 0) for count, size in zip(asked, come_bytes)],
+        )
+        rows = group.exchange(
+            _joined([answer.rows for answer in given], group.device),
+            [max(0, size) for size in sent_bytes],
+            [max(0, size) for size in come_bytes],
+        )
+        if _CANNOT_SEND in come_bytes:
+            which = come_bytes.index(_CANNOT_SEND)
+            return CorruptTableError(
+                f"rank {which} of the group cannot send rows of its shard: they contradict each other, or it has been "
+                "refit"
+            )
+        return _Received(lengths.view(torch.uint16), rows)
+
+    def _decoded(self, received: _Received, wanted: _Wanted, out: torch.Tensor | None) -> torch.Tensor:
+        """The items in the order that they were asked for in."""
+        table, target = self.local_table, wanted.target
+        shape = (wanted.places.numel(), *self.shape[1:])
+        direct = out is not None and out.is_contiguous()
+        result = out if direct and out is not None else torch.empty(shape, dtype=self.dtype, device=target)
+        if result.numel():
+            lengths, rows, none = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
+            num_items = wanted.unique.numel()
+            codec, words = coding_of(self._codebook, table.row_bytes, target)
+            if self._codebook is None:
+                coded: tuple = (rows, none, lengths[:0], none.view(torch.int64), words, codec, table.row_bytes)
+            else:
+                coded = (none, rows, lengths, self._places(lengths)[:-1], words, codec, 0)
+            on_gpu = target.type == "cuda"
+            fault = table.fault_on(target, of_selections=True) if on_gpu else torch.zeros(4, dtype=torch.int64)
+            places = wanted.places.to(target)
+            torch.ops.ibp.gather_items.default(
+                *coded, 0, num_items, table.item_bytes, places, wanted.sms, result, fault, None
+            )
+            if not on_gpu:
+                status, position, _, taken = fault.tolist()
+                table.raise_fault((status, position, None, taken))
+        return out.copy_(result.view(out.shape)) if out is not None and not direct else result
+
+    # ---- answering ----
+
+    def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[_Received | None]:
+        """The rows that ranks ask for, counts[r] of the ids each; None where they cannot be sent."""
+        if self.local_table.codebook is not self._own_codebook:
+            return [None if count else self._selected(ids[:0], [0])[0] for count in counts]
+        try:
+            return list(self._selected(ids, counts))
+        except (CorruptTableError, IndexError):
+            return [self._answer(part) for part in ids.split(counts)]
+
+    def _answer(self, ids: torch.Tensor) -> _Received | None:
+        try:
+            return self._selected(ids, [ids.numel()])[0]
+        except (CorruptTableError, IndexError):
+            return None
+
+    def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_Received]:
+        """Rows of this rank's items, in parts of so many items. Raises IndexError or CorruptTableError."""
+        table, device = self.local_table, self._group.device
+        if ids.numel() == 0:
+            nothing = torch.empty(0, dtype=torch.uint8, device=device)
+            return [_Received(nothing, nothing) for _ in counts]
+        check_range(ids, table.num_items)
+        worker = worker_of(table, device)
+        parts = torch.arange(self.rows_per_item, device=worker)
+        rows = (ids.to(worker).unsqueeze(1) * self.rows_per_item + parts).view(-1)
+        ends_of_parts = torch.tensor([0, *counts]).cumsum(0) * self.rows_per_item
+        lengths = _entries(table, rows, worker)
+        ends = self._places(lengths)
+        bounds = ends[ends_of_parts.to(worker)].tolist()
+        copied = torch.empty(bounds[-1], dtype=torch.uint8, device=worker)
+        fault = torch.zeros(4, dtype=torch.int64, device=worker)
+        arguments, no_map = table.arguments(worker), ends[:0]
+        torch.ops.ibp.fill_slab.default(*arguments, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
+        table.raise_fault(fault.tolist())
+        near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
+        entries = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
+        return [_Received(*pair) for pair in zip(entries, near.split(sizes))]
+
+    def _places(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Where rows with these entries of the index begin when they are sent one after the other, and the end: int64
+        [rows + 1]. Coded ones begin at multiples of 16 bytes, which kernels copy faster."""
+        row_bytes = self.local_table.row_bytes
+        sizes = stored_sizes(lengths, row_bytes, row_bytes)
+        if self._codebook is not None:
+            sizes = (sizes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+
+    # ---- changing ----
+
+    def _change(self, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids in order, the bytes of their rows) on the group's device, of equal ids the last one."""
+        ids, device = self._checked_ids(ids), self._group.device
+        check_rows(self.local_table, rows, ids.numel())
+        check_range(ids, len(self))
+        chosen, places = last_of_each(ids, len(self))
+        if places is None:
+            chosen, places = chosen.sort()
+        data = rows.detach().to(device)[places.to(device)]
+        return chosen.to(device), _rows.bytes_of(data)
+
+
+@wire.sent
+class _Shard(NamedTuple):
+    """What ranks tell each other of their parts."""
+
+    num_items: int
+    item_shape: tuple[int, ...]
+    dtype: torch.dtype
+    row_bytes: int
+    codebook: AnyCodebook | None
+
+    @classmethod
+    def of(cls, table: Any) -> _Shard:
+        if not isinstance(table, CompressedTensor):
+            raise TypeError(f"local_table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
+        _check_whole_rows(table.geometry)
+        return cls(len(table), tuple(table.shape[1:]), table.dtype, table.row_bytes, table.codebook)
+
+    def described(self) -> dict[str, Any]:
+        """What is the same for all parts."""
+        return {"shape of items": list(self.item_shape), "dtype": self.dtype, "row_bytes": self.row_bytes}
+
+
+class _Wanted(NamedTuple):
+    """What a rank asks for. unique: int64, in order, none twice; places: int64 [K], which of them each item is; target:
+    where the items go; sms: at most, 0: all."""
+
+    unique: torch.Tensor
+    places: torch.Tensor
+    target: torch.device
+    sms: int
+
+
+class _Received(NamedTuple):
+    """Rows as they are stored, one after the other (uint8), and their entries of the index (as bytes where they are
+    sent)."""
+
+    lengths: torch.Tensor
+    rows: torch.Tensor
+
+
+def _entries(table: Table, rows: torch.Tensor, worker: torch.device) -> torch.Tensor:
+    """Entries of the index of rows, uint16 on the worker, 0 where there is none."""
+    lengths = table.arguments(worker)[2]
+    found = lengths.view(torch.int16)[rows] if lengths.numel() else torch.zeros_like(rows, dtype=torch.int16)
+    return found.view(torch.uint16)
+
+
+def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _check_whole_rows(geometry: _rows.Geometry) -> None:
+    if len(geometry.shape) == 0 or not geometry.has_whole_rows:
+        raise ValueError(
+            f"items of {geometry.item_bytes} bytes are not whole rows of {geometry.row_bytes}: wanted a tensor of 2 or "
+            "more dimensions, and row_bytes that divides an item's"
+        )
+
+
+def _common_codebook(shards: list[_Shard]) -> AnyCodebook | None:
+    """That of all shards which are not raw; None where all are. ValueError where they differ."""
+    found = [(rank, shard.codebook) for rank, shard in enumerate(shards) if shard.codebook is not None]
+    for rank, codebook in found:
+        if codebook != found[0][1]:
+            raise ValueError(
+                f"the shards of ranks {found[0][0]} and {rank} have different codebooks: make them with from_local, or "
+                "with compress_rows(..., codebook=) of one"
+            )
+    return found[0][1] if found else None
+
+
+# ---- learning ----
+
+
+def _learned(
+    x: torch.Tensor,
+    members: Group,
+    geometry: _rows.Geometry,
+    learning: Learning,
+    worker: torch.device,
+    slot_bytes: int | None,
+) -> AnyCodebook | None:
+    """A codebook for all parts, learned by rank 0 from rows of each; None for raw rows. geometry: of the whole."""
+    if geometry.num_bytes == 0:
+        return None
+    rows = _sampled(x, members, geometry, learning.sample)
+    whole = 1.0 if learning.sample is not None else None
+    request = Request(
+        rows,
+        geometry,
+        worker,
+        whole,
+        learning.chunk_bytes,
+        learning.tau,
+        slot_bytes=slot_bytes,
+        clusters=learning.clusters,
+        level=learning.level,
+    )
+
+    def by_rank_0(request: Request) -> AnyCodebook | None:
+        return members.together("from_local", lambda: learn(learning.scheme, request) if members.rank == 0 else None)[0]
+
+    def stored_bytes(codebook: AnyCodebook | None) -> int:
+        if codebook is None:
+            return geometry.num_bytes
+        coded = members.together("from_local", lambda: estimate(x, codebook, device=worker))
+        return sum(int(size) for size in coded)
+
+    codebook = by_rank_0(request)
+    if codebook is None or not codebook.is_partial or codebook.expected_savings is None:
+        return codebook
+    stored = stored_bytes(codebook)
+    if 1 - stored / geometry.num_bytes > codebook.expected_savings - MOST_LACKING:
+        return codebook
+    again = by_rank_0(replace(request, codes_invariant=True))
+    return again if stored_bytes(again) < stored else codebook
+
+
+def _sampled(x: torch.Tensor, members: Group, geometry: _rows.Geometry, sample: float | None) -> torch.Tensor:
+    """Rows of all parts, uint8 on the CPU, of each as many as it has of the whole."""
+    row_bytes = geometry.row_bytes
+    share = _SAMPLED_BYTES / geometry.num_bytes if sample is None else sample
+    wanted = max(_LEAST_SAMPLED_ROWS, math.ceil(geometry.num_rows * share))
+    own_bytes = x.numel() * x.element_size()
+
+    def draw() -> torch.Tensor:
+        own = -(-wanted * (own_bytes // row_bytes) // geometry.num_rows)
+        return _rows.sample(_rows.bytes_of(x), row_bytes, own, members.rank)
+
+    parts = members.together("from_local", draw)
+    return torch.cat(parts)

@@ -1,0 +1,420 @@
+"""Keys or values of a layer as coded rows: cut, learned from, coded, decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from .. import _core, _schemes
+from .._fetch.streaming import STREAM_SMS
+from .._layout import geometry as _rows
+from .._schemes import AnyCodebook, PlanesCodebook
+from .._schemes.estimation import check_codebook
+from .._schemes.planes.learning import learn_planes
+
+_SECTOR = _core.SECTOR_BYTES
+_MOST_ROW_BYTES = 8192  # a row wastes 16 bytes on average, the rest of its last sector
+_LEARN_ELEMENTS = 1 << 19
+_LEAST_SAVINGS = 0.02  # of a codebook: with less, tokens are kept raw
+_FALL = 0.02  # of savings, after which a new codebook is looked for
+_GAIN = 0.01  # of savings, that a new codebook must bring
+_GROWTH = 1.5  # of index arrays
+_OUTER_DIMS = 3  # blocks, sequences and heads number the items of a tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a cache was asked for.
+
+    Attributes:
+        block: tokens that are coded together.
+        window: the newest tokens, which stay raw.
+        storage: "host" or "gpu".
+        scheme: "planes", "ibp" or "raw".
+        level: of scheme "planes".
+        codebooks: of keys and of values; None: learned.
+        sms: multiprocessors that decode; 0: all.
+    """
+
+    block: int
+    window: int
+    storage: str
+    scheme: str
+    level: str
+    codebooks: tuple[AnyCodebook, AnyCodebook] | None
+    sms: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """How keys or values of a layer, [B, num_heads, T, head_dim], are cut. An item is a block of tokens of one head of
+    one sequence, item_bytes in one piece, and has whole rows of row_bytes."""
+
+    dtype: torch.dtype
+    num_heads: int
+    head_dim: int
+    block: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, states: torch.Tensor, block: int, codebook: AnyCodebook | None) -> Form:
+        """The form of keys or values. codebook: that they will be coded with, if that is known.
+
+        Raises:
+            ValueError: blocks are no whole rows of the codebook's, or one token of a head is too long for a row.
+        """
+        token_bytes = states.shape[-1] * states.element_size()
+        item_bytes = block * token_bytes
+        if codebook is not None:
+            check_codebook(codebook)
+            row_bytes = codebook.row_bytes
+            if item_bytes % row_bytes:
+                raise ValueError(
+                    f"a codebook has rows of {row_bytes} bytes; wanted a divisor of {item_bytes}, the bytes of "
+                    f"{block} tokens of a head"
+                )
+        else:
+            tokens = [count for count in range(1, block + 1) if block % count == 0]
+            row_bytes = max(
+                (n * token_bytes for n in tokens if n * token_bytes <= _MOST_ROW_BYTES), default=token_bytes
+            )
+        if not 0 < row_bytes <= _core.MAX_ROW_BYTES:
+            raise ValueError(f"one token of a head has {token_bytes} bytes; wanted 1 to {_core.MAX_ROW_BYTES}")
+        return cls(states.dtype, states.shape[1], states.shape[-1], block, row_bytes)
+
+    @property
+    def item_bytes(self) -> int:
+        return self.block * self.head_dim * self.dtype.itemsize
+
+    @property
+    def rows_per_item(self) -> int:
+        return self.item_bytes // self.row_bytes
+
+    def items(self, tokens: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Blocks first to last - 1 of [B, num_heads, tokens, head_dim], where a head's tokens lie in one piece, as a
+        view [blocks, B, num_heads, block * head_dim]."""
+        batch, heads, _, dim = tokens.shape
+        of_batch, of_head, of_token, _ = tokens.stride()
+        start = tokens.storage_offset() + first * self.block * of_token
+        sizes, strides = (last - first, batch, heads, self.block * dim), (self.block * of_token, of_batch, of_head, 1)
+        return tokens.as_strided(sizes, strides, start)
+
+
+class Coded(NamedTuple):
+    """Items of one call, coded into memory of their own.
+
+    Attributes:
+        codebook: that they are coded with; None: they are raw.
+        data: uint8: the coded bytes, and room behind them.
+        lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw.
+        state: int64 [7], bytes of data in use, rows spilled and lost, a fault; None where they are raw.
+        num_items: how many they are.
+    """
+
+    codebook: AnyCodebook | None
+    data: torch.Tensor
+    lengths: torch.Tensor
+    bases: torch.Tensor
+    state: torch.Tensor | None
+    num_items: int
+
+    def num_bytes(self, state: list[int] | None) -> int:
+        """Bytes of data in use. state: what the tensor of that name holds, on the host.
+
+        Raises:
+            RuntimeError: a row was not coded, which cannot happen to what `encode` has queued.
+        """
+        if state is None:
+            return self.data.numel()
+        used, _, lost, status, *_ = state
+        if lost or status or not 0 <= used <= self.data.numel():
+            raise RuntimeError(f"tokens were not coded: {lost} rows lost, status {status}, {used} bytes in use")
+        return used
+
+
+def raw(items: torch.Tensor) -> Coded:
+    """Items as they are."""
+    none = torch.empty(0, dtype=torch.int64, device=items.device)
+    data = items.contiguous().view(-1).view(torch.uint8)
+    return Coded(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
+
+
+def encode(items: torch.Tensor, codebook: AnyCodebook) -> Coded:
+    """Queues the coding of items [blocks, B, heads, elements], which takes as many bytes of memory as they have."""
+    device, item_bytes = items.device, items.shape[-1] * items.element_size()
+    num_items = items[..., 0].numel()
+    num_rows = num_items * item_bytes // codebook.row_bytes
+    room = -(-codebook.row_bytes // _SECTOR) * _SECTOR  # of a row that is kept raw: none is ever lost
+    data = torch.empty(num_rows * room, dtype=torch.uint8, device=device)
+    lengths = torch.zeros(num_rows, dtype=torch.int16, device=device).view(torch.uint16)
+    bases = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+    state = torch.zeros(7, dtype=torch.int64, device=device)
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    torch.ops.ibp.encode_into.default(
+        none,
+        data,
+        lengths,
+        bases,
+        codebook.words(device),
+        codebook.codec,
+        0,
+        0,
+        num_items,
+        item_bytes,
+        none.view(torch.uint16),
+        state[:1],
+        state[1:3],
+        items,
+        None,
+        None,
+        0,
+        0,
+        state[3:],
+    )
+    return Coded(codebook, data, lengths, bases, state, num_items)
+
+
+class Order(NamedTuple):
+    """Which coded sequence is which one now.
+
+    Attributes:
+        slots: int64 [blocks, B]: sequence b of block t is the coded sequence slots[t, b]; these are numbered over all
+            blocks, in the order in which they were coded.
+        stamp: another one for every order.
+    """
+
+    slots: torch.Tensor
+    stamp: int
+
+
+class Span:
+    """Blocks one after the other that one codebook has coded; or raw ones.
+
+    Args:
+        codebook: None: raw.
+        first_block: of the span.
+        first_slot: the first coded sequence of the span.
+        device: where the index is.
+    """
+
+    def __init__(
+        self, form: Form, codebook: AnyCodebook | None, first_block: int, first_slot: int, device: torch.device
+    ) -> None:
+        self.form, self.codebook, self.first_block, self.first_slot = form, codebook, first_block, first_slot
+        self.num_items = 0
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        self._none, self._no_bases = none.view(torch.uint8), none
+        self._lengths, self._bases = none.view(torch.uint16), none  # of raw items: their places in units of item_bytes
+        self._words = self._none if codebook is None else codebook.words(device)
+        self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
+        self._index = self._lengths, self._bases  # of all rows
+        self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None  # those of the last order
+        # Decoders that look entries up by column are slow in long rows: all multiprocessors keep up with the link.
+        by_column = isinstance(codebook, PlanesCodebook) and codebook.per_column
+        self._streaming_sms = 0 if by_column else STREAM_SMS
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_items * self.form.rows_per_item
+
+    @property
+    def index_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self._lengths, self._bases, self._words))
+
+    def append(self, coded: Coded, offset: int) -> None:
+        """Adds items whose bytes are at an offset of the arena."""
+        if self.codebook is None:
+            first = offset // self.form.item_bytes
+            places = torch.arange(first, first + coded.num_items, device=self._bases.device)
+            self._bases = _extended(self._bases, self.num_items, places)
+        else:
+            self._lengths = _extended(self._lengths, self.num_rows, coded.lengths)
+            self._bases = _extended(self._bases, self.num_rows, coded.bases + offset)
+        self._resize(self.num_items + coded.num_items)
+
+    def truncate(self, num_items: int) -> None:
+        """Forgets the items behind the first ones."""
+        self._ids = None
+        self._resize(num_items)
+
+    def _resize(self, num_items: int) -> None:
+        self.num_items = num_items
+        self._index = self._lengths[: self.num_rows], self._bases[: self.num_rows]
+
+    def decode(
+        self, staged: torch.Tensor, out: torch.Tensor, ids: torch.Tensor | None, sms: int | None, fault: torch.Tensor
+    ) -> None:
+        """Queues the decoding of items. staged: the bytes of the arena; out: a view of items; ids: which ones, as many
+        as out has; None: all. sms: multiprocessors, 0: all; None: as many as keep up with the link."""
+        sms = self._streaming_sms if sms is None else sms
+        item_bytes, row_bytes = self.form.item_bytes, self.form.row_bytes
+        if self.codebook is None:
+            places = self._bases[: self.num_items]
+            ids = places if ids is None else places[ids]
+            num_items = staged.numel() // item_bytes
+            slots, overflow, index = staged[: num_items * item_bytes], self._none, (self._lengths, self._no_bases)
+        else:
+            num_items, slots, overflow, index, row_bytes = self.num_items, self._none, staged, self._index, 0
+        shape = row_bytes, 0, num_items, item_bytes
+        torch.ops.ibp.gather_into.default(
+            slots, overflow, *index, self._words, self._codec, *shape, ids, sms, _OUTER_DIMS, out, fault
+        )
+
+    def ids(self, first: int, last: int, batch: int, order: Order | None) -> torch.Tensor | None:
+        """int64 [n]: the items of blocks first to last - 1 of all blocks, in the order of a tensor's items. None: all
+        of the span as they are. order: None: that in which they were coded."""
+        heads, device = self.form.num_heads, self._bases.device
+        if order is None:
+            start, end = (block * batch - self.first_slot for block in (first, last))
+            if (start * heads, end * heads) == (0, self.num_items):
+                return None
+            return torch.arange(start * heads, end * heads, device=device)
+        key = (order.stamp, first, last)
+        if self._ids is None or self._ids[0] != key:
+            slots = order.slots[first:last] - self.first_slot
+            ids = slots[..., None] * heads + torch.arange(heads, device=device)
+            self._ids = key, ids.view(-1)
+        return self._ids[1]
+
+    def clone(self) -> Span:
+        copied = Span(self.form, self.codebook, self.first_block, self.first_slot, self._bases.device)
+        copied._lengths, copied._bases = self._lengths.clone(), self._bases.clone()
+        copied._resize(self.num_items)
+        return copied
+
+
+class Codec:
+    """The coded keys, or values, of a layer.
+
+    Args:
+        form: how they are cut.
+        options: of the cache.
+        given: the codebook to begin with; None: it is learned from what is coded first.
+        device: where they are coded and decoded.
+    """
+
+    def __init__(self, form: Form, options: Options, given: AnyCodebook | None, device: torch.device) -> None:
+        self.form, self._options, self._device = form, options, device
+        self._codebook = given
+        self._is_raw = options.scheme == "raw"
+        self._wanted: float | None = None  # savings that the codebook was taken for
+        self._looks = given is None and not self._is_raw  # for a codebook, when items are coded next
+        self.num_learned = 0
+        self.spans: list[Span] = []
+
+    def alignment_of(self, coded: Coded) -> int:
+        """Of the offsets at which coded items may lie."""
+        return self.form.item_bytes if coded.codebook is None else _SECTOR
+
+    def encode(self, tokens: torch.Tensor) -> Coded:
+        """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for these where a
+        codebook is learned from them."""
+        items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
+        if self._looks and items.numel():
+            self._look(items)
+        return raw(items) if self._is_raw or self._codebook is None else encode(items, self._codebook)
+
+    def _look(self, items: torch.Tensor) -> None:
+        """Takes the codebook of some items where it saves more than the present one; none where it saves nothing."""
+        sample = _sampled(items)
+        learned = _learned(sample, self.form, self._options, items[..., 0].numel() * self.form.rows_per_item)
+        found = _saved(sample, learned)
+        if self._codebook is None or found > _saved(sample, self._codebook) + _GAIN:
+            self._codebook, self._is_raw = learned, found < _LEAST_SAVINGS
+            self.num_learned += not self._is_raw
+        self._looks, self._wanted = False, None
+
+    def add(self, coded: Coded, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
+        """Adds items whose num_bytes bytes are at an offset of the arena, as those behind all others."""
+        if not self.spans or self.spans[-1].codebook is not coded.codebook:
+            self.spans.append(Span(self.form, coded.codebook, first_block, first_slot, self._device))
+        self.spans[-1].append(coded, offset)
+        if coded.codebook is None or coded.num_items == 0:
+            return
+        savings = 1 - num_bytes / (coded.num_items * self.form.item_bytes)
+        if self._wanted is None:
+            self._wanted = savings
+        self._looks = self._looks or savings < self._wanted - _FALL
+
+    def decode(
+        self,
+        staged: torch.Tensor,
+        out: torch.Tensor,
+        blocks: range,
+        order: Order | None,
+        sms: int | None,
+        fault: torch.Tensor,
+    ) -> None:
+        """Queues the decoding of blocks to the first tokens of [B, num_heads, tokens, head_dim], whose tokens of a head
+        lie in one piece."""
+        for span, end in zip(self.spans, [*(span.first_block for span in self.spans[1:]), blocks.stop]):
+            first, last = max(blocks.start, span.first_block), min(blocks.stop, end)
+            if first < last:
+                ids = span.ids(first, last, out.shape[0], order)
+                items = self.form.items(out, first - blocks.start, last - blocks.start)
+                span.decode(staged, items, ids, sms, fault)
+
+    def truncate(self, num_blocks: int, num_slots: int) -> None:
+        """Forgets the blocks, and coded sequences, behind the first ones."""
+        self.spans = [span for span in self.spans if span.first_block < num_blocks]
+        if self.spans:
+            self.spans[-1].truncate((num_slots - self.spans[-1].first_slot) * self.form.num_heads)
+
+    def clone(self) -> Codec:
+        copied = Codec(self.form, self._options, self._codebook, self._device)
+        copied._is_raw, copied._wanted, copied._looks = self._is_raw, self._wanted, self._looks
+        copied.num_learned, copied.spans = self.num_learned, [span.clone() for span in self.spans]
+        return copied
+
+
+def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
+    """An array with new entries behind its first `size` ones: in its memory where there is room."""
+    end = size + new.numel()
+    if end > held.numel():
+        larger = torch.empty(max(end, int(_GROWTH * size)), dtype=held.dtype, device=held.device)
+        _signed(larger)[:size].copy_(_signed(held)[:size])
+        held = larger
+    _signed(held)[size:end].copy_(_signed(new))
+    return held
+
+
+def _signed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as numbers that every device copies."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
+
+
+def _sampled(items: torch.Tensor) -> torch.Tensor:
+    """Some items, from anywhere among them: uint8 on the CPU."""
+    num_blocks, batch, heads, elements = items.shape
+    total = num_blocks * batch * heads
+    wanted = max(1, _LEARN_ELEMENTS // elements)
+    ids = torch.arange(total)
+    if total > wanted:
+        ids = torch.randint(total, (wanted,), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(items.device)
+    taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
+    return taken.cpu().view(-1)
+
+
+def _learned(sample: torch.Tensor, form: Form, options: Options, num_rows: int) -> AnyCodebook | None:
+    """A codebook for rows like the sample's, num_rows of them for now."""
+    if options.scheme == "planes":
+        return learn_planes(
+            sample, form.row_bytes, num_rows, form.dtype, level=options.level, codes_invariant=True
+        ).codebook
+    rows = _rows.Geometry(torch.Size((sample.numel() // form.row_bytes, form.row_bytes)), torch.uint8, form.row_bytes)
+    request = _schemes.Request(sample, rows, torch.device("cpu"), 1.0)
+    return _schemes.learn(options.scheme, replace(request, codes_invariant=True))
+
+
+def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:
+    """The share of the sample's bytes that a codebook saves."""
+    if codebook is None:
+        return 0.0
+    geometry = _rows.Geometry(
+        torch.Size((sample.numel() // codebook.row_bytes, codebook.row_bytes)), torch.uint8, codebook.row_bytes
+    )
+    lengths = _schemes.measure(sample, codebook, torch.device("cpu"))
+    return 1 - _schemes.total_stored(lengths, geometry) / max(1, sample.numel())

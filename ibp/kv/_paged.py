@@ -1,0 +1,109 @@
+"""Where the pages of a paged cache lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._tables.place import Buffers
+
+
+class PagedTensors:
+    """Tensors [num_blocks, ...] of a paged cache, such as those of its layers: a page is block b of all of them. Make
+    it once and use it for all transfers: addresses are copied to the device then.
+
+    Args:
+        tensors: one, or several of one shape, dtype, strides and device. Blocks may lie any number of bytes apart, and
+            may be strided themselves; each is taken in the order of its elements.
+
+    Attributes:
+        tensors: as given.
+        num_blocks: of each tensor.
+        block_bytes: of one block of one tensor.
+        piece_bytes: that lie one after the other, of the pieces of a block.
+        device: where the tensors are.
+
+    Raises:
+        TypeError: they are no tensors.
+        ValueError: there are none, they differ, or a block has no bytes.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        self.tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        if not self.tensors or not all(isinstance(tensor, torch.Tensor) for tensor in self.tensors):
+            raise TypeError("wanted a tensor [num_blocks, ...], or a sequence of at least one")
+        first, looks = self.tensors[0], [_look(tensor) for tensor in self.tensors]
+        for look in looks:
+            if look != looks[0]:
+                raise ValueError(f"the tensors differ: one is {look}, the first is {looks[0]}")
+        if first.dim() == 0 or not first[:1].numel():
+            raise ValueError(f"a tensor of shape {list(first.shape)} has no blocks; wanted [num_blocks, ...]")
+        self.num_blocks, self.device = first.shape[0], first.device
+        self.block_bytes = first[0].numel() * first.element_size()
+        offsets, self.piece_bytes = _pieces(first[0])
+        starts = [tensor.data_ptr() + offset for tensor in self.tensors for offset in offsets]
+        near = torch.tensor(starts, dtype=torch.int64, device=self.device)
+        self._layout, scratch = _piece(first[0], self.piece_bytes)
+        stride = first.stride(0) * first.element_size()
+        self._where = (near, None, stride, scratch.data_ptr(), len(offsets))  # as torch.ops.ibp.plan_pages takes it
+        self._used = (*_owners(self.tensors), near, scratch)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def pieces(self) -> int:
+        """How many there are of a block of all tensors."""
+        return self._where[0].numel()
+
+
+class PageList:
+    """Tensors that are a page each, all of which are meant: as `PagedTensors`, with as many blocks as tensors."""
+
+    def __init__(self, tensors: Buffers) -> None:
+        self.tensors = tensors.tensors
+        first = self.tensors[0]
+        self.num_blocks, self.device = len(self.tensors), first.device
+        self.block_bytes = first.numel() * first.element_size()
+        offsets, self.piece_bytes = _pieces(first)
+        near = torch.tensor(offsets, dtype=torch.int64, device=self.device)
+        self._layout, scratch = _piece(first, self.piece_bytes)
+        self._where = (near, tensors.addresses, 0, scratch.data_ptr(), len(offsets))
+        self._used = (*_owners(self.tensors), near, tensors.addresses, scratch)
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def pieces(self) -> int:
+        return self._where[0].numel()
+
+
+def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor for each memory that they share: what other streams are told of."""
+    return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+
+
+def _look(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
+
+
+def _pieces(block: torch.Tensor) -> tuple[list[int], int]:
+    """(offsets in bytes of the pieces of a block, in the order of its elements; bytes of each)."""
+    run, dims = 1, [(size, stride) for size, stride in zip(block.shape, block.stride()) if size != 1]
+    while dims and dims[-1][1] == run:
+        run *= dims.pop()[0]
+    offsets = torch.zeros((), dtype=torch.int64)
+    for size, stride in dims:
+        offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
+    itemsize = block.element_size()
+    return (offsets * itemsize).flatten().tolist(), run * itemsize
+
+
+def _piece(block: torch.Tensor, piece_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first piece as a tensor, and memory as large that nobody uses."""
+    piece = block.as_strided((piece_bytes // block.element_size(),), (1,))
+    return piece, torch.empty(piece_bytes, dtype=torch.uint8, device=block.device)

@@ -1,0 +1,292 @@
+"""Rows of tokens kept coded in host memory and fetched by index: `KVRows`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import _core
+from .._common.arguments import whole_number
+from .._machine import memory
+from .._rows.table import CorruptTableError
+from .._schemes import AnyCodebook
+from .._tables.place import Place
+from ..cache import RowCache
+from . import _sizes
+
+_INDEX_OUT_OF_RANGE = 2  # ibp_status
+
+
+class KVRowsStats(NamedTuple):
+    """What a `KVRows` has done.
+
+    hits, misses: rows that `select` found in the cache, and that came from where the rows are.
+    link_bytes: of the missed ones, in whole 32-byte sectors.
+    spilled_rows, lost_rows: of all that were put: those with a part in overflow; those that found no room there.
+    used_overflow_bytes: of overflow that have been handed out.
+    """
+
+    hits: int
+    misses: int
+    link_bytes: int
+    spilled_rows: int
+    lost_rows: int
+    used_overflow_bytes: int
+
+
+class KVRows:
+    """Keys or values of tokens, a row a head, coded in pinned host memory: for attention that looks at few tokens,
+    chosen anew for every token that is generated (top-k sparse attention; InfiniGen). Rows that were selected last stay
+    on the GPU, coded too, in a cache of given size.
+
+        keys = ibp.KVRows(k[:, :256], num_layers=32, num_tokens=131_072, num_heads=8, cache_bytes=64 << 20)
+        keys.put(layer, k_new, positions)              # [tokens, heads, dim], as the model makes them
+        k = keys.select(layer, chosen, per_head=True)  # chosen: [heads, k]; k: [heads, k, dim]
+
+    All work is on the current stream; nothing there waits for the host. With token numbers on the GPU both can be
+    captured in a CUDA graph, after a call of each outside it. A token number is a place: for sequences of a batch give
+    them ranges of it, and use those of tokens that are gone again. Rows that were never put are zeros.
+
+    Args:
+        codebook: how rows are coded; or a sample [..., dim] of rows, from which a codebook and sizes are learned. For
+            keys and for values make a `KVRows` each; for latents of all heads (MLA) one, with num_heads 1.
+        num_layers, num_tokens: layers, and tokens of each.
+        num_heads: rows of a token.
+        dtype: of the rows; None: the sample's.
+        cache_bytes: device memory of the cache, of all layers; 0: none.
+        slot_bytes, overflow_bytes: of a row's slot, and of overflow of each layer, instead of what the sample says.
+        level: of the codebook that is learned, see `ibp.compress`.
+        device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
+        storage: "host", pinned memory; or "device".
+
+    Attributes:
+        places: the rows of each layer (`ibp.Place`): row token * num_heads + head.
+        caches: of each layer (`ibp.RowCache`), or none.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or contradicts another.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self,
+        codebook: AnyCodebook | torch.Tensor,
+        *,
+        num_layers: int,
+        num_tokens: int,
+        num_heads: int = 1,
+        dtype: torch.dtype | None = None,
+        cache_bytes: int = 0,
+        slot_bytes: int | None = None,
+        overflow_bytes: int | None = None,
+        level: str = "default",
+        device: torch.device | str | int | None = None,
+        storage: str = "host",
+    ) -> None:
+        self.num_layers = whole_number("num_layers", num_layers, 1)
+        self.num_tokens = whole_number("num_tokens", num_tokens, 0)
+        self.num_heads = whole_number("num_heads", num_heads, 1)
+        cache_bytes = whole_number("cache_bytes", cache_bytes, 0)
+        self.device = memory.usual(device)
+        _sizes.check_storage(storage)
+        sample = codebook if isinstance(codebook, torch.Tensor) else None
+        if sample is not None and (sample.dim() == 0 or not sample.numel()):
+            raise ValueError(f"the sample has shape {list(sample.shape)}; wanted rows [..., dim]")
+        self.dtype = sample.dtype if sample is not None else dtype
+        if self.dtype is None or (dtype is not None and dtype != self.dtype):
+            raise ValueError(f"dtype is {dtype}; wanted that of the rows, which a codebook does not know")
+        row_bytes = 0 if sample is None else sample.shape[-1] * sample.element_size()
+        self.codebook = _sizes.learned(codebook, row_bytes, level)
+        self.dim = self.codebook.row_bytes // self.dtype.itemsize
+        num_rows, found = self.num_tokens * self.num_heads, _sizes.chosen(sample, self.codebook)
+        slot_bytes, overflow_bytes = _sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
+        on_gpu = self.device.type == "cuda"
+        self.places = tuple(
+            Place(
+                self.codebook,
+                num_rows,
+                slot_bytes=slot_bytes,
+                overflow_bytes=overflow_bytes,
+                device=self.device,
+                pinned=storage == "host" and on_gpu,
+            )
+            for _ in range(self.num_layers)
+        )
+        self.caches = tuple(
+            RowCache(place, cache_bytes // num_layers, devices=self.device, policy="lru", slot_bytes=slot_bytes or None)
+            for place in (self.places if cache_bytes else ())
+        )
+        self._heads = torch.arange(self.num_heads, device=self.device)
+        self._fault = memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
+        self._fault_near = memory.device_view(self._fault, self.device) if on_gpu else self._fault
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of slots and overflow of all layers."""
+        return sum(place.slots.numel() + place.overflow.numel() for place in self.places)
+
+    @property
+    def gain(self) -> float:
+        """How many tokens the pool holds for each raw one that it would."""
+        held = self.num_layers * self.num_tokens * self.num_heads * self.codebook.row_bytes
+        return held / max(1, self.pool_bytes)
+
+    def __repr__(self) -> str:
+        return (
+            f"ibp.KVRows({self.num_layers} layers of {self.num_tokens} tokens, {self.num_heads} x {self.dim} of "
+            f"{self.dtype}, slots of {self.places[0].slot_bytes} bytes, pool of {self.pool_bytes} bytes, "
+            f"{self.device}, {'host' if self.places[0].pinned else 'device'} memory, cache of "
+            f"{sum(cache.capacity for cache in self.caches)} rows)"
+        )
+
+    # ---- rows ----
+
+    def put(self, layer: int, rows: torch.Tensor, tokens: torch.Tensor, *, max_sms: int | None = None) -> None:
+        """Codes rows of tokens, in place of what was there: of a prompt, or of a token that was generated.
+
+        Args:
+            layer: which one.
+            rows: [tokens, num_heads, dim] of dtype on the device, of any strides but for those of dim; or
+                [tokens, dim] where a token has one row.
+            tokens: int32 or int64 [tokens], all different, on the CPU or the device.
+            max_sms: at most this many multiprocessors are used; None: all.
+
+        Raises:
+            IndexError: there is no such layer or token; of tokens on a GPU `check` raises it.
+            TypeError, ValueError: rows or tokens are not as described.
+        """
+        place = self.places[self._layer(layer)]
+        tokens = self._tokens(tokens)
+        if rows.dim() == 2 and self.num_heads == 1:
+            rows = rows.unsqueeze(1)
+        if rows.shape != (*tokens.shape, self.num_heads, self.dim) or tokens.dim() != 1 or rows.dtype != self.dtype:
+            raise ValueError(
+                f"rows are {list(rows.shape)} of {rows.dtype} for tokens {list(tokens.shape)}; wanted "
+                f"[tokens, {self.num_heads}, {self.dim}] of {self.dtype}"
+            )
+        if rows.device != self.device or (self.dim > 1 and rows.stride(-1) != 1):
+            raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
+        row_ids = self._rows(tokens.unsqueeze(1)).view(-1)
+        sms = 0 if max_sms is None else whole_number("max_sms", max_sms, 0)
+        torch.ops.ibp.encode_into.default(*place.arguments, rows.detach(), None, row_ids, 0, sms, place._fault)
+        if self.caches:
+            self.caches[layer].invalidate(row_ids)
+
+    def select(
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        *,
+        per_head: bool = False,
+        out: torch.Tensor | None = None,
+        max_sms: int | None = None,
+    ) -> torch.Tensor:
+        """Rows of tokens: the bits that were put.
+
+        Args:
+            layer: which one.
+            tokens: int32 or int64 [...], on the CPU or the device; with per_head [..., num_heads, k], of each head its
+                own.
+            per_head: whether every head has tokens of its own.
+            out: contiguous tensor to write to.
+            max_sms: as in `put`.
+
+        Returns:
+            [..., num_heads, dim] of dtype on the device; with per_head [..., num_heads, k, dim].
+
+        Raises:
+            IndexError: there is no such layer or token; of tokens on a GPU `check` raises it, and their rows are zeros.
+            TypeError, ValueError: tokens or out are not as described.
+        """
+        place = self.places[self._layer(layer)]
+        tokens = self._tokens(tokens)
+        if per_head and (tokens.dim() < 2 or tokens.shape[-2] != self.num_heads):
+            raise ValueError(f"tokens are {list(tokens.shape)}; wanted [..., {self.num_heads}, k] with per_head")
+        rows = self._rows(tokens if per_head else tokens.unsqueeze(-1), per_head)
+        shape = (*rows.shape, self.dim)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        elif (tuple(out.shape), out.dtype, out.device) != (shape, self.dtype, self.device) or not out.is_contiguous():
+            raise ValueError(
+                f"out is {list(out.shape)} of {out.dtype} on {out.device}, strides {out.stride()}; wanted contiguous "
+                f"{list(shape)} of {self.dtype} on {self.device}"
+            )
+        if self.caches:
+            self.caches[layer].index_select(rows.view(-1), out=out, max_sms=max_sms)
+        else:
+            sms = 0 if max_sms is None else whole_number("max_sms", max_sms, 0)
+            ids = rows.view(-1)
+            torch.ops.ibp.gather_items.default(*place.table_arguments, ids, sms, out, self._fault_near)
+        return out
+
+    def clear(self, layer: int | None = None) -> None:
+        """Forgets the rows of a layer, None: of all; their overflow is free."""
+        for number in range(self.num_layers) if layer is None else (self._layer(layer),):
+            self.places[number].clear()
+            if self.caches:
+                self.caches[number].invalidate()
+
+    def check(self) -> None:
+        """Waits for the work on the current stream, and raises what was wrong.
+
+        Raises:
+            IndexError: a token number on the GPU was out of range.
+            RuntimeError: a token came twice in one call of `put`, or overflow had no room for a row, which is lost.
+            ibp.CorruptTableError: a row is damaged.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        for number, place in enumerate(self.places):
+            try:
+                place.check()
+            except IndexError:
+                raise IndexError(f"a token that was put to layer {number} is not in [0, {self.num_tokens})") from None
+            if lost := place.counts().lost:
+                raise RuntimeError(f"{lost} rows of layer {number} found no room in overflow: give more overflow_bytes")
+        for cache in self.caches:
+            cache.check()
+        status, _, row, _ = self._fault.tolist()
+        self._fault.zero_()
+        if status == _INDEX_OUT_OF_RANGE:
+            token = row // self.num_heads
+            raise IndexError(f"a token that was selected is {token}; wanted 0 to {self.num_tokens - 1}")
+        if status != 0:
+            raise CorruptTableError(f"{_core.status_string(status)}: row {row} of a layer")
+
+    def stats(self) -> KVRowsStats:
+        """Waits for the work on the device."""
+        counts, cached = [place.counts() for place in self.places], [cache.stats() for cache in self.caches]
+        return KVRowsStats(
+            sum(of.hits for of in cached),
+            sum(of.misses for of in cached),
+            sum(of.link_bytes for of in cached),
+            sum(of.spilled for of in counts),
+            sum(of.lost for of in counts),
+            sum(of.used_bytes for of in counts),
+        )
+
+    # ---- arguments ----
+
+    def _layer(self, layer: int) -> int:
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer is {layer}; wanted 0 to {self.num_layers - 1}")
+        return layer
+
+    def _tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token numbers on the device, int64; those that the host knows are checked."""
+        if not isinstance(tokens, torch.Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+            what = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+            raise TypeError(f"tokens are {what}; wanted a tensor of int32 or int64")
+        if not tokens.is_cuda and tokens.numel():
+            least, most = int(tokens.min()), int(tokens.max())
+            if least < 0 or most >= self.num_tokens:
+                wrong = least if least < 0 else most
+                raise IndexError(f"a token is {wrong}; wanted 0 to {self.num_tokens - 1}")
+        return tokens.to(self.device, torch.int64)
+
+    def _rows(self, tokens: torch.Tensor, per_head: bool = False) -> torch.Tensor:
+        """Numbers of rows of a layer: of heads in the last dimension, or with per_head in the last but one."""
+        heads = self._heads.unsqueeze(1) if per_head else self._heads
+        return torch.add(heads, tokens, alpha=self.num_heads)

@@ -1,0 +1,144 @@
+"""How many bytes rows, slots and overflow of a cache have: chosen from a sample of what will be kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from .. import _core
+from .._common.arguments import whole_number
+from .._layout import geometry, slots
+from .._schemes import AnyCodebook, PlanesCodebook, measure
+from .._schemes.estimation import analyze, check_codebook
+
+ROW_BYTES = 2048  # of pages: longer rows save no more, and shorter ones are more work (benchmarks/results/gather.csv)
+_SHARE_IN_SLOTS = 0.999  # of the sample's rows
+_LEAST_OVERFLOW = 0.02  # of the slots' bytes: a row in 20 or so may be a raw one
+_SPILL_MARGIN = 4  # times what the sample's rows take of overflow: rows keep the parts that they once needed
+_SECTOR = _core.SECTOR_BYTES
+_SHORT_ROW_BYTES, _ROWS_TOGETHER = 128, 8
+
+
+class Sizes(NamedTuple):
+    """Bytes of a row's slot, and of overflow for each row."""
+
+    slot_bytes: int
+    overflow_per_row: float
+
+
+def check_storage(storage: str) -> None:
+    if storage not in ("host", "device"):
+        raise ValueError(f"storage is {storage!r}; wanted 'host' or 'device'")
+
+
+def divided(piece_bytes: int) -> int:
+    """Bytes of the rows that pieces of memory are cut into: at most 2 KiB, and at least 1 KiB where a whole number of
+    such rows makes a piece."""
+    fitting = [n for n in range(_SECTOR, min(piece_bytes, _core.MAX_ROW_BYTES) + 1, _SECTOR) if piece_bytes % n == 0]
+    short = [n for n in fitting if n <= ROW_BYTES]
+    if short and short[-1] >= ROW_BYTES // 2:
+        return short[-1]
+    long = [n for n in fitting if n > ROW_BYTES]
+    if long:
+        return long[0]
+    return short[-1] if short else min(piece_bytes, _core.MAX_ROW_BYTES)
+
+
+def learned(sample: AnyCodebook | torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
+    """The codebook itself, or one that is learned from a sample: a tensor of any shape, whose bytes are rows."""
+    if not isinstance(sample, torch.Tensor):
+        check_codebook(sample)
+        return sample
+    own = _of_rows(sample, row_bytes, level)
+    if row_bytes > _SHORT_ROW_BYTES or level != "default":
+        return own
+    other = _of_longer_rows(sample, row_bytes)
+    if other is None or chosen(sample, other).slot_bytes > chosen(sample, own).slot_bytes:
+        return own
+    return other
+
+
+def _of_rows(sample: torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
+    found = analyze(_as_rows(sample, row_bytes), scheme="planes", sample=None, level=level)
+    assert found is not None, "scheme 'planes' always has a codebook"
+    return found
+
+
+def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | None:
+    """The codebook of 8 rows together, for each of them; None where it speaks of columns or lists. Of short rows,
+    whose planes end in whole bytes, learning may take digits of three bits to save a byte, which are slower to decode;
+    where slots are no larger, digits of longer rows serve better."""
+    if sample.numel() * sample.element_size() < _ROWS_TOGETHER * row_bytes:
+        return None
+    found = _of_rows(sample, _ROWS_TOGETHER * row_bytes, "default")
+    if not isinstance(found, PlanesCodebook) or found.per_column or found.listed or found.live_columns is not None:
+        return None
+    return dataclasses.replace(found, row_bytes=row_bytes, expected_savings=None)
+
+
+def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
+    """Slots that hold 99.9 % of a sample's rows, and room for the others. Without a sample: what the codebook expects,
+    and a margin."""
+    row_bytes = codebook.row_bytes
+    if sample is None:
+        savings = codebook.expected_savings or 0.0
+        return _rounded(int(row_bytes * (1 - savings) * 1.02), 0.0, row_bytes)
+    data = geometry.bytes_of(_as_rows(sample, row_bytes))
+    lengths = measure(data, codebook, geometry.working_device(sample, None))
+    sizes = slots.stored_sizes(lengths, row_bytes, row_bytes).cpu().sort().values
+    slot_bytes = int(sizes[int(_SHARE_IN_SLOTS * (len(sizes) - 1))])
+    parts = (sizes - _up(slot_bytes)).clamp(min=0)
+    spilled = float(((parts + _SECTOR - 1) // _SECTOR * _SECTOR).double().mean())
+    return _rounded(slot_bytes, spilled, row_bytes)
+
+
+def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
+    """The largest slots with which so many rows fit a pool, 2 % of it left for overflow unless that is elsewhere."""
+    per_row = pool_bytes / max(1, num_rows)
+    if per_row >= row_bytes:
+        return Sizes(row_bytes, 0.0)
+    slot_bytes = int(per_row / (1 if spills else 1 + _LEAST_OVERFLOW)) // _SECTOR * _SECTOR
+    if slot_bytes < _SECTOR:
+        raise ValueError(
+            f"pool_bytes is {pool_bytes}: {per_row:.0f} bytes for each of {num_rows} rows; wanted 33 or more"
+        )
+    return Sizes(slot_bytes, per_row - slot_bytes)
+
+
+def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
+    """The same slots, or those given, and overflow for rows that are all raw."""
+    slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
+    return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
+
+
+def checked(slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, found: Sizes) -> tuple[int, int]:
+    """(bytes of a slot, bytes of all overflow): those asked for, else those found."""
+    slot_bytes = found.slot_bytes if slot_bytes is None else whole_number("slot_bytes", slot_bytes, 0)
+    if overflow_bytes is None:
+        return slot_bytes, int(num_rows * found.overflow_per_row) // _SECTOR * _SECTOR
+    return slot_bytes, whole_number("overflow_bytes", overflow_bytes, 0)
+
+
+def _rounded(slot_bytes: int, spilled: float, row_bytes: int) -> Sizes:
+    slot_bytes = _up(slot_bytes)
+    if slot_bytes >= row_bytes:
+        return Sizes(row_bytes, 0.0)
+    return Sizes(slot_bytes, max(_LEAST_OVERFLOW * slot_bytes, _SPILL_MARGIN * spilled))
+
+
+def _up(num_bytes: int) -> int:
+    return max(_SECTOR, -(-num_bytes // _SECTOR) * _SECTOR)
+
+
+def _as_rows(sample: torch.Tensor, row_bytes: int) -> torch.Tensor:
+    geometry.check_tensor(sample)
+    elements = row_bytes // sample.element_size()
+    if sample.numel() < elements or row_bytes % sample.element_size():
+        raise ValueError(
+            f"the sample has {sample.numel()} elements of {sample.element_size()} bytes; wanted at least one row of "
+            f"{row_bytes} bytes"
+        )
+    flat = sample.detach().reshape(-1)
+    return flat[: flat.numel() // elements * elements].view(-1, elements)

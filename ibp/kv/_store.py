@@ -1,0 +1,596 @@
+"""Pages of a KV-cache kept coded in host memory: `KVStore`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _core
+from .._common.arguments import whole_number
+from .._fetch.paths import is_capturing
+from .._machine import memory
+from .._rows.table import CorruptTableError
+from .._schemes import AnyCodebook
+from .._tables.place import Buffers, Place, check_spill
+from . import _sizes
+from ._paged import PagedTensors, PageList
+
+Pages = Sequence[int] | torch.Tensor
+Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
+
+# Multiprocessors that keep up with the link on an H200, where all of them do 76 GB/s each way: 16 code BF16 at 79 GB/s,
+# 8 decode it at 139 (benchmarks/results/encode_into.csv).
+_STORE_SMS, _LOAD_SMS = 24, 16
+_INDEX_OUT_OF_RANGE = 2  # ibp_status
+_HIGHEST_PRIORITY = -1  # of a CUDA stream: its blocks get the next multiprocessors that other kernels leave
+
+
+class KVStoreStats(NamedTuple):
+    """What a `KVStore` holds.
+
+    stored_pages: pages that can be loaded.
+    pool_bytes: of slots and overflow; of slots alone where overflow spills to host memory.
+    used_overflow_bytes: of overflow that have been handed out; `compact` takes back what no row needs any more.
+    overflow_bytes: of all overflow.
+    spilled_rows, lost_rows: over all calls of `store`: rows with a part in overflow; rows that found no room there.
+    """
+
+    stored_pages: int
+    pool_bytes: int
+    used_overflow_bytes: int
+    overflow_bytes: int
+    spilled_rows: int
+    lost_rows: int
+
+
+class Transfer:
+    """Pages on their way, on a stream beside the current one.
+
+    Attributes:
+        num_bytes: original bytes of the pages.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, store: KVStore, stores: bool, call: _Call, num_bytes: int) -> None:
+        self._store, self._stores, self.num_bytes = store, stores, num_bytes
+        self._pages, self._near, near = call.host, call.near, call.near
+        self._columns = call.columns if call.paged is not None else slice(None)
+        self._event: torch.cuda.Event | None = None
+        self._is_captured = near.is_cuda and is_capturing(near.device)
+        if near.is_cuda and not self._is_captured:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_done(self) -> bool:
+        """Whether all pages have arrived; does not wait."""
+        self._refuse_captured()
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Lets the current stream of the store's device wait, and not the host."""
+        self._refuse_captured()
+        if self._event is not None:
+            torch.cuda.current_stream(self._store.device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Lets the host wait.
+
+        Raises:
+            IndexError, ibp.CorruptTableError: of a load: a page was not stored, or is damaged. It came as zeros.
+        """
+        self._refuse_captured()
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._stores:
+            self._store.raise_fault()
+
+    def lost(self) -> list[int]:
+        """The pages of a store that have not been stored, since overflow had no room for a row of theirs. Waits for the
+        transfer."""
+        self.synchronize()
+        if not self._stores:
+            return []
+        pages = sorted(self._pages) if self._pages is not None else self._near.unique().tolist()
+        seen = self._store._seen[:-1, self._columns].all(1).tolist()
+        return [page for page in pages if not 0 <= page < len(seen) or not seen[page]]
+
+    def _refuse_captured(self) -> None:
+        if self._is_captured:
+            raise RuntimeError("the transfer is part of a CUDA graph: wait for the graph's stream, and ask is_stored()")
+
+    def _meets(self, pages: frozenset[int] | None) -> bool:
+        return self._pages is None or pages is None or not self._pages.isdisjoint(pages)
+
+    def __repr__(self) -> str:
+        what = "store" if self._stores else "load"
+        state = "captured" if self._is_captured else "done" if self.is_done() else "under way"
+        return f"ibp.Transfer({what} of {self._near.numel()} pages, {self.num_bytes} bytes, {state})"
+
+
+class KVStore:
+    """A pool of pages of a KV-cache, coded in pinned host memory or on the GPU: what serving engines offload.
+
+    A page is block b of a paged cache: of one tensor, or of several of the same shape at once, such as those of all
+    layers. Every row of a page has a slot of fixed size; what does not fit takes a part of an overflow area that all
+    pages share. Where that is full the page is not stored, and `Transfer.lost`, `is_stored` and a later `load` say so.
+
+        store = ibp.KVStore(kv[:64], page_bytes=kv[0].nbytes, num_pages=10_000)
+        store.store([7, 8], kv, blocks=[3, 5])              # pages 7 and 8 become what blocks 3 and 5 hold
+        store.load([8], kv, blocks=[11]).wait()             # block 11 becomes page 8
+
+    Transfers run on streams of the store, behind what the current stream has been given, and beside each other unless
+    they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the GPU; on the GPU they
+    are checked there, and `check` raises what was wrong. With numbers on the GPU transfers can be captured in a CUDA
+    graph, after one outside it: they are then on the current stream, and the caller orders them.
+
+    Args:
+        codebook: how rows are coded; or a sample of blocks, from which a codebook and the sizes are learned.
+        page_bytes: of a block of one tensor.
+        num_pages: how many pages there are; None: as many as fit pool_bytes.
+        pool_bytes: of slots and overflow together, of slots alone where overflow spills to host memory; None: what
+            num_pages need. With num_pages: the largest slots that fit.
+        num_tensors: how many tensors a page has a block of.
+        row_bytes: of a row, which lies in one piece of a block; None: 1 to 2 KiB where page_bytes allow. Not with a
+            codebook, which says it.
+        slot_bytes, overflow_bytes: instead of what the sample says: slots for 99.9 % of the rows, and overflow of at
+            least 2 % of them.
+        level: of the codebook that is learned, see `ibp.compress`.
+        device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
+        storage: "host", pinned memory; or "device".
+        spill: "host": of pages on the device what does not fit slots is in pinned host memory, which has room for all
+            rows as they are unless overflow_bytes says otherwise: slots may be smaller than most rows need, and no page
+            is lost. None: overflow is where the slots are.
+
+    Attributes:
+        place: what the rows are in (`ibp.Place`).
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or contradicts another.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self,
+        codebook: AnyCodebook | torch.Tensor,
+        *,
+        page_bytes: int,
+        num_pages: int | None = None,
+        pool_bytes: int | None = None,
+        num_tensors: int = 1,
+        row_bytes: int | None = None,
+        slot_bytes: int | None = None,
+        overflow_bytes: int | None = None,
+        level: str = "default",
+        device: torch.device | str | int | None = None,
+        storage: str = "host",
+        spill: str | None = None,
+    ) -> None:
+        self.page_bytes = whole_number("page_bytes", page_bytes, 1)
+        self.num_tensors = whole_number("num_tensors", num_tensors, 1)
+        self.device = memory.usual(device)
+        _sizes.check_storage(storage)
+        check_spill(spill)
+        spills = spill == "host" and storage == "device"
+        row_bytes = _row_bytes_of(codebook, row_bytes, self.page_bytes)
+        sample = codebook if isinstance(codebook, torch.Tensor) else None
+        self.codebook = _sizes.learned(codebook, row_bytes, level)
+        self._rows_per_tensor = self.page_bytes // row_bytes
+        rows_per_page = self._rows_per_tensor * self.num_tensors
+        found = _sizes.chosen(sample, self.codebook) if num_pages is None or pool_bytes is None else None
+        if num_pages is None:
+            if pool_bytes is None or found is None:
+                raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
+            per_row = (slot_bytes or found.slot_bytes) + (0 if spills else found.overflow_per_row)
+            num_pages = int(whole_number("pool_bytes", pool_bytes, 0) / (per_row * rows_per_page))
+        self.num_pages = whole_number("num_pages", num_pages, 0)
+        num_rows = self.num_pages * rows_per_page
+        if found is None:
+            found = _sizes.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes, spills)
+        self._rows_own_parts = spills and overflow_bytes is None
+        if spills:
+            found = _sizes.with_room_for_all(found, slot_bytes, row_bytes)
+        slot_bytes, overflow_bytes = _sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
+        self.place = Place(
+            self.codebook,
+            num_rows,
+            slot_bytes=slot_bytes,
+            overflow_bytes=overflow_bytes,
+            device=self.device,
+            pinned=storage == "host" and self.device.type == "cuda",
+            spill=spill if spills else None,
+        )
+        self._give_parts()
+        self._make_state()
+
+    def _give_parts(self) -> None:
+        """Where overflow has room for all rows as they are, each has its part from the beginning: none looks for a
+        larger one, and is lost."""
+        place = self.place
+        if not self._rows_own_parts or not place.bases.numel():
+            return
+        part_bytes = place.overflow.numel() // place.num_rows
+        place.bases.copy_(part_bytes * torch.arange(place.num_rows, device=self.device))
+        place.rooms.view(torch.int16).fill_(part_bytes // _core.SECTOR_BYTES)
+        place._used.fill_(place.overflow.numel())
+
+    def _make_state(self) -> None:
+        """What is known of pages and transfers. Flags have a page more, which bad page numbers stand for."""
+        on_gpu = self.device.type == "cuda"
+        shape = (self.num_pages + 1, self.num_tensors)
+        self._stored = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        seen = memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(shape)
+        self._seen = seen.zero_()  # the same for the host
+        self._seen_near = memory.device_view(seen, self.device) if on_gpu else seen
+        self._fault = memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
+        self._fault_near = memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self._streams: dict[bool, torch.cuda.Stream] = {}
+        self._under_way: list[Transfer] = []
+        self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    # ---- what it is ----
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of slots and overflow; of slots alone where overflow spills to host memory."""
+        return self.place.slots.numel() + (0 if self.place.spill == "host" else self.place.overflow.numel())
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the row index, on the device."""
+        held = (self.place.lengths, self.place.bases, self.place.rooms, self._stored)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    @property
+    def gain(self) -> float:
+        """How many pages the pool holds for each raw one that it would."""
+        return self.num_pages * self.num_tensors * self.page_bytes / max(1, self.pool_bytes)
+
+    def __len__(self) -> int:
+        return self.num_pages
+
+    def __repr__(self) -> str:
+        return (
+            f"ibp.KVStore({self.num_pages} pages of {self.num_tensors} x {self.page_bytes} bytes, rows of "
+            f"{self.place.row_bytes} in slots of {self.place.slot_bytes}, pool of {self.pool_bytes} bytes, "
+            f"{self.device}, {'host' if self.place.pinned else 'device'} memory"
+            f"{', spills to host memory' if self.place.spill == 'host' else ''})"
+        )
+
+    def stats(self) -> KVStoreStats:
+        """Waits for the transfers so far."""
+        self.synchronize()
+        counts, stored = self.place.counts(), int(self._seen[:-1].bool().all(1).sum())
+        return KVStoreStats(
+            stored, self.pool_bytes, counts.used_bytes, self.place.overflow.numel(), counts.spilled, counts.lost
+        )
+
+    def is_stored(self, pages: Pages) -> list[bool]:
+        """Whether pages can be loaded, by the transfers that are done; does not wait.
+
+        Raises:
+            IndexError: there is no such page.
+        """
+        host = _on_host(pages)
+        _check_range("pages", host, self.num_pages)
+        return self._seen[host].bool().all(1).tolist()
+
+    # ---- transfers ----
+
+    def store(
+        self,
+        pages: Pages,
+        tensors: Tensors,
+        blocks: Pages | None = None,
+        *,
+        first_tensor: int = 0,
+        stream: torch.cuda.Stream | None = None,
+        max_sms: int | None = None,
+    ) -> Transfer:
+        """Codes blocks of a paged cache into pages, by one launch.
+
+        Args:
+            pages: which pages they become: all different.
+            tensors: [num_blocks, ...], or several: as `PagedTensors`, or what they are made of. Where a page has one
+                tensor, a sequence of tensors or `ibp.Buffers` are pages, one each.
+            blocks: which blocks; None: all of them, in order.
+            first_tensor: which of a page's tensors the first one given is, where not all are given.
+            stream: of the store's device; None: one of the store's own, beside the current one.
+            max_sms: at most this many multiprocessors are used; 0: all. None: as many as keep up with the link.
+
+        Raises:
+            IndexError, TypeError, ValueError: arguments are not as described; nothing has been stored then.
+        """
+        call = self._call(pages, tensors, blocks, first_tensor, "pages")
+        with self._lock, self._on_stream(stream, True, call):
+            place, layout, count = self.place, call.tensors._layout, self._rows_per_tensor
+            row_ids, buffers = self._plan(call, count, None)
+            sms = _sms_of(max_sms, _STORE_SMS if place.pinned else 0)
+            torch.ops.ibp.encode_into.default(*place.arguments, layout, buffers, row_ids, 0, sms, place._fault)
+            torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
+            return self._begun(call, True)
+
+    def load(
+        self,
+        pages: Pages,
+        tensors: Tensors,
+        blocks: Pages | None = None,
+        *,
+        first_tensor: int = 0,
+        stream: torch.cuda.Stream | None = None,
+        max_sms: int | None = None,
+    ) -> Transfer:
+        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. Pages of which one of
+        these tensors is not stored come as zeros, in all of them, and raise when the transfer is waited for by
+        `Transfer.synchronize`, or by `check`.
+
+        Args and Raises: as in `store`, but that the blocks have to be different, and not the pages.
+        """
+        call = self._call(pages, tensors, blocks, first_tensor, "blocks")
+        with self._lock, self._on_stream(stream, False, call):
+            piece = call.tensors.piece_bytes
+            items, addresses = self._plan(call, self.page_bytes // piece, self._stored)
+            slots, overflow, lengths, bases, words, codec, slot_bytes, *_ = self.place.table_arguments
+            table = (slots, overflow, lengths, bases, words, codec, slot_bytes, 0)
+            shape = (self.num_pages * self.num_tensors * self.page_bytes // piece, piece)
+            sms = _sms_of(max_sms, _LOAD_SMS if self.place.pinned else 0)
+            out = call.tensors.tensors[0]
+            torch.ops.ibp.gather_to.default(*table, *shape, items, addresses, sms, out, self._fault_near)
+            return self._begun(call, False)
+
+    def free(self, pages: Pages) -> None:
+        """Forgets pages, after the transfers so far: they cannot be loaded until they are stored again. Rows keep their
+        parts of overflow for what is stored there next."""
+        call = _Call(*self._numbers("pages", pages, self.num_pages), None, None, 0)
+        with self._lock, self._on_stream(None, True, call):
+            is_there = (call.near >= 0) & (call.near < self.num_pages)
+            index = torch.where(is_there, call.near, self.num_pages)
+            self._stored[index] = 0
+            self._seen_near[index] = 0
+            self._begun(call, True)
+
+    def clear(self) -> None:
+        """Forgets all pages; all of overflow is free. Waits for the transfers so far."""
+        self.synchronize()
+        self.place.clear()
+        self._give_parts()
+        self._stored.zero_(), self._seen.zero_(), self._fault.zero_()
+
+    def compact(self) -> int:
+        """Takes back what rows own of overflow and do not need for what they hold now. Waits for the transfers so far.
+        Overflow in host memory that has room for all rows is divided among them, and stays so.
+
+        Returns:
+            Bytes of overflow that are free now.
+        """
+        self.synchronize()
+        if self._rows_own_parts:
+            return 0
+        _compact(self.place, self._stored[:-1].bool().repeat_interleave(self._rows_per_tensor, 1).view(-1))
+        return self.place.overflow.numel() - self.place.counts().used_bytes
+
+    def synchronize(self) -> None:
+        """Waits for all transfers so far."""
+        with self._lock:
+            under_way, self._under_way = self._under_way, []
+        for transfer in under_way:
+            if transfer._event is not None:
+                transfer._event.synchronize()
+
+    def check(self) -> None:
+        """Waits for all transfers so far, and raises what was wrong.
+
+        Raises:
+            IndexError: a page or block number on the GPU was out of range, or a page that was loaded was not stored.
+            RuntimeError: a page came twice in one call of `store`.
+            ibp.CorruptTableError: a page is damaged.
+        """
+        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self.raise_fault()
+        try:
+            self.place.check()
+        except IndexError:
+            raise IndexError("a page or block number of a store is out of range") from None
+
+    # ---- how ----
+
+    def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _Call:
+        """The arguments of a transfer. once: which numbers have to be different, as what they name is written to."""
+        paged = self._paged(tensors, blocks)
+        self._check_paged(paged, first_tensor)
+        near, host = self._numbers("pages", pages, self.num_pages)
+        if blocks is None:
+            near_blocks, host_blocks = torch.arange(paged.num_blocks, device=self.device), None
+        else:
+            near_blocks, host_blocks = self._numbers("blocks", blocks, paged.num_blocks)
+        if near.numel() != near_blocks.numel():
+            raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted as many")
+        written = host if once == "pages" else host_blocks
+        if written is not None and len(written) < near.numel():
+            raise ValueError(f"{once} has a number more than once")
+        return _Call(near, host, paged, near_blocks, first_tensor)
+
+    def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors | PageList:
+        if isinstance(tensors, PagedTensors):
+            return tensors
+        if isinstance(tensors, torch.Tensor) or (self.num_tensors > 1 and not isinstance(tensors, Buffers)):
+            return PagedTensors(tensors)
+        if self.num_tensors > 1:
+            raise ValueError(f"a page has blocks of {self.num_tensors} tensors; wanted ibp.PagedTensors, not Buffers")
+        if blocks is not None:
+            raise ValueError("blocks are given, but the tensors are pages; make them ibp.PagedTensors of one tensor")
+        buffers = tensors if isinstance(tensors, Buffers) else Buffers(tensors)
+        if buffers not in self._lists:
+            self._lists[buffers] = PageList(buffers)
+        return self._lists[buffers]
+
+    def _check_paged(self, paged: PagedTensors | PageList, first_tensor: int) -> None:
+        if paged.device != self.device:
+            raise ValueError(f"the tensors are on {paged.device}; the store is of {self.device}")
+        if paged.block_bytes != self.page_bytes:
+            raise ValueError(
+                f"a block has {paged.block_bytes} bytes; the store's pages have {self.page_bytes} a tensor"
+            )
+        if paged.piece_bytes % self.place.row_bytes:
+            raise ValueError(
+                f"blocks lie in pieces of {paged.piece_bytes} bytes, no whole rows of {self.place.row_bytes}: make the "
+                "store with a row_bytes that divides them"
+            )
+        whole_number("first_tensor", first_tensor, 0)
+        if first_tensor + len(paged) > self.num_tensors:
+            raise ValueError(
+                f"there are {len(paged)} tensors from number {first_tensor} on; a page has {self.num_tensors}"
+            )
+
+    def _numbers(self, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, frozenset[int] | None]:
+        """(numbers on the device, int64; the numbers, where the host knows them)."""
+        if isinstance(numbers, torch.Tensor) and numbers.is_cuda:
+            _check_integers(name, numbers)
+            return numbers.to(self.device, torch.int64).contiguous(), None
+        host = _on_host(numbers)
+        _check_range(name, host, count)
+        if self.device.type == "cuda":
+            if is_capturing(self.device):
+                raise RuntimeError(f"{name} must be a tensor on {self.device} while a CUDA graph is captured")
+            return host.pin_memory().to(self.device, non_blocking=True), frozenset(host.tolist())
+        return host.contiguous(), frozenset(host.tolist())
+
+    @contextlib.contextmanager
+    def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _Call) -> Iterator[None]:
+        """Work of a transfer, behind that of the current stream and of transfers that have pages in common."""
+        if self.device.type != "cuda" or is_capturing(self.device):
+            yield
+            return
+        if stream is None:
+            if stores not in self._streams:
+                self._streams[stores] = torch.cuda.Stream(self.device, priority=_HIGHEST_PRIORITY)
+            stream = self._streams[stores]
+        if stream.device != self.device:
+            raise ValueError(f"stream is of {stream.device}; wanted one of {self.device}")
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._under_way = [earlier for earlier in self._under_way if not earlier.is_done()]
+        for earlier in self._under_way:
+            if (stores or earlier._stores) and earlier._meets(call.host) and earlier._event is not None:
+                stream.wait_event(earlier._event)
+        with torch.cuda.stream(stream):
+            for tensor in call.inputs():
+                tensor.record_stream(stream)
+            yield
+
+    def _begun(self, call: _Call, stores: bool) -> Transfer:
+        num_bytes = call.near.numel() * (len(call.paged) if call.paged else 0) * self.page_bytes
+        transfer = Transfer(self, stores, call, num_bytes)
+        if transfer._event is not None:
+            self._under_way.append(transfer)
+        return transfer
+
+    def _plan(self, call: _Call, ids_per_block: int, stored: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows or pieces of a call's pages, -1 for those that are not there or not stored; addresses of the pieces of
+        its blocks)."""
+        of, count = call.tensors, call.near.numel()
+        ids, addresses = (
+            torch.empty(count * number, dtype=torch.int64, device=self.device)
+            for number in (len(of) * ids_per_block, of.pieces)
+        )
+        _sizes = (self.num_pages, of.num_blocks, self.num_tensors, call.first_tensor)
+        torch.ops.ibp.plan_pages.default(call.near, call.blocks, *_sizes, *of._where, stored, ids, addresses)
+        return ids, addresses
+
+    def raise_fault(self) -> None:
+        status, position, item, _ = self._fault.tolist()
+        if status == 0:
+            return
+        self._fault.zero_()
+        if status == _INDEX_OUT_OF_RANGE:
+            raise IndexError("a page that was loaded is not stored, or a page or block number is out of range")
+        raise CorruptTableError(f"{_core.status_string(status)}: piece {item} of the store")
+
+
+class _Call(NamedTuple):
+    """Pages and blocks of a transfer. near: page numbers on the device; host: those that the host knows, or None."""
+
+    near: torch.Tensor
+    host: frozenset[int] | None
+    paged: PagedTensors | PageList | None
+    blocks: torch.Tensor | None
+    first_tensor: int
+
+    @property
+    def tensors(self) -> PagedTensors | PageList:
+        assert self.paged is not None
+        return self.paged
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.first_tensor, self.first_tensor + len(self.tensors))
+
+    def inputs(self) -> Iterator[torch.Tensor]:
+        """Tensors of the GPU that another stream may have made."""
+        held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
+        return (tensor for tensor in held if tensor is not None)
+
+
+def _row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
+    if isinstance(codebook, torch.Tensor):
+        row_bytes = _sizes.divided(page_bytes) if row_bytes is None else row_bytes
+        row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
+    elif row_bytes is not None:
+        raise ValueError("row_bytes is given beside a codebook, which says it")
+    else:
+        row_bytes = _sizes.learned(codebook, 0, "default").row_bytes
+    if page_bytes % row_bytes:
+        raise ValueError(f"page_bytes is {page_bytes}; wanted whole rows of {row_bytes} bytes")
+    return row_bytes
+
+
+def _sms_of(max_sms: int | None, usual: int) -> int:
+    return usual if max_sms is None else whole_number("max_sms", max_sms, 0)
+
+
+def _on_host(numbers: Pages) -> torch.Tensor:
+    host = numbers.cpu() if isinstance(numbers, torch.Tensor) else torch.as_tensor(numbers)
+    if not host.numel():
+        host = host.to(torch.int64)
+    _check_integers("pages", host)
+    return host.to(torch.int64)
+
+
+def _check_integers(name: str, numbers: torch.Tensor) -> None:
+    if numbers.dim() != 1 or numbers.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} are {list(numbers.shape)} of {numbers.dtype}; wanted int32 or int64 [pages]")
+
+
+def _check_range(name: str, numbers: torch.Tensor, count: int) -> None:
+    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
+        wrong = next(number for number in numbers.tolist() if not 0 <= number < count)
+        raise IndexError(f"{name} has {wrong}; wanted 0 to {count - 1}")
+
+
+def _compact(place: Any, keeps: torch.Tensor) -> None:
+    """Moves the overflow parts of the rows that are kept to the front, one after the other."""
+    if not place.rooms.numel():
+        return
+    sector = _core.SECTOR_BYTES
+    lengths = place.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
+    part = (torch.where(lengths == 0, place.row_bytes, lengths) - place.slot_bytes).clamp(min=0)
+    needed = torch.where(keeps & (place.bases >= 0) & (lengths != min(place.row_bytes, 65535)), part, 0)
+    needed = (needed + sector - 1) // sector
+    ends = needed.cumsum(0)
+    starts, total = ends - needed, int(ends[-1]) if len(ends) else 0
+    inside = torch.arange(total, device=needed.device) - starts.repeat_interleave(needed)
+    sectors = place.table_arguments[1].view(-1, sector)
+    sectors[:total] = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
+    place.bases.copy_(torch.where(needed > 0, starts * sector, -1))
+    place.rooms.copy_(needed.to(torch.int16).view(torch.uint16))
+    place._used.fill_(total * sector)
+    if needed.is_cuda:
+        torch.cuda.current_stream(needed.device).synchronize()

@@ -1,0 +1,108 @@
+"""Tensors and tables moved to slots on a device, with overflow in pinned host memory: `place`."""
+
+from __future__ import annotations
+
+import torch
+
+from .._fetch.streaming import decompress
+from .._layout import geometry as _rows
+from .._layout import slots as _layout
+from .._machine import memory
+from .._machine.staging import to_device
+from .._schemes import AnyCodebook
+from .._tables.coding import Coding, Learning, geometry_of, placed
+from .._tables.compressed_tensor import CompressedTensor
+from . import _targets
+from ._profiling import TensorProfile
+
+_CPU = torch.device("cpu")
+
+
+def place(
+    x: torch.Tensor | CompressedTensor,
+    target: float | TensorProfile | None = None,
+    *,
+    slot_bytes: int | None = None,
+    threshold: float = _targets.THRESHOLD,
+    codebook: AnyCodebook | None = None,
+    scheme: str = "planes",
+    level: str = "default",
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    progress: bool = False,
+) -> CompressedTensor:
+    """A table of which a fixed part is on a GPU and the rest in pinned host memory, from where the GPU reads it as it
+    decodes (Buddy Compression, ISCA 2020).
+
+    Every row has a slot on the device. A row that takes more, as stored, has the rest of its bytes in host memory; so
+    has a row that grows when it is changed: `update_` moves no other row, and the slots never grow. A
+    default row, of zeros or of what the codebook says, has no bytes anywhere, and reading one reads no slot. With a
+    target of infinity there are no slots: what is not default is in host memory.
+
+    The table is used as any other. `table.device_bytes` and `table.host_bytes` say what it takes where. `to` another
+    GPU moves the slots, `cpu` and files hold ordinary tables, which `place` moves back. On a CPU all is in host memory.
+
+    Args:
+        x: tensor [N, ...]; or a table, whose rows are moved as they are coded, unless target or slot_bytes is given.
+        target: how many times fewer bytes than x the slots take, at least 1, rounded to sectors of 32 bytes a row;
+            math.inf: no slots. Or a tensor's profile, from `ibp.profile`, whose codebook and slots are taken. None: the
+            largest of 1, 4/3, 2, 4, 16 and infinity at which at most `threshold` of the rows leave their slots.
+        slot_bytes: of a row, in place of target: a multiple of 32 below row_bytes, or row_bytes.
+        threshold: share of the rows, used where target and slot_bytes are None; the paper's is 0.30.
+        codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
+        device: of the slots. None: x's GPU, else the current GPU if there is one, else the CPU.
+        progress: show progress bars.
+
+    Raises:
+        TypeError, ValueError: as `compress`; target, slot_bytes or threshold is out of range, or two of them are given;
+            x is not the tensor that was profiled.
+        RuntimeError: the system does not pin the memory of the overflow.
+    """
+    if isinstance(target, TensorProfile):
+        if codebook is not None or slot_bytes is not None or row_bytes is not None:
+            raise ValueError("target is a profile, which says codebook, slot_bytes and row_bytes: give none of them")
+        codebook, slot_bytes, target = target.codebook, target.slot_bytes, None
+    ratio = None if target is None else _targets.checked_ratio(target)
+    if ratio is not None and slot_bytes is not None:
+        raise ValueError("target and slot_bytes are both given; wanted one of them")
+    threshold = _targets.checked_threshold(threshold)
+    if isinstance(x, CompressedTensor):
+        if ratio is None and slot_bytes is None:
+            return _moved(x, memory.canonical(x.device if device is None else device))
+        codebook = x.codebook if codebook is None and x.codebook is not None else codebook
+        x = decompress(x, check=x.is_cuda)
+    _rows.check_tensor(x)
+    if scheme == "raw":
+        raise ValueError("scheme is 'raw'; wanted 'planes', 'ibp' or 'auto': raw rows need slots of their full size")
+    learning = Learning.of(scheme, None, None, None, None, level, codebook)
+    geometry = geometry_of(x, row_bytes, codebook)
+    if slot_bytes not in (None, 0):
+        _layout.checked_slot_bytes("slots", slot_bytes, geometry.row_bytes)
+
+    def slots_for(coding: Coding) -> int:
+        if slot_bytes is not None:
+            return slot_bytes
+        if ratio is not None:
+            return _targets.slot_bytes_of(ratio, geometry.row_bytes)
+        return _slots_within(threshold, coding, geometry)
+
+    return placed(CompressedTensor, x, geometry, learning, slots_for, _rows.working_device(x, device), progress)
+
+
+def _slots_within(threshold: float, coding: Coding, geometry: _rows.Geometry) -> int:
+    """The smallest slots of the paper's ratios that at most this share of the rows leaves."""
+    row_bytes, sectors = geometry.row_bytes, coding.survey.sectors.tolist()
+    sizes = _targets.sizes_of(_targets.RATIOS, row_bytes)
+    most = threshold * geometry.num_rows
+    return min(size for size in sizes if _targets.spill(sectors, size, row_bytes)[0] <= most)
+
+
+def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:
+    """The rows of a table, placed as they are coded; the table itself where they are so already."""
+    if device.type == "cpu" or (table.device == device and table.spills_to_host):
+        return table.to(device)
+
+    def to_host(overflow: torch.Tensor) -> torch.Tensor:
+        return memory.empty(overflow.numel(), _CPU, True).copy_(overflow)
+
+    return table._with(lambda tensor: to_device(tensor, device), change_overflow=to_host)

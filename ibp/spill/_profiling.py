@@ -1,0 +1,296 @@
+"""Snapshots of a run, and the slots that they call for: `profile`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .._common.arguments import whole_number
+from .._common.progress import tqdm
+from .._layout import geometry, slots
+from .._schemes import AnyCodebook, measure
+from .._tables.coding import Learning
+from . import _targets
+
+_SWEEP = (0.10, 0.20, 0.30, 0.40)  # Buddy Compression, figure 9
+_LEAST_ROWS = 64  # of a tensor and a snapshot that are looked at
+
+
+@dataclass(frozen=True)
+class Spill:
+    """What rows do that leave their slots, when each row is read once.
+
+    Attributes:
+        rows: share of the rows that have a part in host memory.
+        num_bytes: of these parts, in whole sectors of 32 bytes; over the number of original bytes: `traffic`.
+    """
+
+    rows: float
+    num_bytes: int
+    traffic: float
+
+
+@dataclass(frozen=True)
+class TensorProfile:
+    """What the rows of a tensor took in each snapshot, and the slots chosen for them. `ibp.place` takes it as a target.
+
+    Attributes:
+        name: in the snapshots.
+        num_bytes, row_bytes: of the tensor, and of its rows.
+        codebook: learned from rows of all snapshots.
+        slot_bytes: chosen; 0: nothing of a row is on the GPU, but that it is a default row.
+        histograms: of each snapshot, how many of the rows looked at take k sectors of 32 bytes as stored.
+        ratios: that were chosen from; None: every whole number of sectors.
+    """
+
+    __module__ = "ibp"
+
+    name: str
+    num_bytes: int
+    row_bytes: int
+    codebook: AnyCodebook = field(repr=False)
+    slot_bytes: int
+    histograms: tuple[tuple[int, ...], ...] = field(repr=False)
+    ratios: tuple[float, ...] | None = field(repr=False)
+
+    @property
+    def num_rows(self) -> int:
+        return -(-self.num_bytes // self.row_bytes)
+
+    @property
+    def target(self) -> float:
+        """How many times fewer bytes the slots take than the tensor."""
+        return self.row_bytes / self.slot_bytes if self.slot_bytes else math.inf
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the slots, and of the index: 2 bytes a row, and 8 for 32 of them where rows may spill."""
+        index = 2 * self.num_rows + (8 * -(-self.num_rows // 32) if self.slot_bytes < self.row_bytes else 0)
+        return self.num_rows * self.slot_bytes + index
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the overflow, in the snapshot that takes the most."""
+        return max(self.spill(snapshot).num_bytes for snapshot in range(len(self.histograms)))
+
+    def spill(self, snapshot: int | None = None, slot_bytes: int | None = None) -> Spill:
+        """What leaves slots of a size, those chosen if None, in a snapshot; None: on average over all."""
+        chosen = self.histograms if snapshot is None else (self.histograms[snapshot],)
+        slot_bytes = self.slot_bytes if slot_bytes is None else slot_bytes
+        found = [_targets.spill(sectors, slot_bytes, self.row_bytes) for sectors in chosen]
+        looked_at = sum(sum(sectors) for sectors in chosen)
+        rows, num_bytes = (sum(part) / max(1, looked_at) for part in zip(*found))
+        return Spill(rows, round(num_bytes * self.num_rows), num_bytes * self.num_rows / max(1, self.num_bytes))
+
+    def at(self, threshold: float) -> TensorProfile:
+        """The profile with the smallest slots that at most this share of the rows leaves in any snapshot."""
+        share = _targets.checked_threshold(threshold)
+        for slot_bytes in reversed(_targets.sizes_of(self.ratios, self.row_bytes)):
+            spills = (self.spill(k, slot_bytes).rows for k in range(len(self.histograms)))
+            if max(spills) <= share:
+                return replace(self, slot_bytes=slot_bytes)
+        raise AssertionError("slots of whole rows are left by none")
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """All tensors at a threshold.
+
+    Attributes:
+        threshold: share of a tensor's rows that may leave their slots.
+        ratio: original bytes over bytes on the GPU.
+        rows: share of the rows that leave their slots, on average over the snapshots.
+        traffic: bytes read from host memory when each row is read once, over original bytes.
+    """
+
+    threshold: float
+    ratio: float
+    rows: float
+    traffic: float
+
+
+class Profile(Mapping[str, TensorProfile]):
+    """What `ibp.profile` found: a mapping from names of tensors to `TensorProfile`.
+
+    Attributes:
+        threshold: that the targets were chosen for.
+        num_snapshots: that were looked at.
+        original_bytes: of all tensors.
+        device_bytes, host_bytes: that their slots and index take, and their overflow at most.
+        ratio: original_bytes / device_bytes.
+        best_ratio: original bytes over those of all rows as stored: what no threshold can exceed by much.
+        sweep: the same at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, tensors: Mapping[str, TensorProfile], threshold: float, num_snapshots: int) -> None:
+        self._tensors, self.threshold, self.num_snapshots = dict(tensors), threshold, num_snapshots
+
+    def __getitem__(self, name: str) -> TensorProfile:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def original_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.values())
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(tensor.device_bytes for tensor in self.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(tensor.host_bytes for tensor in self.values())
+
+    @property
+    def ratio(self) -> float:
+        return self.original_bytes / max(1, self.device_bytes)
+
+    @property
+    def best_ratio(self) -> float:
+        held = sum(tensor.spill(None, 0).num_bytes for tensor in self.values())
+        return self.original_bytes / max(1, held)
+
+    @property
+    def sweep(self) -> tuple[SweepPoint, ...]:
+        return tuple(self.at(threshold).point for threshold in _SWEEP)
+
+    @property
+    def point(self) -> SweepPoint:
+        """All tensors at the profile's own threshold."""
+        spills = [tensor.spill() for tensor in self.values()]
+        num_rows = sum(tensor.num_rows for tensor in self.values())
+        rows = sum(spill.rows * tensor.num_rows for spill, tensor in zip(spills, self.values()))
+        num_bytes = sum(spill.num_bytes for spill in spills)
+        return SweepPoint(self.threshold, self.ratio, rows / max(1, num_rows), num_bytes / max(1, self.original_bytes))
+
+    def at(self, threshold: float) -> Profile:
+        """The same snapshots at another threshold."""
+        tensors = {name: tensor.at(threshold) for name, tensor in self.items()}
+        return Profile(tensors, threshold, self.num_snapshots)
+
+    def __repr__(self) -> str:
+        width = max([len("tensor"), *(len(name) for name in self)])
+        lines = [
+            f"ibp.profile of {self.num_snapshots} snapshots, {len(self)} tensors of {self.original_bytes:,} bytes: "
+            f"{self.device_bytes:,} on the GPU ({self.ratio:.2f}x), {self.host_bytes:,} in host memory",
+            f"{'tensor':{width}}{'bytes':>16}{'row':>8}{'slot':>8}{'target':>8}{'rows out':>10}{'bytes out':>11}",
+        ]
+        for name, tensor in self.items():
+            spill = tensor.spill()
+            lines.append(
+                f"{name:{width}}{tensor.num_bytes:>16,}{tensor.row_bytes:>8,}{tensor.slot_bytes:>8,}"
+                f"{tensor.target:>7.2f}x{spill.rows:>10.1%}{spill.traffic:>11.1%}"
+            )
+        lines += [
+            f"threshold {point.threshold:.0%}: {point.ratio:.2f}x, {point.rows:.1%} of the rows and "
+            f"{point.traffic:.1%} of the bytes out"
+            for point in self.sweep
+        ]
+        return "\n".join([*lines, f"as stored: {self.best_ratio:.2f}x"])
+
+
+def profile(
+    snapshots: Iterable[Mapping[str, torch.Tensor]],
+    threshold: float = _targets.THRESHOLD,
+    *,
+    ratios: Sequence[float] | None = _targets.RATIOS,
+    scheme: str = "planes",
+    level: str = "default",
+    row_bytes: int | None = None,
+    sample_bytes: int = 1 << 20,
+    device: torch.device | str | int | None = None,
+    progress: bool = False,
+) -> Profile:
+    """How small the slots of tensors can be, by snapshots of a run (Buddy Compression, section 3.4): for each tensor
+    the largest target ratio at which, in no snapshot, more than a share of its rows leaves its slot.
+
+    Rows of every snapshot are kept in host memory until the last one has been seen: then a codebook is learned from
+    them, and what each takes is measured. Snapshots may be tensors that change in place, such as those of a model.
+
+        report = ibp.profile(snapshots_of_a_run)
+        tables = {name: ibp.place(x, report[name]) for name, x in tensors.items()}
+
+    Args:
+        snapshots: mappings from names to tensors, such as 10 state_dicts; a tensor has one shape and dtype in all that
+            have it. Tensors without bytes are left out.
+        threshold: share of a tensor's rows that may leave their slots; the paper's is 0.30.
+        ratios: targets to choose from; None: all whole numbers of 32-byte sectors.
+        scheme, level, row_bytes: as in `ibp.compress`.
+        sample_bytes: rows to keep of a tensor and a snapshot, drawn at random; at least 64 rows are.
+        device: where rows are measured. None: a tensor's GPU, else the current GPU if there is one, else the CPU.
+        progress: show progress bars.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or there is no snapshot.
+    """
+    threshold = _targets.checked_threshold(threshold)
+    sample_bytes = whole_number("sample_bytes", sample_bytes, 1)
+    kept_ratios = None if ratios is None else tuple(_targets.checked_ratio(ratio) for ratio in ratios)
+    learning = Learning.of(scheme, None, None, None, None, level, None)
+    kept: dict[str, _Kept] = {}
+    num_snapshots = 0
+    for snapshot in snapshots:
+        if not isinstance(snapshot, Mapping):
+            raise TypeError(f"a snapshot is a {type(snapshot).__name__}; wanted a mapping from names to tensors")
+        num_snapshots += 1
+        for name, x in snapshot.items():
+            geometry.check_tensor(x, name)
+            if x.numel():
+                kept.setdefault(name, _Kept(name, x, row_bytes, device)).add(x, sample_bytes)
+    if num_snapshots == 0:
+        raise ValueError("there are no snapshots")
+    with tqdm(total=len(kept), desc="profile", unit="tensor", disable=not progress) as bar:
+        tensors = {}
+        for name in list(kept):
+            tensors[name] = kept.pop(name).profile(learning, kept_ratios).at(threshold)
+            bar.update()
+    return Profile(tensors, threshold, num_snapshots)
+
+
+class _Kept:
+    """Rows of a tensor, by snapshots."""
+
+    def __init__(
+        self, name: str, x: torch.Tensor, row_bytes: int | None, device: torch.device | str | int | None
+    ) -> None:
+        self.name, self.geometry = name, geometry.Geometry.of(x, row_bytes)
+        self.worker, self.samples = geometry.working_device(x, device), list[torch.Tensor]()
+
+    def add(self, x: torch.Tensor, sample_bytes: int) -> None:
+        shape, dtype, row_bytes = self.geometry.shape, self.geometry.dtype, self.geometry.row_bytes
+        if (x.shape, x.dtype) != (shape, dtype):
+            raise ValueError(
+                f"{self.name} is {list(x.shape)} of {x.dtype}; it was {list(shape)} of {dtype} in an earlier snapshot"
+            )
+        data = geometry.bytes_of(x)
+        if data.numel() < row_bytes:
+            data = torch.nn.functional.pad(data, (0, row_bytes - data.numel()))
+        wanted = max(_LEAST_ROWS, sample_bytes // row_bytes)
+        rows = geometry.sample(data, row_bytes, wanted, seed=len(self.samples))
+        self.samples.append(rows.to("cpu", copy=True))
+
+    def profile(self, learning: Learning, ratios: tuple[float, ...] | None) -> TensorProfile:
+        row_bytes, data = self.geometry.row_bytes, torch.cat(self.samples)
+        rows = geometry.Geometry(torch.Size((data.numel() // row_bytes, row_bytes)), torch.uint8, row_bytes)
+        of_dtype = replace(
+            rows, shape=torch.Size((data.numel() // self.geometry.dtype.itemsize,)), dtype=self.geometry.dtype
+        )
+        codebook = learning.coding_in_slots(data, of_dtype, self.worker, False).codebook
+        histograms = []
+        for sample in self.samples:
+            lengths = measure(sample, codebook, self.worker)
+            whole = replace(rows, shape=torch.Size((sample.numel() // row_bytes, row_bytes)))
+            histograms.append(tuple(slots.survey(lengths, whole).sectors.tolist()))
+        return TensorProfile(
+            self.name, self.geometry.num_bytes, row_bytes, codebook, row_bytes, tuple(histograms), ratios
+        )

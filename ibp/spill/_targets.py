@@ -1,0 +1,62 @@
+"""Targets: how many times fewer bytes a tensor is to take on a GPU, and the slots that this means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .. import _core
+from .._common.arguments import number
+from .._layout import slots
+
+# Those of Buddy Compression (section 3.4), 16 for what is mostly zero; and infinity, where nothing has a slot.
+RATIOS = (1.0, 4 / 3, 2.0, 4.0, 16.0, math.inf)
+THRESHOLD = 0.30  # the paper's share of rows that may leave their slots
+
+
+def slot_bytes_of(ratio: float, row_bytes: int) -> int:
+    """Bytes of a slot with which rows take `ratio` times fewer bytes on a GPU: whole sectors of 32 bytes, one at least;
+    all of the row for a ratio of 1, and none for infinity."""
+    if ratio == 1:
+        return row_bytes
+    if math.isinf(ratio):
+        return 0
+    sectors = max(1, int(row_bytes / ratio) // _core.SECTOR_BYTES)
+    return min(row_bytes, sectors * _core.SECTOR_BYTES)
+
+
+def checked_ratio(target: float) -> float:
+    """TypeError, ValueError: target is no ratio."""
+    ratio = number("target", target)
+    if not ratio >= 1:
+        raise ValueError(
+            f"target is {target}; wanted a ratio of at least 1, such as 4/3, 2, 4, or math.inf for no slots"
+        )
+    return ratio
+
+
+def checked_threshold(threshold: float) -> float:
+    """TypeError, ValueError: threshold is no share."""
+    share = number("threshold", threshold)
+    if not 0 <= share <= 1:
+        raise ValueError(f"threshold is {threshold}; wanted a share of the rows from 0 to 1")
+    return share
+
+
+def sizes_of(ratios: Sequence[float] | None, row_bytes: int) -> list[int]:
+    """Slot sizes to choose from, largest first: those of the ratios; None: every whole number of sectors."""
+    if ratios is None:
+        sectors = range(0, row_bytes, _core.SECTOR_BYTES)
+        return [row_bytes, *reversed(sectors)]
+    sizes = {slot_bytes_of(checked_ratio(ratio), row_bytes) for ratio in ratios}
+    return sorted(sizes | {row_bytes}, reverse=True)
+
+
+def spill(sectors: Sequence[int], slot_bytes: int, row_bytes: int) -> tuple[int, int]:
+    """(rows that leave slots of this size, bytes of their parts outside in whole sectors). sectors: how many rows take
+    k sectors as stored (`_layout.Survey`)."""
+    if slot_bytes >= row_bytes:
+        return 0, 0
+    first = slot_bytes // slots.SECTOR_BYTES
+    above = list(sectors[first + 1 :])
+    return sum(above), slots.SECTOR_BYTES * sum(count * (k + 1) for k, count in enumerate(above))
