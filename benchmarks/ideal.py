@@ -7,7 +7,7 @@ else an H200's on PCIe 5 x16.
 import torch
 
 import ibp
-from ibp._layout.slots import slots
+from ibp._layout import slots
 
 SECTOR_BYTES = 32
 MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_ROW_NS = None  # see reckon_with

@@ -8,7 +8,7 @@ import torch
 import ibp
 from benchmarks import harness, inputs
 from ibp import _schemes
-from ibp._layout.slots import geometry
+from ibp._layout import geometry
 from ibp._machine import calibration
 from ibp._schemes import choice
 

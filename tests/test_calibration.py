@@ -14,7 +14,7 @@ from helpers import assert_same_bits, embedding, in_threads, reckon_with
 from ibp import _schemes
 from ibp._common import ops
 from ibp._fetch import gather, streaming
-from ibp._layout.slots import geometry
+from ibp._layout import geometry
 from ibp._machine import calibration
 from ibp._machine import memory as _memory
 from ibp._schemes import choice

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ibp._layout.slots.geometry import Geometry
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, one_hot_rows, spiky_rows
-from ibp._layout.slots import slots
+from ibp._layout import slots
+from ibp._layout.geometry import Geometry
 from ibp._schemes import choice
 
 SETS = {

@@ -6,11 +6,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from ibp._layout.slots.geometry import given_tensor
 
 import ibp
 from helpers import DTYPES, assert_same_bits, make_tensor, one_hot_rows, spiky_rows
 from ibp._files.header import read_header
+from ibp._layout.geometry import given_tensor
 
 PAGEABLE = {"device": "cpu", "pin_memory": False}
 

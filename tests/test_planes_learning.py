@@ -16,7 +16,7 @@ import ibp
 import reference_planes as reference
 from golden.make_planes import CASES, load
 from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
-from ibp._layout.slots import slots
+from ibp._layout import slots
 from ibp._schemes.planes.codebook import PlanesCodebook, num_entries
 from ibp._schemes.planes.learning import learn_planes
 from test_planes_rows import codec_of as coder_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ibp
 from helpers import assert_same_bits
-from ibp._layout.slots import slots
+from ibp._layout import slots
 from ibp.spill._placing import placed_anew
 
 COLUMNS = 96  # of bfloat16: rows of 192 bytes
