@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ibp
 from helpers import assert_same_bits
 from ibp._layout import slots
-from ibp.spill._placing import placed_anew
+from ibp._tables.coding import placed_anew
 
 COLUMNS = 96  # of bfloat16: rows of 192 bytes
 TARGETS = [1, 4 / 3, 2, 4, 16, math.inf]
@@ -222,9 +222,8 @@ def test_placed_anew(level):
         clusters=None,
         level=level,
         slot_bytes=None,
-        device=None,
     )
-    assert_same_bits(anew.decompress(), 100 * x)
+    assert_same_bits(ibp.decompress(anew), 100 * x)
     assert anew.slot_bytes == 1536 and anew.codebook.level == level and anew.codebook is not table.codebook
 
 

@@ -254,11 +254,28 @@ def code_anew(
         learning = Learning.of(scheme, None, None, sample, clusters, level, codebook)
         pin = wants_pinning(x, table.is_pinned())
         return code(Table, x, learning, table.layout, slot_bytes, table.row_bytes, device, pin, -1, False)
+    return placed_anew(
+        x, table, scheme=scheme, codebook=codebook, sample=sample, clusters=clusters, level=level, slot_bytes=slot_bytes
+    )
+
+
+def placed_anew(
+    x: torch.Tensor,
+    table: Table,
+    *,
+    scheme: str,
+    codebook: AnyCodebook | None,
+    sample: float | None,
+    clusters: int | str | None,
+    level: str,
+    slot_bytes: int | None,
+) -> Table:
+    """The rows of x in slots on the device of a table and overflow in host memory. slot_bytes: None: the table's."""
     learning = Learning.of("planes" if scheme == "auto" else scheme, None, None, sample, clusters, level, codebook)
     geometry = geometry_of(x, table.row_bytes, codebook)
     slot_bytes = _layout.checked_slot_bytes(table.layout, slot_bytes, table.row_bytes)
-    slot_bytes = table.slot_bytes if slot_bytes is None else slot_bytes
-    return placed(Table, x, geometry, learning, lambda coding: slot_bytes, table.device, False)
+    num_bytes = table.slot_bytes if slot_bytes is None else slot_bytes
+    return placed(Table, x, geometry, learning, lambda coding: num_bytes, table.device, False)
 
 
 def placed(
