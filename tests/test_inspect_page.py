@@ -36,7 +36,7 @@ def reports_of(count=4):
 
 
 def renamed(found, name):
-    return report.TensorReport(**{**vars(found), "name": name})
+    return report.TensorContents(**{**vars(found), "name": name})
 
 
 def page_of(reports):

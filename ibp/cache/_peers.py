@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .._common import ipc, wire
-from .._common.group import Group, check_one_machine, machine, same_on_all
+from .._common.group import RankGroup, check_one_machine, machine, same_on_all
 from .._layout.geometry import rows_of
 from .._machine.segments import Segment, SharedHandle
 from ._hotness import Hotness, hottest_first
-from ._slabs import MAX_SLABS, STATIC_WAYS, Generation, Plan, Slab, filled_slab, plan_slabs
+from ._slabs import MAX_SLABS, STATIC_WAYS, Generation, Slab, SlabPlan, filled_slab, plan_slabs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +38,7 @@ class Peers:
 
     def __init__(self, group: ProcessGroup) -> None:
         """Raises RuntimeError or ValueError where there is no such group, or it is too large."""
-        self._group = Group(group)
+        self._group = RankGroup(group)
         self.rank, self.size = self._group.rank, self._group.size
         if self.size > MAX_SLABS:
             raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS} slabs")
@@ -75,7 +75,7 @@ class Peers:
         """What the cache holds from now on, all ranks' slabs; a collective call, after which all are filled. Where it
         fails on some rank, it raises on all."""
         device, own, slabs = cache.devices[0], _Lender(self.rank, self.size), list[Slab]()
-        plans: list[Plan] = []
+        plans: list[SlabPlan] = []
 
         def plan() -> dict[str, Any]:
             items = hottest_first(hotness, cache.view.num_items)

@@ -31,8 +31,8 @@ from ._slabs import (
     STATIC_WAYS,
     Entries,
     Generation,
-    Plan,
     Slab,
+    SlabPlan,
     copy_maps_near,
     filled_slab,
     in_sectors,
@@ -493,7 +493,7 @@ class RowCache:
         if items is None or self.view.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64)
         if self._is_idle:
-            nothing = Plan(items[:0], items[:0], 0)
+            nothing = SlabPlan(items[:0], items[:0], 0)
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))
             return self._generation_of(slabs, STATIC_WAYS, 0, 0)
         items = items.to(self.devices[0])

@@ -14,9 +14,11 @@ from .._fetch.calls import check_out, target_of
 from .._layout.geometry import DTYPES, bytes_of, check_tensor
 from .._machine import memory, staging
 from . import _host, _nvcomp
-from ._codec import MAX_BLOCK_BYTES, Codec
+from ._codec import MAX_BLOCK_BYTES, GeneralCodec
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())}
+CODECS: Mapping[str, GeneralCodec] = {
+    codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())
+}
 _CPU = torch.device("cpu")
 _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")
 
@@ -266,7 +268,7 @@ def is_general(scheme: object) -> bool:
     return isinstance(scheme, str) and scheme.partition(":")[0] in ("zstd", "lz4", "nvcomp")
 
 
-def codec_of(scheme: str) -> tuple[Codec, int | None]:
+def codec_of(scheme: str) -> tuple[GeneralCodec, int | None]:
     """The codec of a scheme such as "nvcomp:ans" or "zstd:9", and the level that it names. ValueError for others."""
     name, level = scheme, None
     if scheme in _nvcomp.VARIANTS:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .._common import wire
-from .._common.group import Group, same_on_all
+from .._common.group import RankGroup, same_on_all
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
 from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
 from .._layout import geometry as _rows
@@ -65,7 +65,7 @@ class ShardedTable:
     __module__ = "ibp.distributed"
 
     def __init__(self, local_table: CompressedTensor, group: ProcessGroup | None = None) -> None:
-        self._group = members = Group(group)
+        self._group = members = RankGroup(group)
         shards = members.together("ShardedTable", lambda: _Shard.of(local_table))
         same_on_all("ShardedTable", [shard.described() for shard in shards])
         self._codebook = _common_codebook(shards)
@@ -110,7 +110,7 @@ class ShardedTable:
             TypeError, ValueError: as `ibp.compress`; or parts do not go together.
             RuntimeError: another rank has failed.
         """
-        members = Group(group)
+        members = RankGroup(group)
         options: dict[str, Any] = {
             "scheme": scheme,
             "chunk_bytes": chunk_bytes,
@@ -490,7 +490,7 @@ def _common_codebook(shards: list[_Shard]) -> AnyCodebook | None:
 
 def _learned(
     x: torch.Tensor,
-    members: Group,
+    members: RankGroup,
     geometry: _rows.Geometry,
     learning: Learning,
     worker: torch.device,
@@ -532,7 +532,7 @@ def _learned(
     return again if stored_bytes(again) < stored else codebook
 
 
-def _sampled(x: torch.Tensor, members: Group, geometry: _rows.Geometry, sample: float | None) -> torch.Tensor:
+def _sampled(x: torch.Tensor, members: RankGroup, geometry: _rows.Geometry, sample: float | None) -> torch.Tensor:
     """Rows of all parts, uint8 on the CPU, of each as many as it has of the whole."""
     row_bytes = geometry.row_bytes
     share = _SAMPLED_BYTES / geometry.num_bytes if sample is None else sample
