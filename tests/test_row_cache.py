@@ -463,9 +463,9 @@ def test_rows_that_stay_in_the_cache_are_written_back_once():
     assert (table.decompress() == before).all(1).sum() >= 190  # all but those that do not fit a slot
     cache.flush()
     assert_same_bits(table.decompress(), x)
-    version = table._version
+    version = table.version
     cache.flush()
-    assert table._version == version
+    assert table.version == version
     assert cache.stats().hits >= 190
 
 
