@@ -15,6 +15,7 @@ from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import Ids, check_range, checked_ids, make_ready, tensor_of, window_bits
 from .._fetch.paths import is_capturing
 from .._layout.geometry import rows_of
+from .._layout.manners import TensorManners
 from .._machine import calibration, memory
 from .._tables.changes import check_can_change
 from .._tables.compressed_tensor import CompressedTensor
@@ -78,7 +79,7 @@ class CacheStats(NamedTuple):
         return self.hits / asked if asked else 0.0
 
 
-class RowCache:
+class RowCache(TensorManners):
     """Hot rows of a table, kept as they are stored in the memory of one or more GPUs (Legion's cache in the paper's
     section 5): the same bytes hold as many times more rows as they compress.
 
@@ -186,10 +187,6 @@ class RowCache:
         return self.view.device
 
     @property
-    def is_cuda(self) -> bool:
-        return self.view.is_cuda
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the cache takes on all its devices, maps and counters included."""
         return self._state.generation.nbytes + sum(8 * counts.numel() for counts in self._state.counts.values())
@@ -219,14 +216,6 @@ class RowCache:
         items, counts = (rows // self._state.rows_per_item).unique(return_counts=True)
         return items[counts == self._state.rows_per_item]
 
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """The table's shape, or the size of one dimension."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
     def is_pinned(self) -> bool:
         """Whether the table is in pinned memory."""
         return self.view.is_pinned()
@@ -234,9 +223,6 @@ class RowCache:
     def pin_memory(self) -> RowCache:
         """The cache itself: its table is pinned or was not to be."""
         return self
-
-    def __len__(self) -> int:
-        return len(self.view)
 
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.devices))

@@ -13,6 +13,7 @@ from .._common.group import RankGroup, same_on_all
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
 from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
 from .._layout import geometry as _rows
+from .._layout.manners import TensorManners
 from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
 from .._rows.table import CorruptTableError, Table
@@ -33,7 +34,7 @@ _CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict e
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a codebook is learned from
 
 
-class ShardedTable:
+class ShardedTable(TensorManners):
     """A table [N, ...] of which every rank of a process group has a part: the rows of rank 0 first, then those of rank
     1, and so on. Ranks may have different numbers of items, or none.
 
@@ -63,6 +64,8 @@ class ShardedTable:
     """
 
     __module__ = "ibp.distributed"
+
+    shape: torch.Size
 
     def __init__(self, local_table: CompressedTensor, group: ProcessGroup | None = None) -> None:
         self._group = members = RankGroup(group)
@@ -166,13 +169,6 @@ class ShardedTable:
     def local_range(self) -> range:
         """The items that this rank has."""
         return range(self.starts[self._group.rank], self.starts[self._group.rank + 1])
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """The shape, or the size of one dimension."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __repr__(self) -> str:
         own = self.local_range
