@@ -1,4 +1,5 @@
-"""The pictures of docs/concepts.md: they are what tools/draw_concepts.py draws, and show the codecs' own bytes."""
+"""The pictures of docs/concepts.md and docs/architecture.md: they are what tools/draw_concepts.py draws, and show the
+codecs' own bytes."""
 
 import importlib.util
 import sys
