@@ -1072,6 +1072,20 @@ def deltas_line(directory):
     )
 
 
+def scale_line(directory):
+    """What coded rows gain in a cache that two GPUs share."""
+    arms = ("ibp, cache of 1 %, 2 GPUs", "raw rows, cache of 1 %, 2 GPUs")
+    rows = [rates(charts.read(directory / "scale.csv"), case="pubmed", arm=arm) for arm in arms]
+    if not all(rows):
+        return None
+    coded, raw = (charts.number(found[0]["gbps"]) for found in rows)
+    return (
+        f"Two GPUs that fetch at once, each with a cache of 1 % of the bytes, get {coded} GB/s of Pubmed's rows coded, "
+        f"{raw} raw (`scale.csv`: {caption(rows[0])}); other features are in "
+        "[RESULTS.md](../benchmarks/RESULTS.md#several-processes)."
+    )
+
+
 def choices_line(directory):
     """How often the choice of a coding is as good as the best."""
     choices = rates(charts.read(directory / "choose.csv"), arm=LINK_CHOICE)
@@ -1425,7 +1439,7 @@ PAGES = {
     "benchmarks/RESULTS.md": BLOCKS,
     "docs/llm.md": {"offload": offload_block, "linear": linear_table, "flexgen": flexgen_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
-    "docs/guide.md": {"choices": choices_line},
+    "docs/guide.md": {"scale": scale_line, "choices": choices_line},
     "docs/distributed.md": {"collectives": collectives_table},
     "docs/spill.md": {"spill": spill_table},
     "docs/checkpoints.md": {"checkpoints": checkpoints_line, "deltas": deltas_line},
