@@ -36,6 +36,11 @@ def test_the_pictures_are_whole_svg(draw_concepts):
         assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.find("{*}title").text
 
 
+def test_the_floors_are_in_the_order_that_is_checked(draw_concepts):
+    drawn = [folder for *_, folders in reversed(draw_concepts.FLOORS) for folder in folders if "/" not in folder]
+    assert drawn == list(importlib.import_module("shape").FLOORS)
+
+
 def bytes_of(numbers, size):
     return b"".join(number.to_bytes(size, "little") for number in numbers)
 

@@ -417,10 +417,10 @@ def draw_blocks(picture: Drawing, first: float, last: float) -> None:
 
 # ---- the floors of the sources ----
 
-FLOORS = (  # the highest first: kind, what it is, folders
-    ("coder", "commands, hosts", ("_cli", "_inspect", "integrations")),
-    ("coder", "files, versions", ("_files", "checkpoints", "deltas")),
+FLOORS = (  # the highest first, in the order of tools/shape.py: kind, what it is, folders
+    ("coder", "commands, hosts", ("_inspect", "_cli", "integrations")),
     ("coder", "models, ranks", ("nn", "optim", "_offload", "_activations", "distributed")),
+    ("coder", "versions, files", ("deltas", "_files", "checkpoints")),
     ("coder", "stores and choices", ("spill", "codecs", "kv", "calibration")),
     ("coder", "hot rows", ("cache",)),
     ("kept", "a table and its verbs", ("_tables",)),
@@ -440,7 +440,9 @@ FLOOR_HEIGHT, FLOOR_LEFT, FLOOR_WIDTH = 34, 200, 600
 
 def floors() -> Drawing:
     step = FLOOR_HEIGHT + 6
-    picture = Drawing(880, 62 + len(FLOORS) * step, "The floors of ibp: each imports only from floors below it")
+    picture = Drawing(
+        880, 62 + len(FLOORS) * step, "The floors of ibp: each uses only folders below it and to its left"
+    )
     picture.text(20, 32, "floor", "head")
     picture.text(FLOOR_LEFT, 32, "folders of ibp/, and of csrc/", "head")
     for floor, (kind, what, folders) in enumerate(FLOORS):
