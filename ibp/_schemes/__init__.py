@@ -9,9 +9,12 @@ Modules import only those before them in this list:
     planes      scheme "planes": codebook, learning
     registry    the table of schemes
     clusters    several codebooks for one table: codebook, kmeans, learning
+    kinds       tensors that share a codebook, and when one needs another
+    choice      the scheme and codebook that `auto` takes
+    estimation  what rows would take: `ibp.estimate`
 
 The rest of the package takes what it needs from here, and the modules here take from it only what cuts tensors into
-rows (_rows, _staging, _layout).
+rows (`_layout/`, `_machine/staging.py`).
 """
 
 from .clusters.codebook import ClusteredCodebook, with_clusters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +11,10 @@ import torch
 
 from .._fetch.streaming import decompress
 from .._layout.geometry import DTYPES
-from .._schemes import AnyCodebook
+from .._schemes.kinds import LEAST_BYTES, ROW_BYTES, Kind, Learned, kind_of
 from .compressed_tensor import CompressedTensor
 from .compression import compress_rows
 
-_LEAST_BYTES = 4096  # a smaller tensor is kept raw: it is one row, whose fetch costs the same whatever its bytes
-_ROW_BYTES = 4096  # of the flat tensor: longer rows save 0.1 % more and keep fewer warps of a multiprocessor busy
-_CLEARLY_LESS = 0.01  # of the original bytes
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}  # options that a codebook has settled
 _OF_A_MODEL = {name for name in inspect.signature(compress_rows).parameters if name not in ("x", "codebook")}
 
@@ -30,7 +25,7 @@ def is_worth_coding(x: torch.Tensor) -> bool:
         type(x) is torch.Tensor
         and x.layout == torch.strided
         and x.dtype in DTYPES
-        and x.numel() * x.element_size() >= _LEAST_BYTES
+        and x.numel() * x.element_size() >= LEAST_BYTES
     )
 
 
@@ -59,10 +54,8 @@ class CodedWeight:
 class WeightCompressor:
     """Compresses the weights of a model into packed tables.
 
-    Weights of a kind share a codebook, since learning one takes far longer than coding: those of one shape and dtype
-    whose names differ only in numbers between dots, as `layers.0.fc1.weight` and `layers.1.fc1.weight` do. It is
-    learned from the first of them, and anew from one of which it saves a point less than it saved then. Where the first
-    is best raw, all are kept raw.
+    Weights of a kind share a codebook (see `_schemes/kinds.py`), which is learned from the first of them. Where the
+    first is best raw, all are kept raw.
 
     Args:
         options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
@@ -75,7 +68,7 @@ class WeightCompressor:
         if unknown := sorted(set(options) - _OF_A_MODEL):
             raise TypeError(f"{', '.join(unknown)}: no such option; wanted some of {', '.join(sorted(_OF_A_MODEL))}")
         self._options = dict(options)
-        self._learned: dict[tuple[str, torch.Size, torch.dtype], tuple[AnyCodebook | None, float]] = {}
+        self._learned: dict[Kind, Learned] = {}
 
     def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
         """As `compress`, for a weight that may have any strides."""
@@ -86,20 +79,20 @@ class WeightCompressor:
 
     def compress(self, name: str, x: torch.Tensor, **defaults: Any) -> CompressedTensor:
         """A table of the weight x, called `name` in its model. defaults: options where none were given for all."""
-        kind = _NUMBER.sub("#", name), x.shape, x.dtype
-        options = {"layout": "packed", "row_bytes": _ROW_BYTES, **defaults, **self._options}
+        kind = kind_of(name, x.shape, x.dtype)
+        options = {"layout": "packed", "row_bytes": ROW_BYTES, **defaults, **self._options}
         if kind in self._learned:
-            codebook, savings = self._learned[kind]
+            learned = self._learned[kind]
             of_memory = {key: value for key, value in options.items() if key not in _OF_LEARNING}
-            if codebook is None:
+            if learned.codebook is None:
                 return compress_rows(x, scheme="raw", **of_memory)
-            table = compress_rows(x, codebook=codebook, **of_memory)
-            if table.savings > savings - _CLEARLY_LESS:
+            table = compress_rows(x, codebook=learned.codebook, **of_memory)
+            if learned.fits(table.savings):
                 return table
             own = compress_rows(x, **options)
             return own if own.stored_bytes < table.stored_bytes else table
         table = compress_rows(x, **options)
-        self._learned[kind] = table.codebook, table.savings
+        self._learned[kind] = Learned(table.codebook, table.savings)
         return table
 
 

@@ -6,10 +6,10 @@ over processes as well, but schemes, digits and layouts are compared on rows: so
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from .._common.group import RankGroup
 from .._layout import geometry as _rows
 from .._layout import slots
 from .._schemes import AnyCodebook, Request, choice, measure
+from .._schemes.kinds import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learned, kind_of
 from .._tables.coding import MOST_LACKING
 from ._source import SourceTensor
 
-ROW_BYTES = 4096  # of weights: see ibp/_tables/weights.py
-_LEAST_BYTES = 4096  # a smaller tensor is kept as it is
 _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
 SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
 _CHECK_BYTES = 16 << 20  # of rows that a codebook is tried on that has no coded form for every row
@@ -31,9 +30,7 @@ _TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is t
 _KINDS_A_RANK = 4  # that are learned at once: their rows are on all ranks meanwhile
 _SAMPLED_TENSORS = 8  # of a kind, at most
 _LEAST_ROWS = 16
-_CLEARLY_LESS = 0.01  # of the bytes: a codebook of a kind that costs a tensor so much is not for it
 _LEAST_SAVED_BYTES = 1024  # what a table's entries in the header take, about
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _CPU = torch.device("cpu")
 
 
@@ -66,11 +63,11 @@ class CheckpointLearning:
 
     def is_worth_coding(self, tensor: SourceTensor) -> bool:
         """Whether a tensor is large enough for a table, and of a dtype that tables have."""
-        return self.scheme != "raw" and tensor.dtype in _rows.DTYPES and tensor.num_bytes >= _LEAST_BYTES
+        return self.scheme != "raw" and tensor.dtype in _rows.DTYPES and tensor.num_bytes >= LEAST_BYTES
 
     def kind_of(self, tensor: SourceTensor) -> tuple:
-        """What tensors that share a codebook have in common: shape, dtype, the name but for numbers between dots."""
-        return _NUMBER.sub("#", tensor.name), tensor.shape, tensor.dtype, self.geometry_of(tensor).row_bytes
+        """The kind of a tensor (see `_schemes/kinds.py`), and the bytes of its rows: such tensors share a codebook."""
+        return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
         """A codebook for a tensor of which the sample is some rows; None where raw rows are best.
@@ -116,7 +113,7 @@ class Codebooks:
         for tensor in tensors:
             if self.is_coded(tensor):
                 self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
-        self._of_kinds: dict[tuple, tuple[AnyCodebook | None, float]] = {}
+        self._of_kinds: dict[tuple, Learned] = {}
         self._of_tensors: dict[str, AnyCodebook | None] = {}
         if group is not None:
             self._learn_together(group)
@@ -145,21 +142,20 @@ class Codebooks:
 
     def _find(self, tensor: SourceTensor) -> AnyCodebook | None:
         kind = self._learning.kind_of(tensor)
-        codebook, savings = self._of_kinds[kind]
-        if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
-            return codebook
-        return self._tried(tensor, kind, codebook, savings)
+        learned = self._of_kinds[kind]
+        if learned.codebook is None or (len(self._kinds[kind]) == 1 and not learned.codebook.is_partial):
+            return learned.codebook
+        return self._tried(tensor, kind, learned, learned.codebook)
 
     def _geometry(self, kind: tuple) -> _rows.Geometry:
         return self._learning.geometry_of(self._kinds[kind][0])
 
-    def _tried(self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook, savings: float) -> AnyCodebook | None:
+    def _tried(self, tensor: SourceTensor, kind: tuple, learned: Learned, codebook: AnyCodebook) -> AnyCodebook | None:
         """The codebook of the kind, or one of the tensor's own where that one loses a point."""
         geometry = self._geometry(kind)
         sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else _TRIED_BYTES)
         found = savings_of(sample, codebook)
-        lost = MOST_LACKING if codebook.is_partial else _CLEARLY_LESS
-        if found > savings - lost:
+        if learned.fits(found, MOST_LACKING if codebook.is_partial else CLEARLY_LESS):
             return codebook
         sample = sample if codebook.is_partial else sample_of([tensor], geometry)
         own = self._learning.learn(self._learning.scheme, sample, geometry, codebook.is_partial)
@@ -167,12 +163,12 @@ class Codebooks:
         best = max(tried, key=tried.__getitem__)
         return best if _pays(tried[best], geometry) else None
 
-    def _learned(self, kind: tuple, sample: torch.Tensor) -> tuple[AnyCodebook | None, float]:
+    def _learned(self, kind: tuple, sample: torch.Tensor) -> Learned:
         """(codebook of a kind, what it saves of the sample); None where raw is best."""
         geometry = self._geometry(kind)
         codebook = self._learning.learn(self._learning.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
-        return (codebook, savings) if _pays(savings, geometry) else (None, 0.0)
+        return Learned(codebook, savings) if _pays(savings, geometry) else Learned(None, 0.0)
 
     def _learn_together(self, group: RankGroup) -> None:
         """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
@@ -184,14 +180,14 @@ class Codebooks:
         drawn = group.together("compress_checkpoint", lambda: [self._share(kind, group) for kind in kinds])
 
         def learn_own() -> dict[int, tuple[AnyCodebook | None, float]]:
-            found = {}
+            found: dict[int, Any] = {}
             for number in range(group.rank, len(kinds), group.size):
                 sample = torch.cat([shares[number] for shares in drawn])
-                found[number] = self._learned(kinds[number], sample)
+                found[number] = tuple(self._learned(kinds[number], sample))
             return found
 
         for found in group.together("compress_checkpoint", learn_own):
-            self._of_kinds.update({kinds[number]: learned for number, learned in found.items()})
+            self._of_kinds.update({kinds[number]: Learned(*learned) for number, learned in found.items()})
 
     def _share(self, kind: tuple, group: RankGroup) -> torch.Tensor:
         """The rows that this rank draws of a kind, uint8."""
@@ -243,4 +239,4 @@ def savings_of(sample: torch.Tensor, codebook: AnyCodebook, geometry: _rows.Geom
 
 
 def _pays(savings: float, geometry: _rows.Geometry) -> bool:
-    return savings > _CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES
+    return savings > CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES

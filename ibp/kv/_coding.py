@@ -12,6 +12,7 @@ from .._fetch.streaming import STREAM_SMS
 from .._layout import geometry as _rows
 from .._schemes import AnyCodebook, PlanesCodebook
 from .._schemes.estimation import check_codebook
+from .._schemes.kinds import Learned
 from .._schemes.planes.learning import learn_planes
 
 _SECTOR = _core.SECTOR_BYTES
@@ -299,7 +300,7 @@ class TokenCodec:
         self.form, self._options, self._device = form, options, device
         self._codebook = given
         self._is_raw = options.scheme == "raw"
-        self._wanted: float | None = None  # savings that the codebook was taken for
+        self._learned: Learned | None = None  # the codebook, with what it saved of the first items coded with it
         self._looks = given is None and not self._is_raw  # for a codebook, when items are coded next
         self.num_learned = 0
         self.spans: list[TokenSpan] = []
@@ -324,7 +325,7 @@ class TokenCodec:
         if self._codebook is None or found > _saved(sample, self._codebook) + _GAIN:
             self._codebook, self._is_raw = learned, found < _LEAST_SAVINGS
             self.num_learned += not self._is_raw
-        self._looks, self._wanted = False, None
+        self._looks, self._learned = False, None
 
     def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
         """Adds items whose num_bytes bytes are at an offset of the arena, as those behind all others."""
@@ -334,9 +335,9 @@ class TokenCodec:
         if coded.codebook is None or coded.num_items == 0:
             return
         savings = 1 - num_bytes / (coded.num_items * self.form.item_bytes)
-        if self._wanted is None:
-            self._wanted = savings
-        self._looks = self._looks or savings < self._wanted - _FALL
+        if self._learned is None:
+            self._learned = Learned(self._codebook, savings)
+        self._looks = self._looks or not self._learned.fits(savings, _FALL)
 
     def decode(
         self,
@@ -364,7 +365,7 @@ class TokenCodec:
 
     def clone(self) -> TokenCodec:
         copied = TokenCodec(self.form, self._options, self._codebook, self._device)
-        copied._is_raw, copied._wanted, copied._looks = self._is_raw, self._wanted, self._looks
+        copied._is_raw, copied._learned, copied._looks = self._is_raw, self._learned, self._looks
         copied.num_learned, copied.spans = self.num_learned, [span.clone() for span in self.spans]
         return copied
 
