@@ -1,7 +1,7 @@
 // pages.h - new pages of host memory: on which NUMA node, as huge as the system has them, and written by all
 // processors. Nothing here needs CUDA.
-#ifndef IBP_PAGES_H
-#define IBP_PAGES_H
+#ifndef IBP_HOST_PAGES_H
+#define IBP_HOST_PAGES_H
 
 #include <sys/mman.h>
 #include <sys/syscall.h>
