@@ -310,8 +310,8 @@ def gencode(tmp_path):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{printed}'\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
         variables = {"IBP_NO_CUDA": "", "TORCH_CUDA_ARCH_LIST": arch_list, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        output = make(f"BUILD={tmp_path}", "--dry-run", f"{tmp_path}/cuda/index.cu.o", **variables)
-        command = next(line for line in output.splitlines() if " -c cuda/index.cu " in line)
+        output = make(f"BUILD={tmp_path}", "--dry-run", f"{tmp_path}/cuda/rows/index.cu.o", **variables)
+        command = next(line for line in output.splitlines() if " -c cuda/rows/index.cu " in line)
         return re.findall(r"-gencode=arch=(\S+),code=(\S+)", command)
 
     return asked
@@ -447,9 +447,9 @@ def test_symbols_with_cuda(installed_with_cuda, installed):
 @needs_nvcc
 def test_depfile_of_several_architectures(tmp_path):
     """nvcc lists the headers of every pass, so that a changed one compiles the kernels again."""
-    target = f"{tmp_path}/cuda/index.cu.o"
+    target = f"{tmp_path}/cuda/rows/index.cu.o"
     make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
-    text = (tmp_path / "cuda" / "index.cu.d").read_text()
+    text = (tmp_path / "cuda" / "rows" / "index.cu.d").read_text()
     assert {"include/ibp.h", "core/format.h"} <= {os.path.normpath(name) for name in re.findall(r"[\w./]+", text)}
     assert "nvcc" not in make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
 

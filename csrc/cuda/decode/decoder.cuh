@@ -40,7 +40,7 @@
 // - Shared memory of its own is free for the next row when all lanes of the group have returned and met at a barrier.
 //
 // To add one: a .cuh with the struct and a .cu that instantiates it with the kernel of gather.cuh; a function in
-// request.h, and a line in the list of gather.cu.
+// decode_request.h, and a line in the list of gather.cu.
 #ifndef IBP_DECODER_CUH
 #define IBP_DECODER_CUH
 

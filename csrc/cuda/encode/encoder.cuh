@@ -36,7 +36,7 @@
 //   changes meanwhile: BitStage drops what would lie past the stage.
 //
 // To add one: a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; functions in
-// request.h, and a line in the list of encode.cu.
+// encode_request.h, and a line in the list of encode.cu.
 #ifndef IBP_ENCODER_CUH
 #define IBP_ENCODER_CUH
 
