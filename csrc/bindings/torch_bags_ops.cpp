@@ -54,8 +54,7 @@ void sum_bags(const TableArguments &arguments, const Tensor &ids, const std::opt
     const ibp_bags bags = bags_of(items, offsets, weights, reduction, padding_idx, kind, out);
     uint8_t *const to = room_of(out, total_bytes(bags.num_bags, arguments.item_bytes, "bags"), "out");
     Footprints memory = gather_footprints(arguments, table, items, out, fault);
-    if (offsets) memory.reads("offsets", *offsets);
-    if (weights) memory.reads("weights", *weights);
+    memory.reads("offsets", offsets, "weights", weights);
     ibp_cache cache{};
     if (entries) {
         cache = cache_of(*entries, slabs, items.count);

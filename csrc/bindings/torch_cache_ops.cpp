@@ -77,11 +77,9 @@ void find_cached(const Tensor &ids, int64_t rows_per_item, int64_t row_bytes, co
                         data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths"), INT64_MAX};
     if (query.lengths) query.num_rows = lengths.numel();
     Footprints memory;
-    memory.reads("ids", ids);
-    memory.reads("lengths", lengths);
+    memory.reads("ids", ids, "lengths", lengths);
     for (const Tensor &map : maps) memory.reads("maps", map);
-    memory.writes("entries", entries);
-    if (counts) memory.writes("counts", *counts);
+    memory.writes("entries", entries, "counts", counts);
     if (device.is_cuda()) {
         check(ibp_cuda_find_cached(&query, found.data(), num_maps, to, to_counts, device.stream()), "find_cached");
         return;
@@ -137,11 +135,8 @@ void fill_slab(const TableArguments &arguments, const Tensor &rows, const Tensor
     const ibp_cache_slab slab = slab_of(bytes, map, number, ways);
     rows_per_item_of(table);
     Footprints memory = arguments.footprints(table);
-    memory.reads("rows", rows);
-    memory.reads("offsets", offsets);
-    memory.writes("bytes", bytes);
-    memory.writes("map", map);
-    memory.writes("fault", fault);
+    memory.reads("rows", rows, "offsets", offsets);
+    memory.writes("bytes", bytes, "map", map, "fault", fault);
     ibp_fault *const first_fault = fault_of(fault);
     if (device.is_cuda()) {
         check(ibp_cuda_fill_slab(&table, numbers, places, rows.numel(), &slab, first_fault, device.stream()),
@@ -177,14 +172,8 @@ void claim_cached(const TableArguments &arguments, const Tensor &ids, int64_t wa
     uint64_t *const to = unsigned_longs_of(entries, num_rows, "entries");
     Footprints memory = arguments.footprints(table);
     memory.reads("ids", ids);
-    for (const auto &[name, tensor] : {std::pair<const char *, const Tensor *>{"bytes", &bytes},
-                                       {"map", &map},
-                                       {"stamps", &stamps},
-                                       {"clock", &clock},
-                                       {"entries", &entries},
-                                       {"fault", &fault}})
-        memory.writes(name, *tensor);
-    if (counts) memory.writes("counts", *counts);
+    memory.writes("bytes", bytes, "map", map, "stamps", stamps, "clock", clock, "entries", entries, "fault", fault,
+                  "counts", counts);
     ibp_fault *const first_fault = fault_of(fault);
     if (device.is_cuda()) {
         check(ibp_cuda_claim_cached(&table, &items, &lru, to, to_counts, first_fault, device.stream()), "claim_cached");
@@ -201,8 +190,7 @@ ibp_cache_map changed_map_of(const Tensor &map, int64_t ways, const Tensor &rows
 {
     const ibp_cache_map changed = map_of(map, ways);
     Footprints memory;
-    memory.reads("rows", rows);
-    memory.reads("lengths", lengths);
+    memory.reads("rows", rows, "lengths", lengths);
     memory.writes("map", map);
     return changed;
 }

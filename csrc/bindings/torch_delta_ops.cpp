@@ -45,9 +45,7 @@ void add_rows(const TableArguments &arguments, int64_t element_bytes, bool subtr
     const Device device(base, change, arguments, fault);
     const ibp_table table = arguments.table();
     Footprints memory = arguments.footprints(table);
-    memory.writes("base", base);
-    memory.writes("change", change);
-    memory.writes("fault", fault);
+    memory.writes("base", base, "change", change, "fault", fault);
     uint8_t *const to = room_of(base, ibp_bytes_of_table(&table), "base");
     const uint32_t width = to_u32(element_bytes, 1, 8, "element_bytes"), row_bytes = table.codebook.row_bytes;
     const size_t scratch_bytes = ibp_scratch_bytes(row_bytes) + row_bytes;
@@ -94,8 +92,7 @@ struct DeltaRows {
           counts(data_of<uint16_t>(of_counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"),
                                    "counts"))
     {
-        memory.reads("tensors", tensors);
-        memory.reads("codebook", words);
+        memory.reads("tensors", tensors, "codebook", words);
         for (const auto &[name, rows] : {std::pair{"lengths", &of_lengths}, std::pair{"counts", &of_counts}}) {
             if (has_measured)
                 memory.reads(name, *rows);
@@ -141,8 +138,7 @@ void apply_deltas(const Tensor &tensors, int64_t num_rows, const Tensor &codeboo
     const DeltaTensors jobs = delta_tensors_of(tensors);
     const ibp_codebook cb = codebook_of(codebook, codec);
     Footprints memory;
-    memory.reads("tensors", tensors);
-    memory.reads("codebook", codebook);
+    memory.reads("tensors", tensors, "codebook", codebook);
     memory.writes("state", state);
     check(ibp_cuda_apply_deltas(&cb, jobs.data, jobs.count, num_rows, takes_back,
                                 unsigned_longs_of(state, 1 + 3 * int64_t{jobs.count}, "state"), device.stream()),

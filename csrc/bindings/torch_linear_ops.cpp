@@ -50,11 +50,7 @@ void linear(const Tensor &slots, int64_t slot_bytes, int64_t first_symbol, const
     const uint16_t *const vectors = bfloat16s_of(near, x.numel(), "x");
     uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, matrix.num_rows, "out"), "out");
     Footprints memory;
-    memory.reads("slots", slots);
-    memory.reads("starts", starts);
-    memory.reads("entries", entries);
-    memory.reads("x", x);
-    if (bias) memory.reads("bias", *bias);
+    memory.reads("slots", slots, "starts", starts, "entries", entries, "x", x, "bias", bias);
     memory.writes("out", out);
     check(ibp_cuda_linear(&matrix, vectors, num_vectors, bias ? bfloat16s_of(*bias, matrix.num_rows, "bias") : nullptr,
                           to, device.stream()),

@@ -110,11 +110,8 @@ void encode_packed(const Tensor &data, const Tensor &codebook, const Codec &code
     auto *const to_lengths =
         data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(data.numel(), cb.row_bytes), "lengths");
     Footprints memory;
-    memory.reads("data", data);
-    memory.reads("codebook", codebook);
-    memory.writes("out", out);
-    memory.writes("lengths", lengths);
-    memory.writes("stored", stored);
+    memory.reads("data", data, "codebook", codebook);
+    memory.writes("out", out, "lengths", lengths, "stored", stored);
     const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
     const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
     check(ibp_encode_packed(&cb, bytes, data.numel(), to, out.numel(), to_lengths,
@@ -162,19 +159,11 @@ void encode_into(const TableArguments &arguments, const Tensor &rooms, const Ten
                 first_row, " on are not among ", num_rows);
     }
     Footprints memory;
-    for (const auto &[name, tensor] : {std::pair<const char *, const Tensor *>{"slots", &arguments.slots},
-                                       {"overflow", &arguments.overflow},
-                                       {"lengths", &arguments.lengths},
-                                       {"bases", &arguments.bases},
-                                       {"rooms", &rooms},
-                                       {"used", &used},
-                                       {"counts", &counts},
-                                       {"fault", &fault}})
-        memory.writes(name, *tensor);
+    memory.writes("slots", arguments.slots, "overflow", arguments.overflow, "lengths", arguments.lengths, "bases",
+                  arguments.bases, "rooms", rooms, "used", used, "counts", counts, "fault", fault);
     memory.reads("codebook", arguments.codebook);
-    if (!buffers) memory.reads("x", source.data, extent_of(x, "x").num_bytes);
-    if (buffers) memory.reads("buffers", *buffers);
-    if (row_ids) memory.reads("row_ids", *row_ids);
+    if (!buffers) memory.reads_bytes("x", source.data, extent_of(x, "x").num_bytes);
+    memory.reads("buffers", buffers, "row_ids", row_ids);
     const int sms = sms_of(max_sms);
     ibp_fault *const first_fault = fault_of(fault);
     if (device.is_cuda()) {
@@ -213,9 +202,8 @@ void gather_into(const TableArguments &arguments, const std::optional<Tensor> &i
     if (!ids) items.count = arguments.num_items;
     const Memory memory = spread_over(out, outer_dims, arguments.item_bytes, &items);
     Footprints footprints = arguments.footprints(table);
-    footprints.reads("ids", items.data, items.count * items.id_bytes);
-    footprints.writes("out", memory);
-    footprints.writes("fault", fault);
+    footprints.reads_bytes("ids", items.data, items.count * items.id_bytes);
+    footprints.writes("out", memory, "fault", fault);
     const int sms = sms_of(max_sms);
     if (memory.data != nullptr) gather(device, table, items, nullptr, memory.data, fault, sms, "gather_into");
 }
@@ -229,7 +217,7 @@ void gather_to(const TableArguments &arguments, const Tensor &ids, const Tensor 
     ibp_ids items = ids_of(ids);
     items.addresses = unsigned_longs_of(addresses, items.count, "addresses");
     Footprints memory = arguments.footprints(table);
-    memory.reads("ids", items.data, items.count * items.id_bytes);
+    memory.reads_bytes("ids", items.data, items.count * items.id_bytes);
     memory.reads("addresses", addresses);
     memory.writes("fault", fault);
     gather(device, table, items, nullptr, nullptr, fault, sms_of(max_sms), "gather_to");
@@ -295,11 +283,8 @@ void select_rows(const TableArguments &arguments, const Tensor &ids, int64_t fir
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
     Footprints memory = arguments.footprints(table);
     memory.reads("ids", ids);
-    memory.writes("lengths_out", lengths_out);
-    memory.writes("bases_out", bases_out);
-    memory.writes("rows_out", rows_out);
-    memory.writes("taken", taken);
-    memory.writes("fault", fault);
+    memory.writes("lengths_out", lengths_out, "bases_out", bases_out, "rows_out", rows_out, "taken", taken, "fault",
+                  fault);
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
         over_ranges(num_groups, bytes_each, 0, fault_of(fault),
                     [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
@@ -376,8 +361,7 @@ Footprints check_decoding(const TableArguments &arguments, const ibp_table &tabl
     require(0 <= start && start <= end && end <= num_bytes, "bytes [", start, ", ", end, ") are not among the table's ",
             num_bytes);
     Footprints memory = arguments.footprints(table);
-    memory.writes("out", out);
-    memory.writes("fault", fault);
+    memory.writes("out", out, "fault", fault);
     return memory;
 }
 

@@ -168,23 +168,18 @@ struct TableArguments {
     void check_writing(const Tensor &data, const Tensor &fault) const
     {
         Footprints memory;
-        memory.reads("lengths", lengths);
-        memory.reads("bases", bases);
-        memory.reads("codebook", codebook);
-        memory.reads("data", data);
-        memory.writes("slots", slots);
-        memory.writes("overflow", overflow);
-        memory.writes("fault", fault);
+        memory.reads("lengths", lengths, "bases", bases, "codebook", codebook, "data", data);
+        memory.writes("slots", slots, "overflow", overflow, "fault", fault);
     }
 
     // The memory of a table that is read. t: table().
     Footprints footprints(const ibp_table &t) const
     {
         Footprints memory;
-        memory.reads("slots", t.slots, t.slots_bytes);
-        memory.reads("overflow", t.overflow, t.overflow_bytes);
-        memory.reads("lengths", t.lengths, lengths.numel() * static_cast<int64_t>(sizeof *t.lengths));
-        memory.reads("bases", t.bases, bases.numel() * static_cast<int64_t>(sizeof *t.bases));
+        memory.reads_bytes("slots", t.slots, t.slots_bytes);
+        memory.reads_bytes("overflow", t.overflow, t.overflow_bytes);
+        memory.reads_bytes("lengths", t.lengths, lengths.numel() * static_cast<int64_t>(sizeof *t.lengths));
+        memory.reads_bytes("bases", t.bases, bases.numel() * static_cast<int64_t>(sizeof *t.bases));
         memory.reads("codebook", codebook);
         return memory;
     }
@@ -227,10 +222,9 @@ inline Footprints gather_footprints(const TableArguments &arguments, const ibp_t
                                     const Tensor &out, const Tensor &fault)
 {
     Footprints memory = arguments.footprints(table);
-    memory.reads("ids", items.data, items.count * items.id_bytes);
-    memory.reads("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
-    memory.writes("out", out);
-    memory.writes("fault", fault);
+    memory.reads_bytes("ids", items.data, items.count * items.id_bytes);
+    memory.reads_bytes("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
+    memory.writes("out", out, "fault", fault);
     return memory;
 }
 

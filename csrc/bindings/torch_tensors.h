@@ -166,14 +166,22 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
 // writes at the same time would act on numbers that it has not checked.
 class Footprints {
   public:
-    void reads(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), false}); }
-    // The same of memory that has been checked.
-    void reads(const char *name, const void *data, int64_t num_bytes)
+    // Names and tensors, which may be optional ones, in turn.
+    template <typename T, typename... More> void reads(const char *name, const T &tensor, const More &...more)
+    {
+        add(name, tensor, false);
+        if constexpr (sizeof...(more) > 0) reads(more...);
+    }
+    template <typename T, typename... More> void writes(const char *name, const T &tensor, const More &...more)
+    {
+        add(name, tensor, true);
+        if constexpr (sizeof...(more) > 0) writes(more...);
+    }
+    // Memory that has been checked.
+    void reads_bytes(const char *name, const void *data, int64_t num_bytes)
     {
         add({name, {const_cast<uint8_t *>(static_cast<const uint8_t *>(data)), num_bytes}, false});
     }
-    void writes(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), true}); }
-    void writes(const char *name, const Memory &memory) { add({name, memory, true}); }
 
   private:
     struct Footprint {
@@ -182,6 +190,15 @@ class Footprints {
         bool is_written;
     };
 
+    void add(const char *name, const Tensor &tensor, bool is_written)
+    {
+        add({name, memory_of(tensor, name), is_written});
+    }
+    void add(const char *name, const Memory &memory, bool is_written) { add({name, memory, is_written}); }
+    void add(const char *name, const std::optional<Tensor> &tensor, bool is_written)
+    {
+        if (tensor) add(name, *tensor, is_written);
+    }
     void add(const Footprint &added)
     {
         const Memory &memory = added.memory;
