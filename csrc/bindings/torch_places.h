@@ -1,5 +1,5 @@
-// torch_places.h - how rows that are coded into a place are given to an operation (encode_into of ibp/_common/ops.py), as the
-// structs of ibp.h.
+// torch_places.h - how rows that are coded into a place are given to an operation (encode_into of ibp/_common/ops.py),
+// as the structs of ibp.h.
 #ifndef IBP_TORCH_PLACES_H
 #define IBP_TORCH_PLACES_H
 

@@ -1,5 +1,5 @@
-// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_common/ops.py), as the structs
-// of ibp.h. Every length is derived from what reads it; what the bytes say is for the core to distrust.
+// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_common/ops.py), as the
+// structs of ibp.h. Every length is derived from what reads it; what the bytes say is for the core to distrust.
 #ifndef IBP_TORCH_TABLES_H
 #define IBP_TORCH_TABLES_H
 
