@@ -1,4 +1,6 @@
-"""The kernel of csrc/cuda/linear/linear.cu as C++, run without a GPU, lane by lane, against products of decoded rows."""
+"""The kernel of linear.cu in csrc/cuda/linear as C++, run without a GPU, lane by lane, against products of decoded
+rows.
+"""
 
 import pytest
 
