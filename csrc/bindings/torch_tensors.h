@@ -343,12 +343,13 @@ void call(Result (*function)(Parameters...), StableIValue *stack, uint64_t num_a
     require(num_arguments == (Arguments::count<std::decay_t<Parameters>>() + ...), "a schema has other arguments");
     Arguments from(stack);
     std::tuple<std::decay_t<Parameters>...> given{from.take<std::decay_t<Parameters>>()...};
+    const auto give = [&](const auto &...results) { ((*stack++ = torch::stable::detail::from(results)), ...); };
     if constexpr (std::is_void_v<Result>)
         std::apply(function, given);
     else if constexpr (std::is_same_v<Result, Tensor>)
-        stack[0] = torch::stable::detail::from(std::apply(function, given));
+        give(std::apply(function, given));
     else
-        torch::stable::detail::box_from_tuple(stack, std::apply(function, given));
+        std::apply(give, std::apply(function, given));
 }
 
 // A function as the implementation of an operation, as TORCH_BOX makes it of one without structs.
