@@ -62,11 +62,10 @@ STAGE_WAITS = (
     ],
 )
 def test_stream_order(name, waits, left_out, flags):
-    """Streams and events of csrc/cuda/stream.cu and stage.cu without a GPU: right in any order they allow, and no wait
-    too many."""
-    text = (CSRC / "cuda" / f"{name}.cu").read_text().replace('#include "launch.cuh"\n', "")
-    text = text.replace('"../core/', '"core/').replace('#include "checks.h"', '#include "cuda/checks.h"')
-    text = text.replace('#include "decode/', '#include "cuda/decode/')
+    """Streams and events of csrc/cuda/stream without a GPU: right in any order they allow, and no wait too many."""
+    folder = "cuda/stream"
+    text = (CSRC / folder / f"{name}.cu").read_text().replace('#include "../launch.cuh"\n', "")
+    text = re.sub(r'(?<=#include ")\.\./[\w./]+', lambda found: os.path.normpath(f"{folder}/{found[0]}"), text)
     assert all(text.count(wait) == 1 for wait in waits)
     place = f"{name}_order/{waits.index(left_out) if left_out else 'whole'}.cpp"
     source = written(place, text.replace(left_out, "cudaSuccess") if left_out else text)
@@ -91,13 +90,32 @@ def test_stream_order(name, waits, left_out, flags):
     assert (code, wrong) == (0, 0) if left_out is None else wrong > 0, output
 
 
-@pytest.mark.parametrize("header", ["ibp.h", "ibp_cuda.h", "ibp_file.h"])
+HEADERS = sorted((CSRC / "include").glob("*.h"))
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
 @pytest.mark.parametrize("language", ["c", "c++"])
 def test_headers_stand_alone(header, language, tmp_path):
     """Each public header compiles by itself, as C11 and as C++17, without a warning."""
     is_c = language == "c"
     command = [*c_compiler(), "-std=c11"] if is_c else [*cxx_compiler(), "-std=c++17"]
     source = tmp_path / ("main.c" if is_c else "main.cpp")
-    source.write_text(f'#include "{header}"\n#include "{header}"\n')
+    source.write_text(f'#include "{header.name}"\n#include "{header.name}"\n')
     code, output = run([*command, *WARNINGS, INCLUDES[0], "-c", source, "-o", tmp_path / "main.o"])
     assert code == 0, output
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
+def test_examples_of_headers(header, tmp_path):
+    """The comment at the top of each public header has an example, which needs nothing but that header."""
+    comment = header.read_text().partition("*/")[0]
+    example = "\n".join(re.findall(r"^ \*     (.*)$", comment, re.MULTILINE))
+    assert "ibp_" in example, header
+    source = tmp_path / "main.c"
+    source.write_text(f'#include "{header.name}"\n{example}\n')
+    code, output = run([*c_compiler(), "-std=c11", *WARNINGS, INCLUDES[0], "-c", source, "-o", tmp_path / "main.o"])
+    assert code == 0, output
+
+
+def test_headers_are_short():
+    assert [path.name for path in HEADERS if path.read_text().count("\n") >= 300] == []

@@ -23,7 +23,7 @@ from native import (
 
 pytestmark = pytest.mark.slow  # compiling the kernels takes a minute
 
-KERNELS = ("bags.cu", "cache.cu", "gather.cu", "encode.cu", "decode/*.cu", "encode/*.cu")  # sources in csrc/cuda
+KERNELS = ("linear/bags.cu", "cache/*.cu", "decode/*.cu", "encode/*.cu")  # sources in csrc/cuda
 # A collective is told from others by the calls that lead to it, which are found by frame pointers.
 COMMON = ["-O0", "-g1", "-fno-strict-aliasing", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls"]
 # Pointers of corrupt tables are computed before they are checked, as numbers.
@@ -88,7 +88,7 @@ def test_kernels(flags):
 
 def test_changing_arrays():
     """Ids, lengths and entries that another stream changes between any two looks of a kernel."""
-    code, output = run([build(FLAGS, "changing", ("partition.cu", "cache.cu", "kv_pages.cu"))], timeout=300)
+    code, output = run([build(FLAGS, "changing", ("rows/partition.cu", "cache/*.cu", "kv/*.cu"))], timeout=300)
     assert code == 0 and output == "0 wrong\n", output
 
 

@@ -1,6 +1,6 @@
 """Compares the machine code of two builds, kernel by kernel.
 
-    nvcc -cubin -arch=sm_90 -O3 -std=c++17 -Icsrc/include -o new/raw.cubin csrc/cuda/decode/raw.cu
+    nvcc -cubin -arch=sm_90 -O3 -std=c++17 -Icsrc/include -o new/raw.cubin csrc/cuda/decode/decode_raw.cu
     python tools/compare_kernels.py old/raw.cubin[,more.cubin] new/raw.cubin[,more.cubin]
 
 Kernels are the .text sections of the ELF files, by their mangled names. Prints those whose bytes differ, with

@@ -87,64 +87,12 @@ class PinnedRange {
     pid_t process_;
 };
 
-// The memory that a file descriptor stands for, as all processes that map it see it. Pinned for this process when it
-// asks for that, until the memory is unmapped here.
-class SharedPages {
+// Bytes of a file, mapped here until the object goes.
+class MappedPages {
   public:
-    // is_new: nobody has written to it yet; its pages are made here, on a node (negative: that of the caller).
-    SharedPages(int file, size_t num_bytes, bool is_new, int node) : num_bytes_(num_bytes)
-    {
-        const py::gil_scoped_release release;
-        data_ = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-        if (data_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "shared memory");
-        if (is_new) make_pages(data_, num_bytes, node);
-    }
-    SharedPages(const SharedPages &) = delete;
-    SharedPages &operator=(const SharedPages &) = delete;
-    ~SharedPages()
-    {
-        if (is_pinned()) ibp_cuda_unregister_pinned(data_);
-        munmap(data_, num_bytes_);
-    }
-
-    bool is_pinned() const { return pinned_in_ == getpid(); }
-
-    // Once a process, and not yet in a child of the one that has.
-    void pin()
-    {
-        const py::gil_scoped_release release;
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (is_pinned()) return;
-        check_without_gil(ibp_cuda_register_pinned(data_, num_bytes_));
-        pinned_in_ = getpid();
-    }
-
-    py::buffer_info buffer() const { return bytes_at(data_, num_bytes_); }
-
-  private:
-    void *data_ = nullptr;
-    size_t num_bytes_;
-    std::mutex mutex_;
-    pid_t pinned_in_ = 0;
-};
-
-// Bytes of a file as they are in the page cache, to be read only: shared by all processes that map them, and by GPUs
-// where the system lets. A buffer that says it is writable, so that torch.frombuffer takes it without a warning; nobody
-// may write to it.
-class FilePages {
-  public:
-    FilePages(int file, size_t start, size_t num_bytes)
-    {
-        const size_t skipped = start % static_cast<size_t>(sysconf(_SC_PAGESIZE));
-        num_bytes_ = num_bytes;
-        mapped_bytes_ = num_bytes + skipped;
-        mapped_ = mmap(nullptr, mapped_bytes_, PROT_READ, MAP_SHARED, file, static_cast<off_t>(start - skipped));
-        if (mapped_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mapped file");
-        data_ = static_cast<uint8_t *>(mapped_) + skipped;
-    }
-    FilePages(const FilePages &) = delete;
-    FilePages &operator=(const FilePages &) = delete;
-    ~FilePages()
+    MappedPages(const MappedPages &) = delete;
+    MappedPages &operator=(const MappedPages &) = delete;
+    ~MappedPages()
     {
         if (is_pinned()) ibp_cuda_unregister_pinned(mapped_);
         munmap(mapped_, mapped_bytes_);
@@ -158,18 +106,57 @@ class FilePages {
         const py::gil_scoped_release release;
         const std::lock_guard<std::mutex> lock(mutex_);
         if (is_pinned()) return;
-        check_without_gil(ibp_cuda_register_read_only(mapped_, mapped_bytes_));
+        check_without_gil(pin_(mapped_, mapped_bytes_));
         pinned_in_ = getpid();
     }
 
-    py::buffer_info buffer() const { return bytes_at(data_, num_bytes_); }
+    py::buffer_info buffer() const
+    {
+        return bytes_at(static_cast<uint8_t *>(mapped_) + skipped_bytes_, mapped_bytes_ - skipped_bytes_);
+    }
+
+  protected:
+    MappedPages(int file, size_t start, size_t num_bytes, int protection, ibp_status (*pinning)(void *, size_t),
+                const char *what)
+        : skipped_bytes_(start % static_cast<size_t>(sysconf(_SC_PAGESIZE))), mapped_bytes_(num_bytes + skipped_bytes_),
+          pin_(pinning)
+    {
+        const auto from = static_cast<off_t>(start - skipped_bytes_);
+        mapped_ = mmap(nullptr, mapped_bytes_, protection, MAP_SHARED, file, from);
+        if (mapped_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), what);
+    }
+
+    void *mapped_ = nullptr;
 
   private:
-    void *mapped_ = nullptr;
-    uint8_t *data_ = nullptr;
-    size_t num_bytes_ = 0, mapped_bytes_ = 0;
+    const size_t skipped_bytes_, mapped_bytes_;
+    ibp_status (*const pin_)(void *host, size_t num_bytes);
     std::mutex mutex_;
     pid_t pinned_in_ = 0;
+};
+
+// The memory that a file descriptor stands for, as all processes that map it see it. Pinned for this process when it
+// asks for that, until the memory is unmapped here.
+class SharedPages : public MappedPages {
+  public:
+    // is_new: nobody has written to it yet; its pages are made here, on a node (negative: that of the caller).
+    SharedPages(int file, size_t num_bytes, bool is_new, int node)
+        : MappedPages(file, 0, num_bytes, PROT_READ | PROT_WRITE, ibp_cuda_register_pinned, "shared memory")
+    {
+        const py::gil_scoped_release release;
+        if (is_new) make_pages(mapped_, num_bytes, node);
+    }
+};
+
+// Bytes of a file as they are in the page cache, to be read only: shared by all processes that map them, and by GPUs
+// where the system lets. A buffer that says it is writable, so that torch.frombuffer takes it without a warning; nobody
+// may write to it.
+class FilePages : public MappedPages {
+  public:
+    FilePages(int file, size_t start, size_t num_bytes)
+        : MappedPages(file, start, num_bytes, PROT_READ, ibp_cuda_register_read_only, "mapped file")
+    {
+    }
 };
 
 } // namespace ibp

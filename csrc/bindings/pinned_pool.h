@@ -2,7 +2,7 @@
 #ifndef IBP_PINNED_POOL_H
 #define IBP_PINNED_POOL_H
 
-#include "../cuda/pages.h"
+#include "../cuda/host_pages.h"
 #include "ibp_cuda.h"
 
 #include <pthread.h>

@@ -161,9 +161,7 @@ class ReadyTable {
             part.data = static_cast<const uint8_t *>(items.data) + starts[t] * items.id_bytes;
             part.positions = items.positions + starts[t];
             if (part.count == 0) continue;
-            const ibp_status status = first.device_ < 0 ? tables[t]->gather_on_cpu(part, out)
-                                                        : ibp_cuda_gather_items(&tables[t]->table_, &part, out,
-                                                                                tables[t]->fault_, max_sms, stream);
+            const ibp_status status = tables[t]->gather(part, nullptr, out, max_sms, stream);
             if (status != IBP_OK) return false;
         }
         return true;
@@ -182,11 +180,8 @@ class ReadyTable {
         const auto to = static_cast<uintptr_t>(torch_.data_ptr.number(result));
         const Range written{to, to + static_cast<uintptr_t>(items.count * table_.item_bytes)};
         if (to == 0 || (!is_new && (meets_table(written) || written.meets(read)))) return py::none();
-        if (cache != nullptr) {
-            if (!is_new && cache->meets(written)) return py::none();
-            return gather_cached(items, *cache, reinterpret_cast<uint8_t *>(to), max_sms) ? result : py::none();
-        }
-        return gather(items, reinterpret_cast<uint8_t *>(to), max_sms) ? result : py::none();
+        if (cache != nullptr && !is_new && cache->meets(written)) return py::none();
+        return gather_from(cache, items, reinterpret_cast<uint8_t *>(to), max_sms) ? result : py::none();
     }
 
     bool has_faults() const
@@ -269,48 +264,41 @@ class ReadyTable {
         return std::any_of(ranges_.begin(), ranges_.end(), [&](const Range &range) { return range.meets(written); });
     }
 
-    // false: not done, and what was written does not matter.
-    bool gather(const ibp_ids &items, uint8_t *out, int max_sms) const
-    {
-        if (device_ < 0) return gather_here(items, out);
-        const ibp_stream on = stream();
-        const py::gil_scoped_release release; // a full queue of launches waits for the GPU
-        return ibp_cuda_gather_items(&table_, &items, out, fault_, max_sms, on) == IBP_OK;
-    }
-
-    bool gather_here(const ibp_ids &items, uint8_t *out) const
-    {
-        const py::gil_scoped_release release;
-        return gather_on_cpu(items, out) == IBP_OK;
-    }
-    ibp_status gather_on_cpu(const ibp_ids &items, uint8_t *out) const
-    {
-        const size_t scratch_bytes = ibp_scratch_bytes(table_.codebook.row_bytes);
-        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
-        ibp_fault unused{};
-        return ibp_gather_items(&table_, &items, 0, items.count, out, scratch.get(), scratch_bytes, &unused);
-    }
-
-    // The same through a cache, whose entries for the items are memory of torch's.
-    bool gather_cached(const ibp_ids &items, const ReadyCache &cache, uint8_t *out, int max_sms) const
+    // Items of the table, and of a cache where there is one, whose entries for the items are memory of torch's. false:
+    // not done, and what was written does not matter.
+    bool gather_from(const ReadyCache *cache, const ibp_ids &items, uint8_t *out, int max_sms) const
     {
         const int64_t row_bytes = table_.codebook.row_bytes;
-        if (table_.item_bytes == 0 || table_.item_bytes % row_bytes != 0) return false;
-        const py::object held =
-            torch_.empty(py::make_tuple(items.count * (table_.item_bytes / row_bytes)), py::make_tuple(1),
-                         py::arg("dtype") = torch_.int64, py::arg("device") = torch_device_);
-        auto *const entries = reinterpret_cast<uint64_t *>(torch_.data_ptr.number(held));
+        py::object held;
+        uint64_t *entries = nullptr;
+        if (cache != nullptr) {
+            if (table_.item_bytes == 0 || table_.item_bytes % row_bytes != 0) return false;
+            held = torch_.empty(py::make_tuple(items.count * (table_.item_bytes / row_bytes)), py::make_tuple(1),
+                                py::arg("dtype") = torch_.int64, py::arg("device") = torch_device_);
+            entries = reinterpret_cast<uint64_t *>(torch_.data_ptr.number(held));
+        }
         const ibp_stream on = stream();
-        const py::gil_scoped_release release;
+        const py::gil_scoped_release release; // a full queue of launches waits for the GPU
+        if (cache == nullptr) return gather(items, nullptr, out, max_sms, on) == IBP_OK;
         ibp_cache found;
         ibp_fault unused{};
-        if (cache.find(table_, items, entries, device_ < 0 ? &unused : fault_, device_ < 0, on, &found) != IBP_OK)
-            return false;
-        if (device_ >= 0) return ibp_cuda_gather_cached(&table_, &items, &found, out, fault_, max_sms, on) == IBP_OK;
+        const bool on_cpu = device_ < 0;
+        return cache->find(table_, items, entries, on_cpu ? &unused : fault_, on_cpu, on, &found) == IBP_OK &&
+               gather(items, &found, out, max_sms, on) == IBP_OK;
+    }
+
+    // cache: nullptr: all rows come from the table.
+    ibp_status gather(const ibp_ids &items, const ibp_cache *cache, uint8_t *out, int max_sms, ibp_stream on) const
+    {
+        if (device_ >= 0)
+            return cache ? ibp_cuda_gather_cached(&table_, &items, cache, out, fault_, max_sms, on)
+                         : ibp_cuda_gather_items(&table_, &items, out, fault_, max_sms, on);
         const size_t scratch_bytes = ibp_scratch_bytes(table_.codebook.row_bytes);
         const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
-        return ibp_gather_cached(&table_, &items, &found, 0, items.count, out, scratch.get(), scratch_bytes, &unused) ==
-               IBP_OK;
+        ibp_fault unused{};
+        return cache ? ibp_gather_cached(&table_, &items, cache, 0, items.count, out, scratch.get(), scratch_bytes,
+                                         &unused)
+                     : ibp_gather_items(&table_, &items, 0, items.count, out, scratch.get(), scratch_bytes, &unused);
     }
 
     // torch's current stream of the table's device.

@@ -41,21 +41,20 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
-void sum_bags_cuda(IBP_TABLE_PARAMETERS, Tensor ids, std::optional<Tensor> entries, std::vector<Tensor> slabs,
-                   std::optional<Tensor> offsets, std::optional<Tensor> weights, int64_t reduction, int64_t padding_idx,
-                   int64_t kind, int64_t max_sms, Tensor out, Tensor fault)
+void sum_bags(const TableArguments &arguments, const Tensor &ids, const std::optional<Tensor> &entries,
+              const std::vector<Tensor> &slabs, const std::optional<Tensor> &offsets,
+              const std::optional<Tensor> &weights, int64_t reduction, int64_t padding_idx, int64_t kind,
+              int64_t max_sms, const Tensor &out, const Tensor &fault)
 {
-    const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &ids, &fault, entries ? &*entries : &ids,
-                                       offsets ? &*offsets : &ids, weights ? &*weights : &ids});
-    require_cuda(slabs);
-    const TableArgs args = IBP_TABLE_ARGUMENTS;
-    const ibp_table table = args.table();
+    const Device device(out, arguments, ids, fault, entries, offsets, weights);
+    device.require_cuda();
+    device.require_near(slabs);
+    const ibp_table table = arguments.table();
     const ibp_ids items = ids_of(ids);
     const ibp_bags bags = bags_of(items, offsets, weights, reduction, padding_idx, kind, out);
-    uint8_t *const to = room_of(out, total_bytes(bags.num_bags, item_bytes, "bags"), "out");
-    Footprints memory = gather_footprints(args, table, items, out, fault);
-    if (offsets) memory.reads("offsets", *offsets);
-    if (weights) memory.reads("weights", *weights);
+    uint8_t *const to = room_of(out, total_bytes(bags.num_bags, arguments.item_bytes, "bags"), "out");
+    Footprints memory = gather_footprints(arguments, table, items, out, fault);
+    memory.reads("offsets", offsets, "weights", weights);
     ibp_cache cache{};
     if (entries) {
         cache = cache_of(*entries, slabs, items.count);
@@ -63,10 +62,10 @@ void sum_bags_cuda(IBP_TABLE_PARAMETERS, Tensor ids, std::optional<Tensor> entri
         for (const Tensor &slab : slabs) memory.reads("slabs", slab);
     }
     check(ibp_cuda_sum_bags(&table, &items, entries ? &cache : nullptr, &bags, to, fault_of(fault), sms_of(max_sms),
-                            current_stream(out)),
+                            device.stream()),
           "sum_bags");
 }
 
 } // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { m.impl("sum_bags", TORCH_BOX(&sum_bags_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { m.impl("sum_bags", operation<sum_bags>); }

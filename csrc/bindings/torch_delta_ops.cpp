@@ -10,54 +10,42 @@ namespace {
 
 using namespace ibp_torch;
 
-uint64_t *sum_of(const Tensor &part, int64_t first_word, const Tensor &sum)
-{
-    require(first_word >= 0, "first_word is ", first_word);
-    Footprints memory;
-    memory.reads("part", part);
-    memory.writes("sum", sum);
-    return unsigned_longs_of(sum, 1, "sum");
-}
-
-void sum_words_cpu(Tensor part, int64_t first_word, Tensor sum)
+void sum_words(const Tensor &part, int64_t first_word, const Tensor &sum)
 {
     constexpr int64_t kWordsARange = 1 << 17; // a megabyte
-    require_cpu({&part, &sum});
-    uint64_t *const out = sum_of(part, first_word, sum);
+    const Device device(part, sum);
+    require(first_word >= 0, "first_word is ", first_word);
+    const auto start = static_cast<uint64_t>(first_word);
+    Footprints footprints;
+    footprints.reads("part", part);
+    footprints.writes("sum", sum);
+    uint64_t *const out = unsigned_longs_of(sum, 1, "sum");
     const Memory memory = memory_of(part, "part");
+    if (device.is_cuda()) {
+        check(ibp_cuda_sum_words(memory.data, memory.num_bytes, start, out, device.stream()), "sum_words");
+        return;
+    }
     std::atomic<uint64_t> total{0};
     torch::stable::parallel_for(0, divide_up(memory.num_bytes, 8), kWordsARange, [&](int64_t first, int64_t last) {
         uint64_t own = 0;
         check(ibp_sum_words(memory.data + 8 * first, std::min(memory.num_bytes, 8 * last) - 8 * first,
-                            static_cast<uint64_t>(first_word) + static_cast<uint64_t>(first), &own),
+                            start + static_cast<uint64_t>(first), &own),
               "sum_words");
         total += own;
     });
     *out += total;
 }
 
-void sum_words_cuda(Tensor part, int64_t first_word, Tensor sum)
-{
-    const auto device = use_cuda(part, {&sum});
-    uint64_t *const out = sum_of(part, first_word, sum);
-    const Memory memory = memory_of(part, "part");
-    check(
-        ibp_cuda_sum_words(memory.data, memory.num_bytes, static_cast<uint64_t>(first_word), out, current_stream(part)),
-        "sum_words");
-}
-
 // ---- deltas ----
 
 // base: memory of the table's tensor. change: int64 [1]. A corrupt row changes nothing and is noted in fault.
-void add_rows_cpu(IBP_TABLE_PARAMETERS, int64_t element_bytes, bool subtracts, Tensor base, Tensor change, Tensor fault)
+void add_rows(const TableArguments &arguments, int64_t element_bytes, bool subtracts, const Tensor &base,
+              const Tensor &change, const Tensor &fault)
 {
-    require_cpu({&base, &change, IBP_TABLE_TENSORS, &fault});
-    const TableArgs args = IBP_TABLE_ARGUMENTS;
-    const ibp_table table = args.table();
-    Footprints memory = args.footprints(table);
-    memory.writes("base", base);
-    memory.writes("change", change);
-    memory.writes("fault", fault);
+    const Device device(base, change, arguments, fault);
+    const ibp_table table = arguments.table();
+    Footprints memory = arguments.footprints(table);
+    memory.writes("base", base, "change", change, "fault", fault);
     uint8_t *const to = room_of(base, ibp_bytes_of_table(&table), "base");
     const uint32_t width = to_u32(element_bytes, 1, 8, "element_bytes"), row_bytes = table.codebook.row_bytes;
     const size_t scratch_bytes = ibp_scratch_bytes(row_bytes) + row_bytes;
@@ -97,15 +85,14 @@ struct DeltaRows {
     uint16_t *lengths, *counts;
     Footprints memory;
 
-    DeltaRows(const Tensor &tensors, const Tensor &words, const std::vector<int64_t> &codec, const Tensor &of_lengths,
+    DeltaRows(const Tensor &tensors, const Tensor &words, const Codec &codec, const Tensor &of_lengths,
               const Tensor &of_counts, bool has_measured)
         : jobs(delta_tensors_of(tensors)), codebook(codebook_of(words, codec)), num_rows(of_lengths.numel()),
           lengths(data_of<uint16_t>(of_lengths, ScalarType::UInt16, 0, "lengths")),
           counts(data_of<uint16_t>(of_counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"),
                                    "counts"))
     {
-        memory.reads("tensors", tensors);
-        memory.reads("codebook", words);
+        memory.reads("tensors", tensors, "codebook", words);
         for (const auto &[name, rows] : {std::pair{"lengths", &of_lengths}, std::pair{"counts", &of_counts}}) {
             if (has_measured)
                 memory.reads(name, *rows);
@@ -115,45 +102,46 @@ struct DeltaRows {
     }
 };
 
-void measure_deltas_cuda(Tensor tensors, Tensor codebook, std::vector<int64_t> codec, Tensor lengths, Tensor counts,
-                         Tensor sums)
+void measure_deltas(const Tensor &tensors, const Tensor &codebook, const Codec &codec, const Tensor &lengths,
+                    const Tensor &counts, const Tensor &sums)
 {
-    const auto device = use_cuda(tensors, {&codebook, &lengths, &counts, &sums});
+    const Device device(tensors, codebook, lengths, counts, sums);
+    device.require_cuda();
     DeltaRows rows(tensors, codebook, codec, lengths, counts, false);
     rows.memory.writes("sums", sums);
     check(ibp_cuda_measure_deltas(&rows.codebook, rows.jobs.data, rows.jobs.count, rows.num_rows, rows.lengths,
                                   rows.counts, unsigned_longs_of(sums, 2 * int64_t{rows.jobs.count}, "sums"),
-                                  current_stream(tensors)),
+                                  device.stream()),
           "measure_deltas");
 }
 
-void encode_deltas_cuda(Tensor tensors, Tensor codebook, std::vector<int64_t> codec, Tensor lengths, Tensor counts,
-                        Tensor bases, Tensor overflow)
+void encode_deltas(const Tensor &tensors, const Tensor &codebook, const Codec &codec, const Tensor &lengths,
+                   const Tensor &counts, const Tensor &bases, const Tensor &overflow)
 {
-    const auto device = use_cuda(tensors, {&codebook, &lengths, &counts, &bases, &overflow});
+    const Device device(tensors, codebook, lengths, counts, bases, overflow);
+    device.require_cuda();
     DeltaRows rows(tensors, codebook, codec, lengths, counts, true);
     rows.memory.reads("bases", bases);
     rows.memory.writes("overflow", overflow);
     check(ibp_cuda_encode_deltas(&rows.codebook, rows.jobs.data, rows.jobs.count, rows.num_rows, rows.lengths,
                                  rows.counts,
                                  unsigned_longs_of(bases, divide_up(rows.num_rows, IBP_ROWS_PER_BASE), "bases"),
-                                 bytes_of(overflow, 0, "overflow"), overflow.numel(), current_stream(tensors)),
+                                 bytes_of(overflow, 0, "overflow"), overflow.numel(), device.stream()),
           "encode_deltas");
 }
 
-void apply_deltas_cuda(Tensor tensors, int64_t num_rows, Tensor codebook, std::vector<int64_t> codec, bool takes_back,
-                       Tensor state)
+void apply_deltas(const Tensor &tensors, int64_t num_rows, const Tensor &codebook, const Codec &codec, bool takes_back,
+                  const Tensor &state)
 {
-    const auto device = use_cuda(tensors, {&codebook, &state});
+    const Device device(tensors, codebook, state);
+    device.require_cuda();
     const DeltaTensors jobs = delta_tensors_of(tensors);
     const ibp_codebook cb = codebook_of(codebook, codec);
     Footprints memory;
-    memory.reads("tensors", tensors);
-    memory.reads("codebook", codebook);
+    memory.reads("tensors", tensors, "codebook", codebook);
     memory.writes("state", state);
     check(ibp_cuda_apply_deltas(&cb, jobs.data, jobs.count, num_rows, takes_back,
-                                unsigned_longs_of(state, 1 + 3 * int64_t{jobs.count}, "state"),
-                                current_stream(tensors)),
+                                unsigned_longs_of(state, 1 + 3 * int64_t{jobs.count}, "state"), device.stream()),
           "apply_deltas");
 }
 
@@ -161,13 +149,14 @@ void apply_deltas_cuda(Tensor tensors, int64_t num_rows, Tensor codebook, std::v
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 {
-    m.impl("sum_words", TORCH_BOX(&sum_words_cpu));
-    m.impl("add_rows", TORCH_BOX(&add_rows_cpu));
+    m.impl("sum_words", operation<sum_words>);
+    m.impl("add_rows", operation<add_rows>);
 }
+
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
-    m.impl("sum_words", TORCH_BOX(&sum_words_cuda));
-    m.impl("measure_deltas", TORCH_BOX(&measure_deltas_cuda));
-    m.impl("encode_deltas", TORCH_BOX(&encode_deltas_cuda));
-    m.impl("apply_deltas", TORCH_BOX(&apply_deltas_cuda));
+    m.impl("sum_words", operation<sum_words>);
+    m.impl("measure_deltas", operation<measure_deltas>);
+    m.impl("encode_deltas", operation<encode_deltas>);
+    m.impl("apply_deltas", operation<apply_deltas>);
 }

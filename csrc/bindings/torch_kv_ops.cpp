@@ -16,108 +16,93 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
     return found;
 }
 
-#define IBP_TRANSFER_PARAMETERS                                                                                    \
-    Tensor pages, Tensor blocks, int64_t num_pages, int64_t num_blocks, int64_t num_tensors, int64_t first_tensor, \
-        Tensor starts, std::optional<Tensor> block_starts, int64_t block_stride, int64_t scratch, int64_t pieces
-#define IBP_TRANSFER_ARGUMENTS                                                                                    \
-    pages, blocks, num_pages, num_blocks, num_tensors, first_tensor, starts, block_starts, block_stride, scratch, \
-        pieces, ids
+// The arguments that describe a transfer of pages.
+struct TransferArguments {
+    Tensor pages, blocks;
+    int64_t num_pages, num_blocks, num_tensors, first_tensor;
+    Tensor starts;
+    std::optional<Tensor> block_starts;
+    int64_t block_stride, scratch, pieces;
 
-// What ids and starts have for each page and tensor says how many there are.
-ibp_page_transfer transfer_of(IBP_TRANSFER_PARAMETERS, const Tensor &ids)
-{
-    ibp_page_transfer t{};
-    t.count = pages.numel();
-    t.pages = data_of<int64_t>(pages, ScalarType::Long, 0, "pages");
-    t.blocks = data_of<int64_t>(blocks, ScalarType::Long, t.count, "blocks");
-    t.num_pages = num_pages, t.num_blocks = num_blocks;
-    t.num_tensors = to_u32(num_tensors, 1, INT32_MAX, "num_tensors");
-    t.first_tensor = to_u32(first_tensor, 0, num_tensors - 1, "first_tensor");
-    t.pieces = to_u32(pieces, 1, INT32_MAX, "pieces");
-    require(starts.numel() > 0 && starts.numel() % pieces == 0, "starts has ", starts.numel(), " elements, not ",
-            pieces, " a tensor");
-    t.tensors = to_u32(starts.numel() / pieces, 1, num_tensors - first_tensor, "the tensors of starts");
-    t.starts = unsigned_longs_of(starts, 0, "starts");
-    if (block_starts) t.block_starts = unsigned_longs_of(*block_starts, num_blocks, "block_starts");
-    t.block_stride = block_stride, t.scratch = static_cast<uint64_t>(scratch);
-    const int64_t per_block = t.count ? ids.numel() / (t.count * t.tensors) : pieces;
-    t.ids_per_block = to_u32(per_block, pieces, INT32_MAX, "the ids of a block");
-    require(per_block % pieces == 0 && ids.numel() == t.count * t.tensors * per_block, "ids has ", ids.numel(),
-            " elements for ", t.count, " pages");
-    return t;
-}
+    static constexpr uint64_t kValues = 11;
+    explicit TransferArguments(Arguments &from)
+        : pages(from.take<Tensor>()), blocks(from.take<Tensor>()), num_pages(from.take<int64_t>()),
+          num_blocks(from.take<int64_t>()), num_tensors(from.take<int64_t>()), first_tensor(from.take<int64_t>()),
+          starts(from.take<Tensor>()), block_starts(from.take<std::optional<Tensor>>()),
+          block_stride(from.take<int64_t>()), scratch(from.take<int64_t>()), pieces(from.take<int64_t>())
+    {
+    }
+
+    std::array<const Tensor *, 4> tensors() const
+    {
+        return {&pages, &blocks, &starts, block_starts ? &*block_starts : &starts};
+    }
+
+    // What ids and starts have for each page and tensor says how many there are.
+    ibp_page_transfer transfer(const Tensor &ids) const
+    {
+        ibp_page_transfer t{};
+        t.count = pages.numel();
+        t.pages = data_of<int64_t>(pages, ScalarType::Long, 0, "pages");
+        t.blocks = data_of<int64_t>(blocks, ScalarType::Long, t.count, "blocks");
+        t.num_pages = num_pages, t.num_blocks = num_blocks;
+        t.num_tensors = to_u32(num_tensors, 1, INT32_MAX, "num_tensors");
+        t.first_tensor = to_u32(first_tensor, 0, num_tensors - 1, "first_tensor");
+        t.pieces = to_u32(pieces, 1, INT32_MAX, "pieces");
+        require(starts.numel() > 0 && starts.numel() % pieces == 0, "starts has ", starts.numel(), " elements, not ",
+                pieces, " a tensor");
+        t.tensors = to_u32(starts.numel() / pieces, 1, num_tensors - first_tensor, "the tensors of starts");
+        t.starts = unsigned_longs_of(starts, 0, "starts");
+        if (block_starts) t.block_starts = unsigned_longs_of(*block_starts, num_blocks, "block_starts");
+        t.block_stride = block_stride, t.scratch = static_cast<uint64_t>(scratch);
+        const int64_t per_block = t.count ? ids.numel() / (t.count * t.tensors) : pieces;
+        t.ids_per_block = to_u32(per_block, pieces, INT32_MAX, "the ids of a block");
+        require(per_block % pieces == 0 && ids.numel() == t.count * t.tensors * per_block, "ids has ", ids.numel(),
+                " elements for ", t.count, " pages");
+        return t;
+    }
+};
 
 int64_t *ids_of_transfer(const Tensor &ids) { return data_of<int64_t>(ids, ScalarType::Long, 0, "ids"); }
 
-template <typename Plan>
-void plan_pages(const ibp_page_transfer &t, const std::optional<Tensor> &stored, const Tensor &ids,
-                const Tensor &addresses, const Plan &plan)
+void plan_pages(const TransferArguments &arguments, const std::optional<Tensor> &stored, const Tensor &ids,
+                const Tensor &addresses)
 {
+    const Device device(ids, arguments, addresses, stored);
+    const ibp_page_transfer t = arguments.transfer(ids);
     const uint8_t *const flags = stored ? flags_of(*stored, t.num_pages, t.num_tensors, "stored") : nullptr;
-    uint64_t *const to = unsigned_longs_of(addresses, t.count * t.tensors * t.pieces, "addresses");
-    check(plan(flags, ids_of_transfer(ids), to), "plan_pages");
+    uint64_t *const places = unsigned_longs_of(addresses, t.count * t.tensors * t.pieces, "addresses");
+    int64_t *const to = ids_of_transfer(ids);
+    check(device.is_cuda() ? ibp_cuda_plan_pages(&t, flags, to, places, device.stream())
+                           : ibp_plan_pages(&t, flags, to, places),
+          "plan_pages");
 }
 
-void plan_pages_cpu(IBP_TRANSFER_PARAMETERS, std::optional<Tensor> stored, Tensor ids, Tensor addresses)
-{
-    require_cpu(
-        {&pages, &blocks, &starts, &ids, &addresses, block_starts ? &*block_starts : &ids, stored ? &*stored : &ids});
-    const ibp_page_transfer t = transfer_of(IBP_TRANSFER_ARGUMENTS);
-    plan_pages(t, stored, ids, addresses, [&](const uint8_t *flags, int64_t *to, uint64_t *places) {
-        return ibp_plan_pages(&t, flags, to, places);
-    });
-}
-
-void plan_pages_cuda(IBP_TRANSFER_PARAMETERS, std::optional<Tensor> stored, Tensor ids, Tensor addresses)
-{
-    const auto device = use_cuda(
-        ids, {&pages, &blocks, &starts, &addresses, block_starts ? &*block_starts : &ids, stored ? &*stored : &ids});
-    const ibp_page_transfer t = transfer_of(IBP_TRANSFER_ARGUMENTS);
-    plan_pages(t, stored, ids, addresses, [&](const uint8_t *flags, int64_t *to, uint64_t *places) {
-        return ibp_cuda_plan_pages(&t, flags, to, places, current_stream(ids));
-    });
-}
-
-// Calls note(ids, blocks, ids of a block, lengths, rooms, rows, stored, seen).
-template <typename Note>
 void note_pages(const Tensor &ids, int64_t ids_per_block, const Tensor &lengths, const Tensor &rooms,
-                const Tensor &stored, const Tensor &seen, const Note &note)
+                const Tensor &stored, const Tensor &seen)
 {
+    const Device device(ids, lengths, rooms, stored, seen);
     const uint32_t per_block = to_u32(ids_per_block, 1, INT32_MAX, "ids_per_block");
     const int64_t num_rows = lengths.numel(), num_flags = num_rows / ids_per_block;
     require(ids.numel() % ids_per_block == 0, "ids has ", ids.numel(), " elements, not ", ids_per_block, " a block");
     require(num_rows % ids_per_block == 0, "lengths has ", num_rows, " elements, not ", ids_per_block, " a block");
+    const int64_t num_blocks = ids.numel() / ids_per_block, *const of_rows = ids_of_transfer(ids);
     const auto *const entries = data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths");
     const auto *const owned = data_of<uint16_t>(rooms, ScalarType::UInt16, rooms.numel() ? num_rows : 0, "rooms");
-    check(note(ids_of_transfer(ids), ids.numel() / ids_per_block, per_block, entries, owned, num_rows,
-               bytes_of(stored, num_flags, "stored"), bytes_of(seen, num_flags, "seen")),
+    uint8_t *const flags = bytes_of(stored, num_flags, "stored"), *const of_host = bytes_of(seen, num_flags, "seen");
+    check(device.is_cuda() ? ibp_cuda_note_pages(of_rows, num_blocks, per_block, entries, owned, num_rows, flags,
+                                                 of_host, device.stream())
+                           : ibp_note_pages(of_rows, num_blocks, per_block, entries, owned, num_rows, flags, of_host),
           "note_pages");
 }
 
-void note_pages_cpu(Tensor ids, int64_t ids_per_block, Tensor lengths, Tensor rooms, Tensor stored, Tensor seen)
+template <typename Library> void implement(Library &m)
 {
-    require_cpu({&ids, &lengths, &rooms, &stored, &seen});
-    note_pages(ids, ids_per_block, lengths, rooms, stored, seen,
-               [](const auto &...arguments) { return ibp_note_pages(arguments...); });
-}
-
-void note_pages_cuda(Tensor ids, int64_t ids_per_block, Tensor lengths, Tensor rooms, Tensor stored, Tensor seen)
-{
-    const auto device = use_cuda(ids, {&lengths, &rooms, &stored, &seen});
-    note_pages(ids, ids_per_block, lengths, rooms, stored, seen,
-               [&](const auto &...arguments) { return ibp_cuda_note_pages(arguments..., current_stream(ids)); });
+    m.impl("plan_pages", operation<plan_pages>);
+    m.impl("note_pages", operation<note_pages>);
 }
 
 } // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
-{
-    m.impl("plan_pages", TORCH_BOX(&plan_pages_cpu));
-    m.impl("note_pages", TORCH_BOX(&note_pages_cpu));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
-{
-    m.impl("plan_pages", TORCH_BOX(&plan_pages_cuda));
-    m.impl("note_pages", TORCH_BOX(&note_pages_cuda));
-}
+STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { implement(m); }

@@ -38,10 +38,11 @@ Tensor aligned(const Tensor &x)
     return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u ? x : torch::stable::clone(x);
 }
 
-void linear_cuda(Tensor slots, int64_t slot_bytes, int64_t first_symbol, Tensor starts, Tensor entries, Tensor x,
-                 std::optional<Tensor> bias, Tensor out)
+void linear(const Tensor &slots, int64_t slot_bytes, int64_t first_symbol, const Tensor &starts, const Tensor &entries,
+            const Tensor &x, const std::optional<Tensor> &bias, const Tensor &out)
 {
-    const auto device = use_cuda(x, {&slots, &starts, &entries, &out, bias ? &*bias : &x});
+    const Device device(x, slots, starts, entries, out, bias);
+    device.require_cuda();
     require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
     const int64_t num_vectors = x.size(0);
     const ibp_digit_matrix matrix = matrix_of(slots, slot_bytes, first_symbol, starts, entries, x.size(1));
@@ -49,17 +50,13 @@ void linear_cuda(Tensor slots, int64_t slot_bytes, int64_t first_symbol, Tensor 
     const uint16_t *const vectors = bfloat16s_of(near, x.numel(), "x");
     uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, matrix.num_rows, "out"), "out");
     Footprints memory;
-    memory.reads("slots", slots);
-    memory.reads("starts", starts);
-    memory.reads("entries", entries);
-    memory.reads("x", x);
-    if (bias) memory.reads("bias", *bias);
+    memory.reads("slots", slots, "starts", starts, "entries", entries, "x", x, "bias", bias);
     memory.writes("out", out);
     check(ibp_cuda_linear(&matrix, vectors, num_vectors, bias ? bfloat16s_of(*bias, matrix.num_rows, "bias") : nullptr,
-                          to, current_stream(x)),
+                          to, device.stream()),
           "linear");
 }
 
 } // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { m.impl("linear", TORCH_BOX(&linear_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { m.impl("linear", operation<linear>); }

@@ -1,5 +1,5 @@
-// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_common/ops.py), as the structs
-// of ibp.h. Every length is derived from what reads it; what the bytes say is for the core to distrust.
+// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_common/ops.py), as the
+// structs of ibp.h. Every length is derived from what reads it; what the bytes say is for the core to distrust.
 #ifndef IBP_TORCH_TABLES_H
 #define IBP_TORCH_TABLES_H
 
@@ -16,6 +16,8 @@ namespace ibp_torch {
 using Codec = std::vector<int64_t>;
 
 // ---- codebooks ----
+
+inline uint32_t row_bytes_of(int64_t row_bytes) { return to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes"); }
 
 inline void read_raw(const Tensor &, const Codec &codec, ibp_codebook *)
 {
@@ -110,7 +112,7 @@ inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 {
     require(codec.size() >= 2, "codec is not [scheme, row_bytes, ...]");
     ibp_codebook codebook{};
-    codebook.row_bytes = to_u32(codec[1], 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    codebook.row_bytes = row_bytes_of(codec[1]);
     for (const SchemeReader &reader : kSchemeReaders) {
         if (codec[0] != reader.scheme) continue;
         codebook.scheme = reader.scheme;
@@ -122,20 +124,22 @@ inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 
 // ---- tables ----
 
-// The arguments that describe a table, and their unpacking, the same in every operation that takes one.
-#define IBP_TABLE_PARAMETERS                                                                                  \
-    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, std::vector<int64_t> codec, \
-        int64_t slot_bytes, int64_t overflow_start, int64_t num_items, int64_t item_bytes
-#define IBP_TABLE_ARGUMENTS                                                                                 \
-    {                                                                                                       \
-        slots, overflow, lengths, bases, codebook, codec, slot_bytes, overflow_start, num_items, item_bytes \
-    }
-#define IBP_TABLE_TENSORS &slots, &overflow, &lengths, &bases, &codebook
-
-struct TableArgs {
-    const Tensor &slots, &overflow, &lengths, &bases, &codebook;
-    const Codec &codec;
+// The arguments that describe a table, the same in every operation that takes one.
+struct TableArguments {
+    Tensor slots, overflow, lengths, bases, codebook;
+    Codec codec;
     int64_t slot_bytes, overflow_start, num_items, item_bytes;
+
+    static constexpr uint64_t kValues = 10;
+    explicit TableArguments(Arguments &from)
+        : slots(from.take<Tensor>()), overflow(from.take<Tensor>()), lengths(from.take<Tensor>()),
+          bases(from.take<Tensor>()), codebook(from.take<Tensor>()), codec(from.take<Codec>()),
+          slot_bytes(from.take<int64_t>()), overflow_start(from.take<int64_t>()), num_items(from.take<int64_t>()),
+          item_bytes(from.take<int64_t>())
+    {
+    }
+
+    std::array<const Tensor *, 5> tensors() const { return {&slots, &overflow, &lengths, &bases, &codebook}; }
 
     ibp_table table() const
     {
@@ -164,23 +168,18 @@ struct TableArgs {
     void check_writing(const Tensor &data, const Tensor &fault) const
     {
         Footprints memory;
-        memory.reads("lengths", lengths);
-        memory.reads("bases", bases);
-        memory.reads("codebook", codebook);
-        memory.reads("data", data);
-        memory.writes("slots", slots);
-        memory.writes("overflow", overflow);
-        memory.writes("fault", fault);
+        memory.reads("lengths", lengths, "bases", bases, "codebook", codebook, "data", data);
+        memory.writes("slots", slots, "overflow", overflow, "fault", fault);
     }
 
     // The memory of a table that is read. t: table().
     Footprints footprints(const ibp_table &t) const
     {
         Footprints memory;
-        memory.reads("slots", t.slots, t.slots_bytes);
-        memory.reads("overflow", t.overflow, t.overflow_bytes);
-        memory.reads("lengths", t.lengths, lengths.numel() * static_cast<int64_t>(sizeof *t.lengths));
-        memory.reads("bases", t.bases, bases.numel() * static_cast<int64_t>(sizeof *t.bases));
+        memory.reads_bytes("slots", t.slots, t.slots_bytes);
+        memory.reads_bytes("overflow", t.overflow, t.overflow_bytes);
+        memory.reads_bytes("lengths", t.lengths, lengths.numel() * static_cast<int64_t>(sizeof *t.lengths));
+        memory.reads_bytes("bases", t.bases, bases.numel() * static_cast<int64_t>(sizeof *t.bases));
         memory.reads("codebook", codebook);
         return memory;
     }
@@ -219,14 +218,13 @@ inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &pos
 }
 
 // The memory of a gather to a contiguous output.
-inline Footprints gather_footprints(const TableArgs &args, const ibp_table &table, const ibp_ids &items,
+inline Footprints gather_footprints(const TableArguments &arguments, const ibp_table &table, const ibp_ids &items,
                                     const Tensor &out, const Tensor &fault)
 {
-    Footprints memory = args.footprints(table);
-    memory.reads("ids", items.data, items.count * items.id_bytes);
-    memory.reads("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
-    memory.writes("out", out);
-    memory.writes("fault", fault);
+    Footprints memory = arguments.footprints(table);
+    memory.reads_bytes("ids", items.data, items.count * items.id_bytes);
+    memory.reads_bytes("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
+    memory.writes("out", out, "fault", fault);
     return memory;
 }
 
@@ -279,13 +277,6 @@ inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slab
     cache.entries = unsigned_longs_of(entries, num_rows, "entries");
     for (const Tensor &slab : slabs) cache.slabs[cache.num_slabs++] = {bytes_of(slab, 0, "slabs"), slab.numel()};
     return cache;
-}
-
-// Maps and slabs may be on other devices, which read each other's memory.
-inline void require_cuda(const std::vector<Tensor> &tensors)
-{
-    for (const Tensor &tensor : tensors)
-        require(tensor.is_cuda(), "all tensors must be on the CPU, or all on CUDA devices");
 }
 
 } // namespace ibp_torch

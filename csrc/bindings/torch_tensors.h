@@ -17,8 +17,12 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 // Absent from a torch without CUDA, and from one before 2.13.
@@ -72,6 +76,7 @@ namespace ibp_torch {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
 
 inline void check(ibp_status status, const char *what)
 {
@@ -161,14 +166,22 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
 // writes at the same time would act on numbers that it has not checked.
 class Footprints {
   public:
-    void reads(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), false}); }
-    // The same of memory that has been checked.
-    void reads(const char *name, const void *data, int64_t num_bytes)
+    // Names and tensors, which may be optional ones, in turn.
+    template <typename T, typename... More> void reads(const char *name, const T &tensor, const More &...more)
+    {
+        add(name, tensor, false);
+        if constexpr (sizeof...(more) > 0) reads(more...);
+    }
+    template <typename T, typename... More> void writes(const char *name, const T &tensor, const More &...more)
+    {
+        add(name, tensor, true);
+        if constexpr (sizeof...(more) > 0) writes(more...);
+    }
+    // Memory that has been checked.
+    void reads_bytes(const char *name, const void *data, int64_t num_bytes)
     {
         add({name, {const_cast<uint8_t *>(static_cast<const uint8_t *>(data)), num_bytes}, false});
     }
-    void writes(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), true}); }
-    void writes(const char *name, const Memory &memory) { add({name, memory, true}); }
 
   private:
     struct Footprint {
@@ -177,6 +190,15 @@ class Footprints {
         bool is_written;
     };
 
+    void add(const char *name, const Tensor &tensor, bool is_written)
+    {
+        add({name, memory_of(tensor, name), is_written});
+    }
+    void add(const char *name, const Memory &memory, bool is_written) { add({name, memory, is_written}); }
+    void add(const char *name, const std::optional<Tensor> &tensor, bool is_written)
+    {
+        if (tensor) add(name, *tensor, is_written);
+    }
     void add(const Footprint &added)
     {
         const Memory &memory = added.memory;
@@ -209,7 +231,6 @@ inline bool is_on(const Tensor &tensor, const Tensor &other)
     return device_type_of(tensor) == device_type_of(other) && tensor.get_device_index() == other.get_device_index();
 }
 
-// For the implementations of the CPU: torch chooses one of them also where some tensors are elsewhere.
 inline void require_cpu(std::initializer_list<const Tensor *> tensors)
 {
     for (const Tensor *tensor : tensors)
@@ -217,24 +238,61 @@ inline void require_cpu(std::initializer_list<const Tensor *> tensors)
                 "all tensors must be on the CPU, or all on one CUDA device");
 }
 
-// For those of CUDA: all tensors must be on the first one's device, which is this thread's current one while the guard
-// lives.
-inline torch::stable::accelerator::DeviceGuard use_cuda(const Tensor &first,
-                                                        std::initializer_list<const Tensor *> tensors)
-{
-    require(first.is_cuda(), "all tensors must be on the CPU, or all on one CUDA device");
-    for (const Tensor *tensor : tensors) require(is_on(*tensor, first), "all tensors must be on the same CUDA device");
-    return torch::stable::accelerator::DeviceGuard(first.get_device_index());
-}
+// Where a call runs: on the CPU, or on the CUDA device of its tensors, which is this thread's current one while the
+// object lives. Torch also calls operations whose tensors are on several devices.
+class Device {
+  public:
+    // others: tensors, optional ones, and arguments of several tensors (TableArguments).
+    template <typename... Others> explicit Device(const Tensor &first, const Others &...others) : first_(first)
+    {
+        require_here(first);
+        (require_here(others), ...);
+        if (is_cuda_) guard_ = std::make_unique<DeviceGuard>(first.get_device_index());
+    }
 
-inline ibp_stream current_stream(const Tensor &tensor)
-{
-    require(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support");
-    void *stream = nullptr;
-    require(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == TORCH_SUCCESS,
-            "no current CUDA stream");
-    return static_cast<ibp_stream>(stream);
-}
+    bool is_cuda() const { return is_cuda_; }
+    void require_cuda() const { require(is_cuda_, "all tensors must be on the CPU, or all on one CUDA device"); }
+
+    // Tensors that may be on other CUDA devices, which read each other's memory.
+    void require_near(const std::vector<Tensor> &tensors) const
+    {
+        for (const Tensor &tensor : tensors) {
+            if (!is_cuda_) require_here(tensor);
+            require(tensor.is_cuda() == is_cuda_, "all tensors must be on the CPU, or all on CUDA devices");
+        }
+    }
+
+    // Torch's current stream of the CUDA device.
+    ibp_stream stream() const
+    {
+        require(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support");
+        void *stream = nullptr;
+        require(aoti_torch_get_current_cuda_stream(first_.get_device_index(), &stream) == TORCH_SUCCESS,
+                "no current CUDA stream");
+        return static_cast<ibp_stream>(stream);
+    }
+
+  private:
+    void require_here(const Tensor &tensor) const
+    {
+        if (is_cuda_)
+            require(is_on(tensor, first_), "all tensors must be on the same CUDA device");
+        else
+            require_cpu({&tensor});
+    }
+    void require_here(const std::optional<Tensor> &tensor) const
+    {
+        if (tensor) require_here(*tensor);
+    }
+    template <typename Group> void require_here(const Group &group) const
+    {
+        for (const Tensor *tensor : group.tensors()) require_here(*tensor);
+    }
+
+    const Tensor &first_;
+    const bool is_cuda_ = first_.is_cuda();
+    std::unique_ptr<DeviceGuard> guard_; // optional would do, but that gcc 12 warns of it
+};
 
 // ---- new tensors ----
 
@@ -248,6 +306,56 @@ inline Tensor new_counts(const Tensor &like, int64_t size)
     Tensor counts = new_tensor(like, {size}, ScalarType::Long);
     torch::stable::zero_(counts);
     return counts;
+}
+
+// ---- operations ----
+
+// The arguments of an operation as torch gives them, taken one after the other.
+class Arguments {
+  public:
+    explicit Arguments(const StableIValue *values) : next_(values) {}
+
+    // The next value; or a struct of the next T::kValues values, which T's constructor takes.
+    template <typename T> T take()
+    {
+        if constexpr (kIsGroup<T>)
+            return T(*this);
+        else
+            return torch::stable::detail::to<T>(*next_++);
+    }
+    template <typename T> static constexpr uint64_t count()
+    {
+        if constexpr (kIsGroup<T>)
+            return T::kValues;
+        else
+            return 1;
+    }
+
+  private:
+    template <typename T> static constexpr bool kIsGroup = std::is_constructible_v<T, Arguments &>;
+
+    const StableIValue *next_;
+};
+
+template <typename Result, typename... Parameters>
+void call(Result (*function)(Parameters...), StableIValue *stack, uint64_t num_arguments)
+{
+    require(num_arguments == (Arguments::count<std::decay_t<Parameters>>() + ...), "a schema has other arguments");
+    Arguments from(stack);
+    std::tuple<std::decay_t<Parameters>...> given{from.take<std::decay_t<Parameters>>()...};
+    const auto give = [&](const auto &...results) { ((*stack++ = torch::stable::detail::from(results)), ...); };
+    if constexpr (std::is_void_v<Result>)
+        std::apply(function, given);
+    else if constexpr (std::is_same_v<Result, Tensor>)
+        give(std::apply(function, given));
+    else
+        std::apply(give, std::apply(function, given));
+}
+
+// A function as the implementation of an operation, as TORCH_BOX makes it of one without structs.
+template <auto function> void operation(StableIValue *stack, uint64_t num_arguments, uint64_t)
+{
+    call(function, stack, num_arguments);
 }
 
 } // namespace ibp_torch

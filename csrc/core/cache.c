@@ -1,4 +1,4 @@
-/* cache.c - a cache of rows in host memory: the twin that the kernels of cuda/cache.cu are compared to. */
+/* cache.c - a cache of rows in host memory: the twin that the kernels of cuda/cache/cache.cu are compared to. */
 #include "cache.h"
 #include "ids.h"
 #include "rows.h"

@@ -1,6 +1,6 @@
 /* cache.h - entries and maps of a cache of rows (ibp.h, "a cache of rows"), for gcc, g++ and nvcc. */
-#ifndef IBP_CACHE_H
-#define IBP_CACHE_H
+#ifndef IBP_CORE_CACHE_H
+#define IBP_CORE_CACHE_H
 
 #include "locate.h"
 

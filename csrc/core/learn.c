@@ -315,7 +315,7 @@ static double least_of(const option *options, uint32_t count)
     return least;
 }
 
-/* Whether dense rows have a decoder of their own (csrc/cuda/decode/dense.cuh). */
+/* Whether dense rows have a decoder of their own (csrc/cuda/decode/decode_dense.cuh). */
 static bool is_fast(const option *o, const digit_list *digits)
 {
     for (uint32_t p = 0; p < digits->num_planes; p++)

@@ -1,7 +1,7 @@
 /* rows.h - what functions over many rows share: what they work in, the rows that have no bytes, and how they tell of
  * faults. */
-#ifndef IBP_ROWS_H
-#define IBP_ROWS_H
+#ifndef IBP_CORE_ROWS_H
+#define IBP_CORE_ROWS_H
 
 #include "locate.h"
 #include "schemes.h"

@@ -1,6 +1,6 @@
 // device.cu - devices, errors, launch sizes and pinned memory.
 #include "launch.cuh"
-#include "pages.h"
+#include "host_pages.h"
 
 #include <algorithm>
 #include <atomic>

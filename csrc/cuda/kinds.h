@@ -42,7 +42,7 @@ IBP_INLINE bool are_pairs(const ibp_planes &planes)
     for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
     return pairs;
 }
-// Whether dense rows are decoded by decode/pairs.cuh, which knows no constant columns, nor invariant bits of elements
+// Whether dense rows are decoded by decode_pairs.cuh, which knows no constant columns, nor invariant bits of elements
 // of two bytes: that would cost the others registers,
 IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
 {
@@ -51,7 +51,7 @@ IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
            : planes.element_bytes == 2 ? planes.invariant_bits == 0u
                                        : true;
 }
-// and encoded by encode/pairs.cuh, if encode/values.cuh does not: elements of two bytes, or of a byte besides three.
+// and encoded by encode_pairs.cuh, if values.cuh does not: elements of two bytes, or of a byte besides three.
 IBP_INLINE bool has_pairs(const ibp_planes &planes)
 {
     return are_pairs(planes) &&
@@ -66,7 +66,7 @@ IBP_INLINE bool is_fast(const ibp_codebook &cb)
            planes.symbol_bytes == 1u && (planes.element_bytes == 2u || planes.element_bytes == 4u);
 }
 
-// Whether encode/fast.cuh takes it too: the residuals of the elements of 16 bytes are whole bytes.
+// Whether encode_fast.cuh takes it too: the residuals of the elements of 16 bytes are whole bytes.
 IBP_INLINE bool encodes_fast(const ibp_codebook &cb)
 {
     return is_fast(cb) && 16u / cb.planes.element_bytes * cb.planes.residual_bits % 8u == 0u;

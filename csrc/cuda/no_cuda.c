@@ -1,168 +1,83 @@
 /* no_cuda.c - the CUDA API of a build without nvcc: everything says IBP_NO_CUDA. */
 #include "ibp_cuda.h"
 
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#define IBP_WITHOUT_CUDA(name, ...) \
+    ibp_status name(__VA_ARGS__) { return IBP_NO_CUDA; }
+
 bool ibp_cuda_is_built(void) { return false; }
 int ibp_cuda_device_count(void) { return 0; }
 const char *ibp_cuda_last_error(void) { return ""; }
+bool ibp_cuda_makes_deltas(const ibp_codebook *codebook) { return false; }
+bool ibp_cuda_applies_deltas(const ibp_codebook *codebook) { return false; }
 
-ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
-                               ibp_stream stream)
-{
-    (void)data, (void)num_rows, (void)row_bytes, (void)counts, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits,
-                               ibp_stream stream)
-{
-    (void)codebook, (void)data, (void)num_rows, (void)hits, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
-                                 uint16_t *lengths, ibp_stream stream)
-{
-    (void)codebook, (void)data, (void)num_bytes, (void)lengths, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
-                               uint64_t *bases, int64_t *overflow_bytes, ibp_stream stream)
-{
-    (void)lengths, (void)num_bytes, (void)row_bytes, (void)slot_bytes, (void)bases, (void)overflow_bytes, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
-                              ibp_stream stream)
-{
-    (void)part, (void)num_bytes, (void)first_word, (void)sum, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
-                                ibp_stream stream)
-{
-    (void)lengths, (void)num_bytes, (void)row_bytes, (void)survey, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
-                                ibp_fault *fault, ibp_stream stream)
-{
-    (void)table, (void)data, (void)slots, (void)overflow, (void)fault, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
-                                int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream)
-{
-    (void)place, (void)source, (void)row_ids, (void)first_row, (void)fault, (void)max_sms, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
-                                 int max_sms, ibp_stream stream)
-{
-    (void)table, (void)ids, (void)out, (void)fault, (void)max_sms, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, const ibp_bags *bags,
-                             uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
-{
-    (void)table, (void)ids, (void)cache, (void)bags, (void)out, (void)fault, (void)max_sms, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors, const uint16_t *bias,
-                           uint16_t *y, ibp_stream stream)
-{
-    (void)matrix, (void)x, (void)num_vectors, (void)bias, (void)y, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
-                                 int max_sms, ibp_stream stream)
-{
-    (void)table, (void)start, (void)end, (void)out, (void)fault, (void)max_sms, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_enable_peer(int device, int peer)
-{
-    (void)device, (void)peer;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
-                                   ibp_stream stream)
-{
-    (void)rows, (void)count, (void)num_slabs, (void)owners, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
-                                uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream)
-{
-    (void)query, (void)maps, (void)num_maps, (void)entries, (void)counts, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, uint8_t *out,
-                                  ibp_fault *fault, int max_sms, ibp_stream stream)
-{
-    (void)table, (void)ids, (void)cache, (void)out, (void)fault, (void)max_sms, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,
-                              const ibp_cache_slab *slab, ibp_fault *fault, ibp_stream stream)
-{
-    (void)table, (void)rows, (void)offsets, (void)count, (void)slab, (void)fault, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
-                                 ibp_cache_counts *counts, ibp_fault *fault, ibp_stream stream)
-{
-    (void)table, (void)ids, (void)lru, (void)entries, (void)counts, (void)fault, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map, ibp_stream stream)
-{
-    (void)rows, (void)count, (void)map, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
-                               const ibp_cache_map *map, ibp_stream stream)
-{
-    (void)rows, (void)lengths, (void)count, (void)dirty, (void)map, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager)
-{
-    (void)pinned, (void)near, (void)ring_bytes, (void)stager;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_destroy_stager(ibp_stager *stager)
-{
-    (void)stager;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots, const ibp_ids *ids,
-                                uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run, void *runner,
-                                int64_t num_threads, ibp_stream stream)
-{
-    (void)stager, (void)table, (void)slots, (void)ids, (void)out, (void)fault, (void)max_sms, (void)run, (void)runner;
-    (void)num_threads, (void)stream;
-    return IBP_NO_CUDA;
-}
+IBP_WITHOUT_CUDA(ibp_cuda_count_bits, const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
+                 ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_count_hits, const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
+                 uint64_t *hits, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_measure_rows, const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
+                 uint16_t *lengths, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_index_rows, const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                 uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_sum_words, const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
+                 ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_survey_rows, const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
+                 ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_encode_rows, const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
+                 ibp_fault *fault, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_encode_into, const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
+                 int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_gather_items, const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
+                 int max_sms, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_sum_bags, const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
+                 const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_linear, const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
+                 const uint16_t *bias, uint16_t *y, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_decode_bytes, const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
+                 ibp_fault *fault, int max_sms, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_enable_peer, int device, int peer)
+IBP_WITHOUT_CUDA(ibp_cuda_owners_of_rows, const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
+                 ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_find_cached, const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
+                 uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_gather_cached, const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
+                 uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_fill_slab, const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,
+                 const ibp_cache_slab *slab, ibp_fault *fault, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_claim_cached, const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru,
+                 uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_drop_cached, const int64_t *rows, int64_t count, const ibp_cache_map *map, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_set_cached, const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
+                 const ibp_cache_map *map, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_create_stager, uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager)
+IBP_WITHOUT_CUDA(ibp_cuda_destroy_stager, ibp_stager *stager)
+IBP_WITHOUT_CUDA(ibp_cuda_stage_items, ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
+                 const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run, void *runner,
+                 int64_t num_threads, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_destroy_streamer, ibp_streamer *streamer)
+IBP_WITHOUT_CUDA(ibp_cuda_begin_stream, ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes)
+IBP_WITHOUT_CUDA(ibp_cuda_continue_stream, ibp_streamer *streamer)
+IBP_WITHOUT_CUDA(ibp_cuda_stream_bytes, ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases,
+                 int64_t start, int64_t end, bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_partition_ids, const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
+                 void *sorted_ids, uint32_t *positions, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_free_pinned, void *host, size_t num_bytes)
+IBP_WITHOUT_CUDA(ibp_cuda_register_pinned, void *host, size_t num_bytes)
+IBP_WITHOUT_CUDA(ibp_cuda_register_read_only, void *host, size_t num_bytes)
+IBP_WITHOUT_CUDA(ibp_cuda_unregister_pinned, void *host)
+IBP_WITHOUT_CUDA(ibp_cuda_plan_pages, const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
+                 uint64_t *addresses, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_note_pages, const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
+                 const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored, uint8_t *seen,
+                 ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_measure_deltas, const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
+                 uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts, uint64_t *sums,
+                 ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_encode_deltas, const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
+                 uint32_t num_tensors, int64_t num_rows, const uint16_t *lengths, const uint16_t *counts,
+                 const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_apply_deltas, const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
+                 uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state, ibp_stream stream)
 
 ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer)
 {
@@ -170,125 +85,14 @@ ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer)
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer)
-{
-    (void)streamer;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes)
-{
-    (void)streamer, (void)ring, (void)ring_bytes;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer)
-{
-    (void)streamer;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start,
-                                 int64_t end, bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
-{
-    (void)streamer, (void)table, (void)bases, (void)start, (void)end, (void)ends, (void)out, (void)fault, (void)max_sms,
-        (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
-                                  void *sorted_ids, uint32_t *positions, ibp_stream stream)
-{
-    (void)ids, (void)num_items, (void)window_bits, (void)workspace, (void)sorted_ids, (void)positions, (void)stream;
-    return IBP_NO_CUDA;
-}
-
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
-    (void)num_bytes, (void)node;
     *host = 0;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes)
-{
-    (void)host, (void)num_bytes;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes)
-{
-    (void)host, (void)num_bytes;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_register_read_only(void *host, size_t num_bytes)
-{
-    (void)host, (void)num_bytes;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_unregister_pinned(void *host)
-{
-    (void)host;
     return IBP_NO_CUDA;
 }
 
 ibp_status ibp_cuda_map_pinned(void *host, void **device)
 {
-    (void)host;
     *device = 0;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
-                               uint64_t *addresses, ibp_stream stream)
-{
-    (void)transfer, (void)stored, (void)ids, (void)addresses, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block, const uint16_t *lengths,
-                               const uint16_t *rooms, int64_t num_rows, uint8_t *stored, uint8_t *seen,
-                               ibp_stream stream)
-{
-    (void)ids, (void)num_blocks, (void)ids_per_block, (void)lengths, (void)rooms, (void)num_rows, (void)stored,
-        (void)seen, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-bool ibp_cuda_makes_deltas(const ibp_codebook *codebook)
-{
-    (void)codebook;
-    return false;
-}
-bool ibp_cuda_applies_deltas(const ibp_codebook *codebook)
-{
-    (void)codebook;
-    return false;
-}
-
-ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
-                                   int64_t num_rows, uint16_t *lengths, uint16_t *counts, uint64_t *sums,
-                                   ibp_stream stream)
-{
-    (void)codebook, (void)tensors, (void)num_tensors, (void)num_rows, (void)lengths, (void)counts, (void)sums;
-    (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
-                                  int64_t num_rows, const uint16_t *lengths, const uint16_t *counts,
-                                  const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes, ibp_stream stream)
-{
-    (void)codebook, (void)tensors, (void)num_tensors, (void)num_rows, (void)lengths, (void)counts, (void)bases;
-    (void)overflow, (void)overflow_bytes, (void)stream;
-    return IBP_NO_CUDA;
-}
-
-ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
-                                 int64_t num_rows, bool takes_back, uint64_t *state, ibp_stream stream)
-{
-    (void)codebook, (void)tensors, (void)num_tensors, (void)num_rows, (void)takes_back, (void)state, (void)stream;
     return IBP_NO_CUDA;
 }

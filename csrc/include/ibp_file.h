@@ -4,13 +4,21 @@
  * What is found points into the caller's bytes: nothing is copied but codebooks, whose working form needs memory that
  * the caller gives. The rules of ibp.h hold: nothing is allocated, threads may share a file, pointers are not NULL.
  *
- *     ibp_file file;
- *     ibp_open_file(bytes, num_bytes, &file);
- *     ibp_file_table found;
- *     ibp_find_table(&file, 1, "embedding", &found);          what it is: dtype, shape, and the workspace it needs
- *     ibp_table table;
- *     ibp_open_table(&found, workspace, found.workspace_bytes, &table);     workspace: of that many bytes
- *     ibp_gather_items(&table, ...);
+ *     // The item of a number of the table "embedding", from the bytes of a file.
+ *     ibp_status read_item(const uint8_t *bytes, size_t num_bytes, int64_t number, void *workspace,
+ *                          size_t workspace_bytes, uint8_t *item, void *scratch, size_t scratch_bytes)
+ *     {
+ *         ibp_file file;
+ *         ibp_file_table found; // its dtype, its shape, and the workspace that it needs
+ *         ibp_table table;
+ *         ibp_fault fault = {0};
+ *         ibp_status status = ibp_open_file(bytes, num_bytes, &file);
+ *         if (status == IBP_OK) status = ibp_find_table(&file, 1, "embedding", &found);
+ *         if (status == IBP_OK) status = ibp_open_table(&found, workspace, workspace_bytes, &table);
+ *         if (status != IBP_OK) return status;
+ *         const int64_t start = number * table.item_bytes;
+ *         return ibp_decode_bytes(&table, start, start + table.item_bytes, item, scratch, scratch_bytes, &fault);
+ *     }
  *
  * Safety. No byte of a file is trusted, nothing outside of it is read, and a file that another process changes while
  * it is read gives wrong data at worst. (That nobody cuts it short meanwhile is up to the caller, as with any mapping.)
@@ -19,7 +27,7 @@
 #ifndef IBP_FILE_H
 #define IBP_FILE_H
 
-#include "ibp.h"
+#include "ibp_table.h"
 
 #ifdef __cplusplus
 extern "C" {

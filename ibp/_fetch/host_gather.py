@@ -3,8 +3,8 @@ decodes them.
 
 Rows at random places of a large table reach a GPU that fetches them itself no faster than it can translate their
 addresses; CPU cores have no such limit. Of a pinned table in slots they gather the slots, and the GPU, which has the
-table's index, finds there what it would fetch: one operation, csrc/cuda/stage.cu. Of other tables they gather a table
-in packed layout (FORMAT.md section 3) of the chosen items only, which the GPU decodes like any other.
+table's index, finds there what it would fetch: one operation, csrc/cuda/stream/stage.cu. Of other tables they gather a
+table in packed layout (FORMAT.md section 3) of the chosen items only, which the GPU decodes like any other.
 """
 
 from __future__ import annotations

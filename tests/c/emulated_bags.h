@@ -1,5 +1,5 @@
-/* emulated_bags.h - bags of a table's rows, with and without a cache: the kernels of cuda/bags.cu against one float
- * after the other. A part of emulated_tables.cpp, behind emulated_cache.h. */
+/* emulated_bags.h - bags of a table's rows, with and without a cache: the kernels of cuda/linear/bags.cu against one
+ * float after the other. A part of emulated_tables.cpp, behind emulated_cache.h. */
 
 /* Bags of ids, and what is asked for them. */
 struct Bags {

@@ -1,5 +1,5 @@
-/* emulated_cache.h - caches of a table's rows: the kernels of cuda/cache.cu, and gathers from slabs, against the C
- * core. A part of emulated_tables.cpp. */
+/* emulated_cache.h - caches of a table's rows: the kernels of cuda/cache/cache.cu, and gathers from slabs, against the
+ * C core. A part of emulated_tables.cpp. */
 
 /* A slab with its map, or the state of a cache whose rows are replaced. */
 struct Slab {

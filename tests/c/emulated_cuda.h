@@ -1,6 +1,6 @@
-/* emulated_cuda.h - streams and events as queues in host memory, for csrc/cuda/stream.cu and stage.cu compiled as C++:
- * what is queued is run afterwards, or where an event is asked for, in any order that the waits allow. Given with
- * -include, without the include of launch.cuh. */
+/* emulated_cuda.h - streams and events as queues in host memory, for stream.cu and stage.cu of csrc/cuda/stream
+ * compiled as C++: what is queued is run afterwards, or where an event is asked for, in any order that the waits allow.
+ * Given with -include, without the include of launch.cuh. */
 #ifndef EMULATED_CUDA_H
 #define EMULATED_CUDA_H
 

@@ -1,4 +1,4 @@
-/* emulated_delta.cpp - the kernels of csrc/cuda/delta and fingerprint.cu under emulated_simt.h against the C core:
+/* emulated_delta.cpp - the kernels of csrc/cuda/delta under emulated_simt.h against the C core:
  * deltas of several tensors made, applied, damaged and refused. Usage: emulated_delta [seed] [cases]. */
 #include "emulated_simt.h"
 #include "core/format.h"

@@ -4,7 +4,7 @@
 #include "emulated_simt.h"
 #include "core/cache.h"
 #include "core/ids.h"
-#include "cuda/decode/request.h"
+#include "cuda/decode/decode_request.h"
 #include "cuda/decode/warp_rows.cuh"
 #include "cuda/floats.cuh"
 #include "cuda/launch.cuh"

@@ -1,10 +1,10 @@
-/* stage_order.cpp - items brought by csrc/cuda/stage.cu under emulated_cuda.h, with one thread or several, what is
- * queued run in many random orders: every item must come out right, and no slot be written over before it is copied or
- * decoded. */
+/* stage_order.cpp - items brought by csrc/cuda/stream/stage.cu under emulated_cuda.h, with one thread or several, what
+ * is queued run in many random orders: every item must come out right, and no slot be written over before it is copied
+ * or decoded. */
 #include "emulated_cuda.h"
 
 #include "core/ids.h"
-#include "cuda/decode/request.h"
+#include "cuda/decode/decode_request.h"
 
 #include <cstdio>
 #include <cstdlib>

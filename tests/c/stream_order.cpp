@@ -1,6 +1,6 @@
-/* stream_order.cpp - streams of tables by csrc/stream.cu under emulated_cuda.h, run in many random orders: every
- * tensor must come out right, and the ring must not be touched before the caller's stream gets to the first chunk or
- * after it has passed the last. */
+/* stream_order.cpp - streams of tables by csrc/cuda/stream/stream.cu under emulated_cuda.h, run in many random orders:
+ * every tensor must come out right, and the ring must not be touched before the caller's stream gets to the first chunk
+ * or after it has passed the last. */
 #include "emulated_cuda.h"
 #include "core/chunk_plan.h"
 

@@ -1,46 +1,47 @@
-// decoder.cuh - what a decoder is: the contract between the kernels that fetch rows and the structs that rebuild them.
+// decoder.cuh - the contract between the kernels that fetch rows and the structs that rebuild them, the decoders.
 //
 // A decoder is a struct for one kind of codebook and one group of threads (group.cuh):
 //
 //     template <class G> struct SomeDecoder {
-//         using Group = G;                          the threads that decode one row together
-//         static constexpr uint32_t kMostThreads;   of a block: what its registers allow; a multiple of kWarp
-//         static constexpr uint32_t kVectors;       vectors of 16 bytes that each thread has on their way for the
-// next row, in
-//                                                   registers, while it decodes this one
-//         static uint32_t block_bytes(const ibp_codebook &);     shared memory of a block, from byte 0 on; a multiple
-// of 16
-//         static uint32_t scratch_bytes(const ibp_codebook &);   shared memory of a group, besides its stage
-//         SomeDecoder(const ibp_codebook &, uint32_t scratch);   scratch: shared byte with which the group's begins,
-// a multiple of 4
-//         bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes, const
-// Window &window) const;
+//         using Group = G;
+//         static constexpr uint32_t kMostThreads;
+//         static constexpr uint32_t kVectors;
+//         static uint32_t block_bytes(const ibp_codebook &);
+//         static uint32_t scratch_bytes(const ibp_codebook &);
+//         SomeDecoder(const ibp_codebook &, uint32_t scratch);
+//         bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes,
+//                     const Window &window) const;
 //     };
 //
-// What it is guaranteed:
-// - The codebook's fields have been checked (ibp_check_codebook_fields); what its arrays hold has not.
-// - The constructor is called once by all threads of a block, with a barrier of the block before the first row.
-// - decode is called by all lanes of a warp together, and by all warps of a group; `active` is false in groups that
-// have no row,
-//   which take part in the collectives of their warp all the same.
-// - The coded row is staged in shared memory: coded_bytes bytes from start_bit on, a bit of shared memory that begins
-// a byte; all of
-//   it lies in the group's stage, which is as long as a row, so that coded_bytes may be anything up to row_bytes. 16
-// bytes behind it
-//   can be read. cluster < num_clusters. The bytes themselves may be anything.
-// - The row goes to window.dst: at least one byte of it is wanted, at most row_bytes.
+//     Group          the threads that decode one row together
+//     kMostThreads   threads of a block that the decoder's registers allow; a multiple of kWarp
+//     kVectors       vectors of 16 bytes of the next row that a thread loads into registers while it decodes this row
+//     block_bytes    shared memory of a block, from byte 0 on; a multiple of 16
+//     scratch_bytes  shared memory of a group, besides its stage
+//     scratch        the byte of shared memory with which the group's scratch begins; a multiple of 4
 //
-// What it guarantees:
-// - It returns, in all threads of an active group, whether the row took just coded_bytes and follows the format; true
-// where not active.
-//   What it has stored of a corrupt row does not matter: the caller overwrites it with zeros.
-// - It reads no shared memory outside the group's stage and its own, and stores nothing outside the window, whatever
-// the row and the
-//   codebook's arrays hold.
-// - Shared memory of its own is free for the next row when all lanes of the group have returned and met at a barrier.
+// A decoder may rely on this:
+//
+//   - The fields of the codebook are checked (ibp_check_codebook_fields). The content of its arrays is not.
+//   - All threads of a block call the constructor once. A barrier of the block follows before the first row.
+//   - All lanes of a warp, and all warps of a group, call decode together. `active` is false in groups without a row;
+//     such groups still take part in the collectives of their warp.
+//   - The coded row lies in shared memory: coded_bytes bytes from bit start_bit on, which begins a byte. Its bytes may
+//     be anything. The whole row lies in the group's stage, which is as long as a row; coded_bytes is at most
+//     row_bytes. The 16 bytes behind the coded row can be read.
+//   - cluster < num_clusters.
+//   - The row goes to window.dst. The window wants 1 to row_bytes bytes of it.
+//
+// A decoder must do this:
+//
+//   - Return, in all threads of an active group, whether the row follows the format and takes exactly coded_bytes; in
+//     other groups, true. The bytes that it stores of a corrupt row do not matter: the caller writes zeros over them.
+//   - Read no shared memory but the group's stage, its scratch and the block's; store nothing outside the window. This
+//     holds for any bytes of the row and of the codebook's arrays.
+//   - Leave its shared memory free for the next row once all lanes of the group have returned and met at a barrier.
 //
 // To add one: a .cuh with the struct and a .cu that instantiates it with the kernel of gather.cuh; a function in
-// request.h, and a line in the list of gather.cu.
+// decode_request.h, and a line in the list of gather.cu.
 #ifndef IBP_DECODER_CUH
 #define IBP_DECODER_CUH
 

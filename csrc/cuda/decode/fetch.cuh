@@ -12,7 +12,7 @@
 #include "../../core/ids.h"
 #include "decoder.cuh"
 #include "find_row.cuh"
-#include "request.h"
+#include "decode_request.h"
 
 namespace ibp {
 

@@ -3,11 +3,11 @@
 #define IBP_WARP_ROWS_CUH
 
 #include "../kinds.h"
-#include "dense.cuh"
+#include "decode_dense.cuh"
 #include "find_row.cuh"
-#include "listed.cuh"
-#include "masks.cuh"
-#include "pairs.cuh"
+#include "decode_listed.cuh"
+#include "decode_masks.cuh"
+#include "decode_pairs.cuh"
 
 namespace ibp {
 

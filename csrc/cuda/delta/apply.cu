@@ -1,11 +1,11 @@
 // apply.cu - deltas added to their bases (FORMAT.md section 9). A warp takes a row of differences: it is decoded in
-// shared memory as by decode/listed.cuh, and its listed elements are added to the words of the base that they lie in,
+// shared memory as by decode_listed.cuh, and its listed elements are added to the words of the base that they lie in,
 // 32 elements at a time: a word is read and written once, by the lane of its first element. What a changed word adds to
 // the base's sum gives the sum of the result without reading it.
 //
 // All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
 // taken back if that is not. A row that is corrupt changes nothing, both times.
-#include "../decode/listed.cuh"
+#include "../decode/decode_listed.cuh"
 #include "../encode/rows.cuh"
 #include "versions.cuh"
 

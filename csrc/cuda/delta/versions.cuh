@@ -3,11 +3,11 @@
 #ifndef IBP_DELTA_VERSIONS_CUH
 #define IBP_DELTA_VERSIONS_CUH
 
-#include "../checks.h"
+#include "../cuda_checks.h"
 #include "../digits.cuh"
 #include "../kinds.h"
 #include "../launch.cuh"
-#include "../sums.cuh"
+#include "sums.cuh"
 
 #include <algorithm>
 

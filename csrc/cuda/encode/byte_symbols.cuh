@@ -1,5 +1,5 @@
 // byte_symbols.cuh - 16 bytes of a dense row of scheme planes as symbols of up to a byte, side by side, and residuals
-// as they are stored (FORMAT.md section 6), for the encoders of pairs.cuh and fast.cuh.
+// as they are stored (FORMAT.md section 6), for the encoders of encode_pairs.cuh and encode_fast.cuh.
 #ifndef IBP_ENCODE_BYTE_SYMBOLS_CUH
 #define IBP_ENCODE_BYTE_SYMBOLS_CUH
 

@@ -1,42 +1,48 @@
-// encoder.cuh - what an encoder is, and what encoders share: a group of lanes loads a row by vectors of 16 bytes at
+// encoder.cuh - the contract of encoders, and what they share: a group of lanes loads a row by vectors of 16 bytes at
 // any address and puts its bits together in the group's stage, a part of shared memory.
 //
 // An encoder is a struct for one kind of codebook and a number of lanes:
 //
 //     template <uint32_t LANES> struct SomeEncoder {
-//         using Group = EncodeGroup<LANES>;                     the threads that encode one row together
-//         static constexpr uint32_t kBlocks;                    of kMostEncodeThreads, for which an SM has registers
-//         static constexpr bool kFillsStage;                    it writes every byte of a coded row, and reads none
-//         static uint32_t table_bytes(const ibp_codebook &);     shared memory of a block, from byte 0 on; a multiple
-// of 16
-//         static uint32_t scratch_bytes(const ibp_codebook &);   shared memory of a group behind its stage; a
-// multiple of 16
-//         SomeEncoder(const ibp_codebook &, uint32_t *table);    table: the block's shared memory
-//         SomeEncoder of_cluster(const ibp_codebook &, uint32_t k) const;     for the rows of cluster k, 0 where
-// there is but one
-//         uint32_t measure(const PlainRow &row) const;                        bits of the row as coded
+//         using Group = EncodeGroup<LANES>;
+//         static constexpr uint32_t kBlocks;
+//         static constexpr bool kFillsStage;
+//         static uint32_t table_bytes(const ibp_codebook &);
+//         static uint32_t scratch_bytes(const ibp_codebook &);
+//         SomeEncoder(const ibp_codebook &, uint32_t *table);
+//         SomeEncoder of_cluster(const ibp_codebook &, uint32_t k) const;
+//         uint32_t measure(const PlainRow &row) const;
 //         uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t most_bytes) const;
 //     };
 //
-// What it is guaranteed:
-// - The codebook's fields have been checked (ibp_check_codebook_fields); what its arrays hold has not.
-// - The constructor is called once by all threads of a block; it ends with a barrier of the block
-// if it has filled
-//   the table.
-// - measure and encode are called by all lanes of a group together; groups of a warp go ways of their own.
-// - The stage is all zeros, but for an encoder that fills it; start_bit is 0 or 8, and most_bytes is less than the
-// row's valid bytes.
+//     Group          the threads that encode one row together
+//     kBlocks        blocks of kMostEncodeThreads for which an SM has registers
+//     kFillsStage    whether encode writes every byte of the coded row, and reads none
+//     table_bytes    shared memory of a block, from byte 0 on, where `table` points; a multiple of 16
+//     scratch_bytes  shared memory of a group behind its stage; a multiple of 16
+//     of_cluster     the encoder for the rows of cluster k; k is 0 where there is one cluster
+//     measure        bits of the coded row
+//     encode         bytes with which the bits of the coded row end
 //
-// What it guarantees:
-// - measure returns the same in all lanes, and as many bits as ibp_coded_row_bytes has bytes, rounded up.
-// - encode leaves the row's bits in the stage from start_bit on and returns, in all lanes, how many bytes they end in.
-//   Where these are more than most_bytes, or kNoCodedForm, the stage holds anything and nothing of it is stored.
-// - It writes no shared memory outside the group's stage and scratch, whatever the row and the codebook's arrays
-// hold, also if the row
-//   changes meanwhile: BitStage drops what would lie past the stage.
+// An encoder may rely on this:
+//
+//   - The fields of the codebook are checked (ibp_check_codebook_fields). The content of its arrays is not.
+//   - All threads of a block call the constructor once.
+//   - All lanes of a group call measure and encode together. Groups of one warp diverge.
+//   - The stage is all zeros, unless kFillsStage. start_bit is 0 or 8, and most_bytes is less than the row's valid
+//     bytes.
+//
+// An encoder must do this:
+//
+//   - End the constructor with a barrier of the block if it fills the table.
+//   - Return from measure, in all lanes, bits that, rounded up to bytes, are what ibp_coded_row_bytes says.
+//   - Leave the row's bits in the stage from start_bit on, and return from encode, in all lanes, the bytes with which
+//     they end. If these are more than most_bytes, or kNoCodedForm, the stage may hold anything: nothing is stored.
+//   - Write no shared memory but the group's stage and scratch, whatever the row and the codebook's arrays hold, also
+//     while another stream changes the row: BitStage drops bits that would lie past the stage.
 //
 // To add one: a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; functions in
-// request.h, and a line in the list of encode.cu.
+// encode_request.h, and a line in the list of encode.cu.
 #ifndef IBP_ENCODER_CUH
 #define IBP_ENCODER_CUH
 

@@ -1,9 +1,9 @@
-// listed_encoders.cuh - the encoders of listed rows, and which one a codebook takes: included by listed.cu and
+// listed_encoders.cuh - the encoders of listed rows, and which one a codebook takes: included by encode_listed.cu and
 // listed_fields.cu.
 #ifndef IBP_ENCODE_LISTED_ENCODERS_CUH
 #define IBP_ENCODE_LISTED_ENCODERS_CUH
 
-#include "listed.cuh"
+#include "encode_listed.cuh"
 #include "rows.cuh"
 
 namespace ibp {

@@ -6,7 +6,7 @@
 #include "../launch.cuh"
 #include "../kinds.h"
 #include "encoder.cuh"
-#include "request.h"
+#include "encode_request.h"
 #include "source.cuh"
 #include "target.cuh"
 

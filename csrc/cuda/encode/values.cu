@@ -1,4 +1,4 @@
-// values.cu - encodes dense rows of scheme planes whose symbols have a table of codes; dense.cu measures them.
+// values.cu - encodes dense rows of scheme planes whose symbols have a table of codes; encode_dense.cu measures them.
 #include "rows.cuh"
 #include "values.cuh"
 

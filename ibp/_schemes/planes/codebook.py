@@ -308,7 +308,7 @@ def num_entries(digit_bits: tuple[int, ...]) -> int:
 
 def is_fast(symbol_bits: int, digit_bits: tuple[int, ...]) -> bool:
     """Whether the decoder of dense rows is at its best: symbols of at most a byte, digits of two bits
-    (csrc/cuda/decode/dense.cuh)."""
+    (csrc/cuda/decode/decode_dense.cuh)."""
     return symbol_bits <= 8 and set(digit_bits) <= {2}
 
 

@@ -57,7 +57,7 @@ def _learn(request: Request, codes_invariant: bool) -> PlanesCodebook:
 
 
 def _can_code(codebook: PlanesCodebook, device: torch.device) -> bool:
-    """Whether the device has an encoder for what a codebook leaves out (csrc/cuda/encode.cu)."""
+    """Whether the device has an encoder for what a codebook leaves out (csrc/cuda/encode/encode.cu)."""
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     try:
         torch.ops.ibp.measure_rows.default(nothing, codebook.words(device), codebook.codec)

@@ -1,0 +1,251 @@
+// torch_codebook_ops.cpp - the operations of codebooks and of statistics of rows in torch.ops.ibp: tensors to pointers,
+// as torch_ops.cpp.
+#include "torch_ranges.h"
+#include "torch_tables.h"
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+namespace {
+
+using namespace ibp_torch;
+
+// ---- statistics ----
+
+// The counts of all rows. on_cpu(rows, num_rows, counts) counts a range of rows, on a thread; on_cuda all of them.
+template <typename Cpu, typename Cuda>
+Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
+                 const Cpu &on_cpu, const Cuda &on_cuda)
+{
+    constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range: its partial counts are 64 times as large as a row
+    const uint8_t *const rows = bytes_of(data, 0, "data");
+    const int64_t num_rows = data.numel() / row_bytes;
+    Tensor counts = new_counts(data, num_counts);
+    uint64_t *const out = unsigned_longs_of(counts, num_counts, "counts");
+    if (device.is_cuda()) {
+        check(on_cuda(rows, static_cast<size_t>(num_rows), out), name);
+        return counts;
+    }
+    std::mutex mutex;
+    torch::stable::parallel_for(
+        0, num_rows, std::max<int64_t>(1, kLeastCounted / row_bytes), [&](int64_t first, int64_t last) {
+            std::vector<uint64_t> partial(static_cast<size_t>(num_counts));
+            check(on_cpu(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data()), "counting");
+            const std::lock_guard<std::mutex> lock(mutex);
+            for (size_t i = 0; i < partial.size(); i++) out[i] += partial[i];
+        });
+    return counts;
+}
+
+Tensor count_bits(const Tensor &data, int64_t row_bytes)
+{
+    const Device device(data);
+    const uint32_t bytes = row_bytes_of(row_bytes);
+    return counts_of(
+        device, data, 8 * row_bytes, bytes, "count_bits",
+        [&](const uint8_t *rows, size_t num_rows, uint64_t *counts) {
+            return ibp_count_bits(rows, num_rows, bytes, counts);
+        },
+        [&](const uint8_t *rows, size_t num_rows, uint64_t *counts) {
+            return ibp_cuda_count_bits(rows, num_rows, bytes, counts, device.stream());
+        });
+}
+
+Tensor count_hits(const Tensor &data, const Tensor &codebook, const Codec &codec)
+{
+    const Device device(data, codebook);
+    require(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "only scheme ibp has chunks");
+    const ibp_codebook cb = codebook_of(codebook, codec);
+    return counts_of(
+        device, data, divide_up(cb.row_bytes, cb.chunk_bytes), cb.row_bytes, "count_hits",
+        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { return ibp_count_hits(&cb, rows, num_rows, hits); },
+        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) {
+            return ibp_cuda_count_hits(&cb, rows, num_rows, hits, device.stream());
+        });
+}
+
+// ---- masks ----
+
+Tensor codebook_words(const Tensor &mask, const Tensor &bitval, int64_t chunk_bytes, bool flag_all)
+{
+    require_cpu({&mask, &bitval});
+    const uint32_t row_bytes = to_u32(mask.numel(), 1, IBP_MAX_ROW_BYTES, "the size of mask");
+    const auto num_words = static_cast<int64_t>(ibp_codebook_words(row_bytes));
+    Tensor words = new_tensor(mask, {3, num_words}, ScalarType::Int);
+    ibp_codebook unused;
+    check(ibp_build_codebook(bytes_of(mask, 1, "mask"), bytes_of(bitval, row_bytes, "bitval"), row_bytes,
+                             to_u32(chunk_bytes, 1, 8, "chunk_bytes"), flag_all,
+                             static_cast<uint32_t *>(words.data_ptr()), &unused),
+          "codebook_words");
+    return words;
+}
+
+std::tuple<Tensor, Tensor> threshold_bits(const Tensor &counts, int64_t num_rows, double tau)
+{
+    require(counts.numel() % 8 == 0, "counts has ", counts.numel(), " elements, 8 a byte of a row are needed");
+    require(num_rows >= 0, "num_rows is ", num_rows);
+    const uint32_t row_bytes = row_bytes_of(counts.numel() / 8);
+    Tensor mask = new_tensor(counts, {row_bytes}, ScalarType::Byte),
+           bitval = new_tensor(counts, {row_bytes}, ScalarType::Byte);
+    check(ibp_threshold_bits(unsigned_longs_of(counts, 8, "counts"), static_cast<uint64_t>(num_rows), row_bytes, tau,
+                             bytes_of(mask, row_bytes, "mask"), bytes_of(bitval, row_bytes, "bitval")),
+          "threshold_bits");
+    return {mask, bitval};
+}
+
+// data: whole rows on the CPU. Returns (mask, bitval).
+std::tuple<Tensor, Tensor> choose_masks(const Tensor &data, int64_t row_bytes, int64_t chunk_bytes)
+{
+    const uint32_t bytes = row_bytes_of(row_bytes), chunk = to_u32(chunk_bytes, 1, 8, "chunk_bytes");
+    const uint8_t *const rows = bytes_of(data, 0, "data");
+    Tensor mask = new_tensor(data, {row_bytes}, ScalarType::Byte),
+           bitval = new_tensor(data, {row_bytes}, ScalarType::Byte);
+    require((chunk & (chunk - 1)) == 0, "chunk_bytes is ", chunk_bytes, ", not 1, 2, 4 or 8");
+    uint8_t *const to_mask = bytes_of(mask, bytes, "mask"), *const to_bitval = bytes_of(bitval, bytes, "bitval");
+    const int64_t num_rows = data.numel() / row_bytes;
+    const int64_t times_read = 2 * chunk_bytes; // once for each bit that is added to the mask, of 8 * chunk_bytes some
+    ibp_fault unused{};
+    over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, 0, &unused,
+                [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
+                    return ibp_choose_masks(rows, static_cast<size_t>(num_rows), bytes, chunk,
+                                            static_cast<uint32_t>(first), static_cast<uint32_t>(last), to_mask,
+                                            to_bitval);
+                });
+    return {mask, bitval};
+}
+
+// data: whole rows on the CPU. Returns the share of their bytes that masks would save.
+Tensor estimate_masks(const Tensor &data, int64_t row_bytes)
+{
+    Tensor savings = new_tensor(data, {1}, ScalarType::Double);
+    check(ibp_estimate_masks(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes_of(row_bytes)),
+                             row_bytes_of(row_bytes), data_of<double>(savings, ScalarType::Double, 1, "savings")),
+          "estimate_masks");
+    return savings;
+}
+
+// ---- learning ----
+
+ibp_sample sample_of(const Tensor &data, int64_t row_bytes, int64_t element_bytes, int64_t exponent_bits,
+                     int64_t table_rows)
+{
+    ibp_sample sample{};
+    sample.row_bytes = row_bytes_of(row_bytes);
+    sample.element_bytes = to_u32(element_bytes, 1, 8, "element_bytes");
+    sample.exponent_bits = to_u32(exponent_bits, 0, 63, "exponent_bits");
+    sample.rows = bytes_of(data, 0, "data");
+    sample.num_rows = data.numel() / row_bytes;
+    sample.table_rows = table_rows;
+    return sample;
+}
+
+Tensor learning_scratch(const Tensor &data, const ibp_sample &sample)
+{
+    const auto bytes = static_cast<int64_t>(ibp_learn_scratch_bytes(&sample));
+    require(bytes > 0, "no codebook can be learned from ", sample.num_rows, " rows of ", sample.row_bytes,
+            " bytes, elements of ", sample.element_bytes, " and exponents of ", sample.exponent_bits, " bits");
+    return new_tensor(data, {bytes}, ScalarType::Byte);
+}
+
+// The working form of a codebook (read_planes).
+Tensor planes_words(const Tensor &data, const ibp_planes &planes, uint32_t row_bytes)
+{
+    const auto aligned = [](int64_t bytes) { return divide_up(bytes, 16) * 16; };
+    const int64_t num_live = row_bytes / planes.element_bytes - int64_t{planes.num_constant},
+                  live_start = aligned(row_bytes),
+                  start = planes.num_constant == 0 ? 0 : live_start + aligned(2 * num_live),
+                  sets = planes.per_column ? num_live : 1,
+                  entries_bytes = planes.entries == nullptr ? 0 : sets * planes.num_entries * planes.symbol_bytes;
+    Tensor words = new_tensor(data, {start + entries_bytes}, ScalarType::Byte);
+    if (words.numel() == 0) return words;
+    uint8_t *const to = bytes_of(words, 0, "words");
+    std::memset(to, 0, static_cast<size_t>(start));
+    if (start != 0) std::memcpy(to, planes.row_template, row_bytes);
+    if (start != 0) std::memcpy(to + live_start, planes.live_columns, static_cast<size_t>(2 * num_live));
+    if (entries_bytes != 0) std::memcpy(to + start, planes.entries, static_cast<size_t>(entries_bytes));
+    return words;
+}
+
+Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_bytes)
+{
+    std::vector<int64_t> fields{IBP_SCHEME_PLANES,
+                                row_bytes,
+                                planes.element_bytes,
+                                planes.rotate,
+                                planes.residual_bits,
+                                planes.per_column,
+                                planes.listed,
+                                static_cast<int64_t>(planes.default_value),
+                                static_cast<int64_t>(planes.closed_value),
+                                planes.invariant_bits,
+                                static_cast<int64_t>(planes.invariant_value),
+                                planes.consecutive,
+                                static_cast<int64_t>(planes.first_symbol),
+                                planes.signed_default,
+                                planes.num_constant};
+    fields.insert(fields.end(), planes.digit_bits, planes.digit_bits + planes.num_planes);
+    const auto count = static_cast<int64_t>(fields.size());
+    Tensor codec = new_tensor(data, {count}, ScalarType::Long);
+    std::copy(fields.begin(), fields.end(), data_of<int64_t>(codec, ScalarType::Long, count, "codec"));
+    return codec;
+}
+
+// data: whole rows on the CPU, of a table of table_rows. Returns (words, codec) of a codebook.
+std::tuple<Tensor, Tensor> learn_planes(const Tensor &data, int64_t row_bytes, int64_t element_bytes,
+                                        int64_t exponent_bits, int64_t table_rows, bool fast, bool codes_invariant)
+{
+    ibp_sample sample = sample_of(data, row_bytes, element_bytes, exponent_bits, table_rows);
+    sample.level = fast ? IBP_LEVEL_FAST : IBP_LEVEL_DEFAULT;
+    sample.codes_invariant = codes_invariant;
+    Tensor scratch = learning_scratch(data, sample);
+    const size_t arrays_bytes = ibp_max_planes_bytes(sample.row_bytes, sample.element_bytes);
+    const std::unique_ptr<uint8_t[]> arrays(new uint8_t[arrays_bytes]);
+    ibp_planes planes;
+    double unused;
+    check(ibp_learn_planes(&sample, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch.numel()), arrays.get(),
+                           arrays_bytes, &planes, &unused),
+          "learn_planes");
+    return {planes_words(data, planes, sample.row_bytes), planes_codec(data, planes, row_bytes)};
+}
+
+// data: whole rows on the CPU. Returns the words of a codebook that differs in its entries only: those for the rows.
+Tensor learn_entries(const Tensor &data, const Tensor &codebook, const Codec &codec)
+{
+    require_cpu({&data, &codebook});
+    const ibp_codebook cb = codebook_of(codebook, codec);
+    require(cb.scheme == IBP_SCHEME_PLANES, "only scheme planes has entries");
+    const ibp_sample sample = sample_of(data, cb.row_bytes, cb.planes.element_bytes, 0, INT64_MAX);
+    Tensor scratch = learning_scratch(data, sample), words = new_tensor(data, {codebook.numel()}, ScalarType::Byte);
+    if (words.numel() == 0) return words;
+    const uint8_t *const from = bytes_of(codebook, 0, "codebook");
+    uint8_t *const to = bytes_of(words, 0, "words");
+    std::memcpy(to, from, static_cast<size_t>(words.numel()));
+    if (cb.planes.entries == nullptr) return words;
+    const int64_t start = static_cast<const uint8_t *>(cb.planes.entries) - from;
+    check(ibp_learn_entries(&sample, &cb.planes, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch.numel()),
+                            to + start, static_cast<size_t>(words.numel() - start)),
+          "learn_entries");
+    return words;
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
+{
+    m.impl("codebook_words", operation<codebook_words>);
+    m.impl("threshold_bits", operation<threshold_bits>);
+    m.impl("choose_masks", operation<choose_masks>);
+    m.impl("estimate_masks", operation<estimate_masks>);
+    m.impl("learn_planes", operation<learn_planes>);
+    m.impl("learn_entries", operation<learn_entries>);
+    m.impl("count_bits", operation<count_bits>);
+    m.impl("count_hits", operation<count_hits>);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
+{
+    m.impl("count_bits", operation<count_bits>);
+    m.impl("count_hits", operation<count_hits>);
+}

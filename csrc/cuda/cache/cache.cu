@@ -1,0 +1,629 @@
+// cache.cu - a cache of rows (ibp.h): rows found in maps, copied into slabs, claimed, dropped and changed. The gather
+// that reads slabs is that of gather.cu.
+//
+// Finding is bound by latency and by sectors of random reads: a lane looks a row up, of a cache of least recently used
+// rows a warp, whose lanes look at a way each. Rows are copied by a warp each, bound by where they come from.
+#include "../../core/cache.h"
+#include "../../core/ids.h"
+#include "../cuda_checks.h"
+#include "../decode/find_row.cuh"
+#include "../decode/decode_request.h"
+#include "../launch.cuh"
+
+#include <algorithm>
+
+namespace ibp {
+
+constexpr uint32_t kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int64_t kMostBlocks = 2048; // more than any GPU of today holds at once
+
+static uint32_t blocks_for(int64_t num_jobs, int64_t a_block)
+{
+    return static_cast<uint32_t>(std::min((num_jobs + a_block - 1) / a_block, kMostBlocks));
+}
+__device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; }
+
+// ---- rows that are asked for ----
+
+// Jobs are rows of items, in order.
+struct Rows {
+    const void *ids;
+    uint32_t id_bytes, rows_per_item, num_jobs, row_bytes;
+    const uint16_t *lengths;
+    int64_t num_items;
+
+    __device__ __forceinline__ uint32_t item_of(uint32_t job) const
+    {
+        return rows_per_item == 1u ? job : job / rows_per_item;
+    }
+    __device__ __forceinline__ int64_t id_of(uint32_t item) const
+    {
+        if (id_bytes == 0u) return item;
+        return id_bytes == 8u ? __ldg(static_cast<const long long *>(ids) + item)
+                              : __ldg(static_cast<const int *>(ids) + item);
+    }
+    // -1 if there is no such item.
+    __device__ __forceinline__ int64_t row_of(uint32_t job) const
+    {
+        const uint32_t item = item_of(job);
+        const int64_t id = id_of(item);
+        return id >= 0 && id < num_items ? id * rows_per_item + (job - item * rows_per_item) : -1;
+    }
+    __device__ __forceinline__ uint32_t length_of(int64_t row) const { return length_of_row(lengths, row); }
+};
+
+// Returns whether there are not too many.
+static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
+{
+    if (query.ids == nullptr || !ibp_is_query(&query) || !are_placed_ids(query.ids)) return false;
+    if (query.ids->count > kMostJobs / query.rows_per_item) return false;
+    *rows = {query.ids->data,
+             query.ids->id_bytes,
+             static_cast<uint32_t>(query.rows_per_item),
+             static_cast<uint32_t>(query.ids->count * query.rows_per_item),
+             query.row_bytes,
+             query.lengths,
+             query.num_rows / query.rows_per_item};
+    return true;
+}
+
+// ---- counts ----
+
+// What a warp has counted: hits of slab i in lane i, the others in all lanes.
+struct Tally {
+    uint64_t missed_bytes;
+    uint32_t hits, misses;
+
+    // By all lanes of a warp together. slab: below num_slabs, of rows that were found. stored: of those that were not.
+    __device__ __forceinline__ void add(bool found, uint32_t slab, uint32_t num_slabs, bool missed, uint32_t stored)
+    {
+        for (uint32_t s = 0; s < num_slabs; s++) {
+            const uint32_t here = __ballot_sync(kAllLanes, found && slab == s);
+            if (lane_id() == s) hits += ibp_popcount(here);
+        }
+        misses += ibp_popcount(__ballot_sync(kAllLanes, missed));
+        missed_bytes += __reduce_add_sync(kAllLanes, missed ? ibp_sector_bytes(stored) : 0u);
+    }
+    // By all threads of a block together, once.
+    __device__ __forceinline__ void put(ibp_cache_counts *counts) const
+    {
+        constexpr uint32_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
+        static_assert(kNumbers == IBP_MAX_SLABS + 2u, "hits, misses, bytes");
+        __shared__ unsigned long long of_block[kNumbers];
+        if (counts == nullptr) return;
+        if (threadIdx.x < kNumbers) of_block[threadIdx.x] = 0;
+        __syncthreads();
+        if (lane_id() < IBP_MAX_SLABS) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(hits));
+        if (lane_id() == IBP_MAX_SLABS) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(misses));
+        if (lane_id() == kNumbers - 1u) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(missed_bytes));
+        __syncthreads();
+        if (threadIdx.x < kNumbers && of_block[threadIdx.x] != 0)
+            atomicAdd(reinterpret_cast<unsigned long long *>(counts) + threadIdx.x, of_block[threadIdx.x]);
+    }
+};
+
+// ---- maps ----
+
+// A row's number and its entry in one load. CONSTANT: nothing is written to the map meanwhile, so that the other way of
+// a sector may come from the L1 cache.
+template <bool CONSTANT> __device__ __forceinline__ ulonglong2 load_way(const ibp_cached_row *way)
+{
+    const auto *const words = reinterpret_cast<const ulonglong2 *>(way);
+    return CONSTANT ? __ldg(words) : __ldcg(words);
+}
+__device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
+{
+    return static_cast<int64_t>(way.x) == row;
+}
+
+// The pairs of ways, a sector each, that a row may lie in, one after the other.
+struct Search {
+    int64_t set, step;
+    uint32_t in_set, left; // ways before the next pair; pairs
+
+    __device__ __forceinline__ Search(const ibp_cache_map &map, int64_t row) : in_set(0)
+    {
+        const uint64_t hash = ibp_hash_of_row(row);
+        set = ibp_home_of_hash(hash, map.num_sets);
+        step = ibp_step_of_hash(hash, map.num_sets);
+        left = static_cast<uint32_t>(ibp_searched_sets(&map)) * (map.ways / 2u);
+    }
+    // Number of the next pair's first way.
+    __device__ __forceinline__ int64_t next(const ibp_cache_map &map)
+    {
+        const int64_t way = set * map.ways + in_set;
+        left--;
+        in_set += 2u;
+        if (in_set == map.ways) in_set = 0, set = ibp_next_set(set, step, map.num_sets);
+        return way;
+    }
+};
+
+// The number of the row in a way, without its entry.
+template <bool CONSTANT> __device__ __forceinline__ int64_t load_row(const ibp_cached_row *way)
+{
+    const auto *const row = reinterpret_cast<const long long *>(&way->row);
+    return CONSTANT ? __ldg(row) : __ldcg(row);
+}
+
+// Number of a row's way; -1 if the map does not have it. Most rows lie in the first pair; of the others' pairs some are
+// loaded at a time, since a warp waits for the longest of its searches.
+template <bool CONSTANT>
+__device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t row, uint64_t *entry)
+{
+    constexpr uint32_t kAhead = 4;
+    if (row < 0 || map.num_sets == 0) return -1;
+    Search search(map, row);
+    const int64_t home = search.next(map);
+    const ulonglong2 first = load_way<CONSTANT>(map.rows + home), second = load_way<CONSTANT>(map.rows + home + 1);
+    const bool is_first = is_row(first, row);
+    *entry = is_first ? first.y : second.y;
+    if (is_first || is_row(second, row)) return is_first ? home : home + 1;
+    bool is_over = is_row(first, IBP_WAY_EMPTY) || is_row(second, IBP_WAY_EMPTY);
+    int64_t found = -1;
+    while (search.left > 0u && !is_over) {
+        int64_t pairs[kAhead], rows[kAhead][2];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++) {
+            pairs[a] = a == 0u || search.left > 0u ? search.next(map) : pairs[0];
+            for (uint32_t i = 0; i < 2u; i++) rows[a][i] = load_row<CONSTANT>(map.rows + pairs[a] + i);
+        }
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            for (uint32_t i = 0; i < 2u; i++) {
+                if (!is_over && rows[a][i] == row) found = pairs[a] + i;
+                is_over = is_over || rows[a][i] == row || rows[a][i] == IBP_WAY_EMPTY;
+            }
+    }
+    *entry = found >= 0 ? load_way<CONSTANT>(map.rows + found).y : 0u;
+    return found;
+}
+
+// A way for a row that is in the map from now on, without an entry; -1 if it is there already, or there is no room.
+// Ways are taken in order, and never given back, so that of equal rows the later ones come upon the first.
+__device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t row)
+{
+    if (map.num_sets == 0) return -1;
+    const uint64_t hash = ibp_hash_of_row(row);
+    int64_t set = ibp_home_of_hash(hash, map.num_sets);
+    const int64_t step = ibp_step_of_hash(hash, map.num_sets);
+    for (int64_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, map.num_sets)) {
+        for (int64_t w = set * map.ways; w < (set + 1) * map.ways; w++) {
+            auto *const key = reinterpret_cast<unsigned long long *>(&map.rows[w].row);
+            const auto found = static_cast<int64_t>(
+                atomicCAS(key, static_cast<unsigned long long>(IBP_WAY_EMPTY), static_cast<unsigned long long>(row)));
+            if (found == IBP_WAY_EMPTY) return w;
+            if (found == row) return -1;
+        }
+    }
+    return -1;
+}
+
+// ---- find ----
+
+struct Maps {
+    ibp_cache_map maps[IBP_MAX_SLABS];
+    uint32_t num_maps;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    find_rows(const __grid_constant__ Rows rows, const __grid_constant__ Maps maps, uint64_t *entries,
+              ibp_cache_counts *counts)
+{
+    Tally tally{};
+    for (uint32_t base = blockIdx.x * kThreads; base < rows.num_jobs; base += gridDim.x * kThreads) {
+        const uint32_t job = base + threadIdx.x;
+        const int64_t row = job < rows.num_jobs ? rows.row_of(job) : -1;
+        const uint32_t owner = ibp_owner_of_row(row, maps.num_maps);
+        uint64_t entry = 0;
+        if (row >= 0 && maps.num_maps != 0u) find_way<true>(maps.maps[owner], row, &entry);
+        if (!ibp_is_present(entry)) entry = 0;
+        if (job < rows.num_jobs) entries[job] = entry;
+        if (counts == nullptr) continue;
+        const uint32_t length = row >= 0 && entry == 0u ? rows.length_of(row) : 0u;
+        tally.add(entry != 0u, owner, maps.num_maps,
+                  row >= 0 && entry == 0u && length != IBP_DEFAULT_LENGTH(rows.row_bytes),
+                  ibp_stored_bytes(length, rows.row_bytes, rows.row_bytes));
+    }
+    tally.put(counts);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    name_owners(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners)
+{
+    for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads)
+        owners[i] = static_cast<uint8_t>(ibp_owner_of_row(rows[i], num_slabs));
+}
+
+// ---- rows as they are stored ----
+
+// Copies bytes between addresses that differ by any number: whole words of dst are put together from two of src. By all
+// lanes of a warp together.
+static __device__ __noinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+{
+    const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
+    uint32_t head = static_cast<uint32_t>(-to % 4u); // bytes before the first word
+    if ((from + head) % 4u > head) head += 4u;       // whose source begins before src
+    const auto skew = static_cast<uint32_t>((from + head) % 4u);
+    const uint32_t upper = skew != 0u ? 4u - skew : 0u; // bytes behind a word that are read with it
+    const uint32_t words = num_bytes >= head + upper ? (num_bytes - head - upper) / 4u : 0u;
+    const auto *const low = reinterpret_cast<const uint32_t *>(src + head - skew);
+    auto *const out = reinterpret_cast<uint32_t *>(dst + head);
+#pragma unroll 4
+    for (uint32_t i = lane_id(); i < words; i += kWarp)
+        out[i] = skew == 0u ? low[i] : __funnelshift_r(low[i], low[i + 1u], 8u * skew);
+    for (uint32_t i = lane_id(); i < num_bytes; i += kWarp)
+        if (i < head || i >= head + 4u * words) dst[i] = src[i];
+}
+// Copies whole vectors: several are on their way before the first one is stored, since they may come over the link. By
+// all lanes of a warp together.
+static __device__ __noinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+{
+    constexpr uint32_t kAhead = 4;
+    const uint32_t whole = num_bytes / 16u;
+    for (uint32_t first = lane_id(); first < whole; first += kAhead * kWarp) {
+        uint4 vectors[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            if (first + a * kWarp < whole) vectors[a] = reinterpret_cast<const uint4 *>(src)[first + a * kWarp];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            if (first + a * kWarp < whole) reinterpret_cast<uint4 *>(dst)[first + a * kWarp] = vectors[a];
+    }
+    for (uint32_t i = 16u * whole + lane_id(); i < num_bytes; i += kWarp) dst[i] = src[i];
+}
+__device__ __forceinline__ void copy_part(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+{
+    if (aligned(dst, 16) && aligned(src, 16))
+        copy_vectors(dst, src, num_bytes);
+    else
+        copy_shifted(dst, src, num_bytes);
+}
+
+// A row that is to be copied.
+struct Stored {
+    ibp_row_place place;
+    ibp_status status;
+    uint32_t length, num_bytes;
+
+    __device__ __forceinline__ bool has_bytes() const { return status == IBP_OK && !place.is_default; }
+    // Both parts, joined. By all lanes of a warp together.
+    __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
+    {
+        copy_part(dst, table.slots + place.slot_start, place.in_slot);
+        copy_part(dst + place.in_slot, table.overflow + place.overflow_start, place.in_overflow);
+    }
+};
+__device__ __forceinline__ Stored find_stored(const ibp_table &table, int64_t row)
+{
+    Stored stored{};
+    stored.status = IBP_INDEX_OUT_OF_RANGE;
+    if (row < 0 || row >= ibp_rows_of_bytes(ibp_bytes_of_table(&table), table.codebook.row_bytes)) return stored;
+    stored.length = length_of_row(table.lengths, row);
+    stored.status = find_row(table, row, stored.length, &stored.place) ? IBP_OK : IBP_CORRUPT_ROW;
+    stored.num_bytes = stored.place.in_slot + stored.place.in_overflow;
+    return stored;
+}
+
+// ---- fill ----
+
+__global__ void __launch_bounds__(kThreads)
+    fill_rows(const __grid_constant__ ibp_table table, const int64_t *rows, const int64_t *offsets, int64_t count,
+              const __grid_constant__ ibp_cache_slab slab, ibp_fault *fault)
+{
+    const bool is_mapped = slab.map.num_sets > 0;
+    for (int64_t i = warp_number(); i < count; i += int64_t{gridDim.x} * kWarps) {
+        const int64_t row = IBP_LOAD_ONCE(rows[i]), offset = IBP_LOAD_ONCE(offsets[i]);
+        if (row < 0 || offset < 0) continue;
+        const auto start = static_cast<uint64_t>(offset);
+        Stored stored = find_stored(table, row);
+        if (stored.status == IBP_OK && !ibp_part_in_bounds(start, stored.num_bytes, slab.num_bytes))
+            stored.status = IBP_BUFFER_TOO_SMALL;
+        if (stored.status != IBP_OK && lane_id() == 0u) record_fault(fault, stored.status, i, row);
+        if (!stored.has_bytes()) continue;
+        int64_t way = is_mapped && lane_id() == 0u ? take_way(slab.map, row) : 0;
+        way = __shfl_sync(kAllLanes, way, 0);
+        if (way < 0) continue;
+        stored.copy(table, slab.bytes + start);
+        __threadfence();
+        __syncwarp(); // the row is there
+        if (is_mapped && lane_id() == 0u)
+            *static_cast<volatile uint64_t *>(&slab.map.rows[way].entry) =
+                ibp_make_entry(slab.number, start, stored.length);
+    }
+}
+
+// ---- the least recently used ----
+
+struct ClaimJob {
+    Rows rows;
+    ibp_lru lru;
+    uint64_t *entries;
+    ibp_cache_counts *counts;
+    ibp_fault *fault;
+    uint32_t per_warp; // jobs that a warp takes at a time, at most kWarp
+};
+
+__device__ __forceinline__ int64_t home_of(const ibp_lru &lru, int64_t row)
+{
+    return ibp_home_of_hash(ibp_hash_of_row(row), lru.slab.map.num_sets);
+}
+
+// Looks up all rows that the cache holds, and stamps them: none of them makes room for others then.
+__global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
+{
+    constexpr uint32_t kAhead = 4; // sets on their way
+    const Rows &rows = job.rows;
+    const ibp_cache_map &map = job.lru.slab.map;
+    const uint64_t call = job.lru.clock[0] + 1u;
+    const auto now = static_cast<uint32_t>(call);
+    if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[1] = call;
+    Tally tally{};
+    for (int64_t first = warp_number() * job.per_warp; first < rows.num_jobs;
+         first += int64_t{gridDim.x} * kWarps * job.per_warp) {
+        const auto number = static_cast<uint32_t>(first) + lane_id();
+        const bool active = lane_id() < job.per_warp && number < rows.num_jobs;
+        const int64_t row = active && map.num_sets != 0 ? rows.row_of(number) : -1;
+        uint64_t entry = 0;
+        for (uint32_t j = 0; j < job.per_warp; j += kAhead) {
+            ulonglong2 ways[kAhead];
+            int64_t asked[kAhead];
+#pragma unroll
+            for (uint32_t a = 0; a < kAhead; a++) {
+                asked[a] = __shfl_sync(kAllLanes, row, (j + a) % kWarp);
+                ways[a] = make_ulonglong2(0, 0);
+                if (asked[a] >= 0) ways[a] = load_way<true>(map.rows + home_of(job.lru, asked[a]) * kWarp + lane_id());
+            }
+#pragma unroll
+            for (uint32_t a = 0; a < kAhead; a++) {
+                const bool is_here = asked[a] >= 0 && is_row(ways[a], asked[a]) && ibp_is_present(ways[a].y);
+                const uint32_t here = __ballot_sync(kAllLanes, is_here);
+                if (here == 0u) continue;
+                const auto way = static_cast<uint32_t>(__ffs(static_cast<int>(here)) - 1);
+                const uint64_t found = __shfl_sync(kAllLanes, ways[a].y, static_cast<int>(way));
+                if (lane_id() == way) job.lru.stamps[home_of(job.lru, asked[a]) * kWarp + way] = now;
+                if (lane_id() == j + a) entry = found;
+            }
+        }
+        if (active) job.entries[number] = entry;
+        tally.add(active && entry != 0u, job.lru.slab.number, IBP_MAX_SLABS, false, 0);
+    }
+    tally.put(job.counts);
+}
+
+// Gets the lock of a set; not for ever: stamps may hold anything. By all lanes of a warp together.
+__device__ __forceinline__ bool lock_set(uint32_t *lock)
+{
+    constexpr uint32_t kMostTries = 1u << 20;
+    for (uint32_t tries = 0; tries < kMostTries; tries++) {
+        const uint32_t was = lane_id() == 0u ? atomicCAS(lock, 0u, 1u) : 0u;
+        if (__shfl_sync(kAllLanes, was, 0) == 0u) {
+            __threadfence();
+            return true;
+        }
+    }
+    return false;
+}
+__device__ __forceinline__ void unlock_set(uint32_t *lock)
+{
+    __threadfence();
+    __syncwarp(); // all lanes have read and written
+    if (lane_id() == 0u) atomicExch(lock, 0u);
+}
+
+// What a missing row has got: no entry where there is no room. is_new: it is to be copied.
+struct Claimed {
+    uint64_t entry;
+    bool is_new;
+};
+
+// Gives a row a way of its set, which is locked. By all lanes of a warp together, each of which looks at a way.
+__device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, int64_t row, int64_t set, uint32_t length,
+                                             uint32_t now)
+{
+    const int64_t mine = set * kWarp + lane_id();
+    const ulonglong2 way = load_way<false>(lru.slab.map.rows + mine);
+    const bool is_here = is_row(way, row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
+    const uint32_t here = __ballot_sync(kAllLanes, is_here);
+    if (here != 0u) // claimed by an equal id
+        return {__shfl_sync(kAllLanes, way.y, __ffs(static_cast<int>(here)) - 1), false};
+    const uint32_t age = ibp_age_of_way(now, __ldcg(lru.stamps + mine));
+    const uint32_t worth = is_free ? ~0u : (way.y & IBP_ENTRY_DIRTY) != 0u ? 0u : ibp_min_u32(age, ~0u - 1u);
+    const uint32_t most = __reduce_max_sync(kAllLanes, worth);
+    if (most == 0u) return {0, false};
+    const auto taken = static_cast<uint32_t>(__ffs(static_cast<int>(__ballot_sync(kAllLanes, worth == most))) - 1);
+    const int64_t chosen = set * kWarp + taken;
+    const uint64_t entry = ibp_make_entry(lru.slab.number, static_cast<uint64_t>(chosen) * lru.slot_bytes, length);
+    if (lane_id() == taken) {
+        lru.slab.map.rows[chosen] = {row, entry};
+        lru.stamps[chosen] = now;
+    }
+    return {entry, true};
+}
+
+// The same of its set, which is locked meanwhile. By all lanes of a warp together.
+__device__ __forceinline__ Claimed claim_row(const ibp_lru &lru, int64_t row, uint32_t length, uint32_t now)
+{
+    Claimed claimed{0, false};
+    const int64_t set = home_of(lru, row);
+    uint32_t *const lock = lru.stamps + (lru.slab.map.num_sets * kWarp + set);
+    if (!lock_set(lock)) return claimed;
+    claimed = claim_way(lru, row, set, length, now);
+    unlock_set(lock);
+    return claimed;
+}
+
+// What a lane has found of a row, in all lanes of a warp.
+__device__ __forceinline__ Stored of_lane(const Stored &mine, uint32_t lane)
+{
+    const auto from = static_cast<int>(lane);
+    Stored stored{};
+    stored.place.slot_start = __shfl_sync(kAllLanes, mine.place.slot_start, from);
+    stored.place.overflow_start = __shfl_sync(kAllLanes, mine.place.overflow_start, from);
+    stored.place.in_slot = __shfl_sync(kAllLanes, mine.place.in_slot, from);
+    stored.place.in_overflow = __shfl_sync(kAllLanes, mine.place.in_overflow, from);
+    return stored;
+}
+
+__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
+{
+    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
+}
+
+// Each lane has a row, or none. By all lanes of a warp together: ways are claimed one by one, then rows are copied.
+__device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const ibp_lru &lru, int64_t row,
+                                                  const Stored &stored, bool has_row, uint32_t now)
+{
+    Claimed mine{0, false};
+    const bool fits = has_row && stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
+    for (uint32_t rows = __ballot_sync(kAllLanes, fits); rows != 0u; rows &= rows - 1u) {
+        const uint32_t lane = lowest_of(rows);
+        const Claimed claimed = claim_row(lru, __shfl_sync(kAllLanes, row, static_cast<int>(lane)),
+                                          __shfl_sync(kAllLanes, stored.length, static_cast<int>(lane)), now);
+        if (lane_id() == lane) mine = claimed;
+    }
+    for (uint32_t rows = __ballot_sync(kAllLanes, mine.is_new); rows != 0u; rows &= rows - 1u) {
+        const uint32_t lane = lowest_of(rows);
+        const uint64_t entry = __shfl_sync(kAllLanes, mine.entry, static_cast<int>(lane));
+        of_lane(stored, lane).copy(table, lru.slab.bytes + ibp_offset_in_slab(entry));
+    }
+    return mine;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    claim_rows(const __grid_constant__ ibp_table table, const __grid_constant__ ClaimJob job)
+{
+    const uint64_t call = job.lru.clock[1];
+    if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[0] = call;
+    Tally tally{};
+    for (int64_t first = warp_number() * job.per_warp; first < job.rows.num_jobs;
+         first += int64_t{gridDim.x} * kWarps * job.per_warp) {
+        const auto number = static_cast<uint32_t>(first) + lane_id();
+        const bool is_missing = lane_id() < job.per_warp && number < job.rows.num_jobs && job.entries[number] == 0u;
+        if (!__any_sync(kAllLanes, is_missing)) continue;
+        const int64_t row = is_missing ? job.rows.row_of(number) : -1;
+        const Stored stored = find_stored(table, row);
+        const uint32_t item = job.rows.item_of(number);
+        if (is_missing && stored.status != IBP_OK) record_fault(job.fault, stored.status, item, job.rows.id_of(item));
+        const bool has_row = is_missing && stored.has_bytes();
+        const Claimed claimed = claim_and_copy(table, job.lru, row, stored, has_row, static_cast<uint32_t>(call));
+        if (has_row) job.entries[number] = claimed.entry;
+        const bool is_hit = has_row && claimed.entry != 0u && !claimed.is_new;
+        tally.add(is_hit, job.lru.slab.number, IBP_MAX_SLABS, has_row && !is_hit, stored.num_bytes);
+    }
+    tally.put(job.counts);
+}
+
+// ---- changes ----
+
+__global__ void __launch_bounds__(kThreads)
+    drop_rows(const int64_t *rows, int64_t count, const __grid_constant__ ibp_cache_map map)
+{
+    for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) {
+        uint64_t entry = 0;
+        const int64_t way = find_way<false>(map, IBP_LOAD_ONCE(rows[i]), &entry);
+        if (way < 0) continue;
+        *static_cast<volatile uint64_t *>(&map.rows[way].entry) = 0;
+        *static_cast<volatile int64_t *>(&map.rows[way].row) = IBP_WAY_REMOVED;
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) set_rows(const int64_t *rows, const uint16_t *lengths, int64_t count,
+                                                     bool dirty, const __grid_constant__ ibp_cache_map map)
+{
+    for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) {
+        uint64_t entry = 0;
+        const int64_t way = find_way<false>(map, IBP_LOAD_ONCE(rows[i]), &entry);
+        if (way < 0 || !ibp_is_present(entry)) continue;
+        const uint32_t length = lengths != nullptr ? IBP_LOAD_ONCE(lengths[i]) : ibp_length_of_entry(entry);
+        *static_cast<volatile uint64_t *>(&map.rows[way].entry) = ibp_rewrite_entry(entry, length, dirty);
+    }
+}
+
+static bool is_cacheable(const ibp_table *table) { return is_table(table) && ibp_has_whole_rows(table); }
+
+} // namespace ibp
+
+extern "C" {
+
+ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
+                                   ibp_stream stream)
+{
+    if (count < 0 || num_slabs < 1 || num_slabs > IBP_MAX_SLABS) return IBP_INVALID_ARGUMENT;
+    if (count == 0) return IBP_OK;
+    if (rows == nullptr || owners == nullptr) return IBP_INVALID_ARGUMENT;
+    ibp::name_owners<<<ibp::blocks_for(count, ibp::kThreads), ibp::kThreads, 0, stream>>>(rows, count, num_slabs,
+                                                                                          owners);
+    return ibp::check_cuda(cudaGetLastError());
+}
+
+ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
+                                uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream)
+{
+    ibp::Rows rows{};
+    ibp::Maps given{};
+    if (query == nullptr || num_maps > IBP_MAX_SLABS || !ibp::ask_for_rows(*query, &rows)) return IBP_INVALID_ARGUMENT;
+    for (; given.num_maps < num_maps; given.num_maps++) {
+        if (!ibp_is_map(&maps[given.num_maps])) return IBP_INVALID_ARGUMENT;
+        given.maps[given.num_maps] = maps[given.num_maps];
+    }
+    if (rows.num_jobs == 0) return IBP_OK;
+    if (entries == nullptr) return IBP_INVALID_ARGUMENT;
+    ibp::find_rows<<<ibp::blocks_for(rows.num_jobs, ibp::kThreads), ibp::kThreads, 0, stream>>>(rows, given, entries,
+                                                                                                counts);
+    return ibp::check_cuda(cudaGetLastError());
+}
+
+ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,
+                              const ibp_cache_slab *slab, ibp_fault *fault, ibp_stream stream)
+{
+    if (!ibp::is_cacheable(table) || slab == nullptr || !ibp_is_cache_slab(slab) || fault == nullptr || count < 0)
+        return IBP_INVALID_ARGUMENT;
+    if (count == 0) return IBP_OK;
+    if (rows == nullptr || offsets == nullptr) return IBP_INVALID_ARGUMENT;
+    ibp::fill_rows<<<ibp::blocks_for(count, ibp::kWarps), ibp::kThreads, 0, stream>>>(*table, rows, offsets, count,
+                                                                                      *slab, fault);
+    return ibp::check_cuda(cudaGetLastError());
+}
+
+ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
+                                 ibp_cache_counts *counts, ibp_fault *fault, ibp_stream stream)
+{
+    if (!ibp::is_cacheable(table) || lru == nullptr || !ibp_is_lru(lru) || fault == nullptr)
+        return IBP_INVALID_ARGUMENT;
+    const uint32_t row_bytes = table->codebook.row_bytes;
+    const ibp_row_query query{ids, table->item_bytes / row_bytes, row_bytes, table->lengths,
+                              ibp_bytes_of_table(table) / row_bytes};
+    ibp::ClaimJob job{{}, *lru, entries, counts, fault, 0};
+    if (!ibp::ask_for_rows(query, &job.rows)) return IBP_INVALID_ARGUMENT;
+    if (job.rows.num_jobs == 0) return IBP_OK;
+    if (entries == nullptr) return IBP_INVALID_ARGUMENT;
+    constexpr int64_t kWarpsAtATime = 4096; // a GPU of 132 SMs holds more
+    job.per_warp =
+        static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
+    const uint32_t blocks = ibp::blocks_for(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);
+    ibp::touch_rows<<<blocks, ibp::kThreads, 0, stream>>>(job);
+    ibp::claim_rows<<<blocks, ibp::kThreads, 0, stream>>>(*table, job);
+    return ibp::check_cuda(cudaGetLastError());
+}
+
+ibp_status ibp_cuda_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map, ibp_stream stream)
+{
+    if (map == nullptr || !ibp_is_map(map) || count < 0) return IBP_INVALID_ARGUMENT;
+    if (count == 0) return IBP_OK;
+    if (rows == nullptr) return IBP_INVALID_ARGUMENT;
+    ibp::drop_rows<<<ibp::blocks_for(count, ibp::kThreads), ibp::kThreads, 0, stream>>>(rows, count, *map);
+    return ibp::check_cuda(cudaGetLastError());
+}
+
+ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
+                               const ibp_cache_map *map, ibp_stream stream)
+{
+    if (map == nullptr || !ibp_is_map(map) || count < 0) return IBP_INVALID_ARGUMENT;
+    if (count == 0) return IBP_OK;
+    if (rows == nullptr) return IBP_INVALID_ARGUMENT;
+    ibp::set_rows<<<ibp::blocks_for(count, ibp::kThreads), ibp::kThreads, 0, stream>>>(rows, lengths, count, dirty,
+                                                                                       *map);
+    return ibp::check_cuda(cudaGetLastError());
+}
+}

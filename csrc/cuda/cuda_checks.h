@@ -1,0 +1,39 @@
+// cuda_checks.h - what the functions of ibp_cuda.h ask of their arguments before they launch anything. Device memory is
+// not read.
+#ifndef IBP_CUDA_CHECKS_H
+#define IBP_CUDA_CHECKS_H
+
+#include "../core/checks.h"
+#include "../core/ids.h"
+#include "../core/locate.h"
+#include "ibp_cuda.h"
+
+namespace ibp {
+
+// Whether there are pointers to what has bytes.
+inline bool has_bytes(const void *bytes, int64_t num_bytes) { return num_bytes == 0 || bytes != nullptr; }
+
+inline bool is_codebook(const ibp_codebook *codebook)
+{
+    return codebook != nullptr && ibp_check_codebook_fields(codebook) == IBP_OK;
+}
+inline bool is_table(const ibp_table *table)
+{
+    return table != nullptr && ibp_check_table_fields(table) == IBP_OK && has_bytes(table->slots, table->slots_bytes) &&
+           has_bytes(table->overflow, table->overflow_bytes);
+}
+inline bool are_ids(const ibp_ids *ids)
+{
+    return ids != nullptr && ids->count >= 0 && (ids->id_bytes == 4 || ids->id_bytes == 8) &&
+           has_bytes(ids->data, ids->count);
+}
+// The same, where all items in order are ids too, and of where the items go.
+inline bool are_placed_ids(const ibp_ids *ids)
+{
+    const bool all = ids != nullptr && ids->id_bytes == 0 && ids->count >= 0 && ids->data == nullptr;
+    return (all || are_ids(ids)) && ibp_are_dims(ids);
+}
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,24 @@
+// decode_fast.cu - the gathers whose rows are dense ones of scheme planes of the level for speed.
+#include "decode_fast.cuh"
+#include "gather.cuh"
+
+namespace ibp {
+
+template <class G> using Fast2 = FastDecoder<uint16_t, G>;
+template <class G> using Fast4 = FastDecoder<uint32_t, G>;
+
+// Of the longest rows a block decodes one at a time: few SMs are busier so.
+template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
+{
+    if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)
+        return launch_gather<Decoder<Group<kWarp, 32>>>(gather);
+    return launch_by_group<Decoder>(gather);
+}
+
+ibp_status gather_fast(const Gather &gather)
+{
+    return gather.table.codebook.planes.element_bytes == 2 ? launch_by_block<Fast2>(gather)
+                                                           : launch_by_block<Fast4>(gather);
+}
+
+} // namespace ibp

@@ -1,0 +1,196 @@
+// decode_fast.cuh - dense rows of scheme planes with one plane of four-bit digits and consecutive entries (FORMAT.md
+// section 6): the level for speed.
+//
+// A digit and first_symbol add up to a symbol, residuals lie at fixed places, so that 16 bytes of a row are made from a
+// word of digits, or half of one, by shifts and permutes alone. Escapes are rare: their elements are stored once more,
+// one at a time, where a warp has any.
+// Bound by device memory, or the link.
+#ifndef IBP_DECODE_FAST_CUH
+#define IBP_DECODE_FAST_CUH
+
+#include "../planes_book.cuh"
+#include "decoder.cuh"
+
+namespace ibp {
+
+template <typename T, class G> struct FastDecoder : NoBlockMemory {
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of words");
+    using Group = G;
+    static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : G::kWarps > 8 ? 1024 : 768;
+    static constexpr uint32_t kVectors = G::kAnyLength ? 8 : 4;
+    static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T); // elements
+    static constexpr uint32_t kSteps = 4;                                              // vectors of a lane in a tile
+    static constexpr uint32_t kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
+    static constexpr uint32_t kDigitBits = 4;
+
+    const ibp_codebook &cb;
+    const uint32_t scratch; // shared byte
+
+    // Shared memory of a group: what its warps exchange.
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
+    {
+        return G::kWarps > 1 ? 4u * G::kWarps : 0u;
+    }
+    __device__ __forceinline__ FastDecoder(const ibp_codebook &codebook, uint32_t shared)
+        : cb(codebook), scratch(shared)
+    {
+    }
+
+    // Where the parts of a row are, in stage bits.
+    struct Parts {
+        uint32_t residuals, digits, raw;
+    };
+
+    // ---- digits ----
+
+    // The digits of a lane's vectors in a tile, one a nibble; none behind the n-th of the row.
+    struct Tile {
+        uint32_t digits[kSteps], num_escaped; // of the lane
+    };
+    static __device__ __forceinline__ uint32_t first_element(uint32_t tile_start, uint32_t step)
+    {
+        return tile_start + step * kStep + kPerVector * G::lane();
+    }
+    static __device__ __forceinline__ Tile load_tile(uint32_t digits, uint32_t tile_start, uint32_t n)
+    {
+        Tile tile;
+        tile.num_escaped = 0;
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            const uint32_t i = ibp_min_u32(first_element(tile_start, s), n);
+            tile.digits[s] =
+                low_bits(shared_bits(digits + kDigitBits * i), kDigitBits * ibp_min_u32(n - i, kPerVector));
+            tile.num_escaped += ibp_popcount(escaped(tile.digits[s]));
+        }
+        return tile;
+    }
+    // Bit 0 of every nibble that is an escape.
+    static __device__ __forceinline__ uint32_t escaped(uint32_t digits)
+    {
+        digits &= digits >> 1;
+        return digits & digits >> 2 & 0x11111111u;
+    }
+
+    // ---- elements ----
+
+    // The symbols of the elements of word k, each in the low bits of its own.
+    struct Symbols {
+        uint32_t low, high, mask; // first_symbol without the highest bit of an element, and that; bits of a symbol
+
+        __device__ __forceinline__ Symbols(const PlanesBook<T> &book)
+        {
+            const uint32_t first = low_bits(static_cast<uint32_t>(book.planes.first_symbol), 8u * sizeof(T)),
+                           highest = 1u << (8u * sizeof(T) - 1u);
+            constexpr uint32_t kEach = WordJoin<T>::kEach;
+            low = (first & ~highest) * kEach, high = (first & highest) * kEach;
+            mask = low_bits(uint32_t{WordJoin<T>::kOnes}, book.symbol_bits) * kEach;
+        }
+        __device__ __forceinline__ uint32_t of_word(uint32_t digits, uint32_t k) const
+        {
+            uint32_t word;
+            if (sizeof(T) == 2) // nibbles 2k and 2k + 1
+                word = permute_bytes(digits, digits >> 4, (k | (k + 4u) << 8) * 0x11u) & 0x000f000fu;
+            else
+                word = digits >> 4u * k & 0xfu;
+            return ((word + low) ^ high) & mask;
+        }
+    };
+
+    // The residuals of the elements of word k of the vector that begins with element i, of n.
+    __device__ __forceinline__ uint32_t residuals_of(uint32_t start, uint32_t i, uint32_t k, uint32_t n) const
+    {
+        const uint32_t r = cb.planes.residual_bits;
+        return spread_fields<T>(shared_bits(start + ibp_min_u32(i + k * kPerWord, n) * r), r);
+    }
+    // Likewise all four words of elements whose residuals are all of their bytes but one.
+    static __device__ __forceinline__ void byte_residuals(uint32_t start, uint32_t i, uint32_t (&words)[4])
+    {
+        const Cursor cursor = Cursor::at(start / 8u + i * static_cast<uint32_t>(sizeof(T) - 1u));
+        if (sizeof(T) == 2) {
+            const uint32_t low = cursor.word(0), high = cursor.word(1);
+            words[0] = permute_bytes(low, 0, 0x4140), words[1] = permute_bytes(low, 0, 0x4342);
+            words[2] = permute_bytes(high, 0, 0x4140), words[3] = permute_bytes(high, 0, 0x4342);
+        } else {
+            const uint32_t a = cursor.word(0), b = cursor.word(1), c = cursor.word(2);
+            words[0] = a & 0xffffffu, words[1] = __funnelshift_r(a, b, 24) & 0xffffffu,
+            words[2] = __funnelshift_r(b, c, 16) & 0xffffffu, words[3] = c >> 8;
+        }
+    }
+
+    // BYTES: residuals are all bytes but one. UNITS: what window.is_units said.
+    template <bool BYTES, bool UNITS>
+    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const Parts &parts, const Tile &tile,
+                                               uint32_t tile_start, uint32_t n, const Window &window) const
+    {
+        const Symbols symbols(book);
+        const WordJoin<T> join(cb.planes);
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            const uint32_t i = first_element(tile_start, s);
+            if (i >= n) break;
+            uint32_t words[4];
+            if (BYTES) byte_residuals(parts.residuals, i, words);
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++)
+                words[k] = join.word(symbols.of_word(tile.digits[s], k),
+                                     BYTES ? words[k] : residuals_of(parts.residuals, i, k, n));
+            store_elements<T>(cb, window, UNITS, i, words);
+        }
+    }
+
+    // How many digits from `from` to `to` are escapes, of a warp with several tiles.
+    static __device__ __forceinline__ uint32_t count_escapes(uint32_t digits, uint32_t from, uint32_t to)
+    {
+        return PlanesBook<T>::template count_escapes<G>(digits, {from, to}, kDigitBits);
+    }
+
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
+    // coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes,
+                                           const Window &window) const
+    {
+        put_template<G>(cb.planes, active, window);
+        const PlanesBook<T> book(cb, 0);
+        const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
+                       per_warp = G::kAnyLength ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
+        const uint32_t end = start_bit + 8u * coded_bytes;
+        Parts parts{start_bit, start_bit + to_byte(book.columns * cb.planes.residual_bits), 0};
+        parts.raw = parts.digits + to_byte(book.columns * kDigitBits);
+        const uint32_t n = active && parts.raw <= end ? book.columns : 0u; // else nothing is read
+        const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
+                       last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
+        const bool one_tile = per_warp == 1u;
+        Tile tile{};
+        if (one_tile) tile = load_tile(parts.digits, first, last);
+        uint32_t total,
+            before = G::exchange(scratch / 4u,
+                                 one_tile ? G::sum(tile.num_escaped) : count_escapes(parts.digits, first, last), total);
+        const bool good = !active || (n != 0u && parts.raw + to_byte(total * book.symbol_bits) == end);
+        if (G::kPerWarp == 1 && !good) return false;
+        const uint32_t wanted = good ? last : 0u;
+        if (!good) tile = Tile{};
+        const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16),
+                   bytes = cb.planes.residual_bits == 8u * (sizeof(T) - 1u);
+#pragma unroll 1
+        for (uint32_t k = 0; k < per_warp; k++) {
+            const uint32_t tile_start = ibp_min_u32(first + k * kTile, wanted);
+            if (!one_tile) tile = load_tile(parts.digits, tile_start, wanted);
+            if (bytes && units)
+                store_tile<true, true>(book, parts, tile, tile_start, wanted, window);
+            else if (units)
+                store_tile<false, true>(book, parts, tile, tile_start, wanted, window);
+            else
+                store_tile<false, false>(book, parts, tile, tile_start, wanted, window);
+            if (__any_sync(kAllLanes, tile.num_escaped != 0u))
+                before = put_raw_elements<T, G, kPerVector, kDigitBits>(
+                    cb, window, {parts.residuals, parts.raw, before}, tile_start,
+                    make_uint4(escaped(tile.digits[0]), escaped(tile.digits[1]), escaped(tile.digits[2]),
+                               escaped(tile.digits[3])));
+        }
+        return good;
+    }
+};
+
+} // namespace ibp
+
+#endif

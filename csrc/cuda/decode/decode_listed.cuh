@@ -1,0 +1,552 @@
+// decode_listed.cuh - listed rows of scheme planes (FORMAT.md section 6).
+//
+// A warp decodes the listed elements first, as if they were a row of their own, a batch of them at a time:
+//   ranks     each plane's digits say which entry an element has, a byte each: 16 digits a lane of plane 0, one a lane
+//             of the others, whose elements are listed
+//   elements  entries, raw symbols and residuals joined, an element a lane
+// Then it goes through the columns, 16 bytes a lane: a lane's bits of the bitmap of listed positions and a prefix sum
+// of their counts say which elements it takes; a list of positions is made a bitmap first. Where few are listed, the
+// default is written everywhere instead, and each element over it.
+#ifndef IBP_DECODE_LISTED_CUH
+#define IBP_DECODE_LISTED_CUH
+
+#include "../positions.cuh"
+#include "decode_dense.cuh"
+#include "find_row.cuh"
+
+namespace ibp {
+
+// FIELDS: the PlanesFields that the codebook may have. Registers are few: each costs every row speed.
+template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
+    using Book = PlanesBook<T, FIELDS>;
+    using Group = ibp::Group<kWarp, 1>;
+    using G = Group;
+    using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // what an element is computed in
+    static constexpr uint32_t kMostThreads = 768, kVectors = 4;
+    static constexpr uint32_t kBatch = 1024;                       // elements, and columns: a word of the bitmap a lane
+    static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256; // bytes from which on a row's stage leaves less room
+    static constexpr uint32_t kPerLane = 16;                       // digits of plane 0 at a time
+    static constexpr uint32_t kOctet = 8;                          // elements that a lane joins
+    static constexpr uint32_t kSparse = 8; // columns for each listed element from which on these are stored one by one
+    static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
+    static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
+    static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
+    static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
+
+    const ibp_codebook &cb;
+    const uint32_t scratch; // shared byte
+
+    // Shared memory of a warp: the entries, shifted to their places; the ranks of a batch; its elements, which make
+    // room for lists of 16-bit numbers; a bitmap of all positions.
+    static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
+    {
+        const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));
+        return codebook.row_bytes > kLongRow ? kBatchOfLong : ibp_min_u32((columns + 15u) / 16u * 16u, kBatch);
+    }
+    static __host__ __device__ __forceinline__ uint32_t bitmap_words(uint32_t columns)
+    {
+        return (columns + 127u) / 128u * 4u + 4u;
+    }
+    // Of a bitmap of all positions, or of the few, 16 bits each, of a row whose elements are stored one by one.
+    static __host__ __device__ __forceinline__ uint32_t positions_bytes(uint32_t columns)
+    {
+        const uint32_t bytes = 4u * bitmap_words(columns), of_few = (2u * (columns / kSparse) + 15u) / 16u * 16u;
+        return bytes > of_few ? bytes : of_few;
+    }
+    static __host__ __device__ __forceinline__ uint32_t element_bytes_of(const ibp_codebook &codebook)
+    {
+        return batch_of(codebook) * (sizeof(T) == 1 ? 2u : static_cast<uint32_t>(sizeof(T)));
+    }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &codebook)
+    {
+        return kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(codebook) + element_bytes_of(codebook) +
+               positions_bytes(codebook.row_bytes / static_cast<uint32_t>(sizeof(T)));
+    }
+    __device__ __forceinline__ uint8_t *ranks() const
+    {
+        return shared_bytes() + scratch + kEntries * static_cast<uint32_t>(sizeof(T));
+    }
+    __device__ __forceinline__ T *entries() const { return reinterpret_cast<T *>(shared_bytes() + scratch); }
+    __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + batch_of(cb)); }
+    __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
+    __device__ __forceinline__ uint32_t bitmap() const // shared word
+    {
+        return (scratch + kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(cb) + element_bytes_of(cb)) / 4u;
+    }
+
+    __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t shared)
+        : cb(codebook), scratch(shared)
+    {
+        if (cb.num_clusters <= 1u) fill_entries(Book(cb, 0));
+    }
+    __device__ __forceinline__ void fill_entries(const Book &book) const
+    {
+        const uint32_t r = cb.planes.residual_bits;
+        for (uint32_t i = lane_id(); i < kEntries; i += kWarp)
+            entries()[i] = i < cb.planes.num_entries && r < kBits ? static_cast<T>(book.entry(i) << r) : T{0};
+    }
+
+    // ---- ranks ----
+
+    // Ranks of the elements of plane 0 whose digits are given; those that escape are listed. plane: bit of the plane's
+    // first digit. Returns how many there are.
+    __device__ __forceinline__ uint32_t name_first(uint32_t plane, DigitRange range, uint32_t num_bits) const
+    {
+        const uint32_t n = range.to - range.from;
+        uint32_t num_escaped = 0;
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kPerLane * kWarp) {
+            const uint32_t i = base + kPerLane * lane_id();
+            uint32_t escaped[2];
+#pragma unroll
+            for (uint32_t q = 0; q < 2u; q++) {
+                const uint32_t j = ibp_min_u32(i + 8u * q, n);
+                const uint32_t digits =
+                    low_bits(spread_digits(shared_bits(plane + (range.from + j) * num_bits), num_bits),
+                             4u * ibp_min_u32(n - j, 8u));
+                escaped[q] = escaped_nibbles(digits, num_bits);
+                const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
+                if (j < n)
+                    *reinterpret_cast<uint2 *>(ranks() + i + 8u * q) =
+                        make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
+            }
+            const uint32_t count = ibp_popcount(escaped[0]) + ibp_popcount(escaped[1]);
+            const uint32_t sums = G::inclusive_scan(count);
+            uint16_t *to = numbers() + (num_escaped + sums - count);
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++)
+                if (escaped[e / 8u] >> 4u * (e % 8u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+            num_escaped += G::last_lane(sums);
+        }
+        return num_escaped;
+    }
+    // Likewise of the listed elements, by the digits of a further plane. first: rank of the plane's first entry.
+    __device__ __forceinline__ uint32_t name_next(uint32_t plane, DigitRange range, uint32_t num_bits,
+                                                  uint32_t first) const
+    {
+        const uint32_t n = range.to - range.from, escape = (1u << num_bits) - 1u;
+        uint32_t num_escaped = 0;
+        __syncwarp(); // the list is there
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kWarp) {
+            const uint32_t i = base + lane_id();
+            const bool active = i < n;
+            const uint32_t digit = shared_bits(plane + (range.from + ibp_min_u32(i, n)) * num_bits) & escape;
+            const uint32_t j = active ? numbers()[i] : 0u;
+            if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
+            const bool open = active && digit == escape;
+            const uint32_t escaped = G::ballot(open);
+            __syncwarp(); // all have read the list
+            if (open) numbers()[num_escaped + ibp_popcount(escaped & G::lanes_below())] = static_cast<uint16_t>(j);
+            num_escaped += ibp_popcount(escaped);
+        }
+        return num_escaped;
+    }
+    __device__ __forceinline__ uint32_t name(const Book &book, uint32_t p, uint32_t plane, DigitRange range,
+                                             uint32_t num_bits) const
+    {
+        return p == 0u ? name_first(plane, range, num_bits) : name_next(plane, range, num_bits, book.first_of(p));
+    }
+
+    // ---- elements ----
+
+    // Puts the n elements of a batch together, eight a lane. mine: the batch's digits of each plane. By all lanes
+    // together.
+    __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t n) const
+    {
+        const DigitRange raws = parts.mine[IBP_MAX_PLANES];
+        uint32_t raw = raws.from;
+        __syncwarp(); // the ranks are there, the list is free
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
+            const uint32_t j = base + kOctet * lane_id();
+            uint2 octet = make_uint2(cb.planes.num_entries * 0x01010101u, cb.planes.num_entries * 0x01010101u);
+            if (cb.planes.num_planes != 0u && j < n) octet = *reinterpret_cast<const uint2 *>(ranks() + j);
+            uint32_t next_raw = 0;
+            if (raws.from != raws.to) {
+                uint32_t count = 0;
+#pragma unroll
+                for (uint32_t e = 0; e < kOctet; e++) count += j + e < n && rank_of(octet, e) == cb.planes.num_entries;
+                const uint32_t sums = G::inclusive_scan(count);
+                next_raw = parts.digits[IBP_MAX_PLANES] + (raw + sums - count) * book.symbol_bits;
+                raw += G::last_lane(sums);
+            }
+            if (j < n) join_octet(book, parts, octet, next_raw, j, n);
+        }
+        __syncwarp(); // the elements are there
+    }
+    static __device__ __forceinline__ uint32_t rank_of(uint2 octet, uint32_t e)
+    {
+        return permute_bytes(octet.x, octet.y, 0x8880u + e) & 0xffu;
+    }
+    // Elements j to j + 7 of a batch of n. next_raw: bit of their first raw symbol; 0: the batch has none.
+    __device__ __forceinline__ void join_octet(const Book &book, const ValueParts &parts, uint2 octet,
+                                               uint32_t next_raw, uint32_t j, uint32_t n) const
+    {
+        constexpr uint32_t kPerWindow = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T)),
+                           kWords = kOctet * static_cast<uint32_t>(sizeof(T)) / 4u;
+        const uint32_t r = cb.planes.residual_bits, left = (n - j) * r;
+        const uint32_t residuals = parts.residuals + (parts.mine[0].from + j) * r;
+        uint32_t words[kWords] = {};
+#pragma unroll
+        for (uint32_t e = 0; e < kOctet; e++) {
+            static_assert(kOctet % kPerWindow == 0, "windows of whole words");
+            Word window = field(residuals + ibp_min_u32(e / kPerWindow * kPerWindow * r, left)) >> (e % kPerWindow * r);
+            const uint32_t rank = rank_of(octet, e);
+            Word symbol = entries()[rank];
+            if (next_raw != 0u && rank == cb.planes.num_entries && j + e < n) {
+                if (r < kBits) symbol = low_bits(field(next_raw), book.symbol_bits) << r;
+                next_raw += book.symbol_bits;
+            }
+            const T element = element_of(symbol | low_bits(window, r));
+            if constexpr (sizeof(T) == 8) {
+                words[2u * e] = static_cast<uint32_t>(element);
+                words[2u * e + 1u] = static_cast<uint32_t>(static_cast<uint64_t>(element) >> 32);
+            } else {
+                words[e / kPerWindow] |= static_cast<uint32_t>(element) << (e % kPerWindow * kBits);
+            }
+        }
+        uint32_t *const to = reinterpret_cast<uint32_t *>(elements() + j);
+#pragma unroll
+        for (uint32_t i = 0; i < kWords; i += 2u)
+            *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1]);
+    }
+    // The bits from one on that an element is computed in.
+    static __device__ __forceinline__ Word field(uint32_t position)
+    {
+        Word bits = shared_bits(position);
+        if constexpr (sizeof(T) == 8) bits |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
+        return bits;
+    }
+    // An element, of its coded bits.
+    __device__ __forceinline__ T element_of(Word coded) const
+    {
+        const uint32_t invariant = Book::invariant_bits(cb.planes);
+        if (cb.planes.rotate) coded = coded >> 1 | (coded & 1u) << (kBits - 1u - invariant);
+        return static_cast<T>(coded << invariant | static_cast<Word>(Book::invariant_value(cb.planes)));
+    }
+
+    // ---- positions ----
+
+    // 32 bits of a bit array that ends at bit end.
+    static __device__ __forceinline__ uint32_t bits_until(Stage stage, uint32_t position, uint32_t end)
+    {
+        return low_bits(stage.bits_at(position), ibp_min_u32(end - position, 32u));
+    }
+
+    // Calls take(rank, position) for the positions of a list that begins with a bit, a lane each. Returns whether there
+    // are as many as there should be, increasing and below columns. By all lanes together.
+    template <class Take>
+    __device__ __forceinline__ bool walk_list(Stage stage, const ibp_position_form &form, uint32_t columns,
+                                              uint32_t start, const Take &take) const
+    {
+        const uint32_t low_start = start + to_byte(form.upper_bits);
+        uint32_t found = 0, last = 0;
+        bool good = true, follows = false; // follows: the bit before is that of a position
+#pragma unroll 1
+        for (uint32_t i = 0; i < form.upper_bits; i += kWarp) {
+            const uint32_t word = bits_until(stage, start + i, start + form.upper_bits);
+            const bool mine = word >> lane_id() & 1u;
+            const uint32_t rank = found + ibp_popcount(word & G::lanes_below());
+            uint32_t position = 0;
+            if (mine)
+                position = (i + lane_id() - rank) << form.low_bits |
+                           low_bits(stage.bits_at(low_start + rank * form.low_bits), form.low_bits);
+            // Positions of one group have neighbouring bits; those of a later group are greater.
+            const uint32_t below = __shfl_up_sync(kAllLanes, position, 1);
+            const bool in_group = lane_id() == 0u ? follows : word << 1 >> lane_id() & 1u;
+            good = good && (!mine || (position < columns && rank < form.num_positions &&
+                                      (!in_group || position > (lane_id() == 0u ? last : below))));
+            if (mine && good) take(rank, position);
+            follows = word >> 31;
+            last = __shfl_sync(kAllLanes, position, kWarp - 1u);
+            found += ibp_popcount(word);
+        }
+        __syncwarp(); // all have been taken
+        return __all_sync(kAllLanes, good) && found == form.num_positions;
+    }
+
+    // A bitmap of the listed positions, or of the others.
+    struct Bitmap {
+        Stage stage;
+        uint32_t start, columns, inverted;
+
+        __device__ __forceinline__ uint32_t word(uint32_t first) const
+        {
+            if (first >= columns) return 0u;
+            return low_bits(stage.bits_at(start + first) ^ inverted, ibp_min_u32(columns - first, 32u));
+        }
+    };
+    // start: bit of the stage with which the positions begin. Returns false if they are wrong.
+    __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
+                                                uint32_t start, Bitmap &map) const
+    {
+        map = {stage, start, columns, 0};
+        if (!form.is_list) return true;
+        const uint32_t first = bitmap(), num_words = bitmap_words(columns);
+        for (uint32_t i = lane_id(); i < num_words; i += kWarp) shared_word(first + i) = 0;
+        __syncwarp();
+        map.stage.last_word = first + num_words - 2u, map.start = 32u * first;
+        if (form.is_complement) map.inverted = ~0u;
+        return walk_list(stage, form, columns, start, [&](uint32_t, uint32_t position) {
+            atomicOr(&shared_word(first + position / 32u), 1u << position % 32u);
+        });
+    }
+
+    // ---- columns ----
+
+    // Not inlined: a kernel has it once, and its registers are free for the others.
+    static __device__ __noinline__ void fill(const ibp_codebook &cb, Window window)
+    {
+        fill_default<G>(cb, window.dst, window.low, window.high);
+    }
+    // Stores the element of a live column.
+    static __device__ __forceinline__ void store_element(const ibp_planes &planes, const Window &window,
+                                                         uint32_t column, T element)
+    {
+        if (Book::num_constant(planes) != 0u) column = __ldg(planes.live_columns + column);
+        const uint32_t first = column * static_cast<uint32_t>(sizeof(T));
+        uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
+        if (first >= window.low && first + sizeof(T) <= window.high && aligned(dst, sizeof(T))) {
+            *reinterpret_cast<T *>(dst) = element;
+            return;
+        }
+        for (uint32_t b = 0; b < sizeof(T); b++)
+            if (first + b >= window.low && first + b < window.high)
+                dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
+    }
+    static __device__ __forceinline__ void put_element(uint32_t (&words)[4], uint32_t e, T element)
+    {
+        if (sizeof(T) == 8) {
+            words[2 * e % 4] = static_cast<uint32_t>(element);
+            words[(2 * e + 1) % 4] = static_cast<uint32_t>(static_cast<uint64_t>(element) >> 32);
+        } else {
+            words[e * sizeof(T) / 4u] |= static_cast<uint32_t>(element) << (e * sizeof(T) % 4u * 8u);
+        }
+    }
+
+    // Stores 16 bytes of elements, from a live column on, one by one.
+    static __device__ __noinline__ void store_live(const ibp_planes &planes, Window window, uint32_t column,
+                                                   uint32_t columns, uint4 words)
+    {
+        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) {
+            Word element = values[e * sizeof(T) / 4u] >> (e * sizeof(T) % 4u * 8u);
+            if (sizeof(T) == 8) element |= static_cast<Word>(uint64_t{values[(e * sizeof(T) / 4u + 1u) % 4u]} << 32);
+            if (column + e < columns) store_element(planes, window, column + e, static_cast<T>(element));
+        }
+    }
+
+    // Columns of a row, of which a lane has 32 in the bitmap.
+    struct Tile {
+        uint32_t first, held; // columns
+        uint32_t listed;      // a bit each of the lane's own
+        uint32_t before;      // listed ones of the batch before the lane's
+        uint32_t earlier;     // and of the row before the batch
+    };
+    // The 16 bytes of elements of which `mask` says which are listed; rank: the first one's in the batch. signs: the
+    // highest bits of those that are not, where the default has any.
+    template <bool SIGNED>
+    __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
+    {
+        const T default_value = static_cast<T>(cb.planes.default_value);
+        const T *next = elements() + rank;
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) {
+            T element = default_value;
+            if (SIGNED)
+                element =
+                    static_cast<T>((element & static_cast<T>(~kSign)) | static_cast<Word>(signs & 1u) << (kBits - 1u));
+            if (mask >> e & 1u)
+                element = *next++;
+            else if (SIGNED)
+                signs >>= 1;
+            put_element(words, e, element);
+        }
+    }
+    // signs: bit with which those of the row begin.
+    __device__ __forceinline__ void store_tile(uint32_t columns, const Tile &tile, Stage stage, uint32_t signs,
+                                               const Window &window) const
+    {
+        constexpr uint32_t kLanesOfWord = 32u / kPerVector, kWordsOfStep = kWarp / kLanesOfWord;
+        const uint32_t shift = lane_id() % kLanesOfWord * kPerVector;
+        const bool lives = Book::num_constant(cb.planes) != 0u, units = !lives && window.is_units(cb.row_bytes, 16);
+#pragma unroll 1
+        for (uint32_t s = 0; s * kWarp * kPerVector < tile.held; s++) {
+            const uint32_t source = s * kWordsOfStep + lane_id() / kLanesOfWord,
+                           column = tile.first + (s * kWarp + lane_id()) * kPerVector;
+            const uint32_t word = __shfl_sync(kAllLanes, tile.listed, source),
+                           rank = __shfl_sync(kAllLanes, tile.before, source) + ibp_popcount(low_bits(word, shift));
+            uint32_t words[4] = {};
+            if (Book::signed_default(cb.planes))
+                pick<true>(word >> shift, rank, stage.bits_at(signs + (column - rank - tile.earlier)), words);
+            else
+                pick<false>(word >> shift, rank, 0, words);
+            if (column >= tile.first + tile.held) continue;
+            if (lives)
+                store_live(cb.planes, window, column, columns, make_uint4(words[0], words[1], words[2], words[3]));
+            else
+                store_words(window, units, column * static_cast<uint32_t>(sizeof(T)) / 4u, words);
+        }
+    }
+
+    // A row, as its header says.
+    struct Listed {
+        uint32_t num_listed, columns, positions, signs; // bits with which positions begin, and highest bits
+        bool closed, is_batch, is_sparse;               // is_batch: its elements are one
+        ibp_position_form form;
+    };
+
+    // The columns of the listed elements of a row whose elements are stored one by one.
+    __device__ __forceinline__ uint16_t *listed_columns() const
+    {
+        return reinterpret_cast<uint16_t *>(&shared_word(bitmap()));
+    }
+    __device__ __forceinline__ bool find_positions(const Listed &row, Stage stage, Bitmap &map) const
+    {
+        if (!row.is_sparse) return find_bitmap(stage, row.form, row.columns, row.positions, map);
+        uint16_t *const columns = listed_columns();
+        return walk_list(stage, row.form, row.columns, row.positions,
+                         [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
+    }
+    // Stores the elements one by one, over the default.
+    __device__ __forceinline__ void store_each(const Book &book, const Listed &row, const ValueParts &parts,
+                                               const Window &window) const
+    {
+        const uint16_t *const columns = listed_columns();
+        const uint32_t n = row.num_listed;
+        uint32_t next[IBP_MAX_PLANES] = {};
+        fill(cb, window);
+        __syncwarp();
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kWarp) {
+            const uint32_t j = base + lane_id();
+            T element = static_cast<T>(cb.planes.closed_value);
+            if (!row.closed) element = element_at(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
+            if (j < n) store_element(cb.planes, window, columns[j], element);
+        }
+    }
+    // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
+    // far. By all lanes together.
+    __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
+                                            uint32_t (&next)[IBP_MAX_PLANES]) const
+    {
+        uint32_t at = j, rank = 0;
+        bool open = active;
+#pragma unroll
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+            if (p >= cb.planes.num_planes) continue;
+            const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u;
+            const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
+            if (open) rank += digit;
+            open = open && digit == escape;
+            const uint32_t escaped = G::ballot(open);
+            at = next[p] + ibp_popcount(escaped & G::lanes_below());
+            next[p] += ibp_popcount(escaped);
+            if (!open) at = 0;
+        }
+        const uint32_t r = cb.planes.residual_bits;
+        Word symbol = entries()[rank];
+        if (open && r < kBits)
+            symbol = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
+        return element_of(symbol | low_bits(field(parts.residuals + j * r), r));
+    }
+
+    // Stores all columns. parts: of the values, where there are any.
+    __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, ValueParts &parts, Stage stage,
+                                              const Window &window) const
+    {
+        Bitmap map{};
+        if (row.num_listed != 0u && !find_positions(row, stage, map)) return false;
+        if (row.is_sparse) {
+            store_each(book, row, parts, window);
+            return true;
+        }
+        if (Book::num_constant(cb.planes) != 0u) {
+            fill(cb, window);
+            __syncwarp();
+        }
+        const uint32_t most = batch_of(cb);
+        uint32_t found = 0;
+#pragma unroll 1
+        for (uint32_t tile = 0; tile < row.columns; tile += most) {
+            const uint32_t listed = 32u * lane_id() < most ? map.word(tile + 32u * lane_id()) : 0u,
+                           count = ibp_popcount(listed), sums = G::inclusive_scan(count), n = G::last_lane(sums);
+            if (found + n > row.num_listed) return false;
+            if (!row.is_batch) name_batch(book, row, found, n, parts);
+            const uint32_t batch = row.is_batch ? row.num_listed : n;
+            if (!row.closed && (tile == 0u || !row.is_batch)) join_batch(book, parts, batch);
+            if (row.closed && (tile == 0u || !row.is_batch)) {
+                for (uint32_t j = lane_id(); j < batch; j += kWarp)
+                    elements()[j] = static_cast<T>(cb.planes.closed_value);
+                __syncwarp();
+            }
+            const uint32_t earlier = row.is_batch ? 0u : found, before = (row.is_batch ? found : 0u) + (sums - count);
+            store_tile(row.columns, {tile, ibp_min_u32(row.columns - tile, most), listed, before, earlier}, stage,
+                       row.signs, window);
+            __syncwarp(); // the elements are free
+            found += n;
+        }
+        return found == row.num_listed;
+    }
+    // Ranks of the n elements from `first` on. parts.mine: the digits of the batch before, then of this one.
+    __device__ __forceinline__ void name_batch(const Book &book, const Listed &row, uint32_t first, uint32_t n,
+                                               ValueParts &parts) const
+    {
+        if (row.closed) return;
+        DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
+        mine[0] = {first, first + n};
+#pragma unroll
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+            const uint32_t from = first == 0u ? 0u : mine[p + 1].to, num_bits = book.width_of(p);
+            mine[p + 1] = {from, from + (num_bits == 0u ? mine[p].to - mine[p].from
+                                                        : name(book, p, parts.digits[p], mine[p], num_bits))};
+        }
+    }
+
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
+    // coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
+                                           uint32_t coded_bytes, const Window &window) const
+    {
+        if (!active) return true;
+        const Book book(cb, cluster);
+        const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
+                       end = start_bit + 8u * coded_bytes;
+        ibp_listed_header header;
+        if (!ibp_split_header(low_bits(stage.bits_at(start_bit), 8u * header_bytes), coded_bytes, columns, &header))
+            return false;
+        const uint32_t k = header.num_listed;
+        Listed row{};
+        row.num_listed = k, row.columns = columns, row.closed = header.is_closed, row.is_batch = k <= batch_of(cb);
+        row.positions = row.signs = start_bit + 8u * header_bytes;
+        if (k != 0u) {
+            row.form = choose_position_form(k, columns);
+            row.signs += 8u * row.form.num_bytes;
+        }
+        const uint32_t values = row.signs + (Book::signed_default(cb.planes) ? to_byte(columns - k) : 0u);
+        if (values > end) return false;
+        if (k == 0u && !Book::signed_default(cb.planes)) {
+            fill(cb, window);
+            return values == end;
+        }
+        if (cb.num_clusters > 1u) fill_entries(book);
+        row.is_sparse =
+            row.form.is_list && !row.form.is_complement && kSparse * k <= columns && !Book::signed_default(cb.planes);
+        ValueParts parts{};
+        row.closed = row.closed || k == 0u; // no values
+        if (!row.closed)
+            parts = book.template find_parts<G, false>(
+                values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
+                    return row.is_batch && !row.is_sparse ? name(book, p, from, range, num_bits)
+                                                          : Book::template count_escapes<G>(from, range, num_bits);
+                });
+        if ((row.closed ? values : parts.end) != end) return false;
+        return store_row(book, row, parts, stage, window);
+    }
+};
+
+} // namespace ibp
+
+#endif

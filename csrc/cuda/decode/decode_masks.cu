@@ -1,0 +1,25 @@
+// decode_masks.cu - the gathers whose rows are of scheme ibp.
+#include "gather.cuh"
+#include "decode_masks.cuh"
+
+namespace ibp {
+
+template <class G> using Moves = MasksDecoder<4, true, G>;
+template <class G> using Vectors = MasksDecoder<4, false, G>;
+template <class G> using Words = MasksDecoder<1, false, G>;
+
+constexpr uint32_t kLongestOfWarp = 8u << 10; // row bytes: several warps count a row's bits before they decode it
+
+ibp_status gather_masks(const Gather &gather)
+{
+    const ibp_codebook &cb = gather.table.codebook;
+    const bool is_long = cb.row_bytes > kLongestOfWarp;
+    if (gather.request.copies_vectors && MasksDecoder<4, true, Group<kWarp, 1>>::has_moves(cb))
+        return launch_by_warp<Moves>(gather);
+    if (gather.request.copies_vectors && !is_long) return launch_by_warp<Vectors>(gather);
+    if (gather.request.copies_vectors) return launch_gather<Vectors<Group<kWarp, kMostWarps, true>>>(gather);
+    if (!is_long) return launch_gather<Words<Group<kWarp, 1>>>(gather);
+    return launch_gather<Words<Group<kWarp, kMostWarps, true>>>(gather);
+}
+
+} // namespace ibp

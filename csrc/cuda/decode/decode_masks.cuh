@@ -1,0 +1,249 @@
+// decode_masks.cuh - rows of scheme ibp (FORMAT.md section 5; the paper's section 4.3).
+#ifndef IBP_DECODE_MASKS_CUH
+#define IBP_DECODE_MASKS_CUH
+
+#include "decoder.cuh"
+
+namespace ibp {
+
+// A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all
+// steps side by side.
+// MOVES: bits are deposited in five steps, each of which moves some by 1, 2, 4, 8 or 16 places (Warren, Hacker's
+// Delight, section 7-5). Which ones, a block works out once for every word. Otherwise gaps are inserted one after the
+// other.
+template <int WORDS, bool MOVES, class G> struct MasksDecoder {
+    static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
+    using Group = G;
+    static constexpr uint32_t kMostThreads = 768, kVectors = 4;
+    static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
+
+    static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10; // bytes of them in shared memory
+
+    const ibp_codebook &cb;
+    const uint32_t exchanged; // shared word
+
+    // Words that each array of a codebook has.
+    static __host__ __device__ __forceinline__ uint32_t entries_of(const ibp_codebook &cb)
+    {
+        return (cb.row_bytes + 15u) / 16u * 4u;
+    }
+    // Whether a word's bits are all kept or all those of its mask removed, and there is room for the moves of all
+    // words.
+    static __host__ __device__ __forceinline__ bool has_moves(const ibp_codebook &cb)
+    {
+        return cb.chunk_bytes >= 4u && cb.num_clusters <= 1u && 4u * kMoves * entries_of(cb) <= kMostTable;
+    }
+    // Shared memory of a block: for each step the bits of every word that are moved to.
+    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    {
+        return MOVES ? 4u * kMoves * entries_of(cb) : 0u;
+    }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
+    {
+        return G::kWarps > 1 ? 4u * G::kWarps : 0u;
+    }
+
+    __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint32_t scratch)
+        : cb(codebook), exchanged(scratch / 4u)
+    {
+        if constexpr (MOVES) find_moves();
+    }
+    __device__ __forceinline__ void find_moves() const
+    {
+        for (uint32_t w = threadIdx.x; w < entries_of(cb); w += blockDim.x) {
+            uint32_t keep = ~__ldg(cb.mask + w), removed = ~keep << 1;
+#pragma unroll
+            for (uint32_t i = 0; i < kMoves; i++) {
+                uint32_t odd =
+                    removed; // where an odd number of bits are removed below, of those that are left to consider
+#pragma unroll
+                for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
+                const uint32_t moved = odd & keep;
+                shared_word(i * entries_of(cb) + w) = moved;
+                keep = (keep ^ moved) | moved >> (1u << i);
+                removed &= ~odd;
+            }
+        }
+    }
+
+    // One codebook, under the names of struct ibp_codebook.
+    struct Book {
+        const uint32_t *mask, *bitval, *flags;
+        uint32_t num_flags;
+    };
+    // A cluster's num_flags may be any number: no row has more participation bits than bytes.
+    __device__ __forceinline__ Book book_of(uint32_t cluster) const
+    {
+        const uint64_t offset = uint64_t{cluster} * cb.cluster_stride;
+        return {cb.mask + offset, cb.bitval + offset, cb.flags + offset,
+                cb.num_clusters > 1u ? ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes) : cb.num_flags};
+    }
+
+    // WORDS consecutive entries of a codebook array from entry w on; the last ones past the row.
+    __device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t w, uint32_t (&out)[WORDS]) const
+    {
+        const uint32_t *const from = entries + ibp_min_u32(w, entries_of(cb) - WORDS);
+        if (WORDS == 4) {
+            const uint4 v = __ldg(reinterpret_cast<const uint4 *>(from));
+            out[0] = v.x, out[1 % WORDS] = v.y, out[2 % WORDS] = v.z, out[3 % WORDS] = v.w;
+        } else {
+            out[0] = __ldg(from);
+        }
+    }
+
+    // Which bits of a lane's words are kept, and how many of them are in the row.
+    struct Kept {
+        uint32_t keep[WORDS], flags[WORDS], count;
+    };
+    template <uint32_t CHUNK_BYTES>
+    __device__ __forceinline__ Kept kept_bits(const Book &book, Stage stage, uint32_t start_bit, uint32_t w) const
+    {
+        Kept kept;
+        uint32_t mask[WORDS];
+        load_entries(book.mask, w, mask);
+        load_entries(book.flags, w, kept.flags);
+        const uint32_t position = ibp_flag_position(kept.flags[0]), bits = stage.bits_at(start_bit + position);
+        const uint32_t participation =
+            __funnelshift_l(bits, bits, position); // bit i: that of the position that is i modulo 32
+        kept.count = 0;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            kept.keep[i] = ibp_keep_word(__funnelshift_r(participation, participation, kept.flags[i]), mask[i],
+                                         kept.flags[i], CHUNK_BYTES);
+            kept.count += ibp_popcount(kept.keep[i]);
+        }
+        if (4u * (w + WORDS) > cb.row_bytes) {
+            kept.count = 0;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++)
+                kept.count += ibp_popcount(kept.keep[i] & ibp_row_bits_of_word(cb.row_bytes, w + i));
+        }
+        return kept;
+    }
+
+    // Deposits the bits of a lane's words.
+    __device__ __forceinline__ void move(const Book &book, uint32_t w, const Kept &kept, uint32_t (&word)[WORDS]) const
+    {
+        const uint32_t first = ibp_min_u32(w, entries_of(cb) - WORDS);
+        uint32_t moved[WORDS], bitval[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) moved[i] = word[i];
+#pragma unroll
+        for (uint32_t step = kMoves; step-- > 0;) {
+            const uint4 to = *reinterpret_cast<const uint4 *>(&shared_word(step * entries_of(cb) + first));
+            const uint32_t masks[4] = {to.x, to.y, to.z, to.w};
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) moved[i] = select_bits(masks[i], moved[i] << (1u << step), moved[i]);
+        }
+        load_entries(book.bitval, w, bitval);
+#pragma unroll
+        for (int i = 0; i < WORDS; i++)
+            word[i] = kept.keep[i] == ~0u ? word[i] : select_bits(kept.keep[i], moved[i], bitval[i]);
+    }
+
+    // A lane's words, whose kept bits are staged from bit `from` on.
+    __device__ __forceinline__ void rebuild(const Book &book, Stage stage, uint32_t from, uint32_t w, const Kept &kept,
+                                            uint32_t (&word)[WORDS]) const
+    {
+        uint32_t staged[WORDS + 1], many = 0;
+        const uint32_t first = ibp_min_u32(from / 32u, stage.last_word + 1u - WORDS); // a corrupt row asks for more
+#pragma unroll
+        for (int i = 0; i <= WORDS; i++) staged[i] = shared_word(first + i);
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            word[i] = __funnelshift_r(staged[i], staged[i + 1], from);
+            many |= kept.flags[i];
+        }
+        // word[i] and those after it hold the bits from the kept ones of word i on
+#pragma unroll
+        for (int i = 0; i + 1 < WORDS; i++)
+#pragma unroll
+            for (int k = WORDS - 1; k > i; k--)
+                word[k] = __funnelshift_rc(word[k - 1], word[k], ibp_popcount(kept.keep[i]));
+        if constexpr (MOVES) {
+            move(book, w, kept, word);
+            return;
+        }
+        uint32_t bitval[WORDS];
+        load_entries(book.bitval, w, bitval);
+        if (many & IBP_FLAG_MANY_GAPS) {
+            uint32_t gaps[WORDS], left;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) gaps[i] = ~kept.keep[i];
+            do {
+                left = 0;
+#pragma unroll
+                for (int i = 0; i < WORDS; i++) {
+                    word[i] = ibp_insert_lowest_gap(word[i], &gaps[i]);
+                    left |= gaps[i];
+                }
+            } while (left != 0u);
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) word[i] = ibp_insert_two_gaps(word[i], ~kept.keep[i], kept.flags[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) word[i] |= bitval[i] & ~kept.keep[i];
+    }
+
+    template <uint32_t CHUNK_BYTES>
+    __device__ __forceinline__ bool decode_chunks(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
+                                                  uint32_t coded_bytes, const Window &window) const
+    {
+        const Book book = book_of(cluster);
+        const bool units = window.is_units(cb.row_bytes, 4 * WORDS);
+        const uint32_t num_words = (cb.row_bytes + 3u) / 4u, tiles = (num_words + kTileWords - 1u) / kTileWords;
+        const uint32_t per_warp = (tiles + G::kWarps - 1u) / G::kWarps, first = G::warp() * per_warp;
+        uint32_t position = book.num_flags, total = 0;
+        if (G::kWarps > 1) { // where the warp's bits begin
+            uint32_t count = 0;
+            for (uint32_t t = first; t < ibp_min_u32(first + per_warp, tiles); t++)
+#pragma unroll
+                for (uint32_t s = 0; s < kSteps; s++)
+                    count += kept_bits<CHUNK_BYTES>(book, stage, start_bit,
+                                                    t * kTileWords + s * kStepWords + G::lane() * WORDS)
+                                 .count;
+            position += G::exchange(exchanged, G::sum(count), total);
+            total += book.num_flags;
+            if ((total + 7u) / 8u != coded_bytes) return !active;
+        }
+        for (uint32_t t = first; t < ibp_min_u32(first + per_warp, tiles); t++) {
+            Kept kept[kSteps];
+            uint32_t counts = 0;
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                kept[s] =
+                    kept_bits<CHUNK_BYTES>(book, stage, start_bit, t * kTileWords + s * kStepWords + G::lane() * WORDS);
+                counts += kept[s].count << 16u * s;
+            }
+            const uint32_t sums = G::inclusive_scan(counts), totals = G::last_lane(sums), before = sums - counts;
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const uint32_t w = t * kTileWords + s * kStepWords + G::lane() * WORDS;
+                uint32_t word[WORDS];
+                rebuild(book, stage, start_bit + position + (before >> 16u * s & 0xffffu), w, kept[s], word);
+                if (active && 4u * w < cb.row_bytes) store_words(window, units, w, word);
+                position += totals >> 16u * s & 0xffffu;
+            }
+        }
+        return !active || G::kWarps > 1 || (position + 7u) / 8u == coded_bytes;
+    }
+
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
+    // coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
+                                           uint32_t coded_bytes, const Window &window) const
+    {
+        switch (MOVES ? 4u : cb.chunk_bytes) {
+        case 1: return decode_chunks<1>(cluster, active, stage, start_bit, coded_bytes, window);
+        case 2: return decode_chunks<2>(cluster, active, stage, start_bit, coded_bytes, window);
+        default:
+            return decode_chunks<4>(cluster, active, stage, start_bit, coded_bytes,
+                                    window); // a participation bit a word
+        }
+    }
+};
+
+} // namespace ibp
+
+#endif

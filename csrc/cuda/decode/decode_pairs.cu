@@ -1,0 +1,40 @@
+// decode_pairs.cu - the gathers whose rows are dense ones of scheme planes with digits of two bits and symbols of a
+// byte.
+#include "gather.cuh"
+#include "decode_pairs.cuh"
+
+namespace ibp {
+
+template <class G> using Pairs1 = PairsDecoder<uint8_t, G, false>;
+template <class G> using Pairs2 = PairsDecoder<uint16_t, G, false>;
+template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
+template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
+template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
+
+// Where a row is a tile a warp, a group whose lanes each have a part of one tile is faster than one for rows of any
+// length.
+template <template <class> class Decoder> static ibp_status launch_by_tiles(const Gather &gather)
+{
+    const uint32_t row_bytes = gather.table.codebook.row_bytes;
+    if (row_bytes > 4u * kWarpRowBytes && row_bytes <= kMostWarps * kWarpRowBytes)
+        return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
+    return launch_by_group<Decoder>(gather);
+}
+// Of the longest rows a block decodes one at a time: few SMs are busier so.
+template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
+{
+    if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)
+        return launch_gather<Decoder<Group<kWarp, 32>>>(gather);
+    return launch_by_tiles<Decoder>(gather);
+}
+
+ibp_status gather_pairs(const Gather &gather)
+{
+    const ibp_planes &planes = gather.table.codebook.planes;
+    if (planes.element_bytes == 1) return launch_by_tiles<Pairs1>(gather);
+    if (planes.element_bytes == 2)
+        return planes.per_column ? launch_by_tiles<Columns2>(gather) : launch_by_block<Pairs2>(gather);
+    return planes.per_column ? launch_by_tiles<Columns4>(gather) : launch_by_block<Pairs4>(gather);
+}
+
+} // namespace ibp

@@ -1,0 +1,509 @@
+// decode_pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte (FORMAT.md section 6):
+// what most tables of floats are given.
+//
+// Down the planes, escapes are counted, which says where the next plane begins; a lane keeps its digits of planes 0
+// and 1, two bits each, and names the few elements that come further, one at a time:
+//   tail     planes 2, 3 and raw symbols: the symbols of all elements of plane 2, and a list of those still open
+// Up again, digits are spread to nibbles, which select bytes of a plane's entries (`prmt`); escaped elements
+// take the bytes of the level below, of which a prefix sum over nibbles says which:
+//   plane 1  16 digits a lane
+//   plane 0  16 bytes of output a lane and step, joined with their residuals
+// Where entries are a column's, all this is done with ranks; symbols are looked up, and raw ones put in, at the end.
+// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element,
+// of which 3.0 a cycle are issued of the 4 that an SM can, and on all SMs by device memory.
+#ifndef IBP_DECODE_PAIRS_CUH
+#define IBP_DECODE_PAIRS_CUH
+
+#include "../planes_book.cuh"
+#include "decoder.cuh"
+
+namespace ibp {
+
+// COLUMNS: every column has entries of its own.
+template <typename T, class G, bool COLUMNS> struct PairsDecoder {
+    static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
+    using Group = G;
+    // Of groups for rows of any length there is room for two in shared memory, so that they can have more registers;
+    // those that fit 72 get more warps; of groups of a whole block there is room for one.
+    static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
+                                             : G::kWarps > 8              ? 1024
+                                             : sizeof(T) == 2 && !COLUMNS ? 896
+                                                                          : 768;
+    static constexpr uint32_t kVectors = G::kAnyLength                        ? 8
+                                         : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
+                                         : G::kWarps > 8                      ? 3
+                                                                              : 4;
+    static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T); // elements of 16 and 4 bytes
+    static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
+                              kTile = kSteps * kStep;          // vectors of a lane in a tile; elements
+    static constexpr uint32_t kField = kStep <= 256u ? 8 : 16; // bits of a step's count
+    static constexpr uint32_t kFields = 32u / kField, kScans = kSteps / kFields;
+    static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
+    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kLevel = kTile + 16u;
+    static constexpr uint32_t kWarpBytes = kEntries + kLevel + 2u * kTile;
+    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // a raw symbol's rank, and four
+    static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
+
+    const ibp_codebook &cb;
+    const uint32_t scratch; // shared byte
+
+    // Whether residuals are joined without looking for their bits: all bytes but one of two bytes that are rotated
+    // (BF16) or of four, half of one.
+    static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
+    {
+        if (sizeof(T) == 1) return planes.residual_bits == 4u;
+        if (sizeof(T) == 4 && planes.invariant_bits != 0u) return false;
+        return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
+    }
+
+    // Shared memory of a block: the columns' entries of each rank, if there is room for them, and some bytes that are
+    // read behind them.
+    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    {
+        const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
+        return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
+    }
+    // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements
+    // of plane 2, and the list, which makes room for those of plane 1; then what the warps exchange.
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
+    {
+        return G::kWarps * kWarpBytes + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
+    }
+    __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * kWarpBytes; }
+    __device__ __forceinline__ uint32_t level2() const { return entries() + kEntries; }
+    __device__ __forceinline__ uint32_t level1() const { return level2() + kLevel; }
+    __device__ __forceinline__ uint16_t &listed(uint32_t i) const
+    {
+        return reinterpret_cast<uint16_t *>(shared_bytes() + level1())[i];
+    }
+    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * kWarpBytes) / 4u; }
+    __device__ __forceinline__ uint32_t entries_of(uint32_t plane) const { return shared_word(entries() / 4u + plane); }
+
+    __device__ __forceinline__ PairsDecoder(const ibp_codebook &codebook, uint32_t shared)
+        : cb(codebook), scratch(shared)
+    {
+        const PlanesBook<T> book(cb, 0);
+        if (cb.num_clusters <= 1u) fill_entries(cb, 0, entries());
+        if (block_bytes(cb) == 0u) return;
+        for (uint32_t column = threadIdx.x; column < book.columns; column += blockDim.x)
+#pragma unroll 4
+            for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
+                shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
+    }
+    // Not inlined: registers are scarce where rows have clusters.
+    static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
+    {
+        const PlanesBook<T> book(cb, cluster);
+        const uint32_t plane = G::lane();
+        if (plane >= IBP_MAX_PLANES) return;
+        uint32_t bytes = 0;
+        for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++) {
+            const uint32_t rank = 3u * plane + digit;
+            bytes |= (COLUMNS ? rank : static_cast<uint32_t>(book.entry(rank)) & 0xffu) << 8u * digit;
+        }
+        shared_word(entries / 4u + plane) = bytes;
+    }
+
+    // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order:
+    // which of them they take.
+    struct Entries {
+        uint32_t named, escape; // bytes, the second with 0xff at the escape
+
+        __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t order, uint32_t from) const
+        {
+            const uint2 x = eight_bytes(from);
+            return make_uint2((permute_bytes(x.x, x.y, order) & permute_bytes(escape, 0, digits)) |
+                                  permute_bytes(named, 0, digits),
+                              (permute_bytes(x.x, x.y, order >> 16) & permute_bytes(escape, 0, digits >> 16)) |
+                                  permute_bytes(named, 0, digits >> 16));
+        }
+    };
+
+    __device__ __forceinline__ Entries entries_at(uint32_t plane) const
+    {
+        return {entries_of(plane), in_register(0xff000000u)};
+    }
+
+    // ---- the tail ----
+
+    // Puts the symbols of n elements of plane 2 or 3 into level 2: FIRST: of the first ones there, otherwise of those
+    // listed. Those that escape are listed. digit: number of the first element's, of the plane that begins with the
+    // shared byte `plane`; entries: the plane's. Returns how many have escaped.
+    template <bool FIRST>
+    __device__ __forceinline__ uint32_t name(uint32_t plane, uint32_t digit, uint32_t n, uint32_t entries) const
+    {
+        const uint32_t first = digit + G::lane(), shift = 2u * (first % 4u);
+        uint32_t num_escaped = 0;
+        if (!FIRST) __syncwarp(); // the list is there
+#pragma unroll 1
+        for (uint32_t base = 0; G::any(base < n); base += G::kLanes) {
+            const uint32_t i = base + G::lane(), bits = shared_bytes()[plane + first / 4u + base / 4u] >> shift & 3u,
+                           element = FIRST ? i : listed(i);
+            const bool named = i < n, open = named && bits == 3u;
+            if (named) shared_bytes()[level2() + element] = static_cast<uint8_t>(permute_bytes(entries, 0, bits));
+            const uint32_t escaped = G::ballot(open);
+            if (!FIRST) __syncwarp(); // all have read the list
+            if (open) listed(num_escaped + ibp_popcount(escaped & G::lanes_below())) = static_cast<uint16_t>(element);
+            num_escaped += ibp_popcount(escaped);
+        }
+        return num_escaped;
+    }
+    // Likewise the raw symbols of n elements, of which the first begins with a bit.
+    __device__ __forceinline__ void name_raw(uint32_t position, uint32_t n) const
+    {
+        __syncwarp(); // the list is there
+        for (uint32_t i = G::lane(); i < n; i += G::kLanes)
+            shared_bytes()[level2() + (cb.planes.num_planes > 2u ? listed(i) : i)] =
+                static_cast<uint8_t>(COLUMNS ? kRaw : raw_symbol(position + i * symbol_bits()));
+        __syncwarp(); // level 2 is there
+    }
+    __device__ __forceinline__ uint32_t symbol_bits() const
+    {
+        return 8u * sizeof(T) - (sizeof(T) == 2 ? 0u : cb.planes.invariant_bits) - cb.planes.residual_bits;
+    }
+    __device__ __forceinline__ uint32_t raw_symbol(uint32_t position) const
+    {
+        return low_bits(shared_bits(position), symbol_bits());
+    }
+
+    // ---- plane 1 ----
+
+    // Digits of a lane, none behind the last one, and how many lower lanes' escapes there are.
+    struct Chunk {
+        uint32_t digits, before, num_escaped;
+    };
+    // position: bit of the first of the next n digits.
+    static __device__ __forceinline__ Chunk load_chunk(uint32_t position, uint32_t n)
+    {
+        const uint32_t first = ibp_min_u32(kPerLane * G::lane(), n);
+        const uint32_t digits = low_bits(shared_bits(position + 2u * first), 2u * ibp_min_u32(n - first, kPerLane)),
+                       count = ibp_popcount(escaped_pairs(digits));
+        const uint32_t sums = G::inclusive_scan(count);
+        return {digits, sums - count, G::last_lane(sums)};
+    }
+
+    // Puts the symbols of the n elements of a tile that escaped plane 0 into level 1. position: bit of their first
+    // digit; chunk: the first ones.
+    __device__ __forceinline__ void decode_plane1(uint32_t position, uint32_t n, Chunk chunk) const
+    {
+        const Entries entries = entries_at(1);
+        uint32_t i = kPerLane * G::lane(), from = level2() + chunk.before;
+#pragma unroll 1
+        for (uint32_t base = 0;;) {
+            if (i < n) {
+                const uint32_t low = spread_pairs<false>(chunk.digits), high = spread_pairs<true>(chunk.digits);
+                const uint32_t low_escaped = escaped_nibbles(low), high_escaped = escaped_nibbles(high),
+                               low_order = order_of(low_escaped);
+                const uint2 a = entries.symbols(low, low_order, from);
+                const uint2 b = entries.symbols(high, order_of(high_escaped), from + count_of(low_escaped, low_order));
+                *reinterpret_cast<uint4 *>(shared_bytes() + level1() + i) = make_uint4(a.x, a.y, b.x, b.y);
+            }
+            base += kChunk;
+            if (kTile <= kChunk || !G::any(base < n)) break;
+            const uint32_t end = from - chunk.before + chunk.num_escaped;
+            chunk = load_chunk(position + 2u * base, base < n ? n - base : 0u);
+            i += kChunk, from = end + chunk.before;
+        }
+        __syncwarp(); // level 1 is there
+    }
+
+    // ---- plane 0 ----
+
+    // Digits of a lane's vectors in a tile, and the shared bytes with which the symbols of their escaped elements
+    // begin.
+    struct Tile {
+        uint32_t digits[kSteps], before[kSteps], num_escaped;
+        Chunk chunk; // of plane 1
+    };
+    // plane: bit of the row's first digit; n: elements of the row, or up to the end of the tile.
+    __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t tile_start, uint32_t n, Tile &tile) const
+    {
+        const uint32_t first = tile_start + kPerVector * G::lane();
+        if (tile_start + kTile <= n) {
+            const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) tile.digits[s] = cursor.word(s * kStep / 16u);
+        } else { // the row's end
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const uint32_t i = ibp_min_u32(first + s * kStep, n);
+                tile.digits[s] = low_bits(shared_bits(plane + 2u * i), 2u * ibp_min_u32(n - i, kPerVector));
+            }
+        }
+        uint32_t counts[kScans] = {};
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++)
+            counts[s / kFields] += ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector))
+                                   << s % kFields * kField;
+        tile.num_escaped = number(counts, level1(), tile.before);
+    }
+    // Numbers elements of a tile from `first` on, of which a lane has as many in step s as field s of counts says.
+    // before: those of its first ones. Returns how many there are.
+    static __device__ __forceinline__ uint32_t number(const uint32_t (&counts)[kScans], uint32_t first,
+                                                      uint32_t (&before)[kSteps])
+    {
+        uint32_t total = 0;
+#pragma unroll
+        for (uint32_t k = 0; k < kScans; k++) {
+            // All lanes but the last have less than 2^kField together in a step.
+            const uint32_t lower = G::inclusive_scan(counts[k]) - counts[k], lower_of_last = G::last_lane(lower),
+                           last = G::last_lane(counts[k]);
+#pragma unroll
+            for (uint32_t f = 0; f < kFields; f++) {
+                before[k * kFields + f] = first + total + field(lower, f);
+                total += field(lower_of_last, f) + field(last, f);
+            }
+        }
+        return total;
+    }
+    static __device__ __forceinline__ uint32_t field(uint32_t counts, uint32_t f)
+    {
+        return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
+    }
+    static_assert(kStep % 16 == 0, "vectors of a lane are whole words of digits apart");
+
+    // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
+    // Returns how many are escapes.
+    __device__ __forceinline__ uint32_t visit(uint32_t p, uint32_t start, DigitRange range, Tile &tile) const
+    {
+        const uint32_t n = range.to - range.from;
+        if (p == 0u) {
+            load_tile(start, range.from, range.to, tile);
+            return tile.num_escaped;
+        }
+        if (p >= 2u)
+            return p == 2u ? name<true>(start / 8u, range.from, n, entries_of(2))
+                           : name<false>(start / 8u, range.from, n, entries_of(p));
+        tile.chunk = load_chunk(start + 2u * range.from, ibp_min_u32(n, kChunk));
+        if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
+        return tile.chunk.num_escaped +
+               PlanesBook<T>::template count_escapes<G>(start, {range.from + ibp_min_u32(n, kChunk), range.to}, 2);
+    }
+
+    // ---- ranks ----
+
+    // Bytes of plane 0, with their entries: symbols, or ranks where there are entries a column.
+    static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
+    {
+        const uint32_t digits = spread_pairs<false>(tile.digits[s]), escaped = escaped_nibbles(digits),
+                       order = order_of(escaped);
+        const uint2 low = entries.symbols(digits, order, tile.before[s]);
+        if (kPerVector <= 8u) return make_uint4(low.x, low.y, 0, 0);
+        const uint32_t upper = spread_pairs<true>(tile.digits[s]);
+        const uint2 high =
+            entries.symbols(upper, order_of(escaped_nibbles(upper)), tile.before[s] + count_of(escaped, order));
+        return make_uint4(low.x, low.y, high.x, high.y);
+    }
+    // The ranks of a lane's vectors, and the numbers of their first raw symbols, if there are any in the warp.
+    struct Ranks {
+        uint2 bytes[kSteps];
+        uint32_t raw_before[kSteps];
+        bool any_raw;
+    };
+    // raw: the raw symbols of the tile. By all lanes of a warp together.
+    __device__ __forceinline__ Ranks ranks_of(const Tile &tile, DigitRange raw) const
+    {
+        const Entries entries = entries_at(0);
+        Ranks ranks{};
+        uint32_t counts[kScans] = {};
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            const uint4 bytes = bytes_of(entries, tile, s);
+            ranks.bytes[s] = make_uint2(bytes.x, bytes.y);
+            const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRaws) : 0u;
+            counts[s / kFields] += (ibp_popcount(bytes.x & kRaws) + of_y) << s % kFields * kField;
+        }
+        ranks.any_raw = G::any(raw.from != raw.to);
+        if (ranks.any_raw) number(counts, raw.from, ranks.raw_before);
+        return ranks;
+    }
+
+    // The symbols of the ranks of four columns; where there are raw symbols, any.
+    __device__ __forceinline__ uint32_t look_up(const PlanesBook<T> &book, uint32_t ranks, uint32_t column) const
+    {
+        uint32_t symbols[4];
+        ranks &= ~kRaws;
+        if (block_bytes(cb) != 0u) {
+            const uint8_t *const table = shared_bytes() + column;
+#pragma unroll
+            for (uint32_t e = 0; e < 4u; e++)
+                symbols[e] = (table + permute_bytes(ranks, 0, 0x4440 + e) * book.columns)[e];
+        } else {
+#pragma unroll
+            for (uint32_t e = 0; e < 4u; e++) {
+                const uint32_t of_column = ibp_min_u32(column + e, book.columns - 1u) * cb.planes.num_entries;
+                symbols[e] = __ldg(book.entries + of_column + permute_bytes(ranks, 0, 0x4440 + e));
+            }
+        }
+        return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
+                             permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
+    }
+    // Puts raw symbols, of which the first begins with a bit, where the ranks say so.
+    __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
+    {
+        for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
+            const uint32_t byte = ibp_popcount((raw & (0u - raw)) - 1u) - 7u;
+            symbols = (symbols & ~(0xffu << byte)) | raw_symbol(position) << byte;
+        }
+    }
+
+    __device__ __forceinline__ uint4 symbols_of(const PlanesBook<T> &book, const ValueParts &parts, const Ranks &ranks,
+                                                uint32_t s, uint32_t column) const
+    {
+        const uint2 bytes = ranks.bytes[s];
+        uint2 symbols =
+            make_uint2(look_up(book, bytes.x, column), kPerVector > 4u ? look_up(book, bytes.y, column + 4u) : 0u);
+        if (!ranks.any_raw) return make_uint4(symbols.x, symbols.y, 0, 0);
+        uint32_t position = parts.digits[IBP_MAX_PLANES] + ranks.raw_before[s] * symbol_bits();
+        put_raw(bytes.x, position, symbols.x);
+        if (kPerVector > 4u) put_raw(bytes.y, position, symbols.y);
+        return make_uint4(symbols.x, symbols.y, 0, 0);
+    }
+
+    // ---- symbols and residuals ----
+
+    // 16 bit elements, rotated back.
+    static __device__ __forceinline__ uint32_t rotated_back(uint32_t pair)
+    {
+        return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
+    }
+
+    // 16 bytes of elements, of which the first one's residual is `bits` bits after a cursor. SIMPLE: is_simple.
+    template <bool SIMPLE>
+    __device__ __forceinline__ void join(const WordJoin<T> &with, uint4 symbols, const Cursor &residuals, uint32_t bits,
+                                         uint32_t (&words)[4]) const
+    {
+        if constexpr (!SIMPLE && sizeof(T) == 2) {
+            const uint32_t r = cb.planes.residual_bits, mask = low_bits(0xffffu, r) * 0x00010001u;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++) {
+                const uint32_t two = residuals.bits(bits + 2u * k * r);
+                words[k] = (symbols_of_word(symbols, k) << r) + (select_bits(0xffffu, two, two << (16u - r)) & mask);
+                if (cb.planes.rotate) words[k] = rotated_back(words[k]);
+            }
+        } else if constexpr (!SIMPLE) {
+            const uint32_t r = cb.planes.residual_bits;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++)
+                words[k] = with.word(symbols_of_word(symbols, k),
+                                     spread_fields<T>(residuals.bits(bits + k * kPerWord * r), r));
+        } else if constexpr (sizeof(T) == 1) {
+            const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
+            words[0] = with.word(symbols.x, permute_bytes(low, low >> 4, 0x5140) & 0x0f0f0f0fu),
+            words[1] = with.word(symbols.y, permute_bytes(low, low >> 4, 0x7362) & 0x0f0f0f0fu);
+            words[2] = with.word(symbols.z, permute_bytes(high, high >> 4, 0x5140) & 0x0f0f0f0fu),
+            words[3] = with.word(symbols.w, permute_bytes(high, high >> 4, 0x7362) & 0x0f0f0f0fu);
+        } else if constexpr (sizeof(T) == 2) {
+            const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
+            words[0] = rotated_back(permute_bytes(low, symbols.x, 0x5140)),
+            words[1] = rotated_back(permute_bytes(low, symbols.x, 0x7362));
+            words[2] = rotated_back(permute_bytes(high, symbols.y, 0x5140)),
+            words[3] = rotated_back(permute_bytes(high, symbols.y, 0x7362));
+        } else {
+            const uint32_t a = residuals.word(bits / 32u), b = residuals.word(bits / 32u + 1u),
+                           c = residuals.word(bits / 32u + 2u);
+            words[0] = permute_bytes(a, symbols.x, 0x4210),
+            words[1] = permute_bytes(__funnelshift_r(a, b, 24), symbols.x, 0x5210);
+            words[2] = permute_bytes(__funnelshift_r(b, c, 16), symbols.x, 0x6210),
+            words[3] = permute_bytes(c, symbols.x, 0x7321);
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], cb.planes.rotate);
+        }
+    }
+    // The symbols of word k, each in the low bits of its element.
+    static __device__ __forceinline__ uint32_t symbols_of_word(uint4 symbols, uint32_t k)
+    {
+        if (sizeof(T) == 1) return k < 2u ? k == 0u ? symbols.x : symbols.y : k == 2u ? symbols.z : symbols.w;
+        if (sizeof(T) == 2) return permute_bytes(k < 2u ? symbols.x : symbols.y, 0, k % 2u ? 0x4342 : 0x4140);
+        return permute_bytes(symbols.x, 0, 0x4440 + k);
+    }
+
+    // Not by all lanes together: units may differ from group to group. UNITS: what window.is_units said.
+    template <bool UNITS, bool SIMPLE>
+    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
+                                               const Ranks &ranks, uint32_t tile_start, uint32_t n,
+                                               const Window &window) const
+    {
+        const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
+        const uint32_t residual_bits = !SIMPLE ? cb.planes.residual_bits : sizeof(T) == 1u ? 4u : 8u * (sizeof(T) - 1u);
+        const Entries entries = entries_at(0);
+        const WordJoin<T> with(cb.planes);
+        const uint32_t from = parts.residuals + first * residual_bits;
+        const Cursor residuals{&shared_word(from / 32u), from};
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            if (s * kStep >= left) break;
+            const uint4 symbols =
+                COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
+            uint32_t words[4];
+            join<SIMPLE>(with, symbols, residuals, s * kStep * residual_bits, words);
+            store_words(window, UNITS, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
+        }
+    }
+
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
+    // coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
+                                           uint32_t coded_bytes, const Window &window) const
+    {
+        const PlanesBook<T> book(cb, cluster);
+        if (cb.num_clusters > 1u) {
+            __syncwarp();
+            fill_entries(cb, cluster, entries());
+            __syncwarp();
+        }
+        uint32_t n = active ? book.columns : 0u;
+        const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
+                       per_warp = G::kAnyLength ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
+        const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
+                       last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
+        const uint32_t end = start_bit + 8u * coded_bytes;
+        const bool one_tile = per_warp == 1u; // which is looked at while the parts are found
+        Tile tile;
+        ValueParts parts = book.template find_parts<G, true>(
+            start_bit, end, n, {first, last}, exchanged(), [&](uint32_t p, uint32_t start, DigitRange range, uint32_t) {
+                return one_tile ? visit(p, start, range, tile)
+                                : PlanesBook<T>::template count_escapes<G>(start, range, 2);
+            });
+        // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
+        const bool good = !active || parts.end == end;
+        if (!good) {
+            if (G::kPerWarp == 1) return false;
+            n = tile.num_escaped = 0;
+            parts.mine[IBP_MAX_PLANES] = {0, 0};
+        }
+        const bool units = window.is_units(cb.row_bytes, 16), simple = is_simple(cb.planes);
+#pragma unroll 1
+        for (uint32_t k = 0; k < per_warp; k++) {
+            const uint32_t tile_start = ibp_min_u32(first + k * kTile, last);
+            DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
+            if (!one_tile) {
+                mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
+#pragma unroll
+                for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
+                    mine[p + 1].to =
+                        mine[p + 1].from + (p < cb.planes.num_planes ? visit(p, parts.digits[p], mine[p], tile)
+                                                                     : mine[p].to - mine[p].from);
+            }
+            const DigitRange raw = mine[IBP_MAX_PLANES];
+            name_raw(parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits, raw.to - raw.from);
+            decode_plane1(parts.digits[1] + 2u * mine[1].from, tile.num_escaped, tile.chunk);
+            Ranks ranks;
+            if (COLUMNS) ranks = ranks_of(tile, raw);
+            if (simple && units)
+                store_tile<true, true>(book, parts, tile, ranks, tile_start, n, window);
+            else if (units)
+                store_tile<true, false>(book, parts, tile, ranks, tile_start, n, window);
+            else
+                store_tile<false, false>(book, parts, tile, ranks, tile_start, n, window);
+            __syncwarp(); // the levels are free
+#pragma unroll
+            for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
+        }
+        return good;
+    }
+};
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,23 @@
+// decode_raw.cuh - scheme raw: rows are stored as they are, and fetched without a decoder.
+#ifndef IBP_DECODE_RAW_CUH
+#define IBP_DECODE_RAW_CUH
+
+#include "decoder.cuh"
+
+namespace ibp {
+
+template <class G> struct RawDecoder : NoBlockMemory {
+    using Group = G;
+    static constexpr uint32_t kMostThreads = 768, kVectors = 4;
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
+    __device__ __forceinline__ RawDecoder(const ibp_codebook &, uint32_t) {}
+    // No row is coded: one that says so is corrupt.
+    __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t, uint32_t, const Window &) const
+    {
+        return !active;
+    }
+};
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,188 @@
+// gather.cu - ibp_cuda_gather_items and ibp_cuda_decode_bytes: what is asked for, and which decoder answers (the
+// paper's sections 4.3 and 4.4). The kernels are in decode/.
+#include "../../core/ids.h"
+#include "../cuda_checks.h"
+#include "decode_request.h"
+#include "../kinds.h"
+#include "../launch.cuh"
+
+#include <algorithm>
+
+namespace ibp {
+
+// Rows that an item can touch.
+static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
+{
+    if (row_bytes % item_bytes == 0) return 1;
+    if (item_bytes % row_bytes == 0) return item_bytes / row_bytes;
+    return (item_bytes - 2) / row_bytes + 2;
+}
+
+// Fills in which items are regular, and where their rows are.
+static void describe_rows(const ibp_table &table, uint8_t *out, Request *request)
+{
+    const int64_t row_bytes = table.codebook.row_bytes;
+    request->packed = table.slot_bytes == 0u;
+    request->most_stored =
+        request->packed ? table.codebook.row_bytes : std::min(table.slot_bytes, table.codebook.row_bytes);
+    request->rows = request->packed ? table.overflow : table.slots;
+    request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
+    if (request->staged) request->rows = request->stage, request->rows_bytes = request->stage_bytes;
+    const int64_t pitch = row_bytes * request->rows_per_item;
+    // Whether every item goes to a multiple of 16 bytes after the first one's: where it is not known, bytes are copied.
+    bool is_even = pitch % 16 == 0 && request->ids.addresses == nullptr;
+    for (uint32_t d = 0; d < request->ids.num_dims; d++) is_even = is_even && request->ids.strides[d] % 16 == 0;
+    if (request->by_id) {
+        request->out_items = static_cast<uint32_t>(std::min<int64_t>(ibp_num_positions(&request->ids), UINT32_MAX));
+        request->num_regular = request->whole_rows ? static_cast<uint64_t>(table.num_items) : 0u;
+        request->dst = out;
+    } else {
+        request->out_items = request->num_jobs;
+        request->first_regular = request->start % row_bytes != 0;
+        request->num_regular = static_cast<uint64_t>(
+            std::max<int64_t>(0, request->end / row_bytes - request->first_row - request->first_regular));
+        request->dst = out + (request->first_row * row_bytes - request->start);
+    }
+    if (request->packed && !table.bases) request->num_regular = 0;
+    request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && is_even && row_bytes % 16 == 0;
+}
+
+// Whether the GPU has a table's slots, and the host enough of its rows' bytes that warps wait for them.
+static bool spills_far(const ibp_table &table)
+{
+    constexpr int64_t kShare = 100; // of the slots' bytes
+    return table.slot_bytes != 0u && table.overflow_bytes > table.slots_bytes / kShare &&
+           is_host_memory(table.overflow) && !is_host_memory(table.slots);
+}
+
+// ---- the decoders ----
+
+static bool is_any(const ibp_codebook &) { return true; }
+static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
+static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
+static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
+
+// A codebook goes to the first decoder of its scheme that takes it and knows its fields.
+static const struct {
+    ibp_scheme scheme;
+    bool (*takes)(const ibp_codebook &codebook);
+    uint32_t known; // of PlanesField
+    ibp_status (*launch)(const Gather &gather);
+} kDecoders[] = {
+    {IBP_SCHEME_RAW, is_any, 0, gather_raw},
+    {IBP_SCHEME_IBP, is_any, 0, gather_masks},
+    {IBP_SCHEME_PLANES, is_listed, kListedFields, gather_listed},
+    {IBP_SCHEME_PLANES, is_fast, kDenseFields, gather_fast},
+    {IBP_SCHEME_PLANES, is_of_pairs, kDenseFields, gather_pairs},
+    {IBP_SCHEME_PLANES, is_dense, kDenseFields, gather_dense},
+};
+
+static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, ibp_fault *fault, int max_sms,
+                         ibp_stream stream)
+{
+    describe_rows(*table, out, &request);
+    request.uneven = spills_far(*table);
+    for (const auto &decoder : kDecoders)
+        if (decoder.scheme == table->codebook.scheme && decoder.takes(table->codebook) &&
+            knows_fields(table->codebook, decoder.known))
+            return decoder.launch({*table, request, out, fault, max_sms, stream});
+    return IBP_INVALID_ARGUMENT;
+}
+
+static void ask_for(const ibp_table &table, const ibp_ids &ids, Request *request)
+{
+    request->ids = ids;
+    request->rows_per_item = rows_an_item(table.item_bytes, table.codebook.row_bytes);
+    request->num_jobs = static_cast<uint32_t>(ids.count * request->rows_per_item);
+    request->by_id = true;
+    request->whole_rows = table.item_bytes % table.codebook.row_bytes == 0;
+}
+
+// Fills in the jobs of the items at ids; a request without jobs where there is nothing to do.
+static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, const uint8_t *out, const ibp_fault *fault,
+                                int max_sms, Request *request)
+{
+    if (!is_table(table) || !are_placed_ids(ids) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
+    if ((out == nullptr && ids->addresses == nullptr) || (ids->positions != nullptr && ids->out_items < 0))
+        return IBP_INVALID_ARGUMENT;
+    if (ids->count > kMostJobs / rows_an_item(table->item_bytes, table->codebook.row_bytes))
+        return IBP_INVALID_ARGUMENT;
+    ask_for(*table, *ids, request);
+    return IBP_OK;
+}
+
+bool use_cache(const ibp_cache *cache, Request *request)
+{
+    if (cache == nullptr || cache->num_slabs > IBP_MAX_SLABS || !request->whole_rows) return false;
+    if (!has_bytes(cache->entries, request->num_jobs)) return false;
+    request->cache.entries = cache->entries;
+    request->cache.num_slabs = cache->num_slabs;
+    for (uint32_t s = 0; s < cache->num_slabs; s++) {
+        const ibp_slab &slab = request->cache.slabs[s] = cache->slabs[s];
+        if (slab.num_bytes < 0 || !has_bytes(slab.bytes, slab.num_bytes)) return false;
+    }
+    return true;
+}
+
+Request describe_items(const ibp_table &table, const ibp_ids &ids)
+{
+    Request request{};
+    ask_for(table, ids, &request);
+    describe_rows(table, nullptr, &request);
+    return request;
+}
+
+ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
+                         uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    Request request{};
+    const ibp_status status = ask_for_items(table, ids, out, fault, max_sms, &request);
+    if (status != IBP_OK || request.num_jobs == 0) return status;
+    if (!request.whole_rows || table->slot_bytes == 0 || table->slots_start != 0 || stage == nullptr)
+        return IBP_INVALID_ARGUMENT;
+    request.staged = true;
+    request.stage = stage;
+    request.stage_bytes = int64_t{request.num_jobs} * table->slot_bytes;
+    request.first_position = first_position;
+    return gather(table, request, out, fault, max_sms, stream);
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
+                                            int max_sms, ibp_stream stream)
+{
+    ibp::Request request{};
+    const ibp_status status = ibp::ask_for_items(table, ids, out, fault, max_sms, &request);
+    if (status != IBP_OK || request.num_jobs == 0) return status;
+    return ibp::gather(table, request, out, fault, max_sms, stream);
+}
+
+extern "C" ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
+                                             uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    ibp::Request request{};
+    const ibp_status status = ibp::ask_for_items(table, ids, out, fault, max_sms, &request);
+    if (status != IBP_OK || request.num_jobs == 0) return status;
+    if (!ibp::use_cache(cache, &request)) return IBP_INVALID_ARGUMENT;
+    return ibp::gather(table, request, out, fault, max_sms, stream);
+}
+
+extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
+                                            ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    if (!ibp::is_table(table) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
+    if (start == end) return IBP_OK;
+    if (out == nullptr) return IBP_INVALID_ARGUMENT;
+    const int64_t row_bytes = table->codebook.row_bytes;
+    ibp::Request request{};
+    request.start = start, request.end = end;
+    request.rows_per_item = 1;
+    request.first_row = start / row_bytes;
+    const int64_t num_rows = (end - 1) / row_bytes - request.first_row + 1;
+    if (num_rows > ibp::kMostJobs) return IBP_INVALID_ARGUMENT;
+    request.num_jobs = static_cast<uint32_t>(num_rows);
+    return ibp::gather(table, request, out, fault, max_sms, stream);
+}

@@ -1,0 +1,47 @@
+// sums.cuh - words of tensors at any address, and their sums for fingerprints (FORMAT.md section 10).
+#ifndef IBP_SUMS_CUH
+#define IBP_SUMS_CUH
+
+#include "../warp.cuh"
+
+namespace ibp {
+
+// Sum of v over the lanes of a warp, in lane 0.
+__device__ __forceinline__ uint64_t sum_of_warp(uint64_t v)
+{
+    for (uint32_t step = kWarp / 2u; step != 0u; step /= 2u) {
+        const uint32_t low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(v), step),
+                       high = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(v >> 32), step);
+        v += low | static_cast<uint64_t>(high) << 32;
+    }
+    return v;
+}
+
+// Word i of num_bytes bytes at any address, zeros past them. Reads no byte outside them.
+__device__ __forceinline__ uint64_t load_any_word(const uint8_t *data, int64_t num_bytes, int64_t i)
+{
+    const uint8_t *const from = data + 8 * i;
+    const uint32_t start = reinterpret_cast<uintptr_t>(from) % 8u;
+    const uint64_t *const near = reinterpret_cast<const uint64_t *>(from - start);
+    if (start == 0u && 8 * i + 8 <= num_bytes) return near[0];
+    if (start != 0u && i != 0 && 8 * i + 16 - start <= num_bytes)
+        return near[0] >> 8u * start | near[1] << (64u - 8u * start);
+    uint64_t word = 0;
+    for (uint32_t b = 0; b < 8u && 8 * i + b < num_bytes; b++) word |= static_cast<uint64_t>(from[b]) << 8u * b;
+    return word;
+}
+
+// Stores word i, as far as it lies in num_bytes bytes, which begin at any address.
+__device__ __forceinline__ void store_any_word(uint8_t *data, int64_t num_bytes, int64_t i, uint64_t word)
+{
+    uint8_t *const to = data + 8 * i;
+    if (aligned(to, 8) && 8 * i + 8 <= num_bytes) {
+        *reinterpret_cast<uint64_t *>(to) = word;
+        return;
+    }
+    for (uint32_t b = 0; b < 8u && 8 * i + b < num_bytes; b++) to[b] = static_cast<uint8_t>(word >> 8u * b);
+}
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,94 @@
+// encode.cu - ibp_cuda_measure_rows and ibp_cuda_encode_rows: which encoder measures and codes rows (the paper's
+// section 4.2). The kernels are in encode/.
+#include "../cuda_checks.h"
+#include "encode_request.h"
+#include "../kinds.h"
+
+namespace ibp {
+
+static bool is_any(const ibp_codebook &) { return true; }
+static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
+static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
+static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pairs(cb.planes) && has_code_table(cb); }
+// Whether a row's list fits shared memory beside its stage, and no other encoder is faster.
+static bool has_values(const ibp_codebook &cb)
+{
+    constexpr uint32_t kLongest = 16384;
+    const bool of_pairs = cb.planes.element_bytes == 2u && cb.planes.residual_bits > 8u && has_pairs(cb.planes);
+    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest && !of_pairs;
+}
+
+// A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored
+// as they are, by any encoder.
+struct Encoder {
+    ibp_scheme scheme;
+    bool (*takes)(const ibp_codebook &codebook);
+    uint32_t known; // of PlanesField
+    ibp_status (*measure)(const Measure &measure);
+    ibp_status (*encode)(const Encode &encode);
+};
+static const Encoder kEncoders[] = {
+    {IBP_SCHEME_RAW, is_any, 0, nullptr, encode_masks},
+    {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
+    {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_listed},
+    {IBP_SCHEME_PLANES, encodes_fast, kInvariantBits | kConsecutive, measure_fast, encode_fast},
+    {IBP_SCHEME_PLANES, has_values, kConsecutive, measure_dense, encode_values},
+    {IBP_SCHEME_PLANES, is_of_pairs, kConsecutive, measure_dense, encode_pairs},
+    {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_dense, encode_dense},
+};
+
+// The encoder of a codebook, or NULL.
+static const Encoder *encoder_of(const ibp_codebook &codebook)
+{
+    for (const Encoder &encoder : kEncoders)
+        if (encoder.scheme == codebook.scheme && encoder.takes(codebook) && knows_fields(codebook, encoder.known))
+            return &encoder;
+    return nullptr;
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
+                                            uint16_t *lengths, ibp_stream stream)
+{
+    if (!ibp::is_codebook(codebook) || !ibp_are_sizes(num_bytes, codebook->row_bytes)) return IBP_INVALID_ARGUMENT;
+    const ibp::Encoder *const encoder = ibp::encoder_of(*codebook);
+    if (encoder == nullptr || encoder->measure == nullptr) return IBP_INVALID_ARGUMENT;
+    if (num_bytes == 0) return IBP_OK;
+    if (data == nullptr || lengths == nullptr) return IBP_INVALID_ARGUMENT;
+    return encoder->measure({*codebook, data, num_bytes, lengths, stream});
+}
+
+extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots,
+                                           uint8_t *overflow, ibp_fault *fault, ibp_stream stream)
+{
+    // The arrays that are written are those of the arguments: the table's own pointers are not read.
+    if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
+    if (!ibp::has_bytes(slots, table->slots_bytes) || !ibp::has_bytes(overflow, table->overflow_bytes))
+        return IBP_INVALID_ARGUMENT;
+    const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);
+    if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
+    const int64_t num_rows = ibp_num_rows(table);
+    if (num_rows == 0) return IBP_OK;
+    if (data == nullptr) return IBP_INVALID_ARGUMENT;
+    ibp_place place{};
+    place.table = *table, place.slots = slots, place.overflow = overflow;
+    ibp_row_source source{};
+    source.data = data, source.num_rows = num_rows;
+    source.last_row_bytes = ibp_valid_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes, num_rows - 1);
+    return encoder->encode({place, source, nullptr, 0, true, fault, 0, stream});
+}
+
+extern "C" ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
+                                           int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    if (place == nullptr || source == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    const ibp_table &table = place->table;
+    if (!ibp_is_place(place) || !ibp_is_row_source(source, table.codebook.row_bytes)) return IBP_INVALID_ARGUMENT;
+    const ibp::Encoder *const encoder = ibp::encoder_of(table.codebook);
+    if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
+    if (row_ids == nullptr && (first_row < 0 || first_row > ibp_num_rows(&table) - source->num_rows))
+        return IBP_INVALID_ARGUMENT;
+    if (source->num_rows == 0) return IBP_OK;
+    return encoder->encode({*place, *source, row_ids, first_row, false, fault, max_sms, stream});
+}

@@ -1,0 +1,17 @@
+// encode_listed.cu - measures and encodes listed rows of scheme planes, those of codebooks with few fields here.
+#include "listed_encoders.cuh"
+
+namespace ibp {
+
+using Plain = ListedEncoders<kNoFields>;
+
+ibp_status measure_listed(const Measure &measure)
+{
+    return Plain::take(measure.codebook) ? Plain::launch(measure) : measure_listed_of_any_fields(measure);
+}
+ibp_status encode_listed(const Encode &encode)
+{
+    return Plain::take(encode.place.table.codebook) ? Plain::launch(encode) : encode_listed_of_any_fields(encode);
+}
+
+} // namespace ibp

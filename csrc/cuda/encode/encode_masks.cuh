@@ -1,0 +1,110 @@
+// encode_masks.cuh - rows of scheme ibp coded by a group of lanes, 16 bytes a lane and step (FORMAT.md section 5; the
+// paper's section 4.2).
+//
+// Bound by the issue of instructions: some 250 a step of 512 bytes, most of them parallel bit extracts; measuring
+// takes about 80.
+#ifndef IBP_ENCODE_MASKS_CUH
+#define IBP_ENCODE_MASKS_CUH
+
+#include "encoder.cuh"
+
+namespace ibp {
+
+template <uint32_t LANES> struct MasksEncoder {
+    using Group = EncodeGroup<LANES>;
+    using G = Group;
+    static constexpr uint32_t kBlocks = 1;
+    static constexpr bool kFillsStage = false;
+    const uint32_t *mask, *bitval, *flags;
+    uint32_t row_bytes, chunk_bytes, num_flags;
+
+    static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &) { return 0; }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
+    __device__ __forceinline__ MasksEncoder(const ibp_codebook &cb, uint32_t *)
+        : mask(cb.mask), bitval(cb.bitval), flags(cb.flags), row_bytes(cb.row_bytes), chunk_bytes(cb.chunk_bytes),
+          num_flags(cb.num_flags)
+    {
+    }
+    __device__ __forceinline__ MasksEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
+    {
+        const uint64_t offset = uint64_t{k} * cb.cluster_stride;
+        MasksEncoder one = *this;
+        one.mask += offset, one.bitval += offset, one.flags += offset;
+        // Any number may stand there: no row has more participation bits than bytes.
+        if (cb.num_clusters > 1u) one.num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
+        return one;
+    }
+
+    // What a lane knows of its four words: the words, the bits kept of them, and their participation bits with their
+    // position.
+    struct Lane {
+        uint32_t word[4], keep[4];
+        uint32_t participation, flag_position, num_kept;
+    };
+    static __device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t first, uint32_t (&out)[4])
+    {
+        const uint4 v = __ldg(reinterpret_cast<const uint4 *>(entries + first / 4u));
+        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+    }
+    __device__ __forceinline__ Lane match(const PlainRow &row, uint32_t first) const
+    {
+        Lane lane{};
+        if (first >= row_bytes) return lane;
+        uint32_t invariant[4], mismatch[4], entry[4];
+        row.load(first, lane.word);
+        load_entries(mask, first, invariant);
+        load_entries(bitval, first, mismatch);
+        load_entries(flags, first, entry);
+#pragma unroll
+        for (int i = 0; i < 4; i++) mismatch[i] = (lane.word[i] ^ mismatch[i]) & invariant[i];
+        if (chunk_bytes == 8u)
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) mismatch[i] = mismatch[i + 1] = mismatch[i] | mismatch[i + 1];
+        lane.flag_position = ibp_flag_position(entry[0]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t participation = ibp_match_word(mismatch[i], entry[i], chunk_bytes);
+            const uint32_t flags_before = (ibp_flag_position(entry[i]) - lane.flag_position) % 32u;
+            if (ibp_flagged_chunks(entry[i])) lane.participation |= participation << flags_before;
+            lane.keep[i] = ibp_keep_word(participation, invariant[i], entry[i], chunk_bytes) &
+                           ibp_row_bits_of_word(row_bytes, first / 4u + i);
+            lane.num_kept += ibp_popcount(lane.keep[i]);
+        }
+        return lane;
+    }
+
+    // Exact bits of a row as coded.
+    __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
+    {
+        uint32_t kept[1] = {0};
+        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES)
+            kept[0] += match(row, first).num_kept;
+        G::sum(kept);
+        return num_flags + kept[0];
+    }
+
+    // Codes a row into a stage that is all zeros from start_bit on. Returns the bytes up to its end.
+    __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                               uint32_t) const
+    {
+        uint32_t position = start_bit + num_flags;
+        for (uint32_t base = 0; base < row_bytes; base += kVector * LANES) {
+            const Lane lane = match(row, base + kVector * G::lane());
+            const uint32_t kept[1] = {lane.num_kept};
+            uint32_t before[1], total[1];
+            G::scan(kept, before, total);
+            stage.or_bits(start_bit + lane.flag_position, lane.participation);
+            BitWriter writer(stage, position + before[0]);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                writer.push(ibp_extract(lane.word[i], lane.keep[i]), ibp_popcount(lane.keep[i]));
+            writer.finish();
+            position += total[0];
+        }
+        return (position + 7u) / 8u;
+    }
+};
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,46 @@
+// encode_request.h - what is measured or encoded, as the kernels of every encoder get it, and the list of encoders.
+#ifndef IBP_ENCODE_REQUEST_H
+#define IBP_ENCODE_REQUEST_H
+
+#include "ibp_cuda.h"
+
+namespace ibp {
+
+// The arguments of ibp_cuda_measure_rows.
+struct Measure {
+    const ibp_codebook &codebook;
+    const uint8_t *data;
+    int64_t num_bytes;
+    uint16_t *lengths;
+    ibp_stream stream;
+};
+// Those of ibp_cuda_encode_into; or of ibp_cuda_encode_rows: then is_measured, and the index of place.table, which
+// says how long rows are and where they go, is read instead of written.
+struct Encode {
+    const ibp_place &place;
+    const ibp_row_source &source;
+    const int64_t *row_ids;
+    int64_t first_row;
+    bool is_measured;
+    ibp_fault *fault;
+    int max_sms;
+    ibp_stream stream;
+};
+
+// The encoders, each in a translation unit of its own under encode/. encode.cu says which codebooks each one takes.
+ibp_status measure_masks(const Measure &measure);
+ibp_status encode_masks(const Encode &encode);
+ibp_status measure_dense(const Measure &measure);
+ibp_status encode_dense(const Encode &encode);
+ibp_status measure_listed(const Measure &measure);
+ibp_status encode_listed(const Encode &encode);
+ibp_status measure_listed_of_any_fields(const Measure &measure); // for encode_listed.cu
+ibp_status encode_listed_of_any_fields(const Encode &encode);
+ibp_status encode_pairs(const Encode &encode);
+ibp_status encode_values(const Encode &encode);
+ibp_status measure_fast(const Measure &measure);
+ibp_status encode_fast(const Encode &encode);
+
+} // namespace ibp
+
+#endif

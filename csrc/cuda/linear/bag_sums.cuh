@@ -1,0 +1,399 @@
+// bag_sums.cuh - rows in shared memory added to the sums of bags, and where bags begin and end.
+#ifndef IBP_BAG_SUMS_CUH
+#define IBP_BAG_SUMS_CUH
+
+#include "../floats.cuh"
+#include "../warp.cuh"
+
+namespace ibp {
+
+constexpr uint32_t kTeamWarps = 4, kTeamThreads = kTeamWarps * kWarp;
+
+// ---- which bags, and which rows ----
+
+constexpr uint32_t kNoOffset = ~0u; // of what is no number of an id
+
+// The number of the first id of a bag; num_ids behind the last bag.
+__device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag, uint32_t num_ids)
+{
+    if (bag == 0u) return 0;
+    if (bag >= bags.num_bags) return num_ids;
+    if (bags.offsets == nullptr) return static_cast<uint32_t>(bags.bag_size) * bag; // at most num_ids
+    const int64_t begin = bags.offset_bytes == 8u ? __ldg(static_cast<const long long *>(bags.offsets) + bag)
+                                                  : __ldg(static_cast<const int *>(bags.offsets) + bag);
+    return begin < 0 || begin > num_ids ? kNoOffset : static_cast<uint32_t>(begin);
+}
+
+// The first bag before which lie at least `target` bags and ids; num_bags if there is none. By all lanes of a warp
+// together; each half of it may have a target of its own, and so get another answer.
+__device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t num_ids, uint64_t target)
+{
+    constexpr uint32_t kProbes = kWarp / 2u;
+    const uint32_t rank = lane_id() % kProbes, shift = lane_id() / kProbes * kProbes;
+    uint32_t low = 0, high = static_cast<uint32_t>(bags.num_bags); // the answer is one of [low, high]
+    while (__any_sync(kAllLanes, low < high)) {
+        const uint32_t left = high - low, step = (left + kProbes - 1u) / kProbes,
+                       probe = low + ibp_min_u32((rank + 1u) * step, left);
+        const bool reached = left != 0u && uint64_t{begin_of(bags, probe - 1u, num_ids)} + probe - 1u >= target;
+        const uint32_t votes = __ballot_sync(kAllLanes, reached) >> shift & ((1u << kProbes) - 1u);
+        const uint32_t first = votes != 0u ? static_cast<uint32_t>(__ffs(static_cast<int>(votes))) - 1u : kProbes;
+        high = first == kProbes ? high : low + ibp_min_u32((first + 1u) * step, left) - 1u;
+        low += ibp_min_u32(first * step, left);
+    }
+    return low;
+}
+
+// The bags of a team, and their rows.
+struct Share {
+    uint32_t first_bag, last_bag, first, last; // from, up to without
+};
+
+// Bags and ids count alike, so that many bags without ids are shared out too. Offsets that change meanwhile give warps
+// different shares: a team takes that of one.
+static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num_ids, uint32_t team, uint32_t num_teams)
+{
+    const uint64_t total = uint64_t{num_ids} + static_cast<uint64_t>(bags.num_bags);
+    const uint32_t bag = first_bag_at(bags, num_ids, total * (team + lane_id() / (kWarp / 2u)) / num_teams);
+    Share share;
+    share.first_bag = __shfl_sync(kAllLanes, bag, 0);
+    share.last_bag =
+        team + 1u == num_teams ? static_cast<uint32_t>(bags.num_bags) : __shfl_sync(kAllLanes, bag, kWarp - 1u);
+    share.first = ibp_min_u32(begin_of(bags, share.first_bag, num_ids), num_ids);
+    share.last = max(share.first, ibp_min_u32(begin_of(bags, share.last_bag, num_ids), num_ids));
+    return share;
+}
+
+// ---- rows ----
+
+// What is known of a row beside its bytes, in shared memory behind them.
+struct Note {
+    float weight;
+    uint32_t is_padding;
+};
+
+// The rows of a round where a team finds them: row j begins with shared byte first + j * pitch.
+struct Rows {
+    uint32_t first, pitch, row_bytes;
+
+    __device__ __forceinline__ const uint8_t *row(uint32_t j) const { return shared_bytes() + first + j * pitch; }
+    static __device__ __forceinline__ Note &note_of(uint8_t *row, uint32_t row_bytes)
+    {
+        return *reinterpret_cast<Note *>(row + (row_bytes + 15u) / 16u * 16u);
+    }
+    __device__ __forceinline__ Note note(uint32_t j) const
+    {
+        return note_of(shared_bytes() + first + j * pitch, row_bytes);
+    }
+};
+
+// ---- sums ----
+
+constexpr uint32_t kUnitBytes = 16; // of a row that a thread adds at a time
+
+// The elements of a unit, of four bytes or of two, in their order: as floats or, of a maximum, as their bits, those of
+// two bytes in the upper half.
+struct Unit {
+    static constexpr uint32_t kMost = kUnitBytes / 2u;
+    float values[kMost];
+
+    template <ibp_float_kind KIND> static constexpr uint32_t kSize = KIND == IBP_FLOAT32 ? 4u : 8u;
+
+    template <ibp_float_kind KIND, bool BITS> static __device__ __forceinline__ float element(uint4 words, uint32_t e)
+    {
+        const uint32_t w = KIND == IBP_FLOAT32 ? e : e / 2u,
+                       word = w < 2u ? (w == 0u ? words.x : words.y) : (w == 2u ? words.z : words.w);
+        if (KIND == IBP_FLOAT32) return float_of_bits(word);
+        if (KIND == IBP_FLOAT16 && !BITS) return float_of_half(e % 2u == 0u ? word & 0xffffu : word >> 16);
+        return float_of_bits(e % 2u == 0u ? word << 16 : word & 0xffff0000u);
+    }
+    template <ibp_float_kind KIND> static __device__ __forceinline__ bool is_greater(float a, float b)
+    {
+        if (KIND != IBP_FLOAT16) return a > b;
+        return float_of_half(bits_of_float(a) >> 16) > float_of_half(bits_of_float(b) >> 16);
+    }
+
+    template <ibp_float_kind KIND> __device__ __forceinline__ void add(uint4 words, float weight)
+    {
+#pragma unroll
+        for (uint32_t e = 0; e < kSize<KIND>; e++) values[e] = fmaf(weight, element<KIND, false>(words, e), values[e]);
+    }
+    // is_first: there is nothing to compare with.
+    template <ibp_float_kind KIND> __device__ __forceinline__ void take_greater(uint4 words, bool is_first)
+    {
+#pragma unroll
+        for (uint32_t e = 0; e < kSize<KIND>; e++) {
+            const float value = element<KIND, true>(words, e);
+            if (is_first || is_greater<KIND>(value, values[e])) values[e] = value;
+        }
+    }
+
+    __device__ __forceinline__ void divide(float divisor)
+    {
+#pragma unroll
+        for (uint32_t e = 0; e < kMost; e++) values[e] /= divisor;
+    }
+    // The unit's bits.
+    __device__ __forceinline__ uint4 result(const ibp_bags &bags) const
+    {
+        if (bags.kind == IBP_FLOAT32)
+            return make_uint4(bits_of_float(values[0]), bits_of_float(values[1]), bits_of_float(values[2]),
+                              bits_of_float(values[3]));
+        if (bags.mode == IBP_BAG_MAX) return make_uint4(two_bits(0), two_bits(2), two_bits(4), two_bits(6));
+        if (bags.kind == IBP_FLOAT16)
+            return make_uint4(halves_of_floats(values[0], values[1]), halves_of_floats(values[2], values[3]),
+                              halves_of_floats(values[4], values[5]), halves_of_floats(values[6], values[7]));
+        return make_uint4(bfloat16s_of_floats(values[0], values[1]), bfloat16s_of_floats(values[2], values[3]),
+                          bfloat16s_of_floats(values[4], values[5]), bfloat16s_of_floats(values[6], values[7]));
+    }
+    __device__ __forceinline__ uint32_t two_bits(uint32_t e) const
+    {
+        return permute_bytes(bits_of_float(values[e]), bits_of_float(values[e + 1u]), 0x7632);
+    }
+};
+
+// Where a bag's rows are.
+struct Bounds {
+    uint32_t begin, end;
+};
+
+// Shared memory of a team: its share, and what its threads know of their bags from round to round.
+struct TeamMemory {
+    uint32_t first; // byte
+
+    __device__ __forceinline__ Share &share() const { return *reinterpret_cast<Share *>(shared_bytes() + first); }
+    // The i-th 16 bytes of the thread's own.
+    __device__ __forceinline__ uint4 &words(uint32_t i) const
+    {
+        const uint32_t place = 1u + i * kTeamThreads + threadIdx.x % kTeamThreads;
+        return *reinterpret_cast<uint4 *>(shared_bytes() + first + place * sizeof(uint4));
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_bytes(uint32_t words_of_thread)
+    {
+        return (1u + words_of_thread * kTeamThreads) * static_cast<uint32_t>(sizeof(uint4));
+    }
+};
+static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
+
+// The sums of a team's bags. The least power of two of threads that a row has units for, or all of them, share a bag:
+// each takes a unit of the row, or UNITS, and every so many-th bag is theirs. Rounds are not inlined, and keep nothing
+// in registers from one to the next: so decoders have these for themselves, and all kernels share the code.
+template <uint32_t UNITS> struct Reducer {
+    static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
+    static constexpr uint32_t kWords = 2u + 2u * UNITS; // of TeamMemory
+
+    const ibp_bags &bags;
+    const uint32_t num_ids, row_bytes;
+    uint8_t *const out;
+    ibp_fault *const fault;
+    const TeamMemory memory;
+    const Share share;
+    const uint32_t lane_bits; // of the number of threads that share a bag
+
+    struct State {
+        uint32_t bag, count;   // the open bag, and its rows that count
+        Bounds bounds, coming; // of the open bag, inside the share; of the next one, as the offsets have them
+        Unit units[UNITS];
+    };
+
+    __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t num, uint32_t bytes, uint8_t *to,
+                                       ibp_fault *noted, TeamMemory kept)
+        : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(kept.share()),
+          lane_bits(bits_of_lanes(bytes))
+    {
+    }
+    static __device__ __forceinline__ uint32_t bits_of_lanes(uint32_t row_bytes)
+    {
+        constexpr uint32_t kMostLaneBits = 7;
+        static_assert(1u << kMostLaneBits == kTeamThreads, "at most all threads of a team");
+        const int num_units = static_cast<int>((row_bytes + kUnitBytes - 1u) / kUnitBytes);
+        return ibp_min_u32(max(32u - static_cast<uint32_t>(__clz(num_units - 1)), kLeastLaneBits), kMostLaneBits);
+    }
+    static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kTeamThreads; }
+    // Of the threads that share a bag.
+    __device__ __forceinline__ uint32_t lane() const { return rank() & ((1u << lane_bits) - 1u); }
+    __device__ __forceinline__ uint32_t num_open() const { return kTeamThreads >> lane_bits; } // bags at a time
+    __device__ __forceinline__ uint32_t first_byte(uint32_t u) const
+    {
+        return (lane() + (u << lane_bits)) * kUnitBytes;
+    }
+
+    // ---- bags ----
+
+    __device__ __forceinline__ Bounds bounds_of(uint32_t number) const
+    {
+        if (number >= share.last_bag) return {share.last, share.last};
+        return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
+    }
+    // Opens the bag whose bounds have come, and asks for those of the next one. Whatever the offsets are, rows are the
+    // share's.
+    __device__ __forceinline__ void open(State &now) const
+    {
+        const Bounds wanted = now.coming;
+        now.bounds.begin = max(share.first, ibp_min_u32(wanted.begin, share.last));
+        now.bounds.end = max(now.bounds.begin, ibp_min_u32(wanted.end, share.last));
+        if (now.bag >= share.last_bag) return;
+        if (now.bounds.begin != wanted.begin)
+            note_offset(now.bag);
+        else if (now.bounds.end != wanted.end)
+            note_offset(now.bag + 1u);
+        now.coming = bounds_of(now.bag + num_open());
+        now.count = 0;
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++)
+#pragma unroll
+            for (uint32_t e = 0; e < Unit::kMost; e++) now.units[u].values[e] = 0.0f;
+    }
+    // Notes an offset that is no number of an id, or less than the one before.
+    __device__ __forceinline__ void note_offset(uint32_t position) const
+    {
+        if (lane() != 0u) return;
+        record_fault(fault, IBP_INVALID_ARGUMENT, position,
+                     bags.offset_bytes == 8u ? static_cast<const int64_t *>(bags.offsets)[position]
+                                             : static_cast<const int32_t *>(bags.offsets)[position]);
+    }
+    __device__ __forceinline__ State load() const
+    {
+        State now;
+        const uint4 a = memory.words(0), b = memory.words(1);
+        now.bag = a.x, now.count = a.y, now.bounds = {a.z, a.w}, now.coming = {b.x, b.y};
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++)
+#pragma unroll
+            for (uint32_t h = 0; h < 2u; h++) {
+                const uint4 four = memory.words(2u + 2u * u + h);
+                float *const values = now.units[u].values + 4u * h;
+                values[0] = float_of_bits(four.x), values[1] = float_of_bits(four.y);
+                values[2] = float_of_bits(four.z), values[3] = float_of_bits(four.w);
+            }
+        return now;
+    }
+    __device__ __forceinline__ void keep(const State &now) const
+    {
+        memory.words(0) = make_uint4(now.bag, now.count, now.bounds.begin, now.bounds.end);
+        memory.words(1) = make_uint4(now.coming.begin, now.coming.end, 0, 0);
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++)
+#pragma unroll
+            for (uint32_t h = 0; h < 2u; h++) {
+                const float *const values = now.units[u].values + 4u * h;
+                memory.words(2u + 2u * u + h) = make_uint4(bits_of_float(values[0]), bits_of_float(values[1]),
+                                                           bits_of_float(values[2]), bits_of_float(values[3]));
+            }
+    }
+    // Writes the open bag.
+    __device__ __forceinline__ void close(State &now) const
+    {
+        uint8_t *const row = out + static_cast<int64_t>(now.bag) * row_bytes;
+        const bool is_even = row_bytes % kUnitBytes == 0u && aligned(out, kUnitBytes);
+        const bool divides = bags.mode == IBP_BAG_MEAN && now.count != 0u;
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++) {
+            if (u != 0u && first_byte(u) >= row_bytes) break;
+            if (divides) now.units[u].divide(static_cast<float>(now.count));
+            const uint4 words = now.units[u].result(bags);
+            if (is_even)
+                *reinterpret_cast<uint4 *>(row + first_byte(u)) = words;
+            else
+                store_elements(row, first_byte(u), words);
+        }
+    }
+    __device__ __forceinline__ void store_elements(uint8_t *row, uint32_t first, uint4 four) const
+    {
+        const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (uint32_t h = 0; h < kUnitBytes / 2u; h++)
+            if (first + 2u * h < row_bytes)
+                reinterpret_cast<uint16_t *>(row + first)[h] = static_cast<uint16_t>(words[h / 2u] >> 16u * (h % 2u));
+    }
+
+    // ---- rows ----
+
+    // Adds rows of the open bag, n from the j-th of the round on.
+    template <ibp_float_kind KIND, bool NOTES>
+    __device__ __forceinline__ void add_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
+    {
+        if (!NOTES) now.count += n;
+#pragma unroll 4
+        for (; n != 0u; n--, j++) {
+            const Note note = NOTES ? rows.note(j) : Note{1.0f, 0u};
+            if (NOTES) now.count += !note.is_padding;
+#pragma unroll
+            for (uint32_t u = 0; u < UNITS; u++) {
+                if (u != 0u && first_byte(u) >= row_bytes) break;
+                uint4 words = *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u));
+                if (NOTES && note.is_padding) words = make_uint4(0, 0, 0, 0);
+                now.units[u].template add<KIND>(words, note.weight);
+            }
+        }
+    }
+    template <ibp_float_kind KIND>
+    __device__ __forceinline__ void compare_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
+    {
+#pragma unroll 1
+        for (; n != 0u; n--, j++) {
+            if (rows.note(j).is_padding) continue;
+#pragma unroll
+            for (uint32_t u = 0; u < UNITS; u++)
+                if (first_byte(u) < row_bytes)
+                    now.units[u].template take_greater<KIND>(
+                        *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u)), now.count == 0u);
+            now.count++;
+        }
+    }
+    template <ibp_float_kind KIND>
+    __device__ __forceinline__ void reduce(State &now, const Rows &rows, uint32_t j, uint32_t n) const
+    {
+        if (bags.mode == IBP_BAG_MAX)
+            compare_rows<KIND>(now, rows, j, n);
+        else if (bags.weights != nullptr || bags.padding_id >= 0)
+            add_rows<KIND, true>(now, rows, j, n);
+        else
+            add_rows<KIND, false>(now, rows, j, n);
+    }
+
+    __device__ __forceinline__ void add_round(State &now, const Rows &rows, uint32_t first, uint32_t n) const
+    {
+        const uint32_t stop = first + n;
+        while (now.bag < share.last_bag) {
+            const uint32_t from = max(now.bounds.begin, first), to = ibp_min_u32(now.bounds.end, stop);
+            if (from < to) {
+                if (bags.kind == IBP_FLOAT32)
+                    reduce<IBP_FLOAT32>(now, rows, from - first, to - from);
+                else if (bags.kind == IBP_FLOAT16)
+                    reduce<IBP_FLOAT16>(now, rows, from - first, to - from);
+                else
+                    reduce<IBP_BFLOAT16>(now, rows, from - first, to - from);
+            }
+            if (now.bounds.end > stop) break;
+            close(now);
+            now.bag += num_open();
+            open(now);
+        }
+    }
+
+    // Opens the team's first bags. Its share is in memory.
+    static __device__ __noinline__ void begin(const ibp_bags &bags, uint32_t num_ids, uint32_t row_bytes, uint8_t *out,
+                                              ibp_fault *fault, TeamMemory memory)
+    {
+        const Reducer reducer(bags, num_ids, row_bytes, out, fault, memory);
+        State now{};
+        now.bag = reducer.first_byte(0) < row_bytes ? reducer.share.first_bag + (rank() >> reducer.lane_bits)
+                                                    : reducer.share.last_bag;
+        now.coming = reducer.bounds_of(now.bag);
+        reducer.open(now);
+        reducer.keep(now);
+    }
+    // Adds the n rows from number `first` on, and writes the bags that end with them.
+    static __device__ __noinline__ void add(const ibp_bags &bags, uint32_t num_ids, const Rows rows, uint8_t *out,
+                                            ibp_fault *fault, TeamMemory memory, uint32_t first, uint32_t n)
+    {
+        const Reducer reducer(bags, num_ids, rows.row_bytes, out, fault, memory);
+        State now = reducer.load();
+        reducer.add_round(now, rows, first, n);
+        reducer.keep(now);
+    }
+};
+
+} // namespace ibp
+
+#endif

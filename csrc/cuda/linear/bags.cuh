@@ -1,0 +1,160 @@
+// bags.cuh - rows decoded and reduced at once: the kernel of ibp_cuda_sum_bags, and its launch.
+//
+// A team of warps takes a contiguous range of bags, of about as many rows as every other team's. In a round its groups
+// decode consecutive rows, each its own, to shared memory (decode/fetch.cuh); then threads of the team add the rows to
+// the sums of their bags, in their order (bag_sums.cuh). So a sum is what one thread makes of it that goes through the
+// bag, and a long bag is still decoded by all warps of a team.
+#ifndef IBP_BAGS_CUH
+#define IBP_BAGS_CUH
+
+#include "bag_sums.cuh"
+#include "../decode/fetch.cuh"
+#include "../launch.cuh"
+
+namespace ibp {
+
+// What a launch is asked for.
+struct BagsCall {
+    const ibp_table &table;
+    const Request &request;
+    const ibp_bags &bags;
+    uint8_t *out;
+    ibp_fault *fault;
+    int max_sms;
+    ibp_stream stream;
+};
+
+// ---- the kernel ----
+
+// A row that a lane has looked up, and its weight.
+struct Sample {
+    Entry entry;
+    float weight;
+};
+
+// Row `number` of a team whose rows end with `last`. dst: where its group wants it. Not inlined, as Reducer.
+static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
+                                                     const ibp_bags &bags, uint32_t number, uint32_t last, uint8_t *dst)
+{
+    Sample sample{{nullptr, nullptr, what_of(0, 0, kNothing), kNoRest}, 1.0f};
+    if (number >= last) return sample;
+    const bool is_padding = bags.padding_id >= 0 && load_ticket(request, number).id == bags.padding_id;
+    if (!is_padding) sample.entry = look_up(table, request, number);
+    sample.entry.dst = dst;
+    if (bags.weights == nullptr) return sample;
+    if (bags.kind == IBP_FLOAT32) {
+        sample.weight = __ldg(static_cast<const float *>(bags.weights) + number);
+    } else {
+        const uint32_t bits = __ldg(static_cast<const unsigned short *>(bags.weights) + number);
+        sample.weight = bags.kind == IBP_FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
+    }
+    return sample;
+}
+
+// Shared bytes of a group: stage and scratch, then the row and its note.
+template <class Decoder> __host__ __device__ __forceinline__ uint32_t bag_row_start(const ibp_codebook &cb)
+{
+    return (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+}
+template <class Decoder> __host__ __device__ __forceinline__ uint32_t bag_group_bytes(const ibp_codebook &cb)
+{
+    return bag_row_start<Decoder>(cb) + (cb.row_bytes + 15u) / 16u * 16u + 16u;
+}
+static_assert(sizeof(Note) <= 16, "behind a row");
+
+// Of a block: whole teams, and so few that registers hardly spill to local memory, for which shared memory leaves no
+// cache.
+template <class Decoder> constexpr uint32_t most_bag_threads()
+{
+    constexpr uint32_t kMost = 640;
+    return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
+}
+
+template <class Decoder, class Sums>
+__global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
+    sum_bags(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
+             const __grid_constant__ ibp_bags bags, uint8_t *out, ibp_fault *fault)
+{
+    using F = Fetch<Decoder>;
+    using G = typename Decoder::Group;
+    constexpr uint32_t kRows = kTeamThreads / G::kThreads; // of a round
+    const uint32_t row_bytes = table.codebook.row_bytes, first_stage = Decoder::block_bytes(table.codebook),
+                   group_bytes = bag_group_bytes<Decoder>(table.codebook),
+                   row_start = bag_row_start<Decoder>(table.codebook), mine = first_stage + G::in_block() * group_bytes;
+    uint8_t *const my_row = shared_bytes() + mine + row_start;
+    const F fetch{table, request, my_row, stage_at(mine, row_bytes), first_stage, group_bytes};
+    const Decoder decoder(table.codebook, mine + row_stage_bytes(row_bytes));
+    __syncthreads();
+
+    const uint32_t team = threadIdx.x / kTeamThreads, teams = blockDim.x / kTeamThreads,
+                   num_ids = static_cast<uint32_t>(request.ids.count);
+    const uint32_t first_memory = first_stage + blockDim.x / G::kThreads * group_bytes;
+    const TeamMemory memory{first_memory + team * TeamMemory::num_bytes(Sums::kWords)};
+    const Share found = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
+    if (threadIdx.x % kTeamThreads == 0u) memory.share() = found;
+    named_barrier(team + 1u, kTeamThreads);
+    const Share share = memory.share();
+    if (share.first_bag >= share.last_bag) return;
+    Sums::begin(bags, num_ids, row_bytes, out, fault, memory);
+    const Rows rows{first_stage + team * kRows * group_bytes + row_start, group_bytes, row_bytes};
+
+    // The lanes of a warp look up its rows of as many rounds as there are lanes for.
+    const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp,
+                   ahead = of_warp + lane_id() / G::kPerWarp * kRows + lane_id() % G::kPerWarp;
+    uint8_t *const looked_up = shared_bytes() + rows.first + (of_warp + lane_id() % G::kPerWarp) * group_bytes;
+    uint32_t first = share.first, i = 0;
+    uint4 vectors[F::kVectors];
+    Sample sample = look_up_sample(table, request, bags, first + ahead, share.last, looked_up);
+    fetch.prefetch(sample.entry, 0, vectors);
+#pragma unroll 1
+    while (first < share.last) {
+        const Row row = F::row_of(sample.entry, i + F::in_warp());
+        const Note note{__shfl_sync(kAllLanes, sample.weight, i + F::in_warp()), row.kind() == kNothing};
+        const uint32_t number = first + of_warp + F::in_warp();
+        fetch.receive(row, sample.entry, i, vectors);
+        if (G::rank() == 0u) Rows::note_of(my_row, row_bytes) = note;
+        i += G::kPerWarp;
+        if (i == kWarp) {
+            sample = look_up_sample(table, request, bags, first + kRows + ahead, share.last, looked_up);
+            i = 0;
+        }
+        fetch.prefetch(sample.entry, i, vectors);
+        fetch.finish(decoder, number, row, fault);
+        named_barrier(team + 1u, kTeamThreads); // the rows are there
+        Sums::add(bags, num_ids, rows, out, fault, memory, first, ibp_min_u32(kRows, share.last - first));
+        named_barrier(team + 1u, kTeamThreads); // and may be overwritten
+        first += kRows;
+    }
+    if (share.first == share.last) Sums::add(bags, num_ids, rows, out, fault, memory, first, 0); // empty bags
+}
+
+template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call)
+{
+    static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
+    using G = typename Decoder::Group;
+    static_assert(G::kWarps == 1, "teams of whole groups");
+    static_assert(most_bag_threads<Decoder>() / kTeamThreads <= 15u, "a barrier a team");
+    constexpr uint32_t kRows = kTeamThreads / G::kThreads;
+    const ibp_codebook &cb = call.table.codebook;
+    const auto kernel = sum_bags<Decoder, Sums>;
+    const int64_t work = call.request.ids.count + call.bags.num_bags;
+    const uint32_t team_bytes = kRows * bag_group_bytes<Decoder>(cb) + TeamMemory::num_bytes(Sums::kWords);
+    Launch launch;
+    const ibp_status status =
+        plan_groups(reinterpret_cast<const void *>(kernel), most_bag_threads<Decoder>(), Decoder::block_bytes(cb),
+                    team_bytes, kTeamThreads, (work + kRows - 1) / kRows, call.max_sms, &launch);
+    if (status != IBP_OK) return status;
+    return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, call.out, call.fault);
+}
+
+// Rows of up to 512 bytes are decoded by 8 lanes, longer ones by a warp.
+constexpr uint32_t kShortRowBytes = 8u * kLaneBytes;
+template <template <class> class Decoder> using ShortRows = Decoder<Group<8, 1>>;
+template <template <class> class Decoder> using WarpRows = Decoder<Group<kWarp, 1>>;
+template <template <class> class Decoder> using LongRows = Decoder<Group<kWarp, 1, true>>;
+using Pool = Reducer<1>;
+using LongPool = Reducer<4>;
+
+} // namespace ibp
+
+#endif

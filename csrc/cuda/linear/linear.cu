@@ -1,0 +1,64 @@
+// linear.cu - ibp_cuda_linear: which matrices and vectors the kernel takes, and its launch.
+#include "linear.cuh"
+
+#include "../launch.cuh"
+
+#include <algorithm>
+
+namespace ibp {
+
+constexpr uint32_t kBlocksAnSm = 2;
+using Block = LinearBlock<8, 3>;
+
+static bool is_aligned(const void *bytes, uintptr_t alignment)
+{
+    return reinterpret_cast<uintptr_t>(bytes) % alignment == 0u;
+}
+
+static bool is_matrix(const ibp_digit_matrix *m)
+{
+    return m != nullptr && m->slots != nullptr && is_aligned(m->slots, 16u) && m->num_columns != 0u &&
+           m->num_columns % 32u == 0u && m->slot_bytes % 16u == 0u &&
+           m->slot_bytes >= uint64_t{m->num_columns} / 2u * 3u && m->num_rows >= kStripRows &&
+           m->num_rows <= INT32_MAX && m->slots_bytes / m->slot_bytes >= m->num_rows &&
+           m->first_symbol < 0xffu - 15u; // what an escape is multiplied as is finite
+}
+
+static bool has_list(const ibp_digit_matrix &m)
+{
+    return m.starts != nullptr && is_aligned(m.starts, 4u) && is_aligned(m.escapes, 8u) &&
+           (m.escapes != nullptr || m.num_escapes == 0u) && m.num_escapes <= INT32_MAX;
+}
+
+// Blocks that take strips in turn: as many as SMs hold at a time, or one a strip. Launches overlap where the kernel's
+// code waits for the one before: code of compute capability 9.0 and later does.
+static ibp_status plan_blocks(const void *kernel, uint32_t num_strips, Launch *launch)
+{
+    int device = 0, sms = 0;
+    cudaFuncAttributes code{};
+    ibp_status status = check_cuda(cudaGetDevice(&device));
+    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    if (status == IBP_OK) status = check_cuda(cudaFuncGetAttributes(&code, kernel));
+    const uint32_t blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, sms)) * kBlocksAnSm);
+    *launch = {blocks, Block::kThreads, Block::kSharedBytes, 1u, code.ptxVersion >= 90};
+    return status;
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
+                                      const uint16_t *bias, uint16_t *y, ibp_stream stream)
+{
+    using namespace ibp;
+    if (!is_matrix(matrix) || !has_list(*matrix) || num_vectors < 0 || num_vectors > kMostVectors)
+        return IBP_INVALID_ARGUMENT;
+    if (num_vectors == 0) return IBP_OK;
+    if (x == nullptr || y == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
+    const LinearJob job{*matrix, x, bias, y, static_cast<uint32_t>(num_vectors)};
+    const auto kernel = linear_kernel<Block, kBlocksAnSm>;
+    const auto *const code = reinterpret_cast<const void *>(kernel);
+    ibp_status status = allow_shared(code);
+    Launch launch;
+    if (status == IBP_OK) status = plan_blocks(code, num_strips(job), &launch);
+    return status == IBP_OK ? launch_kernel(kernel, launch, stream, job) : status;
+}

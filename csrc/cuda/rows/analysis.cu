@@ -1,0 +1,215 @@
+// analysis.cu - bit and chunk statistics over rows (the paper's section 4.1). A block takes up to 256 columns of
+// words of a row and every k-th row; a thread one column, eight rows at a time. Bound by memory: some 10 instructions
+// a word, and one atomic a counter and block.
+#include "../cuda_checks.h"
+#include "../launch.cuh"
+
+#include <algorithm>
+
+namespace ibp {
+
+constexpr uint32_t kThreads = 256, kRowsAhead = 8;
+
+// Word w of a row at any address; zeros past the row. Reads no 4-byte word that has no byte of the row.
+__device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w)
+{
+    const uint8_t *const from = row + 4u * w;
+    if (4u * w + 4u <= row_bytes) {
+        const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u;
+        const uint32_t *const near = reinterpret_cast<const uint32_t *>(from - start);
+        return start == 0u ? near[0] : __funnelshift_r(near[0], near[1], 8u * start);
+    }
+    uint32_t word = 0;
+    for (uint32_t i = 4u * w; i < row_bytes; i++) word |= static_cast<uint32_t>(row[i]) << (8u * (i % 4u));
+    return word;
+}
+
+// The column of units of a row that a thread counts, and its rows.
+struct Columns {
+    uint32_t first, count; // of the block
+    uint32_t column;       // of the thread, within the block's
+    int64_t row, step;
+    bool active;
+
+    // Blocks are numbered slice after slice.
+    __device__ __forceinline__ explicit Columns(uint32_t num_units)
+    {
+        const uint32_t tiles = (num_units + kThreads - 1u) / kThreads;
+        first = blockIdx.x % tiles * kThreads;
+        count = ibp_min_u32(num_units - first, kThreads);
+        const uint32_t slices = kThreads / count; // of this block
+        column = threadIdx.x % count;
+        active = threadIdx.x / count < slices;
+        row = int64_t{blockIdx.x / tiles} * slices + threadIdx.x / count;
+        step = int64_t{gridDim.x / tiles} * slices;
+    }
+};
+
+// 32 counters, one a bit of a word, held as bit planes: plane p has bit p of every counter.
+struct BitCounters {
+    static constexpr uint32_t kPlanes = 8, kMost = (1u << kPlanes) - 1u;
+    uint32_t plane[kPlanes] = {};
+
+    // a + b + c of every bit: the sum's bit stays in a, the carry is returned.
+    static __device__ __forceinline__ uint32_t add3(uint32_t &a, uint32_t b, uint32_t c)
+    {
+        const uint32_t carry = (a & b) | (a & c) | (b & c);
+        a ^= b ^ c;
+        return carry;
+    }
+    __device__ __forceinline__ void add(const uint32_t (&word)[kRowsAhead])
+    {
+        const uint32_t twos0 = add3(plane[0], word[0], word[1]), twos1 = add3(plane[0], word[2], word[3]);
+        const uint32_t twos2 = add3(plane[0], word[4], word[5]), twos3 = add3(plane[0], word[6], word[7]);
+        const uint32_t fours0 = add3(plane[1], twos0, twos1), fours1 = add3(plane[1], twos2, twos3);
+        uint32_t carry = add3(plane[2], fours0, fours1);
+#pragma unroll
+        for (uint32_t p = 3; p < kPlanes; p++) {
+            const uint32_t next = plane[p] & carry;
+            plane[p] ^= carry;
+            carry = next;
+        }
+    }
+    // Adds the counter of bit b to sums[b * stride].
+    __device__ __forceinline__ void flush(uint32_t *sums, uint32_t stride)
+    {
+#pragma unroll
+        for (uint32_t b = 0; b < 32; b++) {
+            uint32_t sum = 0;
+#pragma unroll
+            for (uint32_t p = 0; p < kPlanes; p++) sum |= ((plane[p] >> b) & 1u) << p;
+            if (sum != 0u) atomicAdd(sums + b * stride, sum);
+        }
+#pragma unroll
+        for (uint32_t p = 0; p < kPlanes; p++) plane[p] = 0;
+    }
+};
+
+__global__ void __launch_bounds__(kThreads)
+    count_bits(const uint8_t *data, const int64_t num_rows, const uint32_t row_bytes, unsigned long long *counts)
+{
+    __shared__ uint32_t sums[32 * kThreads]; // [bit][column]
+    const Columns own((row_bytes + 3u) / 4u);
+    for (uint32_t i = threadIdx.x; i < 32u * own.count; i += kThreads) sums[i] = 0;
+    __syncthreads();
+    BitCounters counters;
+    uint32_t added = 0;
+    const uint32_t w = own.first + own.column;
+    for (int64_t r = own.row; own.active && r < num_rows; r += kRowsAhead * own.step) {
+        uint32_t word[kRowsAhead];
+#pragma unroll
+        for (uint32_t i = 0; i < kRowsAhead; i++) {
+            const int64_t row = r + i * own.step;
+            word[i] = row < num_rows ? load_row_word(data + row * row_bytes, row_bytes, w) : 0u;
+        }
+        counters.add(word);
+        added += kRowsAhead;
+        if (added + kRowsAhead <= BitCounters::kMost) continue;
+        counters.flush(sums + own.column, own.count);
+        added = 0;
+    }
+    if (added != 0u) counters.flush(sums + own.column, own.count);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < 32u * own.count;
+         i += kThreads) { // eight bytes a counter, those of a word side by side
+        const uint32_t sum = sums[i % 32u * own.count + i / 32u];
+        if (sum != 0u) atomicAdd(counts + 32ull * own.first + i, static_cast<unsigned long long>(sum));
+    }
+}
+
+// A thread's unit is a word, or two words of a chunk of 8 bytes; a word has up to four chunks.
+__global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ ibp_codebook cb, const uint8_t *data,
+                                                       const int64_t num_rows, unsigned long long *hits)
+{
+    __shared__ uint32_t sums[4 * kThreads]; // [column][chunk]
+    const uint32_t unit_bytes = max(cb.chunk_bytes, 4u), chunks = 4u / ibp_min_u32(cb.chunk_bytes, 4u);
+    const Columns own((cb.row_bytes + unit_bytes - 1u) / unit_bytes);
+    for (uint32_t i = threadIdx.x; i < 4u * kThreads; i += kThreads) sums[i] = 0;
+    __syncthreads();
+    const uint32_t w = (own.first + own.column) * (unit_bytes / 4u),
+                   ones = chunks == 1u ? ~0u : (1u << (32u / chunks)) - 1u;
+    const bool two_words = cb.chunk_bytes == 8u && 4u * w + 4u < cb.row_bytes;
+    const uint32_t mask[2] = {cb.mask[w], two_words ? cb.mask[w + 1u] : 0u},
+                   bitval[2] = {cb.bitval[w], two_words ? cb.bitval[w + 1u] : 0u};
+    uint32_t found[4] = {};
+    for (int64_t r = own.row; own.active && r < num_rows; r += kRowsAhead * own.step) {
+        uint32_t mismatch[kRowsAhead];
+#pragma unroll
+        for (uint32_t i = 0; i < kRowsAhead; i++) {
+            const int64_t row = r + i * own.step;
+            if (row >= num_rows) {
+                mismatch[i] = ~0u;
+                continue;
+            }
+            mismatch[i] = (load_row_word(data + row * cb.row_bytes, cb.row_bytes, w) ^ bitval[0]) & mask[0];
+            if (two_words)
+                mismatch[i] |= (load_row_word(data + row * cb.row_bytes, cb.row_bytes, w + 1u) ^ bitval[1]) & mask[1];
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kRowsAhead; i++)
+#pragma unroll
+            for (uint32_t c = 0; c < 4u; c++)
+                if (c < chunks) found[c] += (mismatch[i] & (ones << (c * (32u / chunks) % 32u))) == 0u;
+    }
+#pragma unroll
+    for (uint32_t c = 0; c < 4u; c++)
+        if (found[c] != 0u) atomicAdd(&sums[own.column * chunks + c], found[c]);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < own.count * chunks; i += kThreads) {
+        const uint32_t chunk = own.first * chunks + i;
+        if (sums[i] != 0u && chunk * cb.chunk_bytes < cb.row_bytes)
+            atomicAdd(hits + chunk, static_cast<unsigned long long>(sums[i]));
+    }
+}
+
+// Blocks for num_units columns: enough to fill the device, and not more than have eight rows a thread; a multiple of
+// the tiles of 256 columns.
+static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_units, uint32_t *num_blocks)
+{
+    int device = 0, num_sms = 0, blocks_an_sm = 0;
+    ibp_status status = check_cuda(cudaGetDevice(&device));
+    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    if (status == IBP_OK)
+        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kThreads, 0));
+    const int64_t tiles = (num_units + kThreads - 1) / kThreads, slices = kThreads / std::min(num_units, kThreads);
+    const int64_t filling = std::max<int64_t>(1, int64_t{num_sms} * std::max(1, blocks_an_sm) / tiles);
+    *num_blocks =
+        static_cast<uint32_t>(tiles * std::min(filling, (num_rows + kRowsAhead * slices - 1) / (kRowsAhead * slices)));
+    return status;
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
+                                          ibp_stream stream)
+{
+    if (!ibp_are_sizes(0, row_bytes) || num_rows > static_cast<size_t>(INT64_MAX) / row_bytes)
+        return IBP_INVALID_ARGUMENT;
+    if (num_rows == 0) return IBP_OK;
+    if (data == nullptr || counts == nullptr) return IBP_INVALID_ARGUMENT;
+    uint32_t blocks;
+    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits),
+                                              static_cast<int64_t>(num_rows), (row_bytes + 3u) / 4u, &blocks);
+    if (status != IBP_OK) return status;
+    ibp::count_bits<<<blocks, ibp::kThreads, 0, stream>>>(data, static_cast<int64_t>(num_rows), row_bytes,
+                                                          reinterpret_cast<unsigned long long *>(counts));
+    return ibp::check_cuda(cudaGetLastError());
+}
+
+extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
+                                          ibp_stream stream)
+{
+    if (!ibp::is_codebook(cb) || cb->scheme != IBP_SCHEME_IBP) return IBP_INVALID_ARGUMENT;
+    if (num_rows > static_cast<size_t>(INT64_MAX) / cb->row_bytes) return IBP_INVALID_ARGUMENT;
+    if (num_rows == 0) return IBP_OK;
+    if (data == nullptr || hits == nullptr) return IBP_INVALID_ARGUMENT;
+    const uint32_t unit_bytes = cb->chunk_bytes > 4 ? cb->chunk_bytes : 4;
+    uint32_t blocks;
+    const ibp_status status =
+        ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_hits), static_cast<int64_t>(num_rows),
+                        (cb->row_bytes + unit_bytes - 1) / unit_bytes, &blocks);
+    if (status != IBP_OK) return status;
+    ibp::count_hits<<<blocks, ibp::kThreads, 0, stream>>>(*cb, data, static_cast<int64_t>(num_rows),
+                                                          reinterpret_cast<unsigned long long *>(hits));
+    return ibp::check_cuda(cudaGetLastError());
+}

@@ -1,0 +1,126 @@
+// index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3).
+// Bound by memory: two bytes a row; the scan over groups of rows, 16 bytes each, is done by one block.
+#include "../cuda_checks.h"
+#include "../launch.cuh"
+
+#include <algorithm>
+
+namespace ibp {
+
+constexpr uint32_t kIndexThreads = 256, kScanThreads = 1024;
+
+// bases[g]: bytes of the overflow rooms of the group's rows. A warp a group.
+__global__ void __launch_bounds__(kIndexThreads)
+    sum_rooms(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
+              const uint32_t slot_bytes, unsigned long long *bases)
+{
+    const int64_t step = int64_t{gridDim.x} * kIndexThreads;
+    for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; ibp_first_of_group(r) < num_rows; r += step) {
+        uint32_t room = 0;
+        if (r < num_rows)
+            room =
+                ibp_room_of(lengths ? lengths[r] : 0u, row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
+        room = __reduce_add_sync(kAllLanes, room);
+        if (lane_id() == 0) bases[ibp_group_of_row(r)] = room;
+    }
+}
+
+// Turns the sums into the sums before them, and writes the total.
+__global__ void __launch_bounds__(kScanThreads)
+    scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
+{
+    __shared__ unsigned long long of_warps[kScanThreads / kWarp];
+    const uint32_t warp = threadIdx.x / kWarp;
+    unsigned long long before = 0;
+    for (int64_t first = 0; first < num_groups; first += kScanThreads) {
+        const int64_t g = first + threadIdx.x;
+        const unsigned long long own = g < num_groups ? bases[g] : 0ull;
+        unsigned long long sum = own;
+        for (uint32_t step = 1; step < kWarp; step *= 2) {
+            const unsigned long long below = __shfl_up_sync(kAllLanes, sum, step);
+            if (lane_id() >= step) sum += below;
+        }
+        if (lane_id() == kWarp - 1u) of_warps[warp] = sum;
+        __syncthreads();
+        unsigned long long below = before;
+        for (uint32_t w = 0; w < kScanThreads / kWarp; w++) {
+            if (w < warp) below += of_warps[w];
+            before += of_warps[w];
+        }
+        if (g < num_groups) bases[g] = below + sum - own;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *total = static_cast<int64_t>(before);
+}
+
+// Threads keep a count for as long as rows take as many sectors as the one before.
+__global__ void __launch_bounds__(kIndexThreads)
+    survey_rows(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
+                unsigned long long *survey)
+{
+    __shared__ uint32_t rows[IBP_MAX_ROW_BYTES / IBP_OVERFLOW_ALIGN + 1];
+    __shared__ unsigned long long bytes;
+    const uint32_t num_bins = (row_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN + 1u;
+    for (uint32_t i = threadIdx.x; i < num_bins; i += kIndexThreads) rows[i] = 0;
+    if (threadIdx.x == 0) bytes = 0;
+    __syncthreads();
+    const int64_t step = int64_t{gridDim.x} * kIndexThreads;
+    unsigned long long stored = 0;
+    uint32_t bin = 0, count = 0;
+    for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r < num_rows; r += step) {
+        const uint32_t own =
+            ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r));
+        const uint32_t sectors =
+            ibp_min_u32((own + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN, num_bins - 1u); // of a corrupt length too
+        if (sectors != bin) {
+            if (count != 0u) atomicAdd(&rows[bin], count);
+            bin = sectors, count = 0;
+        }
+        stored += own;
+        count++;
+    }
+    if (count != 0u) atomicAdd(&rows[bin], count);
+    atomicAdd(&bytes, stored);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < num_bins; i += kIndexThreads)
+        if (rows[i] != 0u) atomicAdd(survey + 1u + i, static_cast<unsigned long long>(rows[i]));
+    if (threadIdx.x == 0) atomicAdd(survey, bytes);
+}
+
+static uint32_t index_blocks(int64_t num_rows)
+{
+    return static_cast<uint32_t>(std::min<int64_t>((num_rows + kIndexThreads - 1) / kIndexThreads, 512));
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                          uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
+                                          ibp_stream stream)
+{
+    if (!ibp_are_sizes(num_bytes, row_bytes) || overflow_bytes == nullptr) return IBP_INVALID_ARGUMENT;
+    if (slot_bytes != row_bytes && (slot_bytes > row_bytes || slot_bytes % IBP_OVERFLOW_ALIGN != 0))
+        return IBP_INVALID_ARGUMENT;
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes),
+                  num_groups = ibp_group_of_row(num_rows + ibp::kWarp - 1);
+    if (num_rows > 0 && bases == nullptr) return IBP_INVALID_ARGUMENT;
+    auto *const sums = reinterpret_cast<unsigned long long *>(bases);
+    if (num_rows > 0)
+        ibp::sum_rooms<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows,
+                                                                                       row_bytes, slot_bytes, sums);
+    ibp::scan_rooms<<<1, ibp::kScanThreads, 0, stream>>>(num_groups, sums, overflow_bytes);
+    return ibp::check_cuda(cudaGetLastError());
+}
+
+extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                           uint64_t *survey, ibp_stream stream)
+{
+    if (!ibp_are_sizes(num_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
+    if (num_rows == 0) return IBP_OK;
+    if (lengths == nullptr || survey == nullptr) return IBP_INVALID_ARGUMENT;
+    auto *const counts = reinterpret_cast<unsigned long long *>(survey);
+    ibp::survey_rows<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows,
+                                                                                     row_bytes, counts);
+    return ibp::check_cuda(cudaGetLastError());
+}

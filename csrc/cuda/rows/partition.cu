@@ -1,0 +1,108 @@
+// partition.cu - ids in the order of the windows of a table, by counting: count, scan, scatter.
+//
+// A gather from a large table is bound by address translation: rows fetched in the order of the table's windows find
+// their pages' addresses at hand. Bound by latency: three short kernels that read and write some twenty bytes an id
+// in the L2 cache.
+#include "../cuda_checks.h"
+#include "../launch.cuh"
+
+namespace ibp {
+
+constexpr uint32_t kThreads = 256, kScanThreads = 1024;
+
+__device__ __forceinline__ uint32_t window_of(int64_t id, int64_t num_items, uint32_t window_bits)
+{
+    return static_cast<uint32_t>(max(min(id, num_items - 1), int64_t{0}) >> window_bits);
+}
+
+// Sum of v over the lanes of the block up to this thread, without its own, and over all. Blocks of kScanThreads.
+__device__ __forceinline__ uint32_t block_scan(uint32_t v, uint32_t &total)
+{
+    __shared__ uint32_t of_warps[kScanThreads / kWarp];
+    uint32_t of_warp, before = exclusive_scan(v, of_warp);
+    __syncthreads(); // the last use of of_warps is over
+    if (lane_id() == 0) of_warps[threadIdx.x / kWarp] = of_warp;
+    __syncthreads();
+    const uint32_t warps_before = exclusive_scan(of_warps[lane_id()], total);
+    return before + __shfl_sync(kAllLanes, warps_before, static_cast<int>(threadIdx.x / kWarp));
+}
+
+// windows[k]: the window of id k, and ranks[k]: how many ids of it were counted before. The lanes of a warp that share
+// a window count together, so that a window which many ids want is not waited for by each.
+template <typename Id>
+__global__ void __launch_bounds__(kThreads)
+    count_windows(const Id *ids, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t *counts,
+                  uint32_t *ranks, uint16_t *windows)
+{
+    const int64_t k = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+    const bool is_id = k < count;
+    const uint32_t window = is_id ? window_of(IBP_LOAD_ONCE(ids[k]), num_items, window_bits) : ~0u;
+    const uint32_t peers = __match_any_sync(kAllLanes, window), below = peers & ((1u << lane_id()) - 1u);
+    uint32_t before = 0;
+    if (is_id && below == 0) before = atomicAdd(counts + window, ibp_popcount(peers));
+    before = __shfl_sync(kAllLanes, before, __ffs(static_cast<int>(peers)) - 1);
+    if (!is_id) return;
+    ranks[k] = before + ibp_popcount(below);
+    windows[k] = static_cast<uint16_t>(window);
+}
+
+// starts[w]: ids in the windows before w. A block scans kScanThreads windows, after it has summed all those before
+// them.
+__global__ void __launch_bounds__(kScanThreads)
+    scan_windows(const uint32_t *counts, uint32_t num_windows, uint32_t *starts)
+{
+    const uint32_t first = blockIdx.x * kScanThreads, w = first + threadIdx.x;
+    uint32_t mine = 0, before, total;
+    for (uint32_t i = threadIdx.x; i < first; i += kScanThreads) mine += counts[i];
+    block_scan(mine, before);
+    const uint32_t in_block = block_scan(w < num_windows ? counts[w] : 0u, total);
+    if (w < num_windows) starts[w] = before + in_block;
+}
+
+// By the windows that were counted, whatever the ids have become meanwhile: each position is written once.
+template <typename Id>
+__global__ void __launch_bounds__(kThreads)
+    scatter_ids(const Id *ids, int64_t count, const uint32_t *starts, const uint32_t *ranks, const uint16_t *windows,
+                Id *sorted_ids, uint32_t *positions)
+{
+    const int64_t k = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+    if (k >= count) return;
+    const uint32_t to = starts[windows[k]] + ranks[k];
+    sorted_ids[to] = ids[k];
+    positions[to] = static_cast<uint32_t>(k);
+}
+
+template <typename Id>
+static ibp_status partition(const ibp_ids &ids, int64_t num_items, uint32_t window_bits, uint32_t *starts,
+                            Id *sorted_ids, uint32_t *positions, ibp_stream stream)
+{
+    const auto num_windows = static_cast<uint32_t>(ibp_num_windows(num_items, window_bits));
+    const auto blocks = static_cast<uint32_t>((ids.count + kThreads - 1) / kThreads);
+    uint32_t *const counts = starts + num_windows, *const ranks = counts + num_windows;
+    auto *const windows = reinterpret_cast<uint16_t *>(ranks + ids.count);
+    const Id *const data = static_cast<const Id *>(ids.data);
+    const ibp_status status = check_cuda(cudaMemsetAsync(counts, 0, sizeof(uint32_t) * num_windows, stream));
+    if (status != IBP_OK) return status;
+    count_windows<Id><<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, counts, ranks, windows);
+    scan_windows<<<(num_windows + kScanThreads - 1) / kScanThreads, kScanThreads, 0, stream>>>(counts, num_windows,
+                                                                                               starts);
+    scatter_ids<Id><<<blocks, kThreads, 0, stream>>>(data, ids.count, starts, ranks, windows, sorted_ids, positions);
+    return check_cuda(cudaGetLastError());
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits,
+                                             void *workspace, void *sorted_ids, uint32_t *positions, ibp_stream stream)
+{
+    if (!ibp::are_ids(ids) || window_bits > 62 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
+    const int64_t num_windows = ibp_num_windows(num_items, window_bits);
+    if (num_windows < 1 || num_windows > IBP_MAX_WINDOWS) return IBP_INVALID_ARGUMENT;
+    if (ids->count == 0) return IBP_OK;
+    if (workspace == nullptr || sorted_ids == nullptr || positions == nullptr) return IBP_INVALID_ARGUMENT;
+    uint32_t *const words = static_cast<uint32_t *>(workspace);
+    if (ids->id_bytes == 8)
+        return ibp::partition(*ids, num_items, window_bits, words, static_cast<int64_t *>(sorted_ids), positions,
+                              stream);
+    return ibp::partition(*ids, num_items, window_bits, words, static_cast<int32_t *>(sorted_ids), positions, stream);
+}

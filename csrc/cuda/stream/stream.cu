@@ -1,0 +1,217 @@
+// stream.cu - tables in pinned host memory, brought to the GPU by its copy engine chunk by chunk and decoded there
+// meanwhile.
+//
+// Bound by the link. The ring has as many places as there are event pairs; chunk k uses place k % kPlaces:
+//     copy stream:    wait freed[k - kPlaces]   copy chunk k   record filled[k]
+//     decode stream:  wait filled[k]            decode chunk k record freed[k]
+// so the copy engine runs ahead by up to kPlaces chunks, from one table into the next, and neither the host nor the
+// caller's stream, which waits for a table's last chunk, waits for anything but the bytes that it needs. The decode
+// stream has the highest priority: its few blocks get the next SMs that other kernels leave.
+#include "../../core/chunk_plan.h"
+#include "../cuda_checks.h"
+#include "../launch.cuh"
+
+#include <cstdlib>
+
+namespace ibp {
+
+constexpr int kPlaces = 4;
+
+// The first error of several calls.
+class FirstError {
+  public:
+    FirstError &operator<<(cudaError_t error)
+    {
+        if (status_ == IBP_OK) status_ = check_cuda(error);
+        return *this;
+    }
+    bool ok() const { return status_ == IBP_OK; }
+    ibp_status status() const { return status_; }
+
+  private:
+    ibp_status status_ = IBP_OK;
+};
+
+} // namespace ibp
+
+struct ibp_streamer {
+    int device;
+    cudaStream_t copies, decodes;
+    cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
+    uint8_t *ring;
+    int64_t place_bytes;
+    int64_t num_chunks, done_bytes; // since ibp_cuda_begin_stream
+};
+
+namespace ibp {
+
+static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes, cudaStream_t stream)
+{
+    if (num_bytes == 0) return IBP_OK;
+    return check_cuda(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream));
+}
+
+// Lets the streamer's streams begin after what the caller's has been given: the decode stream for each table, whose
+// output may still be in use, the copy stream for the first, before which the ring's memory may be.
+static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
+{
+    FirstError calls;
+    calls << cudaEventRecord(streamer->begun, stream) << cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0);
+    if (streamer->num_chunks == 0) calls << cudaStreamWaitEvent(streamer->copies, streamer->begun, 0);
+    return calls.status();
+}
+static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
+{
+    FirstError calls;
+    calls << cudaEventRecord(streamer->ended, streamer->decodes) << cudaStreamWaitEvent(stream, streamer->ended, 0);
+    return calls.status();
+}
+
+// Whether the streamer belongs to the current device: streams and events of another one cannot be used here.
+static bool is_here(const ibp_streamer *streamer)
+{
+    int device = 0;
+    return streamer != nullptr && check_cuda(cudaGetDevice(&device)) == IBP_OK && device == streamer->device;
+}
+
+// Copies a chunk into its place of the ring. Parts of rows with bases of their own lie anywhere in overflow: they are
+// read where they are.
+static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, ibp_table *block)
+{
+    const int place = static_cast<int>(streamer->num_chunks % kPlaces);
+    uint8_t *const ring = streamer->ring + place * streamer->place_bytes;
+    const cudaStream_t copies = streamer->copies;
+    FirstError calls;
+    if (streamer->num_chunks >= kPlaces) calls << cudaStreamWaitEvent(copies, streamer->freed[place], 0);
+    if (!calls.ok()) return calls.status();
+    *block = *table;
+    block->slots = ring;
+    block->slots_start = chunk.slots_start;
+    block->slots_bytes = static_cast<int64_t>(chunk.slots_bytes);
+    ibp_status status = copy_part(ring, table->slots + chunk.slots_start, chunk.slots_bytes, copies);
+    if (status == IBP_OK && !ibp_has_own_bases(table)) {
+        uint8_t *const overflow = ring + ibp_chunk_overflow_offset(&chunk);
+        block->overflow = overflow;
+        block->overflow_start = chunk.overflow_start;
+        block->overflow_bytes = static_cast<int64_t>(chunk.overflow_bytes);
+        status = copy_part(overflow, table->overflow + chunk.overflow_start, chunk.overflow_bytes, copies);
+    }
+    // Whatever was copied is waited for, also after an error.
+    calls << cudaEventRecord(streamer->filled[place], copies)
+          << cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0);
+    return status != IBP_OK ? status : calls.status();
+}
+
+// out = bytes [start, end), which lie in the chunk's rows.
+static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, int64_t start,
+                               int64_t end, uint8_t *out, ibp_fault *fault, int max_sms)
+{
+    const cudaStream_t decodes = streamer->decodes;
+    if (!chunk.fits) return ibp_cuda_decode_bytes(table, start, end, out, fault, max_sms, decodes);
+    ibp_table block;
+    ibp_status status = fill_place(streamer, table, chunk, &block);
+    if (status == IBP_OK) status = ibp_cuda_decode_bytes(&block, start, end, out, fault, max_sms, decodes);
+    if (status == IBP_OK)
+        status = check_cuda(cudaEventRecord(streamer->freed[streamer->num_chunks % kPlaces], decodes));
+    streamer->num_chunks++;
+    streamer->done_bytes += static_cast<int64_t>(chunk.slots_bytes + chunk.overflow_bytes);
+    return status;
+}
+
+// Not in the mode of a capture that may be going on in this thread, which forbids what creation does inside.
+static ibp_status create_events(ibp_streamer *streamer)
+{
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    int lowest = 0, highest = 0;
+    FirstError calls;
+    calls << cudaThreadExchangeStreamCaptureMode(&mode);
+    if (!calls.ok()) return calls.status();
+    calls << cudaGetDevice(&streamer->device) << cudaDeviceGetStreamPriorityRange(&lowest, &highest)
+          << cudaStreamCreateWithPriority(&streamer->copies, cudaStreamNonBlocking, lowest)
+          << cudaStreamCreateWithPriority(&streamer->decodes, cudaStreamNonBlocking, highest)
+          << cudaEventCreateWithFlags(&streamer->begun, cudaEventDisableTiming)
+          << cudaEventCreateWithFlags(&streamer->ended, cudaEventDisableTiming);
+    for (int place = 0; place < kPlaces; place++)
+        calls << cudaEventCreateWithFlags(&streamer->filled[place], cudaEventDisableTiming)
+              << cudaEventCreateWithFlags(&streamer->freed[place], cudaEventDisableTiming);
+    calls << cudaThreadExchangeStreamCaptureMode(&mode);
+    return calls.status();
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer)
+{
+    if (streamer == nullptr) return IBP_INVALID_ARGUMENT;
+    *streamer = static_cast<ibp_streamer *>(calloc(1, sizeof(ibp_streamer)));
+    if (*streamer == nullptr) return ibp::check_cuda(cudaErrorMemoryAllocation);
+    const ibp_status status = ibp::create_events(*streamer);
+    if (status == IBP_OK) return IBP_OK;
+    ibp_cuda_destroy_streamer(*streamer);
+    *streamer = nullptr;
+    return status;
+}
+
+extern "C" ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer)
+{
+    if (streamer == nullptr) return IBP_OK;
+    ibp::FirstError calls;
+    for (int place = 0; place < ibp::kPlaces; place++) {
+        if (streamer->filled[place]) calls << cudaEventDestroy(streamer->filled[place]);
+        if (streamer->freed[place]) calls << cudaEventDestroy(streamer->freed[place]);
+    }
+    for (const cudaEvent_t event : {streamer->begun, streamer->ended})
+        if (event) calls << cudaEventDestroy(event);
+    for (const cudaStream_t stream : {streamer->copies, streamer->decodes})
+        if (stream) calls << cudaStreamDestroy(stream);
+    free(streamer);
+    return calls.status();
+}
+
+extern "C" ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes)
+{
+    if (!ibp::is_here(streamer) || !ibp::has_bytes(ring, ring_bytes)) return IBP_INVALID_ARGUMENT;
+    if (ring_bytes < 0 || reinterpret_cast<uintptr_t>(ring) % IBP_CHUNK_ALIGN != 0) return IBP_INVALID_ARGUMENT;
+    streamer->ring = ring;
+    streamer->place_bytes = ring_bytes / ibp::kPlaces / IBP_CHUNK_ALIGN * IBP_CHUNK_ALIGN;
+    streamer->num_chunks = streamer->done_bytes = 0;
+    return IBP_OK;
+}
+
+extern "C" ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer)
+{
+    if (!ibp::is_here(streamer) || streamer->ring == nullptr) return IBP_INVALID_ARGUMENT;
+    streamer->done_bytes = 0; // the first chunks are small ones again
+    return IBP_OK;
+}
+
+extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases,
+                                            int64_t start, int64_t end, bool ends, uint8_t *out, ibp_fault *fault,
+                                            int max_sms, ibp_stream stream)
+{
+    if (!ibp::is_here(streamer) || !ibp::is_table(table)) return IBP_INVALID_ARGUMENT;
+    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
+    if (table->slots_start != 0 || table->overflow_start != 0 || fault == nullptr || max_sms < 0)
+        return IBP_INVALID_ARGUMENT;
+    if (start == end) return IBP_OK;
+    const bool reads_bases = table->bases != nullptr && !ibp_has_own_bases(table);
+    if (out == nullptr || (reads_bases && bases == nullptr)) return IBP_INVALID_ARGUMENT;
+    const int64_t row_bytes = table->codebook.row_bytes, num_rows = ibp_num_rows(table);
+    if (!table->lengths && table->slot_bytes == row_bytes && end <= table->slots_bytes) // raw and in place
+        return ibp::copy_part(out, table->slots + start, static_cast<uint64_t>(end - start), stream);
+    const int64_t group = IBP_ROWS_PER_BASE, groups_end = ((end - 1) / row_bytes / group + 1) * group;
+    const int64_t end_row = groups_end < num_rows ? groups_end : num_rows;
+    ibp_status status = ibp::fork(streamer, stream);
+    if (status != IBP_OK) return status;
+    for (int64_t row = start / row_bytes / group * group; row < end_row && status == IBP_OK;) {
+        const ibp_chunk chunk =
+            ibp_plan_chunk(table, bases, row, end_row, streamer->done_bytes, streamer->place_bytes, ends);
+        const int64_t from = row * row_bytes > start ? row * row_bytes : start;
+        const int64_t to = chunk.last_row * row_bytes < end ? chunk.last_row * row_bytes : end;
+        status = ibp::stream_chunk(streamer, table, chunk, from, to, out + (from - start), fault, max_sms);
+        row = chunk.last_row;
+    }
+    const ibp_status joined =
+        ibp::join(streamer, stream); // also after an error: a capture must not end with work hanging loose
+    return status != IBP_OK ? status : joined;
+}

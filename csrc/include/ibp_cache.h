@@ -1,0 +1,172 @@
+/* ibp_cache.h - a cache of a table's rows (the paper's section 5), kept as they are stored.
+ *
+ *     ibp_status cached_items(const ibp_table *table, const ibp_ids *ids, const ibp_cache_map *map,
+ *                             const ibp_slab *slab, uint64_t *entries, uint8_t *out, void *scratch)
+ *     {
+ *         ibp_row_query query = {0};
+ *         query.ids = ids;
+ *         query.rows_per_item = table->item_bytes / table->codebook.row_bytes;
+ *         query.row_bytes = table->codebook.row_bytes;
+ *         query.lengths = table->lengths;
+ *         query.num_rows = ibp_num_rows(table);
+ *         const ibp_status status = ibp_find_cached(&query, map, 1, 0, ids->count, entries, NULL);
+ *         if (status != IBP_OK) return status;
+ *         ibp_cache cache = {0};
+ *         cache.entries = entries;
+ *         cache.num_slabs = 1;
+ *         cache.slabs[0] = *slab;
+ *         ibp_fault fault = {0};
+ *         const size_t scratch_bytes = ibp_scratch_bytes(query.row_bytes);
+ *         return ibp_gather_cached(table, ids, &cache, 0, ids->count, out, scratch, scratch_bytes, &fault);
+ *     }
+ */
+#ifndef IBP_CACHE_H
+#define IBP_CACHE_H
+
+#include "ibp_table.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows of a table as they are stored, the slot part and the overflow part joined, in memory that is nearer than the
+ * table: slabs, one a GPU. A row is found by its number in a map of its slab, which gives its entry: 64 bits, the
+ * paper's, 0 where the cache does not hold the row.
+ *
+ *   bits 0-39   where the row's bytes begin in the slab
+ *   bits 40-42  number of the slab
+ *   bit 43      1: the row is coded. 0: its row_bytes bytes are stored as they are
+ *   bits 44-59  of a coded row, its entry of lengths (section 2): the bytes stored, or that it is a default row, which
+ *               has none; else 0
+ *   bit 60      present: an entry without it is as good as 0
+ *   bit 61      dirty: the row has changed since it was taken from the table
+ *
+ * A lookup takes two steps: find turns ids into the entries of their rows, a gather takes these as a further source of
+ * rows' bytes. Caches are for tables whose items are whole rows: item_bytes is a multiple of row_bytes.
+ *
+ * Nothing of a cache is trusted. An entry that lies outside its slab is a corrupt row; a map that holds anything gives
+ * wrong rows, and is left as soon as so many ways as a row may be found in have been looked at. */
+#define IBP_MAX_SLABS 8u
+#define IBP_ENTRY_OFFSET_BITS 40u
+#define IBP_ENTRY_SLAB_SHIFT 40u
+#define IBP_ENTRY_CODED ((uint64_t)1 << 43)
+#define IBP_ENTRY_LENGTH_SHIFT 44u
+#define IBP_ENTRY_PRESENT ((uint64_t)1 << 60)
+#define IBP_ENTRY_DIRTY ((uint64_t)1 << 61)
+
+/* A way of a map: a row's number and its entry. */
+typedef struct ibp_cached_row {
+    int64_t row; /* or one of the following */
+    uint64_t entry;
+} ibp_cached_row;
+
+#define IBP_WAY_EMPTY ((int64_t)-1)   /* never used: a search ends in the set that has one */
+#define IBP_WAY_REMOVED ((int64_t)-2) /* used once: a search goes on */
+
+/* A row is found in its home set, which a hash of its number names, or, where that has no empty way, in sets that the
+ * hash names after it, IBP_SEARCHED_WAYS ways in all. A map with sets of two ways that is filled by 85 % leaves out
+ * fewer than one row in a thousand. */
+#define IBP_SEARCHED_WAYS 32u
+
+/* A slab's map: sets of `ways` ways. An empty map has IBP_WAY_EMPTY and entry 0 in every way. */
+typedef struct ibp_cache_map {
+    ibp_cached_row *rows; /* num_sets * ways, aligned to 16 bytes */
+    int64_t num_sets;     /* 1 to UINT32_MAX; 0: the slab has no rows */
+    uint32_t ways;        /* 2, 4, 8, 16 or 32 */
+} ibp_cache_map;
+
+typedef struct ibp_slab {
+    const uint8_t *bytes;
+    int64_t num_bytes;
+} ibp_slab;
+
+/* What a gather reads besides its table: for row r of the item of id k the entry k * rows_per_item + r, rows_per_item
+ * being item_bytes / row_bytes. */
+typedef struct ibp_cache {
+    const uint64_t *entries; /* ids * rows_per_item */
+    uint32_t num_slabs;      /* at most IBP_MAX_SLABS */
+    ibp_slab slabs[IBP_MAX_SLABS];
+} ibp_cache;
+
+/* Of rows that were asked for. Default rows, and ids out of range, count as neither. */
+typedef struct ibp_cache_counts {
+    uint64_t hits[IBP_MAX_SLABS]; /* rows found, by slab */
+    uint64_t misses;              /* rows not found */
+    uint64_t missed_bytes;        /* as stored, each row's in whole units of IBP_OVERFLOW_ALIGN */
+} ibp_cache_counts;
+
+/* owners[i] = the slab of num_slabs, 1 to IBP_MAX_SLABS, whose map row rows[i] belongs to, by a hash of its number. */
+IBP_API ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners);
+
+/* Whose rows are looked up: rows_per_item rows of row_bytes bytes an item. */
+typedef struct ibp_row_query {
+    const ibp_ids *ids;      /* its positions are not read */
+    int64_t rows_per_item;   /* at least 1 */
+    uint32_t row_bytes;      /* 1 to IBP_MAX_ROW_BYTES */
+    const uint16_t *lengths; /* one a row, or NULL: every row is raw */
+    int64_t num_rows;        /* rows of the table; ids past them are out of range */
+} ibp_row_query;
+
+/* entries[k * rows_per_item + r] = entry of row r of item ids[k], 0 where no map has it, for first <= k < last.
+ * maps: num_maps of them, at most IBP_MAX_SLABS; a row is looked up in that of its owner among num_maps. counts, which
+ * may be NULL, is added to, in one piece, so that threads may share it. */
+IBP_API ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
+                                   int64_t first, int64_t last, uint64_t *entries, ibp_cache_counts *counts);
+
+/* As ibp_gather_items, of items of whole rows: a row whose entry is present comes from its slab.
+ * @return IBP_INVALID_ARGUMENT also for items that are not whole rows. */
+IBP_API ibp_status ibp_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, int64_t first,
+                                     int64_t last, uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault);
+
+/* A slab that is written, and its map. */
+typedef struct ibp_cache_slab {
+    ibp_cache_map map;
+    uint8_t *bytes;
+    int64_t num_bytes; /* at most 2^IBP_ENTRY_OFFSET_BITS */
+    uint32_t number;   /* of the slab among those of the cache: below IBP_MAX_SLABS */
+} ibp_cache_slab;
+
+/* Copies rows of a table into a slab, as they are stored, and puts them into its map: row rows[i] to offsets[i], for
+ * first <= i < last. A row that is in the map already, default rows, and rows for which the ways that a search would
+ * look at are taken, are left out; so are rows with a negative number or offset. Of equal rows one is taken. Rooms that
+ * overlap give wrong rows. Threads may share a map. The map's entry of a row is written after its bytes. A map without
+ * sets leaves no row out: rows are copied, equal ones too, and nothing says where they are.
+ * @return IBP_INDEX_OUT_OF_RANGE: there is no such row; IBP_CORRUPT_ROW: the row lies outside the table, or is lost;
+ * IBP_BUFFER_TOO_SMALL: it does not lie in the slab; these rows are left out, and the first one is noted in *fault. */
+IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
+                                 int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
+
+/* A cache whose rows are replaced by those that are asked for. Sets have IBP_SEARCHED_WAYS ways, and a row lies in its
+ * home set; way i of the map owns slot_bytes bytes of the slab from i * slot_bytes on. */
+typedef struct ibp_lru {
+    ibp_cache_slab slab;
+    uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */
+    uint32_t *stamps;    /* one a way, the time of its last use, then one a set, 0 between calls. Zeros at first */
+    uint64_t *clock;     /* two numbers, the same between calls: how many calls there were */
+} ibp_lru;
+
+/* entries[k * rows_per_item + r] = entry of row r of item ids[k] for all ids, after the rows that were missing have
+ * taken the places of those used longest ago. Rows that the cache holds when the call begins keep their places. Each
+ * missing row, in the order of the ids, takes a way of its set that has no row, else the one used longest ago, but none
+ * that this call uses nor one that is dirty; its bytes are copied there. Where there is no such way, and for rows that
+ * are longer than a slot, the entry is 0. Equal ids get the same entry; those after the first count as hits. counts may
+ * be NULL.
+ * @return the first fault's status, noted in *fault if that is still clear: an id out of range, or a row that lies
+ * outside the table; their entries are 0. IBP_INVALID_ARGUMENT also for items that are not whole rows. */
+IBP_API ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
+                                    ibp_cache_counts *counts, ibp_fault *fault);
+
+/* Takes rows out of a map: rows[i] for 0 <= i < count. Rows that it does not have, and negative numbers, are left out.
+ */
+IBP_API ibp_status ibp_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map);
+
+/* Says that the cached bytes of rows have been written anew: of rows[i], if the map has it, lengths[i] is the new entry
+ * of lengths (NULL: as before), and dirty whether the table's own row is older. Rows differ. Negative numbers are left
+ * out. */
+IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
+                                  const ibp_cache_map *map);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

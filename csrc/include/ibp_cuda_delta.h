@@ -1,0 +1,83 @@
+/* ibp_cuda_delta.h - the CUDA twins of ibp_delta.h: deltas of many tensors, made or applied by one launch.
+ *
+ *     // state: in device memory, 1 + 3 * num_tensors zeros; its first entry becomes the verdict.
+ *     ibp_status apply(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
+ *                      int64_t num_rows, uint64_t *state, ibp_stream stream)
+ *     {
+ *         if (!ibp_cuda_applies_deltas(codebook)) return IBP_INVALID_ARGUMENT;
+ *         return ibp_cuda_apply_deltas(codebook, tensors, num_tensors, num_rows, false, state, stream);
+ *     }
+ */
+#ifndef IBP_CUDA_DELTA_H
+#define IBP_CUDA_DELTA_H
+
+#include "ibp_cuda_device.h"
+#include "ibp_delta.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* As ibp_sum_words; adds to *sum, aligned to 8 bytes. */
+IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
+                                      ibp_stream stream);
+
+/* One of the tensors whose deltas are made or applied by one launch; arrays of these are in device memory. The rows of
+ * all tensors are numbered in one sequence, in which each tensor's begin with a multiple of IBP_ROWS_PER_BASE. Its
+ * elements may begin at any address that is a multiple of their size. */
+typedef struct ibp_delta_tensor {
+    uint8_t *base;           /* num_bytes bytes; written where a delta is applied */
+    const uint8_t *newer;    /* likewise; read where a delta is made */
+    int64_t num_bytes;       /* whole elements */
+    int64_t first_row;       /* of the sequence; increasing, the first tensor's 0 */
+    const uint16_t *lengths; /* the tensor's own packed table of differences: read where a delta is applied */
+    const uint64_t *bases;   /* one for IBP_ROWS_PER_BASE rows; NULL: there are none */
+    const uint8_t *overflow;
+    int64_t overflow_bytes;
+    uint64_t base_sum, result_sum; /* of ibp_sum_words: of the base and of what it becomes */
+} ibp_delta_tensor;
+
+/* Whether the functions below take a codebook for making, or for applying deltas: listed rows, a multiple of 16 bytes
+ * and at most 8192, of default 0; no clusters, constant columns, invariant bits or signed default. For making, besides:
+ * symbols are whole elements, neither rotated nor consecutive, and the closed value is 1. */
+IBP_API bool ibp_cuda_makes_deltas(const ibp_codebook *codebook);
+IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
+
+#define IBP_DELTA_COUNTS 8u /* numbers of a row that measuring leaves for coding */
+
+/* Measures the differences newer - base, element by element modulo 2^w, of all tensors: lengths[r], as
+ * ibp_measure_rows, for the num_rows rows of the sequence, a multiple of IBP_ROWS_PER_BASE; those that no tensor has
+ * are default rows. The codebook's entries are -1, 1, -2, 2, ..., which is not looked at. counts: num_rows *
+ * IBP_DELTA_COUNTS entries, for ibp_cuda_encode_deltas. sums[2 * k] and sums[2 * k + 1], set to 0 by the caller, become
+ * the sums of words of tensor k's base and of its newer version. */
+IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
+                                           uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts,
+                                           uint64_t *sums, ibp_stream stream);
+/* Codes them: the rows of the sequence back to back, as bases say, which ibp_cuda_index_rows has made of lengths as if
+ * all rows were whole. What does not lie in overflow, as where a tensor has changed since, is left out. */
+IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
+                                          uint32_t num_tensors, int64_t num_rows, const uint16_t *lengths,
+                                          const uint16_t *counts, const uint64_t *bases, uint8_t *overflow,
+                                          int64_t overflow_bytes, ibp_stream stream);
+
+/* What has become of a call of ibp_cuda_apply_deltas. */
+typedef enum ibp_delta_verdict {
+    IBP_DELTA_APPLIED = 0,
+    IBP_DELTA_OTHER_BASE = 1, /* a base has another sum than it should: nothing was written */
+    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result has another sum: all was undone */
+} ibp_delta_verdict;
+
+/* Adds the differences to the bases, all or none of them. state: 1 + 3 * num_tensors entries, set to 0 by the caller:
+ * becomes the verdict, and of each tensor the sum of its base's words, what its changes added to that, and whether rows
+ * were corrupt. Of the bases only what changes is written; they share no memory with anything else. Rows are not
+ * trusted.
+ * takes_back: takes the changes of an earlier call back instead, whose state is given with IBP_DELTA_DAMAGED in place
+ * of its verdict. */
+IBP_API ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
+                                         uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state,
+                                         ibp_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,96 @@
+/* ibp_cuda_linear.h - coded rows in sums and products: bags of rows, and vectors times a coded matrix. CUDA alone.
+ *
+ *     // Sums of four rows of float32 each.
+ *     ibp_status sums_of_four(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
+ *                             ibp_stream stream)
+ *     {
+ *         ibp_bags bags = {0};
+ *         bags.num_bags = ids->count / 4;
+ *         bags.bag_size = 4;
+ *         bags.mode = IBP_BAG_SUM;
+ *         bags.kind = IBP_FLOAT32;
+ *         bags.padding_id = -1;
+ *         return ibp_cuda_sum_bags(table, ids, NULL, &bags, out, fault, 0, stream);
+ *     }
+ */
+#ifndef IBP_CUDA_LINEAR_H
+#define IBP_CUDA_LINEAR_H
+
+#include "ibp_cache.h"
+#include "ibp_cuda_device.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- bags of rows ------------------------------------------------------------------------------------------------ */
+
+typedef enum ibp_bag_mode { IBP_BAG_SUM, IBP_BAG_MEAN, IBP_BAG_MAX } ibp_bag_mode;
+typedef enum ibp_float_kind { IBP_FLOAT32, IBP_FLOAT16, IBP_BFLOAT16 } ibp_float_kind;
+
+/* Bags of ids: bag b has the ids from offsets[b] up to offsets[b + 1]. The first begins with id 0 and the last ends
+ * with the last id, whatever the offsets say. */
+typedef struct ibp_bags {
+    const void *offsets;   /* device: int32_t or int64_t [num_bags], ascending; NULL: bags of bag_size ids each */
+    uint32_t offset_bytes; /* 4 or 8 */
+    int64_t num_bags, bag_size;
+    const void *weights; /* device: one an id, of the kind of the elements; NULL: all 1. For IBP_BAG_SUM only */
+    ibp_bag_mode mode;
+    ibp_float_kind kind; /* of the elements of rows */
+    int64_t padding_id;  /* rows with this id count as absent; negative: there is none */
+} ibp_bags;
+
+/* out[b] = the sum, mean or maximum of the rows of bag b, row_bytes bytes each: decoded and reduced by one kernel. A
+ * bag without rows gives zeros. Sums are added up in float, in the order of the bag, with one rounding at its end: in
+ * the bits of torch's embedding_bag for CUDA.
+ * table: of items of one row each, at most 8 KiB, of scheme raw or of dense rows of scheme planes with elements of 2 or
+ * 4 bytes. ids: without positions. An id out of range and a corrupt row are noted as in ibp_cuda_gather_items, and
+ * count as rows of zeros. An offset past the ids, or less than the one before, is noted as IBP_INVALID_ARGUMENT, with
+ * its position and value; the bags about it are then made of any of the rows between their neighbours.
+ * cache: rows whose entries are present come from its slabs, as in ibp_cuda_gather_cached; NULL: all from the table.
+ * out: aligned to the elements. fault and max_sms as in ibp_cuda_gather_items. */
+IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
+                                     const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms,
+                                     ibp_stream stream);
+
+/* ---- products with a matrix -------------------------------------------------------------------------------------- */
+
+#define IBP_MOST_VECTORS 8
+
+/* An element of a row whose digit is an escape. */
+typedef struct {
+    uint32_t column;
+    uint16_t weight; /* its bits */
+    uint16_t taken;  /* those with the exponent first_symbol + 15: what it is multiplied as like other digits */
+} ibp_escape;
+
+/* A matrix [N, K] of BF16 whose rows are the items of a table of scheme planes with one plane of four-bit digits,
+ * consecutive entries, rotated elements, residuals of 8 bits, no constant columns and no clusters (level fast). Of a
+ * slot only residuals and digits are read, its first 3 K / 2 bytes. All is in device memory. */
+typedef struct {
+    const uint8_t *slots; /* aligned to 16 bytes */
+    int64_t slots_bytes;
+    uint32_t slot_bytes;   /* a multiple of 16 */
+    uint32_t first_symbol; /* of the codebook, at most 239 */
+    int64_t num_rows;      /* N, at least 16 */
+    uint32_t num_columns;  /* K, a multiple of 32 */
+    uint32_t num_escapes;
+    const uint32_t *starts;    /* [N + 1]: the escapes of row r are escapes[starts[r]] to escapes[starts[r + 1] - 1] */
+    const ibp_escape *escapes; /* by rows and columns; aligned to 8 bytes */
+} ibp_digit_matrix;
+
+/* y = x W^T + bias: W, the matrix; x [num_vectors, K], bias [N] or NULL, y [num_vectors, N], all BF16. Rows are decoded
+ * in registers, W is read once and never written. Products are added in float, in an order that depends on K alone, and
+ * rounded once.
+ * Rows that are stored raw or as default rows give any numbers, which are finite for finite x. The list of escapes is
+ * not compared with the rows; columns and starts out of range do no harm.
+ * num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes.
+ * Earlier work on the stream must not write the matrix, which is read while that work may still be running. It may
+ * write x and bias. */
+IBP_API ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
+                                   const uint16_t *bias, uint16_t *y, ibp_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,89 @@
+/* ibp_cuda_rows.h - the CUDA twins of ibp_learn.h, ibp_table.h, ibp_place.h and ibp_pages.h.
+ *
+ *     // Gathers 32 items. The arrays of the table, ids, out and *fault are in memory that the device can use.
+ *     ibp_status gather_32(const ibp_table *table, const int64_t *ids, uint8_t *out, ibp_fault *fault,
+ *                          ibp_stream stream)
+ *     {
+ *         ibp_ids wanted = {0};
+ *         wanted.data = ids;
+ *         wanted.count = 32;
+ *         wanted.id_bytes = sizeof ids[0];
+ *         return ibp_cuda_gather_items(table, &wanted, out, fault, 0, stream);
+ *     }
+ */
+#ifndef IBP_CUDA_ROWS_H
+#define IBP_CUDA_ROWS_H
+
+#include "ibp_cuda_device.h"
+#include "ibp_table.h"
+#include "ibp_place.h"
+#include "ibp_pages.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* As ibp_count_bits; adds to counts. */
+IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
+                                       ibp_stream stream);
+/* As ibp_count_hits; adds to hits. */
+IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
+                                       uint64_t *hits, ibp_stream stream);
+/* As ibp_measure_rows. */
+IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
+                                         uint16_t *lengths, ibp_stream stream);
+/* As ibp_index_rows; overflow_bytes is a device pointer as well. */
+IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                       uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
+                                       ibp_stream stream);
+/* As ibp_survey_rows; adds to survey. */
+IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                        uint64_t *survey, ibp_stream stream);
+/* As ibp_encode_rows for all rows of data. Codes exactly the bytes that ibp_encode_rows does, and zeros to the end of
+ * each slot and overflow room.
+ * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
+IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
+                                        ibp_fault *fault, ibp_stream stream);
+/* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
+ * NULL. One launch: nothing is measured before, allocated or asked of the host, and all of it can be captured; where
+ * overflow parts lie differs from run to run, the bytes of rows do not. place->slots, place->overflow and the source
+ * may be device memory or mapped pinned host memory, each for itself; everything else is device memory.
+ *
+ * A row that does not shrink is stored raw, one that equals the default as the marker of section 2. Where overflow has
+ * no room for a row's part, the row is lost: its base becomes IBP_NO_BASE and its length 0, so that reading it is a
+ * fault, and it is counted. A source row with fewer bytes than the table's row has zeros behind them; of one with more
+ * the first are taken. Bytes of a slot or room behind a row's own are zeros up to a multiple of IBP_OVERFLOW_ALIGN, or
+ * stay as they were.
+ * row_ids: an id outside the table is noted as IBP_INDEX_OUT_OF_RANGE, and its row left out. Ids must differ: where the
+ * table has bases, one of equal ones wins, and those that come while it is being coded are left out and noted as
+ * IBP_INVALID_ARGUMENT; without bases the row holds anything. No other row is harmed.
+ * lengths, bases and rooms of the place are not trusted: a part that does not lie in overflow is none.
+ * fault: device-accessible, or NULL. max_sms as in ibp_cuda_gather_items. */
+IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
+                                        int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
+/* As ibp_gather_items for all ids. fault: device-accessible, not NULL, cleared by the caller; the first fault met by
+ * any warp is kept. max_sms: at most this many SMs are kept busy; 0: all, and never negative. */
+IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
+                                         int max_sms, ibp_stream stream);
+
+/* As ibp_decode_bytes. fault and max_sms as in ibp_cuda_gather_items. */
+IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
+                                         ibp_fault *fault, int max_sms, ibp_stream stream);
+
+/* As ibp_partition_ids, but for the order inside a window, which may be any. */
+IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
+                                          void *sorted_ids, uint32_t *positions, ibp_stream stream);
+
+/* ---- pages of a KV-cache ---------------------------------------------------------------------------------------- */
+
+/* As ibp_plan_pages and ibp_note_pages. All pointers but transfer itself are of memory that the device can use. */
+IBP_API ibp_status ibp_cuda_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
+                                       uint64_t *addresses, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
+                                       const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows,
+                                       uint8_t *stored, uint8_t *seen, ibp_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
