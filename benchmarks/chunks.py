@@ -14,7 +14,7 @@ import torch
 
 import ibp
 
-from . import charts, harness, ideal, inputs, ratio, sets
+from . import harness, ideal, inputs, ratio, reading, sets
 
 COLUMNS = "set,dtype,rows,row_bytes,chunk_bytes,tau,savings,commit".split(",")
 RATE_COLUMNS = ("chunk_bytes",)
@@ -87,7 +87,7 @@ def print_table(rows):
     for row in rows:
         key = (row["set"], row["dtype"], str(row["chunk_bytes"]))
         lines.setdefault(key, []).append(ratio.show(float(row["savings"]), 2))
-    heads = ["set", "dtype", "chunk", *(f"{float(tau):.2f}" for tau in charts.in_order(row["tau"] for row in rows))]
+    heads = ["set", "dtype", "chunk", *(f"{float(tau):.2f}" for tau in reading.in_order(row["tau"] for row in rows))]
     ratio.print_lines(
         "Percent saved, or times smaller, by bytes of a chunk and threshold",
         heads,
@@ -103,7 +103,6 @@ def main(argv=None):
     for case in cases:
         count_bytes(sheet, case, QUICK_TAUS if args.quick else TAUS, torch.device(args.device), commit)
     print_table(sheet.rows)
-    charts.draw_chunks(charts.read(sheet.path), sheet.path.with_suffix(".png"))
     failed = time_sets(args, cases) if args.device == "cuda" else 0
     return sheet.finish() | failed
 

@@ -3,7 +3,6 @@
 Savings in the packed layout, all codebooks included. Codebooks are learned from all rows.
 """
 
-import csv
 import math
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 import ibp
 
-from . import charts, harness, ratio
+from . import harness, ratio, reading
 
 COLUMNS = "set,dtype,rows,row_bytes,scheme,clusters,savings,metadata_bytes".split(",")
 SCHEMES = ("ibp", "planes")
@@ -99,60 +98,9 @@ def print_table(rows):
         lines.setdefault((row["set"], row["dtype"], row["scheme"]), {})[row["clusters"]] = ratio.show(
             float(row["savings"]), 2
         )
-    heads = charts.in_order(row["clusters"] for row in rows)
+    heads = reading.in_order(row["clusters"] for row in rows)
     texts = [[*key, *(found.get(clusters, "") for clusters in heads)] for key, found in lines.items()]
     ratio.print_lines("Percent saved by number of clusters", ["set", "dtype", "scheme", *map(str, heads)], texts, 3)
-
-
-def draw(path):
-    """One panel a scheme: savings by number of clusters, a line a set."""
-    if charts.plt is None:
-        print("no chart: matplotlib is not installed")
-        return
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    schemes, ticks = charts.in_order(row["scheme"] for row in rows), charts.in_order(row["clusters"] for row in rows)
-    if not rows:
-        return
-    figure, panels = charts.plt.subplots(1, len(schemes), figsize=(5.2 * len(schemes), 4.6), sharey=True, squeeze=False)
-    for panel, scheme in zip(panels[0], schemes):
-        for name in charts.in_order(row["set"] for row in rows):
-            shown = [row for row in rows if row["set"] == name and row["scheme"] == scheme]
-            draw_set(panel, shown, ticks)
-        panel.set_xticks(range(len(ticks)), ticks)
-        panel.set_title(f"scheme {scheme}", fontsize=10)
-        panel.grid(alpha=0.3)
-        panel.set_xlabel("clusters")
-    panels[0][0].set_ylabel("percent saved, codebooks included")
-    panels[0][0].set_ylim(bottom=-1)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="lower center", frameon=False)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    charts.plt.close(figure)
-    print(path.with_suffix(".png"))
-
-
-def draw_set(panel, rows, ticks):
-    """Numbers of clusters as a line; what "auto" gives as a mark by itself."""
-    if not rows:
-        return
-    color, marker = STYLE.get(rows[0]["set"], ("#000000", "x"))
-    places = [(ticks.index(row["clusters"]), 100 * float(row["savings"])) for row in rows]
-    line = [place for place, row in zip(places, rows) if row["clusters"] != "auto"]
-    alone = [place for place, row in zip(places, rows) if row["clusters"] == "auto"]
-    label = f"{rows[0]['set']} ({rows[0]['rows']} x {rows[0]['row_bytes']} B)"
-    panel.plot(*zip(*line), color=color, marker=marker, markersize=4.5, label=label)
-    if alone:
-        panel.plot(
-            *zip(*alone),
-            color=color,
-            marker=marker,
-            markersize=7,
-            linestyle="none",
-            markerfacecolor="none",
-            markeredgewidth=1.6,
-        )
 
 
 def main(argv=None):
@@ -177,7 +125,6 @@ def main(argv=None):
         print(".", end="", flush=True)
     print()
     print_table(sheet.rows)
-    draw(sheet.path)
     return sheet.finish()
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import ibp
 
-from . import charts, harness, nets, ratio
+from . import harness, nets, ratio
 
 COLUMNS = "net,layer,kind,shape,elements,step,progress,loss,density,gpu,commit".split(",")
 RATIO_COLUMNS = "net,layer,kind,elements,progress,layout,dtype,zvc,zlib,ibp,gpu,commit".split(",")
@@ -278,7 +278,6 @@ def main(argv=None):
         except Exception as error:
             record.densities.failed(plan.net, error)
     print_table(record.densities.rows)
-    charts.draw_densities(charts.read(record.densities.path), record.densities.path.with_suffix(".png"))
     return record.densities.finish() | record.ratios.finish()
 
 

@@ -15,7 +15,7 @@ import torch
 import ibp
 from ibp._schemes.clusters.codebook import MAX_CLUSTERS
 
-from . import charts, clusters, harness, ratio
+from . import clusters, harness, ratio, reading
 
 COLUMNS = "set,dtype,rows,row_bytes,method,clusters,savings,codebooks,numbers,commit".split(",")
 COUNTS, QUICK_COUNTS = (1, 16, 64, 128, 256, 512, 1024, 2048), (1, 4, 512)
@@ -93,7 +93,7 @@ def print_table(rows):
     for row in rows:
         shown = ratio.show(float(row["savings"]), 2)
         lines.setdefault((row["set"], row["dtype"], row["method"]), {})[row["clusters"]] = shown
-    heads = charts.in_order(row["clusters"] for row in rows)
+    heads = reading.in_order(row["clusters"] for row in rows)
     ratio.print_lines(
         "Percent saved by number of clusters, codebooks and numbers included",
         ["set", "dtype", "method", *map(str, heads)],

@@ -18,7 +18,7 @@ import torch
 
 import ibp
 
-from . import charts, harness, sets
+from . import harness, reading, sets
 
 try:
     import zstandard
@@ -372,7 +372,7 @@ def cells_of(rows):
 
 
 def print_table(rows, targets):
-    methods = charts.in_order(row["method"] for row in rows)
+    methods = reading.in_order(row["method"] for row in rows)
     lines = {}
     for row in rows:
         lines.setdefault((row["set"], row["dtype"], str(row["row_bytes"])), {})[row["method"]] = _text(row)
@@ -399,10 +399,10 @@ def rows_to_keep(path, methods, names):
 
 def in_usual_order(rows):
     """By set as sets.py has them, then by method as they first appear."""
-    names = charts.in_order([*(name for name, _, _ in sets.SYNTHETIC), *(name for name, _, _, _ in sets.REAL)])
+    names = reading.in_order([*(name for name, _, _ in sets.SYNTHETIC), *(name for name, _, _, _ in sets.REAL)])
     dtypes = {name: list(map(harness.dtype_name, held)) for name, held, _ in sets.SYNTHETIC}
     dtypes |= {name: list(map(harness.dtype_name, held)) for name, _, held, _ in sets.REAL}
-    methods = charts.in_order(row["method"] for row in rows)
+    methods = reading.in_order(row["method"] for row in rows)
     return sorted(
         rows,
         key=lambda row: (
@@ -447,7 +447,6 @@ def main(argv=None):
     print_table(sheet.rows, targets)
     for line in shortfalls(cells_of(sheet.rows), targets):
         print(f"BELOW {line}")
-    charts.draw_ratio(charts.read(sheet.path), sheet.path.with_suffix(".png"))
     return sheet.finish()
 
 

@@ -20,7 +20,7 @@ import torch
 
 import ibp
 
-from . import charts, gather, harness, inputs
+from . import gather, harness, inputs, reading
 
 COLUMNS = ("reference",)
 THEIRS, OURS = "the paper's code", "ibp slots"
@@ -136,7 +136,7 @@ def measure_size(run, library, commit, row_bytes):
             mask, bitval = inputs.synthetic_mask(row_bytes, savings)
             x = inputs.agreeing_rows(num_rows, mask, bitval, run.device)
             host.copy_(x)
-            case = Case(run, commit, f"{charts.SYNTHETIC}{100 * savings:g}%", x, fetches)
+            case = Case(run, commit, f"{reading.SYNTHETIC}{100 * savings:g}%", x, fetches)
             measure_ours(case, host, "raw rows", scheme="raw")
             codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
             measure_theirs(case, library, host, mask, bitval, measure_ours(case, host, OURS, codebook=codebook))
@@ -145,7 +145,7 @@ def measure_size(run, library, commit, row_bytes):
 def gains(rows):
     """{(bytes of a row, savings): how many times as fast ours is} of the rows of reference.csv."""
     rates = {
-        arm: {(row["row_bytes"], charts.savings_of(row["case"])): row["gbps"] for row in rows if row["arm"] == arm}
+        arm: {(row["row_bytes"], reading.savings_of(row["case"])): row["gbps"] for row in rows if row["arm"] == arm}
         for arm in (OURS, THEIRS)
     }
     return {key: rates[OURS][key] / gbps for key, gbps in rates[THEIRS].items() if key in rates[OURS]}

@@ -11,7 +11,7 @@ import torch
 
 import ibp
 
-from . import charts, harness, ratio, sets
+from . import harness, ratio, reading, sets
 
 COLUMNS = "set,dtype,scheme,sample,savings".split(",")
 SCHEMES = ("ibp", "planes")
@@ -43,7 +43,7 @@ def print_table(rows):
         "set",
         "dtype",
         "scheme",
-        *(f"{100 * sample:g}%" for sample in charts.in_order(row["sample"] for row in rows)),
+        *(f"{100 * sample:g}%" for sample in reading.in_order(row["sample"] for row in rows)),
     ]
     texts = [[*key, *texts] for key, texts in lines.items()]
     ratio.print_lines("Percent saved, or times smaller, by the share of rows learned from", heads, texts, 3)

@@ -15,7 +15,7 @@ import torch
 import ibp
 from ibp.codecs._nvcomp import CODECS
 
-from . import charts, gather, harness, ideal, inputs, ratio
+from . import gather, harness, ideal, inputs, ratio, reading
 
 COLUMNS = ("gain", "encode_ms", "table_bytes")
 TABLE_BYTES, QUICK_TABLE_BYTES = 32 * inputs.MIB, 512 << 10
@@ -141,7 +141,7 @@ def measure_nvcomps(case):
     row_bytes = case.x.shape[1] * case.x.element_size()
     for codec in CODECS.values():
         for chunk_bytes, suffix in ((ratio.BLOCK_BYTES, ""), (row_bytes, BY_ROW)):
-            arm = charts.NVCOMP + codec.kind + suffix
+            arm = reading.NVCOMP + codec.kind + suffix
             try:
                 measure_nvcomp(case, arm, codec, chunk_bytes)
             except AssertionError as error:

@@ -13,10 +13,8 @@ time of weights on the GPU. With two GPUs layers take turns.
 
 weights.csv has, after the common columns, prompt (tokens), ms (a token, or the call), bound_ms, host_bytes and
 device_bytes (what weights take there, the arena included) and weight_bytes (of the raw weights); `rows` are the batch.
-`timeline.csv` holds what copy engine, decoders and compute do during a part of one token, in microseconds.
 """
 
-import csv
 import gc
 import shutil
 import statistics
@@ -74,8 +72,6 @@ FEW_SMS = 8  # beside the number that ibp.offload takes by itself
 DECODE_GBPS = 1973  # BF16 from device memory (codec.csv)
 STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
 FP8_SHARE, COMPUTE_SHARE, RESIDENT_SHARE, LOAD_SECONDS = 0.90, 1.03, 0.74, 10.0
-TIMELINE_COLUMNS = ("kind", "start_us", "end_us")
-TIMELINE_US = 30_000
 EXTRA_COLUMNS = ("prompt", "ms", "bound_ms", "host_bytes", "device_bytes", "weight_bytes")
 
 
@@ -298,8 +294,6 @@ def measure_stream(bench, arm, options, cells, balance, compute):
         seconds = bench.seconds_a_call(model, balance)
         batch, limit = max(1, balance // 1024), compute * COMPUTE_SHARE
         bench.add(arm, batch, 0, seconds, handle=handle, bound=limit, sms=decoding_sms)
-    if arm == "ibp" and run.on_gpu and bench.dtype == torch.bfloat16:
-        write_timeline(bench, model)
 
 
 def balanced_tokens(bench, model):
@@ -374,33 +368,6 @@ def memory_directory(num_bytes):
 
 
 @torch.inference_mode()
-def write_timeline(bench, model):
-    """What runs on the GPU during a part of one token, by torch's profiler."""
-    out = model(bench.prompt(1, 256), use_cache=True, logits_to_keep=1)
-    token = out.logits[:, -1:].argmax(-1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(2):
-            model(token, past_key_values=out.past_key_values, use_cache=True)
-        bench.run.sync()
-    spans = []
-    for event in profile.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
-            name = event.name()
-            kind = "copy" if name.startswith("Memcpy HtoD") else "decode" if "ibp" in name else "compute"
-            spans.append((kind, event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3))
-    if not spans:
-        print("timeline: the profiler saw no work on the GPU, left out")
-        return
-    spans.sort(key=lambda span: span[1])
-    begin = spans[len(spans) // 2][1]  # about the beginning of the second token
-    with open(bench.run.path.with_name("timeline.csv"), "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(TIMELINE_COLUMNS)
-        for kind, start, end in spans:
-            if begin <= start and end <= begin + TIMELINE_US:
-                writer.writerow((kind, f"{start - begin:.1f}", f"{end - begin:.1f}"))
-
-
 def bench_cells(run):
     return QUICK_CELLS if run.quick else CELLS
 
