@@ -1,12 +1,11 @@
-"""All benchmarks, then the charts: `python -m benchmarks [--coding] [--caches] [--training] [--papers] [--all]
+"""All benchmarks, then the chart: `python -m benchmarks [--coding] [--caches] [--training] [--papers] [--all]
 [--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
-Those of speed, in under 5 minutes on one H200; --coding: those of kinds of rows and of coding instead, in under 4;
---caches: those of caches, embedding tables and KV-caches, in under 5; --training: those of nets that train, in under
-5; --papers: those that only tables and figures of papers ask for, and the choice between codecs, in under 4; --all: all
-of these, and those that count bytes as well, which are the same on every machine. Each runs in a process of its own, so
-that none is stopped by another's failure or has to live with the memory that it holds. On a GPU a script that measures
-speed is stopped when its time is over, and what it measured until then stays; --unlimited lets it finish.
+Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
+--caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --papers: what
+only tables and figures of papers ask for, and the choice between codecs, in under 4. --all: all of these, and the
+scripts that count bytes, which are the same on every machine. Each script runs in a process of its own. On a GPU a
+script of speed is stopped when its time is over, and what it measured stays; --unlimited lets it finish.
 """
 
 import argparse

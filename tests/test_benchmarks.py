@@ -146,7 +146,7 @@ def test_synthetic_mask_refuses_the_impossible():
             inputs.synthetic_mask(row_bytes, savings)
 
 
-def test_real_sets_that_are_there(tmp_path, capsys):
+def test_real_sets_that_are_there(tmp_path):
     np.savez(
         tmp_path / "cora.npz",
         data=np.float32([1, 2]),
@@ -159,7 +159,6 @@ def test_real_sets_that_are_there(tmp_path, capsys):
     assert list(found) == ["cora", "LLM weights"]
     assert found["cora"].tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [2, 0, 0, 0]] and found["cora"].dtype == torch.float32
     assert found["LLM weights"].tolist() == [[1, 2]] and found["LLM weights"].dtype == torch.bfloat16
-    assert "citeseer.npz, left out" in capsys.readouterr().out
     assert inputs.replicated(found["cora"], 5, "cpu")[:, 0].tolist() == [0, 0, 2, 0, 0]
 
 
@@ -177,7 +176,7 @@ def run_on_cpu(tmp_path, name="gather", extra_columns=()):
     return harness.Run(name, harness.parse_args(["--device", "cpu", "--quick", "--out", str(tmp_path)]), extra_columns)
 
 
-def test_run_writes_the_columns_and_goes_on_after_a_failure(tmp_path, capsys):
+def test_run_writes_the_columns_and_goes_on_after_a_failure(tmp_path):
     run = run_on_cpu(tmp_path)
     same = dict(rows=5, row_bytes=128, dtype=torch.bfloat16, gbps=50.0, ideal_gbps=100.0)
     with run.cell("broken"):
@@ -185,8 +184,6 @@ def test_run_writes_the_columns_and_goes_on_after_a_failure(tmp_path, capsys):
     run.add(case="synthetic 50%", arm="ibp slots", savings=0.5, sms=None, **same)
     run.add(case="synthetic", arm="cpu index + copy", savings=0.0, sms=0, **same)
     assert run.finish() == 1
-    printed = capsys.readouterr().out
-    assert "FAILED broken: RuntimeError: no such kernel" in printed and "50 (50)" in printed
     with open(tmp_path / "gather.csv", newline="") as file:
         lines = list(csv.reader(file))
     assert ",".join(lines[0]) == (
@@ -196,15 +193,13 @@ def test_run_writes_the_columns_and_goes_on_after_a_failure(tmp_path, capsys):
     assert len(lines) == 3
 
 
-def test_a_stopped_run_leaves_and_prints_what_it_measured(tmp_path, capsys):
+def test_a_stopped_run_leaves_what_it_measured(tmp_path):
     run = run_on_cpu(tmp_path)
     run.add(case="c", arm="a", rows=1, row_bytes=1, dtype=torch.uint8, savings=0.0, gbps=1.5, ideal_gbps=3.0, sms=0)
     with pytest.raises(SystemExit) as stopped, run.cell("a long one"):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
     assert stopped.value.code == 1 and len(lines_of(tmp_path / "gather.csv")) == 2
-    printed = capsys.readouterr().out
-    assert "1.5 (50)" in printed and "FAILED stopped before its end" in printed
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -307,17 +302,7 @@ def test_memory_is_judged():
     assert list(harness.memory_shortfalls([memory_row(), memory_row(index_bytes="", peak_bytes=1 << 30)])) == []
     assert len(list(harness.memory_shortfalls([memory_row(index_bytes=1 << 21)]))) == 1
     assert list(harness.memory_shortfalls([memory_row(index_bytes=1 << 21, row_bytes=128)])) == []
-    assert "temporaries of 129.0 MiB" in next(harness.memory_shortfalls([memory_row(peak_bytes=129 << 20)]))
-    lines = list(harness.memory_lines([memory_row(), memory_row(peak_bytes=3 << 20, arm="other")]))
-    assert "at most 0.78 %" in lines[0] and "at most 3.0 MiB" in lines[1] and "other" in lines[1]
-
-
-def test_shortfalls_are_printed_on_a_full_run_alone(tmp_path, monkeypatch, capsys):
-    run = run_on_cpu(tmp_path)
-    run.add(case="c", arm="a", rows=1, row_bytes=1, dtype=torch.uint8, savings=0.0, gbps=1.0, ideal_gbps=1.0, sms=0)
-    assert run.finish(["too slow"]) == 0 and "BELOW" not in capsys.readouterr().out
-    monkeypatch.setattr(harness.Run, "is_judged", True)
-    assert run.finish(["too slow"]) == 0 and "BELOW too slow" in capsys.readouterr().out
+    assert len(list(harness.memory_shortfalls([memory_row(peak_bytes=129 << 20)]))) == 1
 
 
 # ---- gather --------------------------------------------------------------------------------------------------------
@@ -734,7 +719,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
     assert expected[name] <= arms
 
 
-def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
+def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     called, before = [], signal.getsignal(signal.SIGTERM)
 
     def start(words):
@@ -752,12 +737,10 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, cap
         words[1:] == argv for words in called
     )
     assert all((Path(suite.__file__).parent / f"{name}.py").exists() for name in names)
-    assert "FAILED: codec" in capsys.readouterr().out
 
 
-def test_a_script_is_stopped_when_its_time_is_over(tmp_path, capsys):
+def test_a_script_is_stopped_when_its_time_is_over(tmp_path):
     assert suite.run_script("clusters", ["--device", "cpu", "--out", str(tmp_path)], limit_s=0.1) != 0
-    assert "stopped after 0.1 s" in capsys.readouterr().out
 
 
 def test_the_scripts_share_minutes():
@@ -888,7 +871,7 @@ def lines_of(path):
         return list(csv.reader(file))
 
 
-def test_ratio_writes_its_columns_and_table(tmp_path, monkeypatch, capsys):
+def test_ratio_writes_its_columns(tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set(), tiny_set(40, "cora")]))
     assert ratio.main(["--device", "cpu", "--quick", "--no-times", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path / "ratio.csv")
@@ -900,7 +883,6 @@ def test_ratio_writes_its_columns_and_table(tmp_path, monkeypatch, capsys):
         "128",
     ]
     assert all(line[8] == "" for line in lines[1:])
-    assert "Percent saved" in capsys.readouterr().out
 
 
 def test_ratio_measures_some_and_keeps_the_others(tmp_path, monkeypatch):
@@ -916,18 +898,17 @@ def test_ratio_measures_some_and_keeps_the_others(tmp_path, monkeypatch):
     assert sorted(lines_of(tmp_path / "ratio.csv")) == sorted(before)
 
 
-def test_ratio_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+def test_ratio_goes_on_after_a_failure(tmp_path, monkeypatch):
     def broken(tensors, device):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set()]))
     monkeypatch.setattr(ratio, "methods_for", lambda dtype, on_gpu: {"auto": broken, "planes": ratio.ours("planes")})
     assert ratio.main(["--device", "cpu", "--no-times", "--out", str(tmp_path)]) == 1
-    assert "FAILED auto, normal 1 float32: RuntimeError: no such kernel" in capsys.readouterr().out
     assert [line[4] for line in lines_of(tmp_path / "ratio.csv")[1:]] == ["planes"]
 
 
-def test_sampling_writes_its_columns(tmp_path, monkeypatch, capsys):
+def test_sampling_writes_its_columns(tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set()]))
     assert sampling.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path / "sampling.csv")
@@ -935,10 +916,10 @@ def test_sampling_writes_its_columns(tmp_path, monkeypatch, capsys):
     assert [line[2:4] for line in lines[1:]] == [
         [scheme, str(share)] for scheme in sampling.SCHEMES for share in sampling.SAMPLES
     ]
-    assert float(lines[6][4]) > 0.1 and "100%" in capsys.readouterr().out
+    assert float(lines[6][4]) > 0.1
 
 
-def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatch, capsys):
+def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "NORMAL", inputs.NORMAL[:1])
     monkeypatch.setattr(cpu, "data_bytes", lambda run: 1 << 18)
     before = torch.get_num_threads(), ibp._core.cpu_features()
@@ -957,7 +938,6 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
     assert [line[2] for line in one_thread][: len(arms)] == arms and float(one_thread[1][6]) > 0.3
     of_all_threads = len(one_thread) - 2 * len(avx2) * len(cpu.SCHEMES) if before[0] > 1 else 0
     assert len(lines) == 1 + len(one_thread) + of_all_threads
-    assert ("lz4 compress" in capsys.readouterr().out) == (cpu.lz4_block is not None)
 
 
 def test_what_is_compared_of_activations(monkeypatch):

@@ -207,7 +207,7 @@ def test_on_a_gpu(cuda):
 # ---- the benchmark -------------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark(tmp_path, monkeypatch, capsys):
+def test_the_benchmark(tmp_path, monkeypatch):
     """Rows of candidates with what was predicted beside what was measured, and a row for each link."""
     monkeypatch.setattr(harness, "MAX_REPEATS", 1)
     monkeypatch.setattr(harness, "MIN_REPEATS", 1)
@@ -223,7 +223,6 @@ def test_the_benchmark(tmp_path, monkeypatch, capsys):
     candidates = [row for row in rows if not row["loss"]]
     assert {"planes", "planes, fast", "ibp"} <= {row["arm"] for row in candidates}
     assert all(row["stored_bytes"] == row["predicted_bytes"] for row in candidates)  # the sample is all of a small set
-    assert "choices lose at most 3 %" in capsys.readouterr().out
 
 
 def test_the_order_of_sets(monkeypatch):

@@ -1,6 +1,5 @@
 """benchmarks/weights.py on the CPU: rows, columns, checks of bits and tokens, and what it asks for."""
 
-import contextlib
 import csv
 import types
 
@@ -113,44 +112,6 @@ def test_first_tokens_are_not_timed(bench, monkeypatch):
     seconds, tokens = bench.seconds_a_token(model, 2, 8, 3)
     assert seconds == 1 and calls == [(2, 8), (2, 1), (2, 1), (2, 1), (2, 1)] * 2
     assert tokens.tolist() == [[6, 7, 8, 9, 10]] * 2
-
-
-def event(name, start_us, end_us, kind=torch.autograd.DeviceType.CUDA):
-    return types.SimpleNamespace(
-        name=lambda: name,
-        device_type=lambda: kind,
-        start_ns=lambda: start_us * 1000,
-        duration_ns=lambda: (end_us - start_us) * 1000,
-    )
-
-
-def test_the_timeline_is_of_the_second_token(bench, monkeypatch, capsys):
-    second = 200_000
-    events = [
-        event("aten::mm", second, second + 9, torch.autograd.DeviceType.CPU),
-        event("nvjet_gemm", second + 40, second + 90),
-        event("Memcpy HtoD (Pinned -> Device)", 0, 100),
-        event("void ibp::gather_items<ibp::PairsDecoder>(ibp_table)", 100, 150),
-        event("nvjet_gemm", 150, 160),
-        event("Memcpy HtoD (Pinned -> Device)", second, second + 30),
-        event("void ibp::gather_items<ibp::PairsDecoder>(ibp_table)", second + 31, second + 39),
-        event("nvjet_gemm", second + weights.TIMELINE_US - 5, second + weights.TIMELINE_US + 5),  # ends too late
-    ]
-
-    @contextlib.contextmanager
-    def profile(activities):
-        yield types.SimpleNamespace(
-            profiler=types.SimpleNamespace(kineto_results=types.SimpleNamespace(events=lambda: events))
-        )
-
-    monkeypatch.setattr(torch.profiler, "profile", profile)
-    weights.write_timeline(bench, bench.on_gpu())
-    path = bench.run.path.with_name("timeline.csv")
-    assert path.read_text() == "kind,start_us,end_us\ncopy,0.0,30.0\ndecode,31.0,39.0\ncompute,40.0,90.0\n"
-    path.unlink()
-    del events[1:]
-    weights.write_timeline(bench, bench.on_gpu())
-    assert not path.exists() and "the profiler saw no work on the GPU" in capsys.readouterr().out
 
 
 def test_where_files_are_in_memory():

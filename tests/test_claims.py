@@ -1,0 +1,115 @@
+"""RESULTS.md, the figures that pages cite, and the chart of README.md: they say what the CSVs say."""
+
+import pytest
+
+from benchmarks import charts, claims, harness, reading
+
+RESULTS = reading.Results(harness.RESULTS)
+
+
+def write(directory, name, *lines):
+    (directory / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    return reading.Results(directory)
+
+
+def test_the_pages_say_what_the_csvs_say():
+    assert claims.main(["--check"]) == 0
+
+
+def test_every_figure_can_be_cited():
+    pages = [harness.ROOT / "README.md", *(harness.ROOT / "docs").glob("*.md")]
+    cited = [name for page in pages for name, _ in claims.BLOCK.findall(page.read_text())]
+    assert sorted(cited) == sorted(set(cited)) and set(cited) <= claims.FIGURES.keys()
+
+
+def test_values_keep_names_that_look_like_numbers(tmp_path):
+    rows = write(tmp_path, "x", "# a comment", "commit,rows,gbps,met,ms", "12345678,3,1.5,yes,").rows("x")
+    assert rows == [{"commit": "12345678", "rows": 3, "gbps": 1.5, "met": "yes", "ms": None}]
+
+
+def test_arms_stand_side_by_side_and_missed_targets_in_brackets(tmp_path):
+    results = write(
+        tmp_path,
+        "bags",
+        "case,arm,dtype,row_bytes,sms,gbps,target_gbps,met",
+        *("device,copy_,int8,2048,132,9,,", "a,raw,bfloat16,2048,132,50,,"),
+        *("a,ibp,bfloat16,2048,132,150,200,no", "b,ibp,float32,128,8,7.5,7,yes"),
+    )
+    table = claims.Table("", "bags", "", claims.ROWS, claims.judged)
+    assert table.markdown(results).split("\n") == [
+        "| rows | a, BF16, 2 KiB | b, FP32, 128 B |",  # more arms than cases: an arm a line
+        "| --- | --- | --- |",
+        "| raw | 50.0 |  |",
+        "| ibp | 150 (of 200) |  |",
+        "| ibp, 8 SMs |  | 7.5 |",
+    ]
+    more = claims.Table("", "bags", "", claims.ROWS, claims.judged, more={"gain": claims.over("ibp", "raw")})
+    assert more.markdown(results).endswith("| gain | 3.00 |  |")
+
+
+def test_a_line_for_each_row_without_arms(tmp_path):
+    results = write(tmp_path, "x", "case,arm,sms,ms", "a,one,0,1.5", "a,two,0,", "b,two,0,3")
+    table = claims.Table("", "x", "", {"what": claims.cell("case"), "ms": claims.cell("ms", claims.real(2))})
+    assert table.markdown(results).split("\n")[2:] == ["| a | 1.50 |", "| a |  |", "| b | 3.00 |"]
+
+
+def test_targets_are_counted(tmp_path):
+    write(tmp_path, "a", "met", "yes", "no", "")
+    results = write(tmp_path, "b", "met", "yes", "yes")
+    text = claims.targets(results)
+    assert text.startswith("Of 4 targets 3 are met and 1 are missed.") and "| `a` | 1 | 1 |" in text
+
+
+def test_a_figure_is_of_one_row(tmp_path):
+    columns = "case,arm,dtype,gbps,ms,gpu"
+    results = write(tmp_path, "gnn", columns, '"a, b",x,int8,12,3,H', '"a, b",y,int8,48,4,H', "c,x,int8,1,1,H")
+    assert claims.cited(results, "{gnn|gbps|a, b|x}, {gnn|ms|a, b|y|dtype=int8}") == "12.0, 4.00 ms"
+    assert claims.cited(results, "{gnn|gbps|a, b|y / x}") == "4.00"
+    assert claims.cited(results, "{from gnn}") == "(H; [RESULTS.md](../benchmarks/RESULTS.md#graph-neural-networks))"
+    with pytest.raises(ValueError, match="gnn.csv has 2 rows with {'arm': 'x'}; wanted one"):
+        claims.cited(results, "{gnn|gbps||x}")
+
+
+def test_blocks_of_pages_are_written_anew(monkeypatch):
+    monkeypatch.setattr(claims, "FIGURES", {"a": "new", "b": lambda results: "also"})
+    start = "<!-- {}: written by python -m benchmarks.claims -->\n"
+    page = f"before\n{start.format('a')}old\n<!-- end of a -->\n{start.format('b')}<!-- end of b -->\nafter"
+    text = claims.rewritten(page, RESULTS)
+    assert text.split("\n")[2:4] == ["new", "<!-- end of a -->"] and "also\n<!-- end of b -->\nafter" in text
+    assert claims.rewritten(text, RESULTS) == text
+    with pytest.raises(ValueError, match="no end"):
+        claims.rewritten(page.replace("end of b", "end of c"), RESULTS)
+
+
+def test_nets_whose_peak_falls_on_the_device_and_nets_whose_peak_rises(tmp_path):
+    results = write(
+        tmp_path,
+        "activations",
+        "case,arm,step_ms,peak_gb,freed_gb",
+        *("VGG16,plain,10,4,0", "VGG16,on the device,15,3,1"),
+        *("AlexNet,plain,10,4,0", "AlexNet,on the device,25,4.5,-0.5"),
+    )
+    assert claims.on_the_device(results) == (
+        "The peak falls for 1 of 2 measured nets: VGG16 3.00 GB instead of 4.00, steps 1.5 times as long. It does not "
+        "fall for the others: AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long."
+    )
+
+
+def test_the_chart(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("gather", "stream", "codec"):
+        (tmp_path / f"{name}.csv").write_text((harness.RESULTS / f"{name}.csv").read_text())
+    charts.draw(tmp_path)
+    assert (tmp_path / "overview.png").stat().st_size > 10_000
+    device = charts.device_rates(RESULTS.rows("codec"))
+    best = max(
+        row["gbps"]
+        for row in RESULTS.rows("codec", case="normal 0.02", dtype="bfloat16", row_bytes=charts.ROW_BYTES)
+        if row["arm"] in ("planes decode", "planes decode packed")
+    )
+    assert device[charts.IBP] == best
+
+
+def test_no_chart_without_measurements(tmp_path, capsys):
+    charts.draw(tmp_path)
+    assert "no chart: " in capsys.readouterr().out and not list(tmp_path.iterdir())
