@@ -142,15 +142,6 @@ def measure_size(run, library, commit, row_bytes):
             measure_theirs(case, library, host, mask, bitval, measure_ours(case, host, OURS, codebook=codebook))
 
 
-def gains(rows):
-    """{(bytes of a row, savings): how many times as fast ours is} of the rows of reference.csv."""
-    rates = {
-        arm: {(row["row_bytes"], reading.savings_of(row["case"])): row["gbps"] for row in rows if row["arm"] == arm}
-        for arm in (OURS, THEIRS)
-    }
-    return {key: rates[OURS][key] / gbps for key, gbps in rates[THEIRS].items() if key in rates[OURS]}
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--repository", type=Path, default=os.environ.get("IBP_REFERENCE"))
