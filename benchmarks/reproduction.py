@@ -535,7 +535,7 @@ DIETGPU = (
     ),
     Row(
         "Section 5.2.1, chart",
-        "rate of compressing floats of which half are zero; FP32 and FP64 by `families.py`",
+        "rate of compressing floats, half of them zero; FP32 and FP64 by `families.py`",
         "encode_into.py",
         "near 50 GB/s in FP64, a tenth of the memory's rate",
         device_rates("half zeros", "encode"),
@@ -815,7 +815,7 @@ def headline_of_spill(results):
         results,
         lambda row: f"decoded at {percent(row['gbps'] / row['ideal_gbps'], 0)} of what memory and link allow",
     )
-    return listed([nets, f"tables of which nothing spills: {span(rates)} times the rate of the same table on the GPU"])
+    return listed([nets, f"tables without spilled rows: {span(rates)} times the rate of the same table on the GPU"])
 
 
 NET = "ten snapshots of a small net's training, most of whose embedding was never touched"
@@ -864,7 +864,7 @@ BUDDY = (
 
 
 def gathers(*links):
-    """All-gathers of the largest output against NCCL's, by link: as ibp does them by itself, and the best level."""
+    """All-gathers of the largest output against NCCL's, by link: by `auto`, and by the best level."""
 
     def ours(results):
         parts = []
@@ -874,7 +874,7 @@ def gathers(*links):
             found = {row["arm"]: row for row in rows if row["mib"] == most}
             coded = max(found[arm]["over_torch"] for arm in ("default", "fast") if arm in found)
             parts.append(
-                f"{link}, {most:,} MiB of {what}: NCCL {number(found['torch']['gbps'])} GB/s, ibp by itself "
+                f"{link}, {most:,} MiB of {what}: NCCL {number(found['torch']['gbps'])} GB/s, `auto` "
                 f"{found['auto']['over_torch']:.2f} times as fast, always coded {coded:.2f}"
             )
         return listed(parts)
