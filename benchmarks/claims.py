@@ -568,7 +568,7 @@ TABLES = (
     Table(
         "General codecs",
         "choose",
-        "What the choice of `ibp.choose` takes longer than the fastest of all candidates, over sets and links, 256 "
+        "What the choice of `ibp.codecs.choose` takes longer than the fastest of all candidates, over sets and links, 256 "
         "MiB of each set",
         {"set": rows_name},
         lambda row: f"{row['best']}, {percent(row['loss'])}",
@@ -734,7 +734,7 @@ def choices(results):
     rows = [row for row in results.rows("choose") if row["chosen"]]
     good = sum(row["loss"] <= row["wanted_loss"] for row in rows)
     return (
-        f"{good} of {len(rows)} choices of `ibp.choose`, over sets and links, take at most "
+        f"{good} of {len(rows)} choices of `ibp.codecs.choose`, over sets and links, take at most "
         f"{percent(rows[0]['wanted_loss'], 0)} longer than the fastest candidate, the worst "
         f"{percent(max(row['loss'] for row in rows))} longer {source(results, 'choose')}."
     )
