@@ -568,8 +568,8 @@ TABLES = (
     Table(
         "General codecs",
         "choose",
-        "What the choice of `ibp.codecs.choose` takes longer than the fastest of all candidates, over sets and links, 256 "
-        "MiB of each set",
+        "What the choice of `ibp.codecs.choose` takes longer than the fastest of all candidates, over sets and links, "
+        "256 MiB of each set",
         {"set": rows_name},
         lambda row: f"{row['best']}, {percent(row['loss'])}",
         lambda row: bool(row["chosen"]),
