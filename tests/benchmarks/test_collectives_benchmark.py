@@ -1,12 +1,10 @@
-"""What benchmarks/collectives.py measures, writes and shows, without a GPU."""
-
-import csv
+"""What benchmarks/collectives.py measures, without a GPU."""
 
 import pytest
 import torch
 import torch.distributed.fsdp  # here: the processes that are forked need not import it
 
-from benchmarks import claims, collectives, harness
+from benchmarks import collectives
 from ranks import Ranks
 
 
@@ -27,7 +25,7 @@ def measured(rank):
 
 
 @pytest.mark.slow
-def test_every_arm_is_measured_and_shown(two, tmp_path):
+def test_every_arm_is_measured(two):
     found, _ = two(measured)
     kinds = [name for name, _, _ in collectives.KINDS]
     calls = [collectives.BROADCAST, collectives.SEND, collectives.ALL_TO_ALL]
@@ -44,15 +42,6 @@ def test_every_arm_is_measured_and_shown(two, tmp_path):
     saved = {(row["call"], row["kind"]): row["savings"] for row in found if row["arm"] == collectives.DEFAULT}
     assert all(saved[call, collectives.WEIGHTS] > 0.3 for call in [collectives.GATHER, *calls])
     assert saved[collectives.GATHER, "random bytes"] == 0 and saved[collectives.GATHER, "half zeros"] > 0.55
-
-    arguments = harness.parse_args(["--device", "cpu", "--quick", "--out", str(tmp_path)])
-    run = harness.Run("collectives", arguments, collectives.COLUMNS)
-    for row in found:
-        collectives.add(run, collectives.DIRECT, row)
-    with open(tmp_path / "collectives.csv") as file:
-        assert len(list(csv.DictReader(file))) == len(found)
-    table = claims.collectives_table(tmp_path)
-    assert f"| direct | `{collectives.GATHER}` | weights, bfloat16 | 1 |" in table
 
 
 def test_processes_inherit_what_nccl_is_told(monkeypatch):

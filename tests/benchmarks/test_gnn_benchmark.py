@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import ibp
-from benchmarks import claims, gnn, gnn_parallel, harness, inputs
+from benchmarks import gnn, gnn_parallel, harness, inputs
 from helpers import assert_same_bits
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_sage_takes_means(dtype):
     torch.testing.assert_close(model(h, [places, inner]), wanted, atol=0.02, rtol=0.02)
 
 
-def test_the_script_on_the_cpu(tmp_path, monkeypatch, capsys):
+def test_the_script_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(gnn, "QUICK_CASES", (CASE, REAL))
     assert gnn.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     rows = lines_of(tmp_path / "gnn.csv")
@@ -99,9 +99,6 @@ def test_the_script_on_the_cpu(tmp_path, monkeypatch, capsys):
     assert {row["case"] for row in rows} == {"dense, batch 8", "pubmed, batch 8"}
     assert {int(row["batches"]) % gnn.QUICK_EPOCH for row in rows} == {0}
     assert len({row["rows"] for row in rows[:5]}) == 1
-    assert "| dense | BF16, 96 B | 0.0 | 8 |" in claims.graphs_block(tmp_path)
-    printed = capsys.readouterr().out
-    assert printed.count("times as fast as the GPU fetches raw rows") == 2 and "BELOW" not in printed
 
 
 def test_a_wrong_row_fails_the_script(tmp_path, monkeypatch, capsys):
@@ -163,7 +160,6 @@ def test_the_parallel_script_on_the_cpu(tmp_path, monkeypatch):
     assert list(rows[0]) == harness.COLUMNS + gnn_parallel.COLUMNS
     assert [(row["arm"], row["gpus"]) for row in rows] == [("ibp, 1 GPU", "1"), ("ibp, 2 GPUs", "2")]
     assert all(float(row["gbps"]) > 0 and float(row["epoch_s"]) > 0 for row in rows)
-    assert "| features | 1 GPU | 2 GPUs |" in claims.several_block(tmp_path)
 
 
 def test_targets_of_several():

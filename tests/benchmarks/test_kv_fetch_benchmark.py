@@ -1,4 +1,4 @@
-"""benchmarks/kv_fetch.py on the CPU: rows, columns, checks of bits, and what its page says."""
+"""benchmarks/kv_fetch.py on the CPU: rows, columns; and that a wrong bit is a failure."""
 
 import csv
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks import claims, harness, kv_fetch  # noqa: E402
+from benchmarks import harness, kv_fetch  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
@@ -45,10 +45,3 @@ def test_a_wrong_bit_is_a_failure(directory, monkeypatch, capsys):
     monkeypatch.setattr(kv_fetch, "MOST_SLOW_BYTES", 0)
     assert kv_fetch.main(["--device", "cpu", "--quick", "--out", str(directory / "wrong")]) == 1
     assert "bits differ" in capsys.readouterr().out
-
-
-def test_what_the_page_says(directory):
-    text = claims.kv_fetch_block(directory)
-    assert "| KV-cache | saved | raw blocks | ibp | ibp, the paper's scheme | ibp, on the GPU |" in text
-    assert text.count("\n| batch") == 2 and text.count("\n| real") == 1 and text.count(" ms |") == 12
-    assert claims.kv_fetch_block(directory / "nothing") is None
