@@ -22,6 +22,7 @@ VERSION = re.search(r'#define IBP_VERSION "([^"]+)"', (CSRC / "include" / "ibp.h
 SONAME = f"libibp.so.{re.match('(0[.])?[0-9]+', VERSION)[0]}"  # of 0.x the minor version counts
 # Optimising makes no difference to what is tested here.
 NO_CUDA = {"IBP_NO_CUDA": "1", "CC": "cc", "CFLAGS": "-O0"}
+WITH_CUDA = {"IBP_NO_CUDA": "", "IBP_ONLY_PTX": "", "NVCCFLAGS": ""}
 
 
 def run(*command, cwd=None, stdin=None, **variables):
@@ -306,10 +307,11 @@ needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nv
 def gencode(tmp_path):
     """What nvcc compiles for, on a machine whose nvidia-smi prints these lines."""
 
-    def asked(arch_list, printed=""):
+    def asked(arch_list, printed="", **changed):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{printed}'\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        variables = {"IBP_NO_CUDA": "", "TORCH_CUDA_ARCH_LIST": arch_list, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        variables = {**WITH_CUDA, "TORCH_CUDA_ARCH_LIST": arch_list, "PATH": path, **changed}
         output = make(f"BUILD={tmp_path}", "--dry-run", f"{tmp_path}/cuda/index.cu.o", **variables)
         command = next(line for line in output.splitlines() if " -c cuda/index.cu " in line)
         return re.findall(r"-gencode=arch=(\S+),code=(\S+)", command)
@@ -323,6 +325,7 @@ def test_architectures(gencode):
     assert gencode("8.0;9.0+PTX") == [("compute_80", "sm_80"), ("compute_90", "sm_90"), ("compute_90", "compute_90")]
     assert gencode("") == gencode("8.0, 9.0+PTX")
     assert gencode("9.0a 10.0") == [("compute_90a", "sm_90a"), ("compute_100", "sm_100")]
+    assert gencode("8.0 9.0+PTX", IBP_ONLY_PTX="1") == [("compute_80", "compute_80"), ("compute_90", "compute_90")]
     with pytest.raises(AssertionError, match="TORCH_CUDA_ARCH_LIST has Hopper"):
         gencode("8.0 Hopper")
 
@@ -350,7 +353,7 @@ def test_the_gpus_of_this_machine_are_compiled_for(gencode, printed, meant):
 @pytest.mark.parametrize("jobs", [1, 2, 16])
 def test_a_build_says_what_nvcc_compiles(tmp_path, jobs):
     """Once, before it begins: how many files, for which GPUs, and about how long."""
-    variables = {"IBP_NO_CUDA": "", "TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"}
+    variables = {**WITH_CUDA, "TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"}
     record = f"{tmp_path}/nvcc.cmd"
     said = make(f"BUILD={tmp_path}", f"-j{jobs}", record, **variables)
     num_files = len(list((CSRC / "cuda").rglob("*.cu")))
@@ -391,11 +394,12 @@ def test_the_makefile_of_the_project_builds_kernels_where_there_is_a_gpu(tmp_pat
 
 
 def built_architectures(record):
-    """TORCH_CUDA_ARCH_LIST of a build, by the command that it left."""
+    """What a build compiled kernels for, as variables, by the command that it left."""
     found = re.findall(r"code=(sm|compute)_(\d+)(\d[af]?)", record.read_text())
     machine_code = [f"{major}.{minor}" for kind, major, minor in found if kind == "sm"]
     portable = [f"{major}.{minor}" for kind, major, minor in found if kind == "compute"]
-    return " ".join(f"{arch}+PTX" if arch in portable else arch for arch in machine_code)
+    names = [f"{arch}+PTX" if arch in portable else arch for arch in machine_code or portable]
+    return {"TORCH_CUDA_ARCH_LIST": " ".join(names), "IBP_ONLY_PTX": "" if machine_code else "1"}
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +409,7 @@ def installed_with_cuda(tmp_path_factory):
     if not (shutil.which("nvcc") and record.exists() and ibp._core.cuda_is_built()):
         pytest.skip("there is no nvcc, or this build has no kernels")
     directory = tmp_path_factory.mktemp("installed_with_cuda")
-    return Installed(directory, build=record.parent, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST=built_architectures(record))
+    return Installed(directory, build=record.parent, IBP_NO_CUDA="", **built_architectures(record))
 
 
 @pytest.fixture(scope="module", params=sorted(EXAMPLES.glob("*.cu")), ids=lambda path: path.stem)
@@ -448,10 +452,10 @@ def test_symbols_with_cuda(installed_with_cuda, installed):
 def test_depfile_of_several_architectures(tmp_path):
     """nvcc lists the headers of every pass, so that a changed one compiles the kernels again."""
     target = f"{tmp_path}/cuda/index.cu.o"
-    make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
+    make(f"BUILD={tmp_path}", target, **WITH_CUDA, TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
     text = (tmp_path / "cuda" / "index.cu.d").read_text()
     assert {"include/ibp.h", "core/format.h"} <= {os.path.normpath(name) for name in re.findall(r"[\w./]+", text)}
-    assert "nvcc" not in make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
+    assert "nvcc" not in make(f"BUILD={tmp_path}", target, **WITH_CUDA, TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
 
 
 # ---- pip -----------------------------------------------------------------------------------------------------------
