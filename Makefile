@@ -77,9 +77,11 @@ $(VENV)/.frameworks $(VENV)/.bench: $(VENV)/.build
 	@touch $@
 
 # The library is built again when what it is built with changes.
+BUILT_WITH = $(IBP_NO_CUDA) $(CC) $(CXX) $(CFLAGS) $(CXXFLAGS) $(LDFLAGS) $(NVCCFLAGS) $(IBP_ONLY_PTX) \
+    $(TORCH_CUDA_ARCH_LIST) $(GPUS)
 $(VENV)/.environment: FORCE
 	@mkdir -p $(@D)
-	@printf '%s\n' '$(IBP_NO_CUDA) $(CC) $(CXX) $(CFLAGS) $(CXXFLAGS) $(LDFLAGS) $(TORCH_CUDA_ARCH_LIST) $(GPUS)' > $@.new
+	@printf '%s\n' '$(BUILT_WITH)' > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 $(VENV)/.ibp: $(VENV)/.build $(VENV)/.environment $(SOURCES)

@@ -46,7 +46,8 @@ SOURCES = ["ibp/*.py", "ibp_command.py", "csrc/core/*.[ch]", "csrc/x86/*.[ch]"]
 FULL = ["--hypothesis-profile=full"]
 SETS = {"quick": ["-m", "not slow and not frameworks"], "rest": ["-m", "slow or hypothesis or frameworks", *FULL]}
 # Programs that are compiled from the C core rather than linked with the library: what they reach is not recorded.
-C_PROGRAMS = {"quick": ["tests/test_c_core.py::test_c_core[quick]"], "rest": ["tests/test_c_core.py::test_c_core[all]"]}
+C_CORE = "tests/core/test_c_core.py::test_c_core"
+C_PROGRAMS = {"quick": [f"{C_CORE}[quick]"], "rest": [f"{C_CORE}[all]"]}
 MOST_SECONDS = 600.0  # of one test
 BATCHES = (4, 30, 120, float("inf"))  # seconds of tests in a run of pytest: most mistakes are seen by the first
 

@@ -3,9 +3,9 @@
     python tools/record_interfaces.py vllm==0.33.0 sglang==0.5.23    downloads the wheels by pip, and deletes them
     python tools/record_interfaces.py path/to/some.whl               of a wheel that is there
 
-Writes tests/interfaces/PACKAGE-VERSION.json for each. Files are parsed, not imported: neither package, nor a GPU, is
-needed. tests/test_serving_interfaces.py holds the adapters and the stand-ins in tests/stubs to all of these files. A
-release that differs in something that an adapter uses fails there.
+Writes tests/integrations/interfaces/PACKAGE-VERSION.json for each. Files are parsed, not imported: neither package, nor
+a GPU, is needed. tests/integrations/test_serving_interfaces.py holds the adapters and the stand-ins in
+tests/integrations/stubs to all of these files. A release that differs in something that an adapter uses fails there.
 
 A file has two parts. `classes`: by name, where it is defined, base classes, fields of dataclasses and members of enums
 with their defaults, parameters of public methods, which of those are abstract or properties, attributes that are set.
@@ -26,7 +26,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-INTERFACES = Path(__file__).resolve().parent.parent / "tests" / "interfaces"
+INTERFACES = Path(__file__).resolve().parent.parent / "tests" / "integrations" / "interfaces"
 
 
 class Role(NamedTuple):

@@ -60,7 +60,7 @@ def counts_in(line):
 def main():
     LOGS.mkdir(parents=True, exist_ok=True)
     started, total, failed = time.monotonic(), collections.Counter(), []
-    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
+    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for running in concurrent.futures.as_completed([pool.submit(run_file, path, sys.argv[1:]) for path in files]):
             path, is_well, output = running.result()

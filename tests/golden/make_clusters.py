@@ -2,7 +2,8 @@
 change of these.
 
 Each file has a table as make.py's have one, the codebooks of its clusters, and coded rows that no decoder may accept.
-The encoder and the decoder of rows with clusters (FORMAT.md section 7) that are here also serve tests/test_clusters.py.
+The encoder and the decoder of rows with clusters (FORMAT.md section 7) that are here also serve
+tests/schemes/test_clusters.py.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import sys
 import numpy as np
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "support")]
 import reference  # noqa: E402
 import reference_planes  # noqa: E402
 from golden.make_planes import FIELDS, adversarial_rows, joined, random_codebook  # noqa: E402

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "support"), str(HERE.parent.parent)]
 import ibp  # noqa: E402
 from golden import make_clusters, make_planes  # noqa: E402
 from helpers import bytes_of, make_tensor, planes_codebook, spiky_rows  # noqa: E402

@@ -1,0 +1,183 @@
+"""benchmarks/gnn.py and gnn_parallel.py: graphs, batches and rows; the scripts on the CPU; what they ask for."""
+
+import csv
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ibp
+from benchmarks import gnn, gnn_parallel, harness, inputs
+from helpers import assert_same_bits
+
+CPU = torch.device("cpu")
+CASE = gnn.Case("dense", 500, (8,), torch.bfloat16, 48)
+REAL = gnn.Case("pubmed", 500, (8,))
+
+
+def lines_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_degrees_follow_a_power_law():
+    graph = gnn.Graph(20_000, 400_000, CPU)
+    degrees = graph.starts.diff()
+    assert graph.starts[0] == 0 and graph.starts[-1] == len(graph.neighbors) and degrees.min() >= 1
+    assert 0.5 < len(graph.neighbors) / 400_000 < 2 and degrees.max() > 20 * degrees.median()
+    assert graph.neighbors.min() >= 0 and graph.neighbors.max() < 20_000
+    drawn = torch.bincount(graph.neighbors, minlength=20_000)  # by their degree
+    assert torch.corrcoef(torch.stack([drawn.float(), degrees.float()]))[0, 1] > 0.9
+
+
+def test_a_batch_holds_neighbours():
+    graph = gnn.Graph(500, 5_000, CPU)
+    batch = graph.sample(torch.arange(100, 120), (4, 3))
+    assert (batch.ids.diff() > 0).all()  # in order, none twice
+    (outer, outer_neighbors), (inner, inner_neighbors) = batch.hops
+    hop = batch.ids[outer]
+    assert torch.equal(hop[inner], batch.seeds) and inner_neighbors.shape == (20, 4)
+    assert outer_neighbors.shape == (len(hop), 3)
+    for nodes, neighbors in ((batch.seeds, hop[inner_neighbors]), (hop, batch.ids[outer_neighbors])):
+        for node, drawn in zip(nodes.tolist(), neighbors.tolist()):
+            assert set(drawn) <= set(graph.neighbors[graph.starts[node] : graph.starts[node + 1]].tolist())
+
+
+@pytest.mark.parametrize("case", [CASE, REAL])
+def test_features_and_every_fetch(case):
+    features = gnn.Features(case, inputs.DATA_DIR, CPU)
+    assert_same_bits(features.x, features.source[features.of_node.long()])
+    assert features.raw.scheme == "raw" and features.raw.slots.data_ptr() == features.x.data_ptr()
+    assert_same_bits(features.table.decompress(), features.x)
+    assert features.num_bytes == 500 * features.row_bytes
+    arms = dict(gnn.fetches(features, CPU))
+    assert {*gnn.CPU_ARMS, "raw rows", "ibp"} == arms.keys()
+    for ids in (torch.tensor([3, 5, 499]), torch.arange(0, 500, 2)):  # the second needs larger buffers
+        for arm, fetch in arms.items():
+            rows = fetch(ids, torch.zeros(len(ids), features.x.shape[1], dtype=case.dtype))
+            features.check(rows, ids, arm)
+            with pytest.raises(AssertionError, match="bits differ"):
+                features.check(rows.roll(1, 0), ids, arm)
+
+
+def test_arms_train_on_the_same_batches():
+    graph, features = gnn.Graph(500, 5_000, CPU), gnn.Features(CASE, inputs.DATA_DIR, CPU)
+    training = gnn.Training(graph, 48, torch.bfloat16, 8, CPU)
+    ends = []
+    for _, fetch in gnn.fetches(features, CPU):
+        training.restart()
+        seconds, num_batches = training.run(fetch, 5, 100)
+        assert seconds > 0 and num_batches == 5
+        ends.append([p.detach().clone() for p in training.model.parameters()])
+    for other in ends[1:]:
+        for a, b in zip(ends[0], other):
+            assert_same_bits(a, b)
+    training.restart()
+    assert not all(torch.equal(a, b) for a, b in zip(ends[0], training.model.parameters()))
+    assert training.run(fetch, 50, 0)[1] == gnn.LEAST_BATCHES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sage_takes_means(dtype):
+    model, h = gnn.Sage(48).to(dtype), torch.randn(30, 48, dtype=dtype)
+    places = torch.arange(20), torch.randint(30, (20, 5))
+    found = model.own[0](h[places[0]]) + model.neighbors[0](h[places[1]].float().mean(1).to(dtype))
+    inner = torch.arange(4), torch.randint(20, (4, 3))
+    hidden = found.relu()
+    wanted = model.own[1](hidden[inner[0]]) + model.neighbors[1](hidden[inner[1]].float().mean(1).to(dtype))
+    torch.testing.assert_close(model(h, [places, inner]), wanted, atol=0.02, rtol=0.02)
+
+
+def test_the_script_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(gnn, "QUICK_CASES", (CASE, REAL))
+    assert gnn.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path / "gnn.csv")
+    assert list(rows[0]) == harness.COLUMNS + gnn.COLUMNS and len(rows) == 10
+    assert [row["arm"] for row in rows[:5]] == [*gnn.CPU_ARMS, "raw rows", "ibp"]
+    assert all(float(row[name]) > 0 for row in rows for name in ("gbps", "ideal_gbps", "fetch_ms", "epoch_s"))
+    assert {row["case"] for row in rows} == {"dense, batch 8", "pubmed, batch 8"}
+    assert {int(row["batches"]) % gnn.QUICK_EPOCH for row in rows} == {0}
+    assert len({row["rows"] for row in rows[:5]}) == 1
+
+
+def test_a_wrong_row_fails_the_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gnn, "QUICK_CASES", (CASE,))
+    monkeypatch.setattr(
+        gnn.ByGpu, "__call__", lambda self, ids, out: ibp.index_select(self.table, ids.flip(0), out=out)
+    )
+    assert gnn.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
+    assert "FAILED dense, batch 8, ibp: AssertionError: dense, ibp: bits differ" in capsys.readouterr().out
+    assert [row["arm"] for row in lines_of(tmp_path / "gnn.csv")] == list(gnn.CPU_ARMS)
+
+
+def arm_row(arm, fetch_ms, epoch_s, case="cora, batch 1024"):
+    return {"case": case, "arm": arm, "fetch_ms": str(fetch_ms), "epoch_s": str(epoch_s)}
+
+
+def test_targets():
+    rows = [arm_row(arm, 100, epoch_s) for arm, epoch_s in zip(gnn.CPU_ARMS, (30, 20, 18))]
+    rows += [arm_row("raw rows", 60, 11), arm_row("ibp", 1, 10)]
+    assert list(gnn.gains(rows)) == [("cora, batch 1024", 60, 1.8, 1.1)] and list(gnn.shortfalls(rows)) == []
+    rows[-1] = arm_row("ibp", 2, 12)
+    lines = list(gnn.shortfalls(rows))
+    assert len(lines) == 3 and "30.00 times as fast as fetches of raw rows by the GPU, wanted 50" in lines[0]
+    assert "1.50 times" in lines[1] and "wanted 1.74" in lines[1] and "wanted 1" in lines[2]
+    dense = [row | {"case": "dense 602, batch 1024"} for row in rows]
+    assert ["raw rows" in line for line in gnn.shortfalls(dense)] == [True] and list(gnn.gains(rows[:4])) == []
+
+
+def test_every_case_has_data():
+    found = {name for name, _ in inputs.real_sets(inputs.DATA_DIR)}
+    for case in (*gnn.CASES, *gnn.QUICK_CASES):
+        assert bool(case.columns) or case.name in found
+    assert set(gnn.WANTED_FETCH) <= {case.name for case in gnn.CASES}
+    gib = {case: case.num_nodes * case.columns * case.dtype.itemsize / gnn.GIB for case in gnn.CASES}
+    assert max(gib.values()) > 16 and 2_400_000 * 3703 * 4 / gnn.GIB > 16  # citeseer's
+    assert {case.name for case in gnn_parallel.CASES} == {"cora", "dense 602"}
+
+
+# ---- several GPUs --------------------------------------------------------------------------------------------------
+
+
+def test_one_process_of_several(tmp_path):
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    found = tmp_path / "found"
+    gnn_parallel.work(0, 1, CASE, True, "cpu", inputs.DATA_DIR, tmp_path / "store", found)
+    measured = json.loads(found.read_text())
+    assert measured["batches"] == gnn.QUICK_EPOCH and measured["row_bytes"] == 96 and measured["seconds"] > 0
+    assert measured["rows"] > measured["batches"] * gnn_parallel.QUICK_BATCH
+
+
+@pytest.mark.slow
+def test_the_parallel_script_on_the_cpu(tmp_path, monkeypatch):
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    monkeypatch.setattr(gnn, "QUICK_CASES", (CASE,))
+    assert gnn_parallel.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path / "gnn_parallel.csv")
+    assert list(rows[0]) == harness.COLUMNS + gnn_parallel.COLUMNS
+    assert [(row["arm"], row["gpus"]) for row in rows] == [("ibp, 1 GPU", "1"), ("ibp, 2 GPUs", "2")]
+    assert all(float(row["gbps"]) > 0 and float(row["epoch_s"]) > 0 for row in rows)
+
+
+def test_targets_of_several():
+    rows = [{"case": "cora", "gpus": str(n), "epoch_s": str(s)} for n, s in ((1, 10), (2, 5), (4, 3))]
+    assert list(gnn_parallel.speedups(rows)) == [("cora", 2, 2.0), ("cora", 4, 10 / 3)]
+    assert list(gnn_parallel.shortfalls(rows)) == []
+    rows[1]["epoch_s"] = "6"
+    assert list(gnn_parallel.shortfalls(rows)) == ["cora: two GPUs are 1.67 times as fast as one, wanted 1.9"]
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_on_a_gpu(cuda, tmp_path):
+    assert gnn.main(["--device", "cuda", "--quick", "--out", str(tmp_path)]) == 0
+    assert len(lines_of(tmp_path / "gnn.csv")) == 15
+
+
+def test_the_parallel_script_on_a_gpu(cuda, tmp_path):
+    assert gnn_parallel.main(["--device", "cuda", "--quick", "--out", str(tmp_path)]) == 0
+    assert lines_of(tmp_path / "gnn_parallel.csv")[0]["arm"] == "ibp, 1 GPU"

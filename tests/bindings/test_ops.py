@@ -1,0 +1,264 @@
+"""torch.ops.ibp: schemas and fake implementations agree with the real ones, and the operations can be traced and
+compiled."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import ibp
+from helpers import assert_same_bits, bytes_of, embedding, make_tensor, spiky_rows
+
+OPS = torch.ops.ibp
+CPU = torch.device("cpu")
+
+
+def fault():
+    return torch.zeros(4, dtype=torch.int64)
+
+
+CODED = ["ibp", "planes"]
+
+
+def table_arguments(scheme, **arguments):
+    x = spiky_rows(100, 60)
+    return x, ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments).arguments(CPU)
+
+
+def encode_arguments(scheme):
+    x = spiky_rows(100, 60)
+    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
+    slots, overflow, *rest = table.arguments(CPU)
+    return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
+
+
+def packed_arguments(data, codebook):
+    lengths = torch.zeros(-(-data.numel() // codebook.row_bytes), dtype=torch.uint16)
+    out, stored = torch.zeros(data.numel(), dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    return data, codebook.words(CPU), codebook.codec, out, lengths, stored
+
+
+def any_planes(per_column=False, listed=False, default=0):
+    """A codebook for rows of 30 64-bit elements."""
+    entries = torch.arange(30 * 6).view(30, 6) if per_column else torch.arange(6).view(1, 6)
+    return ibp.PlanesCodebook(240, 8, 1, 50, (2, 2), per_column, listed, default, 0, entries)
+
+
+def samples():
+    """One call of every operation that runs on the CPU: (operation, arguments)."""
+    x, slots_table = table_arguments("ibp", slot_bytes=32)
+    tables = [slots_table, table_arguments("planes", slot_bytes=32)[1]]
+    tables += [table_arguments(scheme, layout="packed")[1] for scheme in CODED]
+    dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", pin_memory=False)
+    assert not dense.codebook.listed and len(dense.codebook.codec) > 9
+    tables.append(dense.arguments(CPU))
+    data, codebook = bytes_of(x), ibp.analyze(x)
+    words, mask = codebook.words(CPU), make_tensor((50,), torch.uint8, "random")
+    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", pin_memory=False).arguments(CPU)
+    lengths = OPS.measure_rows(data, words, codebook.codec)
+    ids, ids32 = torch.tensor([5, 99, 5, 0]), torch.tensor([1, 2], dtype=torch.int32)
+    yield "codebook_words", (mask, mask & 7, 4, False)
+    yield "codebook_words", (mask, mask & 7, 8, True)
+    yield "threshold_bits", (OPS.count_bits(data, 240), 100, 0.8)
+    yield "choose_masks", (data, 240, 4)
+    yield "choose_masks", (data[: 7 * 239], 239, 2)
+    yield "estimate_masks", (data, 240)
+    yield "estimate_masks", (data[: 7 * 239], 239)
+    yield "learn_planes", (data, 240, 4, 8, 1000, False, False)
+    yield "learn_planes", (data[: 7 * 239], 239, 1, 0, 7, True, True)
+    yield "learn_entries", (data, dense.codebook.words(CPU), dense.codebook.codec)
+    yield "count_bits", (data, 240)
+    yield "count_hits", (data, words, codebook.codec)
+    yield "measure_rows", (data, words, codebook.codec)
+    yield "measure_rows", (data[:-100], words, codebook.codec)
+    of_planes = [ibp.analyze(x, scheme="planes"), dense.codebook]
+    of_planes += [any_planes(per_column=True), any_planes(listed=True, default=2**64 - 1)]
+    for planes in of_planes:
+        yield "measure_rows", (data[:-100], planes.words(CPU), planes.codec)
+    yield "index_rows", (lengths, data.numel(), 240, 32)
+    yield "index_rows", (lengths[:0], data.numel() - 7, 240, 0)
+    yield "survey_rows", (lengths, data.numel() - 7, 240)
+    yield "sum_words", (x, 0, torch.zeros(1, dtype=torch.int64))
+    yield "sum_words", (data[:1001], 2**40, torch.zeros(2, dtype=torch.int64))
+    for scheme in CODED:
+        yield "encode_rows", encode_arguments(scheme)
+    for planes in of_planes:
+        yield "encode_packed", packed_arguments(data[:-100], planes)
+    yield "encode_packed", packed_arguments(data, codebook)
+    change = torch.zeros(1, dtype=torch.int64)
+    yield "add_rows", (*tables[1], 4, False, x.clone(), change, fault())
+    yield "add_rows", (*tables[2], 4, True, x.clone(), change.clone(), fault())
+    for arguments in tables:
+        yield "gather_items", (*arguments, ids, 0, torch.zeros(4 * 240, dtype=torch.uint8), fault())
+        yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
+    yield "gather_items", (*slots_table, ids32, 5, torch.zeros(2 * 240, dtype=torch.uint8), fault())
+    view = torch.zeros(2, 3, 2, 60)[:, 1]
+    yield "gather_into", (*slots_table, ids, 0, 2, view, fault())
+    yield "gather_into", (*slots_table, None, 3, 1, torch.zeros(100, 2, 60)[:, 1], fault())
+    pieces = torch.zeros(4, 100, dtype=torch.float32)
+    addresses = torch.tensor([pieces.data_ptr() + 400 * k for k in (2, 0, 3, 1)])
+    yield "gather_to", (*slots_table, ids, addresses, 0, pieces, fault())
+    starts, flags = torch.tensor([1000, 5000]), torch.ones(3, 2, dtype=torch.uint8)
+    of_pages = (torch.tensor([2, 9]), torch.tensor([0, 1]), 3, 4, 2, 0, starts, None, 100, 7, 1)
+    planned = torch.zeros(8, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    yield "plan_pages", (*of_pages, flags, *planned)
+    index = torch.ones(12, dtype=torch.uint16), torch.zeros(12, dtype=torch.uint16)
+    yield "note_pages", (torch.tensor([8, 9, -1, -1]), 2, *index, flags, flags.clone())
+    yield "pack_table", (*slots_table, torch.zeros(ibp._core.TABLE_BYTES, dtype=torch.uint8))
+    yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
+    yield "gather_items", (*slots_table, ids32, 0, torch.zeros(5, 60), fault(), torch.tensor([4, 0], dtype=torch.int32))
+    yield "decode_bytes", (*raw, 0, 9 * 32, 0, torch.zeros(9 * 32, dtype=torch.uint8), fault())
+    for some in (ids, ids32, ids[:0], ids.view(2, 2)):
+        yield "partition_ids", (some, 100, 3)
+    yield from cache_samples(slots_table)
+    for arguments in tables:
+        index = torch.zeros(4, dtype=torch.uint16), torch.zeros(1, dtype=torch.int64)
+        buffers = (*index, torch.zeros(40 * 240, dtype=torch.uint8))
+        yield "select_rows", (*arguments, ids, 1, *buffers, torch.zeros(2, dtype=torch.int64), fault())
+
+
+def cache_samples(table):
+    """A slab of 3 rows of a table of 240-byte rows, and another one whose rows are replaced."""
+    ids, lengths = torch.tensor([5, 99, 7]), table[2]
+    empty = torch.tensor([-1, 0]).repeat(64)
+    rows, offsets, slab, stamps = ids, torch.tensor([0, 240, 480]), torch.zeros(720, dtype=torch.uint8), torch.zeros(66)
+    yield "fill_slab", (*table, rows, offsets, 1, 4, slab.clone(), empty.clone(), fault())
+    map_, counts = empty.clone(), torch.zeros(10, dtype=torch.int64)
+    OPS.fill_slab(*table, rows, offsets, 0, 4, slab, map_, fault())
+    for given in (counts, None):
+        yield "find_cached", (ids, 1, 240, lengths, [map_], 4, torch.zeros(3, dtype=torch.int64), given)
+    entries = torch.zeros(3, dtype=torch.int64)
+    OPS.find_cached(ids, 1, 240, lengths, [map_], 4, entries, None)
+    yield "gather_cached", (*table, ids, entries, [slab], 0, torch.zeros(3, 60), fault())
+    lru = torch.zeros(64 * 256, dtype=torch.uint8), empty.clone(), stamps.int(), torch.zeros(2, dtype=torch.int64)
+    yield "claim_cached", (*table, ids, 32, 256, *lru, entries.clone(), counts, fault())
+    yield "owners_of_rows", (rows, 3)
+    yield "drop_cached", (rows, 4, map_.clone())
+    yield "set_cached", (rows, torch.tensor([9, 0, 4], dtype=torch.uint16), 4, True, map_.clone())
+
+
+SAMPLES = list(samples())
+NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
+         "drop_cached", "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached",
+         "gather_cached", "gather_into", "gather_items", "gather_to", "index_rows", "learn_entries", "learn_planes",
+         "measure_rows", "note_pages", "owners_of_rows", "pack_table", "partition_ids", "plan_pages", "select_rows",
+         "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
+DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
+
+
+def first_and_slow(names):
+    """The numbers of names: of each name the first, and, marked as slow, the others."""
+    marks = [[pytest.mark.slow] * (name in names[:number]) for number, name in enumerate(names)]
+    return [pytest.param(number, id=f"{name}-{number}", marks=marks[number]) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("number", first_and_slow([name for name, _ in SAMPLES]))
+def test_opcheck(number):
+    name, arguments = SAMPLES[number]
+    torch.library.opcheck(getattr(OPS, name).default, arguments)
+
+
+def test_every_operation_is_checked():
+    """The others need a GPU: tests/fetch/test_streaming.py, test_large_tables.py, test_places_cuda.py, test_bags.py,
+    test_linear.py and test_delta.py check them."""
+    names = [schema.name for schema in torch._C._jit_get_all_schemas()]
+    defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
+    assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags", "linear", *DELTAS}
+    assert {name for name, _ in SAMPLES} == NAMES
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")
+def test_fake_tensors_have_the_real_shapes(number):
+    name, arguments = SAMPLES[number]
+    if name == "learn_planes":
+        pytest.skip("how large a codebook is depends on the data")
+    real = getattr(OPS, name)(*arguments)
+    with FakeTensorMode() as mode:
+        fake = getattr(OPS, name)(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
+    as_tuple = lambda value: value if isinstance(value, tuple) else () if value is None else (value,)  # noqa: E731
+    looks = lambda value: [(t.shape, t.dtype, t.device) for t in as_tuple(value)]  # noqa: E731
+    assert looks(fake) == looks(real)
+
+
+@pytest.mark.parametrize("scheme", CODED)
+def test_operations_give_what_the_methods_give(scheme):
+    x, arguments = table_arguments(scheme, layout="packed")
+    out, noted = torch.zeros(3 * 240, dtype=torch.uint8), fault()
+    OPS.gather_items(*arguments, torch.tensor([9, 0, 99]), 0, out, noted)
+    assert_same_bits(out.view(torch.float32).view(3, 60), x[[9, 0, 99]])
+    assert noted.tolist() == [0, 0, 0, 0]
+    OPS.gather_items(*arguments, torch.tensor([9, 100, -1]), 0, out, noted)
+    assert noted.tolist()[:3] == [2, 1, 100] and (out[240:] == 0).all()
+    assert_same_bits(out[:240].view(torch.float32), x[9])
+
+
+@pytest.mark.parametrize("scheme", CODED)
+def test_items_go_to_addresses(scheme):
+    x, arguments = table_arguments(scheme, slot_bytes=32)
+    pieces, noted = [torch.full((60,), 7.0) for _ in range(3)], fault()
+    addresses = torch.tensor([piece.data_ptr() for piece in pieces])
+    OPS.gather_to(*arguments, torch.tensor([9, 100, 0]), addresses, 0, pieces[0], noted)
+    assert_same_bits(pieces[0], x[9])
+    assert_same_bits(pieces[2], x[0])
+    assert noted.tolist()[:3] == [2, 1, 100] and (pieces[1] == 0).all()
+    with pytest.raises(RuntimeError, match="addresses"):
+        OPS.gather_to(*arguments, torch.tensor([9, 0]), addresses[:1], 0, pieces[0], noted)
+
+
+@pytest.mark.parametrize("scheme", CODED)
+def test_encode_rows_writes_the_table(scheme):
+    *arguments, data, noted = encode_arguments(scheme)
+    OPS.encode_rows(*arguments, data, noted)
+    out = torch.zeros_like(data)
+    OPS.decode_bytes(*arguments, 0, data.numel(), 0, out, noted)
+    assert noted[0] == 0
+    assert_same_bits(out, data)
+    data[:240] = 0xA5
+    OPS.encode_rows(*arguments, data, noted)
+    assert noted[0] == 3
+
+
+@pytest.mark.parametrize("scheme", CODED)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile(backend, scheme):
+    x, arguments = table_arguments(scheme, slot_bytes=32)
+
+    def gather_and_sum(table, ids):
+        out, noted = torch.zeros(ids.numel() * 240, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        OPS.gather_items(*table, ids, 0, out, noted)
+        return out.view(torch.float32).view(-1, 60).sum(0), noted
+
+    compiled = torch.compile(gather_and_sum, fullgraph=True, backend=backend)
+    for ids in (torch.tensor([3, 4, 99]), torch.tensor([0, 0, 1]), torch.tensor([17, 18, 19, 20, 21])):
+        total, noted = compiled(arguments, ids)
+        assert_same_bits(total, x[ids].sum(0))
+        assert noted.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("scheme", CODED)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_the_coding(backend, scheme):
+    """From bytes to a table and back in one traced function."""
+    x = embedding(300, 16)
+    codebook = ibp.analyze(x, scheme=scheme)
+
+    def round_trip(data, words):
+        lengths = OPS.measure_rows(data, words, codebook.codec)
+        bases = OPS.index_rows(lengths, data.numel(), 64, 32)
+        slots, overflow = torch.zeros(300 * 32, dtype=torch.uint8), torch.zeros(300 * 64, dtype=torch.uint8)
+        table = (slots, overflow, lengths, bases[:-1], words, codebook.codec, 32, 0, 300, 64)
+        out, noted = torch.zeros_like(data), torch.zeros(4, dtype=torch.int64)
+        OPS.encode_rows(*table, data, noted)
+        OPS.decode_bytes(*table, 0, data.numel(), 0, out, noted)
+        return out, noted, lengths
+
+    out, noted, lengths = torch.compile(round_trip, fullgraph=True, backend=backend)(bytes_of(x), codebook.words(CPU))
+    assert noted[0] == 0 and int(lengths.to(torch.int64).sum()) > 0
+    assert_same_bits(out, bytes_of(x))
+
+
+def test_a_survey_of_damaged_lengths():
+    """A row that claims more bytes than rows have counts as one of all sectors; a default row has none."""
+    lengths = torch.tensor([0, 1, 32, 33, 40, 65535], dtype=torch.uint16)
+    assert OPS.survey_rows(lengths, 6 * 40, 40).tolist() == [40 + 1 + 32 + 33 + 65535, 1, 2, 3]
+    assert OPS.survey_rows(lengths[:1], 7, 40).tolist() == [7, 0, 1, 0]

@@ -1,0 +1,922 @@
+"""Collectives whose tensors travel coded: torch's bits, whatever the tensors are, and errors on all ranks or on none.
+Processes exchange over gloo.
+"""
+
+import os
+import pickle
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ibp
+from helpers import assert_same_bits
+from ibp.distributed import (
+    Codec,
+    Link,
+    _calls,
+    _exchange,
+    _links,
+    _planning,
+    all_gather_into_tensor,
+    all_to_all_single,
+    broadcast,
+    measure_link,
+    recv,
+    send,
+)
+from ibp.distributed._codec import ROW_BYTES
+from ibp.distributed._messages import Messages, Status, shares_of, spans_of
+from ibp.distributed._staging import Slot
+from ranks import Ranks, raised
+
+LEVELS = ["default", "fast", "auto"]
+DTYPES = [
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+COUNT = 30_001  # elements: no whole rows
+SUBGROUP = [1, 3]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    ranks = Ranks(4, tmp_path_factory.mktemp("four"))
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request, two, four):
+    return two if request.param == 2 else four
+
+
+def tensor_of(rank, dtype=torch.bfloat16, count=COUNT, scale=0.02):
+    generator = torch.Generator().manual_seed(rank)
+    if dtype in (torch.int64, torch.uint8, torch.bool):
+        return torch.randint(0, 2 if dtype == torch.bool else 100, (count,), generator=generator).to(dtype)
+    x = torch.randn(count, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    return (x * scale).to(dtype)
+
+
+def poisoned(count, dtype):
+    return torch.full((count * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
+
+
+def gathered(size, dtype, **options):
+    return torch.cat([tensor_of(rank, dtype, **options) for rank in range(size)])
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+
+
+def gather(rank, dtype, level):
+    size, x = dist.get_world_size(), tensor_of(rank, dtype)
+    wanted = gathered(size, dtype)
+    for is_async in (False, True):
+        out = poisoned(size * COUNT, dtype)
+        work = all_gather_into_tensor(out, x, async_op=is_async, level=level)
+        assert (work is not None) == is_async
+        if work is not None:
+            assert work.wait() and work.wait() and work.is_completed()
+        assert_same_bits(out, wanted)
+    whole = poisoned(size * COUNT, dtype).view(size, COUNT)
+    whole[rank] = x
+    all_gather_into_tensor(whole, whole[rank], level=level)  # in place
+    assert_same_bits(whole.view(-1), wanted)
+
+
+def spread(rank, dtype, level):
+    x, wanted = tensor_of(rank, dtype), tensor_of(1, dtype)
+    for arguments in ({"src": 1}, {"group_src": 1, "async_op": True}):
+        y = x.clone()
+        work = broadcast(y, **arguments, level=level)
+        if work is not None:
+            work.wait()
+        assert_same_bits(y, wanted)
+
+
+def parts_of(rank, size):
+    """Items to each rank: none to some."""
+    return [((3 * rank + 5 * other) % 4) * 1013 for other in range(size)]
+
+
+def exchange_all(rank, dtype, level):
+    size = dist.get_world_size()
+    xs = [tensor_of(other, dtype, count=size * 5000) for other in range(size)]
+    out = poisoned(size * 5000, dtype)
+    all_to_all_single(out, xs[rank], level=level)
+    assert_same_bits(out, torch.cat([x.chunk(size)[rank] for x in xs]))
+    xs = [tensor_of(other, dtype, count=3 * sum(parts_of(other, size))).view(-1, 3) for other in range(size)]
+    wanted = torch.cat([x.split(parts_of(other, size))[rank] for other, x in enumerate(xs)])
+    back = [parts_of(other, size)[rank] for other in range(size)]
+    for is_async in (False, True):
+        out = poisoned(wanted.numel(), dtype).view(-1, 3)
+        work = all_to_all_single(out, xs[rank], back, parts_of(rank, size), async_op=is_async, level=level)
+        if work is not None:
+            work.wait()
+        assert_same_bits(out, wanted)
+
+
+@pytest.mark.parametrize("work", [gather, spread, exchange_all], ids=lambda work: work.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_ranks(two, work, dtype):
+    two(work, dtype, "default")
+
+
+@pytest.mark.parametrize("work", [gather, spread, exchange_all], ids=lambda work: work.__name__)
+@pytest.mark.parametrize("level", LEVELS)
+def test_four_ranks(four, work, level):
+    four(work, torch.bfloat16, level)
+
+
+def gather_in_pieces(rank):
+    """Many pieces, the last one short, and of all kinds of rows."""
+    size, count = dist.get_world_size(), 200_001
+    x = tensor_of(rank, count=count)
+    x[5000:90_000] = 0
+    x[100_000:] = torch.nan
+    x.view(torch.int16)[150_000:] += torch.arange(50_001, dtype=torch.int16) % 60  # payloads
+    out = poisoned(size * count, x.dtype)
+    all_gather_into_tensor(out, x, level="default", name="pieces")
+    (plan,) = [plan for kind, plan in _planning.state_of(None).plans.items() if kind.name == "pieces"]
+    for count_of in (3, 7, 16):
+        plan.num_pieces = count_of
+        out.view(torch.uint8).fill_(0xA5)
+        all_gather_into_tensor(out, x, level="default", name="pieces")
+        parts = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(parts, x)
+        assert_same_bits(out, torch.cat(parts))
+    return plan.codec.savings
+
+
+def test_pieces(ranks):
+    assert min(ranks(gather_in_pieces)) > 0.2
+
+
+def nothing(rank):
+    size = dist.get_world_size()
+    out = torch.empty(0)
+    all_gather_into_tensor(out, torch.empty(0), level="default")
+    broadcast(out, 0, level="default")
+    all_to_all_single(out, torch.empty(0), level="default")
+    all_to_all_single(torch.empty(0, 3), torch.empty(0, 3), [0] * size, [0] * size, level="default")
+    one = torch.empty(size)
+    all_gather_into_tensor(one, torch.tensor([float(rank)]), level="default")
+    assert one.tolist() == list(range(size))
+    scalar = torch.tensor(float(rank))
+    broadcast(scalar, 1, level="default")
+    assert scalar.item() == 1
+    of_many = torch.full((3, 5), float(rank))
+    broadcast(of_many[:1, 2], 1, level="default")  # one element, with a stride of 5
+    assert of_many.sum().item() == 14 * rank + 1
+    assert Codec.learn(of_many[:1, 2]) is None
+
+
+def test_nothing_and_little(ranks):
+    ranks(nothing)
+
+
+def exchange_with_an_idle_rank(rank):
+    """Rank 1 sends nothing and receives nothing."""
+    size = dist.get_world_size()
+    sizes = [0 if 1 in (rank, other) else 5000 for other in range(size)]
+    x = tensor_of(rank, count=sum(sizes))
+    for level in LEVELS:
+        out = poisoned(sum(sizes), x.dtype)
+        all_to_all_single(out, x, sizes, sizes, level=level)
+        xs = [tensor_of(other, count=sum(sizes)) for other in range(size) if other != 1]
+        assert_same_bits(out, torch.cat([of.split(5000)[rank - (rank > 1)] for of in xs]) if rank != 1 else x)
+
+
+def test_a_rank_without_parts(ranks):
+    ranks(exchange_with_an_idle_rank)
+
+
+def exchange_one_way(rank, dtype):
+    """Rank 0 sends nothing and receives from all others, which receive nothing."""
+    size = dist.get_world_size()
+    sent = [5000 if rank and not other else 0 for other in range(size)]
+    received = [5000 if other and not rank else 0 for other in range(size)]
+    xs = [tensor_of(other, dtype, sum(sent) if other == rank else 5000) for other in range(size)]
+    for level in LEVELS:
+        out = poisoned(sum(received), dtype)
+        all_to_all_single(out, xs[rank], received, sent, level=level, name="one way")
+        assert_same_bits(out, torch.cat(xs[1:]) if rank == 0 else out[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_ranks_that_send_or_receive_nothing(ranks, dtype):
+    ranks(exchange_one_way, dtype)
+
+
+def exchange_with_sizes_or_without(rank, device):
+    """Equal parts, which some ranks give as sizes and others leave out."""
+    size = dist.get_world_size()
+    for level in ("default", "auto"):
+        xs = [tensor_of(other, count=size * 500_000) for other in range(size)]
+        wanted = torch.cat([x.chunk(size)[rank] for x in xs])
+        for call in range(3):
+            sizes = [500_000] * size if (rank + call) % 2 else None
+            out = poisoned(len(wanted), wanted.dtype).to(device)
+            all_to_all_single(out, xs[rank].to(device), sizes, sizes, level=level, name="sizes or not")
+            assert_same_bits(out.cpu(), wanted)
+            plans = _planning.state_of(None).plans.items()
+            for plan in [plan for kind, plan in plans if kind.name == "sizes or not" and plan.codec is not None]:
+                plan.least = 1 if call == 0 else 1 << 20  # more than a part has: all of them travel raw
+
+
+def test_sizes_that_some_ranks_leave_out(ranks):
+    ranks(exchange_with_sizes_or_without, "cpu")
+
+
+def in_inference_mode(rank):
+    """What is kept from a call in inference mode is of use outside, and the other way round."""
+    x, size = tensor_of(rank, count=77_000), dist.get_world_size()
+    for is_inference in (True, False, True):
+        with torch.inference_mode(is_inference):
+            out = poisoned(size * len(x), x.dtype)
+            all_gather_into_tensor(out, x, level="default", name="inference")
+            assert_same_bits(out, gathered(size, x.dtype, count=len(x)))
+
+
+def test_inference_mode(two):
+    two(in_inference_mode)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 4097, 40_000, 1_000_001, 1 << 24])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16])
+def test_spans(num_bytes, count):
+    """They are all bytes, in whole rows, and need as much room on all ranks."""
+    spans = spans_of(num_bytes, count)
+    assert 1 <= len(spans) <= count and spans[0].bytes.start == 0 and spans[-1].bytes.stop == num_bytes
+    for span, following in zip(spans, spans[1:]):
+        assert span.bytes.stop == following.bytes.start and span.bytes.stop % ROW_BYTES == 0
+    assert all(0 < span.bytes.stop - span.bytes.start <= span.payload for span in spans)
+    if count > 2 and num_bytes >= 1 << 24:
+        assert len(spans) == count and spans[0].payload == spans[-1].payload < spans[1].payload / 7
+
+
+def in_a_subgroup(rank):
+    group = dist.new_group(SUBGROUP)
+    if rank not in SUBGROUP:
+        return raised(lambda: all_gather_into_tensor(torch.empty(2), torch.empty(1), group))
+    x = tensor_of(rank)
+    out = poisoned(2 * COUNT, x.dtype)
+    all_gather_into_tensor(out, x, group, level="default")
+    assert_same_bits(out, torch.cat([tensor_of(other) for other in SUBGROUP]))
+    broadcast(x, SUBGROUP[1], group, level="default")
+    assert_same_bits(x, tensor_of(SUBGROUP[1]))
+    broadcast(x.fill_(rank), group=group, group_src=0, level="default")
+    assert (x == SUBGROUP[0]).all()
+    return None
+
+
+def test_a_subgroup(four):
+    assert [result and result[0] for result in four(in_a_subgroup)] == ["ValueError", None, "ValueError", None]
+
+
+def relay(rank, dtype, level, codec):
+    """From the first rank to the next and so on, around the ring; then all at once."""
+    size = dist.get_world_size()
+    before, behind = (rank - 1) % size, (rank + 1) % size
+    options = {"level": level, "name": "relay", "codec": Codec.learn(tensor_of(0, dtype)) if codec else None}
+    for call in range(5):
+        x = tensor_of(call, dtype)
+        if rank == 0:
+            send(x, behind, **options)
+        out = poisoned(COUNT, dtype)
+        recv(out, before, **options)
+        assert_same_bits(out, x)
+        if rank:
+            send(out, behind, **options)
+        outs = [poisoned(COUNT, dtype) for _ in range(2)]
+        works = [send(tensor_of(rank, dtype), group_dst=behind, async_op=True, **options)]
+        works += [recv(outs[0], group_src=before, async_op=True, **options)]
+        works += [send(x, behind, async_op=True, **options), recv(outs[1], before, async_op=True, **options)]
+        for work in works:
+            assert work.wait() and work.is_completed()
+        assert_same_bits(outs[0], tensor_of(before, dtype))
+        assert_same_bits(outs[1], x)
+    pair = _planning.state_of(None).pairs[True, behind, 0]
+    return [plan.codec is not None for kind, plan in pair.plans.items() if (kind.dtype, kind.level) == (dtype, level)]
+
+
+@pytest.mark.parametrize("codec", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_from_rank_to_rank(ranks, dtype, codec):
+    assert all(all(coded) and coded for coded in ranks(relay, dtype, "fast", codec))
+
+
+def relay_by_the_link(rank):
+    link = measure_link()
+    assert link.gbps > 0 and measure_link() is link
+    assert _planning.state_of(None).link is link
+    x, out = tensor_of(0, count=1 << 20), torch.empty(1 << 20, dtype=torch.bfloat16)
+    for _ in range(3):
+        if rank == 0:
+            send(x, 1)
+        else:
+            recv(out, 0)
+            assert_same_bits(out, x)
+    return link.gbps
+
+
+def test_from_rank_to_rank_by_the_link(two):
+    first, second = two(relay_by_the_link)
+    assert first == second
+
+
+def relay_lost(rank):
+    """Lost rows on their way, while others follow."""
+    learned = Codec.learn(tensor_of(9))
+    codec, xs = (
+        Codec(learned.codebook, learned.slot_bytes, 0.0),
+        [tensor_of(k, scale=10.0 ** (9 * k)) for k in range(3)],
+    )
+    _exchange._has_warned = True
+    if rank == 0:
+        works = [send(x, 1, codec=codec, async_op=True) for x in xs]
+    else:
+        outs = [torch.empty_like(x) for x in xs]
+        works = [recv(out, 0, codec=codec, async_op=True) for out in outs]
+    for work in works:
+        work.wait()
+    if rank:
+        for out, x in zip(outs, xs, strict=True):
+            assert_same_bits(out, x)
+
+
+def test_lost_rows_from_rank_to_rank(two):
+    two(relay_lost)
+
+
+def relay_mixed_up(rank, device_type="cpu"):
+    """After a tensor that was coded by another codec, the next one comes."""
+    x, device = tensor_of(0, torch.float32), torch.device(device_type, rank if device_type == "cuda" else None)
+    learned = Codec.learn(x)
+    x, out = x.to(device), torch.empty(COUNT, device=device)
+    codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 40.0 + 1e-9)]
+    if rank == 0:
+        for _ in range(2):
+            send(x, 1, codec=codecs[0], name="mixed up")
+        return None
+    wrong = raised(lambda: recv(out, 0, codec=codecs[1], name="mixed up"))
+    recv(out, 0, codec=codecs[0], name="mixed up")
+    assert_same_bits(out, x)
+    return wrong
+
+
+def test_an_error_from_rank_to_rank_is_told_once(two):
+    sent, (name, message) = two(relay_mixed_up)
+    assert sent is None and name == "RuntimeError" and "different codecs" in message
+
+
+def relay_wrong(rank):
+    if rank == 0:
+        return raised(lambda: send(tensor_of(0), 1, level="default", name="other"))
+    return raised(lambda: recv(torch.empty(COUNT, dtype=torch.float16), 0, level="default", name="other"))
+
+
+def test_a_sender_of_another_kind(two):
+    sent, received = two(relay_wrong)
+    assert sent is None and received[0] == "ValueError" and "float16" in received[1]
+
+
+# ---- when tensors travel raw ---------------------------------------------------------------------------------------
+
+
+def gather_random(rank):
+    x = torch.randint(256, (COUNT,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+    out = torch.empty(dist.get_world_size() * COUNT, dtype=torch.uint8)
+    all_gather_into_tensor(out, x, level="default", name="random")
+    assert_same_bits(out.chunk(dist.get_world_size())[rank], x)
+    return [plan.codec is None for kind, plan in _planning.state_of(None).plans.items() if kind.name == "random"]
+
+
+def test_random_bytes_travel_raw(two):
+    assert two(gather_random) == [[True]] * 2
+
+
+def by_the_link(rank, gbps, times):
+    """How calls are coded over a link of this rate: (elements, name, pieces or None). times: that calls are said to
+    take when they are tried out, of torch's first."""
+    state, size, left = _planning.state_of(None), dist.get_world_size(), list(times)
+
+    def seconds(members, call, *counts):
+        call()
+        return left.pop(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_links, "seconds", seconds)
+        patch.setattr(state, "link", Link(gbps))
+        patch.setattr(state, "_tried", {})
+        for name, count in ((f"{gbps}", 1000), (f"{gbps}", 1 << 20), (f"{gbps} too", 1 << 20)):
+            x, out = tensor_of(rank, count=count), poisoned(size * count, torch.bfloat16)
+            all_gather_into_tensor(out, x, name=name)
+            assert_same_bits(out, gathered(size, x.dtype, count=count))
+    plans = [(kind, plan) for kind, plan in state.plans.items() if kind.name.startswith(f"{gbps}")]
+    return left, [(kind.numel, plan.codec and plan.num_pieces) for kind, plan in plans]
+
+
+def test_the_link_decides(two):
+    assert two(by_the_link, 1e5, []) == [([], [(1 << 20, None)] * 2)] * 2  # not tried: nothing is that fast
+
+
+def test_what_was_fastest_is_done(two):
+    """Torch's call and three ways to code it are tried out once, for both names."""
+    assert two(by_the_link, 1e-4, [1.0, 0.97, 0.96, 2.0]) == [([], [(1 << 20, None)] * 2)] * 2
+    (left, plans), other = two(by_the_link, 2e-4, [1.0, 0.5, 0.4, 0.6])
+    assert (left, plans) == other and not left
+    tried = plans[0][1]
+    assert plans == [(1 << 20, tried)] * 2
+    (_, plans), _ = two(by_the_link, 3e-4, [1.0, 0.4, 0.5, 0.6])
+    assert plans[0][1] not in (None, tried)
+
+
+def test_when_coding_pays():
+    codec, rates = Codec.learn(tensor_of(0)), _links.Rates(700.0, 1900.0)
+    small, large = (_links.Load(size, size, size) for size in (1 << 20, 1 << 29))
+    assert 1.4 < _links.gain(codec, rates, Link(3.0), large) < 1 / (1 - codec.savings)
+    assert _links.pays(_links.gain(codec, rates, Link(25.0), large))
+    assert not _links.pays(_links.gain(codec, rates, Link(25.0), small))
+    assert not _links.pays(_links.gain(codec, rates, Link(250.0), large))  # the coders are not so fast
+    assert _links.num_pieces(rates, small) == 1 and 3 <= _links.num_pieces(rates, large) <= 16
+    assert _links.num_pieces(rates, _links.Load(1 << 27, 1 << 27, 1 << 27)) == 2
+    assert _links.gain(codec, rates, Link(25.0), large, 16) < _links.gain(codec, rates, Link(25.0), large)
+    known = _links.Load(1 << 24, 1 << 24, 1 << 24, True)  # nothing waits for it
+    assert _links.gain(codec, rates, Link(25.0), known) > _links.gain(
+        codec, rates, Link(25.0), _links.Load(1 << 24, 1 << 24, 1 << 24)
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 16])
+def test_shares_are_those_of_spans(count):
+    num_bytes = 1 << 28
+    spans = spans_of(num_bytes, count)
+    first, last = ((span.bytes.stop - span.bytes.start) / num_bytes for span in (spans[0], spans[-1]))
+    assert shares_of(count) == pytest.approx((first, last), rel=0.1)
+
+
+def lose(rank, what):
+    """A codec with too little room: the bits are right, one warning is given."""
+    _exchange._has_warned = False
+    learned = Codec.learn(tensor_of(9))
+    codec, size = Codec(learned.codebook, learned.slot_bytes, 0.0), dist.get_world_size()
+    x = tensor_of(rank, count=400_000 // 4 * 4, scale=1e20 if rank == 0 else 0.02)
+    xs = [tensor_of(other, count=len(x), scale=1e20 if other == 0 else 0.02) for other in range(size)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if what == "all_gather":
+                out = poisoned(size * len(x), x.dtype)
+                all_gather_into_tensor(out, x, codec=codec)
+                assert_same_bits(out, torch.cat(xs))
+            elif what == "broadcast":
+                y = x.clone()
+                broadcast(y, 0, codec=codec)
+                assert_same_bits(y, xs[0])
+            else:
+                out = poisoned(len(x), x.dtype)
+                all_to_all_single(out, x, codec=codec, async_op=True).wait()
+                assert_same_bits(out, torch.cat([of.chunk(size)[rank] for of in xs]))
+    return sum("no room" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("what", ["all_gather", "broadcast", "all_to_all"])
+def test_lost_rows_are_sent_again(ranks, what):
+    warned = ranks(lose, what)
+    assert warned == [1] * len(warned)  # rank 0 sends lost rows to all
+
+
+class Works:
+    """Of a call of NCCL's, done by messages from rank to rank."""
+
+    def __init__(self, outs, ins):
+        self.works = []
+        for other, (out, x) in enumerate(zip(outs, ins)):
+            if other == dist.get_rank():
+                out.copy_(x)
+                continue
+            self.works += [dist.isend(x, other)] if x.numel() else []
+            self.works += [dist.irecv(out, other)] if out.numel() else []
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+
+
+def exchange_as_nccl(outs, ins, group, async_op):
+    return Works(outs, ins)
+
+
+def exchange_splits_as_nccl(out, x, back, to, group, async_op):
+    work = Works(out.split(back), x.split(to))
+    return work if async_op else work.wait()
+
+
+def as_on_gpus(rank, work, *arguments):
+    """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
+    with pytest.MonkeyPatch.context() as patch:
+        staging = _planning.state_of(None).staging(torch.device("cpu"))
+        patch.setattr(staging, "on_gpu", True)
+        patch.setattr(staging, "take", lambda num_bytes: Slot(torch.empty(num_bytes, dtype=torch.uint8)))
+        patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
+        patch.setattr(dist, "all_to_all", exchange_as_nccl)
+        patch.setattr(dist, "all_to_all_single", exchange_splits_as_nccl)
+        return work(rank, *arguments)
+
+
+@pytest.mark.parametrize("what", ["all_gather", "broadcast", "all_to_all"])
+def test_lost_rows_that_are_told(ranks, what):
+    warned = ranks(as_on_gpus, lose, what)
+    assert warned == [1] * len(warned)
+
+
+def test_messages_that_follow_what_is_told(two):
+    assert min(two(as_on_gpus, gather_in_pieces)) > 0.2
+    two(as_on_gpus, relay_lost)
+    sent, (name, message) = two(as_on_gpus, relay_mixed_up)
+    assert sent is None and name == "RuntimeError" and "different codecs" in message
+
+
+def exchange_unevenly(rank, device):
+    """Messages of nothing, of one element, of some rows and of many, of which all or the larger ones are coded."""
+    size, counts = dist.get_world_size(), (0, 1, 700, 70_001)
+    for call, least in enumerate((1, 1, 2000, 1 << 30)):
+        sent = [[counts[(other + 2 * to + call) % 4] for to in range(size)] for other in range(size)]
+        xs = [tensor_of(other, count=sum(sent[other])) for other in range(size)]
+        wanted = torch.cat([x.split(sent[other])[rank] for other, x in enumerate(xs)])
+        out, back = poisoned(len(wanted), wanted.dtype).to(device), [of[rank] for of in sent]
+        all_to_all_single(out, xs[rank].to(device), back, sent[rank], level="default", name="uneven")
+        assert_same_bits(out.cpu(), wanted)
+        for kind, plan in _planning.state_of(None).plans.items():
+            if kind.name == "uneven":
+                plan.least = least
+
+
+def test_uneven_messages(ranks):
+    ranks(exchange_unevenly, "cpu")
+    ranks(as_on_gpus, exchange_unevenly, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_exchanges_in_pairs(ranks, dtype):
+    ranks(as_on_gpus, exchange_all, dtype, "default")
+    ranks(as_on_gpus, exchange_one_way, dtype)
+    ranks(as_on_gpus, exchange_with_an_idle_rank)
+
+
+def test_damage_that_the_next_call_sees():
+    status = Status(2, torch.device("cpu"), 7)
+    status.seen = object()  # as on a GPU, where messages are decoded after the host has its copy
+    status.faults[1][0] = 3
+    with pytest.raises(RuntimeError, match="an earlier call has given a wrong tensor"):
+        status.read()
+    assert not status.any_lost() and not status.strange(7) and status.strange(8)
+    status.faults[1][0], status.counts[0][1] = 0, 5
+    status.read()
+    assert status.is_lost(0) and not status.is_lost(1)
+    status.faults[1][0], status.counts[0][1] = 3, 0  # of rows that were sent again
+    status.read()
+    assert not status.any_lost()
+
+
+def drift(rank):
+    """A codec that is learned anew once its tensors have changed, and given up where that does not help."""
+    size, seen = dist.get_world_size(), []
+    for call in range(12):
+        x = tensor_of(rank, scale=0.02 if call < 2 else 1e15)
+        out = poisoned(size * COUNT, x.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            all_gather_into_tensor(out, x, level="default", name="drift")
+        assert_same_bits(out, gathered(size, x.dtype, scale=0.02 if call < 2 else 1e15))
+        (plan,) = [plan for kind, plan in _planning.state_of(None).plans.items() if kind.name == "drift"]
+        seen.append(plan.has_lost)
+    return seen
+
+
+def test_a_codec_is_learned_anew(two):
+    for seen in two(drift):
+        assert not any(seen[:2]) and any(seen) and not seen[-1]
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def differ(rank, how):
+    size, x = dist.get_world_size(), tensor_of(rank)
+    options = {"level": "default", "name": how}
+    if how == "shape":
+        x = x[: COUNT - rank]
+    elif how == "dtype":
+        x = x.half() if rank else x
+    elif how == "level":
+        options["level"] = "fast" if rank else "default"
+    elif how == "name":
+        options["name"] = f"rank {rank}"
+    elif how == "codec":
+        options = {"codec": Codec.learn(tensor_of(0, scale=1 + 99 * rank))}
+    out = torch.empty(size * len(x) - (how == "output" and rank == 0), dtype=x.dtype)
+    if how == "layout" and rank == 0:
+        x = torch.empty(2 * COUNT, dtype=x.dtype)[::2]
+    return raised(lambda: all_gather_into_tensor(out, x, **options))
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "level", "name", "codec", "output", "layout"])
+def test_ranks_that_differ_all_raise(ranks, how):
+    results = ranks(differ, how)
+    assert all(results), results
+    assert all(name in ("ValueError", "RuntimeError") for name, _ in results)
+
+
+def mix_up(rank, how):
+    """Ranks make calls that all have made before, but not the same ones: their messages may have other sizes."""
+    size, x = dist.get_world_size(), tensor_of(rank, torch.float32)
+    learned, out = Codec.learn(x), torch.empty(size * COUNT)
+    codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 40.0 + 1e-9, 900.0)]
+    dist.broadcast_object_list(codecs, 0)
+    assert len({codec.fingerprint for codec in codecs}) == 3
+    noise = torch.randint(0, 256, (4 * COUNT,), dtype=torch.uint8).view(torch.float32)
+    _calls = {
+        "codec": lambda k: all_gather_into_tensor(out, x, codec=codecs[k]),
+        "size": lambda k: all_gather_into_tensor(out, x, codec=codecs[2 * k]),
+        "raw": lambda k: all_gather_into_tensor(out, noise if k else x, level="default", name=f"mixed {k}"),
+        "function": lambda k: (
+            broadcast(x, 0, codec=codecs[0]) if k else all_gather_into_tensor(out, x, codec=codecs[0])
+        ),
+        "shape": lambda k: all_gather_into_tensor(out[: size * (5000 + k)], x[: 5000 + k], codec=codecs[0]),
+        "new": lambda k: all_gather_into_tensor(out, x, codec=codecs[0], name="new" if k == 2 else "old"),
+    }
+    call = _calls[how]
+    for k in range(2):
+        call(k)
+    return raised(lambda: call(2 * (rank % 2) if how == "new" else rank % 2))
+
+
+@pytest.mark.parametrize("how", ["codec", "size", "raw", "function", "shape", "new"])
+def test_known_calls_mixed_up(ranks, how):
+    for name, message in ranks(mix_up, how):
+        assert name in ("ValueError", "RuntimeError") and "rank" in message
+    ranks(gather, torch.bfloat16, "default")  # the next call is as ever
+
+
+def refused(rank):
+    x, out = tensor_of(rank), torch.empty(2 * COUNT, dtype=torch.bfloat16)
+    return [
+        raised(lambda: all_gather_into_tensor(out, x, level="best")),
+        raised(lambda: all_gather_into_tensor(out, x, codec="planes")),
+        raised(lambda: broadcast(x)),
+        raised(lambda: all_gather_into_tensor([out], x)),
+        raised(lambda: send([1.0], 0)),
+        raised(lambda: all_to_all_single(x, x, [1, 2], [COUNT, 0], level="default", name="refused")),
+    ]
+
+
+def test_arguments_that_are_refused(two):
+    for results in two(refused):
+        names = ["ValueError", "TypeError", "ValueError", "TypeError", "TypeError", "ValueError"]
+        assert [name for name, _ in results] == names
+
+
+def test_codecs():
+    x = tensor_of(0)
+    codec = Codec.learn(x)
+    assert 0.25 < codec.savings < 0.4 and pickle.loads(pickle.dumps(codec)).fingerprint == codec.fingerprint
+    assert Codec.learn(x, level="fast").fingerprint != codec.fingerprint
+    assert Codec.learn(x.view(-1, 1).expand(-1, 3)) is not None and Codec.learn(x[:9]) is None
+    assert Codec.learn(torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)) is None
+    for wrong in ((33, 0.0), (4096, 0.0), (-32, 0.0), (64, -1.0), (64, 1e9)):
+        with pytest.raises(ValueError, match="wanted"):
+            Codec(codec.codebook, *wrong)
+    with pytest.raises(ValueError, match="rows of 2048 bytes"):
+        Codec(ibp.analyze(x[:20480].view(20, 1024), scheme="planes"), 64, 0.0)
+    with pytest.raises(ValueError, match="level"):
+        Codec.learn(x, level="auto")
+    with pytest.raises(TypeError, match="tensor"):
+        Codec.learn([1.0])
+
+
+def die_or_call(rank):
+    x = tensor_of(rank)
+    out = torch.empty(3 * COUNT, dtype=x.dtype)
+    if rank == 1:
+        all_gather_into_tensor(out, x, level="default")
+        os._exit(1)
+    all_gather_into_tensor(out, x, level="default")
+    return raised(lambda: [all_gather_into_tensor(out, x, level="default") for _ in range(2)])
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends(tmp_path):
+    ranks = Ranks(3, tmp_path, timeout=5)
+    for _, (name, message) in ranks.survivors(die_or_call, 1):
+        assert name == "RuntimeError" and "not all ranks" in message
+
+
+def wait_for_a_slow_rank(rank):
+    """Rank 1 sends later than rank 0 waits."""
+    x = tensor_of(rank)
+    out = poisoned(2 * COUNT, x.dtype)
+    all_gather_into_tensor(out, x, level="default")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(_calls, "run", run_once_rank_0_is_done)
+        work = all_gather_into_tensor(out, x, level="default", async_op=True)
+    result = raised(lambda: work.wait(timedelta(seconds=0.1 if rank == 0 else 20)))
+    if rank == 0:
+        store().set("waited", "")
+    dist.barrier()
+    return result
+
+
+def run_once_rank_0_is_done(job, state, is_async):
+    store().wait(["waited"], timedelta(seconds=20))
+    return _exchange.CodedWork(job, state.staging(torch.device("cpu")), is_async)
+
+
+def store():
+    return dist.distributed_c10d._get_default_store()
+
+
+@pytest.mark.slow
+def test_a_timeout(two):
+    first, second = two(wait_for_a_slow_rank)
+    assert second is None and first is not None and first[0] == "RuntimeError"
+    two(gather, torch.bfloat16, "default")  # the next call is as ever
+
+
+def test_without_torch_distributed():
+    with pytest.raises(RuntimeError, match="not initialised"):
+        all_gather_into_tensor(torch.empty(2), torch.empty(1))
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
+
+
+@pytest.fixture(scope="module", params=["direct", "no peer access"])
+def nccl(request, gpus, tmp_path_factory):
+    """Two processes with a GPU each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in NO_PEERS.items() if request.param != "direct" else ():
+            patch.setenv(name, value)
+        ranks = Ranks(2, tmp_path_factory.mktemp("nccl"), backend="nccl")
+        yield ranks
+        ranks.end()
+
+
+def equal_to_torchs(rank, dtype, level, count):
+    """All calls, in order and with `wait()` later, from this stream and another."""
+    size, device = dist.get_world_size(), torch.device("cuda", rank)
+    xs = [tensor_of(other, dtype, count=count).to(device) for other in range(size)]
+    x, wanted = xs[rank], torch.cat(xs)
+    count -= count % size
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for is_async in (False, True):
+                out, told = poisoned(len(wanted), dtype).to(device), xs[rank].clone()
+                back = poisoned(count, dtype).to(device)
+                works = [
+                    all_gather_into_tensor(out, x, async_op=is_async, level=level),
+                    broadcast(told, 1, async_op=is_async, level=level),
+                    all_to_all_single(back, x[:count], async_op=is_async, level=level),
+                ]
+                for work in works if is_async else ():
+                    assert work.wait()  # torch's own does not wait on the host
+                    assert not isinstance(work, _exchange.CodedWork) or work.is_completed()
+                assert_same_bits(out.cpu(), wanted.cpu())
+                assert_same_bits(told.cpu(), xs[1].cpu())
+                assert_same_bits(back.cpu(), torch.cat([of[:count].chunk(size)[rank] for of in xs]).cpu())
+    whole = torch.zeros(size, len(x), dtype=dtype, device=device)
+    whole[rank] = x
+    all_gather_into_tensor(whole, whole[rank], level=level)
+    assert_same_bits(whole.view(-1).cpu(), wanted.cpu())
+    return [plan.codec is not None for kind, plan in _planning.state_of(None).plans.items() if kind.level == level]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool], ids=str
+)
+def test_nccl(nccl, dtype):
+    for coded in nccl(equal_to_torchs, dtype, "default", 3_000_001):
+        assert any(coded)
+    nccl(equal_to_torchs, dtype, "auto", 3_000_001)
+
+
+def splits_on_gpus(rank):
+    size, device = dist.get_world_size(), torch.device("cuda", rank)
+    xs = [tensor_of(other, count=1000 * sum(parts_of(other, size))).view(-1, 1000).to(device) for other in range(size)]
+    wanted = torch.cat([x.split(parts_of(other, size))[rank] for other, x in enumerate(xs)])
+    out = torch.zeros_like(wanted)
+    all_to_all_single(
+        out, xs[rank], [parts_of(other, size)[rank] for other in range(size)], parts_of(rank, size), level="fast"
+    )
+    assert_same_bits(out.cpu(), wanted.cpu())
+    for _ in range(3):
+        if rank == 0:
+            send(xs[0], 1, level="default")
+        else:
+            got = torch.zeros_like(xs[0])
+            recv(got, 0, level="default")
+            assert_same_bits(got.cpu(), xs[0].cpu())
+
+
+def test_nccl_with_splits_and_from_rank_to_rank(nccl):
+    nccl(splits_on_gpus)
+
+
+def unevenly_on_gpus(rank):
+    exchange_unevenly(rank, torch.device("cuda", rank))
+
+
+def test_nccl_with_uneven_messages(nccl):
+    nccl(unevenly_on_gpus)
+
+
+def test_an_error_from_gpu_to_gpu_is_told_once(nccl):
+    sent, (name, message) = nccl(relay_mixed_up, "cuda")
+    assert sent is None and name == "RuntimeError" and "different codecs" in message
+
+
+def sizes_or_not_on_gpus(rank):
+    exchange_with_sizes_or_without(rank, torch.device("cuda", rank))
+
+
+def test_nccl_with_sizes_that_one_rank_leaves_out(nccl):
+    nccl(sizes_or_not_on_gpus)
+
+
+def mix_up_on_gpus(rank):
+    """Codecs that both ranks know, and one that the other does not: their messages have other sizes."""
+    device, x = torch.device("cuda", rank), tensor_of(0, torch.float32)
+    learned, x = Codec.learn(x), x.to(device)
+    codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 900.0, 300.0)]
+    out, found = torch.empty(2 * COUNT, device=device), []
+    for call in (lambda k: all_gather_into_tensor(out, x, codec=codecs[k]), lambda k: broadcast(x, 0, codec=codecs[k])):
+        call(0)
+        call(1)
+        found += [raised(lambda: call(rank)), raised(lambda: call(2 * rank))]
+    return found
+
+
+def test_nccl_with_codecs_mixed_up(nccl):
+    for found in nccl(mix_up_on_gpus):
+        for name, message in found:
+            assert name in ("ValueError", "RuntimeError") and "rank" in message
+
+
+def lose_on_gpus(rank):
+    _exchange._has_warned = True
+    device, learned = torch.device("cuda", rank), Codec.learn(tensor_of(9))
+    codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
+    xs = [tensor_of(other, count=1_000_000, scale=1e20 if other == 0 else 0.02).to(device) for other in range(2)]
+    out, told, back = (
+        torch.zeros(2_000_000, dtype=torch.bfloat16, device=device),
+        xs[rank].clone(),
+        torch.zeros_like(xs[0]),
+    )
+    all_gather_into_tensor(out, xs[rank], codec=codec)
+    broadcast(told, 0, codec=codec)
+    all_to_all_single(back, xs[rank], codec=codec)
+    assert_same_bits(out.cpu(), torch.cat(xs).cpu())
+    assert_same_bits(told.cpu(), xs[0].cpu())
+    assert_same_bits(back.cpu(), torch.cat([x.chunk(2)[rank] for x in xs]).cpu())
+
+
+def test_nccl_sends_lost_rows_again(nccl):
+    nccl(lose_on_gpus)
+
+
+def capture(rank):
+    device, x = torch.device("cuda", rank), tensor_of(rank, count=1_000_000)
+    x, out = x.to(device), torch.zeros(2_000_000, dtype=x.dtype, device=device)
+    all_gather_into_tensor(out, x, level="default")  # makes the communicator
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_gather_into_tensor(out, x, level="default")
+    out.zero_()
+    graph.replay()
+    assert_same_bits(out.cpu(), torch.cat([tensor_of(other, count=1_000_000) for other in range(2)]))
+
+
+def test_a_graph_captures_torchs_own_call(nccl):
+    nccl(capture)

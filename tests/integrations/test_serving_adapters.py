@@ -1,0 +1,586 @@
+"""ibp.integrations.vllm and .sglang, with the stand-ins in stubs/ for the classes that they derive from."""
+
+import dataclasses
+import functools
+import importlib
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import assert_same_bits, in_threads
+
+STUBS = Path(__file__).parent / "stubs"
+PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim: 4,096 bytes of BF16
+
+
+@pytest.fixture
+def framework(monkeypatch):
+    """Imports an adapter and a stub's module, which nobody else sees."""
+
+    def imported(name, module):
+        monkeypatch.syspath_prepend(str(STUBS))
+        adapter = importlib.reload(importlib.import_module(f"ibp.integrations.{name}"))
+        return adapter, importlib.import_module(module)
+
+    before = set(sys.modules)
+    yield imported
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("vllm", "sglang") or name in ("ibp.integrations.vllm", "ibp.integrations.sglang"):
+            del sys.modules[name]
+
+
+def pages_of(count, seed=0, spread=0.02):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, *PAGE, generator=generator) * spread).to(torch.bfloat16)
+
+
+def noise(count, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**15), 2**15, (count, *PAGE), dtype=torch.int16, generator=generator).view(torch.bfloat16)
+
+
+# ---- vLLM ----
+
+
+def config_of(blocks_per_chunk, layers, block_bytes=4096, **options):
+    """vLLM's OffloadingConfig, for two workers; after its module is there."""
+    of = importlib.import_module("vllm.v1.kv_offload.config")
+    return of.OffloadingConfig(
+        groups=(of.OffloadingGroupConfig(16, ("layer",), 0),),
+        worker_kv_bytes_per_block=block_bytes * layers,
+        enable_kv_cache_events=False,
+        extra_config={"cpu_bytes_to_use": 2 * 40 * block_bytes * layers * blocks_per_chunk} | options,
+        engine_id="some",
+        model=of.OffloadingModelConfig("some", "bfloat16"),
+        cache=of.OffloadingCacheConfig(16, blocks_per_chunk),
+        parallel=of.OffloadingParallelConfig(0, 2, 2, 1, 1, 1, 0, 1, None, True),
+    )
+
+
+def caches_of(base, layers, groups, device="cpu"):
+    """vLLM's tensors, of int8 and with padding behind each block, and how groups of layers use them."""
+    tensors = []
+    for layer in layers:
+        padded = torch.zeros(len(layer), 4096 + 64, dtype=torch.int8, device=device)
+        padded[:, :4096] = layer.reshape(len(layer), -1).view(torch.int8)
+        tensors.append(base.CanonicalKVCacheTensor(padded, 4096 + 64))
+    refs = [[base.CanonicalKVCacheRef(number, 4096) for number in group] for group in groups]
+    return base.CanonicalKVCaches(tensors, refs)
+
+
+def blocks_of(caches, number):
+    return caches.tensors[number].tensor[:, :4096].contiguous().view(torch.bfloat16).view(-1, *PAGE)
+
+
+def finish(worker, job):
+    worker.wait({job})
+    results = worker.get_finished()
+    assert [result.job_id for result in results] == [job] and all(result.success for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+def test_vllm_blocks_come_back(framework, blocks_per_chunk):
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    spec = adapter.IBPOffloadingSpec(config_of(blocks_per_chunk, 2))
+    assert spec.num_chunks == int(40 * 1.4) and spec.build_metric_definitions({})
+    layers = [pages_of(40), pages_of(40, seed=1)]
+    caches = caches_of(base, layers, [[0, 1]])
+    worker, manager = spec.get_worker(caches), spec.get_manager()
+    assert worker is spec.get_worker(caches) and manager is spec.get_manager() and worker.stores == []
+    blocks = random.Random(0).sample(range(40), 2 * blocks_per_chunk)
+    stored = manager.prepare_store([b"a", b"b"], None)
+    source = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
+    assert worker.submit_store(7, source, stored.store_spec)
+    result = finish(worker, 7)
+    assert result.transfer_size == 2 * 4096 * len(blocks) and worker.get_finished() == []
+    manager.complete_store([b"a", b"b"], None)
+    (store,) = worker.stores
+    assert store.pool_bytes <= spec.pool_bytes and store.gain >= 1.39
+    assert store.codebook.codec[2] == 2  # elements of BF16, not of int8
+    for tensor in caches.tensors:
+        tensor.tensor.zero_()
+    skipped = blocks_per_chunk // 2  # the first GPU blocks of the first chunk are there already
+    targets = list(range(len(blocks) - skipped))
+    loads = base.GPULoadStoreSpec(targets, [len(targets)], [4 * blocks_per_chunk + skipped])
+    assert worker.submit_load(8, manager.prepare_load([b"a", b"b"], None), loads)
+    finish(worker, 8)
+    for number, layer in enumerate(layers):
+        assert_same_bits(blocks_of(caches, number)[targets], layer[blocks[skipped:]])
+        assert not caches.tensors[number].tensor[len(targets) :].any()
+    worker.shutdown()
+    assert worker.stores == [] and worker.get_finished() == []
+
+
+def test_vllm_groups_of_layers(framework):
+    """Two groups that use the same tensors for blocks of their own, and one of fewer layers."""
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    layers = [pages_of(30, seed=seed) for seed in range(3)]
+    caches = caches_of(base, layers, [[0, 1], [2]])
+    worker = adapter.IBPOffloadingSpec(config_of(2, 2)).get_worker(caches)
+    source = base.GPULoadStoreSpec([3, 4, 5, 9, 8], [3, 2], [0, 2])
+    worker.submit_store(1, source, base.BlockIDsLoadStoreSpec([10, 11, 30]))
+    finish(worker, 1)
+    target = base.GPULoadStoreSpec([20, 21, 22, 23], [2, 2], [1, 2])
+    worker.submit_load(2, base.BlockIDsLoadStoreSpec([10, 11, 30]), target)
+    finish(worker, 2)
+    for number in (0, 1):
+        assert_same_bits(blocks_of(caches, number)[20:22], layers[number][4:6])
+    assert_same_bits(blocks_of(caches, 2)[22:24], layers[2][[9, 8]])
+    assert_same_bits(blocks_of(caches, 2)[:22], layers[2][:22])
+
+
+def test_vllm_keeps_what_finds_no_room(framework):
+    """No transfer fails: pages that do not compress are kept as they are, until their chunk is stored anew."""
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    layers = [torch.cat([pages_of(20), noise(20)])]
+    caches = caches_of(base, layers, [[0]])
+    worker = adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches)
+    for block in range(40):
+        worker.submit_store(block, base.GPULoadStoreSpec([block], [1], [0]), base.BlockIDsLoadStoreSpec([block]))
+        finish(worker, block)
+    assert 0 < worker.num_raw_pages <= 20
+    caches.tensors[0].tensor.zero_()
+    everything = base.GPULoadStoreSpec(range(40), [40], [0])
+    worker.submit_load(100, base.BlockIDsLoadStoreSpec(range(40)), everything)
+    assert finish(worker, 100).transfer_size == 40 * 4096
+    assert_same_bits(blocks_of(caches, 0), layers[0])
+    again = base.GPULoadStoreSpec([*range(20)] * 2, [40], [0])
+    worker.submit_store(101, again, base.BlockIDsLoadStoreSpec(range(40)))
+    finish(worker, 101)
+    assert worker.num_raw_pages == 0
+    worker.submit_load(102, base.BlockIDsLoadStoreSpec(range(40)), everything)
+    finish(worker, 102)
+    assert_same_bits(blocks_of(caches, 0), layers[0][[*range(20)] * 2])
+
+
+def test_vllm_a_scheduler_at_work(framework):
+    """Chunks are stored, given up and loaded at random, as a scheduler asks for it."""
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    kv = torch.cat([pages_of(60), noise(4)])
+    caches = caches_of(base, [kv, kv.flip(0)], [[0, 1]])
+    spec = adapter.IBPOffloadingSpec(
+        config_of(2, 2, cpu_bytes_to_use=2 * 12 * 2 * 2 * 4096, ibp_level="fast", ibp_gain=1.3)
+    )
+    manager, worker, rng, held = spec.get_manager(), spec.get_worker(caches), random.Random(2), {}
+    for step in range(40):
+        blocks, key = rng.sample(range(50), 2), str(step).encode()
+        found = manager.prepare_store([key], None)
+        held = {k: v for k, v in held.items() if k not in found.evicted_keys} | {key: blocks}
+        worker.submit_store(2 * step, base.GPULoadStoreSpec(blocks, [2], [0]), found.store_spec)
+        finish(worker, 2 * step)
+        manager.complete_store([key], None)
+        wanted = rng.choice(sorted(held))
+        worker.submit_load(
+            2 * step + 1, manager.prepare_load([wanted], None), base.GPULoadStoreSpec([62, 63], [2], [0])
+        )
+        finish(worker, 2 * step + 1)
+        assert_same_bits(blocks_of(caches, 0)[62:], kv[held[wanted]])
+        assert_same_bits(blocks_of(caches, 1)[62:], kv.flip(0)[held[wanted]])
+    assert len(held) < 40
+
+
+def all_noise(framework, count=40):
+    """(worker, vLLM's modules, its tensors of one layer) of pages for many of which the pool has no room."""
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    caches = caches_of(base, [noise(count)], [[0]])
+    return adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches), base, caches
+
+
+def test_vllm_wait_frees_the_blocks(framework):
+    """vLLM gives the blocks of a store that it has waited for to other requests, before it asks what is finished."""
+    worker, base, caches = all_noise(framework)
+    everything, chunks = base.GPULoadStoreSpec(range(40), [40], [0]), base.BlockIDsLoadStoreSpec(range(40))
+    worker.submit_store(1, everything, chunks)
+    worker.wait({1, 99})
+    caches.tensors[0].tensor.fill_(7)
+    assert [result.job_id for result in worker.get_finished()] == [1] and worker.num_raw_pages > 0
+    worker.submit_load(2, chunks, everything)
+    finish(worker, 2)
+    assert_same_bits(blocks_of(caches, 0), noise(40))
+
+
+def test_vllm_a_page_keeps_its_last_store(framework):
+    """After a reset of the cache, chunks are stored anew while older stores of them are under way."""
+    worker, base, caches = all_noise(framework)
+    chunks = base.BlockIDsLoadStoreSpec(range(20))
+    worker.submit_store(1, base.GPULoadStoreSpec(range(20), [20], [0]), chunks)
+    worker.submit_store(2, base.GPULoadStoreSpec(range(20, 40), [20], [0]), chunks)
+    worker.wait({2})
+    worker.submit_store(3, base.GPULoadStoreSpec(range(20, 40), [20], [0]), base.BlockIDsLoadStoreSpec(range(20, 40)))
+    assert [result.job_id for result in worker.get_finished()] == [1, 2, 3]
+    caches.tensors[0].tensor.zero_()
+    worker.submit_load(4, chunks, base.GPULoadStoreSpec(range(20), [20], [0]))
+    finish(worker, 4)
+    assert_same_bits(blocks_of(caches, 0)[:20], noise(40)[20:])
+
+
+def test_vllm_expedited_loads_and_the_null_block(framework):
+    """A load may name the null block several times; an expedited one is waited for within the step."""
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    kv = pages_of(10)
+    caches = caches_of(base, [kv], [[0]])
+    worker = adapter.IBPOffloadingSpec(config_of(2, 1)).get_worker(caches)
+    worker.submit_store(1, base.GPULoadStoreSpec([1, 2, 3, 4], [4], [0]), base.BlockIDsLoadStoreSpec([5, 6]))
+    finish(worker, 1)
+    target = base.GPULoadStoreSpec([0, 0, 8, 9], [4], [0])
+    assert worker.submit_load(2, base.BlockIDsLoadStoreSpec([5, 6]), target, expedited=True)
+    finish(worker, 2)
+    assert_same_bits(blocks_of(caches, 0)[8:], kv[3:5])
+    assert_same_bits(blocks_of(caches, 0)[1:8], kv[1:8])
+
+
+def test_vllm_a_load_of_what_is_not_stored_fails(framework):
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    worker = adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches_of(base, [pages_of(10)], [[0]]))
+    worker.submit_store(1, base.GPULoadStoreSpec([1], [1], [0]), base.BlockIDsLoadStoreSpec([5]))
+    finish(worker, 1)
+    worker.submit_load(2, base.BlockIDsLoadStoreSpec([6]), base.GPULoadStoreSpec([2], [1], [0]))
+    worker.wait({2})
+    assert [result.success for result in worker.get_finished()] == [False]
+
+
+def test_vllm_several_sizes_of_pages(framework):
+    """A hybrid model: a group of two sizes; one that shares a tensor with it, and uses less of each block."""
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    wide, narrow = pages_of(40), pages_of(20, seed=1).view(40, -1)
+    tensors = [
+        wide.reshape(40, -1).clone().view(torch.int8),
+        narrow.clone().view(torch.int8),
+        wide.clone().view(40, -1),
+    ]
+    sizes = [4096, 2048, 4096]
+    caches = base.CanonicalKVCaches(
+        [base.CanonicalKVCacheTensor(tensor, size) for tensor, size in zip(tensors, sizes)],
+        [
+            [base.CanonicalKVCacheRef(number, size) for number, size in enumerate(sizes)]
+            * 2,  # layers that share a cache
+            [base.CanonicalKVCacheRef(2, 3000)],
+        ],
+    )
+    spec = adapter.IBPOffloadingSpec(config_of(2, 1, block_bytes=4096 + 2048 + 4096))
+    worker = spec.get_worker(caches)
+    before = [tensor.clone() for tensor in tensors]
+    source = base.GPULoadStoreSpec([3, 4, 5, 9, 8, 7], [4, 2], [0, 0])
+    worker.submit_store(1, source, base.BlockIDsLoadStoreSpec([10, 11, 30]))
+    assert finish(worker, 1).transfer_size == 4 * 2 * sum(sizes) + 2 * 3000
+    assert sorted(store.page_bytes for store in worker.stores) == [2048, 4096]
+    assert 0.9 * spec.pool_bytes < sum(store.pool_bytes for store in worker.stores) <= spec.pool_bytes
+    worker.submit_load(
+        2, base.BlockIDsLoadStoreSpec([10, 11, 30]), base.GPULoadStoreSpec([20, 21, 22, 31, 32], [3, 2], [1, 0])
+    )
+    finish(worker, 2)
+    for tensor, old, first in zip(tensors, before, (False, False, True)):
+        assert_same_bits(tensor[20:23], old[[4, 5, 9]])
+        assert_same_bits(tensor[31:33], old[[8, 7]] if first else old[31:33])
+        assert_same_bits(tensor[:20], old[:20])
+
+
+def test_vllm_a_chunk_that_changes_groups(framework):
+    """What is kept beside the pools of a chunk's last group is dropped when another group takes the chunk."""
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    layers = [noise(40), pages_of(40)]
+    caches = caches_of(base, layers, [[0], [0, 1]])
+    caches.tensors[1].tensor = caches.tensors[1].tensor[:, :4096].contiguous()  # a pool of its own
+    worker = adapter.IBPOffloadingSpec(config_of(1, 2)).get_worker(caches)
+    chunks = base.BlockIDsLoadStoreSpec(range(40))
+    worker.submit_store(1, base.GPULoadStoreSpec(range(40), [0, 40], [0, 0]), chunks)
+    finish(worker, 1)
+    raw = worker.num_raw_pages
+    assert raw > 0
+    worker.submit_store(2, base.GPULoadStoreSpec([0] * 40, [40, 0], [0, 0]), chunks)
+    finish(worker, 2)
+    caches.tensors[0].tensor.zero_()
+    worker.submit_load(3, chunks, base.GPULoadStoreSpec(range(40), [40, 0], [0, 0]))
+    finish(worker, 3)
+    assert_same_bits(blocks_of(caches, 0), layers[0][[0] * 40])
+    assert_same_bits(blocks_of(caches, 1), layers[1])
+
+
+def test_vllm_options_of_its_own(framework):
+    """vLLM's spec reads them: for its manager, and for the metrics that it announces."""
+    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    spec = adapter.IBPOffloadingSpec(config_of(1, 1, store_threshold=3, ibp_gain=2))
+    manager = spec.get_manager()
+    assert spec.num_chunks == manager.num_chunks == 80 and manager.store_threshold == 3
+    assert spec.config_info_keys({}) == ("cpu_num_chunks",) and manager.config_info() == [{"cpu_num_chunks": 80}]
+    one_copy = dataclasses.replace(config_of(1, 1), replicated_layout=True)  # an MLA model: workers hold the same
+    spec = adapter.IBPOffloadingSpec(one_copy)
+    assert not spec.replicated_layout and spec.num_chunks == 56  # each worker has a pool of its own
+
+
+def test_vllm_before_0_30(framework, monkeypatch):
+    """Chunks were called blocks; in 0.26 a config had no replicated_layout."""
+    _, module = framework("vllm", "vllm.v1.kv_offload.cpu.spec")
+
+    class Older(module.OffloadingSpec):
+        def __init__(self, config):
+            super().__init__(config)
+            self.num_blocks = config.extra_config["cpu_bytes_to_use"] // config.worker_kv_bytes_per_block // 2
+            self._worker = None
+
+        def get_manager(self):
+            raise NotImplementedError
+
+        get_worker = get_manager
+
+    monkeypatch.setattr(module, "CPUOffloadingSpec", Older)
+    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    config = config_of(1, 1)
+    fields = [field.name for field in dataclasses.fields(config) if field.name != "replicated_layout"]
+    older = dataclasses.make_dataclass("OffloadingConfig", fields, frozen=True)
+    assert adapter.IBPOffloadingSpec(older(*(getattr(config, name) for name in fields))).num_chunks == 56
+
+
+def test_vllm_wrong_options(framework):
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    with pytest.raises(ValueError, match="cpu_bytes_to_use"):
+        adapter.IBPOffloadingSpec(config_of(1, 1, cpu_bytes_to_use=0))
+    with pytest.raises(ValueError, match="ibp_gain is 0.5"):
+        adapter.IBPOffloadingSpec(config_of(1, 1, ibp_gain=0.5))
+    worker = adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches_of(base, [pages_of(4)], [[0]]))
+    with pytest.raises(RuntimeError, match="before any store"):
+        worker.submit_load(1, base.BlockIDsLoadStoreSpec([0]), base.GPULoadStoreSpec([0], [1], [0]))
+
+
+def test_vllm_on_the_gpu(framework, cuda):
+    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    layers = [torch.cat([pages_of(20), noise(20)]), pages_of(40, seed=1)]
+    caches = caches_of(base, layers, [[0, 1]], cuda)
+    worker = adapter.IBPOffloadingSpec(config_of(2, 2)).get_worker(caches)
+    for job in range(10):
+        source = base.GPULoadStoreSpec(range(4 * job, 4 * job + 4), [4], [0])
+        worker.submit_store(job, source, base.BlockIDsLoadStoreSpec([2 * job, 2 * job + 1]))
+    worker.wait(set(range(10)))
+    for expedited in (False, True):
+        for tensor in caches.tensors:
+            tensor.tensor.zero_()  # the blocks are vLLM's again, before it has asked what is finished
+        if not expedited:
+            results = worker.get_finished()
+            assert len(results) == 10 and all(result.success and result.transfer_time > 0 for result in results)
+            assert worker.num_raw_pages > 0
+        chunks, blocks = base.BlockIDsLoadStoreSpec(range(20)), base.GPULoadStoreSpec(range(40), [40], [0])
+        worker.submit_load(50 + expedited, chunks, blocks, expedited=expedited)
+        finish(worker, 50 + expedited)
+        for number, layer in enumerate(layers):
+            assert_same_bits(blocks_of(caches, number).cpu(), layer)
+
+
+# ---- SGLang ----
+
+
+class HostPool:
+    """SGLang's host pool as far as storage backends use it."""
+
+    page_size = 16
+
+    def __init__(self, pages):
+        self.pages = pages.clone()
+
+    def get_data_page(self, index, flat=True):
+        return self.pages[index // self.page_size].flatten()
+
+    def get_dummy_flat_data_page(self):
+        return torch.zeros(self.pages[0].numel(), dtype=self.pages.dtype)
+
+    def set_from_flat_data_page(self, index, data_page):
+        self.pages[index // self.page_size] = data_page.view(PAGE)
+
+
+def storage_of(framework, pool_bytes=20 * 4096, is_mla_model=False, tp_size=1, **options):
+    adapter, module = framework("sglang", "sglang.srt.mem_cache.hicache_storage")
+    ranks = {"tp_rank": 0, "tp_size": tp_size, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+    config = module.HiCacheStorageConfig(
+        **ranks,
+        is_mla_model=is_mla_model,
+        enable_storage_metrics=False,
+        is_page_first_layout=False,
+        model_name="some",
+        extra_config={"pool_bytes": pool_bytes} | options,
+    )
+    return adapter.IBPHiCacheStorage(config, {}), module
+
+
+def tokens_of(pages):
+    return torch.cat([torch.arange(16 * page, 16 * page + 16) for page in pages]) if pages else torch.empty(0)
+
+
+def test_sglang_pages_by_their_keys(framework):
+    storage, _ = storage_of(framework)
+    pages = pages_of(60)
+    assert (
+        not storage.exists("0")
+        and storage.get("0", torch.empty(2048)) is None
+        and storage.stats() == {"kv": {"pages": 0}}
+    )
+    assert storage.set("0", pages[0].flatten()) and storage.set("0", pages[1].flatten()) and storage.exists("0")
+    out = torch.empty(2048, dtype=torch.bfloat16)
+    assert storage.get("0", out) is out
+    assert_same_bits(out, pages[0].flatten())  # a key's page does not change
+    assert not storage.set("short", pages[0, 0].flatten()) and not storage.set("none")
+    assert storage.batch_set([str(k) for k in range(24)], list(pages[:24].flatten(1)))
+    held = storage.stats()["kv"]
+    assert held["pages"] == 24 and held["pool_bytes"] <= 20 * 4096  # 20 raw ones would fit
+    for k in range(24, 60):  # those used longest ago make room
+        assert storage.set(str(k), pages[k].flatten()) and storage.get("3", out) is out
+    assert storage.exists("3") and storage.exists("59") and not storage.exists("4")
+    assert storage.batch_exists(["59", "3", "4", "58"]) == 2
+    found = storage.batch_get(["59", "4"], [torch.empty_like(out), torch.empty_like(out)])
+    assert_same_bits(found[0], pages[59].flatten())
+    assert found[1] is None
+    storage.clear()
+    assert not storage.exists("59") and storage.set("59", pages[0].flatten())
+    assert storage.get_stats() is None  # SGLang's metrics take StorageMetrics or None
+    storage.close()
+    assert storage.stats() == {} and not storage.exists("59") and storage.set("59", pages[0].flatten())
+
+
+def test_sglang_host_pools(framework):
+    storage, module = storage_of(framework)
+    pages = pages_of(12)
+    host, other = HostPool(pages), HostPool(pages.flip(0))
+    storage.register_mem_pool_host(host)
+    storage.register_mem_host_pool_v2(host, module.PoolName.KV)
+    storage.register_mem_host_pool_v2(other, module.PoolName.MAMBA)
+    keys = [str(k) for k in range(4)]
+    assert storage.batch_set_v1(keys, tokens_of([3, 0, 7, 1])) == [True] * 4
+    host.pages.zero_()
+    assert storage.batch_get_v1([*keys, "9"], tokens_of([5, 6, 7, 8, 9])) == [True] * 4 + [False]
+    assert_same_bits(host.pages[5:9], pages[[3, 0, 7, 1]])
+    assert storage.batch_get_v1(keys, tokens_of([1])) == [False] * 4
+    of = module.PoolTransfer
+    transfers = [
+        of(module.PoolName.KV, tokens_of([5]), keys=["k"]),
+        of(module.PoolName.MAMBA, tokens_of([2, 3]), keys=["0", "2"]),
+    ]
+    assert storage.batch_set_v2(transfers) == {"kv": [True], "mamba": [True, True]}
+    other.pages.zero_()
+    assert storage.batch_get_v2(transfers[1:]) == {"mamba": [True, True]}
+    assert_same_bits(other.pages[2:4], pages.flip(0)[2:4])
+
+
+def test_sglang_prefixes_that_all_pools_restore(framework):
+    storage, module = storage_of(framework, 100 * 4096)
+    keys, name, policy = [str(k) for k in range(6)], module.PoolName, module.PoolHitPolicy
+    there = {name.KV: "012345", name.MAMBA: "024", name.SWA: "01245", name.INDEXER: "0123"}
+    for pool, held in there.items():
+        host = HostPool(pages_of(6))
+        storage.register_mem_host_pool_v2(host, pool)
+        transfer = module.PoolTransfer(pool, tokens_of(map(int, held)), keys=list(held))
+        assert storage.batch_set_v2([transfer]) == {pool: [True] * len(held)}
+
+    def asked(pool, policy, count=1, **geometry):
+        return module.PoolTransfer(pool, keys=keys[:count], hit_policy=policy, **geometry)
+
+    mamba, window = asked(name.MAMBA, policy.TRAILING_PAGES), asked(name.SWA, policy.TRAILING_PAGES, 2)
+    every = asked(name.INDEXER, policy.ALL_PAGES)
+    groups = asked(name.SWA, policy.BLOCK_GROUPS, 6, block_pages=2, group_pages=2)
+    absent = asked(name.INDEXER, policy.BLOCK_GROUPS, 6, block_pages=1, group_pages=5)
+    for transfers, restorable, hits in [
+        (None, [1, 2, 3, 4, 5, 6], {"kv": 6}),
+        ([mamba], [1, 3, 5], {"kv": 6, "mamba": 5}),
+        ([window], [1, 2, 3, 6], {"kv": 6, "swa": 6}),
+        ([mamba, window], [1, 3], {"kv": 6, "mamba": 5, "swa": 6}),  # not 5, the smaller of their longest
+        ([every, mamba], [1, 3], {"kv": 6, "indexer": 4, "mamba": 5}),
+        ([asked(name.MAMBA, policy.ALL_PAGES), window], [1], {"kv": 6, "mamba": 1, "swa": 6}),
+        ([asked("none", policy.ALL_PAGES), window], [], {"kv": 6}),
+        ([groups], [1, 2, 3, 4, 5, 6], {"kv": 6, "swa": 2}),  # a second form of the KV-cache: shortens nothing
+        ([absent, mamba], [1, 3, 5], {"kv": 6, "mamba": 5}),
+    ]:
+        result = storage.batch_exists_v2([*keys, "9"], transfers)
+        assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (max(restorable, default=0), hits)
+        assert result.restorable_prefix_pages == restorable
+    assert storage.batch_exists_v2(["9"], [mamba]).kv_hit_pages == 0
+
+
+def test_sglang_before_0_5_20(framework, monkeypatch):
+    """Results had no restorable_prefix_pages."""
+    storage, module = storage_of(framework)
+    older = dataclasses.make_dataclass("PoolTransferResult", ["kv_hit_pages", "extra_pool_hit_pages"])
+    monkeypatch.setattr(sys.modules["ibp.integrations.sglang"], "PoolTransferResult", older)
+    assert storage.set("a", pages_of(1).flatten())
+    assert storage.batch_exists_v2(["a", "b"]) == older(1, {"kv": 1})
+
+
+def test_sglang_pages_without_bytes(framework):
+    """The KV pool of DeepSeek V4 holds nothing: its pages stand for those of other pools."""
+    storage, _ = storage_of(framework, 4 * 256)
+    empty = torch.empty(0, dtype=torch.uint8)
+    assert storage.batch_set(list("abcd"), [empty] * 4) and storage.get("a", empty) is empty
+    assert storage.set("e", empty) and storage.batch_exists(["a", "c", "d", "e", "b"]) == 4  # room for four keys
+    assert storage.get("b", empty) is None and not storage.set("f", pages_of(1).flatten())
+    storage.clear()
+    assert not storage.exists("a") and storage.set("a", empty)
+
+
+def test_sglang_pages_that_find_no_room(framework):
+    """They are refused, and SGLang computes them again; there is room once others are gone."""
+    storage, _ = storage_of(framework, 40 * 4096)
+    pages, wild = pages_of(60), noise(60)
+    assert storage.set("first", pages[0].flatten())
+    kept = [k for k in range(30) if storage.set(str(k), wild[k].flatten())]
+    assert 0 < len(kept) < 30
+    out = torch.empty(2048, dtype=torch.bfloat16)
+    for k in kept:
+        assert_same_bits(storage.get(str(k), out), wild[k].flatten())
+    for k in range(60):
+        assert storage.set(f"p{k}", pages[k].flatten())
+    assert not any(storage.exists(str(k)) for k in kept)
+    assert any(storage.set(f"again{k}", wild[k].flatten()) for k in range(8))
+
+
+def test_sglang_threads(framework):
+    storage, _ = storage_of(framework, 60 * 4096)
+    pages, wrong = pages_of(40), []
+
+    def work(seed):
+        rng, out = random.Random(seed), torch.empty(2048, dtype=torch.bfloat16)
+        for _ in range(40):
+            k = rng.randrange(40)
+            storage.set(str(k), pages[k].flatten())
+            if storage.get(str(k), out) is None or not torch.equal(out, pages[k].flatten()):
+                wrong.append(k)
+
+    in_threads(*(functools.partial(work, seed) for seed in range(4)))
+    assert not wrong
+
+
+def test_sglang_wrong_options(framework):
+    with pytest.raises(ValueError, match="pool_bytes"):
+        storage_of(framework, 0)
+    with pytest.raises(ValueError, match="MLA model on 8 tensor-parallel ranks"):
+        storage_of(framework, is_mla_model=True, tp_size=8)
+    assert storage_of(framework, is_mla_model=True)
+
+
+def test_sglang_on_the_gpu(framework, cuda):
+    storage, _ = storage_of(framework, device="cuda")
+    pages, out = pages_of(10), torch.empty(2048, dtype=torch.bfloat16)
+    for k in range(10):
+        assert storage.set(str(k), pages[k].flatten())
+    for k in range(10):
+        assert_same_bits(storage.get(str(k), out), pages[k].flatten())
+
+
+# ---- without them ----
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("vllm", lambda module: module.IBPOffloadingSpec(None)),
+        (
+            "vllm",
+            lambda module: module.IBPOffloadingWorker(None, num_chunks=1, blocks_per_chunk=1, pool_bytes=1, dtype=None),
+        ),
+        ("sglang", lambda module: module.IBPHiCacheStorage(None)),
+    ],
+)
+def test_without_the_framework(name, make):
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is here")
+    with pytest.raises(ImportError, match=f"ibp.integrations.{name} needs"):
+        make(importlib.import_module(f"ibp.integrations.{name}"))

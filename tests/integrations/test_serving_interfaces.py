@@ -1,0 +1,338 @@
+"""The serving adapters and the stand-ins in stubs/, held to the interfaces in interfaces/, which
+tools/record_interfaces.py wrote down from releases of vLLM and SGLang.
+"""
+
+import ast
+import copy
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from native import ROOT
+
+STUBS = Path(__file__).parent / "stubs"
+INTERFACES = [json.loads(path.read_text()) for path in (Path(__file__).parent / "interfaces").glob("*.json")]
+# What the adapter's classes derive from, in the order in which Python looks.
+BASES = {
+    "IBPOffloadingSpec": ("CPUOffloadingSpec", "OffloadingSpec"),
+    "IBPOffloadingWorker": ("OffloadingWorker",),
+    "IBPHiCacheStorage": ("HiCacheStorage",),
+}
+ROLES = {"spec": "IBPOffloadingSpec", "worker": "IBPOffloadingWorker", "storage": "IBPHiCacheStorage"}
+# What the adapters' variables are of the engine's classes.
+VARIABLES = {
+    "vllm": {
+        "config": "OffloadingConfig",
+        "self.config": "OffloadingConfig",
+        "config.parallel": "OffloadingParallelConfig",
+        "self.config.cache": "OffloadingCacheConfig",
+        "self.config.model": "OffloadingModelConfig",
+        "kv_caches": "CanonicalKVCaches",
+        "kv_caches.tensors[number]": "CanonicalKVCacheTensor",
+        "ref": "CanonicalKVCacheRef",
+        "gpu": "GPULoadStoreSpec",
+        "chunks": "BlockIDsLoadStoreSpec",
+    },
+    "sglang": {"storage_config": "HiCacheStorageConfig", "transfer": "PoolTransfer", "host": "HostKVCache"},
+}
+# What the adapters make of the engine's classes.
+MADE = {
+    "vllm": {"TransferResult": "TransferResult", "super().__init__": "CPUOffloadingSpec"},
+    "sglang": {"PoolTransferResult": "PoolTransferResult"},
+}
+# Not in all releases: the adapters ask for BLOCK_GROUPS before they look at the sizes of its groups.
+SOME_RELEASES_ONLY = {"block_pages", "group_pages"}
+
+
+def numbers(interface):
+    return [int(number) for number in re.findall(r"\d+", interface["version"])]
+
+
+INTERFACES.sort(key=lambda interface: (interface["package"], numbers(interface)))
+NEWEST = {interface["package"]: interface for interface in INTERFACES}
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("record_interfaces", ROOT / "tools" / "record_interfaces.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def adapter_of(monkeypatch):
+    """Imports an adapter with the stand-ins, which nobody else sees."""
+
+    def imported(package):
+        monkeypatch.syspath_prepend(str(STUBS))
+        return importlib.reload(importlib.import_module(f"ibp.integrations.{package}"))
+
+    before = set(sys.modules)
+    yield imported
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("vllm", "sglang") or name.startswith("ibp.integrations."):
+            del sys.modules[name]
+
+
+# ---- the checks: each gives sentences of what does not fit ----
+
+
+def of_class(interface, names, what):
+    """A part of what is kept of a class and those that it derives from: the first that has it counts."""
+    merged = {}
+    for name in reversed(names):
+        found = interface["classes"].get(name, {}).get(what, {})
+        merged.update(found if isinstance(found, dict) else dict.fromkeys(found))
+    return merged
+
+
+def signature_of(tool, interface, name):
+    """Of making an object of a class, without self."""
+    record = interface["classes"][name]
+    if "fields" not in record:
+        return without_self(tool.signature_of(record["methods"]["__init__"]))
+    return tool.signature_of(
+        ", ".join(field if default is None else f"{field}={default}" for field, default in record["fields"].items())
+    )
+
+
+def takes(signature, form):
+    """Whether a signature takes a call such as "3, expedited"."""
+    positional, *keywords = form.split(", ")
+    if positional == "*" or "**" in keywords:
+        return True  # what it passes is not known
+    try:
+        signature.bind(*[None] * int(positional), **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def whole_signature_of(ours, name):
+    """Of a method of a class, with self or cls."""
+    member = vars(ours)[name]
+    return inspect.signature(getattr(member, "__func__", member))
+
+
+def without_self(signature):
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def wrong_calls_of_ours(tool, interface, adapter):
+    """Calls of the engine that an adapter's class does not take, attributes that it does not have."""
+    for role, uses in interface["uses"].items():
+        ours = getattr(adapter, ROLES[role])
+        bases = BASES[ROLES[role]]
+        methods, attributes = (of_class(interface, bases, what) for what in ("methods", "attributes"))
+        for name, forms in uses["calls"].items():
+            if name in vars(ours):
+                signature = without_self(whole_signature_of(ours, name))
+            elif name in methods:
+                signature = without_self(tool.signature_of(methods[name]))
+            else:
+                yield f"{role} has no {name}"
+                continue
+            yield from (f"{role}.{name} does not take {form}" for form in forms if not takes(signature, form))
+        known = set(attributes) | set(methods)
+        unknown = (name for name in uses["attributes"] if name not in known and not hasattr(ours, name))
+        yield from (f"{role} has no attribute {name}" for name in unknown)
+
+
+def wrong_methods_of_ours(tool, interface, adapter):
+    """Abstract methods that an adapter's class lacks, methods whose parameters have other names than the engine's."""
+    for name, bases in BASES.items():
+        if bases[0] not in interface["classes"]:
+            continue
+        ours, methods = getattr(adapter, name), of_class(interface, bases, "methods")
+        concrete = set(vars(ours)) | set(of_class(interface, bases[:-1], "methods"))
+        missing = set(of_class(interface, bases[-1:], "abstract")) - concrete
+        yield from (f"{name} has no {each}" for each in sorted(missing))
+        for each in (set(methods) & set(vars(ours))) - {"__init__"}:
+            theirs, mine = tool.signature_of(methods[each]), whole_signature_of(ours, each)
+            count = len(theirs.parameters)
+            if [*theirs.parameters] != [*mine.parameters][:count] or not takes(mine, str(count)):
+                yield f"{name}.{each} is {mine}; the engine's is {theirs}"
+
+
+def wrong_calls_of_theirs(tool, interface, source):
+    """What an adapter does with the engine's classes that these do not have or take."""
+    package, tree = interface["package"], ast.parse(source)
+    for function, name in MADE[package].items():
+        signature = signature_of(tool, interface, name)
+        yield from (
+            f"{name} does not take {form}" for form in tool.calls_of(tree, function) if not takes(signature, form)
+        )
+    for variable, name in VARIABLES[package].items():
+        lineage = [name]
+        while interface["classes"][lineage[-1]].get("bases", ["ABC"])[0] in interface["classes"]:
+            lineage.append(interface["classes"][lineage[-1]]["bases"][0])
+        methods = of_class(interface, lineage, "methods")
+        has = {*methods, *of_class(interface, lineage, "fields"), *of_class(interface, lineage, "attributes")}
+        uses = tool.uses_of([tree], (variable,))
+        if not uses["calls"] and not uses["attributes"]:
+            yield f"the adapter has no variable {variable}"
+        for method, forms in uses["calls"].items():
+            signature = without_self(tool.signature_of(methods.get(method, "self")))
+            yield from (f"{name}.{method} does not take {form}" for form in forms if not takes(signature, form))
+        yield from (f"{name} has no {attribute}" for attribute in set(uses["attributes"]) - has - SOME_RELEASES_ONLY)
+
+
+def wrong_names(interface, adapter):
+    """Names that an adapter has as text: attributes of vLLM's spec, values of SGLang's enums."""
+    if interface["package"] == "vllm":
+        attributes = of_class(interface, BASES["IBPOffloadingSpec"], "attributes")
+        yield from (f"the spec sets no {name}" for name in ("_worker", "config") if name not in attributes)
+        if not {"num_chunks", "num_blocks"} & set(attributes):
+            yield "the spec sets neither num_chunks nor num_blocks"
+        return
+    pools, policies = (interface["classes"][name]["members"] for name in ("PoolName", "PoolHitPolicy"))
+    if pools["KV"] != repr(adapter._KV) or policies["ALL_PAGES"] != repr(adapter._ALL_PAGES):
+        yield "the values of enums have changed"
+    if policies.get("BLOCK_GROUPS", repr(adapter._BLOCK_GROUPS)) != repr(adapter._BLOCK_GROUPS):
+        yield "the value of BLOCK_GROUPS has changed"
+    known = {"ALL_PAGES", "TRAILING_PAGES", "BLOCK_GROUPS"}
+    yield from (f"the adapter does not know the policy {name}" for name in set(policies) - known)
+
+
+def wrong(tool, interface, adapter):
+    source = Path(adapter.__file__).read_text()
+    return [
+        *wrong_calls_of_ours(tool, interface, adapter),
+        *wrong_methods_of_ours(tool, interface, adapter),
+        *wrong_calls_of_theirs(tool, interface, source),
+        *wrong_names(interface, adapter),
+    ]
+
+
+# ---- what holds ----
+
+
+@pytest.mark.parametrize(
+    "interface", INTERFACES, ids=lambda interface: f"{interface['package']}-{interface['version']}"
+)
+def test_a_release(tool, adapter_of, interface):
+    assert wrong(tool, interface, adapter_of(interface["package"])) == []
+
+
+def test_releases_that_are_there():
+    """The documentation names the first and the last of each."""
+    page = (ROOT / "docs" / "kv-cache.md").read_text()
+    for package in ("vllm", "sglang"):
+        versions = [each["version"] for each in INTERFACES if each["package"] == package]
+        assert len(versions) >= 8
+        assert all(f"`{version}`" in page for version in (versions[0], versions[-1])), versions
+
+
+@pytest.mark.parametrize("package", ["vllm", "sglang"])
+def test_stand_ins(tool, package):
+    """They have the parameters, fields and values of the newest release, and all that is abstract there."""
+    newest, seen = NEWEST[package]["classes"], set()
+    for path in (STUBS / package).rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.ClassDef) or node.name not in newest:
+                continue
+            file = str(path.relative_to(STUBS))
+            stand_in, real = tool.class_of(node, file), newest[node.name]
+            seen.add(node.name)
+            for what in ("file", "fields", "bases", "abstract"):
+                assert stand_in.get(what) == real.get(what), (node.name, what)
+            for what in ("methods", "members"):
+                mine, theirs = stand_in.get(what, {}), real.get(what, {})
+                assert mine == {name: theirs.get(name) for name in mine}, (node.name, what)
+    assert set(newest) - seen == ({"HostKVCache", "StorageMetrics"} if package == "sglang" else set())
+
+
+def test_the_stand_in_for_a_host_pool(tool):
+    tree = ast.parse((Path(__file__).parent / "test_serving_adapters.py").read_text())
+    node = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "HostPool")
+    real = NEWEST["sglang"]["classes"]["HostKVCache"]
+    methods = tool.class_of(node, "")["methods"]
+    del methods["__init__"]
+    assert (
+        methods and methods == {name: real["methods"][name] for name in methods} and "page_size" in real["attributes"]
+    )
+
+
+# ---- what would be seen ----
+
+
+def changed(package, change):
+    interface = copy.deepcopy(NEWEST[package])
+    change(interface["classes"], interface["uses"])
+    return interface
+
+
+DRIFTS = {
+    "a parameter more": ("vllm", lambda _, uses: uses["worker"]["calls"]["submit_store"].append("3, urgent")),
+    "a method more": ("vllm", lambda _, uses: uses["worker"]["calls"].update(cancel=["1"])),
+    "an attribute more": ("vllm", lambda _, uses: uses["spec"]["attributes"].append("tier")),
+    "an abstract method more": ("vllm", lambda classes, _: classes["OffloadingWorker"]["abstract"].append("cancel")),
+    "another name of a count": (
+        "vllm",
+        lambda classes, _: classes["CPUOffloadingSpec"]["attributes"].remove("num_chunks"),
+    ),
+    "another name of a parameter": (
+        "vllm",
+        lambda classes, _: classes["OffloadingWorker"]["methods"].update(wait="self, jobs"),
+    ),
+    "a field less": ("vllm", lambda classes, _: classes["OffloadingParallelConfig"]["fields"].pop("world_size")),
+    "a result without times": ("vllm", lambda classes, _: classes["TransferResult"]["fields"].pop("transfer_time")),
+    "another page getter": (
+        "sglang",
+        lambda classes, _: classes["HostKVCache"]["methods"].update(get_data_page="self, index, layer"),
+    ),
+    "a policy more": ("sglang", lambda classes, _: classes["PoolHitPolicy"]["members"].update(NONE="'none'")),
+    "a batch more": ("sglang", lambda _, uses: uses["storage"]["calls"].update(batch_get_v3=["2"])),
+}
+
+
+@pytest.mark.parametrize("drift", DRIFTS)
+def test_a_drift_is_seen(tool, adapter_of, drift):
+    package, change = DRIFTS[drift]
+    assert len(wrong(tool, changed(package, change), adapter_of(package))) == 1
+
+
+def test_the_tool_reads_a_wheel(tool, tmp_path):
+    wheel = tmp_path / "vllm-9.9.0-py3-none-any.whl"
+    folder = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/"
+    worker = """
+class Connector:
+    def transfer(self, jobs, options):
+        self.worker = self.spec.get_worker(jobs)
+        self.worker.submit_load(1, jobs, 2, expedited=True)
+        self.worker.submit_load(1, *jobs, **options)
+        return self.worker.num_jobs
+"""
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in (STUBS / "vllm").rglob("*.py"):
+            archive.write(path, path.relative_to(STUBS))
+        archive.writestr(folder + "worker.py", worker)
+        archive.writestr("vllm/v1/kv_offload/factory.py", "def make(spec_cls, config):\n    return spec_cls(config)\n")
+    found = json.loads(tool.write(tool.record(wheel), tmp_path / "out").read_text())
+    assert (found["package"], found["version"]) == ("vllm", "9.9.0")
+    assert found["uses"]["worker"] == {"calls": {"submit_load": ["*, **", "3, expedited"]}, "attributes": ["num_jobs"]}
+    assert found["uses"]["spec"] == {"calls": {"get_worker": ["1"], "__init__": ["1"]}, "attributes": []}
+    for name, record in found["classes"].items():
+        assert record["file"] == NEWEST["vllm"]["classes"][name]["file"]
+    with pytest.raises(SystemExit, match="wanted one of vllm, sglang"):
+        tool.record("torch-2.0-py3-none-any.whl")
+
+
+def test_signatures(tool):
+    def method(self, a, /, b, *rest, c, d=3, **more): ...
+
+    kept = tool.class_of(
+        ast.parse("class A:\n    def method(self, a: int, /, b: str, *rest, c, d=3, **more): ...").body[0], ""
+    )
+    signature = tool.signature_of(kept["methods"]["method"])
+    assert [(each.name, each.kind) for each in signature.parameters.values()] == [
+        (each.name, each.kind) for each in inspect.signature(method).parameters.values()
+    ]
+    assert signature.parameters["d"].default == "3"

@@ -1,0 +1,86 @@
+"""Ctrl-C at any moment of a call."""
+
+import itertools
+import os
+import sys
+
+import tqdm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ibp
+from helpers import assert_same_bits
+
+
+class Interrupted(BaseException):
+    pass
+
+
+PACKAGE, TQDM = (os.path.dirname(module.__file__) for module in (ibp, tqdm))
+
+
+def interrupt_at(moment, then, call):
+    """Runs call, but raises Interrupted at the moment of ibp's Python code of this number, counted from 0: a line, or
+    the return of a C function, where Python handles signals too. If `then` is a number, raises it once more at that
+    point of what Python runs on its way out: a call, or the return of a C function. Returns (what call returns, or the
+    table of the exception that leaves it; how many interrupts there were).
+    """
+    moments, points, raised = itertools.count(), itertools.count(), 0
+
+    def tracer(frame, event, _):
+        nonlocal raised
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event in ("call", "line") and next(moments) == moment:
+            raised = 1
+            raise Interrupted
+        return tracer
+
+    def profiler(frame, event, _):
+        nonlocal raised
+        path = frame.f_code.co_filename
+        if raised == 0 and event == "c_return" and path.startswith(PACKAGE) and next(moments) == moment:
+            raised = 1
+            raise Interrupted
+        if (
+            raised == 1
+            and then is not None
+            and event in ("call", "c_call", "c_return")
+            and path.startswith((PACKAGE, TQDM))
+            and next(points) == then
+        ):
+            raised = 2
+            raise Interrupted
+
+    try:
+        sys.setprofile(profiler)
+        sys.settrace(tracer)
+        return call(), raised
+    except Interrupted as interruption:
+        return getattr(interruption, "table", None), raised
+    finally:
+        sys.settrace(None)
+        sys.setprofile(None)
+
+
+def assert_kept(table, x, before):
+    """x is as it was, or its table decompresses to it. Returns how many rows are coded; None without a table."""
+    assert_same_bits(x if table is None else table.decompress(device="cpu"), before)
+    return None if table is None else int((table.lengths != 0).sum())
+
+
+class InterruptedOperations(TorchDispatchMode):
+    """Raises Interrupted before or after the torch operations of these numbers, on the way out too."""
+
+    def __init__(self, numbers, before):
+        super().__init__()
+        self.numbers, self.before, self.number = set(numbers), before, -1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += 1
+        is_chosen = self.number in self.numbers
+        if is_chosen and self.before:
+            raise Interrupted
+        result = function(*args, **(kwargs or {}))
+        if is_chosen:
+            raise Interrupted
+        return result

@@ -1,0 +1,88 @@
+"""Processes of a group that run what a test tells them."""
+
+import datetime
+import multiprocessing
+import os
+import traceback
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 60  # that other processes may take
+
+
+class Ranks:
+    """Processes of one group, which run what they are told; forked where there is no GPU, as torch takes seconds to
+    import."""
+
+    def __init__(self, size, directory, timeout=SECONDS, backend="gloo"):
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            args = rank, size, str(directory / "store"), timeout, backend, there
+            work = context.Process(target=_serve, args=args, daemon=True)  # this one's end is theirs
+            work.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(work)
+
+    def __call__(self, function, *args):
+        """What function(rank, *args) returns on each rank. AssertionError with the traceback of one that raises."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(SECONDS), f"rank {rank} does not answer"
+            failure, value = pipe.recv()
+            assert failure is None, f"rank {rank}: {failure}"
+            results.append(value)
+        return results
+
+    def survivors(self, function, dead):
+        """(rank, result) of all ranks but one, which ends in function(rank). Then all end."""
+        try:
+            for pipe in self.pipes:
+                pipe.send((function, ()))
+            for rank, pipe in enumerate(self.pipes):
+                if rank == dead:
+                    continue
+                assert pipe.poll(SECONDS), f"rank {rank} does not answer"
+                failure, value = pipe.recv()
+                assert failure is None, f"rank {rank}: {failure}"
+                yield rank, value
+        finally:
+            self.end()
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.join(SECONDS)
+
+
+def _serve(rank, size, store, timeout, backend, pipe):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name means
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((None, function(rank, *args)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+
+
+def raised(work):
+    """(name, message) of the exception that work() raises, or None."""
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
