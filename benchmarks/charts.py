@@ -116,7 +116,6 @@ REAL_COLUMNS = (
     *("step_ms", "peak_gb", "freed_gb", "pinned_gb", "saved_gb", "sent_gb", "outgrown_gb"),  # activations.csv
     *("learning_s", "target_ms", "times_raw", "wanted_times_raw", "times_save_on_cpu"),  # likewise
     *("wanted_times_save_on_cpu", "times_smaller", "wanted_times_smaller", "most_times_smaller"),  # likewise
-    *("slowdown", "wanted_slowdown"),  # likewise
     "savings",
     "link_savings",
     "gbps",

@@ -1393,11 +1393,9 @@ def _on_the_device(rows):
 
 
 def _wanted_step(row):
-    """In brackets the step that is wanted, where a step takes longer; or what it may take longer than the plain one."""
+    """In brackets the step that is wanted, where a step takes longer."""
     if row["target_ms"] and row["step_ms"] > row["target_ms"]:
         return f" ({charts.number(row['target_ms'])})"
-    if row["wanted_slowdown"] and row["slowdown"] > row["wanted_slowdown"]:
-        return f" ({row['slowdown']:.1%} slower than plain)"
     return ""
 
 

@@ -307,14 +307,14 @@ def offload_activations(
     Bytes that several operations save leave once. Parameters, views of them and small tensors stay.
 
     Args:
-        memory: "pinned": tensors go to pinned host memory; "device": they stay on the device, coded, and each piece of
-            64 MiB is freed as soon as it is decoded.
+        memory: "pinned": tensors go to pinned host memory; "device": they stay on the device, coded, until the backward
+            pass has decoded them.
         device_bytes: of saved tensors that may stay on each device during a pass. All leave in the first step; later
             ones keep tensors by the sizes of the step before, and the most compressible leave first.
         coded: False: tensors go as they are.
         least_bytes: smaller tensors stay as they are.
         window_bytes: of device memory that may be on its way to the host, and as much on its way back. Two pieces of
-            64 MiB may be in any case. With memory="device" at most two pieces wait until the host knows their size.
+            64 MiB may be in any case; with memory="device" no more than two wait until the host knows their size.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 

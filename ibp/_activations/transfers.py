@@ -93,15 +93,15 @@ class PieceTransfers:
         """Starts moving a piece, which the current stream has just written. @return its bytes where it goes."""
         self.take_back()
         source = region.to_send(piece)
-        if self._keeps_codes:
-            piece.kept, copied = source.clone(), source[: coding.COUNTERS_BYTES]
-        else:
-            copied = source
+        copied = source[: coding.COUNTERS_BYTES] if self._keeps_codes else source
         piece.buffer = self.buffers.take(copied.numel(), self.out)
         host = piece.buffer[: copied.numel()]
-        piece.host = None if self._keeps_codes else host
         piece.counters = None if region.recipe is None else host[: coding.COUNTERS_BYTES]
         piece.room_bytes = source.numel()
+        if self._keeps_codes:
+            piece.kept = source.clone()
+        else:
+            piece.host = host
         assert piece.stream is not None
         self.out.wait_stream(piece.stream)
         with torch.cuda.stream(self.out):
@@ -126,9 +126,9 @@ class PieceTransfers:
         """Frees the memory of regions whose narrower elements are known to lose nothing."""
         while self._narrowed and (waits or self._narrowed[0][2].query()):
             of, buffer, done = self._narrowed.popleft()
-            done.synchronize()
             region = of()
             if region is not None and region.misfits is not None:
+                done.synchronize()
                 region.note_narrow(not buffer[0])
             self.buffers.give(buffer, done)
 
