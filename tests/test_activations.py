@@ -1118,15 +1118,40 @@ def test_graphs_that_are_captured_keep_what_they_save(cuda):
 def test_a_budget_on_a_gpu(cuda):
     net, x = on(cuda, torch.bfloat16, "vgg16")
     x = x.repeat(16, 1, 1, 1)
+
+    def left(offload):
+        return offload.stats().coded_bytes + offload.stats().raw_bytes
+
     with deterministic(x):
-        wanted, offload, lefts = gradients(net, x), offload_on(cuda, device_bytes=1 << 20), []
+        wanted, offload = gradients(net, x), offload_on(cuda)
+        assert_same_gradients(gradients(net, x, offload), wanted)
+        everything = left(offload)
+        offload = offload_on(cuda, device_bytes=everything // 2)
         for step in range(4):
             offload.reset_stats()
             assert_same_gradients(gradients(net, x, offload), wanted)
             assert offload.is_settled == (step > 0)
-            lefts.append(offload.stats().coded_bytes + offload.stats().raw_bytes)
-    assert 0 < lefts[0] - lefts[-1] <= 1 << 20 < lefts[0]
+    assert 0 < everything - left(offload) <= everything // 2
     assert offload._pass.alive == 0
+
+
+def test_codes_on_a_gpu_lower_its_peak(cuda):
+    torch.manual_seed(0)
+    net, x = nets.llama(2, 1024, 4096, 8, "relu2"), torch.randn(8, 4096, 1024)
+    net, x = net.to(cuda, torch.bfloat16), x.to(cuda, torch.bfloat16)
+
+    def peak(context):
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            with context:
+                loss = net(x).square().mean()
+            loss.backward()
+            net.zero_grad()
+            del loss
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(offload_on(cuda, memory="device", least_bytes=1 << 20)) < 0.95 * peak(contextlib.nullcontext())
 
 
 def test_an_order_that_changes(cuda):

@@ -17,7 +17,7 @@ from .._machine import memory as _memory
 from . import spans
 from .faults import DecodeFaults
 from .origin import IndexOrigin
-from .passes import ForwardPass, UseOrder
+from .passes import ForwardPass
 from .policy import KEEP, ActivationPolicy, OffloadOptions
 from .region import SavedPiece, SavedRegion
 from .transfers import PieceTransfers
@@ -32,7 +32,8 @@ class _SavedTensor(NamedTuple):
     view: spans.SpanView
 
 
-class _SpanEntry(NamedTuple):
+@dataclass
+class _SpanEntry:
     """The region of a span, None where the span stays as it is, and the number of the pass that said so."""
 
     region: weakref.ref[SavedRegion] | None
@@ -81,7 +82,8 @@ class ActivationOffload:
         self._lock = threading.RLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
         self._seen: spans.SeenSpans[_SpanEntry] = spans.SeenSpans()
-        self._order, self._faults = UseOrder(), DecodeFaults()
+        self._order: list[int] = []
+        self._faults = DecodeFaults()
         self._pass, self._passes = self._new_pass(), 0
         self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._has_warned = False
@@ -187,7 +189,7 @@ class ActivationOffload:
         self._stats.shared += 1
         if entry.passes != self._passes:
             self._pass.take_number()
-            self._seen.replace(span, _SpanEntry(entry.region, self._passes))
+            entry.passes = self._passes
         return region
 
     def _new(self, x: torch.Tensor, span: spans.ByteSpan, view: spans.SpanView) -> SavedRegion | None:
@@ -255,8 +257,7 @@ class ActivationOffload:
 
     def _begin_pass(self) -> None:
         self._faults.check()
-        if self._pass.uses:
-            self._order.learn(self._pass.uses)
+        self._order = self._pass.uses or self._order
         self._policy.begin_pass(self._pass.is_used and self._pass.alive == 0)
         self._seen.drop_expired()
         self._passes += 1

@@ -16,31 +16,11 @@ if TYPE_CHECKING:
     from .transfers import PieceTransfers
 
 
-class UseOrder:
-    """The order in which regions were asked for, by their numbers; before any was, the last saved is the first."""
-
-    def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self._positions: dict[int, int] = {}
-
-    def learn(self, numbers: list[int]) -> None:
-        self._numbers = numbers
-        self._positions = {number: position for position, number in enumerate(numbers)}
-
-    def all(self, count: int) -> range | list[int]:
-        """The numbers of a pass that saved count regions."""
-        return self._numbers or range(count - 1, -1, -1)
-
-    def position(self, number: int, count: int) -> int | None:
-        """Where a number is among all; None: it was not asked for."""
-        return self._positions.get(number) if self._numbers else count - 1 - number
-
-
 class ForwardPass:
     """One forward pass and what it saved.
 
     Args:
-        order: of the pass before.
+        order: numbers of regions in the order in which the pass before used them; empty: the last saved is used first.
         transfers: of each device.
         faults: where decoders note damage.
         note_outgrown: called with the bytes of regions or pieces that outgrew their room.
@@ -53,7 +33,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        order: UseOrder,
+        order: list[int],
         transfers: Mapping[torch.device, PieceTransfers],
         faults: DecodeFaults,
         note_outgrown: Callable[[int], None],
@@ -62,6 +42,7 @@ class ForwardPass:
         self.numbers, self.is_used = 0, False
         self.uses: list[int] = []
         self._order, self._transfers = order, transfers
+        self._positions = {number: position for position, number in enumerate(order)}
         self._regions: dict[int, weakref.ref[SavedRegion]] = {}
         self._ended: deque[int] = deque()
         self._next: dict[PieceTransfers, int] = {}  # the position in the order from which regions are to be fetched
@@ -92,7 +73,7 @@ class ForwardPass:
         transfers = region.transfers
         if transfers is None or not transfers.fetch_region(region, first):
             return
-        position = self._order.position(region.number, self.numbers)
+        position = self._positions.get(region.number) if self._order else self.numbers - 1 - region.number
         if position is not None and (position >= self._next.get(transfers, 0) or region.uses > region.saves):
             self._next[transfers] = position + 1
         self._fetch_on(transfers)
@@ -106,7 +87,7 @@ class ForwardPass:
 
     def _fetch_on(self, transfers: PieceTransfers) -> None:
         """Starts bringing regions of a device, as far as there is room."""
-        numbers, position = self._order.all(self.numbers), self._next.get(transfers, 0)
+        numbers, position = self._order or range(self.numbers - 1, -1, -1), self._next.get(transfers, 0)
         while position < len(numbers):
             found = self._regions.get(numbers[position])
             region = None if found is None else found()

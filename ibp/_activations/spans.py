@@ -131,9 +131,5 @@ class SeenSpans(Generic[T]):
     def put(self, span: ByteSpan, storage: torch.UntypedStorage, value: T) -> None:
         self._found[span] = StorageWeakRef(storage), value
 
-    def replace(self, span: ByteSpan, value: T) -> None:
-        """Another value for a span that has one."""
-        self._found[span] = self._found[span][0], value
-
     def drop_expired(self) -> None:
         self._found = {span: entry for span, entry in self._found.items() if not entry[0].expired()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from typing import NamedTuple
 
 import torch
 
@@ -56,15 +55,6 @@ def _size_class(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-class _EndedPiece(NamedTuple):
-    """A piece of a region that has ended. recipe: of coded bytes whose size was not noted yet; coming_bytes: that were
-    on their way back."""
-
-    piece: SavedPiece
-    recipe: coding.ActivationRecipe | None
-    coming_bytes: int | None
-
-
 class PieceTransfers:
     """Moves pieces between a GPU and pinned memory, or into tight memory on the GPU.
 
@@ -83,7 +73,7 @@ class PieceTransfers:
         self.out, self.back, self._notes = (torch.cuda.Stream(device) for _ in range(3))
         self.buffers = PinnedBuffers()
         self.coming = self.coming_bytes = self.leaving_bytes = 0
-        self._ended: deque[_EndedPiece] = deque()
+        self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()  # and bytes coming back
         self._leaving: deque[tuple[weakref.ref[SavedRegion], weakref.ref[SavedPiece], int]] = deque()
         self._narrowed: deque[tuple[weakref.ref[SavedRegion], torch.Tensor, torch.cuda.Event]] = deque()
 
@@ -240,22 +230,21 @@ class PieceTransfers:
         if region.coming is not None:
             region.coming.record_stream(self.back)
         for piece in region.pieces:
-            coming_bytes = None
+            coming_bytes = 0
             if piece.coming is not None:
                 coming_bytes = piece.coming.numel()
                 piece.coming.record_stream(self.back)
-            recipe = None if piece.memory is None else region.recipe
+            recipe = None if piece.memory is None else region.recipe  # which has not noted the piece's size yet
             self.drop_codes(piece)
             piece.coming = None
-            self._ended.append(_EndedPiece(piece, recipe, coming_bytes))
+            self._ended.append((piece, recipe, coming_bytes))
 
     def take_back(self) -> None:
         """Takes back the pinned memory of regions that have ended, and their room in the window."""
         while self._ended:
             piece, recipe, coming_bytes = self._ended.popleft()
-            if coming_bytes is not None:
-                self.coming -= 1
-                self.coming_bytes -= coming_bytes
+            self.coming -= coming_bytes > 0
+            self.coming_bytes -= coming_bytes
             if recipe is not None and piece.sent is not None and piece.sent.query():
                 piece.note_used(recipe)
             if piece.buffer is not None:
