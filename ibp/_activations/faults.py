@@ -1,12 +1,12 @@
-"""Damage that decoders note on their device: found out without waiting, when the next pass begins."""
+"""Damage that decoders note on their device. It is looked for without waiting, when the next pass begins."""
 
 from __future__ import annotations
 
 import torch
 
 
-class Faults:
-    """What decoders note, by device."""
+class DecodeFaults:
+    """The memory of each device in which decoders note damage."""
 
     def __init__(self) -> None:
         self._noted: dict[torch.device, torch.Tensor] = {}
@@ -19,7 +19,7 @@ class Faults:
         return self._noted[device]
 
     def check(self) -> None:
-        """Raises RuntimeError for damage that is known by now, and asks for what is noted since."""
+        """Raises RuntimeError for damage that the host knows of, and asks devices for more."""
         for device, noted in self._noted.items():
             if device.type == "cpu":
                 _raise_for(noted)

@@ -1,8 +1,8 @@
-"""`ibp.offload_activations`: what a forward pass saves for the backward pass leaves the device, coded."""
+"""`ibp.offload_activations`: tensors that a forward pass saves for the backward pass leave the device, coded."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import threading
 import warnings
 import weakref
@@ -12,47 +12,47 @@ from typing import NamedTuple
 
 import torch
 
-from .._common.arguments import number, whole_number
-from .._machine import memory
-from . import coding, planning, spans
-from .choosing import Budget, Chooser
-from .faults import Faults
-from .lane import Lane
-from .origin import Origin
-from .passes import Order, Pass
-from .planning import DEVICE, HOLD, KEEP
-from .region import Piece, Region
+from .._common.arguments import whole_number
+from .._machine import memory as _memory
+from . import spans
+from .faults import DecodeFaults
+from .origin import IndexOrigin
+from .passes import ForwardPass
+from .policy import KEEP, ActivationPolicy, OffloadOptions
+from .region import SavedPiece, SavedRegion
+from .transfers import PieceTransfers
 
 LEAST_BYTES = 1 << 20  # sending a smaller one takes the host longer than the link
-WINDOW_BYTES = 768 << 20  # some milliseconds of the link also where it is coded
-TO = ("host", "device")
+WINDOW_BYTES = 768 << 20  # some milliseconds of the link, also for coded bytes
+MEMORY = ("pinned", "device")
 
 
-class _Saved(NamedTuple):
-    region: Region
-    view: spans.View
+class _SavedTensor(NamedTuple):
+    region: SavedRegion
+    view: spans.SpanView
 
 
-class _Entry(NamedTuple):
+@dataclass
+class _SpanEntry:
     """The region of a span, None where the span stays as it is, and the number of the pass that said so."""
 
-    region: weakref.ref[Region] | None
+    region: weakref.ref[SavedRegion] | None
     passes: int
 
 
 @dataclass
 class ActivationStats:
-    """What became of the tensors that were saved since the last `reset_stats`. Bytes are those before coding where
-    nothing else is said.
+    """Counts of saved tensors since the last `reset_stats`. Bytes are bytes before coding, except sent_bytes and
+    device_bytes.
 
     Attributes:
-        tensors: saved, those that share memory counted each.
-        shared: that had been saved before.
-        kept_bytes: that stay as they are: parameters, small tensors, and what the budget leaves.
+        tensors: saved, tensors that share memory counted each.
+        shared: tensors whose bytes had been saved before.
+        kept_bytes: that stay as they are: parameters, small tensors, and tensors that fit the budget.
         coded_bytes, raw_bytes: that were coded, and that were sent as they are.
-        sent_bytes: that went to the host, as they went.
+        sent_bytes: that went to the host, in coded form where they were coded.
         device_bytes: that coded tensors take on the device.
-        outgrown_bytes: for which less room was expected than they took: they stayed on the device until their use.
+        outgrown_bytes: that took more room than expected, and stayed on the device until their use.
     """
 
     tensors: int = 0
@@ -66,33 +66,32 @@ class ActivationStats:
 
 
 class ActivationOffload:
-    """What `offload_activations` makes: a context for forward passes, to be used again for every step.
+    """The context that `offload_activations` makes, for the forward pass of every step.
 
-    It keeps what it learns: codebooks, sizes, the order in which the backward pass asks, pinned memory. What is saved
-    during a backward pass (by double backward, or computed again by `torch.utils.checkpoint`), while a CUDA graph is
-    captured, and by tensor subclasses stays as it is.
+    It keeps what it learns: codebooks, sizes, the order in which the backward pass asks, pinned memory. Some tensors
+    stay as they are: tensors saved during a backward pass (by double backward, or computed again by
+    `torch.utils.checkpoint`) or while a CUDA graph is captured, and tensor subclasses.
     """
 
     __module__ = "ibp"
 
-    def __init__(self, budget: Budget, least_bytes: int, device: torch.device | None) -> None:
+    def __init__(self, options: OffloadOptions, least_bytes: int, device: torch.device | None) -> None:
         self.least_bytes, self.device = least_bytes, device
-        self.stats = ActivationStats()
+        self._options, self._policy = options, ActivationPolicy(options)
+        self._stats = ActivationStats()
         self._lock = threading.RLock()
-        self._lanes: dict[torch.device, Lane] = {}
-        self._budget, self._chooser = budget, Chooser(budget)
-        self._known: spans.Known[_Entry] = spans.Known()
-        self._order, self._faults = Order(), Faults()
-        self._pass, self._passes = Pass(self, False), 0
-        self._contexts: list[contextlib.AbstractContextManager[None]] = []
+        self._transfers: dict[torch.device, PieceTransfers] = {}
+        self._seen: spans.SeenSpans[_SpanEntry] = spans.SeenSpans()
+        self._order: list[int] = []
+        self._faults = DecodeFaults()
+        self._pass, self._passes = self._new_pass(), 0
+        self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._has_warned = False
 
     def __enter__(self) -> ActivationOffload:
         if not self._contexts:
             self._begin_pass()
-        hooks: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not self._pass.is_bare:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._contexts.append(hooks)
         return self
@@ -103,55 +102,58 @@ class ActivationOffload:
         self._contexts.pop().__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        stats = self.stats
+        stats = self._stats
         return (
             f"ibp.ActivationOffload: {stats.tensors:,} tensors saved, {stats.shared:,} of them again; bytes kept "
             f"{stats.kept_bytes:,}, coded {stats.coded_bytes:,}, raw {stats.raw_bytes:,}; sent {stats.sent_bytes:,}, "
             f"coded on the device {stats.device_bytes:,}"
         )
 
+    def stats(self) -> ActivationStats:
+        """Counts since the last `reset_stats`."""
+        return dataclasses.replace(self._stats)
+
     def reset_stats(self) -> None:
         """Counts from zero again."""
-        self.stats = ActivationStats()
+        self._stats = ActivationStats()
 
-    def release(self) -> None:
-        """Gives back pinned memory that no saved tensor has at the moment. It is taken again by the next step."""
+    def close(self) -> None:
+        """Gives back pinned memory that no saved tensor uses at the moment. A later step takes it again."""
         with self._lock:
-            for lane in self._lanes.values():
-                lane.take_back()
-                lane.buffers.release()
+            for transfers in self._transfers.values():
+                transfers.take_back()
+                transfers.buffers.release()
 
     @property
     def is_settled(self) -> bool:
-        """Whether steps go on as they are now, unless what they save changes: codebooks are learned, and a budget's
-        plan is made."""
-        return self._chooser.is_settled
+        """Whether codebooks are learned and a budget's sizes are known: from the end of the first step on."""
+        return self._policy.is_settled
 
     @property
     def pinned_bytes(self) -> int:
         """Pinned memory that it has."""
-        return sum(lane.buffers.held_bytes for lane in self._lanes.values())
+        return sum(transfers.buffers.held_bytes for transfers in self._transfers.values())
 
     # ---- hooks ----
 
-    def _pack(self, x: torch.Tensor) -> spans.Kept | _Saved:
+    def _pack(self, x: torch.Tensor) -> spans.UnchangedTensor | _SavedTensor:
         with self._lock:
-            self.stats.tensors += 1
+            self._stats.tensors += 1
             if self._is_offloaded(x):
                 with torch.no_grad():
                     found = self._save(x)
                 if found is not None:
                     return found
-            self.stats.kept_bytes += x.numel() * x.element_size()
-            return spans.Kept.of(x)
+            self._stats.kept_bytes += x.numel() * x.element_size()
+            return spans.UnchangedTensor.of(x)
 
-    def _unpack(self, saved: spans.Kept | _Saved) -> torch.Tensor:
-        if isinstance(saved, spans.Kept) and self._pass.is_used:
+    def _unpack(self, saved: spans.UnchangedTensor | _SavedTensor) -> torch.Tensor:
+        if isinstance(saved, spans.UnchangedTensor) and self._pass.is_used:
             return saved.get()
         with self._lock, torch.no_grad():
             if not self._pass.is_used:
                 self._pass.start()
-            return saved.get() if isinstance(saved, spans.Kept) else saved.view.of(saved.region.data())
+            return saved.get() if isinstance(saved, spans.UnchangedTensor) else saved.view.of(saved.region.data())
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
         """Whether a tensor may leave."""
@@ -163,140 +165,117 @@ class ActivationOffload:
             return False
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def _save(self, x: torch.Tensor) -> _Saved | None:
+    def _save(self, x: torch.Tensor) -> _SavedTensor | None:
         """None: the tensor stays as it is."""
         found = spans.span_of(x)
         if found is None:
             return None
         span, view = found
         if self._pass.alive == 0 and self._pass.is_used:
-            self._chooser.note_shared_context()
             self._begin_pass()
         region = self._shared(span) or self._new(x, span, view)
         if region is None:
             return None
         region.saves += 1
-        return _Saved(region, view)
+        return _SavedTensor(region, view)
 
-    def _shared(self, span: spans.Span) -> Region | None:
-        """The region that has a span already. One that an earlier pass saved takes a number of this one too, so that
-        numbers are the same in every pass."""
-        entry = self._known.get(span)
+    def _shared(self, span: spans.ByteSpan) -> SavedRegion | None:
+        """The region that has a span already. A region that an earlier pass saved takes a number of this pass too, so
+        that numbers are the same in every pass."""
+        entry = self._seen.get(span)
         region = entry.region() if entry is not None and entry.region is not None else None
         if entry is None or region is None:
             return None
-        self.stats.shared += 1
+        self._stats.shared += 1
         if entry.passes != self._passes:
             self._pass.take_number()
-            self._known.replace(span, _Entry(entry.region, self._passes))
+            entry.passes = self._passes
         return region
 
-    def _new(self, x: torch.Tensor, span: spans.Span, view: spans.View) -> Region | None:
+    def _new(self, x: torch.Tensor, span: spans.ByteSpan, view: spans.SpanView) -> SavedRegion | None:
         """A region of a span that was not saved before; None where it stays as it is."""
-        entry = self._known.get(span)
+        entry = self._seen.get(span)
         if entry is not None and entry.region is None and entry.passes == self._passes:
             return None
         number, data = self._pass.take_number(), spans.bytes_of(x, span)
-        self._pass.num_bytes += span.num_bytes
-        mode, recipe = self._chooser.choose(number, data, view, self._passes)
-        region = None
+        mode, recipe = self._policy.choose(number, data, view, self._passes)
+        region, transfers = None, self._transfers_of(x.device)
         if mode != KEEP:
-            region = Region(self._pass, number, span.num_bytes, recipe, self._lane_of(x.device))
+            region = SavedRegion(self._pass, number, span.num_bytes, recipe, transfers)
             self._pass.add(region)
-            self._fill(region, mode, x, data)
-        else:
-            self._keep(x.device, span.num_bytes)
-        entry = _Entry(None if region is None else weakref.ref(region), self._passes)
-        self._known.put(span, x.untyped_storage(), entry)
+            self._fill(region, x, data)
+        elif transfers is not None:
+            transfers.free()
+        entry = _SpanEntry(None if region is None else weakref.ref(region), self._passes)
+        self._seen.put(span, x.untyped_storage(), entry)
         return region
 
-    def _keep(self, device: torch.device, num_bytes: int) -> None:
-        """Notes bytes that stay as they are, and frees what has left beside them."""
-        if (notes := self._pass.recorder(device)) is not None:
-            notes.kept_bytes += num_bytes
-        if (lane := self._lane_of(device)) is not None:
-            lane.free()
-
-    def _fill(self, region: Region, mode: str, x: torch.Tensor, data: torch.Tensor) -> None:
-        """Codes a region, and sends it where it belongs, piece by piece."""
-        notes = self._pass.recorder(x.device)
-        watch = None if notes is None else planning.Stopwatch(x.device)
-        if region.recipe is None:
-            if region.lane is not None and mode != HOLD:
-                region.lane.make_room(region.num_bytes)  # all of them stay until the last piece has left
-            self.stats.raw_bytes += region.num_bytes
-            region.memory, region.source = data, spans.Kept.of(x)
+    def _fill(self, region: SavedRegion, x: torch.Tensor, data: torch.Tensor) -> None:
+        """Codes a region, and moves it where it belongs, piece by piece."""
+        recipe, transfers = region.recipe, region.transfers
+        if recipe is None:
+            if transfers is not None:
+                transfers.make_room(region.num_bytes)  # all of them stay until the last piece has left
+            self._stats.raw_bytes += region.num_bytes
+            region.hold(data, x)
         else:
-            self.stats.coded_bytes += region.num_bytes
-            region.recipe.begin()
+            self._stats.coded_bytes += region.num_bytes
+            recipe.begin()
         for piece in region.pieces:
-            if region.recipe is not None and region.lane is not None and mode != HOLD:
-                region.lane.make_room(piece.num_bytes)
-            if watch is not None:
-                watch.mark()
-            if region.recipe is not None:
-                if piece is region.pieces[0] and region.recipe.origin is not None:
-                    data = self._narrowed(region, region.recipe.origin, x, data)
-                part = data[piece.start : piece.end]
-                piece.memory = coding.memory_for(part)
-                coding.encode(part, region.recipe, piece.memory)
-            if watch is not None:
-                watch.mark()
-            if mode != HOLD:
-                self._move(region, piece, mode)
-        if watch is not None and notes is not None:
-            coded_bytes = None if region.recipe is None else region.expected_bytes
-            notes.saves.append(planning.Save(region.number, region.num_bytes, coded_bytes, watch.marks))
+            if recipe is not None:
+                if transfers is not None:
+                    transfers.make_room(piece.num_bytes)
+                if piece is region.pieces[0] and recipe.origin is not None:
+                    data = self._narrowed(region, recipe.origin, x, data)
+                region.encode(piece, data)
+            self._move(region, piece)
 
-    def _narrowed(self, region: Region, origin: Origin, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """What is coded of data, the bytes of x, which stay until the host knows that nothing is lost."""
-        region.memory, region.source = data, spans.Kept.of(x)
+    def _narrowed(self, region: SavedRegion, origin: IndexOrigin, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """Narrower bytes of data, the bytes of x, which stay until the host knows that nothing is lost."""
+        region.hold(data, x)
         rest = region.narrow(origin, data)
-        if region.lane is None:
+        if region.transfers is None:
             region.note_narrow(not bool(region.misfits))
         else:
             try:
-                region.lane.ask_for_misfits(region)
-            except memory.PinningError as error:  # they stay
-                memory.warn_of_pageable(error)
+                region.transfers.ask_for_misfits(region)
+            except _memory.PinningError as error:  # they stay
+                _memory.warn_of_pageable(error)
         return rest
 
-    def _move(self, region: Region, piece: Piece, mode: str) -> None:
-        lane = region.lane
-        if lane is None:
-            self.stats.device_bytes += region.trim(piece)
-        elif mode == DEVICE:
-            self.stats.device_bytes += lane.keep(region, piece)
+    def _move(self, region: SavedRegion, piece: SavedPiece) -> None:
+        if region.transfers is None:
+            self._stats.device_bytes += region.trim(piece)
+            return
+        try:
+            moved = region.transfers.send(region, piece)
+        except _memory.PinningError as error:  # it stays
+            _memory.warn_of_pageable(error)
         else:
-            try:
-                self.stats.sent_bytes += lane.send(region, piece)
-            except memory.PinningError as error:  # it stays
-                memory.warn_of_pageable(error)
+            self._stats.sent_bytes += moved * (self._options.memory == "pinned")
+            self._stats.device_bytes += moved * (self._options.memory == "device")
 
     def _begin_pass(self) -> None:
         self._faults.check()
-        ended, chooser = self._pass, self._chooser
-        clock = chooser.take_clock()
-        if ended.uses:
-            self._order.learn(ended.uses)
-        if ended.is_bare and torch.is_grad_enabled():
-            chooser.note_pass(None, {}, clock, self._passes)
-        elif ended.is_used and ended.alive == 0:
-            chooser.note_pass(ended.num_bytes, ended.recorders, clock, self._passes)
-        self._known.drop_expired()
+        self._order = self._pass.uses or self._order
+        self._policy.begin_pass(self._pass.is_used and self._pass.alive == 0)
+        self._seen.drop_expired()
         self._passes += 1
-        self._pass = Pass(self, chooser.is_measuring, chooser.is_bare(self._passes))
-        chooser.start_clock()
+        self._pass = self._new_pass()
 
-    def _lane_of(self, device: torch.device) -> Lane | None:
+    def _new_pass(self) -> ForwardPass:
+        return ForwardPass(self._order, self._transfers, self._faults, self._note_outgrown)
+
+    def _transfers_of(self, device: torch.device) -> PieceTransfers | None:
         if device.type != "cuda":
             return None
-        if device not in self._lanes:
-            self._lanes[device] = Lane(device, self._budget.window_bytes)
-        return self._lanes[device]
+        if device not in self._transfers:
+            window_bytes = self._options.window_bytes if self._options.memory == "pinned" else None
+            self._transfers[device] = PieceTransfers(device, window_bytes)
+        return self._transfers[device]
 
     def _note_outgrown(self, num_bytes: int) -> None:
-        self.stats.outgrown_bytes += num_bytes
+        self._stats.outgrown_bytes += num_bytes
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -309,9 +288,8 @@ class ActivationOffload:
 
 def offload_activations(
     *,
-    to: str = "host",
+    memory: str = "pinned",
     device_bytes: int | None = None,
-    slowdown: float | None = None,
     coded: bool = True,
     least_bytes: int = LEAST_BYTES,
     window_bytes: int = WINDOW_BYTES,
@@ -327,42 +305,31 @@ def offload_activations(
             loss.backward()
             ...
 
-    Bytes that several operations save leave once. Parameters, views of them and small tensors stay. With a budget the
-    first three passes measure sizes and times; then a plan says which tensors leave; `is_settled` says when it is
-    final.
+    Bytes that several operations save leave once. Parameters, views of them and small tensors stay.
 
     Args:
-        to: "host": pinned host memory; "device": coded tensors stay on the device.
-        device_bytes: of saved tensors of a pass that may stay on each device, at the least predicted time.
-        slowdown: share of the time that a step may take longer, 0.05 for 5 %, for the lowest peak of memory. Steps that
-            follow the plan are timed and compared with some in which nothing leaves, where there is memory for these;
-            where they take longer than allowed the plan is corrected, and given up after a few times.
-        coded: False: they go as they are.
+        memory: "pinned": tensors go to pinned host memory; "device": they stay on the device, coded, until the backward
+            pass has decoded them.
+        device_bytes: of saved tensors that may stay on each device during a pass. All leave in the first step; later
+            ones keep tensors by the sizes of the step before, and the most compressible leave first.
+        coded: False: tensors go as they are.
         least_bytes: smaller tensors stay as they are.
         window_bytes: of device memory that may be on its way to the host, and as much on its way back. Two pieces of
-            64 MiB may be in any case, and no more are with a slowdown.
+            64 MiB may be in any case; with memory="device" no more than two wait until the host knows their size.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
-    if to not in TO:
-        raise ValueError(f"to is {to!r}; wanted one of {list(TO)}")
-    if device_bytes is not None and slowdown is not None:
-        raise ValueError("device_bytes and slowdown are both given; wanted one budget")
+    if memory not in MEMORY:
+        raise ValueError(f"memory is {memory!r}; wanted one of {list(MEMORY)}")
     least_bytes = whole_number("least_bytes", least_bytes, 0, 2**62)
     window_bytes = whole_number("window_bytes", window_bytes, 0, 2**62)
     if device_bytes is not None:
         device_bytes = whole_number("device_bytes", device_bytes, 0, 2**62)
-    if slowdown is not None:
-        slowdown = number("slowdown", slowdown)
-        if not 0 <= slowdown < float("inf"):
-            raise ValueError(f"slowdown is {slowdown}; wanted a share of the time, 0 or more")
     if device is None:
         of = None if torch.cuda.is_available() else torch.device("cpu")
     else:
-        of = memory.canonical(device)
-    if slowdown is not None:  # what is on its way takes memory, and a plan leaves the link time enough
-        window_bytes = min(window_bytes, planning.LEAST_MOVING * coding.PIECE_BYTES)
-    return ActivationOffload(Budget(to, bool(coded), device_bytes, slowdown, window_bytes), least_bytes, of)
+        of = _memory.canonical(device)
+    return ActivationOffload(OffloadOptions(memory, bool(coded), device_bytes, window_bytes), least_bytes, of)

@@ -1,34 +1,34 @@
-"""What indices of max pooling have in common. Each is a position in its channel's image, one of the few of its window:
-counted from the first of these, which is the same for all images and channels, it fits a byte or two of its eight, and
-takes 2 or 3 bits once it is coded."""
+"""Indices of max pooling, made narrower. An index is a position in its channel's image, inside a small window. Counted
+from the window's first position, which is the same for all images and channels, it fits one or two of its eight bytes,
+and takes 2 or 3 bits once it is coded."""
 
 from __future__ import annotations
 
 import torch
 
-from .spans import View
+from .spans import SpanView
 
-_LEAST_CHANNELS = 16  # of all images: in fewer, the least element may be another one of its window
+_LEAST_CHANNELS = 16  # of all images together: among fewer, no index may be the first of its window
 _NARROW = (torch.uint8, torch.int16)  # the least first
-_ITEM = 8  # bytes of an element
+_ITEM = 8  # bytes of an int64 element
 
 
-class Origin:
+class IndexOrigin:
     """Where int64 elements are counted from, by their place in an image.
 
     Args:
         places: int64 [elements of an image], as they lie in memory; none is negative.
-        dtype: of what is left of elements.
+        dtype: of the differences.
     """
 
     def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
         self._places, self.dtype, self._most = places, dtype, torch.iinfo(dtype).max
 
     @classmethod
-    def of(cls, data: torch.Tensor, view: View) -> Origin | None:
-        """The least of the elements at each place, over images and channels: of a dense int64 tensor [images,
-        channels, places of one or more dimensions], images one after the other in memory. None for other tensors, and
-        where elements are too far from it. Waits for the device.
+    def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
+        """The least element at each place, over images and channels, of a dense int64 tensor [images, channels, places
+        of one or more dimensions] whose images lie one after the other. None for other tensors, and where elements are
+        too far from the least. Waits for the device.
 
         Args:
             data: uint8 [num_bytes], the tensor's bytes.
@@ -56,8 +56,10 @@ class Origin:
         return num_bytes % (_ITEM * len(self._places)) == 0
 
     def narrow(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is left of elements, uint8 [bytes], of int64 ones in data, uint8 [num_bytes] of whole images; and
-        whether that of any does not fit its dtype, bool []."""
+        """Counts elements from the origin. data: uint8 [num_bytes] of whole images.
+
+        Returns (differences, as uint8 [bytes]; whether any does not fit its dtype, bool []).
+        """
         elements = data.view(torch.int64).view(-1, len(self._places))
         out = torch.empty(elements.shape, dtype=self.dtype, device=data.device)
         torch.sub(elements, self._places, out=out)
@@ -66,7 +68,7 @@ class Origin:
         return out.view(-1).view(torch.uint8), misfits
 
     def widen(self, data: torch.Tensor) -> torch.Tensor:
-        """The elements of which data is left, uint8 [num_bytes]."""
+        """The elements, as uint8 [num_bytes], whose differences are in data."""
         rest = data.view(self.dtype).view(-1, len(self._places))
         out = torch.empty(rest.shape, dtype=torch.int64, device=data.device)
         return torch.add(self._places, rest, out=out).view(-1).view(torch.uint8)

@@ -7,21 +7,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import coding, planning, spans
-from .origin import Origin
+from . import coding
+from .origin import IndexOrigin
+from .spans import UnchangedTensor
 
 if TYPE_CHECKING:
-    from .lane import Lane
-    from .passes import Pass
+    from .passes import ForwardPass
+    from .transfers import PieceTransfers
 
 
-class Piece:
+class SavedPiece:
     """Bytes from start to end of a region, and where they are.
 
     Attributes:
-        memory: on the device: coded bytes with room for any. What is not coded is in the region's own memory.
-        kept: on the device: coded bytes with the room that they are expected to take.
-        host: likewise, in pinned memory, or all bytes.
+        memory: coded bytes on the device, with room for any outcome. Bytes that are not coded are in the region's own
+            memory.
+        kept: coded bytes on the device, with the room that they are expected to take.
+        host: coded bytes with that room, or all bytes, in pinned memory.
+        room_bytes: of kept or host.
         buffer: the pinned memory that host or counters are in.
         counters: of coded memory, in host memory; None: it is not known how many bytes are used, or all are.
         sent: after the copies to host and counters.
@@ -33,8 +36,9 @@ class Piece:
         self.start, self.end, self.stream = start, end, stream
         self.memory: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
-        self.buffer: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
+        self.room_bytes = 0
+        self.buffer: torch.Tensor | None = None
         self.counters: torch.Tensor | None = None
         self.sent: torch.cuda.Event | None = None
         self.coming: torch.Tensor | None = None
@@ -44,189 +48,207 @@ class Piece:
     def num_bytes(self) -> int:
         return self.end - self.start
 
-    def expected_bytes(self, recipe: coding.Recipe) -> int:
-        """Bytes that coded memory is expected to need, from its first one on."""
-        return coding.index_bytes(self.num_bytes) + recipe.room(self.num_bytes)
-
-    def note_used(self, recipe: coding.Recipe) -> int:
-        """Bytes that coded memory uses, from its first one on: for after `sent`."""
+    def note_used(self, recipe: coding.ActivationRecipe) -> int:
+        """Bytes that coded memory uses, from its first one on: to be called after `sent`."""
         assert self.counters is not None
         used = coding.used_bytes(self.counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used
 
 
-class Region:
+class SavedRegion:
     """Bytes that were saved once, coded or as they are, on the device or on the host.
 
-    Attributes:
+    Args:
+        of: the pass that saves them.
+        number: in that pass.
         num_bytes: before coding.
-        recipe: how they are coded; None: as they are.
-        pieces: in order; each is coded, sent and brought back for itself. Of what a recipe makes narrower they are
-            the narrower bytes.
-        memory: the bytes, where they are not coded: the saved tensor's own, until all have left. Of what is made
-            narrower, until it is known that it fits.
-        source: the saved tensor whose bytes memory is.
+        recipe: how they are coded; None: they are not.
+        transfers: of a GPU; None: the bytes are the CPU's.
+
+    Attributes:
+        pieces: in order, of the region's bytes or of the narrower ones that its recipe makes of them. Each is coded,
+            sent and brought back alone.
+        memory: the bytes, where they are not coded: the saved tensor's own, until all have left. Where they are made
+            narrower, until it is known that this loses nothing.
+        source: the saved tensor that has memory.
         coming: where pieces that are not coded come back to.
-        stream: for which memory, coming or what was decoded are there.
+        misfits: whether narrower bytes lose anything, on the device.
+        stream: on which memory, coming or decoded bytes can be used.
         saves, uses: how often tensors of the region were saved, and asked for.
     """
 
-    def __init__(self, of: Pass, number: int, num_bytes: int, recipe: coding.Recipe | None, lane: Lane | None) -> None:
-        self.of, self.number, self.num_bytes, self.recipe, self.lane = of, number, num_bytes, recipe, lane
-        self.stream = None if lane is None else torch.cuda.current_stream(lane.device)
-        self.piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
-        self.pieces = [Piece(start, end, self.stream) for start, end in coding.pieces(self.piece_bytes)]
+    def __init__(
+        self,
+        of: ForwardPass,
+        number: int,
+        num_bytes: int,
+        recipe: coding.ActivationRecipe | None,
+        transfers: PieceTransfers | None,
+    ) -> None:
+        self.of, self.number, self.num_bytes, self.recipe, self.transfers = of, number, num_bytes, recipe, transfers
+        self.stream = None if transfers is None else torch.cuda.current_stream(transfers.device)
+        self._piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
+        self.pieces = [SavedPiece(start, end, self.stream) for start, end in coding.pieces(self._piece_bytes)]
         self.memory: torch.Tensor | None = None
-        self.source: spans.Kept | None = None
-        self.changed: RuntimeError | None = None  # source was, before its copy was known to be done
+        self.source: UnchangedTensor | None = None
         self.coming: torch.Tensor | None = None
-        self.misfits: torch.Tensor | None = None  # whether anything of memory is lost by narrower bytes, on the device
+        self.misfits: torch.Tensor | None = None
         self.saves = self.uses = 0
-        self._decoded: spans.Kept | None = None
+        self._changed: RuntimeError | None = None  # the source was, before its copy was known to be done
+        self._decoded: UnchangedTensor | None = None
+        self._is_decoded_only = False
 
-    def is_away(self, piece: Piece) -> bool:
+    def is_away(self, piece: SavedPiece) -> bool:
         """Whether the bytes of a piece are on the host, and not on their way back."""
         held = (self.memory, piece.memory, piece.kept, piece.coming)
         return piece.host is not None and all(memory is None for memory in held)
 
-    @property
-    def expected_bytes(self) -> int:
-        """Bytes that coded pieces are expected to need."""
-        assert self.recipe is not None
-        return sum(piece.expected_bytes(self.recipe) for piece in self.pieces)
+    # ---- leaving ----
 
-    def to_send(self, piece: Piece) -> torch.Tensor:
-        """The bytes of a piece that go to the host."""
+    def hold(self, data: torch.Tensor, x: torch.Tensor) -> None:
+        """Keeps bytes as they are: uint8 [num_bytes] of a saved tensor x."""
+        self.memory, self.source = data, UnchangedTensor.of(x)
+
+    def encode(self, piece: SavedPiece, data: torch.Tensor) -> None:
+        """Codes a piece of data, uint8, on the current stream."""
+        assert self.recipe is not None
+        piece.memory = torch.empty(coding.memory_bytes(piece.num_bytes), dtype=torch.uint8, device=data.device)
+        coding.encode(data[piece.start : piece.end], self.recipe, piece.memory)
+
+    def to_send(self, piece: SavedPiece) -> torch.Tensor:
+        """The bytes of a piece that leave."""
         if self.recipe is None:
             assert self.memory is not None
             return self.memory[piece.start : piece.end]
         assert piece.memory is not None
-        return piece.memory[: piece.expected_bytes(self.recipe)]
+        return piece.memory[: coding.index_bytes(piece.num_bytes) + self.recipe.room(piece.num_bytes)]
 
-    def trim(self, piece: Piece) -> int:
-        """Gives back what a piece that was coded on the CPU does not need. @return the bytes that it needs."""
+    def trim(self, piece: SavedPiece) -> int:
+        """Gives back the room that a piece, coded on the CPU, does not need. @return the bytes that it needs."""
         assert piece.memory is not None and self.recipe is not None
         piece.counters = piece.memory[: coding.COUNTERS_BYTES]
         piece.memory = piece.memory[: piece.note_used(self.recipe)].clone()
+        piece.counters = None  # they are part of the memory with all room
         return piece.memory.numel()
 
-    def narrow(self, origin: Origin, data: torch.Tensor) -> torch.Tensor:
-        """What is coded of data, which is the region's memory until `note_narrow`."""
+    def narrow(self, origin: IndexOrigin, data: torch.Tensor) -> torch.Tensor:
+        """The narrower bytes of data, which is the region's memory until `note_narrow`."""
         rest, self.misfits = origin.narrow(data)
         return rest
 
     def note_narrow(self, fits: bool) -> None:
-        """Says whether narrower bytes are all there is; if not, the bytes stay as they are."""
+        """Says whether narrower bytes lose nothing; if they do, the bytes stay as they are."""
         self.misfits = None
         if fits:
             self.memory = self.source = None
         else:
-            self.of.offload._note_outgrown(self.num_bytes)
+            self.of.note_outgrown(self.num_bytes)
 
-    def leave(self, piece: Piece) -> None:
-        """Frees the memory of a piece, which is elsewhere by now; what is not coded, once the last piece is."""
+    def leave(self, piece: SavedPiece) -> None:
+        """Frees the memory of a piece, which is elsewhere by now; bytes that are not coded, once the last piece is."""
         if self.recipe is not None:
             piece.memory = None
             return
         try:
             self._check()
         except RuntimeError as error:
-            self.changed = error
+            self._changed = error
         if piece is self.pieces[-1] and all(part.host is not None for part in self.pieces):
             self.memory = self.source = None
 
+    # ---- coming back ----
+
     def data(self) -> torch.Tensor:
         """uint8 [num_bytes] on the device, for the current stream. They stay until every save was asked for, so that
-        what two operations need is decoded once."""
+        bytes that two operations need are decoded once. From the last one on they take the place of codes on the
+        device, for graphs that are retained."""
         self._check()
-        self.of.use(self)
+        self.of.note_use(self)
         self.uses += 1
         decoded, self._decoded = self._decoded, None
         data = self._read() if decoded is None else self._again(decoded)
-        if self.uses % self.saves:
-            self._decoded = spans.Kept(data, data._version)
+        self._drop_codes()
+        if self.uses % self.saves or self._is_decoded_only:
+            self._decoded = UnchangedTensor(data, data._version)
         self.of.prefetch(self, len(self.pieces))
         return data
 
-    def _again(self, decoded: spans.Kept) -> torch.Tensor:
-        """What an operation was given, for another one; read anew where the first one has changed it."""
-        if decoded.is_changed and self.memory is None:
+    def _drop_codes(self) -> None:
+        """Frees codes that are on the device alone, once every save was asked for."""
+        if self.uses < self.saves or self.recipe is None or self.memory is not None:
+            return
+        if any(piece.host is not None or piece.memory is piece.kept is None for piece in self.pieces):
+            return
+        for piece in self.pieces:
+            if self.transfers is None:
+                piece.memory = None
+            else:
+                self.transfers.drop_codes(piece)
+        self._is_decoded_only = True
+
+    def _again(self, decoded: UnchangedTensor) -> torch.Tensor:
+        """The bytes that an operation was given, for another one; read anew where the first one has changed them."""
+        if decoded.is_changed and self.memory is None and not self._is_decoded_only:
             return self._read()
         return self._usable(decoded.get())
 
     def _check(self) -> None:
         """Raises RuntimeError where bytes that are not coded were changed while they could be."""
-        if self.changed is not None:
-            raise self.changed
+        if self._changed is not None:
+            raise self._changed
         if self.misfits is not None and self.source is not None and self.source.is_changed:
             self.note_narrow(not bool(self.misfits))
         if self.source is not None:
             self.source.get()
 
     def _read(self) -> torch.Tensor:
-        device = torch.device("cpu") if self.lane is None else self.lane.device
-        notes = self.of.recorder(device)
-        watch = None if notes is None else planning.Stopwatch(device)
-        if self.recipe is not None and self.memory is None:
-            data = self._decode(self.recipe, device, watch)
-        else:
-            data = self._received(watch)
-        if watch is not None and notes is not None:
-            notes.uses.append((self.number, watch.marks))
-        return data
-
-    def _received(self, watch: planning.Stopwatch | None) -> torch.Tensor:
-        """The bytes, where they are not coded."""
         if self.memory is not None:
-            data = self.memory
-        else:
-            assert self.lane is not None
-            for k, piece in enumerate(self.pieces):
-                self.of.prefetch(self, k)
-                self.lane.receive(self, piece)
-            assert self.coming is not None
-            data, self.coming = self.coming, None
-        if watch is not None:
-            watch.mark()
-            watch.mark()
+            return self._usable(self.memory)
+        return self._received() if self.recipe is None else self._decode(self.recipe)
+
+    def _received(self) -> torch.Tensor:
+        """The bytes, which went as they are."""
+        assert self.transfers is not None
+        for k, piece in enumerate(self.pieces):
+            self.of.prefetch(self, k)
+            self.transfers.receive(self, piece)
+        assert self.coming is not None
+        data, self.coming = self.coming, None
         return self._usable(data)
 
     def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The region's bytes, which are there for its stream, for the current one, which it has from then on."""
+        """The region's bytes, usable on its stream, for the current stream, which is the region's from then on."""
         _hand_over(tensor, self.stream)
         if self.stream is not None:
             self.stream = torch.cuda.current_stream(tensor.device)
         return tensor
 
-    def _decode(self, recipe: coding.Recipe, device: torch.device, watch: planning.Stopwatch | None) -> torch.Tensor:
+    def _decode(self, recipe: coding.ActivationRecipe) -> torch.Tensor:
         """The bytes, decoded piece by piece: the next ones come meanwhile."""
-        out = torch.empty(self.piece_bytes, dtype=torch.uint8, device=device)
-        fault = self.of.offload._faults.of(device)
+        device = torch.device("cpu") if self.transfers is None else self.transfers.device
+        out = torch.empty(self._piece_bytes, dtype=torch.uint8, device=device)
         for k, piece in enumerate(self.pieces):
             held = piece.memory if piece.memory is not None else piece.kept
             if held is None:
-                assert self.lane is not None
+                assert self.transfers is not None
                 self.of.prefetch(self, k)
-                held = self.lane.receive(self, piece)
+                held = self.transfers.receive(self, piece)
             _hand_over(held, piece.stream)
-            if watch is not None:
-                watch.mark()
-            coding.decode(held, recipe, out[piece.start : piece.end], fault)
-            if watch is not None:
-                watch.mark()
-        if self.lane is not None:
+            coding.decode(held, recipe, out[piece.start : piece.end], self.of.faults.of(device))
+        if self.transfers is not None:
             self.stream = torch.cuda.current_stream(device)
+        self._drop_codes()
         return out if recipe.origin is None else recipe.origin.widen(out)
 
     def __del__(self) -> None:
-        self.of.ended.append(self.number)
-        if self.lane is not None:
-            self.lane.forget(self)
+        self.of.note_end(self)
+        if self.transfers is not None:
+            self.transfers.forget(self)
 
 
 def _hand_over(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-    """Makes a tensor, which is there for a stream, usable for the current one."""
+    """Makes a tensor that is usable on a stream usable on the current one."""
     if stream is not None and (current := torch.cuda.current_stream(tensor.device)) != stream:
         current.wait_stream(stream)
         tensor.record_stream(current)

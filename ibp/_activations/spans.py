@@ -1,4 +1,4 @@
-"""Which bytes of memory a saved tensor has, so that what is saved twice is coded once."""
+"""Which bytes of memory a saved tensor has, so that bytes that are saved twice are coded once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .._layout import geometry
 
 T = TypeVar("T")
 
-_MOST_OF_A_STORAGE = 4  # a tensor with gaps is coded with all of its storage, up to so many times its own bytes
+_MOST_OF_A_STORAGE = 4  # a tensor with gaps is coded with its whole storage, of at most 4 times its own bytes
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Bytes of a storage that are coded together.
 
     start, num_bytes: in the storage.
@@ -27,7 +27,7 @@ class Span(NamedTuple):
     version: int
 
 
-class View(NamedTuple):
+class SpanView(NamedTuple):
     """How a tensor lies in its span. offset: in elements."""
 
     dtype: torch.dtype
@@ -41,14 +41,14 @@ class View(NamedTuple):
         return data[:usable].view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
-class Kept(NamedTuple):
-    """A saved tensor that is as it was, and its version then."""
+class UnchangedTensor(NamedTuple):
+    """A saved tensor that stays as it is, and its version when it was saved."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Kept:
+    def of(cls, x: torch.Tensor) -> UnchangedTensor:
         return cls(x.detach(), x._version)  # x itself would keep its graph
 
     @property
@@ -90,7 +90,7 @@ def is_of_parameter(x: torch.Tensor) -> bool:
     return any(of is not None and of.name().endswith("AccumulateGrad") for of, _ in made_by.next_functions)
 
 
-def span_of(x: torch.Tensor) -> tuple[Span, View] | None:
+def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
     """The span of a plain tensor and where the tensor lies in it: its own bytes where it is dense, else its whole
     storage. None: its storage is much larger."""
     storage, size = x.untyped_storage(), x.dtype.itemsize
@@ -101,10 +101,10 @@ def span_of(x: torch.Tensor) -> tuple[Span, View] | None:
         if whole > _MOST_OF_A_STORAGE * num_bytes:
             return None
         start, offset, num_bytes = 0, int(x.storage_offset()), whole
-    return Span(storage._cdata, start, num_bytes, x._version), View(x.dtype, x.shape, x.stride(), offset)
+    return ByteSpan(storage._cdata, start, num_bytes, x._version), SpanView(x.dtype, x.shape, x.stride(), offset)
 
 
-def bytes_of(x: torch.Tensor, span: Span) -> torch.Tensor:
+def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
     """The bytes of a span, uint8 [num_bytes], over the memory of a tensor in it."""
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage(), span.start, (span.num_bytes,), (1,))
@@ -117,29 +117,19 @@ def element_type(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype != torch.bool else torch.uint8
 
 
-class Known(Generic[T]):
-    """What is known of spans that may be saved again. An entry counts while its storage lives: an address that another
-    storage has taken is not mistaken for it."""
+class SeenSpans(Generic[T]):
+    """A value for each span that was saved and may be saved again. It counts while the span's storage lives: another
+    storage at the same address is not mistaken for it."""
 
     def __init__(self) -> None:
-        self._found: dict[Span, tuple[StorageWeakRef, T]] = {}
+        self._found: dict[ByteSpan, tuple[StorageWeakRef, T]] = {}
 
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def get(self, span: Span) -> T | None:
+    def get(self, span: ByteSpan) -> T | None:
         entry = self._found.get(span)
         return None if entry is None or entry[0].expired() else entry[1]
 
-    def put(self, span: Span, storage: torch.UntypedStorage, what: T) -> None:
-        self._found[span] = StorageWeakRef(storage), what
-
-    def replace(self, span: Span, what: T) -> None:
-        """Another thing that is known of a span that is there."""
-        self._found[span] = self._found[span][0], what
+    def put(self, span: ByteSpan, storage: torch.UntypedStorage, value: T) -> None:
+        self._found[span] = StorageWeakRef(storage), value
 
     def drop_expired(self) -> None:
         self._found = {span: entry for span, entry in self._found.items() if not entry[0].expired()}
-
-    def clear(self) -> None:
-        self._found.clear()

@@ -5,19 +5,21 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ibp
 from benchmarks import nets
 from benchmarks.activations import deterministic
 from helpers import DTYPES, assert_same_bits, in_threads, slow_but
-from ibp._activations import choosing, coding, lane, planning, spans
-from ibp._activations.origin import Origin
-from ibp._activations.region import Region
+from ibp._activations import coding, policy, spans, transfers
+from ibp._activations.origin import IndexOrigin
+from ibp._activations.region import SavedRegion
 
 LEAST = 1024
 CPU = torch.device("cpu")
@@ -122,7 +124,7 @@ def test_gradients_are_the_same(name, dtype):
     for _ in range(2):
         offload.reset_stats()
         assert_same_gradients(gradients(net, x, offload), wanted)
-    stats = offload.stats
+    stats = offload.stats()
     assert stats.coded_bytes > 0 and stats.shared > 0 and stats.raw_bytes == stats.sent_bytes == 0
     assert stats.device_bytes < stats.coded_bytes * (0.95 if dtype == torch.float32 else 0.8)
 
@@ -137,7 +139,7 @@ def test_autocast():
     offload = offload_on(CPU)
     assert_same_gradients(under_autocast(offload), under_autocast(None))
     weights = sum(p.numel() for p in net.parameters() if p.dim() > 1) * 2
-    assert offload.stats.kept_bytes >= weights, "cast weights stay, which autocast keeps for the next forward pass"
+    assert offload.stats().kept_bytes >= weights, "cast weights stay, which autocast keeps for the next forward pass"
 
 
 # ---- bits ----
@@ -148,7 +150,7 @@ def test_every_dtype_comes_back(dtype):
     for make in (noise, halves):
         offload = offload_on(CPU)
         assert_comes_back(offload, make((3, 2000), dtype), make((1000, 8), dtype).t())
-    assert offload.stats.coded_bytes > 0
+    assert offload.stats().coded_bytes > 0
 
 
 def test_layouts_come_back():
@@ -166,8 +168,8 @@ def test_layouts_come_back():
         x[:1].expand(9, 6, 10, 12),
     )
     assert_comes_back(offload, *views)
-    assert offload.stats.coded_bytes == x.numel() * 2 + x[2:6].numel() * 2
-    assert offload.stats.shared == 7, "q, k, v and other views have the bytes of x"
+    assert offload.stats().coded_bytes == x.numel() * 2 + x[2:6].numel() * 2
+    assert offload.stats().shared == 7, "q, k, v and other views have the bytes of x"
 
 
 def test_sizes_come_back():
@@ -186,7 +188,7 @@ def test_subclasses_and_sparse_tensors_stay():
     got = saved(offload, mine, sparse)
     assert_same_bits(got[0].as_subclass(torch.Tensor), mine.as_subclass(torch.Tensor))
     assert_same_bits(got[1].to_dense(), sparse.to_dense())
-    assert offload.stats.coded_bytes == 0
+    assert offload.stats().coded_bytes == 0
 
 
 def test_repr_says_what_was_saved():
@@ -214,7 +216,7 @@ def test_samples_have_a_row_of_each_part():
 
 
 def view_of(x):
-    return spans.View(x.dtype, x.shape, x.stride(), 0)
+    return spans.SpanView(x.dtype, x.shape, x.stride(), 0)
 
 
 @pytest.fixture
@@ -232,24 +234,24 @@ def test_indices_of_pooling_take_few_bits(small_pieces, layout, kernel, stride, 
         _, indices = torch.nn.functional.max_pool2d(x, kernel, stride, return_indices=True)
         offload.reset_stats()
         assert_comes_back(offload, indices)
-    stats = offload.stats
+    stats = offload.stats()
     assert stats.coded_bytes == 8 * indices.numel() and stats.device_bytes * least < stats.coded_bytes
     assert_comes_back(offload, torch.empty_like(indices).copy_(indices.flip(0)))
-    assert stats.outgrown_bytes == 0
+    assert offload.stats().outgrown_bytes == 0
     with pytest.warns(RuntimeWarning, match="less compressible"):
         assert_comes_back(offload, torch.empty_like(indices).copy_(noise(indices.shape, torch.int64)))
-    assert stats.outgrown_bytes == 8 * indices.numel()
+    assert offload.stats().outgrown_bytes == 8 * indices.numel()
     assert_comes_back(offload, indices[:, :5].clone(), torch.zeros_like(indices))
 
 
 @pytest.mark.parametrize("most, dtype", [(255, torch.uint8), (256, torch.int16), (32767, torch.int16)])
 def test_narrow_elements_are_widened(most, dtype):
-    view = spans.View(torch.int64, torch.Size((5, 4, 3, 7)), (84, 1, 28, 4), 0)  # channels last
+    view = spans.SpanView(torch.int64, torch.Size((5, 4, 3, 7)), (84, 1, 28, 4), 0)  # channels last
     least = (torch.arange(21) * 1000).repeat_interleave(4)
     elements = least + torch.randint(0, most + 1, (5, 84))
     elements[0], elements[1] = least, least + most
     data = elements.view(-1).view(torch.uint8)
-    origin = Origin.of(data, view)
+    origin = IndexOrigin.of(data, view)
     assert origin.dtype == dtype and origin.takes(data.numel()) and not origin.takes(data.numel() - 8)
     limit = torch.iinfo(dtype).max
     for place, is_lost in ((7, False), (limit, False), (limit + 1, True), (-1, True), (-(2**63), True), (2**62, True)):
@@ -261,10 +263,10 @@ def test_narrow_elements_are_widened(most, dtype):
 
 def test_elements_too_far_from_others_have_no_origin():
     x = torch.zeros(8, 4, 4, 4, dtype=torch.int64)
-    assert Origin.of(x.view(-1).view(torch.uint8), view_of(x)) is not None
+    assert IndexOrigin.of(x.view(-1).view(torch.uint8), view_of(x)) is not None
     for place in (1 << 15, -1):
         x[3, 3, 3, 3] = place
-        assert Origin.of(x.view(-1).view(torch.uint8), view_of(x)) is None
+        assert IndexOrigin.of(x.view(-1).view(torch.uint8), view_of(x)) is None
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def test_elements_too_far_from_others_have_no_origin():
     ids=lambda x: str(x.shape),
 )
 def test_what_else_has_no_origin(x):
-    assert Origin.of(torch.zeros(x.numel() * x.itemsize, dtype=torch.uint8), view_of(x)) is None
+    assert IndexOrigin.of(torch.zeros(x.numel() * x.itemsize, dtype=torch.uint8), view_of(x)) is None
 
 
 # ---- what is saved once ----
@@ -287,7 +289,7 @@ def test_what_else_has_no_origin(x):
 def test_bytes_are_coded_once():
     offload, x = offload_on(CPU), torch.randn(64, 64)
     assert_comes_back(offload, x, x, x.t(), x.view(-1), x.view(torch.int32))
-    assert offload.stats.shared == 4 and offload.stats.coded_bytes == x.numel() * 4
+    assert offload.stats().shared == 4 and offload.stats().coded_bytes == x.numel() * 4
 
 
 def test_a_changed_tensor_is_saved_again():
@@ -311,7 +313,7 @@ def test_reused_memory_is_not_mistaken():
     one.backward()
     for value, (got,) in enumerate(reversed(seen)):
         assert_same_bits(got, torch.full((5000,), float(value)))
-    assert offload.stats.shared == 0
+    assert offload.stats().shared == 0
 
 
 class Change(Save):
@@ -330,7 +332,7 @@ def test_an_operation_may_change_what_comes_back():
     with offload:
         y = Change.apply(Save.apply(torch.ones((), requires_grad=True), seen, x), seen, x)
     y.backward()
-    assert offload.stats.shared == 1 and offload.stats.coded_bytes == 20_000
+    assert offload.stats().shared == 1 and offload.stats().coded_bytes == 20_000
     assert_same_bits(seen[0][0], x + 1)
     assert_same_bits(seen[1][0], x)
 
@@ -359,7 +361,7 @@ class Recorded:
 
 def test_what_is_decoded_on_a_stream_is_waited_for_by_others(monkeypatch):
     offload, first, second = offload_on(CPU), Stream(), Stream()
-    region, held, decoded = Region(offload._pass, 0, 5000, None, None), Recorded(), Recorded()
+    region, held, decoded = SavedRegion(offload._pass, 0, 5000, None, None), Recorded(), Recorded()
     region.stream = first
     for stream, memory in ((first, held), (second, held), (second, decoded), (first, decoded)):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
@@ -376,7 +378,7 @@ def test_parameters_and_small_tensors_stay():
     with offload:
         y = net(torch.randn(64, 64)[:2].clone().requires_grad_())
     y.sum().backward()
-    assert offload.stats.coded_bytes == 0 and offload.stats.kept_bytes > 0
+    assert offload.stats().coded_bytes == 0 and offload.stats().kept_bytes > 0
 
 
 def test_what_stays_is_refused_where_it_was_changed():
@@ -391,7 +393,7 @@ def test_without_gradients_nothing_is_saved():
     for mode in (torch.no_grad, torch.inference_mode):
         with mode(), offload:
             net(x)
-    assert offload.stats.tensors == 0
+    assert offload.stats().tensors == 0
 
 
 # ---- ways to use autograd ----
@@ -421,7 +423,7 @@ def test_beside_checkpoint(reentrant):
     outside = offload_on(CPU)
     assert_same_gradients(recomputed(outside, None), wanted)
     assert outside._pass.alive == 0
-    assert outside.stats.coded_bytes <= 3 * x.numel() * 4, "inputs of blocks, not what is saved inside"
+    assert outside.stats().coded_bytes <= 3 * x.numel() * 4, "inputs of blocks, not what is saved inside"
     assert_same_gradients(recomputed(None, offload_on(CPU)), wanted)
 
 
@@ -475,7 +477,7 @@ def test_one_context_around_all_steps():
     with offload:
         for _ in range(3):
             assert_same_gradients(gradients(net, x), wanted)
-        assert len(offload._chooser._recipes) <= offload._pass.numbers
+        assert len(offload._policy._recipes) <= offload._pass.numbers
 
 
 def test_nothing_outlives_the_graph():
@@ -519,13 +521,10 @@ def test_threads_share_an_offload():
 @pytest.mark.parametrize(
     "options, error, text",
     [
-        ({"to": "disk"}, ValueError, "to is 'disk'; wanted one of"),
+        ({"memory": "host"}, ValueError, "memory is 'host'; wanted one of"),
         ({"least_bytes": -1}, ValueError, "least_bytes"),
         ({"window_bytes": "many"}, TypeError, "window_bytes"),
         ({"device": "tpu"}, ValueError, "device is 'tpu'"),
-        ({"slowdown": -0.1}, ValueError, "slowdown is -0.1"),
-        ({"slowdown": float("nan")}, ValueError, "slowdown is nan"),
-        ({"slowdown": 0.1, "device_bytes": 1}, ValueError, "wanted one budget"),
         ({"device_bytes": 0.5}, TypeError, "device_bytes"),
     ],
 )
@@ -536,115 +535,67 @@ def test_arguments(options, error, text):
 
 # ---- budgets ----
 
-MB = 1 << 20
-MODES = ("keep", "device", "raw", "coded")
-LINK = planning.Link(out_gbps=50.0, back_gbps=50.0, window_bytes=256 * MB)
+
+def sizes_of(offload):
+    return offload._policy._sizes[CPU]
 
 
-def timeline_of(*sizes, computing=1.0, coded=0.5, coder=0.1):
-    """Items of so many MiB, each with so many ms of computing each way, a share as coded and ms of coding each way."""
-    items = [
-        planning.Item(size * MB, coded and int(size * MB * coded), computing, computing, coder, coder) for size in sizes
-    ]
-    return planning.Timeline(items, list(reversed(range(len(items)))))
-
-
-def freed(timeline, modes):
-    return sum(item.freed(mode) for item, mode in zip(timeline.items, modes))
-
-
-def test_a_step_is_predicted(monkeypatch):
-    monkeypatch.setattr(planning, "PIECE_BYTES", 32 * MB)
-    line = timeline_of(100, 100, 100, 100)
-    assert line.step(["keep"] * 4, LINK) == pytest.approx(8)
-    assert line.step(["device", "keep", "keep", "keep"], LINK) == pytest.approx(8.2)
-    narrow = planning.Link(out_gbps=10.0, back_gbps=10.0, window_bytes=64 * MB)
-    sent, window = (1e-6 * size * MB / narrow.out_gbps for size in (100, 64))
-    # The link binds: the last item is on its way when the forward pass ends, and is used first, like the one before.
-    assert line.step(["raw"] * 4, narrow) == pytest.approx(1 + 3 * sent - window + 1 + 2 * sent)
-    assert line.step(["coded"] * 4, LINK) == pytest.approx(8.8, abs=0.1), "the link is faster than computing"
-
-
-def test_a_drag_makes_a_step_longer():
-    line, modes = timeline_of(100, 100, 100, 100, computing=50.0), ["raw", "coded", "device", "keep"]
-    before = line.step(modes, LINK)
-    line.drag = 0.5
-    busy = 2e-6 * (100 * MB + 50 * MB) / 50 + 4 * 0.1
-    assert line.busy(modes, LINK) == pytest.approx(busy)
-    assert line.step(modes, LINK) == pytest.approx(before + 0.5 * busy)
-
-
-def test_what_leaves_in_time_lowers_the_peak():
-    line = timeline_of(100, 100, 100, 100, computing=3.0)
-    peaks = {modes: line.predict(modes, LINK).peak_bytes for modes in itertools.product(("keep", "raw"), repeat=4)}
-    assert peaks["keep", "keep", "keep", "keep"] == 400 * MB
-    assert peaks["raw", "keep", "keep", "keep"] == 300 * MB
-    assert peaks["keep", "keep", "keep", "raw"] == 400 * MB, "it comes back at once"
-    assert peaks["raw", "raw", "raw", "keep"] <= peaks["raw", "raw", "raw", "raw"] < 300 * MB
-    assert line.predict(["device"] * 4, LINK).peak_bytes == 300 * MB, "of 4 halves, and what is coded or decoded"
-
-
-@pytest.mark.parametrize("slowdown", [0.0, 0.05, 0.5, 10.0])
-@pytest.mark.parametrize("computing", [0.2, 5.0])
-@pytest.mark.parametrize("coded", [None, 0.3, 0.9])
-def test_plans_keep_to_a_slowdown(slowdown, computing, coded):
-    line = timeline_of(*[50, 100, 20] * 5, computing=computing, coded=coded)
-    modes = planning.plan(line, LINK, slowdown=slowdown)
-    found, total = line.predict(modes, LINK), sum(item.num_bytes for item in line.items)
-    assert found.ms <= line.computing * (1 + slowdown + 1e-6)
-    if computing == 5.0:  # the link has time for all
-        assert modes[-1] == "keep", "it is asked for first"
-        assert found.peak_bytes < 0.4 * total
-        assert slowdown > 0 or "coded" not in modes, "coding takes time, sending does not"
-    assert slowdown < 10 or found.peak_bytes < 0.7 * total
-    line.drag = 1e6
-    assert planning.plan(line, LINK, slowdown=slowdown) == ["keep"] * 15
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
-@pytest.mark.parametrize("link", [None, LINK])
-def test_plans_keep_to_device_bytes(share, link):
-    line = timeline_of(*[50, 100, 20] * 5)
-    total = sum(item.num_bytes for item in line.items)
-    modes = planning.plan(line, link, device_bytes=int(share * total))
-    least = total / 2 if link is None else 0
-    assert total - freed(line, modes) <= max(least, share * total)
-    assert share < 1 or modes == ["keep"] * 15
-
-
-def test_plans_compare_with_all_there_are():
-    line = planning.Timeline(
-        [
-            planning.Item(100 * MB, 30 * MB, 0.5, 1.0, 0.2, 0.1),
-            planning.Item(10 * MB, 9 * MB, 0.5, 1.0, 0.1, 0.1),
-            planning.Item(200 * MB, 180 * MB, 0.5, 1.0, 0.4, 0.2),
-            planning.Item(50 * MB, 5 * MB, 0.5, 1.0, 0.1, 0.1),
-        ],
-        [3, 2, 0, 1],
-    )
-    total, freed_bytes = sum(item.num_bytes for item in line.items), []
-    for slowdown in (0.05, 0.2, 1.0):
-        limit = line.computing * (1 + 0.5 * slowdown + 1e-9)
-        plans = [line.predict(modes, LINK) for modes in itertools.product(MODES, repeat=4)]
-        best = total - min(found.peak_bytes for found in plans if found.ms <= limit)
-        mine = line.predict(planning.plan(line, LINK, slowdown=slowdown), LINK)
-        assert mine.ms <= limit and total - mine.peak_bytes >= 0.5 * best
-        freed_bytes.append(best)
-    assert freed_bytes[-1] > 0
-
-
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.6, 0.9, 1.0])
 def test_a_budget_of_bytes(share):
     net, x = on(CPU, torch.bfloat16, "vgg16")
-    wanted, offload = gradients(net, x), offload_on(CPU)
+    wanted, offload = gradients(net, x), offload_on(CPU, device_bytes=0)
     assert_same_gradients(gradients(net, x, offload), wanted)
-    everything = offload._pass.num_bytes
-    offload = offload_on(CPU, device_bytes=int(share * everything))
-    for _ in range(5):
+    everything = sum(size.num_bytes for size in sizes_of(offload))
+    budget = int(share * everything)
+    offload = offload_on(CPU, device_bytes=budget)
+    for step in range(4):
         offload.reset_stats()
         assert_same_gradients(gradients(net, x, offload), wanted)
-    stays = everything - offload.stats.coded_bytes + offload.stats.device_bytes
-    assert stays <= max(share, 0.5) * everything and (offload.stats.coded_bytes == 0) == (share == 1)
+        stats = offload.stats()
+        stays = everything - stats.coded_bytes + stats.device_bytes
+        assert offload.is_settled == (step > 0)
+    gone = [size for size in sizes_of(offload) if (CPU, size.number) not in offload._policy._staying]
+    expected = everything - sum(size.num_bytes - size.left_bytes for size in gone)
+    least = sum(size.left_bytes for size in sizes_of(offload))
+    assert stays <= max(budget, least)
+    largest = max((size.num_bytes - size.left_bytes for size in gone), default=0)
+    assert expected + largest > budget or share == 1, "no more leaves than must"
+    assert (stats.coded_bytes == 0) == (share == 1)
+
+
+def test_the_most_compressible_leave_first():
+    choice = policy.ActivationPolicy(policy.OffloadOptions("device", True, 250, 0))
+    left = [(0.9, 90), (0.5, 50), (0.3, 30), (1.0, 100)]
+    sizes = [policy._RegionSize(share, k, 100, num_bytes) for k, (share, num_bytes) in enumerate(left)]
+    for budget, staying in ((400, [0, 1, 2, 3]), (330, [0, 1, 3]), (329, [0, 3]), (280, [0, 3]), (279, [3]), (0, [])):
+        choice._options = policy.OffloadOptions("device", True, budget, 0)
+        assert sorted(choice._that_fit(sizes)) == staying
+
+
+def test_a_budget_follows_other_sizes():
+    net, x = on(CPU, torch.bfloat16, "swiglu")
+    offload = offload_on(CPU, device_bytes=1 << 40)
+    for size in (32, 32, 16, 16):
+        part = x[:, :size]
+        offload.reset_stats()
+        assert_same_gradients(gradients(net, part, offload), gradients(net, part))
+    assert offload.stats().coded_bytes == 0
+    everything = sum(size.num_bytes for size in sizes_of(offload))
+    offload = offload_on(CPU, device_bytes=everything)
+    for size, leaves in ((16, True), (16, False), (32, True), (32, True), (16, True), (16, False)):
+        offload.reset_stats()
+        gradients(net, x[:, :size], offload)
+        assert (offload.stats().coded_bytes > 0) == leaves
+
+
+def test_one_context_around_all_steps_keeps_to_a_budget():
+    net, x = on(CPU, torch.bfloat16, "swiglu")
+    offload = offload_on(CPU, device_bytes=1 << 40)
+    with offload:
+        for _ in range(3):
+            offload.reset_stats()
+            gradients(net, x)
+    assert offload.is_settled and offload.stats().coded_bytes == 0
 
 
 def test_what_does_not_shrink_counts_in_a_budget_of_bytes():
@@ -653,91 +604,15 @@ def test_what_does_not_shrink_counts_in_a_budget_of_bytes():
     for _ in range(5):
         offload.reset_stats()
         assert_comes_back(offload, *tensors)
-    stats = offload.stats
+    stats = offload.stats()
     assert stats.kept_bytes >= 400_000 and stats.coded_bytes > 0
     assert stats.kept_bytes + stats.device_bytes <= 1_700_000
-
-
-def settled(offload, net, x):
-    """The offload, after as many steps as it needs to learn and to plan."""
-    for _ in range(40):
-        if offload.is_settled:
-            return offload
-        gradients(net, x, offload)
-        if x.is_cuda:
-            torch.cuda.synchronize()
-    raise AssertionError("not settled after 40 steps")
-
-
-def test_a_budget_of_time():
-    net, x = on(CPU, torch.bfloat16, "vgg16")
-    wanted = gradients(net, x)
-    for slowdown, is_coded in ((0, False), (1e9, True)):
-        offload = settled(offload_on(CPU, slowdown=slowdown), net, x)
-        offload.reset_stats()
-        assert_same_gradients(gradients(net, x, offload), wanted)
-        assert (offload.stats.coded_bytes > 0) == is_coded
-
-
-@pytest.mark.parametrize("factor, empties", [(1.0, False), (1.4, True), (100.0, True)])
-def test_a_budget_of_time_is_kept_or_nothing_leaves(monkeypatch, factor, empties):
-    """Steps of a plan take a factor longer than what a plan allows: it is corrected until nothing leaves."""
-    net, x = on(CPU, torch.bfloat16, "swiglu")
-    offload, wanted = offload_on(CPU, slowdown=0.2), gradients(net, x)
-    chooser = offload._chooser
-    monkeypatch.setattr(planning.Timeline, "computing", 1e9)  # coding is always allowed, but for the drag
-    monkeypatch.setattr(
-        planning.Clock, "ms", lambda self: 1e9 * (1.0 if chooser._phase == choosing._COMPARING else factor)
-    )
-    settled(offload, net, x)
-    (plan,) = chooser._plans.values()
-    assert plan.is_empty == empties and chooser._corrections <= 5
-    offload.reset_stats()
-    assert_same_gradients(gradients(net, x, offload), wanted)
-    assert (offload.stats.coded_bytes == 0) == empties
-
-
-def test_a_plan_is_corrected_by_what_was_measured():
-    line = timeline_of(100, 100, 100, 100, 100, 100, computing=3.0)
-    recorder = planning.Recorder()
-    recorder.timeline = lambda: (line, list(range(6)))
-    plan = choosing._Plan(recorder, LINK, choosing.Budget("host", True, None, 0.1, 256 * MB))
-    before = plan.modes
-    plan.correct(5.0)
-    assert 0 < line.busy(plan.modes, LINK) < line.busy(before, LINK), "fewer bytes move"
-    assert line.drag == pytest.approx((5.0 - 0.0) / line.busy(before, LINK), rel=0.1)
-    for _ in range(8):
-        plan.correct(5.0)
-    assert plan.is_empty
-
-
-def test_a_plan_that_frees_little_is_none(monkeypatch):
-    line, recorder = timeline_of(10, *[100] * 10, computing=50.0), planning.Recorder()
-    recorder.timeline = lambda: (line, list(range(11)))
-    for count in (1, 4):
-        monkeypatch.setattr(planning, "plan", lambda *_, **__: ["raw"] * count + ["keep"] * (11 - count))
-        plan = choosing._Plan(recorder, LINK, choosing.Budget("host", True, None, 0.1, 256 * MB))
-        assert plan.is_empty == (count == 1)
-
-
-@pytest.mark.parametrize("window, leaving", [(256 * MB, 1), (MB, 9)])
-def test_what_comes_back_at_once_frees_nothing(window, leaving):
-    """As where the window holds all that is saved: the room of one region is all that is gained."""
-    line = timeline_of(*[1] * 10, computing=1.0, coder=0.5)
-    modes = planning.plan(line, LINK._replace(window_bytes=window), slowdown=1e9)
-    assert sum(mode != planning.KEEP for mode in modes) == leaving
-
-
-def test_what_is_on_its_way_is_little_with_a_budget_of_time():
-    assert offload_on(CPU, slowdown=0.1)._budget.window_bytes == 2 * coding.PIECE_BYTES
-    assert offload_on(CPU, slowdown=0.1, window_bytes=1)._budget.window_bytes == 1
-    assert offload_on(CPU)._budget.window_bytes > 2 * coding.PIECE_BYTES
 
 
 @pytest.mark.parametrize("change", [0.0, 0.001, 0.01])
 def test_room_is_for_changes_like_the_last_ones(change):
     recipe = coding.learn(
-        halves((1 << 16,), torch.bfloat16).view(torch.uint8), spans.View(torch.bfloat16, (1,), (1,), 0)
+        halves((1 << 16,), torch.bfloat16).view(torch.uint8), spans.SpanView(torch.bfloat16, (1,), (1,), 0)
     )
     size, used, rooms = 1 << 26, 0.5 * (1 << 26), []
     for step in range(12):
@@ -746,77 +621,6 @@ def test_room_is_for_changes_like_the_last_ones(change):
         assert step < 3 or used < rooms[-1] <= used * (1.005 + 12 * change)
         recipe.note(size, int(used))
         used *= 1 + change
-
-
-def test_times_of_passes_are_not_waited_for(monkeypatch):
-    class Pending(Event):
-        def query(self):
-            return False
-
-    clock = planning.Clock([CPU])
-    clock.stop()
-    assert 0 <= clock.ms() < 1e4
-    monkeypatch.setattr(planning, "_mark", lambda device: 0.0 if device == CPU else Event())
-    clock = planning.Clock([torch.device("cuda", 0), CPU])
-    clock._last = [Pending()]
-    assert clock.ms() is None
-    clock.stop()
-    assert clock.ms() == 1.0, "of the GPU alone"
-
-
-@pytest.mark.parametrize("budget", [{"slowdown": 0.0}, pytest.param({"device_bytes": 1 << 40}, marks=pytest.mark.slow)])
-def test_where_nothing_leaves_steps_run_without_hooks(budget):
-    """But for one after four times as many, which sees whether sizes have changed."""
-    net, x = on(CPU, torch.bfloat16, "swiglu")
-    few = x[:, :16]
-    offload, wanted = settled(offload_on(CPU, **budget), net, few), gradients(net, few)
-
-    def hooked(part, count):
-        found = []
-        for _ in range(count):
-            offload.reset_stats()
-            assert_same_gradients(gradients(net, part, offload), wanted if part is few else everything)
-            found += [offload._passes] if offload.stats.tensors else []
-        return found
-
-    with torch.no_grad(), offload:
-        net(few)
-    assert len(hooked(few, 24 - offload._passes)) <= 1
-    everything, bytes_before = gradients(net, x), offload._chooser._planned_bytes
-    assert hooked(x, 64)[0] >= 48
-    assert offload._chooser._planned_bytes == pytest.approx(2 * bytes_before, rel=0.1) and offload.is_settled
-
-
-def test_a_loop_in_one_context_has_hooks_in_all_steps():
-    net, x = on(CPU, torch.bfloat16, "swiglu")
-    offload, wanted = offload_on(CPU, slowdown=0.0), gradients(net, x)
-    for _ in range(2):
-        with offload:
-            for _ in range(12):
-                offload.reset_stats()
-                assert_same_gradients(gradients(net, x), wanted)
-                assert offload.stats.tensors > 0
-    assert offload.is_settled
-
-
-def test_a_plan_that_leaves_all_is_numbered_anew_in_each_step():
-    net, x = on(CPU, torch.bfloat16, "swiglu")
-    offload = offload_on(CPU, device_bytes=1 << 40)
-    with offload:
-        for _ in range(6):
-            offload.reset_stats()
-            gradients(net, x)
-    assert offload.is_settled and offload.stats.coded_bytes == 0
-
-
-def test_a_plan_is_made_anew_for_other_sizes():
-    net, x = on(CPU, torch.bfloat16, "swiglu")
-    offload, planned = offload_on(CPU, slowdown=1e9), []
-    for size in (32, 32, 32, 32, *[16] * 18):
-        part = x[:, :size]
-        assert_same_gradients(gradients(net, part, offload), gradients(net, part))
-        planned.append(offload._chooser._planned_bytes)
-    assert planned[-1] == pytest.approx(planned[3] / 2, rel=0.1) and planned[3] > 0
 
 
 # ---- pieces, and the ways of a link ----
@@ -838,19 +642,10 @@ class Instant:
 
 
 class Event:
-    def __init__(self, **_):
-        self.is_done = True
-
-    def record(self, stream):
-        pass
-
     def query(self):
-        return self.is_done
+        return True
 
     synchronize = query
-
-    def elapsed_time(self, other):
-        return 1.0
 
 
 @pytest.fixture
@@ -862,20 +657,16 @@ def linked(monkeypatch, small_pieces):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda of: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: None)
-    monkeypatch.setattr(lane._memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(transfers._memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
 
-    def make(coded=True, to="host", window_bytes=1 << 16, mode=None):
-        offload = offload_on(CPU, coded=coded, to=to, window_bytes=window_bytes)
-        offload._lanes[CPU] = lane.Lane(CPU, window_bytes)
-        mode = mode or {"device": planning.DEVICE}.get(to, planning.CODED if coded else planning.RAW)
-        monkeypatch.setattr(offload, "_lane_of", offload._lanes.get)
-        chosen = offload._chooser._recipe
-
-        def choose(number, data, view, passes):
-            recipe = chosen(number, data, view, passes) if coded else None
-            return (mode if recipe is not None or mode == planning.HOLD else planning.RAW), recipe
-
-        monkeypatch.setattr(offload._chooser, "choose", choose)
+    def make(coded=True, memory="pinned", window_bytes=1 << 16):
+        offload = offload_on(CPU, coded=coded, memory=memory, window_bytes=window_bytes)
+        offload._transfers[CPU] = transfers.PieceTransfers(CPU, window_bytes if memory == "pinned" else None)
+        monkeypatch.setattr(offload, "_transfers_of", offload._transfers.get)
+        if memory == "pinned":
+            monkeypatch.setattr(
+                offload._policy, "_mode", lambda recipe, _: policy.RAW if recipe is None else policy.CODED
+            )
         return offload
 
     return make
@@ -888,7 +679,7 @@ def test_pieces_come_back(small_pieces, dtype):
         assert_comes_back(offload, halves((count,), dtype), noise((count,), dtype))
 
 
-@pytest.mark.parametrize("options", [{}, {"coded": False}, {"to": "device"}, {"window_bytes": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"coded": False}, {"memory": "device"}, {"window_bytes": 1}], ids=str)
 @pytest.mark.parametrize("name", slow_but(["swiglu"], ["vgg16", "swiglu"]))
 def test_pieces_go_over_a_link(linked, name, options):
     net, x = on(CPU, torch.bfloat16, name)
@@ -897,34 +688,111 @@ def test_pieces_go_over_a_link(linked, name, options):
     for _ in range(3):
         offload.reset_stats()
         assert_same_gradients(gradients(net, x, offload), wanted)
-    (way,) = offload._lanes.values()
+    (way,) = offload._transfers.values()
     way.take_back()
     assert offload._pass.alive == way.coming == way.coming_bytes == 0
-    stats, everything = offload.stats, offload._pass.num_bytes
-    if options.get("to") == "device":
+    stats = offload.stats()
+    if options.get("memory") == "device":
         assert 0 < stats.device_bytes < stats.coded_bytes
     else:
-        assert stats.sent_bytes == everything if "coded" in options else stats.sent_bytes < 0.9 * everything
+        saved_bytes = stats.coded_bytes + stats.raw_bytes
+        assert stats.sent_bytes == saved_bytes if "coded" in options else 0 < stats.sent_bytes < 0.9 * saved_bytes
     held = offload.pinned_bytes
     gradients(net, x, offload)
     assert offload.pinned_bytes == held, "pinned memory is used again"
-    offload.release()
+    offload.close()
     assert offload.pinned_bytes == 0
 
 
-def test_what_is_measured_is_held(linked):
-    net, x = on(CPU, torch.bfloat16, "vgg16")
-    wanted, offload = gradients(net, x), linked(mode=planning.HOLD)
-    offload._chooser._phase = choosing._MEASURING
-    assert_same_gradients(gradients(net, x, offload), wanted)
-    line, numbers = offload._pass.recorders[CPU].timeline()
-    assert offload.stats.sent_bytes == offload.stats.device_bytes == 0
-    assert sum(item.num_bytes for item in line.items) == offload._pass.num_bytes and len(numbers) == len(line.items)
-    assert sorted(line.uses) == list(range(len(numbers)))
-    for item in line.items:
-        assert item.saved_after >= 0 and item.used_after > 0
-        if item.coded_bytes is not None and item.num_bytes > coding.PIECE_BYTES:
-            assert item.encode > 0 and item.decode > 0 and item.coded_bytes < item.num_bytes
+class AliveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, after each operation.
+
+    known: tensors that do not count.
+    """
+
+    def __init__(self, *known):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._alive = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self._known:
+                self._alive[key] = StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
+        self.now = sum(num_bytes for _, num_bytes in self._alive.values())
+        self.peak = max(self.peak, self.now)
+        return found
+
+
+def peaks(net, x, context, *pinned):
+    """(most bytes alive in the forward pass, and in the backward pass, bytes between them) of a step."""
+    with AliveBytes(x, *net.parameters(), *pinned) as alive:
+        with context:
+            loss = net(x).square().mean()
+        torch.zeros(())  # counts what is gone
+        forward, between, alive.peak = alive.peak, alive.now, 0
+        loss.backward()
+    net.zero_grad()
+    return forward, alive.peak, between
+
+
+@pytest.fixture
+def host_far_ahead(monkeypatch):
+    """Events of the link are not done until the host waits for them."""
+    monkeypatch.setattr(Event, "query", lambda self: False)
+
+
+@pytest.mark.parametrize("tokens, activation", [(256, "relu2"), (256, "swiglu"), (64, "swiglu")])
+def test_codes_on_the_device_lower_the_peak(linked, host_far_ahead, monkeypatch, tokens, activation):
+    """Also where the host never sees sizes before it waits; with few tokens most of the memory is gradients'."""
+    monkeypatch.setattr(coding, "PIECE_BYTES", 4 * coding.ROW_BYTES)
+    monkeypatch.setattr(coding, "_fresh_of", {})  # of small pieces
+    net, x = nets.llama(1, 128, 448, 4, activation).bfloat16(), torch.randn(2, tokens, 128).bfloat16()
+    plain, offload = peaks(net, x, contextlib.nullcontext()), linked(memory="device")
+    gradients(net, x, offload)
+    (way,) = offload._transfers.values()
+    way.take_back()
+    pinned = [buffer for free in way.buffers._free.values() for buffer, _ in free]
+    coded = peaks(net, x, offload, *pinned)
+    assert max(coded[:2]) < 0.97 * max(plain[:2]) and coded[2] < 0.85 * plain[2]
+
+
+def test_at_most_two_pieces_wait_for_the_host(linked, host_far_ahead, monkeypatch):
+    offload, two = linked(memory="device"), 2 * coding.memory_bytes(coding.PIECE_BYTES)
+    (way,), waiting = offload._transfers.values(), []
+    send = way.send
+    monkeypatch.setattr(way, "send", lambda *of: (send(*of), waiting.append(way.leaving_bytes))[0])
+    tensors = [halves((size,), torch.bfloat16) for size in (40000, 300, 5000, 4096, 1 << 16)]
+    for _ in range(2):
+        seen, y = [], torch.ones((), requires_grad=True)
+        with offload:
+            for x in tensors:
+                y = Save.apply(y, seen, x.clone())
+        assert 0 < way.leaving_bytes <= max(waiting) <= two
+        y.backward()
+        assert way.leaving_bytes == 0, "nothing waits in the backward pass"
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_codes_are_freed_once_they_are_decoded(linked, small_pieces, is_linked):
+    """A graph that is retained has decoded bytes from then on."""
+    offload = linked(memory="device") if is_linked else offload_on(CPU)
+    x, seen = halves((1 << 16,), torch.bfloat16), []
+    with offload:
+        y = Save.apply(torch.ones((), requires_grad=True), seen, x)
+    (region,) = [found() for found in offload._pass._regions.values()]
+    codes = [piece.memory if piece.kept is None else piece.kept for piece in region.pieces]
+    assert len(codes) == 16 and all(code is not None for code in codes)
+    for _ in range(3):
+        y.backward(retain_graph=True)
+        assert all(piece.memory is piece.kept is None for piece in region.pieces)
+    assert [torch.equal(got, x) for (got,) in seen] == [True] * 3
+    seen[0][0].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -933,7 +801,7 @@ def test_windows_bound_what_is_on_its_way(linked, monkeypatch, coded):
     monkeypatch.setattr(Event, "query", lambda self: False)
     window = 8 * coding.PIECE_BYTES
     offload, seen, most = linked(coded, window_bytes=window), [], 0
-    (way,) = offload._lanes.values()
+    (way,) = offload._transfers.values()
     y = one = torch.ones((), requires_grad=True)
     tensors = [halves((size,), torch.bfloat16) for size in [4096, 40000, 10000, 300, 5000] * 4]
     fetch, coming = way.fetch, []
@@ -941,7 +809,7 @@ def test_windows_bound_what_is_on_its_way(linked, monkeypatch, coded):
     with offload:
         for x in tensors:
             y = Save.apply(y, seen, x)
-            most = max(most, way._leaving_bytes - (0 if coded else x.numel() * 2))
+            most = max(most, way.leaving_bytes - (0 if coded else x.numel() * 2))
     assert most <= window + 3 * coding.PIECE_BYTES
     assert coded or way._leaving, "raw tensors stay until their last piece has left"
     y.backward()
@@ -955,11 +823,11 @@ def test_pieces_that_outgrow_their_room_stay(linked):
     offload = linked()
     shape, inputs = (1 << 15,), [torch.zeros(1 << 15), *[torch.randn(1 << 15).exp() for _ in range(2)]]
     for x, expected in zip(inputs, (False, True, False)):
-        before = offload.stats.outgrown_bytes
+        before = offload.stats().outgrown_bytes
         context = pytest.warns(RuntimeWarning, match="less compressible") if expected else contextlib.nullcontext()
         with context:
             assert_comes_back(offload, x, *torch.zeros(6, *shape).unbind())
-        assert (offload.stats.outgrown_bytes > before) == expected
+        assert (offload.stats().outgrown_bytes > before) == expected
 
 
 def test_a_graph_is_asked_twice_over_a_link(linked):
@@ -973,7 +841,7 @@ def test_a_graph_is_asked_twice_over_a_link(linked):
         assert [torch.equal(got, x) for (got,) in seen] == [True, True]
         del y, seen
         gc.collect()
-        way = offload._lanes[CPU]
+        way = offload._transfers[CPU]
         way.take_back()
         assert offload._pass.alive == way.coming == way.coming_bytes == 0
 
@@ -998,7 +866,7 @@ def test_indices_stay_until_it_is_known_that_they_fit(linked, monkeypatch, fits,
     del region
     y.backward()
     assert_same_bits(seen[0][0], other)
-    assert (offload.stats.outgrown_bytes == 0) == fits
+    assert (offload.stats().outgrown_bytes == 0) == fits
 
 
 def test_indices_that_were_changed_come_back_as_they_were(linked, monkeypatch):
@@ -1020,17 +888,17 @@ def test_indices_that_were_changed_come_back_as_they_were(linked, monkeypatch):
 @pytest.mark.parametrize("coded", [False, True])
 def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
     offload = linked(coded)
-    (way,), taken = offload._lanes.values(), []
+    (way,), taken = offload._transfers.values(), []
     take, recorded = way.buffers.take, []
 
     def three(*of):
         taken.append(of)
         if len(taken) > 3:
-            raise lane._memory.PinningError("no memory is pinned")
+            raise transfers._memory.PinningError("no memory is pinned")
         return take(*of)
 
     monkeypatch.setattr(way.buffers, "take", three)
-    monkeypatch.setattr(lane._memory, "_has_warned", False)
+    monkeypatch.setattr(transfers._memory, "_has_warned", False)
     monkeypatch.setattr(Event, "query", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: recorded.append(of))
     with pytest.warns(RuntimeWarning, match="no memory is pinned"):
@@ -1041,7 +909,7 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
 def test_regions_end_in_other_threads(linked):
     """What ended is counted by calls that hold the lock, and by none twice."""
     offload = linked()
-    (way,), graphs = offload._lanes.values(), []
+    (way,), graphs = offload._transfers.values(), []
     for _ in range(8):
         with offload:
             y = torch.ones((), requires_grad=True)
@@ -1063,9 +931,9 @@ def test_regions_end_in_other_threads(linked):
 # ---- CUDA ----
 
 WAYS = {
-    "host": {},
+    "pinned": {},
     "raw": {"coded": False},
-    "device": {"to": "device"},
+    "device": {"memory": "device"},
     "narrow": {"window_bytes": 1},
     "narrow, raw": {"coded": False, "window_bytes": 1},
 }
@@ -1081,10 +949,10 @@ def test_gradients_on_a_gpu(cuda, name, way):
         for _ in range(3):
             offload.reset_stats()
             assert_same_gradients(gradients(net, x, offload), wanted)
-    stats = offload.stats
+    stats = offload.stats()
     assert (stats.coded_bytes > 0) == ("raw" not in way) and (stats.sent_bytes > 0) == (way != "device")
     assert offload._pass.alive == 0
-    for way in offload._lanes.values():
+    for way in offload._transfers.values():
         way.take_back()
         assert way.coming == way.coming_bytes == 0
 
@@ -1098,17 +966,17 @@ def test_every_dtype_comes_back_from_a_gpu(cuda, dtype, way):
             assert_comes_back(offload, make((3, 2000), dtype, cuda), make((1000, 8), dtype, cuda).t())
 
 
-@pytest.mark.parametrize("to", ["host", "device"])
-def test_an_operation_may_change_what_comes_back_from_a_gpu(cuda, to):
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+def test_an_operation_may_change_what_comes_back_from_a_gpu(cuda, memory):
     """Another one that has saved the same bytes gets those of the time of saving."""
-    offload, x = offload_on(cuda, to=to), halves((1 << 20,), torch.float32, cuda)
+    offload, x = offload_on(cuda, memory=memory), halves((1 << 20,), torch.float32, cuda)
     for _ in range(3):
         seen = []
         offload.reset_stats()
         with offload:
             y = Change.apply(Save.apply(torch.ones((), device=cuda, requires_grad=True), seen, x), seen, x)
         y.backward()
-        assert offload.stats.shared == 1 and offload.stats.coded_bytes == x.numel() * 4
+        assert offload.stats().shared == 1 and offload.stats().coded_bytes == x.numel() * 4
         assert_same_bits(seen[0][0], x + 1)
         assert_same_bits(seen[1][0], x)
 
@@ -1130,7 +998,7 @@ class PromptSave(LateSave):
         return gradient, None, *[None] * len(ctx.saved_tensors)
 
 
-@pytest.mark.parametrize("options", [{}, {"coded": False}, {"to": "device"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"coded": False}, {"memory": "device"}], ids=str)
 def test_streams_that_share_what_they_save(cuda, options):
     """Of two operations on different streams one has the bytes decoded, late; the other one waits for them."""
     offload, main, side = offload_on(cuda, **options), torch.cuda.current_stream(), torch.cuda.Stream()
@@ -1149,7 +1017,7 @@ def test_streams_that_share_what_they_save(cuda, options):
             assert_same_bits(found[0][0], x)
 
 
-@pytest.mark.parametrize("way", ["host", "device", "narrow"])
+@pytest.mark.parametrize("way", ["pinned", "device", "narrow"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_indices_of_pooling_on_a_gpu(cuda, layout, way):
     offload, shape = offload_on(cuda, **WAYS[way]), (32, 64, 57, 57)
@@ -1158,7 +1026,7 @@ def test_indices_of_pooling_on_a_gpu(cuda, layout, way):
         _, indices = torch.nn.functional.max_pool2d(x, 3, 2, return_indices=True)
         offload.reset_stats()
         assert_comes_back(offload, indices, *torch.zeros(3, 1 << 18, device=cuda).unbind())
-    stats = offload.stats
+    stats = offload.stats()
     assert stats.outgrown_bytes == 0
     assert 12 * (stats.sent_bytes + stats.device_bytes) < stats.coded_bytes == 8 * indices.numel() + (3 << 20)
     for other in (indices + 300, noise(shape, torch.int64, cuda).to(memory_format=layout)):
@@ -1166,17 +1034,17 @@ def test_indices_of_pooling_on_a_gpu(cuda, layout, way):
             assert_comes_back(offload, torch.empty_like(other).copy_(other))
 
 
-@pytest.mark.parametrize("to", ["host", "device"])
-def test_what_outgrows_its_room_is_not_lost(cuda, to):
-    offload = offload_on(cuda, to=to, window_bytes=1)
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+def test_what_outgrows_its_room_is_not_lost(cuda, memory):
+    offload = offload_on(cuda, memory=memory, window_bytes=1)
     shape = (1 << 18,)
     inputs = [torch.zeros(shape, device=cuda), *[torch.randn(shape, device=cuda).exp() for _ in range(2)]]
     for x, expected in zip(inputs, (False, True, False)):
-        before = offload.stats.outgrown_bytes
+        before = offload.stats().outgrown_bytes
         context = pytest.warns(RuntimeWarning, match="less compressible") if expected else contextlib.nullcontext()
         with context:
             assert_comes_back(offload, x, *torch.zeros(3, 1 << 18, device=cuda).unbind())
-        assert (offload.stats.outgrown_bytes > before) == expected
+        assert (offload.stats().outgrown_bytes > before) == expected
 
 
 def test_a_gpu_keeps_nothing(cuda):
@@ -1244,29 +1112,46 @@ def test_graphs_that_are_captured_keep_what_they_save(cuda):
         got = step()
     graph.replay()
     assert_same_bits(got, wanted)
-    assert offload.stats.coded_bytes == 0
+    assert offload.stats().coded_bytes == 0
 
 
-# Where the window holds all that is saved, all of it comes back at once, and a plan frees nothing.
-@pytest.mark.parametrize(
-    "budget",
-    [{"slowdown": 0.0}, {"slowdown": 0.5}, {"slowdown": 1e9, "window_bytes": 1 << 20}, {"device_bytes": 1 << 20}],
-)
-def test_budgets_on_a_gpu(cuda, budget):
+def test_a_budget_on_a_gpu(cuda):
     net, x = on(cuda, torch.bfloat16, "vgg16")
     x = x.repeat(16, 1, 1, 1)
+
+    def left(offload):
+        return offload.stats().coded_bytes + offload.stats().raw_bytes
+
     with deterministic(x):
-        wanted, offload = gradients(net, x), settled(offload_on(cuda, **budget), net, x)
-        for _ in range(2):
+        wanted, offload = gradients(net, x), offload_on(cuda)
+        assert_same_gradients(gradients(net, x, offload), wanted)
+        everything = left(offload)
+        offload = offload_on(cuda, device_bytes=everything // 2)
+        for step in range(4):
             offload.reset_stats()
             assert_same_gradients(gradients(net, x, offload), wanted)
-    stats, everything = offload.stats, offload._pass.num_bytes
-    left = stats.coded_bytes + stats.raw_bytes
-    if budget.get("slowdown") == 1e9:
-        assert left > 0
-    if "device_bytes" in budget:
-        assert everything - left + stats.device_bytes <= budget["device_bytes"]
+            assert offload.is_settled == (step > 0)
+    assert 0 < everything - left(offload) <= everything // 2
     assert offload._pass.alive == 0
+
+
+def test_codes_on_a_gpu_lower_its_peak(cuda):
+    torch.manual_seed(0)
+    net, x = nets.llama(2, 1024, 4096, 8, "relu2"), torch.randn(8, 4096, 1024)
+    net, x = net.to(cuda, torch.bfloat16), x.to(cuda, torch.bfloat16)
+
+    def peak(context):
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            with context:
+                loss = net(x).square().mean()
+            loss.backward()
+            net.zero_grad()
+            del loss
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(offload_on(cuda, memory="device", least_bytes=1 << 20)) < 0.95 * peak(contextlib.nullcontext())
 
 
 def test_an_order_that_changes(cuda):
@@ -1306,17 +1191,17 @@ def test_two_gpus(gpus):
     wanted = split(contextlib.nullcontext())
     for _ in range(3):
         assert_same_gradients(split(offload), wanted)
-    assert len(offload._lanes) == 2
+    assert len(offload._transfers) == 2
 
 
 def test_what_does_not_shrink_counts_in_a_budget_on_a_gpu(cuda):
     floats = [torch.randn(1 << 20, device=cuda).bfloat16() for _ in range(4)]
     tensors = [noise((4 << 20,), torch.uint8, cuda), *floats]
-    offload = offload_on(cuda, to="device", device_bytes=11 << 20)
+    offload = offload_on(cuda, memory="device", device_bytes=11 << 20)
     for _ in range(12):
         offload.reset_stats()
         assert_comes_back(offload, *tensors)
         torch.cuda.synchronize()
-    stats = offload.stats
+    stats = offload.stats()
     assert offload.is_settled and stats.kept_bytes >= 4 << 20 and stats.coded_bytes > 0
     assert stats.kept_bytes + stats.device_bytes <= 11 << 20

@@ -1,0 +1,112 @@
+"""Which saved tensors leave, and how: codebooks by the place in a pass at which a tensor is saved, and a budget of
+bytes that may stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .._machine import calibration
+from . import coding
+from .spans import SpanView
+
+KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"  # as it is, coded on the device; on the host
+_LEAST_SAVED = 0.05  # of the bytes; less is not worth coding
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Arguments of `offload_activations`."""
+
+    memory: str
+    coded: bool
+    device_bytes: int | None
+    window_bytes: int
+
+
+class _RegionSize(NamedTuple):
+    """A region of a pass.
+
+    share: the bytes that move or are coded, as a share of the region's.
+    num_bytes, left_bytes: on the device if it stays, and if it leaves.
+    """
+
+    share: float
+    number: int
+    num_bytes: int
+    left_bytes: int
+
+
+class ActivationPolicy:
+    """Learns codebooks when a region is first saved. With a budget all regions leave in the first pass; later ones
+    keep on the device what fits the budget by the sizes of the pass before."""
+
+    def __init__(self, options: OffloadOptions) -> None:
+        self._options = options
+        self._recipes: dict[tuple[int, torch.dtype, torch.device], tuple[coding.ActivationRecipe | None, int]] = {}
+        self._sizes: dict[torch.device, list[_RegionSize]] = {}
+        self._staying: set[tuple[torch.device, int]] = set()
+        self.is_settled = False
+
+    def begin_pass(self, was_used: bool) -> None:
+        """Begins a pass. was_used: everything that the pass before saved was asked for."""
+        if was_used:
+            self.is_settled = True
+            self._staying = {(device, k) for device, sizes in self._sizes.items() for k in self._that_fit(sizes)}
+        self._sizes = {}
+
+    def _that_fit(self, sizes: list[_RegionSize]) -> list[int]:
+        """Numbers of the regions that stay: those that shrink most leave first, until the others fit the budget."""
+        assert self._options.device_bytes is not None
+        left, staying = sum(size.num_bytes for size in sizes), []
+        for size in sorted(sizes):
+            if left <= self._options.device_bytes:
+                staying.append(size.number)
+            left -= (size.num_bytes - size.left_bytes) * (left > self._options.device_bytes)
+        return staying
+
+    def choose(
+        self, number: int, data: torch.Tensor, view: SpanView, passes: int
+    ) -> tuple[str, coding.ActivationRecipe | None]:
+        """(mode, recipe) of the number-th region of a pass.
+
+        Args:
+            data: uint8 [num_bytes].
+            view: of a tensor in the region.
+            passes: that have begun.
+        """
+        recipe = self._recipe(number, data, view, passes) if self._options.coded else None
+        mode = self._mode(recipe, data.device)
+        if self._options.device_bytes is not None:
+            self._note_size(number, data, mode, recipe)
+            if (data.device, number) in self._staying:
+                mode = KEEP
+        return mode, recipe if mode in (CODED, DEVICE) else None
+
+    def _note_size(self, number: int, data: torch.Tensor, mode: str, recipe: coding.ActivationRecipe | None) -> None:
+        num_bytes, share, left = data.numel(), 1.0, data.numel() if mode == KEEP else 0
+        if recipe is not None and mode in (CODED, DEVICE):
+            share = round(recipe.coded_share, 2)
+            left = recipe.expected_bytes(num_bytes) if mode == DEVICE else 0
+        self._sizes.setdefault(data.device, []).append(_RegionSize(share, number, num_bytes, left))
+
+    def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
+        """Learned when a region is first saved there, and again, at growing distances, where it does not serve."""
+        key = number, view.dtype, data.device
+        recipe, next_pass = self._recipes.get(key, (None, 0))
+        if (recipe is None or recipe.is_outdated) and passes >= next_pass:
+            recipe = coding.learn(data, view)
+            self._recipes[key] = recipe, 2 * passes + 1
+        return recipe if recipe is None or recipe.takes(data.numel()) else None
+
+    def _mode(self, recipe: coding.ActivationRecipe | None, device: torch.device) -> str:
+        """How a region leaves: to the host it goes coded where coding takes less time than the link takes for the
+        bytes that it saves."""
+        saved = 0.0 if recipe is None else 1 - recipe.coded_share
+        if device.type == "cpu" or self._options.memory == "device":
+            return DEVICE if saved > _LEAST_SAVED else KEEP
+        machine = calibration.in_force(device)
+        link_ns = saved * (1 / machine.copy_out_gbps + 1 / machine.copy_in_gbps)
+        return CODED if recipe is not None and link_ns > coding.coder_ns(recipe.codebook, machine) else RAW

@@ -1,0 +1,251 @@
+"""How activations leave a GPU and come back: a stream and a bounded window each way, pinned memory that is kept from
+step to step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+
+import torch
+
+from .._machine import memory as _memory
+from . import coding
+from .region import SavedPiece, SavedRegion
+
+_LEAST_MOVING = 2  # pieces that may be on their way, each way, however large: one is copied and one is next
+
+
+class PinnedBuffers:
+    """Pinned memory in few sizes, kept for the next step."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = defaultdict(list)
+        self.held_bytes = 0
+
+    def take(self, num_bytes: int, writer: torch.cuda.Stream) -> torch.Tensor:
+        """Memory of num_bytes or somewhat more, which a stream may write to after its work so far."""
+        size = _size_class(num_bytes)
+        free = self._free.get(size)
+        if not free:
+            buffer = _memory.empty(size, torch.device("cpu"), pin=True)
+            self.held_bytes += size
+            return buffer
+        buffer, used = free.pop()
+        if used is not None:
+            writer.wait_event(used)
+        return buffer
+
+    def give(self, buffer: torch.Tensor, used: torch.cuda.Event | None) -> None:
+        """Memory back, which copies may use until an event."""
+        self._free[buffer.numel()].append((buffer, used))
+
+    def release(self) -> None:
+        """Lets go of free memory, once no copy uses it."""
+        for size, free in self._free.items():
+            self.held_bytes -= size * len(free)
+            for _, used in free:
+                if used is not None:
+                    used.synchronize()
+        self._free.clear()
+
+
+def _size_class(num_bytes: int) -> int:
+    """The next number that has few digits: at most a 16th more."""
+    step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
+    return -(-num_bytes // step) * step
+
+
+class PieceTransfers:
+    """Moves pieces between a GPU and pinned memory, or into tight memory on the GPU.
+
+    A piece is coded into memory for any outcome. The bytes that it is expected to need are copied, and the memory is
+    freed once the host knows that they were enough. `make_room` bounds how much memory waits for that.
+
+    Args:
+        device: the GPU.
+        window_bytes: of device memory that may be on its way out, and as much on its way in; two pieces may be in any
+            case. None: coded pieces stay on the GPU, and at most two pieces' memory waits for the host.
+    """
+
+    def __init__(self, device: torch.device, window_bytes: int | None) -> None:
+        self.device, self._keeps_codes = device, window_bytes is None
+        self.window_bytes = 2 * coding.memory_bytes(coding.PIECE_BYTES) if window_bytes is None else window_bytes
+        self.out, self.back, self._notes = (torch.cuda.Stream(device) for _ in range(3))
+        self.buffers = PinnedBuffers()
+        self.coming = self.coming_bytes = self.leaving_bytes = 0
+        self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()  # and bytes coming back
+        self._leaving: deque[tuple[weakref.ref[SavedRegion], weakref.ref[SavedPiece], int]] = deque()
+        self._narrowed: deque[tuple[weakref.ref[SavedRegion], torch.Tensor, torch.cuda.Event]] = deque()
+
+    # ---- out ----
+
+    def send(self, region: SavedRegion, piece: SavedPiece) -> int:
+        """Starts moving a piece, which the current stream has just written. @return its bytes where it goes."""
+        self.take_back()
+        source = region.to_send(piece)
+        copied = source[: coding.COUNTERS_BYTES] if self._keeps_codes else source
+        piece.buffer = self.buffers.take(copied.numel(), self.out)
+        host = piece.buffer[: copied.numel()]
+        piece.counters = None if region.recipe is None else host[: coding.COUNTERS_BYTES]
+        piece.room_bytes = source.numel()
+        if self._keeps_codes:
+            piece.kept = source.clone()
+        else:
+            piece.host = host
+        assert piece.stream is not None
+        self.out.wait_stream(piece.stream)
+        with torch.cuda.stream(self.out):
+            host.copy_(copied, non_blocking=True)
+        piece.sent = self.out.record_event()
+        held = source if piece.memory is None else piece.memory
+        self._leaving.append((weakref.ref(region), weakref.ref(piece), held.numel()))
+        self.leaving_bytes += held.numel()
+        return source.numel()
+
+    def ask_for_misfits(self, region: SavedRegion) -> None:
+        """Has the GPU tell the host whether a region's narrower elements lose nothing, ahead of copies under way."""
+        assert region.misfits is not None and region.stream is not None
+        buffer = self.buffers.take(1, self._notes)
+        self._notes.wait_stream(region.stream)
+        with torch.cuda.stream(self._notes):
+            buffer[:1].copy_(region.misfits.view(1).view(torch.uint8), non_blocking=True)
+        region.misfits.record_stream(self._notes)
+        self._narrowed.append((weakref.ref(region), buffer, self._notes.record_event()))
+
+    def _note_misfits(self, waits: bool = False) -> None:
+        """Frees the memory of regions whose narrower elements are known to lose nothing."""
+        while self._narrowed and (waits or self._narrowed[0][2].query()):
+            of, buffer, done = self._narrowed.popleft()
+            region = of()
+            if region is not None and region.misfits is not None:
+                done.synchronize()
+                region.note_narrow(not buffer[0])
+            self.buffers.give(buffer, done)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Waits until num_bytes more fit the window, or few pieces are on their way, and frees the memory of pieces
+        that have left."""
+        self._note_misfits(waits=self._keeps_codes)
+        least = 0 if self._keeps_codes else _LEAST_MOVING
+        while len(self._leaving) > least and self.leaving_bytes + num_bytes > self.window_bytes:
+            self._pop()
+
+    def free(self) -> None:
+        """Frees the memory of pieces that have left, without waiting."""
+        self._note_misfits()
+        while self._leaving:
+            piece = self._leaving[0][1]()
+            if piece is not None and piece.sent is not None and not piece.sent.query():
+                return
+            self._pop()
+
+    def begin_backward(self) -> None:
+        """Frees all memory that waits for the host, where codes stay on the GPU: gradients are about to need it."""
+        if self._keeps_codes:
+            self._note_misfits(waits=True)
+            while self._leaving:
+                self._pop()
+
+    def _pop(self) -> None:
+        of, part, num_bytes = self._leaving.popleft()
+        self.leaving_bytes -= num_bytes
+        region, piece = of(), part()
+        if region is not None and piece is not None:
+            self._settle(region, piece)
+
+    def _settle(self, region: SavedRegion, piece: SavedPiece) -> None:
+        """Frees the memory of a piece that is elsewhere by now; a piece that outgrew its room there stays."""
+        assert piece.sent is not None
+        piece.sent.synchronize()
+        if region.recipe is None or piece.note_used(region.recipe) <= piece.room_bytes:
+            region.leave(piece)
+            return
+        region.of.note_outgrown(piece.num_bytes)
+        assert piece.buffer is not None
+        self.buffers.give(piece.buffer, None)
+        piece.buffer = piece.host = piece.counters = piece.kept = piece.sent = None
+
+    # ---- back ----
+
+    def fetch_region(self, region: SavedRegion, first: int) -> bool:
+        """Starts bringing the pieces of a region that are away, from the first-th on. @return whether the window had
+        room for all of them."""
+        for piece in region.pieces[first:]:
+            if region.is_away(piece):
+                if not self._has_room_for(piece):
+                    return False
+                self.fetch(region, piece)
+        return True
+
+    def _has_room_for(self, piece: SavedPiece) -> bool:
+        assert piece.host is not None
+        self.take_back()
+        self._note_misfits()
+        return self.coming < _LEAST_MOVING or self.coming_bytes + piece.host.numel() <= self.window_bytes
+
+    def fetch(self, region: SavedRegion, piece: SavedPiece) -> None:
+        """Starts copying a piece back: coded bytes to memory of the current stream, others to their place among the
+        region's bytes."""
+        assert piece.host is not None
+        current = torch.cuda.current_stream(self.device)
+        if region.recipe is not None:
+            piece.coming = torch.empty(piece.host.numel(), dtype=torch.uint8, device=self.device)
+            piece.stream = current
+        else:
+            if region.coming is None:
+                region.coming = torch.empty(region.num_bytes, dtype=torch.uint8, device=self.device)
+                region.stream = current
+            piece.coming = region.coming[piece.start : piece.end]
+        self.back.wait_stream(current)
+        with torch.cuda.stream(self.back):
+            piece.coming.copy_(piece.host, non_blocking=True)
+        piece.arrived = self.back.record_event()
+        self.coming += 1
+        self.coming_bytes += piece.coming.numel()
+
+    def receive(self, region: SavedRegion, piece: SavedPiece) -> torch.Tensor:
+        """The bytes of a piece on the GPU, for the current stream; they leave the window."""
+        if piece.coming is None:
+            self.fetch(region, piece)
+        assert piece.coming is not None and piece.arrived is not None
+        torch.cuda.current_stream(self.device).wait_event(piece.arrived)
+        memory, piece.coming = piece.coming, None
+        self.coming -= 1
+        self.coming_bytes -= memory.numel()
+        return memory
+
+    # ---- regions that end ----
+
+    def drop_codes(self, piece: SavedPiece) -> None:
+        """Frees what a piece has on the GPU. Copies out may still read its memory."""
+        if piece.memory is not None and piece.sent is not None and not piece.sent.query():
+            piece.memory.record_stream(self.out)
+        piece.memory = piece.kept = None
+
+    def forget(self, region: SavedRegion) -> None:
+        """Takes over a region that nobody can ask for any more. Regions end at any time and in any thread: memory of
+        the GPU is freed here, pinned memory is taken back by the next call."""
+        if region.memory is not None and any(piece.sent and not piece.sent.query() for piece in region.pieces):
+            region.memory.record_stream(self.out)
+        if region.coming is not None:
+            region.coming.record_stream(self.back)
+        for piece in region.pieces:
+            coming_bytes = 0
+            if piece.coming is not None:
+                coming_bytes = piece.coming.numel()
+                piece.coming.record_stream(self.back)
+            recipe = None if piece.memory is None else region.recipe  # which has not noted the piece's size yet
+            self.drop_codes(piece)
+            piece.coming = None
+            self._ended.append((piece, recipe, coming_bytes))
+
+    def take_back(self) -> None:
+        """Takes back the pinned memory of regions that have ended, and their room in the window."""
+        while self._ended:
+            piece, recipe, coming_bytes = self._ended.popleft()
+            self.coming -= coming_bytes > 0
+            self.coming_bytes -= coming_bytes
+            if recipe is not None and piece.sent is not None and piece.sent.query():
+                piece.note_used(recipe)
+            if piece.buffer is not None:
+                self.buffers.give(piece.buffer, piece.arrived or piece.sent)
