@@ -107,13 +107,15 @@ def clocked_gpu(monkeypatch):
 
 
 def clock_copies(monkeypatch, gpu):
-    """Events may be waited for that were never recorded. Copies are the current stream's, but for those that the host
-    makes to pinned memory. All memory is new, but the current stream may have used it before."""
-    copy, copy_all, empty = torch.Tensor.copy_, torch._foreach_copy_, torch.empty
+    """Events may be waited for that were never recorded. Copies are of the current stream, but for those to pinned
+    memory that block, which the host makes. All memory is new, but the current stream may have used it before."""
+    copy, copy_all, empty, tolist = torch.Tensor.copy_, torch._foreach_copy_, torch.empty, torch.Tensor.tolist
+
+    def is_pinned(tensor):
+        return any(tensor.untyped_storage().data_ptr() == pinned.data_ptr() for pinned in gpu.pinned)
 
     def clocked_copy(to, source, non_blocking=False):
-        is_by_host = not non_blocking and any(to.untyped_storage().data_ptr() == x.data_ptr() for x in gpu.pinned)
-        with gpu.on(gpu.host if is_by_host else gpu.current):
+        with gpu.on(gpu.host if is_pinned(to) and not non_blocking else gpu.current):
             gpu.use(source, writes=False)
             gpu.use(to, writes=True)
         return copy(to, source)
@@ -123,6 +125,12 @@ def clock_copies(monkeypatch, gpu):
             for source in sources:
                 gpu.use(source, writes=False)
         copy_all(targets, sources)
+
+    def clocked_list(tensor):
+        if is_pinned(tensor):
+            with gpu.on(gpu.host):
+                gpu.use(tensor, writes=False)
+        return tolist(tensor)
 
     def clocked_empty(*size, pin_memory=False, **options):
         made = empty(*size, **options)
@@ -136,5 +144,6 @@ def clock_copies(monkeypatch, gpu):
     monkeypatch.setattr(Event, "__init__", lambda event, enable_timing=False: setattr(event, "clock", {}))
     monkeypatch.setattr(Event, "synchronize", lambda event: gpu.host.learn(event.clock), raising=False)
     monkeypatch.setattr(torch.Tensor, "copy_", clocked_copy)
+    monkeypatch.setattr(torch.Tensor, "tolist", clocked_list)
     monkeypatch.setattr(torch, "_foreach_copy_", clocked_copies)
     monkeypatch.setattr(torch, "empty", clocked_empty)

@@ -126,7 +126,7 @@ def test_new_memory_is_waited_for(gpu, monkeypatch):
 
 @pytest.mark.parametrize("pageable", [True, False])
 def test_blocks_on_their_way_to_the_gpu(gpu, pageable):
-    parts = [numbers(10 + 3 * number, number) for number in range(7)]
+    parts = [numbers(size, size) for size in (10, 30, 5, 20, 50, 30, 40)]
     for near, right in zip(staging.copied_ahead(parts, CPU, pageable), parts):
         gpu.use(near, writes=False)
         assert_same_bits(near, right)
@@ -134,7 +134,7 @@ def test_blocks_on_their_way_to_the_gpu(gpu, pageable):
 
 @pytest.mark.parametrize("pageable", [True, False])
 def test_blocks_on_their_way_from_the_gpu(gpu, pageable):
-    targets = [torch.zeros(10 + 3 * number, dtype=torch.uint8) for number in range(7)]
+    targets = [torch.zeros(size, dtype=torch.uint8) for size in (10, 30, 5, 20, 500, 30, 400)]
     with staging.Outlet(CPU, pageable) as outlet:
         for number, target in enumerate(targets):
             (near,) = outlet.take([target.numel()])
