@@ -41,7 +41,7 @@ def bring(gpu, ring, size, start=0):
     """Fills the next buffer by a copy. Returns the turn and its bytes."""
     turn, source = ring.next(), numbers(size, start)
     gpu.held.append(source)
-    ring.reserve(turn, size)
+    turn.reserve(size)
     turn.bring(ring.stream, [(turn.memory[:size], source)])
     return turn, source
 
@@ -59,7 +59,7 @@ def send(gpu, ring, worker, size, start=0):
     """Work that fills the next buffer, and a copy that empties it. Returns what was filled in, and the copy."""
     turn, right, target = ring.next(), numbers(size, start), torch.zeros(size, dtype=torch.uint8)
     gpu.held.append(target)
-    ring.reserve(turn, size)
+    turn.reserve(size)
     turn.claim(worker)
     with gpu.on(worker):
         gpu.use(turn.memory[:size], writes=True)

@@ -4,7 +4,7 @@ The order of streams and events is the same for all rings. A buffer has two even
 fills it and another one empties it: copies fill a buffer with bytes that come in, and work empties it; work fills a
 buffer with bytes that go out, and copies empty it.
 
-| step | stream | what the host gives it |
+| step | stream | what the host gives the stream |
 | --- | --- | --- |
 | claim | that fills | a wait for `free`, then the writes to the buffer |
 | hand over | that fills | a record of `filled` |
@@ -14,15 +14,14 @@ buffer with bytes that go out, and copies empty it.
 The host takes the steps of a buffer in this order, and begins again with the first; wait and release may repeat on the
 same stream before that. So no byte is overwritten early: every write follows a wait for `free`, which follows all reads
 of the bytes before; every read follows a wait for `filled`, which follows the write. An event that was never recorded
-holds nothing up, as a new buffer needs. Streams wait for events; the host waits for none. Only a user that lets the CPU
-write or read a buffer's host memory waits for its last copy before: for `filled` of bytes that came in, for `free` of
-bytes that went out.
+holds nothing up, as a new buffer needs. The host waits only before the CPU itself uses a buffer's host memory: for
+`filled` of bytes that came in, for `free` of bytes that went out.
 
-A buffer that grows has new memory, which the current stream gives: all streams that use the buffer wait for the current
-one. The allocator is told of these streams, and keeps the former memory until they are done with it.
+A buffer that grows has new memory, which the current stream gives: the buffer's streams wait for the current one. The
+allocator is told of these streams, and keeps the former memory until they are done with it.
 
-Users: blocks of a tensor (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), states of optimizers, layers
-of a KV-cache, blocks of a checkpoint. Whole coded tensors (`ibp.offload`, `decompress`) go through a ring of the core,
+Users: blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), states of optimizers, layers
+of KV-caches, blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) go through a ring of the core,
 csrc/cuda/stream.cu, which decodes where its copies arrive and needs Python once a tensor, not once a buffer.
 """
 
@@ -41,22 +40,29 @@ class Turn:
 
     Args:
         device: the GPU.
+        streams: all that use the buffer.
+        num_bytes: at first.
         empty_host: makes host memory of a number of bytes, to go beside the buffer; None: there is none.
 
     Attributes:
-        memory: uint8 on the GPU; other memory where it has grown.
-        host: uint8 in host memory, as large.
-        filled, free: as above.
+        memory, host: uint8 on the GPU and in host memory; others where the buffer has grown.
     """
 
-    def __init__(self, device: torch.device, empty_host: Callable[[int], torch.Tensor] | None = None) -> None:
-        self._device, self._empty_host = device, empty_host
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Iterable[torch.cuda.Stream],
+        num_bytes: int = 0,
+        empty_host: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self._device, self._streams, self._empty_host = device, tuple(streams), empty_host
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.host = torch.empty(0, dtype=torch.uint8)
         self.filled, self.free = torch.cuda.Event(), torch.cuda.Event()
+        self.reserve(num_bytes)
 
-    def reserve(self, num_bytes: int, *streams: torch.cuda.Stream) -> None:
-        """Makes the buffer large enough; its bytes are lost where it grows. streams: all that use it."""
+    def reserve(self, num_bytes: int) -> None:
+        """Makes the buffer large enough. Its bytes are lost where it grows."""
         if self.memory.numel() >= num_bytes:
             return
         with torch.inference_mode(False), torch.cuda.device(self._device):
@@ -64,11 +70,9 @@ class Turn:
                 self.host = self._empty_host(num_bytes)
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         current = torch.cuda.current_stream(self._device)
-        for stream in streams:
+        for stream in self._streams:
             stream.wait_stream(current)
             self.memory.record_stream(stream)
-
-    # ---- the four steps ----
 
     def claim(self, stream: torch.cuda.Stream) -> None:
         stream.wait_event(self.free)
@@ -82,16 +86,14 @@ class Turn:
     def release(self, stream: torch.cuda.Stream) -> None:
         self.free.record(stream)
 
-    # ---- two of them, around copies ----
-
     def bring(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        """Fills the buffer by copies to it."""
+        """Fills the buffer by copies to it: claims it and hands it over."""
         self.claim(stream)
         _copy(stream, copies)
         self.hand_over(stream)
 
     def send(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        """Empties the buffer by copies from it."""
+        """Empties the buffer by copies from it: waits for it and releases it."""
         self.wait(stream)
         _copy(stream, copies)
         self.release(stream)
@@ -104,18 +106,7 @@ def _copy(stream: torch.cuda.Stream, copies: Copies) -> None:
 
 
 class Ring:
-    """Turns, and a stream for their copies.
-
-    Args:
-        device: the GPU.
-        worker: the stream of the work on the buffers.
-        num_bytes: of each buffer at first.
-        turns: how many buffers there are.
-        empty_host: see `Turn`.
-
-    Attributes:
-        stream: of the copies.
-    """
+    """Turns, and `stream`, on which their copies go. worker: the stream of the work on them; the rest: see `Turn`."""
 
     def __init__(
         self,
@@ -125,10 +116,8 @@ class Ring:
         turns: int = 2,
         empty_host: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        self.stream, self._worker = torch.cuda.Stream(device), worker
-        self._turns = deque(Turn(device, empty_host) for _ in range(turns))
-        for turn in self._turns:
-            self.reserve(turn, num_bytes)
+        self.stream = torch.cuda.Stream(device)
+        self._turns = deque(Turn(device, (self.stream, worker), num_bytes, empty_host) for _ in range(turns))
 
     @property
     def num_bytes(self) -> int:
@@ -144,7 +133,3 @@ class Ring:
         """The turn that was given longest ago."""
         self._turns.rotate(-1)
         return self.last
-
-    def reserve(self, turn: Turn, num_bytes: int) -> None:
-        """As `Turn.reserve`."""
-        turn.reserve(num_bytes, self.stream, self._worker)

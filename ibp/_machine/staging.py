@@ -54,7 +54,7 @@ class Outlet:
         turn = self._ring.next()
         turn.free.synchronize()
         self._deliver(turn)
-        self._ring.reserve(turn, starts[-1])
+        turn.reserve(starts[-1])
         turn.claim(self._worker)
         return [turn.memory[start : start + size] for start, size in zip(starts, sizes)]
 
@@ -127,7 +127,7 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
     def bring(part: torch.Tensor) -> tuple[Turn, torch.Tensor]:
         turn, num_bytes = ring.next(), part.numel()
         turn.filled.synchronize()
-        ring.reserve(turn, num_bytes)
+        turn.reserve(num_bytes)
         near = turn.memory[:num_bytes]
         turn.bring(ring.stream, [(near, turn.host[:num_bytes].copy_(part) if pageable else part)])
         return turn, near

@@ -135,8 +135,8 @@ class CpuCoder:
 class _Slot:
     """Memory that a block goes through: before and after coding, each on the device and in pinned memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.raw, self.coded = Turn(device, staging.empty_pinned), Turn(device, staging.empty_pinned)
+    def __init__(self, raw: Turn, coded: Turn) -> None:
+        self.raw, self.coded = raw, coded
         self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True)  # bytes as coded, sum of words, fault of coder
         self.lengths = torch.empty(0, dtype=torch.uint16)  # pinned
 
@@ -201,11 +201,14 @@ class CudaCoder:
         return _Passing(block, slot, pool.submit(read))
 
     def _slot(self, num_bytes: int) -> _Slot:
-        slot = self._free.popleft() if self._free else _Slot(self._device)
-        num_bytes = max(self.block_bytes, num_bytes)
-        slot.raw.reserve(num_bytes, self._up, self._coder)
-        slot.coded.reserve(num_bytes, self._coder, self._down)
+        slot = self._free.popleft() if self._free else self._new_slot()
+        slot.raw.reserve(num_bytes)
+        slot.coded.reserve(num_bytes)
         return slot
+
+    def _new_slot(self) -> _Slot:
+        ways = (self._up, self._coder), (self._coder, self._down)
+        return _Slot(*(Turn(self._device, streams, self.block_bytes, staging.empty_pinned) for streams in ways))
 
     def _launch(self, passing: _Passing) -> _Passing:
         """Brings a block that has been read to the device, and queues its coding and the copy of its lengths."""
@@ -260,4 +263,5 @@ class CudaCoder:
             return _kept(passing.read.result())
         slot.coded.free.synchronize()
         stored, words = slot.facts[:2].tolist()
-        return CodedBlock(slot.coded.host[:stored].numpy(), slot.lengths.numpy(), words, lambda: self._free.append(slot))
+        data = slot.coded.host[:stored].numpy()
+        return CodedBlock(data, slot.lengths.numpy(), words, lambda: self._free.append(slot))

@@ -206,7 +206,7 @@ class HostTokenDecoder(CudaTokenDecoder):
         arena, stream = history.arena, self._ring.stream
         assert isinstance(arena, PinnedTokenArena)
         if turn.memory.numel() < arena.used:
-            self._ring.reserve(turn, arena.used + arena.used // _SLACK)
+            turn.reserve(arena.used + arena.used // _SLACK)
         stream.wait_event(arena.filled)
         parts = arena.parts()
         turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
