@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ibp
-from ibp._offload.lane import STREAM_SMS
+from ibp._fetch.streaming import STREAM_SMS
 
 from . import harness, ideal
 
@@ -285,11 +285,11 @@ def measure_stream(bench, arm, options, cells, balance, compute):
     decoding_sms = STREAM_SMS if arm == "ibp" else 0
     few = arm == "ibp" and run.on_gpu and bench.dtype == torch.bfloat16
     for sms in (None, FEW_SMS) if few else (None,):
-        for lane in handle._lanes:
-            lane.max_sms = sms
+        for fetcher in handle._fetchers:
+            fetcher.max_sms = sms
         measure(bench, arm, model, cells, handle=handle, bound=bound, sms=sms or decoding_sms)
-    for lane in handle._lanes:
-        lane.max_sms = None
+    for fetcher in handle._fetchers:
+        fetcher.max_sms = None
     if balance:
         seconds = bench.seconds_a_call(model, balance)
         batch, limit = max(1, balance // 1024), compute * COMPUTE_SHARE

@@ -15,6 +15,7 @@ import torch
 
 from .. import _core
 from .._machine import memory as _memory
+from .._machine.ring import Ring
 from .._rows.table import Table
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
@@ -112,30 +113,8 @@ def _gathers_slots(table: Table) -> bool:
     return table._is_pinned and 0 < item_slots <= RING_BYTES // 16
 
 
-class _Chunk:
-    def __init__(self, device: torch.device) -> None:
-        self.host = _memory.empty(CHUNK_BYTES, _CPU, pin=True)
-        self.near = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
-        self.copied, self.decoded = torch.cuda.Event(), torch.cuda.Event()
-
-
-class _Ring:
-    """The chunks of a device, used in turn by one call at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.lock = threading.Lock()
-        self.stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self.stream):
-            self.chunks = [_Chunk(device) for _ in range(NUM_CHUNKS)]
-        self.turn = 0
-
-    def next(self) -> _Chunk:
-        self.turn = (self.turn + 1) % NUM_CHUNKS
-        return self.chunks[self.turn]
-
-
 _stages: dict[torch.device, _Stage] = {}
-_rings: dict[torch.device, _Ring] = {}
+_rings: dict[torch.device, tuple[Ring, threading.Lock]] = {}  # each used by one call at a time
 _refused: set[torch.device] = set()
 _lock = threading.Lock()
 
@@ -147,10 +126,14 @@ def _stage_of(device: torch.device) -> _Stage:
         return _stages[device]
 
 
-def _ring_of(device: torch.device) -> _Ring:
+def _ring_of(device: torch.device) -> tuple[Ring, threading.Lock]:
+    def empty_host(num_bytes: int) -> torch.Tensor:
+        return _memory.empty(num_bytes, _CPU, pin=True)
+
     with _lock:
         if device not in _rings:
-            _rings[device] = _Ring(device)
+            worker = torch.cuda.current_stream(device)
+            _rings[device] = Ring(device, worker, CHUNK_BYTES, NUM_CHUNKS, empty_host), threading.Lock()
         return _rings[device]
 
 
@@ -182,23 +165,20 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
 
 
 def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
-    ring, current = _ring_of(device), torch.cuda.current_stream(device)
+    (ring, lock), current = _ring_of(device), torch.cuda.current_stream(device)
     fault = table.fault_on(device, of_selections=True)
     num_rows = min(rows_at_once(table), ids.numel() * (table.geometry.item_bytes // table.row_bytes))
     order = torch.arange(ids.numel(), dtype=torch.int32, device=device)
     first = 0
-    with ring.lock:
+    with lock:
         while first < ids.numel():
-            chunk = ring.next()
-            parts = parts_of(chunk.host, num_rows)
-            chunk.copied.synchronize()
+            turn = ring.next()
+            parts = parts_of(turn.host, num_rows)
+            turn.filled.synchronize()
             num_items, num_bytes = select(table, ids, first, parts)
-            size = parts[2].storage_offset() - chunk.host.storage_offset() + num_bytes
-            with torch.cuda.stream(ring.stream):
-                ring.stream.wait_event(chunk.decoded)
-                chunk.near[:size].copy_(chunk.host[:size], non_blocking=True)
-                chunk.copied.record(ring.stream)
-            current.wait_event(chunk.copied)
-            decode(table, parts_of(chunk.near, num_rows), first, num_items, order, max_sms, out, fault)
-            chunk.decoded.record(current)
+            size = parts[2].storage_offset() - turn.host.storage_offset() + num_bytes
+            turn.bring(ring.stream, [(turn.memory[:size], turn.host[:size])])
+            turn.wait(current)
+            decode(table, parts_of(turn.memory, num_rows), first, num_items, order, max_sms, out, fault)
+            turn.release(current)
             first += num_items

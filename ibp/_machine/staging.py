@@ -1,4 +1,8 @@
-"""Host memory to a GPU and back, block by block: the copy engine moves one block while the caller works on another."""
+"""Host memory to a GPU and back, block by block: the copy engine moves one block while the caller works on another.
+
+Pageable memory goes through pinned memory, which torch's intra-op threads fill or empty while the copy engine works on
+the other buffer of a ring (`ring.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,44 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from . import memory
+from .ring import Ring, Turn
 
 STAGED_BYTES = 16 << 20  # of a block: the copy engine is at its rate from 4 MiB on
-_ALIGNMENT = 256  # bytes, of what shares a buffer
+_ALIGNMENT = 256  # bytes, of tensors that share a buffer
 
 
-class _Turn:
-    """A buffer on the GPU, one in pinned memory beside it where host memory is pageable, and what is known of their
-    copies."""
-
-    def __init__(self, device: torch.device, pageable: bool) -> None:
-        self.device, self.pageable = device, pageable
-        self.near = torch.empty(0, dtype=torch.uint8, device=device)
-        self.pinned = torch.empty(0, dtype=torch.uint8)
-        self.copied = torch.cuda.Event()  # the last copy from or to the buffers
-        self.used = torch.cuda.Event()  # the caller's last work on what was brought
-        self.delivery: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (
-            None  # (targets, pinned sources) not yet copied by the CPU
-        )
-
-    def finish(self) -> None:
-        """Waits for the last copy, and delivers what it brought to pinned memory."""
-        self.copied.synchronize()
-        if self.delivery is not None:
-            copy_all(*self.delivery)
-            self.delivery = None
-
-    def reserve(self, num_bytes: int) -> bool:
-        """Makes the buffers of a finished turn large enough. Returns whether they are new."""
-        if self.near.numel() >= num_bytes:
-            return False
-        with torch.cuda.device(self.device):
-            self.near = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            if self.pageable:
-                self.pinned = _empty_pinned(num_bytes)
-        return True
-
-
-def _empty_pinned(num_bytes: int) -> torch.Tensor:
+def empty_pinned(num_bytes: int) -> torch.Tensor:
     """From torch's allocator, which keeps pinned memory for the next call; pageable where the system refuses."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -54,94 +27,69 @@ def _empty_pinned(num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-class Staging:
-    """Two buffers on a GPU, used in turn, and a stream of their own for the copies between them and host memory.
+def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream]:
+    """A ring for work on the current stream of a device, and that stream. pageable: buffers have pinned memory."""
+    worker = torch.cuda.current_stream(device)
+    return Ring(device, worker, empty_host=empty_pinned if pageable else None), worker
 
-    Pageable memory goes through pinned buffers, which torch's intra-op threads fill or empty while the copy engine
-    works on the other turn.
-    Blocks go one way: `bring` and `release`, or `take` and `put`. The caller's work is on the device's current stream,
-        whichever device is
-    current. Leaving the context waits for all copies.
+
+class Outlet:
+    """Brings bytes that a GPU makes to host memory, beside the work on the stream that is current now.
+
+    Leaving the context waits for all copies.
 
     Args:
         device: the GPU.
-        pageable: whether what is copied from or to goes through pinned buffers.
+        pageable: whether the host memory is pageable.
     """
 
     def __init__(self, device: torch.device, pageable: bool) -> None:
-        self._caller, self._copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        self._turns = [_Turn(device, pageable) for _ in range(2)]
-
-    def _next(self, num_bytes: int) -> _Turn:
-        """The turn after the last one, finished and with room."""
-        self._turns.reverse()
-        turn = self._turns[0]
-        turn.finish()
-        if turn.reserve(num_bytes):
-            self._copier.wait_stream(self._caller)  # which may still use the memory's former tensors
-        return turn
-
-    # ---- to the GPU ----
-
-    def bring(self, part: torch.Tensor) -> tuple[_Turn, torch.Tensor]:
-        """Starts copying bytes of host memory. Returns the turn, to release, and its bytes on the GPU, there once
-        `wait` says so."""
-        num_bytes = part.numel()
-        turn = self._next(num_bytes)
-        if turn.pageable:
-            part = turn.pinned[:num_bytes].copy_(part)
-        self._copier.wait_event(turn.used)
-        with torch.cuda.stream(self._copier):
-            near = turn.near[:num_bytes].copy_(part, non_blocking=True)
-        turn.copied.record(self._copier)
-        return turn, near
-
-    def wait(self, turn: _Turn) -> None:
-        """Makes the caller's stream wait for what was brought."""
-        self._caller.wait_event(turn.copied)
-
-    def release(self, turn: _Turn) -> None:
-        """Says that all work on what was brought has been issued."""
-        turn.used.record(self._caller)
-
-    # ---- from the GPU ----
+        self._ring, self._worker = _ring(device, pageable)
+        self._pageable = pageable
+        self._deliveries: dict[Turn, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # (targets, pinned sources)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """A tensor of bytes on the GPU of each size, which earlier copies no longer read."""
         starts = list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-        near = self._next(starts[-1]).near
-        return [near[start : start + size] for start, size in zip(starts, sizes)]
+        turn = self._ring.next()
+        turn.free.synchronize()
+        self._deliver(turn)
+        turn.reserve(starts[-1])
+        turn.claim(self._worker)
+        return [turn.memory[start : start + size] for start, size in zip(starts, sizes)]
 
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Starts copying what was taken last, as the work issued so far leaves it, to host memory.
+        """Starts copying the tensors that were taken last, as the work issued so far leaves them, to host memory.
 
-        To pageable memory all of it is copied by one operation (see `copy_all`), at the latest when the context is
+        To pageable memory all of them are copied by one operation (see `copy_all`), at the latest when the context is
         left.
         """
-        turn = self._turns[0]
-        staged = list(targets)
-        if turn.pageable:
+        turn, staged = self._ring.last, list(targets)
+        if self._pageable:
             starts = [source.storage_offset() for source in sources]
-            staged = [turn.pinned[start : start + source.numel()] for start, source in zip(starts, sources)]
-        self._copier.wait_stream(self._caller)
-        with torch.cuda.stream(self._copier):
-            for to, source in zip(staged, sources):
-                to.copy_(source, non_blocking=True)
-        turn.copied.record(self._copier)
-        if turn.pageable:
-            turn.delivery = list(targets), staged  # last: whoever finishes the turn finds its copies recorded
+            staged = [turn.host[start : start + source.numel()] for start, source in zip(starts, sources)]
+        turn.hand_over(self._worker)
+        turn.send(self._ring.stream, zip(staged, sources))
+        if self._pageable:
+            self._deliveries[turn] = list(targets), staged  # last: `_deliver` finds copies that are recorded
 
-    def __enter__(self) -> Staging:
+    def _deliver(self, turn: Turn) -> None:
+        """Copies the bytes of a turn, which are in its pinned memory, to their targets."""
+        if turn in self._deliveries:
+            copy_all(*self._deliveries[turn])
+            del self._deliveries[turn]
+
+    def __enter__(self) -> Outlet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._copier.synchronize()
-        for turn in reversed(self._turns):  # the older one first
-            turn.finish()
+        self._ring.stream.synchronize()
+        for turn in list(self._deliveries):
+            self._deliver(turn)
 
 
 class Direct:
-    """Has the `take` and `put` of `Staging` where there is no link to hide: tensors of the worker's memory, copied at
+    """Has the `take` and `put` of `Outlet` where there is no link to hide: tensors of the worker's memory, copied at
     once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -160,9 +108,9 @@ class Direct:
         return None
 
 
-def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Staging | Direct:
+def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Outlet | Direct:
     """What brings blocks from the device that makes them to the memory of another one, or of its own."""
-    return Staging(worker, pageable) if worker.type == "cuda" and home.type == "cpu" else Direct(worker)
+    return Outlet(worker, pageable) if worker.type == "cuda" and home.type == "cpu" else Direct(worker)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -173,25 +121,34 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: bool) -> Iterator[torch.Tensor]:
     """Parts of host memory on a GPU, the next one copied while the caller works on one: each is valid until the next
-    one is asked for."""
-    with Staging(device, pageable) as staging:
-        parts = iter(parts)
-        first = next(parts, None)
-        coming = None if first is None else staging.bring(first)
+    one is asked for. The work is on the stream that is current when the first is asked for."""
+    ring, worker = _ring(device, pageable)
+
+    def bring(part: torch.Tensor) -> tuple[Turn, torch.Tensor]:
+        turn, num_bytes = ring.next(), part.numel()
+        turn.filled.synchronize()
+        turn.reserve(num_bytes)
+        near = turn.memory[:num_bytes]
+        turn.bring(ring.stream, [(near, turn.host[:num_bytes].copy_(part) if pageable else part)])
+        return turn, near
+
+    try:
+        brought = map(bring, parts)
+        coming = next(brought, None)
         while coming is not None:
-            turn, near = coming
-            part = next(parts, None)
-            coming = None if part is None else staging.bring(part)
-            staging.wait(turn)
+            (turn, near), coming = coming, next(brought, None)
+            turn.wait(worker)
             yield near
-            staging.release(turn)
+            turn.release(worker)
+    finally:
+        ring.stream.synchronize()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """As tensor.cpu(), of a flat tensor of bytes; from a GPU through pinned memory, which is faster."""
     if not tensor.is_cuda:
         return tensor
-    pinned = _empty_pinned(tensor.numel()).copy_(tensor, non_blocking=True)
+    pinned = empty_pinned(tensor.numel()).copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return pinned
 

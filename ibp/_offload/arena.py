@@ -11,7 +11,7 @@ def overlap(one: Region, other: Region) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-class Arena:
+class WeightArena:
     """Memory given out in turn: the next place follows the last one, and wraps around.
 
     In a constant order of equal passes what is overwritten is thus what was used longest ago.

@@ -22,14 +22,14 @@ class Group:
 
     Attributes:
         name: of the module that they were found in.
-        lane: number of the device that uses them.
+        device_number: of the device that uses them.
         weights: at least one.
         offsets: where each begins, in bytes from the group's start.
         num_bytes: of all, as the model uses them.
         stored_bytes: of the coded rows: what a fetch moves. 0 until the tables are made.
         on_device: whether their tables lie in device memory instead of host memory.
 
-    What follows changes while the model runs, under the lock of `Offloaded`; `lane.py` says how.
+    What follows changes while the model runs, under the lock of `Offloaded`; `fetcher.py` says how.
 
     Attributes:
         uses: calls that use the weights right now.
@@ -41,8 +41,8 @@ class Group:
         done: events after which nothing reads them any more, by stream (CUDA).
     """
 
-    def __init__(self, name: str, lane: int, weights: Sequence[Weight]) -> None:
-        self.name, self.lane, self.weights = name, lane, list(weights)
+    def __init__(self, name: str, device_number: int, weights: Sequence[Weight]) -> None:
+        self.name, self.device_number, self.weights = name, device_number, list(weights)
         self.offsets: list[int] = []
         end = 0
         for weight in self.weights:
@@ -75,7 +75,7 @@ class Use:
 
     name: str
     module: nn.Module
-    lane: int
+    device_number: int
     groups: list[Group] = field(default_factory=list)
 
 
@@ -97,9 +97,9 @@ class Division:
         groups: in the order of the modules.
         uses, lookups: the modules that need them.
         others: (module, attribute, tensor) of all other parameters and buffers, each tensor once.
-        lanes: number of the device of every module.
+        device_numbers: of the device of every module.
         blocks: the repeated modules that devices take turns with.
-        nested_bytes: by lane, of groups that are in use while modules below theirs use others.
+        nested_bytes: by number of the device, of groups that are in use while modules below theirs use others.
     """
 
     weights: list[Weight] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Division:
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     others: list[torch.Tensor] = field(default_factory=list)
-    lanes: dict[nn.Module, int] = field(default_factory=dict)
+    device_numbers: dict[nn.Module, int] = field(default_factory=dict)
     blocks: list[nn.Module] = field(default_factory=list)
     nested_bytes: dict[int, int] = field(default_factory=dict)
 
@@ -117,36 +117,36 @@ def divide(
     *,
     min_bytes: int,
     group_bytes: int,
-    num_lanes: int,
+    num_devices: int,
     buffers: bool,
 ) -> Division:
-    """Divides a model. Blocks, the children of its outermost `ModuleList` or `Sequential`, go to the lanes in turn.
+    """Divides a model. Blocks, the children of its outermost `ModuleList` or `Sequential`, go to the devices in turn.
 
     A module with at most group_bytes of weights is used as one; of a larger one its own weights are a group and its
     children are looked at in turn. A weight that several modules use is in one group, that
     of the first, and all of them use that group.
     """
     division = Division()
-    _find_blocks(model, division, num_lanes)
+    _find_blocks(model, division, num_devices)
     found = _find_tensors(model, division, min_bytes, buffers)
     _Divider(division, found, group_bytes).visit(model, "", {})
     return division
 
 
-def _find_blocks(model: nn.Module, division: Division, num_lanes: int) -> None:
-    def visit(module: nn.Module, lane: int, in_block: bool) -> None:
-        if module in division.lanes:
+def _find_blocks(model: nn.Module, division: Division, num_devices: int) -> None:
+    def visit(module: nn.Module, device_number: int, in_block: bool) -> None:
+        if module in division.device_numbers:
             return
-        division.lanes[module] = lane
+        division.device_numbers[module] = device_number
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1 and not in_block
         for child in module.children():
-            if is_list and child in children and child not in division.lanes:
+            if is_list and child in children and child not in division.device_numbers:
                 number = len(division.blocks)
                 division.blocks.append(child)
-                visit(child, number % num_lanes, True)
+                visit(child, number % num_devices, True)
             else:
-                visit(child, lane, in_block)
+                visit(child, device_number, in_block)
 
     visit(model, 0, False)
 
@@ -210,7 +210,7 @@ class _Divider:
         self._visited: set[nn.Module] = set()
 
     def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
-        """outer: bytes of the groups, by lane, that modules around this one use."""
+        """outer: bytes of the groups, by number of the device, that modules around this one use."""
         if module in self._visited:
             return
         self._visited.add(module)
@@ -218,7 +218,7 @@ class _Divider:
         if not below:
             return
         nested = self._division.nested_bytes
-        nested.update({lane: max(nested.get(lane, 0), num_bytes) for lane, num_bytes in outer.items()})
+        nested.update({number: max(nested.get(number, 0), num_bytes) for number, num_bytes in outer.items()})
         if self._looks_rows_up(module):
             self._division.lookups += [Lookup(module, attribute, weight) for attribute, weight in self._found[module]]
         elif isinstance(module, _WHOLE) or (name and self._fits(module, below)):
@@ -227,7 +227,7 @@ class _Divider:
         else:
             held = dict(outer)
             for group in self._use(module, name, self._own(module)):
-                held[group.lane] = held.get(group.lane, 0) + group.num_bytes
+                held[group.device_number] = held.get(group.device_number, 0) + group.num_bytes
             for child_name, child in module.named_children():
                 self.visit(child, f"{name}.{child_name}" if name else child_name, held)
 
@@ -256,12 +256,12 @@ class _Divider:
         these."""
         if not weights:
             return []
-        lane = self._division.lanes[module]
+        device_number = self._division.device_numbers[module]
         new = [weight for weight in weights if weight.group is None]
         if new:
-            self._division.groups.append(Group(name or type(module).__name__, lane, new))
+            self._division.groups.append(Group(name or type(module).__name__, device_number, new))
         groups = list(dict.fromkeys(weight.group for weight in weights if weight.group is not None))
-        self._division.uses.append(Use(name, module, lane, groups))
+        self._division.uses.append(Use(name, module, device_number, groups))
         return groups
 
 

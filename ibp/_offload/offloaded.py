@@ -22,8 +22,8 @@ from .._rows.table import CorruptTableError
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
+from .fetcher import CudaWeightFetcher, WeightFetcher
 from .groups import Division, Group, Lookup, Use, divide, spread
-from .lane import CudaLane, Lane
 from .resting import Resting
 from .schedule import Schedule
 from .weights import Checkpoint, Weight, put, read_checkpoint
@@ -130,7 +130,7 @@ def offload(
         model,
         min_bytes=min_bytes,
         group_bytes=whole_number("group_bytes", group_bytes, 1),
-        num_lanes=len(devices),
+        num_devices=len(devices),
         buffers=buffers,
     )
     if not division.weights:
@@ -370,7 +370,7 @@ class Offloaded:
         self._model, self._division, self._devices = model, division, devices
         self._max_sms, self._lookahead = max_sms, lookahead
         self._lock, self._thread = threading.RLock(), threading.local()
-        self._lanes: list[Lane] = []
+        self._fetchers: list[WeightFetcher] = []
         self._groups: list[Group] = []  # what is brought to the device for every use
         self._schedule: Schedule[Group] = Schedule([])
         self._undo: list[Callable[[], object]] = []
@@ -412,7 +412,7 @@ class Offloaded:
             on_host = [table for table in tables if table.device.type == "cpu"]
             on_gpu = [table for table in tables if table.device.type != "cpu"]
             uses_gpu = any(device.type == "cuda" for device in self._devices)
-            device_bytes = sum(lane.device_bytes for lane in self._lanes)
+            device_bytes = sum(fetcher.device_bytes for fetcher in self._fetchers)
             device_bytes += sum(weight.num_bytes for weight, _ in self._kept) + sum(table.nbytes for table in on_gpu)
             device_bytes += sum(table.index_bytes for table in on_host) if uses_gpu else 0
             return OffloadStats(
@@ -421,7 +421,7 @@ class Offloaded:
                 self._fetched_bytes,
                 self._link_bytes,
                 self._last_use - self._first_use if self._first_use is not None else 0.0,
-                sum(lane.waited_s for lane in self._lanes),
+                sum(fetcher.waited_s for fetcher in self._fetchers),
                 sum(weight.num_bytes for weight in self._division.weights),
                 sum(table.nbytes for table in on_host),
                 device_bytes,
@@ -432,8 +432,8 @@ class Offloaded:
         self._uses = self._misses = self._fetched_bytes = self._link_bytes = 0
         self._first_use: float | None = None
         self._last_use = 0.0
-        for lane in self._lanes:
-            lane.waited_s = 0.0
+        for fetcher in self._fetchers:
+            fetcher.waited_s = 0.0
 
     def remove(self) -> None:
         """Gives the model its weights back as plain tensors, on the devices that they were on, and removes all hooks.
@@ -452,10 +452,10 @@ class Offloaded:
                 self._abandon()
             if any(group.uses for group in self._groups):
                 raise RuntimeError("the model is in use: remove() between its calls")
-            for lane in self._lanes:
-                lane.synchronize()
+            for fetcher in self._fetchers:
+                fetcher.synchronize()
             for group in self._groups:
-                self._lanes[group.lane].drop(group)
+                self._fetchers[group.device_number].drop(group)
             for weight in self._division.weights:
                 if weight.table is not None:
                     weight.bind(weight.value(weight.home))
@@ -471,9 +471,9 @@ class Offloaded:
                     tensor.requires_grad_(requires_grad)
             while self._undo:
                 self._undo.pop()()
-            for lane in self._lanes:
-                lane.close()
-            self._lanes, self._groups, self._is_removed = [], [], True
+            for fetcher in self._fetchers:
+                fetcher.close()
+            self._fetchers, self._groups, self._is_removed = [], [], True
 
     # ---- set-up ----
 
@@ -484,20 +484,21 @@ class Offloaded:
         resident = self._residents(resident_bytes, in_codes)
         kept = set() if in_codes else {weight for group in resident for weight in group.weights}
         groups = [group for group in division.groups if in_codes or group not in resident]
-        lanes: list[Lane] = []
+        fetchers: list[WeightFetcher] = []
         for number, device in enumerate(devices):
-            mine = [group.num_bytes for group in groups if group.lane == number]
-            make = CudaLane if device.type == "cuda" else Lane
+            mine = [group.num_bytes for group in groups if group.device_number == number]
+            make = CudaWeightFetcher if device.type == "cuda" else WeightFetcher
             arena_bytes = division.nested_bytes.get(number, 0) + _most_at_once(mine, self._lookahead + 1)
-            lanes.append(make(device, arena_bytes, self._max_sms))
-        self._lanes, self._groups, self._schedule = lanes, groups, Schedule(groups)
+            fetchers.append(make(device, arena_bytes, self._max_sms))
+        self._fetchers, self._groups, self._schedule = fetchers, groups, Schedule(groups)
         compressor = WeightCompressor({"scheme": scheme})
         on_device = {weight for group in resident for weight in group.weights} if in_codes else set()
         looked_up = {lookup.weight for lookup in division.lookups}
         ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in devices}
 
         def store(weight: Weight, x: torch.Tensor | CompressedTensor) -> None:
-            device = devices[division.lanes[weight.holders[0][0]] if weight.group is None else weight.group.lane]
+            group, first_holder = weight.group, weight.holders[0][0]
+            device = devices[division.device_numbers[first_holder] if group is None else group.device_number]
             if isinstance(x, CompressedTensor) and (
                 weight in kept or not weight.fits(x, scheme, by_rows=weight in looked_up)
             ):
@@ -529,14 +530,14 @@ class Offloaded:
                 store(weight, x)
                 bar.update(weight.num_bytes)
         for group in self._groups:
-            group.on_device = devices[group.lane].type == "cuda" and group.weights[0] in on_device
+            group.on_device = devices[group.device_number].type == "cuda" and group.weights[0] in on_device
             tables = [weight.table for weight in group.weights if weight.table is not None]
             group.stored_bytes = sum(table.resident_bytes for table in tables)
-        for tensor, number in self._others_with_lanes():
+        for tensor, number in self._others_with_devices():
             tensor.data = tensor.data.to(devices[number])
         self._install()
-        for number, lane in enumerate(self._lanes):
-            lane.start([group for group in self._groups if group.lane == number])
+        for number, fetcher in enumerate(self._fetchers):
+            fetcher.start([group for group in self._groups if group.device_number == number])
         self._fetch_ahead()
 
     def _residents(self, resident_bytes: int | None, in_codes: bool) -> list[Group]:
@@ -545,8 +546,8 @@ class Offloaded:
         if resident_bytes is None:
             return list(self._division.groups) if in_codes else []
         chosen: list[Group] = []
-        for lane in range(len(self._devices)):
-            groups = [group for group in self._division.groups if group.lane == lane]
+        for number in range(len(self._devices)):
+            groups = [group for group in self._division.groups if group.device_number == number]
             chosen += spread(groups, resident_bytes, lambda group: group.num_bytes)
         return chosen
 
@@ -599,13 +600,13 @@ class Offloaded:
                 state[f"{prefix}.{attribute}" if prefix else attribute] = tensor
         return state
 
-    def _others_with_lanes(self) -> Iterable[tuple[torch.Tensor, int]]:
+    def _others_with_devices(self) -> Iterable[tuple[torch.Tensor, int]]:
         known = {id(tensor) for tensor in self._division.others}
-        for module, lane in self._division.lanes.items():
+        for module, number in self._division.device_numbers.items():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None and id(tensor) in known:
                     known.discard(id(tensor))
-                    yield tensor, lane
+                    yield tensor, number
 
     def _install(self) -> None:
         streamed = set(self._groups)
@@ -642,12 +643,12 @@ class Offloaded:
         self._hook(use.module.register_forward_hook(hook.after, always_call=True))
 
     def _install_moves(self) -> None:
-        lanes, blocks = self._division.lanes, self._division.blocks
+        numbers, blocks = self._division.device_numbers, self._division.blocks
         within = {part for block in blocks for part in block.modules()}
-        outside = [module for module in lanes if module not in within]
+        outside = [module for module in numbers if module not in within]
         others = [module for module in outside if any(True for _ in module.parameters(recurse=False))]
         for module in [*blocks, *others]:
-            move = _MoveHook(self._devices[lanes[module]])
+            move = _MoveHook(self._devices[numbers[module]])
             self._hook(module.register_forward_pre_hook(move.before, prepend=True, with_kwargs=True))
 
     def _hook(self, handle: Any) -> None:
@@ -668,19 +669,19 @@ class Offloaded:
                     group.uses -= 1
                 raise
             for group in begun:
-                for weight, value in zip(group.weights, self._lanes[group.lane].values(group)):
+                for weight, value in zip(group.weights, self._fetchers[group.device_number].values(group)):
                     weight.bind(value)
             self._calls().append(_Call(use, begun, self._saving()))
             self._fetch_ahead()
 
     def _begin(self, group: Group) -> None:
-        lane = self._lanes[group.lane]
-        lane.check_use(group)
+        fetcher = self._fetchers[group.device_number]
+        fetcher.check_use(group)
         if not group.is_loaded:
             self._misses += 1
-            lane.fetch_now(group)
+            fetcher.fetch_now(group)
             self._count(group)
-        lane.begin_use(group)
+        fetcher.begin_use(group)
         group.is_ahead = False
         group.uses += 1
         self._schedule.saw(group)
@@ -702,7 +703,7 @@ class Offloaded:
             call.saving.__exit__()
         for group in call.groups:
             group.uses -= 1
-            self._lanes[group.lane].end_use(group)
+            self._fetchers[group.device_number].end_use(group)
             if group.uses == 0:
                 for weight in group.weights:
                     weight.rest()
@@ -745,7 +746,7 @@ class Offloaded:
     def _add_use(self, module: nn.Module, group: Group) -> None:
         use = self._uses_of.get(module)
         if use is None:
-            use = Use("", module, self._division.lanes[module])
+            use = Use("", module, self._division.device_numbers[module])
             self._install_use(use)
         if group not in use.groups:
             use.groups = [*use.groups, group]
@@ -753,30 +754,30 @@ class Offloaded:
     def _fetch_ahead(self) -> None:
         """Fetches what is expected next, as far as there is room: for every device the next few groups that it is to
         use."""
-        left, expected = [self._lookahead] * len(self._lanes), []
+        left, expected = [self._lookahead] * len(self._fetchers), []
         for group in itertools.islice(self._schedule.coming(), len(self._groups)):
             if not any(left):
                 break
-            if left[group.lane] and not group.uses and group not in expected:
-                left[group.lane] -= 1
+            if left[group.device_number] and not group.uses and group not in expected:
+                left[group.device_number] -= 1
                 expected.append(group)
-        for lane in self._lanes:
-            lane.expect(expected)
+        for fetcher in self._fetchers:
+            fetcher.expect(expected)
         full: set[int] = set()
         self._is_short = False
         for group in expected:
             if group.is_loaded:
                 group.is_ahead = True
-            elif group.lane not in full:
+            elif group.device_number not in full:
                 if self._fetched_ahead(group):
                     self._count(group)
                 else:
                     self._is_short = True
-                    full.add(group.lane)  # what comes later must not take the room that this one waits for
+                    full.add(group.device_number)  # what comes later must not take the room that this one waits for
 
     def _fetched_ahead(self, group: Group) -> bool:
         try:
-            return self._lanes[group.lane].fetch_ahead(group)
+            return self._fetchers[group.device_number].fetch_ahead(group)
         except CorruptTableError:  # which the use that needs the group raises
             return False
 
@@ -798,8 +799,8 @@ class Offloaded:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
         with self._lock:
-            for lane in self._lanes:
-                found = lane.find(tensor) if lane.device == tensor.device else None
+            for fetcher in self._fetchers:
+                found = fetcher.find(tensor) if fetcher.device == tensor.device else None
                 if found is not None:
                     weight, start = found
                     return _SavedWeight(

@@ -7,7 +7,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +14,8 @@ import torch
 
 from .. import _core
 from .._layout.geometry import as_tensor
+from .._machine import staging
+from .._machine.ring import Turn
 from .._schemes import AnyCodebook
 from ._source import SourceTensor
 
@@ -131,28 +132,13 @@ class CpuCoder:
 # ---- on a GPU ----
 
 
-@dataclass
 class _Slot:
-    """Memory that a block goes through: pinned and on the device, before and after coding."""
+    """Memory that a block goes through: before and after coding, each on the device and in pinned memory."""
 
-    pinned: torch.Tensor
-    near: torch.Tensor
-    coded: torch.Tensor
-    fetched: torch.Tensor
-    facts: torch.Tensor  # pinned int64: bytes as coded, sum of words, and the fault of the coder
-    event: torch.cuda.Event
-    lengths: torch.Tensor | None = None  # pinned
-
-    @classmethod
-    def of(cls, num_bytes: int, device: torch.device) -> _Slot:
-        def pinned() -> torch.Tensor:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-        def near() -> torch.Tensor:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-        facts = torch.empty(6, dtype=torch.int64, pin_memory=True)
-        return cls(pinned(), near(), near(), pinned(), facts, torch.cuda.Event())
+    def __init__(self, raw: Turn, coded: Turn) -> None:
+        self.raw, self.coded = raw, coded
+        self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True)  # bytes as coded, sum of words, fault of coder
+        self.lengths = torch.empty(0, dtype=torch.uint16)  # pinned
 
 
 class _Passing(NamedTuple):
@@ -208,18 +194,21 @@ class CudaCoder:
         slot = self._slot(block.end - block.start)
 
         def read() -> np.ndarray:
-            to = slot.pinned[: block.end - block.start].numpy()
+            to = slot.raw.host[: block.end - block.start].numpy()
             np.copyto(to, block.tensor.read(block.start, block.end))
             return to
 
         return _Passing(block, slot, pool.submit(read))
 
     def _slot(self, num_bytes: int) -> _Slot:
-        with contextlib.suppress(IndexError):
-            slot = self._free.popleft()
-            if slot.pinned.numel() >= num_bytes:
-                return slot
-        return _Slot.of(max(self.block_bytes, num_bytes), self._device)
+        slot = self._free.popleft() if self._free else self._new_slot()
+        slot.raw.reserve(num_bytes)
+        slot.coded.reserve(num_bytes)
+        return slot
+
+    def _new_slot(self) -> _Slot:
+        ways = (self._up, self._coder), (self._coder, self._down)
+        return _Slot(*(Turn(self._device, streams, self.block_bytes, staging.empty_pinned) for streams in ways))
 
     def _launch(self, passing: _Passing) -> _Passing:
         """Brings a block that has been read to the device, and queues its coding and the copy of its lengths."""
@@ -228,16 +217,17 @@ class CudaCoder:
         if slot is None:
             return passing
         assert block.codebook is not None
-        near = slot.near[:num_bytes]
-        with torch.cuda.stream(self._up):
-            near.copy_(slot.pinned[:num_bytes], non_blocking=True)
-        self._coder.wait_stream(self._up)
+        near = slot.raw.memory[:num_bytes]
+        slot.raw.bring(self._up, [(near, slot.raw.host[:num_bytes])])
+        slot.raw.wait(self._coder)
+        slot.coded.claim(self._coder)
         with torch.cuda.stream(self._coder):
-            lengths, facts = self._code(near, block.codebook, slot.coded[:num_bytes], block.start)
+            lengths, facts = self._code(near, block.codebook, slot.coded.memory[:num_bytes], block.start)
             slot.lengths = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=True)
             slot.lengths.copy_(lengths, non_blocking=True)
             slot.facts.copy_(facts, non_blocking=True)
-        slot.event.record(self._coder)
+        slot.raw.release(self._coder)
+        slot.coded.hand_over(self._coder)
         return passing
 
     def _code(
@@ -259,21 +249,19 @@ class CudaCoder:
         """Starts the copy of a coded block to the host."""
         slot = passing.slot
         if slot is not None:
-            slot.event.synchronize()
+            slot.coded.filled.synchronize()
             stored, _, status, row, *_ = slot.facts.tolist()
             if status:
                 name = passing.block.tensor.name
                 raise RuntimeError(f"{name!r} changed while it was compressed: row {row} of a block")
-            with torch.cuda.stream(self._down):
-                slot.fetched[:stored].copy_(slot.coded[:stored], non_blocking=True)
-            slot.event.record(self._down)
+            slot.coded.send(self._down, [(slot.coded.host[:stored], slot.coded.memory[:stored])])
         return passing
 
     def _finish(self, passing: _Passing) -> CodedBlock:
         slot = passing.slot
         if slot is None:
             return _kept(passing.read.result())
-        slot.event.synchronize()
+        slot.coded.free.synchronize()
         stored, words = slot.facts[:2].tolist()
-        assert slot.lengths is not None
-        return CodedBlock(slot.fetched[:stored].numpy(), slot.lengths.numpy(), words, lambda: self._free.append(slot))
+        data = slot.coded.host[:stored].numpy()
+        return CodedBlock(data, slot.lengths.numpy(), words, lambda: self._free.append(slot))

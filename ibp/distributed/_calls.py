@@ -221,7 +221,7 @@ class _Splits:
         received: Sequence[torch.Tensor],
     ) -> None:
         self.state, self.plan, self.group, self.sent, self.received = state, plan, group, sent, received
-        self.on_gpu = state.staging(sent[0].device).on_gpu
+        self.on_gpu = state.slots(sent[0].device).on_gpu
         own, parts = (state.rank, state.size + state.rank), (*sent, *received)
         self.parts = [data[:0] if k in own else data for k, data in enumerate(parts)]
         self.is_coded = [data.numel() >= max(1, plan.least) for data in self.parts]
@@ -381,7 +381,7 @@ def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | N
 def run(job: Job, state: State, is_async: bool) -> CodedWork:
     """Starts a job. is_async: of `CodedWork`."""
     with torch.no_grad():
-        return CodedWork(job, state.staging(job.tensors[0].device), is_async)
+        return CodedWork(job, state.slots(job.tensors[0].device), is_async)
 
 
 def finished(work: CodedWork, is_async: bool) -> dist.Work | None:

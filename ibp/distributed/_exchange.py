@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .._common.group import all_taking_part
 from ._messages import Memory, Messages, Part, Status
-from ._staging import Slot, Staging, on
+from ._slots import MessageSlots, Slot, on
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -77,45 +77,45 @@ class CodedWork(Work):
     for torch's own. On the CPU the result is there after `wait()`.
     """
 
-    def __init__(self, job: Job, staging: Staging, is_async: bool) -> None:
+    def __init__(self, job: Job, slots: MessageSlots, is_async: bool) -> None:
         """Starts the call. is_async: it is waited for later: the current stream has other work meanwhile, and on the
         CPU all that has to be waited for is left to `wait()`."""
         super().__init__()
         self._job: Job | None = None
-        self._staging, self._pending = staging, deque[tuple[ExchangePiece, Slot, dist.Work | None]]()
+        self._slots, self._pending = slots, deque[tuple[ExchangePiece, Slot, dist.Work | None]]()
         self._error: Exception | None = None
-        self._stream = staging.side if is_async else None
+        self._stream = slots.side if is_async else None
         self._is_known, self._status = job.status is not None, job.status or job.pieces[0].messages.status()
         self._done = None if self._stream is None else torch.cuda.Event()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(staging.device))
+            self._stream.wait_stream(torch.cuda.current_stream(slots.device))
         self._job = job
         with on(self._stream):
-            self._queue(job, staging.on_gpu or not is_async)
+            self._queue(job, slots.on_gpu or not is_async)
 
     def _queue(self, job: Job, waits: bool) -> None:
         """All that the call does, or on the CPU what it need not wait for."""
-        self._staging.begin()
+        self._slots.begin()
         for piece in job.pieces:
             self._start(job, piece)
             if len(self._pending) > _LAG and waits:
                 self._finish_piece(job)
         if job.meanwhile is not None:
             job.meanwhile()
-        if self._staging.on_gpu:
+        if self._slots.on_gpu:
             self._finish_pieces(job)
-        self._staging.end()
+        self._slots.end()
 
     def _start(self, job: Job, piece: ExchangePiece) -> None:
         """Codes a piece and sends it off."""
         messages = piece.messages
-        slot = self._staging.take(messages.num_bytes)
+        slot = self._slots.take(messages.num_bytes)
         # The link begins with the piece before this one meanwhile, and needs some multiprocessors for that.
-        max_sms = 0 if piece is job.pieces[0] else self._staging.coding_sms
+        max_sms = 0 if piece is job.pieces[0] else self._slots.coding_sms
         for part in piece.sent:
             messages.code(slot, part, self._status, max_sms)
         slot.clean = None
-        tells = self._staging.on_gpu and not self._is_known and piece is job.pieces[-1]
+        tells = self._slots.on_gpu and not self._is_known and piece is job.pieces[-1]
         with all_taking_part():
             told = job.tell(self._status) if tells else None
             self._pending.append((piece, slot, job.move(messages, messages.of(slot))))
@@ -127,19 +127,19 @@ class CodedWork(Work):
     def _finish_piece(self, job: Job, until: float | None = None) -> None:
         """Decodes the oldest piece once it has arrived. until: by the clock, at most."""
         piece, slot, work = self._pending.popleft()
-        max_sms = 0 if piece is job.pieces[-1] else self._staging.decoding_sms
+        max_sms = 0 if piece is job.pieces[-1] else self._slots.decoding_sms
         if work is not None:
             with all_taking_part():
                 work.wait() if until is None else work.wait(_left(until))
-        if piece is job.pieces[0] and not self._staging.on_gpu:
+        if piece is job.pieces[0] and not self._slots.on_gpu:
             piece.messages.note_heads(slot, self._status)
         for part in piece.received:
             piece.messages.decode(slot, part, self._status, max_sms)
         if piece is job.pieces[-1] and self._done is not None:
             self._done.record()
-        if self._staging.on_gpu and piece.sent:
+        if self._slots.on_gpu and piece.sent:
             piece.messages.clean(slot, piece.sent[0].message)
-        self._staging.leave(slot)
+        self._slots.leave(slot)
 
     def _finish_pieces(self, job: Job, until: float | None = None) -> None:
         while self._pending:
@@ -176,7 +176,7 @@ class CodedWork(Work):
         self._finish_pieces(job, until)
         status, messages = self._status, job.pieces[0].messages
         if self._done is not None:
-            torch.cuda.current_stream(self._staging.device).wait_event(self._done)
+            torch.cuda.current_stream(self._slots.device).wait_event(self._done)
         if self._is_known:
             return
         if status.seen is not None:

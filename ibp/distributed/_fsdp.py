@@ -22,7 +22,7 @@ from ._codec import Codec, as_bytes
 from ._links import raw_all_gather
 from ._messages import Part, Status, has_lost, spans_of, status_entries
 from ._planning import RAW, Kind, Plan, State, state_of
-from ._staging import Staging, on
+from ._slots import MessageSlots, on
 
 
 def compress_all_gather(
@@ -144,7 +144,7 @@ class Shards:
         self.plan = plan
         return True
 
-    def code(self, staging: Staging, status: Status) -> None:
+    def code(self, slots: MessageSlots, status: Status) -> None:
         """Codes what the next all-gather sends, for the status."""
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.status, inputs = status, _inputs_of(self.torchs())
@@ -153,9 +153,9 @@ class Shards:
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         for span in spans_of(x.numel(), self.plan.num_pieces):
             messages = messages_of(self.plan, [span.payload] * self.state.size, x.device)
-            slot = staging.take(messages.num_bytes)
+            slot = slots.take(messages.num_bytes)
             messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
-            staging.leave(slot)
+            slots.leave(slot)
 
     def decide(self, is_lost: bool) -> None:
         """How all-gathers travel until the next forward pass. is_lost: rows had no room, on some rank."""
@@ -232,18 +232,18 @@ class Rooms:
 
     def _see_in(self, state: State, numbers: Sequence[int]) -> None:
         device = self.shards[numbers[0]].torchs().device
-        staging, (table, statuses) = state.staging(device), self._statuses_of(state, device)
+        slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
         self._wait_for_optimizer(device)
-        staging.begin()
+        slots.begin()
         table.zero_()
         for k in numbers:
-            self.shards[k].code(staging, statuses[k])
+            self.shards[k].code(slots, statuses[k])
         flags = has_lost(table).to(torch.int64)
         with all_taking_part():
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
         is_lost = flags.tolist()
         table.zero_()
-        staging.end()
+        slots.end()
         for k in numbers:
             self.shards[k].decide(bool(is_lost[k]))
 
@@ -255,9 +255,9 @@ class Rooms:
         """
         names = []
         for state, (table, _) in self._statuses.items():
-            staging = state.staging(table.device)
-            with on(staging.side):  # the current stream has other work to do, which the host does not wait for
-                staging.begin()
+            slots = state.slots(table.device)
+            with on(slots.side):  # the current stream has other work to do, which the host does not wait for
+                slots.begin()
                 flags = has_lost(table).tolist()
             names += [shard.name for shard, is_lost in zip(self.shards, flags) if is_lost]
         if names:

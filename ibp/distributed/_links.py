@@ -16,7 +16,7 @@ from .._machine import calibration
 from .._schemes import choice
 from ._codec import Codec
 from ._messages import Messages, Part, shares_of
-from ._staging import Slot
+from ._slots import Slot
 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
 _REPEATS, _IN_A_ROW = 3, 4

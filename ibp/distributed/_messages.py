@@ -11,7 +11,7 @@ import torch
 
 from .._tables.place import Place
 from ._codec import ROW_BYTES, Codec, rows_of
-from ._staging import Slot
+from ._slots import Slot
 
 _ALIGNMENT = 64  # bytes
 _EDGE = 8  # times smaller than others are the first and the last of many pieces

@@ -19,7 +19,7 @@ from ._codec import LEVELS as CODED_LEVELS
 from ._codec import Codec, learned, sample_of
 from ._links import Link, Load
 from ._messages import Messages
-from ._staging import Staging
+from ._slots import MessageSlots
 
 LEVELS = ("auto", *CODED_LEVELS)
 LEAST_BYTES = 1 << 20  # that a rank codes: less is never worth it
@@ -142,13 +142,13 @@ class State:
         self.plans: dict[Kind, Plan] = {}
         self.pairs: dict[tuple[bool, int, int], Pair] = {}
         self._learned: dict[tuple, _Learned] = {}
-        self._staging: dict[torch.device, Staging] = {}
+        self._slots: dict[torch.device, MessageSlots] = {}
         self._tried: dict[tuple, int] = {}
 
-    def staging(self, device: torch.device) -> Staging:
-        if device not in self._staging:
-            self._staging[device] = Staging(device)
-        return self._staging[device]
+    def slots(self, device: torch.device) -> MessageSlots:
+        if device not in self._slots:
+            self._slots[device] = MessageSlots(device)
+        return self._slots[device]
 
     def measure(self, members: _group.RankGroup, refresh: bool = False) -> Link:
         """How fast the group is, measured once. A collective call."""

@@ -24,8 +24,8 @@ from .._common.arguments import whole_number
 from .._fetch.calls import sms_of
 from .._schemes import AnyCodebook, check_scheme
 from ..kv._coding import Form, Options
+from ..kv._decoder import Fetch, TokenDecoder, decoder_for
 from ..kv._history import History, Pending
-from ..kv._lane import Fetch, Lane, lane_of
 
 __all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
 
@@ -64,20 +64,20 @@ class CompressedCacheStats:
         return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
 
-class _Lanes:
-    """The lanes of a cache, one a device, made when they are first asked for."""
+class _Decoders:
+    """The decoders of a cache, one a device, made when they are first asked for."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._lanes: dict[torch.device, Lane] = {}
+        self._decoders: dict[torch.device, TokenDecoder] = {}
 
-    def of(self, device: torch.device) -> Lane:
-        if device not in self._lanes:
-            self._lanes[device] = lane_of(device, self.options)
-        return self._lanes[device]
+    def of(self, device: torch.device) -> TokenDecoder:
+        if device not in self._decoders:
+            self._decoders[device] = decoder_for(device, self.options)
+        return self._decoders[device]
 
-    def all(self) -> list[Lane]:
-        return list(self._lanes.values())
+    def all(self) -> list[TokenDecoder]:
+        return list(self._decoders.values())
 
 
 class CompressedLayer(DynamicLayer):
@@ -87,9 +87,9 @@ class CompressedLayer(DynamicLayer):
     DynamicLayer. `keys` and `values` do likewise, by decoding them when they are read.
     """
 
-    def __init__(self, lanes: _Lanes) -> None:
-        self._lanes, self._options = lanes, lanes.options
-        self._lane: Lane | None = None
+    def __init__(self, decoders: _Decoders) -> None:
+        self._decoders, self._options = decoders, decoders.options
+        self._decoder: TokenDecoder | None = None
         self._history: History | None = None
         self._tails: tuple[torch.Tensor, torch.Tensor] | None = None  # raw keys and values, behind the coded ones
         self._pending: Pending | None = None
@@ -127,7 +127,7 @@ class CompressedLayer(DynamicLayer):
         history = self._coded()
         if history is None:
             return self._tails[number]
-        return self._joined(self._lane_of().fetch(history, self.get_seq_length()))[number]
+        return self._joined(self._decoder_of().fetch(history, self.get_seq_length()))[number]
 
     @property
     def history(self) -> History | None:
@@ -156,19 +156,19 @@ class CompressedLayer(DynamicLayer):
         """The coded tokens, if there are any."""
         return self._history if self._history is not None and self._history.num_blocks else None
 
-    def _lane_of(self) -> Lane:
-        assert self._lane is not None
-        return self._lane
+    def _decoder_of(self) -> TokenDecoder:
+        assert self._decoder is not None
+        return self._decoder
 
     # ---- new tokens ----
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Takes dtype, device and sizes from the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._lane = self._lanes.of(key_states.device)
+        self._decoder = self._decoders.of(key_states.device)
         books = self._options.codebooks or (None, None)
         keys, values = (Form.of(x, self._options.block, book) for x, book in zip((key_states, value_states), books))
-        self._history = History(keys, values, self._options, self._lane.new_arena(), key_states.device)
+        self._history = History(keys, values, self._options, self._decoder.new_arena(), key_states.device)
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         self._tails = nothing, nothing.to(value_states.dtype)
         self.is_initialized = True
@@ -202,7 +202,7 @@ class CompressedLayer(DynamicLayer):
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
         del fetch  # first: the current stream waits for it
-        return self._lane_of().fetch(history, num_tokens)
+        return self._decoder_of().fetch(history, num_tokens)
 
     def _joined(self, fetch: Fetch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens: the coded ones decoded, the raw ones behind them."""
@@ -236,7 +236,7 @@ class CompressedLayer(DynamicLayer):
         assert self._tails is not None and self._history is not None
         self._fetch = None
         with torch.inference_mode(False), torch.no_grad():
-            self._lane_of().store(self._history, pending)
+            self._decoder_of().store(self._history, pending)
             num_tokens = pending.num_blocks * self._options.block
             self._pending = None
             keys, values = (tail[..., num_tokens:, :].clone() for tail in self._tails)
@@ -251,7 +251,7 @@ class CompressedLayer(DynamicLayer):
         self.store(wait=self.is_coding_much())
         history = self._coded()
         if history is not None:
-            self._fetch = self._lane_of().fetch(history, self.get_seq_length() + new_tokens)
+            self._fetch = self._decoder_of().fetch(history, self.get_seq_length() + new_tokens)
 
     def prefetch(self) -> None:
         """Begins to bring what the next call needs, if it has one new token."""
@@ -294,7 +294,7 @@ class CompressedLayer(DynamicLayer):
         history, self._pending = self._coded(), None
         assert history is not None
         num_blocks, num_raw = divmod(num_left, self._options.block)
-        fetch = self._lane_of().fetch(history, self._options.block, range(num_blocks, num_blocks + 1))
+        fetch = self._decoder_of().fetch(history, self._options.block, range(num_blocks, num_blocks + 1))
         keys, values = (whole[..., :num_raw, :].clone() for whole in fetch.wait())
         with torch.inference_mode(False):
             history.truncate(num_blocks)
@@ -334,19 +334,19 @@ class CompressedLayer(DynamicLayer):
         if self._history is None or not self._history.is_sparse:
             return
         if self._coded() is not None:
-            self._tails = self._joined(self._lane_of().fetch(self._history, self.get_seq_length()))
+            self._tails = self._joined(self._decoder_of().fetch(self._history, self.get_seq_length()))
         self._pending = None
         with torch.inference_mode(False):
             self._history.truncate(0)
 
-    def clone(self, lanes: _Lanes) -> CompressedLayer:
-        """A copy of all tokens, for a cache with lanes of its own. Waits for what is being coded."""
+    def clone(self, decoders: _Decoders) -> CompressedLayer:
+        """A copy of all tokens, for a cache with decoders of its own. Waits for what is being coded."""
         self.store(wait=True)
-        copied = CompressedLayer(lanes)
+        copied = CompressedLayer(decoders)
         if self._history is None or self._tails is None:
             return copied
         copied.dtype, copied.device, copied._last_query = self.dtype, self.device, self._last_query
-        copied._lane, copied.is_initialized = lanes.of(self.device), True
+        copied._decoder, copied.is_initialized = decoders.of(self.device), True
         with torch.inference_mode(False):
             keys, values = (tail.clone() for tail in self._tails)
             copied._history, copied._tails = self._history.clone(), (keys, values)
@@ -426,13 +426,13 @@ class CompressedCache(DynamicCache):
         options = Options(block, window, storage, scheme, level, codebooks, sms_of(max_sms))
         super().__init__(config=config)
         self._begin(options)
-        self.layers = [CompressedLayer(self._lanes) if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers = [CompressedLayer(self._decoders) if type(one) is DynamicLayer else one for one in self.layers]
 
     def _begin(self, options: Options) -> None:
-        self._options, self._lanes = options, _Lanes(options)
+        self._options, self._decoders = options, _Decoders(options)
         self._coding: CompressedLayer | None = None  # of many tokens, which are there raw as well
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = functools.partial(CompressedLayer, self._lanes)
+            self.layer_class_to_replicate = functools.partial(CompressedLayer, self._decoders)
 
     @torch.compiler.disable
     def update(
@@ -466,9 +466,9 @@ class CompressedCache(DynamicCache):
         """What the cache holds and has moved so far."""
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         histories = [layer.history for layer in layers if layer.history is not None]
-        lanes, on_host = self._lanes.all(), self._options.storage == "host"
+        decoders, on_host = self._decoders.all(), self._options.storage == "host"
         near = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)
-        near += sum(history.index_bytes for history in histories) + sum(lane.device_bytes for lane in lanes)
+        near += sum(history.index_bytes for history in histories) + sum(decoder.device_bytes for decoder in decoders)
         arenas = sum(history.arena.nbytes for history in histories)
         in_host = sum(one.arena.nbytes for one in histories if on_host or one.device.type == "cpu")
         return CompressedCacheStats(
@@ -478,8 +478,8 @@ class CompressedCache(DynamicCache):
             stored_bytes=sum(history.arena.used for history in histories),
             host_bytes=in_host,
             device_bytes=near + arenas - in_host,
-            fetched_bytes=sum(lane.fetched_bytes for lane in lanes),
-            sent_bytes=sum(lane.sent_bytes for lane in lanes),
+            fetched_bytes=sum(decoder.fetched_bytes for decoder in decoders),
+            sent_bytes=sum(decoder.sent_bytes for decoder in decoders),
             num_codebooks=sum(codec.num_learned for one in histories for codec in (one.keys, one.values)),
         )
 
@@ -488,7 +488,7 @@ class CompressedCache(DynamicCache):
         copied.__dict__.update(self.__dict__)
         copied._begin(self._options)
         copied.layers = [
-            layer.clone(copied._lanes) if isinstance(layer, CompressedLayer) else copy.deepcopy(layer, memo)
+            layer.clone(copied._decoders) if isinstance(layer, CompressedLayer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
         return copied

@@ -16,7 +16,7 @@ def _added(used: int, wanted: int) -> int:
     return max(wanted, used // _SHARE, min(used, _FIRST_BYTES))
 
 
-class Arena(ABC):
+class TokenArena(ABC):
     """Bytes that are handed out one after the other.
 
     Attributes:
@@ -51,11 +51,11 @@ class Arena(ABC):
         """Bytes of memory."""
 
     @abstractmethod
-    def clone(self) -> Arena:
+    def clone(self) -> TokenArena:
         """A copy of what is used, as the work issued to the current stream leaves it."""
 
 
-class NearArena(Arena):
+class DeviceTokenArena(TokenArena):
     """One piece of memory of the device that codes and decodes, which moves when it grows."""
 
     def __init__(self, device: torch.device) -> None:
@@ -79,13 +79,13 @@ class NearArena(Arena):
     def nbytes(self) -> int:
         return self.memory.numel()
 
-    def clone(self) -> NearArena:
-        copied = NearArena(self.memory.device)
+    def clone(self) -> DeviceTokenArena:
+        copied = DeviceTokenArena(self.memory.device)
         copied.used, copied.memory = self.used, self.memory[: self.used].clone()
         return copied
 
 
-class HostArena(Arena):
+class PinnedTokenArena(TokenArena):
     """Pinned host memory in pieces, which stay where they are.
 
     Attributes:
@@ -118,8 +118,8 @@ class HostArena(Arena):
     def nbytes(self) -> int:
         return sum(memory.numel() for _, memory in self._pieces)
 
-    def clone(self) -> HostArena:
-        copied = HostArena()
+    def clone(self) -> PinnedTokenArena:
+        copied = PinnedTokenArena()
         self.filled.synchronize()
         for offset, part in self.parts():
             copied.used = offset

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._arena import Arena
+from ._arena import TokenArena
 from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
 
 _stamps = itertools.count(1)
@@ -90,7 +90,7 @@ class History:
         stamp: another one whenever the bytes change.
     """
 
-    def __init__(self, keys: Form, values: Form, options: Options, arena: Arena, device: torch.device) -> None:
+    def __init__(self, keys: Form, values: Form, options: Options, arena: TokenArena, device: torch.device) -> None:
         given = options.codebooks or (None, None)
         self._options, self.arena, self.device = options, arena, device
         self.keys, self.values = (TokenCodec(form, options, book, device) for form, book in zip((keys, values), given))

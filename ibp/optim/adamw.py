@@ -15,10 +15,10 @@ from .._schemes.planes.learning import check_level
 from ..kv._sizes import check_storage
 from ._chunks import NAMES, Chunk, ChunkPiece, Work, local, planned
 from ._compiling import outside_of_graphs
-from ._lane import Lane
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
 from ._states import CodedState, StateCoding, Usage, Watch, choose_learners, free_overflow, growths
+from ._transfers import StateTransfers
 
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 256 << 20, 8  # if chunk_bytes is not given
 
@@ -88,7 +88,7 @@ class _StepPlan:
         self.device, self.found_inf = device, found_inf
         self.jobs: list[_Job] = []
         self.steps: dict[torch.Tensor, torch.Tensor] = {}  # of each parameter with a gradient
-        self.lane: Lane | None = None
+        self.transfers: StateTransfers | None = None
 
 
 class _CodedStates(torch.optim.Adam):
@@ -112,7 +112,7 @@ class _CodedStates(torch.optim.Adam):
         self._chunks: list[list[Chunk]] = [[] for _ in getattr(self, "param_groups", ())]
         self._in_chunks: dict[torch.Tensor, tuple[torch.dtype, torch.device]] = {}
         self._works: dict[tuple[torch.device, torch.dtype], Work] = {}
-        self._lanes: dict[torch.device, Lane] = {}
+        self._transfers: dict[torch.device, StateTransfers] = {}
         self._codings: dict[torch.device, StateCoding] = {}
         self._watches: dict[torch.device, Watch] = {}
 
@@ -197,7 +197,7 @@ class _CodedStates(torch.optim.Adam):
         for plan in plans.values():
             self._fit(plan.jobs)
             if self._storage == "host" and plan.device.type == "cuda" and plan.jobs:
-                plan.lane = self._lane(plan.device, plan.jobs)
+                plan.transfers = self._transfers_for(plan.device, plan.jobs)
         return list(plans.values())
 
     def _plan(
@@ -240,39 +240,39 @@ class _CodedStates(torch.optim.Adam):
 
     def _begin(self, plan: _StepPlan) -> None:
         """Decodes the states of the first chunk: the GPU has work while the host gets the rest ready."""
-        if plan.lane is None and plan.jobs:
+        if plan.transfers is None and plan.jobs:
             plan.jobs[0].chunk.load(plan.jobs[0].work)
 
     def _run(self, plan: _StepPlan) -> None:
         """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
-        steps, lane, jobs = list(plan.steps.values()), plan.lane, plan.jobs
+        steps, transfers, jobs = list(plan.steps.values()), plan.transfers, plan.jobs
         torch._foreach_add_(steps, 1)
-        if lane is not None:
-            lane.begin(torch.cuda.current_stream(plan.device))
-            lane.fetch(jobs[0].chunk)
+        if transfers is not None:
+            transfers.begin(torch.cuda.current_stream(plan.device))
+            transfers.fetch(jobs[0].chunk)
         for job, following in zip(jobs, [*jobs[1:], None]):
-            if lane is None:
+            if transfers is None:
                 if job is not jobs[0]:
                     job.chunk.load(job.work)
                 job.change()
                 job.chunk.store(job.work)
                 continue
             if following is not None:
-                lane.fetch(following.chunk)
-            lane.load(job.chunk, job.work)
+                transfers.fetch(following.chunk)
+            transfers.load(job.chunk, job.work)
             job.change()
-            lane.store(job.chunk, job.work)
-        if lane is not None:
-            lane.end()
+            transfers.store(job.chunk, job.work)
+        if transfers is not None:
+            transfers.end()
         if plan.found_inf is not None:  # a step that infinite gradients left out is not counted
             torch._foreach_sub_(steps, [plan.found_inf] * len(steps))
 
-    def _lane(self, device: torch.device, jobs: list[_Job]) -> Lane:
-        """What moves slots, with room for all chunks."""
+    def _transfers_for(self, device: torch.device, jobs: list[_Job]) -> StateTransfers:
+        """Moves slots, with room for all chunks."""
         most = max(job.chunk.num_elements * job.chunk.dtype.itemsize for job in jobs)
-        if device not in self._lanes or self._lanes[device].num_bytes < most:
-            self._lanes[device] = Lane(device, most)
-        return self._lanes[device]
+        if device not in self._transfers or self._transfers[device].num_bytes < most:
+            self._transfers[device] = StateTransfers(device, most)
+        return self._transfers[device]
 
     def _add_chunks(self, params: list[torch.Tensor], chunks: list[Chunk]) -> None:
         """Adds the chunks of parameters that are in none, all of them before the first is used, for the reserves to

@@ -29,7 +29,7 @@ from ibp.distributed import (
 )
 from ibp.distributed._codec import ROW_BYTES
 from ibp.distributed._messages import Messages, Status, shares_of, spans_of
-from ibp.distributed._staging import Slot
+from ibp.distributed._slots import Slot
 from ranks import Ranks, raised
 
 LEVELS = ["default", "fast", "auto"]
@@ -533,9 +533,9 @@ def exchange_splits_as_nccl(out, x, back, to, group, async_op):
 def as_on_gpus(rank, work, *arguments):
     """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
     with pytest.MonkeyPatch.context() as patch:
-        staging = _planning.state_of(None).staging(torch.device("cpu"))
-        patch.setattr(staging, "on_gpu", True)
-        patch.setattr(staging, "take", lambda num_bytes: Slot(torch.empty(num_bytes, dtype=torch.uint8)))
+        slots = _planning.state_of(None).slots(torch.device("cpu"))
+        patch.setattr(slots, "on_gpu", True)
+        patch.setattr(slots, "take", lambda num_bytes: Slot(torch.empty(num_bytes, dtype=torch.uint8)))
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
         patch.setattr(dist, "all_to_all", exchange_as_nccl)
         patch.setattr(dist, "all_to_all_single", exchange_splits_as_nccl)
@@ -748,7 +748,7 @@ def wait_for_a_slow_rank(rank):
 
 def run_once_rank_0_is_done(job, state, is_async):
     store().wait(["waited"], timedelta(seconds=20))
-    return _exchange.CodedWork(job, state.staging(torch.device("cpu")), is_async)
+    return _exchange.CodedWork(job, state.slots(torch.device("cpu")), is_async)
 
 
 def store():

@@ -5,10 +5,10 @@ import torch
 
 from helpers import assert_same_bits
 from ibp._machine import memory as _memory
-from ibp.kv._arena import HostArena, NearArena
+from ibp.kv._arena import DeviceTokenArena, PinnedTokenArena
 from ibp.kv._coding import Form, Options
+from ibp.kv._decoder import decoder_for
 from ibp.kv._history import History
-from ibp.kv._lane import lane_of
 
 HEADS, BLOCK = 2, 4
 CPU = torch.device("cpu")
@@ -28,20 +28,20 @@ class Raw:
 
     def __init__(self, device=CPU, dtype=torch.bfloat16, **changed):
         self.options, self.dtype = options(**changed), dtype
-        self.lane = lane_of(device, self.options)
+        self.decoder = decoder_for(device, self.options)
         forms = [Form.of(x, BLOCK, None) for x in tokens(1, 1, dtype)]
-        self.history = History(*forms, self.options, self.lane.new_arena(), self.lane.device)
+        self.history = History(*forms, self.options, self.decoder.new_arena(), self.decoder.device)
         self.right, self.batch = [], 3
 
     def add(self, num_blocks, scale=0.02, sequences=None):
         """Codes blocks; sequences: which change places before they are stored."""
-        new = tokens(num_blocks * BLOCK, self.batch, self.dtype, self.lane.device, scale)
+        new = tokens(num_blocks * BLOCK, self.batch, self.dtype, self.decoder.device, scale)
         pending = self.history.encode(*new)
         if sequences is not None:
             pending.take(sequences)
             self.take(sequences)
             new = [x[sequences] for x in new]
-        self.lane.store(self.history, pending)
+        self.decoder.store(self.history, pending)
         self.right = [torch.cat(pair, dim=2) for pair in zip(self.right, new)] if self.right else new
 
     def take(self, sequences):
@@ -57,7 +57,7 @@ class Raw:
         """Whether blocks first to last - 1 are right, with room behind them left alone."""
         blocks = range(first, self.history.num_blocks if last is None else last)
         count = len(blocks) * BLOCK
-        got = self.lane.fetch(self.history, count + 3, blocks).wait()
+        got = self.decoder.fetch(self.history, count + 3, blocks).wait()
         for tensor, right in zip(got, self.right):
             assert_same_bits(tensor[:, :, :count].cpu(), right[:, :, first * BLOCK :][:, :, :count].cpu())
 
@@ -71,11 +71,11 @@ def any_changes(raw, seed, steps):
     for step in range(steps):
         kind = number(6) if step else 0
         if kind <= 2:
-            sequences = torch.randint(raw.batch, (raw.batch,), generator=generator).to(raw.lane.device)
+            sequences = torch.randint(raw.batch, (raw.batch,), generator=generator).to(raw.decoder.device)
             raw.add(1 + number(5), 10.0 ** number(6), sequences if kind == 2 else None)
         elif raw.history.num_blocks:
             if kind <= 4:
-                raw.take(torch.randint(raw.batch, (1 + number(5),), generator=generator).to(raw.lane.device))
+                raw.take(torch.randint(raw.batch, (1 + number(5),), generator=generator).to(raw.decoder.device))
             else:
                 raw.truncate(number(raw.history.num_blocks + 1))
                 raw.right = raw.right if raw.history.num_blocks else []
@@ -115,7 +115,7 @@ def test_rows_of_several_tokens():
 
 
 def test_an_arena_grows_and_takes_back():
-    arena = NearArena(CPU)
+    arena = DeviceTokenArena(CPU)
     for size in (100, 1, 5000, 40):
         offset, memory = arena.reserve(size, 32)
         memory.fill_(size % 256)
@@ -128,7 +128,7 @@ def test_an_arena_grows_and_takes_back():
 def test_an_arena_in_pieces(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     monkeypatch.setattr(_memory, "empty", lambda size, device, pin: torch.empty(size, dtype=torch.uint8))
-    arena, generator = HostArena(), torch.Generator().manual_seed(0)
+    arena, generator = PinnedTokenArena(), torch.Generator().manual_seed(0)
     given, held = [], torch.zeros(0, dtype=torch.uint8)
     for step in range(300):
         start, alignment = arena.used, 32 if step % 3 else 48
@@ -157,12 +157,12 @@ def test_what_cannot_be_stored_leaves_all_as_it_was(monkeypatch):
         calls.append(offset)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        return NearArena._at(raw.history.arena, offset, num_bytes)
+        return DeviceTokenArena._at(raw.history.arena, offset, num_bytes)
 
     with monkeypatch.context() as patch:
         patch.setattr(raw.history.arena, "_at", fail_at_second)
         with pytest.raises(RuntimeError, match="out of memory"):
-            raw.lane.store(raw.history, pending)
+            raw.decoder.store(raw.history, pending)
     assert raw.history.arena.used == used and raw.history.num_blocks == 2
     raw.check()
     raw.add(1)

@@ -46,7 +46,8 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(_staging, "_empty_pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(_staging, "empty_pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("pageable", [True, False])
@@ -73,7 +74,7 @@ def test_what_is_put_arrives(fake_gpu, pageable):
         (torch.zeros(size, dtype=torch.uint8), torch.zeros(3 * size, dtype=torch.uint8))
         for size in (0, 300, 5, 1000, 7, 8)
     ]
-    with _staging.Staging(CPU, pageable) as staging:
+    with _staging.Outlet(CPU, pageable) as staging:
         for number, pair in enumerate(targets):
             sources = staging.take([target.numel() for target in pair])
             for source in sources:
@@ -85,7 +86,7 @@ def test_what_is_put_arrives(fake_gpu, pageable):
 
 def test_pageable_memory_is_written_once_its_copy_is_done(fake_gpu):
     target = torch.zeros(50, dtype=torch.uint8)
-    with _staging.Staging(CPU, True) as staging:
+    with _staging.Outlet(CPU, True) as staging:
         (source,) = staging.take([50])
         staging.put([target], [source.fill_(9)])
         assert not target.any()
@@ -98,9 +99,9 @@ def test_pageable_memory_is_written_once_its_copy_is_done(fake_gpu):
 def test_what_was_not_put_is_not_written(fake_gpu):
     """An interrupt between the copies and the note of where they go."""
     target = torch.zeros(50, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="no such event"), _staging.Staging(CPU, True) as staging:
+    with pytest.raises(RuntimeError, match="no such event"), _staging.Outlet(CPU, True) as staging:
         (source,) = staging.take([50])
-        staging._turns[0].copied.record = lambda stream: (_ for _ in ()).throw(RuntimeError("no such event"))
+        staging._ring.last.free.record = lambda stream: (_ for _ in ()).throw(RuntimeError("no such event"))
         staging.put([target], [source.fill_(9)])
     assert not target.any()
 
@@ -108,7 +109,7 @@ def test_what_was_not_put_is_not_written(fake_gpu):
 @pytest.mark.parametrize(
     "worker, home, pageable, kind",
     [
-        ("cuda:0", "cpu", True, "Staging"),
+        ("cuda:0", "cpu", True, "Outlet"),
         ("cuda:0", "cuda:0", False, "Direct"),
         ("cuda:1", "cuda:0", False, "Direct"),
         ("cpu", "cpu", True, "Direct"),
@@ -116,7 +117,7 @@ def test_what_was_not_put_is_not_written(fake_gpu):
     ],
 )
 def test_outlet(fake_gpu, monkeypatch, worker, home, pageable, kind):
-    monkeypatch.setattr(_staging, "_Turn", lambda device, pageable: None)
+    monkeypatch.setattr(_staging, "Ring", lambda *_, **__: None)
     assert type(_staging.outlet(torch.device(worker), torch.device(home), pageable)).__name__ == kind
 
 
@@ -124,7 +125,7 @@ def test_outlet(fake_gpu, monkeypatch, worker, home, pageable, kind):
 def test_compress_in_place_through_staging_interrupted_twice(fake_gpu, monkeypatch):
     """As a GPU compresses a tensor in host memory: blocks arrive late, while the next ones are coded."""
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
-    monkeypatch.setattr(_staging, "outlet", lambda worker, home, pageable: _staging.Staging(worker, pageable))
+    monkeypatch.setattr(_staging, "outlet", lambda worker, home, pageable: _staging.Outlet(worker, pageable))
     before = one_hot_rows(150, 60)
     codebook, seen = ibp.analyze(before, scheme="planes"), set()
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, in_threads
-from ibp._offload.arena import Arena, overlap
+from ibp._offload.arena import WeightArena, overlap
+from ibp._offload.fetcher import WeightFetcher
 from ibp._offload.groups import divide, spread
-from ibp._offload.lane import Lane
 from ibp._offload.resting import Resting
 from ibp._offload.schedule import Schedule
 from ibp._tables.weights import WeightCompressor
@@ -300,7 +300,7 @@ def test_schedule():
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), max_size=60), st.integers(1, 100))
 def test_arena_gives_places_that_are_free(wanted, num_bytes):
-    arena, held = Arena(num_bytes), []
+    arena, held = WeightArena(num_bytes), []
     for size, num_held in wanted:
         held = held[-num_held:] if num_held else []
         start = arena.place(size, held, held[0][0] if held else None)
@@ -702,7 +702,7 @@ def test_resident_weights(resident, share):
 
 def test_resident_groups_lie_apart():
     model = Net(16)
-    division = divide(model, min_bytes=1000, group_bytes=40000, num_lanes=1, buffers=False)
+    division = divide(model, min_bytes=1000, group_bytes=40000, num_devices=1, buffers=False)
     blocks = [group for group in division.groups if group.name.startswith("blocks")]
     assert len(blocks) == 16
     chosen = spread(blocks, 4 * blocks[0].num_bytes, lambda group: group.num_bytes)
@@ -717,8 +717,8 @@ def test_several_devices_take_turns():
     """Blocks alternate, and arguments are brought to them; here all devices are the CPU."""
     model = Net()
     wanted = model(IDS)
-    division = divide(model, min_bytes=1000, group_bytes=20000, num_lanes=2, buffers=False)
-    lanes = {group.name: group.lane for group in division.groups}
+    division = divide(model, min_bytes=1000, group_bytes=20000, num_devices=2, buffers=False)
+    lanes = {group.name: group.device_number for group in division.groups}
     assert lanes["blocks.0.up"] == lanes["blocks.2.down"] == lanes["head"] == 0 and lanes["blocks.3.up"] == 1
     offloaded = offload(model, device=["cpu", "cpu"], lookahead=2)
     for _ in range(2):
@@ -1028,14 +1028,14 @@ def test_without_room(monkeypatch):
     """Memory that is not there for the second device leaves the model as it was."""
     model, made = Wide(num_layers=3, width=512), []
 
-    def lane(device, arena_bytes, max_sms):
+    def fetcher(device, arena_bytes, max_sms):
         if made:
             raise torch.OutOfMemoryError("no room")
-        made.append(Lane(device, arena_bytes, max_sms))
+        made.append(WeightFetcher(device, arena_bytes, max_sms))
         return made[-1]
 
     before = {name: parameter for name, parameter in model.named_parameters()}
-    monkeypatch.setattr("ibp._offload.offloaded.Lane", lane)
+    monkeypatch.setattr("ibp._offload.offloaded.WeightFetcher", fetcher)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         offload(model, device=["cpu", "cpu"])
     assert all(parameter is before[name] for name, parameter in model.named_parameters())

@@ -1,8 +1,5 @@
-"""The streams and events of `ibp.offload` on a GPU, without one: torch.cuda is replaced by clocks that know what is
-certain to have happened before what, however fast each stream runs.
-"""
+"""The streams and events of `ibp.offload` on a GPU, without one: see stream_clocks.py."""
 
-import contextlib
 import itertools
 
 import pytest
@@ -14,69 +11,10 @@ from torch import nn
 import ibp
 from helpers import assert_same_bits, embedding
 from ibp._fetch.streaming import KERNEL
-from ibp._offload import lane as lanes
+from ibp._offload.fetcher import CudaWeightFetcher
+from stream_clocks import Gpu, clocked_gpu
 
 WIDTH = 32
-
-
-class Gpu:
-    """Streams as vector clocks, and every access to the arena with the clock that it was issued at."""
-
-    def __init__(self):
-        self.numbers = itertools.count()
-        self.streams = []
-        self.accesses = []  # (clock, stream, region, whether it writes)
-        self.current = self.Stream(self)
-        self.capturing = False
-
-    class Stream:
-        def __init__(self, gpu, device=None):
-            self.gpu, self.cuda_stream, self.clock = gpu, next(gpu.numbers), {}
-            gpu.streams.append(self)
-
-        def wait_event(self, event):
-            assert event.clock is not None, "the event was never recorded"
-            for stream, time in event.clock.items():
-                self.clock[stream] = max(time, self.clock.get(stream, 0))
-
-        def wait_stream(self, other):
-            event = Event()
-            event.record(other)
-            self.wait_event(event)
-
-    @contextlib.contextmanager
-    def on(self, stream):
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def access(self, start, end, writes):
-        """Issues a read or a write of bytes to the current stream. Fails if an earlier access of them, one of both
-        being a write, is not certain to be over.
-        """
-        stream = self.current
-        stream.clock[stream.cuda_stream] = stream.clock.get(stream.cuda_stream, 0) + 1
-        for clock, other, region, wrote in self.accesses:
-            if (wrote or writes) and region[0] < end and start < region[1]:
-                assert clock <= stream.clock.get(other, 0), f"{'write' if writes else 'read'} of {start} to {end} races"
-        self.accesses.append((stream.clock[stream.cuda_stream], stream.cuda_stream, (start, end), writes))
-
-
-class Event:
-    def __init__(self, enable_timing=False):
-        self.clock, self.is_timed = None, enable_timing
-
-    def record(self, stream):
-        self.clock = dict(stream.clock)
-
-    def query(self):
-        return True
-
-    def elapsed_time(self, end):
-        assert self.is_timed and end.is_timed and self.clock is not None
-        return float(sum(end.clock.values()) - sum(self.clock.values()))
 
 
 @pytest.fixture
@@ -85,18 +23,7 @@ def gpu(monkeypatch):
 
 
 def use_gpu(monkeypatch):
-    gpu = Gpu()
-    for name, value in {
-        "Stream": lambda device=None: Gpu.Stream(gpu),
-        "Event": Event,
-        "stream": gpu.on,
-        "current_stream": lambda device=None: gpu.current,
-        "is_current_stream_capturing": lambda: gpu.capturing,
-        "synchronize": lambda device=None: gpu.accesses.clear(),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    gpu = clocked_gpu(monkeypatch)
 
     class Ring:
         ring_bytes = 0
@@ -116,9 +43,9 @@ def use_gpu(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(lanes, "TensorStream", Ring)
+    monkeypatch.setattr("ibp._offload.fetcher.TensorStream", Ring)
     monkeypatch.setattr(ibp.CompressedTensor, "serves", lambda table, device: True)  # as if they were pinned
-    monkeypatch.setattr("ibp._offload.offloaded.Lane", lanes.CudaLane)
+    monkeypatch.setattr("ibp._offload.offloaded.WeightFetcher", CudaWeightFetcher)
     return gpu
 
 
@@ -191,14 +118,16 @@ def test_nothing_races(orders, lookahead, group_bytes, num_streams):
 
 @pytest.mark.parametrize("missing", ["begin_use", "end_use", "over"])
 def test_missing_waits_are_found(gpu, monkeypatch, missing):
-    """The clocks see it when a lane waits for too little."""
+    """The clocks see it when a fetcher waits for too little."""
     if missing == "over":
-        queue = lanes.CudaLane._queue
+        queue = CudaWeightFetcher._queue
         monkeypatch.setattr(
-            lanes.CudaLane, "_queue", lambda self, group, data, over: (group.done.clear(), queue(self, group, data, []))
+            CudaWeightFetcher,
+            "_queue",
+            lambda self, group, data, over: (group.done.clear(), queue(self, group, data, [])),
         )
     else:
-        monkeypatch.setattr(lanes.CudaLane, missing, lambda self, group: None)
+        monkeypatch.setattr(CudaWeightFetcher, missing, lambda self, group: None)
     model = Net(gpu)
     offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=2, group_bytes=1)
     model.order, model.streams = list(range(6)), [gpu.current]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from helpers import NoMemory, assert_same_bits, in_threads
-from ibp._machine import calibration
+from ibp._machine import calibration, pool
 from ibp.optim import _chunks, _families, _learning, _replay, _reserve, _states, adamw
 from ibp.optim._learning import ROW_BYTES
 
@@ -526,14 +526,14 @@ def test_few_codebooks_are_learned_in_a_step(monkeypatch):
 def train_in_parts(monkeypatch, device, storage="device"):
     """Trains with parameters cut into chunks; how many blocks of pinned memory each step took."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
-    taken, empty = [], _reserve.memory.empty
+    taken, empty = [], pool.memory.empty
     is_cuda = torch.device(device).type == "cuda"  # where memory can be pinned
 
     def counted(num_bytes, where, pin):
         taken.append(num_bytes)
         return empty(num_bytes, where, pin and is_cuda)
 
-    monkeypatch.setattr(_reserve.memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
+    monkeypatch.setattr(pool.memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
     if not is_cuda:
         monkeypatch.setattr(_states, "Place", lambda *args, pinned, **options: ibp.Place(*args, **options))
     shapes = [(200, 512)] * 4 + [(100, 30)] * 3
@@ -774,7 +774,7 @@ def test_the_reserve_of_pinned_memory(monkeypatch):
         taken.append(torch.empty(num_bytes, dtype=torch.uint8))
         return taken[-1]
 
-    monkeypatch.setattr(_reserve.memory, "empty", empty)
+    monkeypatch.setattr(pool.memory, "empty", empty)
     reserve = _reserve.Reserve()
     for _ in range(3):
         reserve.expect(10)

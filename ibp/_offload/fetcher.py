@@ -11,7 +11,7 @@ import torch
 
 from .._fetch.streaming import KERNEL, ON_HOST, STREAM_SMS, Decoder, TensorStream
 from .._rows.table import CorruptTableError
-from .arena import Arena, overlap
+from .arena import WeightArena, overlap
 from .groups import Group
 from .weights import Weight
 
@@ -21,7 +21,7 @@ _MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20
 
 
 @dataclass
-class _Bound:
+class _GroupPlace:
     """What is known of a group at one place.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Bound:
     prepared: Sequence[tuple[Any, ...]] = ()
 
 
-class Lane:
+class WeightFetcher:
     """A device on which groups of weights are decoded into an arena, each before it is used; here, where the CPU does
     it at once.
 
@@ -56,9 +56,9 @@ class Lane:
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
         self.device, self.max_sms = device, max_sms
         self.memory = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-        self._arena = Arena(arena_bytes)
+        self._arena = WeightArena(arena_bytes)
         self._inside: list[Group] = []  # groups whose weights are in the arena
-        self._bound: dict[Group, _Bound] = {}
+        self._bound: dict[Group, _GroupPlace] = {}
         self.spare_bytes = 0  # of groups in use that the arena has no room for
         self.waited_s = 0.0  # that uses waited for their weights
 
@@ -117,7 +117,7 @@ class Lane:
             self._inside.remove(group)
 
     def find(self, tensor: torch.Tensor) -> tuple[Weight, int] | None:
-        """(weight, offset in its bytes) where a tensor is a part of a loaded weight on this lane, else None."""
+        """(weight, offset in its bytes) where a tensor is a part of a loaded weight here, else None."""
         address, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
         for group in [*self._inside, *(group for group in self._bound if group.spare is not None)]:
             memory = self.memory if group.spare is None else group.spare
@@ -166,7 +166,7 @@ class Lane:
         if group.spare is None:
             self._inside.append(group)
 
-    def _place_of(self, group: Group) -> _Bound:
+    def _place_of(self, group: Group) -> _GroupPlace:
         """What is known of the group where it is now, made once a place."""
         memory = self.memory if group.spare is None else group.spare
         start = 0 if group.spare is not None or group.region is None else group.region[0]
@@ -175,12 +175,12 @@ class Lane:
             with torch.inference_mode(False), torch.no_grad():
                 data = [part for _, part in group.parts(memory[start : start + group.num_bytes])]
                 values = [weight.view(part) for weight, part in zip(group.weights, data)]
-            known = self._bound[group] = _Bound(memory, start, data, values)
+            known = self._bound[group] = _GroupPlace(memory, start, data, values)
         return known
 
     # ---- decoding ----
 
-    def _queue(self, group: Group, place: _Bound, over: list[Group]) -> None:
+    def _queue(self, group: Group, place: _GroupPlace, over: list[Group]) -> None:
         """Decodes a group's weights to their place, once nothing reads what lay there."""
         begun = time.perf_counter()
         for weight, part in zip(group.weights, place.data):
@@ -191,7 +191,7 @@ class Lane:
         self.waited_s += time.perf_counter() - begun
 
 
-class CudaLane(Lane):
+class CudaWeightFetcher(WeightFetcher):
     """A GPU. Groups are fetched on a stream beside the caller's: those in pinned host memory by the copy engine through
     one ring, from one group into the next without a pause; those in device memory by a kernel.
 
@@ -259,7 +259,7 @@ class CudaLane(Lane):
             self._from_host = None
         super().close()
 
-    def _queue(self, group: Group, place: _Bound, over: list[Group]) -> None:
+    def _queue(self, group: Group, place: _GroupPlace, over: list[Group]) -> None:
         if group.spare is not None:
             self._stream.wait_stream(self._current())  # which gave the memory
             group.spare.record_stream(self._stream)
@@ -275,7 +275,7 @@ class CudaLane(Lane):
             group.ready.record(self._stream)
 
     def _decoder(self, group: Group) -> Decoder:
-        """What decodes a group on the lane's stream."""
+        """What decodes a group on the stream of the fetches."""
         if group.on_device:
             return KERNEL
         if any(weight.table is not None and not weight.table.serves(self.device) for weight in group.weights):
@@ -284,7 +284,7 @@ class CudaLane(Lane):
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
         return self._from_host
 
-    def _prepared(self, group: Group, place: _Bound, decoder: Decoder) -> Sequence[tuple[Any, ...]]:
+    def _prepared(self, group: Group, place: _GroupPlace, decoder: Decoder) -> Sequence[tuple[Any, ...]]:
         """What the decoder issues to bring the group to its place, made once a place."""
         sms = self.max_sms or (0 if group.on_device else STREAM_SMS)
         if not place.prepared or place.decoder is not decoder or place.sms != sms:

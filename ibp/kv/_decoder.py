@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from .._machine import memory as _memory
-from ._arena import Arena, HostArena, NearArena
+from .._machine.ring import Ring, Turn
+from ._arena import DeviceTokenArena, PinnedTokenArena, TokenArena
 from ._coding import Options
 from ._history import History, Pending
 
-_SLACK = 8  # a staging buffer is larger than what it is for by one part in so many
+_SLACK = 8  # a buffer that grows is larger than the layer by one part in so many
 
 
 class Fetch:
@@ -55,8 +56,8 @@ class Fetch:
             self._owner.wait_event(self._ready)
 
 
-class Lane:
-    """What codes and decodes the layers of one device, here on the CPU, at once.
+class TokenDecoder:
+    """Stores and decodes the layers of one device, here on the CPU, at once.
 
     Args:
         device: of the keys and values.
@@ -75,11 +76,11 @@ class Lane:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that the lane keeps."""
+        """Bytes of device memory for coded bytes on their way."""
         return 0
 
-    def new_arena(self) -> Arena:
-        return NearArena(self.device)
+    def new_arena(self) -> TokenArena:
+        return DeviceTokenArena(self.device)
 
     def store(self, history: History, pending: Pending) -> None:
         """Puts coded blocks behind the others of a layer, once their sizes are known. Whatever interrupts it, they are
@@ -96,7 +97,7 @@ class Lane:
             history.arena.rewind(start)
             raise
 
-    def _put(self, arena: Arena, memory: torch.Tensor, data: torch.Tensor) -> None:
+    def _put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
         """Queues the copy of coded bytes to memory of an arena."""
         memory.copy_(data)
 
@@ -125,7 +126,7 @@ class Lane:
             raise RuntimeError(f"coded tokens were damaged: status {status}, item {item} at position {position}")
 
 
-class CudaLane(Lane):
+class CudaTokenDecoder(TokenDecoder):
     """A GPU that has the coded bytes of its layers. They are decoded on a stream beside the current one, which waits
     for them; no call waits for the GPU."""
 
@@ -156,39 +157,26 @@ class CudaLane(Lane):
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
 
 
-class _Staging:
-    """Device memory for the coded bytes of a layer.
-
-    Attributes:
-        stamp: of the history whose bytes are there, or on their way.
-        copied, decoded: recorded after the last copy to it, and after what has read it last.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self.stamp = 0
-        self.copied, self.decoded = torch.cuda.Event(), torch.cuda.Event()
-
-
-class HostLane(CudaLane):
-    """A GPU whose layers' coded bytes are in pinned host memory. The copy engine brings a layer's to one of two staging
-    buffers while those in the other one are decoded."""
+class HostTokenDecoder(CudaTokenDecoder):
+    """A GPU whose layers' coded bytes are in pinned host memory. The copy engine brings those of one layer to a buffer
+    of a ring while the GPU decodes another layer from the other buffer. A layer that is still in a buffer is not
+    brought again."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
         self._sms = options.sms or None
-        self._copier, self._sender = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._stagings = [_Staging(device) for _ in range(2)]  # the one that was used last comes first
+        self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
+        self._stamps: dict[Turn, int] = {}  # of the layers whose bytes are in a buffer, or on their way
 
     @property
     def device_bytes(self) -> int:
-        return sum(staging.memory.numel() for staging in self._stagings)
+        return self._ring.num_bytes
 
-    def new_arena(self) -> Arena:
-        return HostArena()
+    def new_arena(self) -> TokenArena:
+        return PinnedTokenArena()
 
-    def _put(self, arena: Arena, memory: torch.Tensor, data: torch.Tensor) -> None:
-        assert isinstance(arena, HostArena)
+    def _put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
+        assert isinstance(arena, PinnedTokenArena)
         self._sender.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._sender):
             memory.copy_(data, non_blocking=True)
@@ -197,48 +185,36 @@ class HostLane(CudaLane):
         self.sent_bytes += data.numel()
 
     def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        staging = self._stage(history)
+        turn = self._turn_of(history)
         torch.cuda.set_stream(self._decoder)
-        self._decoder.wait_event(staging.copied)
-        self._decode(history, keys, values, blocks, staging.memory[: history.arena.used])
-        staging.decoded.record(self._decoder)
+        turn.wait(self._decoder)
+        self._decode(history, keys, values, blocks, turn.memory[: history.arena.used])
+        turn.release(self._decoder)
 
-    def _stage(self, history: History) -> _Staging:
-        """A buffer with a layer's coded bytes, or with these on their way."""
-        recent, older = self._stagings
-        if recent.stamp == history.stamp:
-            return recent
-        self._stagings = [older, recent]
-        if older.stamp != history.stamp:
-            older.stamp = 0
-            self._copy(history, older)
-            older.stamp = history.stamp
-        return older
+    def _turn_of(self, history: History) -> Turn:
+        """A buffer that a layer's coded bytes are in, or on their way to."""
+        turn = self._ring.last
+        if self._stamps.get(turn) != history.stamp:
+            turn = self._ring.next()
+        if self._stamps.get(turn) != history.stamp:
+            self._stamps.pop(turn, None)
+            self._bring(history, turn)
+            self._stamps[turn] = history.stamp
+        return turn
 
-    def _copy(self, history: History, staging: _Staging) -> None:
-        arena = history.arena
-        assert isinstance(arena, HostArena)
-        if staging.memory.numel() < arena.used:
-            self._enlarge(staging, arena.used)
-        self._copier.wait_event(staging.decoded)
-        self._copier.wait_event(arena.filled)
-        torch.cuda.set_stream(self._copier)
-        for offset, part in arena.parts():
-            staging.memory[offset : offset + part.numel()].copy_(part, non_blocking=True)
-            self.fetched_bytes += part.numel()
-        staging.copied.record(self._copier)
-
-    def _enlarge(self, staging: _Staging, num_bytes: int) -> None:
-        """Gives a buffer new memory, which the streams that use it wait for."""
-        with torch.inference_mode(False):
-            staging.memory = torch.empty(num_bytes + num_bytes // _SLACK, dtype=torch.uint8, device=self.device)
-        self._copier.wait_stream(torch.cuda.current_stream(self.device))
-        for stream in (self._copier, self._decoder):
-            staging.memory.record_stream(stream)
+    def _bring(self, history: History, turn: Turn) -> None:
+        arena, stream = history.arena, self._ring.stream
+        assert isinstance(arena, PinnedTokenArena)
+        if turn.memory.numel() < arena.used:
+            turn.reserve(arena.used + arena.used // _SLACK)
+        stream.wait_event(arena.filled)
+        parts = arena.parts()
+        turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
+        self.fetched_bytes += sum(part.numel() for _, part in parts)
 
 
-def lane_of(device: torch.device, options: Options) -> Lane:
-    """The lane for a device.
+def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
+    """The decoder of a device's layers.
 
     Raises:
         ValueError: it is neither a CPU nor a GPU that this build of ibp can use.
@@ -246,5 +222,5 @@ def lane_of(device: torch.device, options: Options) -> Lane:
     device = _memory.canonical(device)
     with torch.inference_mode(False):
         if device.type == "cpu":
-            return Lane(device, options)
-        return HostLane(device, options) if options.storage == "host" else CudaLane(device, options)
+            return TokenDecoder(device, options)
+        return (HostTokenDecoder if options.storage == "host" else CudaTokenDecoder)(device, options)

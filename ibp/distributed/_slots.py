@@ -28,7 +28,7 @@ class Slot:
     bound: weakref.WeakKeyDictionary[Any, dict[int, Any]] = field(default_factory=weakref.WeakKeyDictionary)
 
 
-class Staging:
+class MessageSlots:
     """Slots in which messages lie, and the stream of calls that the current one does not wait for.
 
     On the CPU every piece has memory of its own, which is there until the call has been waited for. On a GPU the order

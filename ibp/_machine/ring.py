@@ -1,0 +1,135 @@
+"""Buffers of a GPU that are used in turn: the copy engine fills or empties one while the GPU works on another.
+
+The order of streams and events is the same for all rings. A buffer has two events, `filled` and `free`. One stream
+fills it and another one empties it: copies fill a buffer with bytes that come in, and work empties it; work fills a
+buffer with bytes that go out, and copies empty it.
+
+| step | stream | what the host gives the stream |
+| --- | --- | --- |
+| claim | that fills | a wait for `free`, then the writes to the buffer |
+| hand over | that fills | a record of `filled` |
+| wait | that empties | a wait for `filled`, then the reads of the buffer |
+| release | that empties | a record of `free` |
+
+The host takes the steps of a buffer in this order, and begins again with the first; wait and release may repeat on the
+same stream before that. So no byte is overwritten early: every write follows a wait for `free`, which follows all reads
+of the bytes before; every read follows a wait for `filled`, which follows the write. An event that was never recorded
+holds nothing up, as a new buffer needs. The host waits only before the CPU itself uses a buffer's host memory: for
+`filled` of bytes that came in, for `free` of bytes that went out.
+
+A buffer that grows has new memory, which the current stream gives: the buffer's streams wait for the current one. The
+allocator is told of these streams, and keeps the former memory until they are done with it.
+
+Users: blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), states of optimizers, layers
+of KV-caches, blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) go through a ring of the core,
+csrc/cuda/stream.cu, which decodes where its copies arrive and needs Python once a tensor, not once a buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
+
+
+class Turn:
+    """A buffer and its events.
+
+    Args:
+        device: the GPU.
+        streams: all that use the buffer.
+        num_bytes: at first.
+        empty_host: makes host memory of a number of bytes, to go beside the buffer; None: there is none.
+
+    Attributes:
+        memory, host: uint8 on the GPU and in host memory; others where the buffer has grown.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Iterable[torch.cuda.Stream],
+        num_bytes: int = 0,
+        empty_host: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self._device, self._streams, self._empty_host = device, tuple(streams), empty_host
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.host = torch.empty(0, dtype=torch.uint8)
+        self.filled, self.free = torch.cuda.Event(), torch.cuda.Event()
+        self.reserve(num_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes the buffer large enough. Its bytes are lost where it grows."""
+        if self.memory.numel() >= num_bytes:
+            return
+        with torch.inference_mode(False), torch.cuda.device(self._device):
+            if self._empty_host is not None:
+                self.host = self._empty_host(num_bytes)
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            stream.wait_stream(current)
+            self.memory.record_stream(stream)
+
+    def claim(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self.free)
+
+    def hand_over(self, stream: torch.cuda.Stream) -> None:
+        self.filled.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self.filled)
+
+    def release(self, stream: torch.cuda.Stream) -> None:
+        self.free.record(stream)
+
+    def bring(self, stream: torch.cuda.Stream, copies: Copies) -> None:
+        """Fills the buffer by copies to it: claims it and hands it over."""
+        self.claim(stream)
+        _copy(stream, copies)
+        self.hand_over(stream)
+
+    def send(self, stream: torch.cuda.Stream, copies: Copies) -> None:
+        """Empties the buffer by copies from it: waits for it and releases it."""
+        self.wait(stream)
+        _copy(stream, copies)
+        self.release(stream)
+
+
+def _copy(stream: torch.cuda.Stream, copies: Copies) -> None:
+    with torch.cuda.stream(stream):
+        for to, source in copies:
+            to.copy_(source, non_blocking=True)
+
+
+class Ring:
+    """Turns, and `stream`, on which their copies go. worker: the stream of the work on them; the rest: see `Turn`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        worker: torch.cuda.Stream,
+        num_bytes: int = 0,
+        turns: int = 2,
+        empty_host: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._turns = deque(Turn(device, (self.stream, worker), num_bytes, empty_host) for _ in range(turns))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the GPU's memory."""
+        return sum(turn.memory.numel() for turn in self._turns)
+
+    @property
+    def last(self) -> Turn:
+        """The turn that `next` gave last."""
+        return self._turns[-1]
+
+    def next(self) -> Turn:
+        """The turn that was given longest ago."""
+        self._turns.rotate(-1)
+        return self.last

@@ -1,0 +1,149 @@
+"""The streams and events of a GPU, without one: torch.cuda is replaced by clocks that know what is certain to have
+happened before what, however fast each stream runs.
+"""
+
+import contextlib
+import itertools
+
+import torch
+
+
+class Gpu:
+    """Streams as vector clocks, and every access to memory with the clock that it was issued at.
+
+    The host is one of them: work that it issues comes after all that it has done and waited for.
+    """
+
+    def __init__(self):
+        self.numbers = itertools.count()
+        self.streams = []
+        self.accesses = []  # (clock, stream, region, whether it writes)
+        self.current = self.Stream(self)
+        self.host = self.Stream(self)
+        self.capturing = False
+        self.held = []  # tensors whose addresses no other tensor may have
+        self.pinned = []  # memory of the host
+        self.recorded = set()  # (address, stream) that the allocator was told of
+
+    class Stream:
+        def __init__(self, gpu, device=None):
+            self.gpu, self.cuda_stream, self.clock = gpu, next(gpu.numbers), {}
+            gpu.streams.append(self)
+
+        def learn(self, clock):
+            for stream, time in clock.items():
+                self.clock[stream] = max(time, self.clock.get(stream, 0))
+
+        def wait_event(self, event):
+            assert event.clock is not None, "the event was never recorded"
+            self.learn(event.clock)
+
+        def wait_stream(self, other):
+            self.learn(other.clock)
+
+        def synchronize(self):
+            self.gpu.host.learn(self.clock)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def access(self, start, end, writes):
+        """Issues a read or a write of bytes to the current stream. Fails if an earlier access of them, one of both
+        being a write, is not certain to be over.
+        """
+        stream = self.current
+        stream.learn(self.host.clock)
+        stream.clock[stream.cuda_stream] = stream.clock.get(stream.cuda_stream, 0) + 1
+        for clock, other, region, wrote in self.accesses:
+            if (wrote or writes) and region[0] < end and start < region[1]:
+                assert clock <= stream.clock.get(other, 0), f"{'write' if writes else 'read'} of {start} to {end} races"
+        self.accesses.append((stream.clock[stream.cuda_stream], stream.cuda_stream, (start, end), writes))
+
+    def use(self, tensor, writes):
+        """As `access`, of a tensor's bytes."""
+        self.held.append(tensor)
+        if tensor.numel():
+            self.access(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, writes)
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        self.clock, self.is_timed = None, enable_timing
+
+    def record(self, stream):
+        self.clock = dict(stream.clock)
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        assert self.is_timed and end.is_timed and self.clock is not None
+        return float(sum(end.clock.values()) - sum(self.clock.values()))
+
+
+def clocked_gpu(monkeypatch):
+    """A GPU in the place of torch.cuda's."""
+    gpu = Gpu()
+    for name, value in {
+        "Stream": lambda device=None: Gpu.Stream(gpu),
+        "Event": Event,
+        "stream": gpu.on,
+        "set_stream": lambda stream: setattr(gpu, "current", stream),
+        "current_stream": lambda device=None: gpu.current,
+        "device": lambda device: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: gpu.capturing,
+        "synchronize": lambda device=None: gpu.accesses.clear(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: gpu.recorded.add((tensor.data_ptr(), stream))
+    )
+    return gpu
+
+
+def clock_copies(monkeypatch, gpu):
+    """Events may be waited for that were never recorded. Copies are of the current stream, but for those to pinned
+    memory that block, which the host makes. All memory is new, but the current stream may have used it before."""
+    copy, copy_all, empty, tolist = torch.Tensor.copy_, torch._foreach_copy_, torch.empty, torch.Tensor.tolist
+
+    def is_pinned(tensor):
+        return any(tensor.untyped_storage().data_ptr() == pinned.data_ptr() for pinned in gpu.pinned)
+
+    def clocked_copy(to, source, non_blocking=False):
+        with gpu.on(gpu.host if is_pinned(to) and not non_blocking else gpu.current):
+            gpu.use(source, writes=False)
+            gpu.use(to, writes=True)
+        return copy(to, source)
+
+    def clocked_copies(targets, sources):
+        with gpu.on(gpu.host):
+            for source in sources:
+                gpu.use(source, writes=False)
+        copy_all(targets, sources)
+
+    def clocked_list(tensor):
+        if is_pinned(tensor):
+            with gpu.on(gpu.host):
+                gpu.use(tensor, writes=False)
+        return tolist(tensor)
+
+    def clocked_empty(*size, pin_memory=False, **options):
+        made = empty(*size, **options)
+        gpu.held.append(made)
+        if pin_memory:
+            gpu.pinned.append(made)
+        elif options.get("device") is not None:
+            gpu.use(made, writes=True)
+        return made
+
+    monkeypatch.setattr(Event, "__init__", lambda event, enable_timing=False: setattr(event, "clock", {}))
+    monkeypatch.setattr(Event, "synchronize", lambda event: gpu.host.learn(event.clock), raising=False)
+    monkeypatch.setattr(torch.Tensor, "copy_", clocked_copy)
+    monkeypatch.setattr(torch.Tensor, "tolist", clocked_list)
+    monkeypatch.setattr(torch, "_foreach_copy_", clocked_copies)
+    monkeypatch.setattr(torch, "empty", clocked_empty)

@@ -1,0 +1,75 @@
+"""Parts of pinned memory: `_machine.pool`. Parts that are cut: test_adamw.py."""
+
+import pytest
+import torch
+
+from ibp._machine import memory
+from ibp._machine.pool import Pool
+
+
+class Waits:
+    """A stream that notes what it waits for; or an event."""
+
+    def __init__(self):
+        self.seen = []
+
+    def wait_event(self, event):
+        self.seen.append(event)
+
+    def synchronize(self):
+        self.seen.append("host")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Sizes that were pinned."""
+    sizes = []
+
+    def empty(num_bytes, device, pin):
+        assert device.type == "cpu" and pin
+        sizes.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(memory, "empty", empty)
+    return sizes
+
+
+def test_a_part_is_kept_for_its_own_size(taken):
+    pool, writer, used = Pool(), Waits(), Waits()
+    first, second = pool.take(5000, writer), pool.take(5001, writer)
+    assert taken == [8192, 8192] and pool.held_bytes == 16384 and not writer.seen
+    assert first.data_ptr() != second.data_ptr() and first.numel() == 8192
+    pool.give(first, used)
+    assert pool.take(9000, writer).numel() == 12288 and len(taken) == 3, "no smaller part, and no larger one, serves"
+    assert pool.take(8192, writer).data_ptr() == first.data_ptr() and writer.seen == [used]
+    large = 10_000_000
+    assert large <= pool.take(large, writer).numel() <= large * 17 // 16
+
+
+def test_parts_are_let_go_of_once_nothing_uses_them(taken):
+    pool, writer, used = Pool(), Waits(), Waits()
+    parts = [pool.take(4096, writer) for _ in range(3)]
+    pool.give(parts[0], used)
+    pool.give(parts[1])
+    pool.release()
+    assert used.seen == ["host"] and pool.held_bytes == 4096
+    pool.take(4096, writer)
+    assert len(taken) == 4 and not writer.seen
+
+
+def test_both_halves_of_a_part_wait_for_its_use(taken):
+    pool, writer, used = Pool(cuts=True), Waits(), Waits()
+    pool.give(pool.take(1000), used)
+    parts = [pool.take(256, writer), pool.take(768, writer)]
+    assert taken == [1024] and parts[1].data_ptr() == parts[0].data_ptr() + 256 and writer.seen == [used, used]
+
+
+def test_nothing_is_held_where_nothing_is_pinned(monkeypatch):
+    def refuse(*_):
+        raise memory.PinningError("no memory is pinned")
+
+    monkeypatch.setattr(memory, "empty", refuse)
+    pool = Pool()
+    with pytest.raises(memory.PinningError):
+        pool.take(100)
+    assert pool.held_bytes == 0

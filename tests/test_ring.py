@@ -1,0 +1,260 @@
+"""Rings of buffers, and those who use them: no buffer is written or read early, however fast each stream runs."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import assert_same_bits
+from ibp._machine import memory, staging
+from ibp._machine.ring import Ring, Turn
+from ibp.checkpoints import _coding
+from ibp.kv._decoder import HostTokenDecoder
+from ibp.kv._history import History
+from ibp.optim._chunks import NAMES
+from ibp.optim._transfers import StateTransfers
+from stream_clocks import Gpu, clock_copies, clocked_gpu
+from test_kv_blocks import Raw, any_changes
+
+CPU = torch.device("cpu")
+
+
+def use_gpu(monkeypatch):
+    gpu = clocked_gpu(monkeypatch)
+    clock_copies(monkeypatch, gpu)
+    return gpu
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return use_gpu(monkeypatch)
+
+
+def numbers(num_bytes, start=0):
+    return (torch.arange(num_bytes) + start).to(torch.uint8)
+
+
+# ---- the ring ----
+
+
+def bring(gpu, ring, size, start=0):
+    """Fills the next buffer by a copy. Returns the turn and its bytes."""
+    turn, source = ring.next(), numbers(size, start)
+    gpu.held.append(source)
+    turn.reserve(size)
+    turn.bring(ring.stream, [(turn.memory[:size], source)])
+    return turn, source
+
+
+def check(gpu, worker, turn, right):
+    """Work that reads a buffer."""
+    turn.wait(worker)
+    with gpu.on(worker):
+        gpu.use(turn.memory[: right.numel()], writes=False)
+    assert_same_bits(turn.memory[: right.numel()], right)
+    turn.release(worker)
+
+
+def send(gpu, ring, worker, size, start=0):
+    """Work that fills the next buffer, and a copy that empties it. Returns what was filled in, and the copy."""
+    turn, right, target = ring.next(), numbers(size, start), torch.zeros(size, dtype=torch.uint8)
+    gpu.held.append(target)
+    turn.reserve(size)
+    turn.claim(worker)
+    with gpu.on(worker):
+        gpu.use(turn.memory[:size], writes=True)
+    turn.memory[:size] = right
+    turn.hand_over(worker)
+    turn.send(ring.stream, [(target, turn.memory[:size])])
+    return right, target
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["bring", "check", "send"]), st.integers(0, 9)), max_size=40)
+
+
+@given(STEPS, st.integers(1, 4), st.booleans())
+def test_no_buffer_is_used_early(steps, turns, is_beside):
+    """Any order of bytes that come in, are read once or more, and go out, through buffers that grow."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gpu = use_gpu(monkeypatch)
+        worker = Gpu.Stream(gpu) if is_beside else gpu.current
+        inward, outward = (Ring(CPU, worker, 3, turns) for _ in range(2))
+        held, sent = {}, []
+        for step, number in steps:
+            if step == "bring":
+                turn, right = bring(gpu, inward, 1 + 5 * number, number)
+                held[turn] = right
+            elif step == "send":
+                sent.append(send(gpu, outward, worker, 1 + 5 * number, number))
+            elif held:
+                turn = list(held)[number % len(held)]
+                check(gpu, worker, turn, held[turn])
+        assert len(held) <= turns
+        for right, target in sent:
+            assert_same_bits(target, right)
+        for turn in (*inward._turns, *outward._turns):
+            streams = {worker, inward.stream if turn in inward._turns else outward.stream}
+            assert {stream for address, stream in gpu.recorded if address == turn.memory.data_ptr()} == streams
+        assert inward.num_bytes == sum(turn.memory.numel() for turn in inward._turns) >= 3 * turns
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+@pytest.mark.parametrize("missing", ["claim", "hand_over", "wait", "release"])
+def test_every_step_is_needed(gpu, monkeypatch, missing, way):
+    monkeypatch.setattr(Turn, missing, lambda turn, stream: None)
+    worker = gpu.current
+    ring = Ring(CPU, worker, 8)
+    with pytest.raises(AssertionError, match="races"):
+        for _ in range(3):
+            if way == "in":
+                turn, right = bring(gpu, ring, 8)
+                check(gpu, worker, turn, right)
+            else:
+                send(gpu, ring, worker, 8)
+
+
+def test_new_memory_is_waited_for(gpu, monkeypatch):
+    ring = Ring(CPU, Gpu.Stream(gpu))
+    bring(gpu, ring, 8)
+    monkeypatch.setattr(Gpu.Stream, "wait_stream", lambda stream, other: None)
+    with pytest.raises(AssertionError, match="races"):
+        bring(gpu, ring, 9)
+
+
+# ---- its users ----
+
+
+@pytest.mark.parametrize("pageable", [True, False])
+def test_blocks_on_their_way_to_the_gpu(gpu, pageable):
+    parts = [numbers(size, size) for size in (10, 30, 5, 20, 50, 30, 40)]
+    for near, right in zip(staging.copied_ahead(parts, CPU, pageable), parts):
+        gpu.use(near, writes=False)
+        assert_same_bits(near, right)
+
+
+@pytest.mark.parametrize("pageable", [True, False])
+def test_blocks_on_their_way_from_the_gpu(gpu, pageable):
+    targets = [torch.zeros(size, dtype=torch.uint8) for size in (10, 30, 5, 20, 500, 30, 400)]
+    with staging.Outlet(CPU, pageable) as outlet:
+        for number, target in enumerate(targets):
+            (near,) = outlet.take([target.numel()])
+            gpu.use(near, writes=True)
+            near.fill_(number + 1)
+            outlet.put([target], [near])
+    with gpu.on(gpu.host):
+        for number, target in enumerate(targets):
+            gpu.use(target, writes=False)
+            assert (target == number + 1).all()
+
+
+class FakeChunk:
+    """A chunk of one state, whose slots in pinned memory count the steps."""
+
+    def __init__(self, gpu, size):
+        self.gpu, self.slots = gpu, torch.zeros(size, dtype=torch.uint8)
+
+    def slots_near(self, near):
+        yield self.slots, near[1][: self.slots.numel()]
+
+    def load(self, work, near):
+        self.gpu.use(near[1], writes=False)
+        work[:] = near[1][: work.numel()]
+
+    def store(self, work, near):
+        self.gpu.use(near[1], writes=True)
+        near[1][: work.numel()] = work + 1
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+def test_states_of_an_optimizer(gpu, num_chunks):
+    chunks = [FakeChunk(gpu, 10 + number) for number in range(num_chunks)]
+    transfers = StateTransfers(CPU, 16)
+    assert transfers._inward.num_bytes == 2 * len(NAMES) * 16
+    for step in range(4):
+        current = gpu.current if step % 2 else Gpu.Stream(gpu)
+        current.wait_stream(gpu.current)
+        with gpu.on(current):
+            transfers.begin(current)
+            transfers.fetch(chunks[0])
+            for chunk, following in zip(chunks, [*chunks[1:], None]):
+                if following is not None:
+                    transfers.fetch(following)
+                work = torch.zeros(chunk.slots.numel(), dtype=torch.uint8)
+                transfers.load(chunk, work)
+                assert (work == step).all()
+                transfers.store(chunk, work)
+            transfers.end()
+            for chunk in chunks:
+                gpu.use(chunk.slots, writes=False)
+        gpu.current.wait_stream(current)
+
+
+class Layers:
+    """Layers of a KV-cache whose coded tokens are in host memory, with one decoder."""
+
+    def __init__(self, gpu, monkeypatch, count):
+        monkeypatch.setattr(memory, "device_view", lambda host, device: host)
+        monkeypatch.setattr(memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
+        self.raws = [Raw() for _ in range(count)]
+        self.decoder = HostTokenDecoder(CPU, self.raws[0].options)
+        decode = self.decoder._decode
+        for raw in self.raws:
+            forms = (raw.history.keys.form, raw.history.values.form)
+            raw.decoder, raw.history = self.decoder, History(*forms, raw.options, self.decoder.new_arena(), CPU)
+
+        def clocked_decode(history, keys, values, blocks, staged):
+            gpu.use(staged, writes=False)
+            decode(history, keys, values, blocks, staged)
+
+        self.decoder._decode = clocked_decode
+
+
+def test_layers_of_a_kv_cache(gpu, monkeypatch):
+    layers = Layers(gpu, monkeypatch, 3)
+    for _ in range(3):
+        for raw in layers.raws:
+            raw.add(2)
+            raw.check()
+    before = layers.decoder.fetched_bytes
+    layers.raws[2].check()
+    layers.raws[1].check()
+    assert layers.decoder.fetched_bytes == before, "both are in a buffer"
+    layers.raws[0].check()
+    assert layers.decoder.fetched_bytes == before + layers.raws[0].history.arena.used
+    assert layers.decoder.device_bytes >= 2 * layers.raws[0].history.arena.used
+
+
+def test_any_changes_of_a_kv_cache(gpu, monkeypatch):
+    (raw,) = Layers(gpu, monkeypatch, 1).raws
+    any_changes(raw, 0, 25)
+
+
+def test_blocks_of_a_checkpoint(gpu, monkeypatch):
+    """Blocks are coded by the CPU here, where they lie on a GPU."""
+
+    class Source:
+        def __init__(self, data):
+            self.data, self.num_bytes = data, data.size
+
+        def read(self, start, end):
+            return self.data[start:end]
+
+    def code(coder, data, codebook, out, start):
+        gpu.use(data, writes=False)
+        gpu.use(out, writes=True)
+        out[:-1] = data[1:]
+        return torch.zeros(1, dtype=torch.uint16), torch.tensor([data.numel() - 1, start, 0, 0, 0, 0])
+
+    monkeypatch.setattr(_coding.CudaCoder, "_code", code)
+    monkeypatch.setattr(_coding.CudaCoder, "block_bytes", 64)
+    source, coder, held = Source(numbers(1000).numpy()), _coding.CudaCoder(CPU, 3), []
+    starts = range(0, 1000, 50)
+    blocks = [_coding.Block(source, start, start + 50, codebook=...) for start in starts]
+    for start, coded in zip(starts, coder.coded(blocks)):
+        with gpu.on(gpu.host):
+            gpu.use(torch.from_numpy(coded.data), writes=False)
+        assert coded.data.tolist() == source.data[start + 1 : start + 50].tolist() and coded.words == start
+        held.append(coded)
+        if len(held) == 3:
+            held.pop(0).release()
+    assert len({coded.data.ctypes.data for coded in held}) == 2 and len(coder._free) < 12
