@@ -126,7 +126,7 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
 
 def worker_of(table: Table, target: torch.device) -> torch.device:
     """Which device decodes, unless the path has it otherwise."""
-    if table._is_pinned and (target.type == "cpu" or table.serves(target)):
+    if table.is_pinned() and (target.type == "cpu" or table.serves(target)):
         return target
     device = table.device
     return device if device.type == "cuda" else CPU

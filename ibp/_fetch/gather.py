@@ -309,7 +309,7 @@ def refuse(path: ItemPath, request: GatherRequest) -> None:
     reason = path.can(request)
     if reason is not None:
         table = request.table
-        kind = "device memory" if table.device.type == "cuda" else "pinned" if table._is_pinned else "pageable"
+        kind = "device memory" if table.device.type == "cuda" else "pinned" if table.is_pinned() else "pageable"
         raise ValueError(
             f"path {path.name!r} cannot be taken: {reason}; the table is on {table.device} ({kind}), "
             f"the ids are on {request.ids.device}, the result goes to {request.target}"

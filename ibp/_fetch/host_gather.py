@@ -110,7 +110,7 @@ class _Stage:
 def _gathers_slots(table: Table) -> bool:
     """Whether the GPU finds in slots that the CPU gathers what it would fetch itself."""
     item_slots = table.geometry.item_bytes // table.row_bytes * table.slot_bytes
-    return table._is_pinned and 0 < item_slots <= RING_BYTES // 16
+    return table.is_pinned() and 0 < item_slots <= RING_BYTES // 16
 
 
 _stages: dict[torch.device, _Stage] = {}

@@ -113,7 +113,7 @@ def _worker_of(table: Table, *devices: torch.device) -> torch.device:
     """Which device codes rows: where the table lives; of one in pinned memory a GPU that the rows are on, or one that
     has used the table, so that its reads and this are in order."""
     home = table.device
-    if home.type == "cuda" or not table._is_pinned:
+    if home.type == "cuda" or not table.is_pinned():
         return home
     gpus = [device for device in (*devices, *table._faults) if device.type == "cuda"]
     return gpus[0] if gpus else home
@@ -211,12 +211,12 @@ class _Row:
 
 def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
     """What makes memory of so many bytes for slots, where a table lives."""
-    return lambda num_bytes: memory.empty(num_bytes, table.device, table._is_pinned)
+    return lambda num_bytes: memory.empty(num_bytes, table.device, table.is_pinned())
 
 
 def _overflow_memory_of(table: Table) -> Callable[[int], torch.Tensor]:
     """The same for overflow."""
-    pin = table._is_pinned or table.spills_to_host
+    pin = table.is_pinned() or table.spills_to_host
     return lambda num_bytes: memory.empty(num_bytes, table.overflow.device, pin)
 
 

@@ -169,7 +169,7 @@ def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
 _replaced: list[tuple[Any, str, Any]] = []  # (owner, attribute, FlexGen's own)
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
     _replaced.append((owner, name, original))
     setattr(owner, name, make(original))
@@ -197,9 +197,9 @@ def enable(
     compressor = WeightCompressor(compress_options)
     disable()
     _fetching.update(path=path, max_sms=max_sms)
-    _replace(flexgen.flex_opt, "init_weight_list", lambda original: _compressing(original, compressor))
+    _put(flexgen.flex_opt, "init_weight_list", lambda original: _compressing(original, compressor))
     for layer in _LAYERS:
-        _replace(getattr(flexgen.flex_opt, layer), "load_weight", _as_one_stream)
+        _put(getattr(flexgen.flex_opt, layer), "load_weight", _as_one_stream)
     return _until_the_end()
 
 

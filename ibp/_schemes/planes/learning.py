@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedPlanes:
     """What `learn_planes` found.
 
     Attributes:
@@ -75,7 +75,7 @@ def learn_planes(
     element_bytes: int | None = None,
     level: str = "default",
     codes_invariant: bool = False,
-) -> Learned:
+) -> LearnedPlanes:
     """The best codebook of scheme planes for a table, from a sample of its rows.
 
     Symbol widths, rotation, digit widths, dense or listed rows and entries a table or a column are compared by what
@@ -111,7 +111,7 @@ def learn_planes(
     lengths = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
     lengths = slots.stored_sizes(lengths, row_bytes, row_bytes)
     coded_bytes = float(lengths.sum()) / len(lengths) + codebook.nbytes / num_rows
-    return Learned(codebook.with_savings(1 - coded_bytes / row_bytes), lengths)
+    return LearnedPlanes(codebook.with_savings(1 - coded_bytes / row_bytes), lengths)
 
 
 def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> list[PlanesCodebook]:
