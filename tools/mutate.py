@@ -1,7 +1,7 @@
 """Puts small mistakes into the Python package and the C core, one at a time, and says which of them the tests see.
 
     python tools/mutate.py record quick                     # the tests of `make test`: which lines each reaches
-    python tools/mutate.py record rest                      # those that `make test-all` adds: an hour or more
+    python tools/mutate.py record rest                      # those that `make test-all` adds, but for LEFT_OUT
     python tools/mutate.py run --number 200 --seed 1 --results results.csv
     python tools/mutate.py run --again results.csv          # only those that no test saw: after new tests
 
@@ -11,7 +11,8 @@ mistake is *seen* if a test fails, ends the process or takes too long, *alive* i
 tools/equivalent_mutants.csv gives the reason why no test can see it, *unreached* if no recorded test reaches the line:
 lines for a GPU, where there is none. Mistakes that do not compile, or to the same machine code, are not counted.
 
-`record` is needed again when a source has changed. After new tests, `record NAME TESTS ...` adds what they reach.
+`record` is needed again when a source has changed. After new tests, `record NAME TESTS ...` adds what they reach. A
+recording lacks tests that take more than `--most-seconds`, and `rest` what fuzzes or builds anew (LEFT_OUT).
 """
 
 import argparse
@@ -44,7 +45,12 @@ REASONS = ROOT / "tools" / "equivalent_mutants.csv"
 COLUMNS = ["file", "line", "column", "was", "becomes", "outcome", "test", "tests_run", "seconds", "text"]
 SOURCES = ["ibp/*.py", "ibp_command.py", "csrc/core/*.[ch]", "csrc/x86/*.[ch]"]
 FULL = ["--hypothesis-profile=full"]
-SETS = {"quick": ["-m", "not slow and not frameworks"], "rest": ["-m", "slow or hypothesis or frameworks", *FULL]}
+# Tests that build the library or its kernels in other ways, run one test again and again, or measure.
+LEFT_OUT = ["sanitized", "fuzz", "emulated_kernels", "emulated_deltas", "emulated_linear", "install", "reproduction"]
+SETS = {
+    "quick": ["-m", "not slow and not frameworks"],
+    "rest": ["-m", "slow or hypothesis or frameworks", *FULL, *(f"--ignore=tests/test_{name}.py" for name in LEFT_OUT)],
+}
 # Programs that are compiled from the C core rather than linked with the library: what they reach is not recorded.
 C_PROGRAMS = {"quick": ["tests/test_c_core.py::test_c_core[quick]"], "rest": ["tests/test_c_core.py::test_c_core[all]"]}
 MOST_SECONDS = 600.0  # of one test
@@ -73,7 +79,8 @@ def copied(name: str) -> Path:
 
 def environment_of(copy: Path, **changes: str) -> dict[str, str]:
     paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "IBP_NO_CUDA": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ":".join(paths), **changes}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "IBP_NO_CUDA": "1", "PYTHONPATH": ":".join(paths), **changes}
 
 
 def build(copy: Path, **flags: str) -> None:
@@ -138,7 +145,7 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def record(name: str, arguments: list[str], jobs: int) -> None:
+def record(name: str, arguments: list[str], jobs: int, most_seconds: float) -> None:
     """Runs tests in a copy whose C code is traced, and keeps which lines each has reached."""
     tree, raw = copied("traced"), FOLDER / "raw" / name
     shutil.rmtree(raw, ignore_errors=True)
@@ -148,6 +155,7 @@ def record(name: str, arguments: list[str], jobs: int) -> None:
     build(tree, CFLAGS="-Og -gdwarf-4 -fsanitize-coverage=trace-pc")
     paths = [str(tree), str(raw / "site"), str(ROOT / "tools")]
     environment = environment_of(tree, IBP_TRACED_TREE=str(tree), IBP_RECORD=str(raw))
+    environment["IBP_RECORD_SECONDS"] = str(most_seconds)
     environment["PYTHONPATH"] = ":".join([*paths, environment["PYTHONPATH"]])
     workers = ["-n", str(jobs), "--dist", "load"] if jobs > 1 else []
     arguments = arguments or SETS[name]
@@ -257,6 +265,7 @@ class Copy:
         self._tree, self._maps = tree, maps
         self._trusted: set[str] = set()  # tests that pass without a mistake
         self._distrusted: set[str] = set()
+        self._python_mistakes = 0
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, str(ROOT / "tools" / "forking.py")]
         environment = environment_of(tree, OMP_NUM_THREADS="1")
@@ -284,14 +293,19 @@ class Copy:
     def _with(self, mutation: Mutation) -> tuple[str, str, int] | None:
         """(word, test, tests run) of the tree with the mistake, which is taken back."""
         source, is_c = self._tree / mutation.path, not mutation.path.endswith(".py")
-        text = source.read_text()
+        text, time_ns = source.read_text(), source.stat().st_mtime_ns
         source.write_text(mutation.applied(text))
+        if not is_c:  # a time that no other text of the source has: bytecode that was kept of one is for it alone
+            self._python_mistakes += 1
+            os.utime(source, ns=(time_ns, time_ns - self._python_mistakes * 10**9))
         try:
             return self._tried(mutation, is_c) if not is_c or build_library(self._tree) else None
         finally:
             source.write_text(text)
             if is_c:
                 build_library(self._tree)
+            else:
+                os.utime(source, ns=(time_ns, time_ns))
 
     def _tried(self, mutation: Mutation, is_c: bool) -> tuple[str, str, int]:
         tests_run = 0
@@ -329,8 +343,15 @@ def be_killed_first() -> None:
 
 
 def batches(found: Reach, numbers: np.ndarray, programs: list[str]) -> Iterator[tuple[list[str], float]]:
-    """(tests, their seconds) of runs of pytest: those that take least come first, and programs last."""
-    order = [(found.tests[number], found.seconds[number]) for number in numbers[np.argsort(found.seconds[numbers])]]
+    """(tests, their seconds) of runs of pytest: one or two of each function, the shortest, come first, then two more of
+    each, four more and so on, and programs last."""
+    places: dict[int, int] = {}  # of each test among the tests of its function
+    seen: dict[str, int] = {}
+    for number in numbers[np.argsort(found.seconds[numbers], kind="stable")].tolist():
+        function = found.tests[number].partition("[")[0]
+        places[number] = seen[function] = seen.get(function, -1) + 1
+    chosen = sorted(places, key=lambda number: ((places[number] // 2).bit_length(), found.seconds[number]))
+    order = [(found.tests[number], found.seconds[number]) for number in chosen]
     names, seconds, most = [], 0.0, iter(BATCHES)
     at_most = next(most)
     for name, each in [*order, *((program, 10.0) for program in programs)]:
@@ -440,6 +461,7 @@ def main() -> None:
     recording.add_argument("name", help="quick, rest, or any name with arguments for pytest")
     recording.add_argument("arguments", nargs="*", help="for pytest, after --")
     recording.add_argument("--jobs", **jobs)
+    recording.add_argument("--most-seconds", type=float, default=60, help="tests that take longer are left out")
     running = commands.add_parser("run", help="make mistakes, run the tests that reach them")
     running.add_argument("--number", type=int, default=200, help="mistakes; default: 200")
     running.add_argument("--seed", type=int, default=1)
@@ -451,7 +473,10 @@ def main() -> None:
     running.add_argument("--jobs", **jobs)
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    record(options.name, options.arguments, options.jobs) if options.command == "record" else run(options)
+    if options.command == "record":
+        record(options.name, options.arguments, options.jobs, options.most_seconds)
+    else:
+        run(options)
 
 
 if __name__ == "__main__":

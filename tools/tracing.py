@@ -41,7 +41,7 @@ __attribute__((no_sanitize_coverage)) void __sanitizer_cov_trace_pc(void)
 }
 """.replace("C_BYTES", str(C_BYTES))
 # For Pythons that tests start.
-SITE = "import os\n\nif 'IBP_REACHED' in os.environ:\n    import reach\n\n    reach.trace()\n"
+SITE = "import os\n\nif 'IBP_REACHED' in os.environ:\n    import tracing\n\n    tracing.trace()\n"
 
 
 def starts_of(tree: Path) -> dict[str, int]:
