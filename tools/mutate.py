@@ -412,7 +412,7 @@ def run(options: argparse.Namespace) -> None:
     wanted = iter(unseen_in(options.again) if options.again else drawn(sources, options.seed))
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     for number in range(options.jobs):
-        tree = copied(f"copy{number}")
+        tree = copied(f"{options.language or 'both'}{number}")
         build(tree)
         copies.put(Copy(tree, maps))
     known, counts = reasons(), dict.fromkeys(["seen", "alive", "equivalent", "unreached"], 0)

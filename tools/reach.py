@@ -29,7 +29,7 @@ class Recorder:
         self._lines = (folder / f"tests-{worker}.jsonl").open("w")
         self._test: dict = {}
         self._most_seconds = float(os.environ["IBP_RECORD_SECONDS"])
-        tracing.trace()
+        self._tracer = tracing.tracer()
 
     def _taken(self) -> set[int]:
         """The bytes that have been set since the last call."""
@@ -50,6 +50,7 @@ class Recorder:
         self._test = {"test": item.nodeid, "fixtures": shared, "passed": True, "skipped": False}
         self._own: set[int] = set()
         self._taken()
+        tracing.use(self._tracer)  # again: a test before may have put its own in its place
         start = time.perf_counter()
         yield
         self._test["seconds"] = time.perf_counter() - start
