@@ -15,6 +15,7 @@ import torch
 import ibp
 from helpers import bytes_of
 from ibp._checkpoints import coding, compressing
+from ibp._checkpoints.report import PeakMemory
 from ibp._checkpoints.sources import open_source, open_sources
 from ibp._inspect.collecting import inspect_path
 
@@ -316,6 +317,18 @@ def test_estimates_are_near_what_compress_does(checkpoint, tmp_path):
     assert json.loads(json.dumps(estimate.as_dict()))["num_bytes"] == report.num_bytes
     assert json.loads(json.dumps(report.as_dict()))["files"] == list(report.files)
     assert "compressed" in repr(report) and "saved" in repr(estimate)
+
+
+def test_the_peak_of_memory_is_looked_for_as_data_passes():
+    peak = PeakMemory()
+    if not peak.num_bytes:
+        pytest.skip("the system does not say how much memory a process has")
+    before, held = peak.num_bytes, bytearray(b"x") * (128 << 20)
+    peak.passed(40 << 20)
+    assert peak.num_bytes == before
+    peak.passed(40 << 20)
+    del held
+    assert peak.num_bytes > before + (100 << 20)
 
 
 MOST_APART = 0.001  # of an estimate and a report, of a checkpoint whose tensors are looked at whole
