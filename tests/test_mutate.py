@@ -123,5 +123,6 @@ def test_a_test_of_each_function_runs_first():
     names = [f"tests/test_a.py::test_a[{number}]" for number in range(9)] + ["tests/test_b.py::test_b"]
     seconds = np.array([*range(1, 10), 100.0])
     found = mutate.Reach(names, seconds, [], {}, {})
-    tests = [test for batch, _ in mutate.batches(found, np.arange(10), ["c"]) for test in batch]
-    assert tests == [*names[:2], names[9], *names[2:9], "c"]
+    for most in (100, 3):
+        tests = [test for batch, _ in mutate.batches(found, np.arange(10), ["c"], most) for test in batch]
+        assert tests == [*names[:2], names[9], *names[2 : min(9, most)], "c"]

@@ -3,6 +3,7 @@
     python tools/mutate.py record quick                     # the tests of `make test`: which lines each reaches
     python tools/mutate.py record rest                      # those that `make test-all` adds, but for LEFT_OUT
     python tools/mutate.py run --number 200 --seed 1 --results results.csv
+    python tools/mutate.py run --goes-on --results results.csv ...   # after an interruption
     python tools/mutate.py run --again results.csv          # only those that no test saw: after new tests
 
 `run` draws lines, and one mistake for each (tools/mutations.py). It applies them in copies of the tree, never in the
@@ -31,6 +32,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -261,8 +263,8 @@ class Outcome(NamedTuple):
 class Copy:
     """A copy of the tree in which mistakes are tried, one after another."""
 
-    def __init__(self, tree: Path, maps: dict[str, Reach]) -> None:
-        self._tree, self._maps = tree, maps
+    def __init__(self, tree: Path, maps: dict[str, Reach], most: int) -> None:
+        self._tree, self._maps, self._most = tree, maps, most
         self._trusted: set[str] = set()  # tests that pass without a mistake
         self._distrusted: set[str] = set()
         self._python_mistakes = 0
@@ -309,13 +311,15 @@ class Copy:
 
     def _tried(self, mutation: Mutation, is_c: bool) -> tuple[str, str, int]:
         tests_run = 0
+        run: set[tuple] = set()  # recordings may have tests in common
         for name, found in self._maps.items():
             numbers = found.reaching(mutation.path, lines_that_matter(mutation, found))
             programs = C_PROGRAMS.get(name, []) if is_c else []
-            for batch, seconds in batches(found, numbers, programs):
-                tests = [test for test in batch if test not in self._distrusted]
+            for batch, seconds in batches(found, numbers, programs, self._most):
+                tests = [test for test in batch if test not in self._distrusted and (test, *found.options) not in run]
                 if not tests:
                     continue
+                run.update((test, *found.options) for test in tests)
                 tests_run += len(tests)
                 test = self._failing(tests, found.options, 120 + 8 * seconds)
                 if test is not None:
@@ -342,22 +346,23 @@ def be_killed_first() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def batches(found: Reach, numbers: np.ndarray, programs: list[str]) -> Iterator[tuple[list[str], float]]:
+def batches(found: Reach, numbers: np.ndarray, programs: list[str], most: int) -> Iterator[tuple[list[str], float]]:
     """(tests, their seconds) of runs of pytest: one or two of each function, the shortest, come first, then two more of
-    each, four more and so on, and programs last."""
+    each, four more and so on up to `most`, and programs last."""
     places: dict[int, int] = {}  # of each test among the tests of its function
     seen: dict[str, int] = {}
     for number in numbers[np.argsort(found.seconds[numbers], kind="stable")].tolist():
         function = found.tests[number].partition("[")[0]
         places[number] = seen[function] = seen.get(function, -1) + 1
-    chosen = sorted(places, key=lambda number: ((places[number] // 2).bit_length(), found.seconds[number]))
+    chosen = [number for number in places if places[number] < most]
+    chosen.sort(key=lambda number: ((places[number] // 2).bit_length(), found.seconds[number]))
     order = [(found.tests[number], found.seconds[number]) for number in chosen]
-    names, seconds, most = [], 0.0, iter(BATCHES)
-    at_most = next(most)
+    names, seconds, limits = [], 0.0, iter(BATCHES)
+    at_most = next(limits)
     for name, each in [*order, *((program, 10.0) for program in programs)]:
         if names and seconds + each > at_most:
             yield names, seconds
-            names, seconds, at_most = [], 0.0, next(most)
+            names, seconds, at_most = [], 0.0, next(limits)
         names.append(name)
         seconds += each
     if names:
@@ -394,10 +399,17 @@ def text_of(mutation: Mutation) -> str:
     return (ROOT / mutation.path).read_text().splitlines()[mutation.line - 1].strip()
 
 
-def unseen_in(path: Path) -> list[Mutation]:
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["outcome"] in ("alive", "unreached")]
-    return [Mutation(r["file"], int(r["line"]), int(r["column"]) - 1, r["was"], r["becomes"]) for r in rows]
+def rows_of(results: Path) -> list[dict[str, str]]:
+    with results.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def mutation_of(row: dict[str, str]) -> Mutation:
+    return Mutation(row["file"], int(row["line"]), int(row["column"]) - 1, row["was"], row["becomes"])
+
+
+def unseen_in(results: Path) -> list[Mutation]:
+    return [mutation_of(row) for row in rows_of(results) if row["outcome"] in ("alive", "unreached")]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -414,7 +426,7 @@ def run(options: argparse.Namespace) -> None:
     for number in range(options.jobs):
         tree = copied(f"{options.language or 'both'}{number}")
         build(tree)
-        copies.put(Copy(tree, maps))
+        copies.put(Copy(tree, maps, options.most))
     known, counts = reasons(), dict.fromkeys(["seen", "alive", "equivalent", "unreached"], 0)
 
     def outcome_of(mutation: Mutation) -> tuple[Mutation, Outcome | None]:
@@ -426,9 +438,16 @@ def run(options: argparse.Namespace) -> None:
         finally:
             copies.put(copy)
 
+    kept = rows_of(options.results) if options.goes_on else []
+    done_before = {mutation_of(row) for row in kept}
+    wanted = (mutation for mutation in wanted if mutation not in done_before)
+    counts.update(Counter(row["outcome"] for row in kept))
+
     with options.results.open("w", newline="") as file, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         table = csv.writer(file)
         table.writerow(COLUMNS)
+        table.writerows([row[column] for column in COLUMNS] for row in kept)
+        file.flush()
         running: set[concurrent.futures.Future] = set()
         while sum(counts.values()) < options.number:
             while len(running) < min(options.jobs, options.number - sum(counts.values())):
@@ -469,6 +488,8 @@ def main() -> None:
     running.add_argument("--paths", nargs="+", help="sources, as git ls-files takes them; default: all")
     running.add_argument("--tests", nargs="+", help="names of recordings, in this order; default: all")
     running.add_argument("--again", type=Path, help="results, of which those that no test saw are tried again")
+    running.add_argument("--most", type=int, default=1 << 30, help="tests of one function; default: all")
+    running.add_argument("--goes-on", action="store_true", help="keep what the results hold, and do the rest")
     running.add_argument("--results", type=Path, default=FOLDER / "results.csv")
     running.add_argument("--jobs", **jobs)
     options = parser.parse_args()
