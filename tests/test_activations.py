@@ -901,6 +901,9 @@ def test_pieces_go_over_a_link(linked, name, options):
     way.take_back()
     assert offload._pass.alive == way.coming == way.coming_bytes == 0
     stats, everything = offload.stats, offload._pass.num_bytes
+    assert stats.raw_bytes + stats.coded_bytes == everything and (
+        stats.raw_bytes == everything or "coded" not in options
+    )
     if options.get("to") == "device":
         assert 0 < stats.device_bytes < stats.coded_bytes
     else:
