@@ -123,6 +123,15 @@ def browse(tmp_path):
     return run
 
 
+@pytest.mark.parametrize("name", drawing.FIELDS)
+def test_fields_of_floats_begin_where_they_do(name):
+    of = torch.finfo(getattr(torch, name))
+    mantissa_bits = 0
+    while 2.0**-mantissa_bits > of.eps:
+        mantissa_bits += 1
+    assert drawing.FIELDS[name] == ((0, "sign"), (1, "exponent"), (of.bits - mantissa_bits, "mantissa"))
+
+
 @pytest.mark.slow
 def test_a_browser_shows_the_tensors(browse, tmp_path):
     path = tmp_path / "page.html"

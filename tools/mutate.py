@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 REASONS = ROOT / "tools" / "equivalent_mutants.csv"
 COLUMNS = ["file", "line", "column", "was", "becomes", "outcome", "test", "tests_run", "seconds", "text"]
+KEY = ["file", "text", "at", "was", "becomes"]  # of tools/equivalent_mutants.csv
 SOURCES = ["ibp/*.py", "ibp_command.py", "csrc/core/*.[ch]", "csrc/x86/*.[ch]"]
 FULL = ["--hypothesis-profile=full"]
 # Tests that build the library or its kernels in other ways, run one test again and again, or measure.
@@ -387,16 +388,23 @@ def drawn(sources: list[str], seed: int) -> Iterator[Mutation]:
         yield chance.choice(lines[place])
 
 
-def reasons() -> dict[tuple[str, str, str, str], str]:
-    """Why mistakes are none: by file, line without its indentation, what stood there and what it becomes."""
+def reasons() -> dict[tuple[str, ...], str]:
+    """Why mistakes are none, by the `key_of` each."""
     if not REASONS.exists():
         return {}
-    with REASONS.open(newline="") as file:
-        return {(row["file"], row["text"], row["was"], row["becomes"]): row["reason"] for row in csv.DictReader(file)}
+    return {tuple(row[column] for column in KEY): row["reason"] for row in rows_of(REASONS)}
+
+
+def key_of(mutation: Mutation) -> tuple[str, ...]:
+    """What a mistake is known by while lines around it change: its file, the line without its indentation, where in
+    that it is, from 1, what stood there and what it becomes."""
+    line = (ROOT / mutation.path).read_text().splitlines()[mutation.line - 1]
+    at = mutation.column - (len(line) - len(line.lstrip())) + 1
+    return mutation.path, line.strip(), str(at), mutation.was, mutation.becomes
 
 
 def text_of(mutation: Mutation) -> str:
-    return (ROOT / mutation.path).read_text().splitlines()[mutation.line - 1].strip()
+    return key_of(mutation)[1]
 
 
 def rows_of(results: Path) -> list[dict[str, str]]:
@@ -430,7 +438,7 @@ def run(options: argparse.Namespace) -> None:
     known, counts = reasons(), dict.fromkeys(["seen", "alive", "equivalent", "unreached"], 0)
 
     def outcome_of(mutation: Mutation) -> tuple[Mutation, Outcome | None]:
-        if (mutation.path, text_of(mutation), mutation.was, mutation.becomes) in known:
+        if key_of(mutation) in known:
             return mutation, Outcome("equivalent", "", 0, 0.0)
         copy = copies.get()
         try:
