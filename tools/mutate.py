@@ -21,8 +21,10 @@ import ast
 import bisect
 import concurrent.futures
 import csv
+import fcntl
 import filecmp
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -56,11 +58,26 @@ SETS = {
 }
 # Programs that are compiled from the C core rather than linked with the library: what they reach is not recorded.
 C_PROGRAMS = {"quick": ["tests/test_c_core.py::test_c_core[quick]"], "rest": ["tests/test_c_core.py::test_c_core[all]"]}
+# Tests that look at what modules define, and run none of its lines.
+OF_MODULES = ["tests/test_annotations.py"]
 MOST_SECONDS = 600.0  # of one test
 BATCHES = (4, 30, 120, float("inf"))  # seconds of tests in a run of pytest: most mistakes are seen by the first
 
 
 # ---- copies of the tree ----
+
+
+def free_name() -> str:
+    """Of a copy that no other run has; it is this run's until its end."""
+    for number in itertools.count():
+        name = f"copy{number}"
+        lock = os.open(FOLDER / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return name
+        except BlockingIOError:
+            os.close(lock)
+    raise AssertionError("there is no end of names")
 
 
 def copied(name: str) -> Path:
@@ -314,9 +331,10 @@ class Copy:
         tests_run = 0
         run: set[tuple] = set()  # recordings may have tests in common
         for name, found in self._maps.items():
-            numbers = found.reaching(mutation.path, lines_that_matter(mutation, found))
-            programs = C_PROGRAMS.get(name, []) if is_c else []
-            for batch, seconds in batches(found, numbers, programs, self._most):
+            lines = lines_that_matter(mutation, found)
+            numbers = found.reaching(mutation.path, lines)
+            others = C_PROGRAMS.get(name, []) if is_c else OF_MODULES if lines is None else []
+            for batch, seconds in batches(found, numbers, others, self._most):
                 tests = [test for test in batch if test not in self._distrusted and (test, *found.options) not in run]
                 if not tests:
                     continue
@@ -347,9 +365,9 @@ def be_killed_first() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def batches(found: Reach, numbers: np.ndarray, programs: list[str], most: int) -> Iterator[tuple[list[str], float]]:
+def batches(found: Reach, numbers: np.ndarray, others: list[str], most: int) -> Iterator[tuple[list[str], float]]:
     """(tests, their seconds) of runs of pytest: one or two of each function, the shortest, come first, then two more of
-    each, four more and so on up to `most`, and programs last."""
+    each, four more and so on up to `most`, and the others last."""
     places: dict[int, int] = {}  # of each test among the tests of its function
     seen: dict[str, int] = {}
     for number in numbers[np.argsort(found.seconds[numbers], kind="stable")].tolist():
@@ -360,7 +378,7 @@ def batches(found: Reach, numbers: np.ndarray, programs: list[str], most: int) -
     order = [(found.tests[number], found.seconds[number]) for number in chosen]
     names, seconds, limits = [], 0.0, iter(BATCHES)
     at_most = next(limits)
-    for name, each in [*order, *((program, 10.0) for program in programs)]:
+    for name, each in [*order, *((program, 10.0) for program in others)]:
         if names and seconds + each > at_most:
             yield names, seconds
             names, seconds, at_most = [], 0.0, next(limits)
@@ -431,8 +449,8 @@ def run(options: argparse.Namespace) -> None:
         sys.exit(f"nothing is recorded of {', '.join(sorted(changed)[:3]) or 'any test'} as it is: record first")
     wanted = iter(unseen_in(options.again) if options.again else drawn(sources, options.seed))
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-    for number in range(options.jobs):
-        tree = copied(f"{options.language or 'both'}{number}")
+    for _ in range(options.jobs):
+        tree = copied(free_name())
         build(tree)
         copies.put(Copy(tree, maps, options.most))
     known, counts = reasons(), dict.fromkeys(["seen", "alive", "equivalent", "unreached"], 0)
