@@ -1,8 +1,9 @@
 """Puts small mistakes into the Python package and the C core, one at a time, and says which of them the tests see.
 
     python tools/mutate.py record quick                     # the tests of `make test`: which lines each reaches
-    python tools/mutate.py record rest                      # those that `make test-all` adds: an hour or more
+    python tools/mutate.py record rest                      # those that `make test-all` adds, but for LEFT_OUT
     python tools/mutate.py run --number 200 --seed 1 --results results.csv
+    python tools/mutate.py run --goes-on --results results.csv ...   # after an interruption
     python tools/mutate.py run --again results.csv          # only those that no test saw: after new tests
 
 `run` draws lines, and one mistake for each (tools/mutations.py). It applies them in copies of the tree, never in the
@@ -11,7 +12,8 @@ mistake is *seen* if a test fails, ends the process or takes too long, *alive* i
 tools/equivalent_mutants.csv gives the reason why no test can see it, *unreached* if no recorded test reaches the line:
 lines for a GPU, where there is none. Mistakes that do not compile, or to the same machine code, are not counted.
 
-`record` is needed again when a source has changed. After new tests, `record NAME TESTS ...` adds what they reach.
+`record` is needed again when a source has changed. After new tests, `record NAME TESTS ...` adds what they reach. A
+recording lacks tests that take more than `--most-seconds`, and `rest` what fuzzes or builds anew (LEFT_OUT).
 """
 
 import argparse
@@ -19,8 +21,10 @@ import ast
 import bisect
 import concurrent.futures
 import csv
+import fcntl
 import filecmp
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -30,6 +34,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -42,17 +47,38 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 REASONS = ROOT / "tools" / "equivalent_mutants.csv"
 COLUMNS = ["file", "line", "column", "was", "becomes", "outcome", "test", "tests_run", "seconds", "text"]
+KEY = ["file", "text", "at", "was", "becomes"]  # of tools/equivalent_mutants.csv
 SOURCES = ["ibp/*.py", "ibp_command.py", "csrc/core/*.[ch]", "csrc/x86/*.[ch]"]
 FULL = ["--hypothesis-profile=full"]
-SETS = {"quick": ["-m", "not slow and not frameworks"], "rest": ["-m", "slow or hypothesis or frameworks", *FULL]}
+# Tests that build the library or its kernels in other ways, run one test again and again, or measure.
+LEFT_OUT = ["sanitized", "fuzz", "emulated_kernels", "emulated_deltas", "emulated_linear", "install", "reproduction"]
+SETS = {
+    "quick": ["-m", "not slow and not frameworks"],
+    "rest": ["-m", "slow or hypothesis or frameworks", *FULL, *(f"--ignore=tests/test_{name}.py" for name in LEFT_OUT)],
+}
 # Programs that are compiled from the C core rather than linked with the library: what they reach is not recorded.
 C_CORE = "tests/core/test_c_core.py::test_c_core"
 C_PROGRAMS = {"quick": [f"{C_CORE}[quick]"], "rest": [f"{C_CORE}[all]"]}
+# Tests that look at what modules define, and run none of its lines.
+OF_MODULES = ["tests/project/test_annotations.py"]
 MOST_SECONDS = 600.0  # of one test
 BATCHES = (4, 30, 120, float("inf"))  # seconds of tests in a run of pytest: most mistakes are seen by the first
 
 
 # ---- copies of the tree ----
+
+
+def free_name() -> str:
+    """Of a copy that no other run has; it is this run's until its end."""
+    for number in itertools.count():
+        name = f"copy{number}"
+        lock = os.open(FOLDER / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return name
+        except BlockingIOError:
+            os.close(lock)
+    raise AssertionError("there is no end of names")
 
 
 def copied(name: str) -> Path:
@@ -74,7 +100,8 @@ def copied(name: str) -> Path:
 
 def environment_of(copy: Path, **changes: str) -> dict[str, str]:
     paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "IBP_NO_CUDA": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ":".join(paths), **changes}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "IBP_NO_CUDA": "1", "PYTHONPATH": ":".join(paths), **changes}
 
 
 def build(copy: Path, **flags: str) -> None:
@@ -139,7 +166,7 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def record(name: str, arguments: list[str], jobs: int) -> None:
+def record(name: str, arguments: list[str], jobs: int, most_seconds: float) -> None:
     """Runs tests in a copy whose C code is traced, and keeps which lines each has reached."""
     tree, raw = copied("traced"), FOLDER / "raw" / name
     shutil.rmtree(raw, ignore_errors=True)
@@ -149,6 +176,7 @@ def record(name: str, arguments: list[str], jobs: int) -> None:
     build(tree, CFLAGS="-Og -gdwarf-4 -fsanitize-coverage=trace-pc")
     paths = [str(tree), str(raw / "site"), str(ROOT / "tools")]
     environment = environment_of(tree, IBP_TRACED_TREE=str(tree), IBP_RECORD=str(raw))
+    environment["IBP_RECORD_SECONDS"] = str(most_seconds)
     environment["PYTHONPATH"] = ":".join([*paths, environment["PYTHONPATH"]])
     workers = ["-n", str(jobs), "--dist", "load"] if jobs > 1 else []
     arguments = arguments or SETS[name]
@@ -254,10 +282,11 @@ class Outcome(NamedTuple):
 class Copy:
     """A copy of the tree in which mistakes are tried, one after another."""
 
-    def __init__(self, tree: Path, maps: dict[str, Reach]) -> None:
-        self._tree, self._maps = tree, maps
+    def __init__(self, tree: Path, maps: dict[str, Reach], most: int) -> None:
+        self._tree, self._maps, self._most = tree, maps, most
         self._trusted: set[str] = set()  # tests that pass without a mistake
         self._distrusted: set[str] = set()
+        self._python_mistakes = 0
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, str(ROOT / "tools" / "forking.py")]
         environment = environment_of(tree, OMP_NUM_THREADS="1")
@@ -285,24 +314,32 @@ class Copy:
     def _with(self, mutation: Mutation) -> tuple[str, str, int] | None:
         """(word, test, tests run) of the tree with the mistake, which is taken back."""
         source, is_c = self._tree / mutation.path, not mutation.path.endswith(".py")
-        text = source.read_text()
+        text, time_ns = source.read_text(), source.stat().st_mtime_ns
         source.write_text(mutation.applied(text))
+        if not is_c:  # a time that no other text of the source has: bytecode that was kept of one is for it alone
+            self._python_mistakes += 1
+            os.utime(source, ns=(time_ns, time_ns - self._python_mistakes * 10**9))
         try:
             return self._tried(mutation, is_c) if not is_c or build_library(self._tree) else None
         finally:
             source.write_text(text)
             if is_c:
                 build_library(self._tree)
+            else:
+                os.utime(source, ns=(time_ns, time_ns))
 
     def _tried(self, mutation: Mutation, is_c: bool) -> tuple[str, str, int]:
         tests_run = 0
+        run: set[tuple] = set()  # recordings may have tests in common
         for name, found in self._maps.items():
-            numbers = found.reaching(mutation.path, lines_that_matter(mutation, found))
-            programs = C_PROGRAMS.get(name, []) if is_c else []
-            for batch, seconds in batches(found, numbers, programs):
-                tests = [test for test in batch if test not in self._distrusted]
+            lines = lines_that_matter(mutation, found)
+            numbers = found.reaching(mutation.path, lines)
+            others = C_PROGRAMS.get(name, []) if is_c else OF_MODULES if lines is None else []
+            for batch, seconds in batches(found, numbers, others, self._most):
+                tests = [test for test in batch if test not in self._distrusted and (test, *found.options) not in run]
                 if not tests:
                     continue
+                run.update((test, *found.options) for test in tests)
                 tests_run += len(tests)
                 test = self._failing(tests, found.options, 120 + 8 * seconds)
                 if test is not None:
@@ -329,15 +366,23 @@ def be_killed_first() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def batches(found: Reach, numbers: np.ndarray, programs: list[str]) -> Iterator[tuple[list[str], float]]:
-    """(tests, their seconds) of runs of pytest: those that take least come first, and programs last."""
-    order = [(found.tests[number], found.seconds[number]) for number in numbers[np.argsort(found.seconds[numbers])]]
-    names, seconds, most = [], 0.0, iter(BATCHES)
-    at_most = next(most)
-    for name, each in [*order, *((program, 10.0) for program in programs)]:
+def batches(found: Reach, numbers: np.ndarray, others: list[str], most: int) -> Iterator[tuple[list[str], float]]:
+    """(tests, their seconds) of runs of pytest: one or two of each function, the shortest, come first, then two more of
+    each, four more and so on up to `most`, and the others last."""
+    places: dict[int, int] = {}  # of each test among the tests of its function
+    seen: dict[str, int] = {}
+    for number in numbers[np.argsort(found.seconds[numbers], kind="stable")].tolist():
+        function = found.tests[number].partition("[")[0]
+        places[number] = seen[function] = seen.get(function, -1) + 1
+    chosen = [number for number in places if places[number] < most]
+    chosen.sort(key=lambda number: ((places[number] // 2).bit_length(), found.seconds[number]))
+    order = [(found.tests[number], found.seconds[number]) for number in chosen]
+    names, seconds, limits = [], 0.0, iter(BATCHES)
+    at_most = next(limits)
+    for name, each in [*order, *((program, 10.0) for program in others)]:
         if names and seconds + each > at_most:
             yield names, seconds
-            names, seconds, at_most = [], 0.0, next(most)
+            names, seconds, at_most = [], 0.0, next(limits)
         names.append(name)
         seconds += each
     if names:
@@ -362,22 +407,36 @@ def drawn(sources: list[str], seed: int) -> Iterator[Mutation]:
         yield chance.choice(lines[place])
 
 
-def reasons() -> dict[tuple[str, str, str, str], str]:
-    """Why mistakes are none: by file, line without its indentation, what stood there and what it becomes."""
+def reasons() -> dict[tuple[str, ...], str]:
+    """Why mistakes are none, by the `key_of` each."""
     if not REASONS.exists():
         return {}
-    with REASONS.open(newline="") as file:
-        return {(row["file"], row["text"], row["was"], row["becomes"]): row["reason"] for row in csv.DictReader(file)}
+    return {tuple(row[column] for column in KEY): row["reason"] for row in rows_of(REASONS)}
+
+
+def key_of(mutation: Mutation) -> tuple[str, ...]:
+    """What a mistake is known by while lines around it change: its file, the line without its indentation, where in
+    that it is, from 1, what stood there and what it becomes."""
+    line = (ROOT / mutation.path).read_text().splitlines()[mutation.line - 1]
+    at = mutation.column - (len(line) - len(line.lstrip())) + 1
+    return mutation.path, line.strip(), str(at), mutation.was, mutation.becomes
 
 
 def text_of(mutation: Mutation) -> str:
-    return (ROOT / mutation.path).read_text().splitlines()[mutation.line - 1].strip()
+    return key_of(mutation)[1]
 
 
-def unseen_in(path: Path) -> list[Mutation]:
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["outcome"] in ("alive", "unreached")]
-    return [Mutation(r["file"], int(r["line"]), int(r["column"]) - 1, r["was"], r["becomes"]) for r in rows]
+def rows_of(results: Path) -> list[dict[str, str]]:
+    with results.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def mutation_of(row: dict[str, str]) -> Mutation:
+    return Mutation(row["file"], int(row["line"]), int(row["column"]) - 1, row["was"], row["becomes"])
+
+
+def unseen_in(results: Path) -> list[Mutation]:
+    return [mutation_of(row) for row in rows_of(results) if row["outcome"] in ("alive", "unreached")]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -391,14 +450,14 @@ def run(options: argparse.Namespace) -> None:
         sys.exit(f"nothing is recorded of {', '.join(sorted(changed)[:3]) or 'any test'} as it is: record first")
     wanted = iter(unseen_in(options.again) if options.again else drawn(sources, options.seed))
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-    for number in range(options.jobs):
-        tree = copied(f"copy{number}")
+    for _ in range(options.jobs):
+        tree = copied(free_name())
         build(tree)
-        copies.put(Copy(tree, maps))
+        copies.put(Copy(tree, maps, options.most))
     known, counts = reasons(), dict.fromkeys(["seen", "alive", "equivalent", "unreached"], 0)
 
     def outcome_of(mutation: Mutation) -> tuple[Mutation, Outcome | None]:
-        if (mutation.path, text_of(mutation), mutation.was, mutation.becomes) in known:
+        if key_of(mutation) in known:
             return mutation, Outcome("equivalent", "", 0, 0.0)
         copy = copies.get()
         try:
@@ -406,9 +465,16 @@ def run(options: argparse.Namespace) -> None:
         finally:
             copies.put(copy)
 
+    kept = rows_of(options.results) if options.goes_on else []
+    done_before = {mutation_of(row) for row in kept}
+    wanted = (mutation for mutation in wanted if mutation not in done_before)
+    counts.update(Counter(row["outcome"] for row in kept))
+
     with options.results.open("w", newline="") as file, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         table = csv.writer(file)
         table.writerow(COLUMNS)
+        table.writerows([row[column] for column in COLUMNS] for row in kept)
+        file.flush()
         running: set[concurrent.futures.Future] = set()
         while sum(counts.values()) < options.number:
             while len(running) < min(options.jobs, options.number - sum(counts.values())):
@@ -441,6 +507,7 @@ def main() -> None:
     recording.add_argument("name", help="quick, rest, or any name with arguments for pytest")
     recording.add_argument("arguments", nargs="*", help="for pytest, after --")
     recording.add_argument("--jobs", **jobs)
+    recording.add_argument("--most-seconds", type=float, default=60, help="tests that take longer are left out")
     running = commands.add_parser("run", help="make mistakes, run the tests that reach them")
     running.add_argument("--number", type=int, default=200, help="mistakes; default: 200")
     running.add_argument("--seed", type=int, default=1)
@@ -448,11 +515,16 @@ def main() -> None:
     running.add_argument("--paths", nargs="+", help="sources, as git ls-files takes them; default: all")
     running.add_argument("--tests", nargs="+", help="names of recordings, in this order; default: all")
     running.add_argument("--again", type=Path, help="results, of which those that no test saw are tried again")
+    running.add_argument("--most", type=int, default=1 << 30, help="tests of one function; default: all")
+    running.add_argument("--goes-on", action="store_true", help="keep what the results hold, and do the rest")
     running.add_argument("--results", type=Path, default=FOLDER / "results.csv")
     running.add_argument("--jobs", **jobs)
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    record(options.name, options.arguments, options.jobs) if options.command == "record" else run(options)
+    if options.command == "record":
+        record(options.name, options.arguments, options.jobs, options.most_seconds)
+    else:
+        run(options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Which tests reach which lines: a plugin of pytest that `tools/mutate.py` records with.
 
-A fixture of several tests is made once: the lines it reaches count for all of them.
+A fixture of several tests is made once: the lines it reaches count for all of them. A test that takes more than
+IBP_RECORD_SECONDS fails.
 """
 
 import json
 import mmap
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -26,7 +28,8 @@ class Recorder:
             self._reached = np.frombuffer(mmap.mmap(file.fileno(), tracing.TRACED_BYTES), np.uint8)
         self._lines = (folder / f"tests-{worker}.jsonl").open("w")
         self._test: dict = {}
-        tracing.trace()
+        self._most_seconds = float(os.environ["IBP_RECORD_SECONDS"])
+        self._tracer = tracing.tracer()
 
     def _taken(self) -> set[int]:
         """The bytes that have been set since the last call."""
@@ -47,10 +50,19 @@ class Recorder:
         self._test = {"test": item.nodeid, "fixtures": shared, "passed": True, "skipped": False}
         self._own: set[int] = set()
         self._taken()
+        tracing.use(self._tracer)  # again: a test before may have put its own in its place
         start = time.perf_counter()
         yield
         self._test["seconds"] = time.perf_counter() - start
         self._write(self._test, self._own | self._taken())
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self, item):
+        before = signal.signal(signal.SIGALRM, too_long)
+        signal.setitimer(signal.ITIMER_REAL, self._most_seconds)
+        yield
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_fixture_setup(self, fixturedef):
@@ -64,6 +76,10 @@ class Recorder:
         if report.nodeid == self._test.get("test"):
             self._test["passed"] &= report.outcome != "failed"
             self._test["skipped"] |= report.outcome == "skipped"
+
+
+def too_long(number, frame):
+    pytest.fail("takes too long to be recorded")
 
 
 def name_of(fixturedef) -> str:

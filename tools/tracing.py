@@ -1,7 +1,7 @@
 """Sets a byte in a file that all processes of a test have mapped for each line of Python and each block of C that one
 of them reaches: also processes that are forked, started or killed, whose lines coverage.py would lose.
 
-Lines of Python are seen by `trace`. C code calls `__sanitizer_cov_trace_pc` at the start of each block (gcc's
+Lines of Python are seen by a `tracer`. C code calls `__sanitizer_cov_trace_pc` at the start of each block (gcc's
 -fsanitize-coverage=trace-pc), and TRACE_C is linked to the library.
 """
 
@@ -9,7 +9,9 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 C_BYTES = 2 << 20  # more than the library has of code; Python's lines follow
 TRACED_BYTES = C_BYTES + (1 << 18)
@@ -41,7 +43,7 @@ __attribute__((no_sanitize_coverage)) void __sanitizer_cov_trace_pc(void)
 }
 """.replace("C_BYTES", str(C_BYTES))
 # For Pythons that tests start.
-SITE = "import os\n\nif 'IBP_REACHED' in os.environ:\n    import reach\n\n    reach.trace()\n"
+SITE = "import os\n\nif 'IBP_REACHED' in os.environ:\n    import tracing\n\n    tracing.use(tracing.tracer())\n"
 
 
 def starts_of(tree: Path) -> dict[str, int]:
@@ -53,8 +55,8 @@ def starts_of(tree: Path) -> dict[str, int]:
     return starts
 
 
-def trace() -> None:
-    """Sets the bytes of all lines that this process reaches from now on, and what it forks."""
+def tracer() -> Callable[..., Any]:
+    """What sets the bytes of all lines that a process reaches, and what it forks, once it is in use."""
     starts = starts_of(Path(os.environ["IBP_TRACED_TREE"]))
     with open(os.environ["IBP_REACHED"], "r+b") as file:
         reached = mmap.mmap(file.fileno(), TRACED_BYTES)
@@ -72,5 +74,9 @@ def trace() -> None:
     def call(frame, event, argument):
         return tracers.get(frame.f_code.co_filename)
 
-    threading.settrace(call)
-    sys.settrace(call)
+    return call
+
+
+def use(tracer: Callable[..., Any]) -> None:
+    threading.settrace(tracer)
+    sys.settrace(tracer)

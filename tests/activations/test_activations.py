@@ -153,6 +153,13 @@ def test_every_dtype_comes_back(dtype):
     assert offload.stats().coded_bytes > 0
 
 
+def test_what_coding_does_not_make_smaller_is_not_coded():
+    offload, x = offload_on(CPU), noise((1 << 16,), torch.uint8)
+    assert_comes_back(offload, x)
+    assert offload.stats().coded_bytes == 0 and offload.stats().kept_bytes == x.nbytes
+    assert coding.learn(x, view_of(x)) is None
+
+
 def test_layouts_come_back():
     offload, x = offload_on(CPU), torch.randn(8, 6, 10, 12).bfloat16()
     q, k, v = x.chunk(3, 1)

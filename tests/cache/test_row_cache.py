@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
@@ -467,6 +468,34 @@ def test_rows_that_stay_in_the_cache_are_written_back_once():
     cache.flush()
     assert table.version == version
     assert cache.stats().hits >= 190
+
+
+class RefusedLengths(TorchDispatchMode):
+    """The operation that notes what changed rows take in a cache fails before it begins."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.ibp.set_cached.default:
+            raise RuntimeError("refused by the test")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_refused_update_leaves_rows_as_they_were():
+    x = embedding(200, 64)
+    cache = ibp.RowCache(
+        ibp.compress(x, scheme="planes", **ON_CPU), 1 << 20, torch.rand(200), devices="cpu", writable=True
+    )
+    ids = torch.arange(40, 90)
+    new = embedding(50, 64, seed=1)
+    with pytest.raises(RuntimeError, match="refused by the test"), RefusedLengths():
+        cache.update_(ids, new)
+    found = cache.index_select(torch.arange(200))
+    is_new = (found[ids] == new).all(1)
+    assert is_new.sum() <= 10  # rows that do not fit a slot, which are in the table
+    x[ids[is_new]] = new[is_new]
+    assert_same_bits(found, x)
+    cache.update_(ids, new)
+    x[ids] = new
+    assert_same_bits(cache.index_select(range(200)), x)
 
 
 def test_default_rows_leave_the_cache():

@@ -16,6 +16,7 @@ import ibp
 from helpers import bytes_of
 from ibp._inspect.collecting import inspect_path
 from ibp.checkpoints import _coding, _compressing
+from ibp.checkpoints._report import PeakMemory
 from ibp.checkpoints._sources import open_source, open_sources
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -316,6 +317,62 @@ def test_estimates_are_near_what_compress_does(checkpoint, tmp_path):
     assert json.loads(json.dumps(estimate.as_dict()))["num_bytes"] == report.num_bytes
     assert json.loads(json.dumps(report.as_dict()))["files"] == list(report.files)
     assert "compressed" in repr(report) and "saved" in repr(estimate)
+
+
+def tables_of_items(path, *entries, shape=(4,), others=()):
+    """A file whose tables hold items of the tensor w, as its metadata says: (first, last, items) each."""
+    tensors = {f"w.rows-{first}": torch.full((last - first, *shape), float(first)) for first, last, _ in entries}
+    texts = {f"ibp_rows.w.rows-{first}": f"first={first} last={last} items={items}" for first, last, items in entries}
+    ibp.save(path, {**tensors, **dict(others)}, metadata={**texts, "by": "a test"})
+    return path
+
+
+def test_tables_of_items_are_one_tensor(tmp_path):
+    path = tables_of_items(tmp_path / "m.safetensors", (0, 2, 5), (2, 5, 5), others={"b": torch.ones(3)}.items())
+    with open_source(path) as source:
+        assert source.metadata == {"by": "a test"} and set(source.tensors) == {"w", "b"}
+        wanted = torch.tensor([0.0, 0.0, 2.0, 2.0, 2.0])[:, None].expand(5, 4)
+        assert torch.equal(source.tensors["w"].tensor(), wanted)
+        assert source.tensors["w"].read(12, 40).tolist() == bytes_of(wanted.contiguous())[12:40].tolist()
+
+
+@pytest.mark.parametrize(
+    "entries, others",
+    [
+        ([(0, 2, 5)], {}),  # the last ones lack
+        ([(2, 5, 5)], {}),  # the first ones
+        ([(0, 2, 5), (3, 5, 5)], {}),
+        ([(0, 3, 5), (2, 5, 5)], {}),
+        ([(0, 2, 5), (2, 5, 5)], {"w": torch.ones(5, 4)}),  # there is another tensor of its name
+        ([(0, 2, 5), (2, 5, 5)], {"w.rows-2": torch.ones(2, 4)}),  # fewer items than the metadata says
+        ([(0, 2, 5), (2, 5, 5)], {"w.rows-2": torch.ones(3, 5)}),  # of another shape
+        ([(0, 2, 5), (2, 5, 5)], {"w.rows-2": torch.ones(3, 4, dtype=torch.float64)}),
+        ([(0, 2, 5), (2, 5, 5)], {"w.rows-2": torch.tensor(3.0)}),
+    ],
+    ids=["end", "start", "gap", "overlap", "name", "items", "shape", "dtype", "scalar"],
+)
+def test_tables_that_are_not_of_all_items(tmp_path, entries, others):
+    path = tables_of_items(tmp_path / "m.safetensors", *entries, others=others.items())
+    with pytest.raises(ibp.FileFormatError, match="are not those of all its items"):
+        open_source(path)
+
+
+def test_items_that_no_metadata_says(tmp_path):
+    ibp.save(tmp_path / "m.safetensors", {"w.rows-0": torch.ones(2, 4)}, metadata={"ibp_rows.w.rows-0": "first=0"})
+    with pytest.raises(ibp.FileFormatError, match="wanted first, last and items"):
+        open_source(tmp_path / "m.safetensors")
+
+
+def test_the_peak_of_memory_is_looked_for_as_data_passes():
+    peak = PeakMemory()
+    if not peak.num_bytes:
+        pytest.skip("the system does not say how much memory a process has")
+    before, held = peak.num_bytes, bytearray(b"x") * (128 << 20)
+    peak.passed(40 << 20)
+    assert peak.num_bytes == before
+    peak.passed(40 << 20)
+    del held
+    assert peak.num_bytes > before + (100 << 20)
 
 
 MOST_APART = 0.001  # of an estimate and a report, of a checkpoint whose tensors are looked at whole

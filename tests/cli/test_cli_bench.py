@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+import ibp
 from ibp._cli import machine
 from ibp._cli.main import main
 
@@ -34,6 +36,17 @@ def test_bits_that_differ_are_an_error(small, capsys, monkeypatch):
     monkeypatch.setattr(machine, "same_bits", lambda a, b: False)
     assert main(["bench", "--device", "cpu", "--seconds", "1", "--quiet"]) == 1
     assert capsys.readouterr().err == "ibp bench: bits differ: BF16 weights, FP8 weights\n"
+
+
+def test_tables_are_coded_again_by_their_own_codebooks(monkeypatch):
+    """What is measured of compressing is coding: no codebook is learned, and noise stays raw."""
+    asked = []
+    compress = ibp.compress
+    monkeypatch.setattr(ibp, "compress", lambda x, **options: asked.append(options) or compress(x, **options))
+    noise = torch.randint(256, (100, 256), dtype=torch.uint8)
+    for x in (machine.made("BF16 weights", 1 << 16), noise):
+        machine._again(compress(x, device="cpu", pin_memory=False), x)
+    assert asked[0]["codebook"] is not None and asked[1]["scheme"] == "raw" and "codebook" not in asked[1]
 
 
 def measured(rows, whole):

@@ -85,6 +85,9 @@ def test_one_tensor_is_told_in_detail(file, capsys):
 def test_tensors_are_chosen(file, capsys):
     (found,) = document(capsys, file, "--include", "layers.*", "--include", "norm", "--exclude", "*rm")["files"]
     assert [tensor["name"] for tensor in found["tensors"]] == ["layers.0.weight"]
+    assert inspect_path(file).other_bytes > 0
+    some = inspect_path(file, wanted=lambda name: name == "norm")
+    assert some.other_bytes == 0 and some.stored_bytes == some.tensors[0].stored_bytes
 
 
 def test_a_tensor_that_is_not_there_is_a_line(file, capsys):

@@ -115,6 +115,12 @@ def test_handles_open_one_memory(x):
 
 
 @pytest.mark.slow
+def test_repr_of_a_handle_has_what_it_documents(x):
+    table = table_of(x)
+    handle = table.share()
+    assert repr(handle) == f"SharedHandle(process={os.getpid()}, num_bytes={handle.num_bytes})"
+
+
 def test_nothing_is_left(x):
     """Descriptors and mappings go with the last tensor of the tables."""
 

@@ -93,6 +93,7 @@ def test_empty_inputs():
     compare(x, table, no_ids, zeros)
     compare(x, table, no_ids, zeros, mode="max", padding_idx=2)
     compare(x, table, no_ids, no_ids)
+    compare(x, table, no_ids, zeros, include_last_offset=True)
     compare(x, table, no_ids.view(0, 4))
     assert_same_bits(ibp.embedding_bag(table, no_ids.view(4, 0)), torch.zeros(4, 16, dtype=torch.float16))
     assert ibp.embedding_bag(table, torch.tensor([1]), zeros[:1], include_last_offset=True).shape == (0, 16)

@@ -166,11 +166,19 @@ def test_a_set_of_files(tmp_path, items, where):
     assert index["weight_map"]["t:slots"] == names[1] and not any(
         name.startswith("ibp.") for name in index["weight_map"]
     )
+    files = [(tmp_path / name).read_bytes() for name in names[:-1]]
+    data_bytes = sum(len(file) - 8 - int.from_bytes(file[:8], "little") for file in files)
+    assert index["metadata"]["total_size"] == data_bytes
     opened = ibp.open(tmp_path / names[-1] if where == "index" else tmp_path, verify=True)
     assert list(opened) == list(items) and opened.metadata == {"format": "pt"} and opened.verify() > 0
     assert_same_bits(opened["t"].decompress(), ROWS)
     assert opened.info("t").files == (names[1],)
     assert_same_bits(ibp.load(tmp_path)["a"], items["a"])
+
+
+def test_files_of_a_set_are_filled(tmp_path):
+    ibp.save(tmp_path, {name: torch.ones(256) for name in "abcdef"}, shard_bytes=2048)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
 def test_one_file_where_one_is_enough(tmp_path, items):

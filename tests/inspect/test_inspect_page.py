@@ -123,6 +123,32 @@ def browse(tmp_path):
     return run
 
 
+class Lines:
+    """Axes that note where lines across a picture are drawn."""
+
+    def __init__(self):
+        self.at = []
+
+    def axvline(self, x, **_):
+        self.at.append(x)
+
+    def set_xticks(self, *_, **__):
+        pass
+
+    set_xlabel = set_xticks
+
+
+@pytest.mark.parametrize("name", drawing.FIELDS)
+def test_fields_of_floats_are_set_apart(name):
+    of, axes = torch.finfo(getattr(torch, name)), Lines()
+    mantissa_bits = 0
+    while 2.0**-mantissa_bits > of.eps:
+        mantissa_bits += 1
+    drawing._mark_bits(axes, name, of.bits)
+    assert axes.at == [0.5, of.bits - mantissa_bits - 0.5]
+    assert [field for _, field in drawing.FIELDS[name]] == ["sign", "exponent", "mantissa"]
+
+
 @pytest.mark.slow
 def test_a_browser_shows_the_tensors(browse, tmp_path):
     path = tmp_path / "page.html"

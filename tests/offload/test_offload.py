@@ -20,6 +20,7 @@ from helpers import assert_same_bits, in_threads
 from ibp._offload.arena import WeightArena, overlap
 from ibp._offload.fetcher import WeightFetcher
 from ibp._offload.groups import divide, spread
+from ibp._offload.offloaded import _MoveHook
 from ibp._offload.resting import Resting
 from ibp._offload.schedule import Schedule
 from ibp._tables.weights import WeightCompressor
@@ -499,6 +500,15 @@ def test_removed_after_an_interrupt():
     handle.remove()
     offloaded.remove()
     assert_same_bits(model(IDS), wanted)
+
+
+def test_arguments_are_brought_to_the_device_of_their_module():
+    hook, layer = _MoveHook(torch.device("meta")), nn.Linear(2, 2)
+    near, cache = torch.ones(2), object()
+    args, kwargs = hook.before(layer, (near, [near, 3], (near,)), {"mask": near, "more": {"x": near}, "cache": cache})
+    found = [args[0], args[1][0], args[2][0], kwargs["mask"], kwargs["more"]["x"]]
+    assert all(tensor.is_meta and tensor.shape == near.shape for tensor in found)
+    assert args[1][1] == 3 and kwargs["cache"] is cache
 
 
 def test_a_damaged_table():

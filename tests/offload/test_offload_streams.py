@@ -169,3 +169,20 @@ def test_a_graph_cannot_capture(gpu):
             model(x)
         gpu.capturing = False
         assert_same_bits(model(x), wanted)
+
+
+def test_damage_is_raised_by_the_use_of_a_weight(gpu):
+    model = Net(gpu)
+    model.order, model.streams = list(range(6)), [gpu.current]
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        wanted = model(x)
+        offloaded = ibp.offload(model, "cpu", min_bytes=1, group_bytes=1)
+        (weight,) = offloaded._groups[3].weights
+        kept = weight.table.lengths.clone()
+        weight.table.lengths.fill_(1)
+        with pytest.raises(ibp.CorruptTableError, match="noted by an earlier call"):
+            for _ in range(2):
+                model(x)
+        weight.table.lengths.copy_(kept)
+        assert_same_bits(model(x), wanted)

@@ -1,6 +1,7 @@
 """What type checkers see of the package: py.typed, annotations of everything public, a stub of the extension module."""
 
 import ast
+import dataclasses
 import inspect
 import pathlib
 
@@ -25,6 +26,13 @@ def public_functions():
                     and (method == "__init__" or not method.startswith("_"))
                 ):
                     yield f"{name}.{method}", value
+
+
+def test_reports_cannot_be_changed():
+    """What calls return is for reading; statistics alone are counted further."""
+    made = {name: getattr(ibp, name) for name in ibp.__all__ if dataclasses.is_dataclass(getattr(ibp, name))}
+    assert len(made) > 10
+    assert [name for name, kind in made.items() if not kind.__dataclass_params__.frozen] == ["ActivationStats"]
 
 
 def test_public_functions_are_annotated():

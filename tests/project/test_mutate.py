@@ -1,8 +1,11 @@
 """tools/mutate.py: which small mistakes it makes of a source, and which lines a test has to reach for one."""
 
 import ast
+import os
+import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from native import ROOT
@@ -95,3 +98,31 @@ def test_the_lines_that_a_test_has_to_reach():
     assert mutate.lines_of_statement(tree, 11) == range(10, 12)
     assert mutate.lines_of_statement(tree, 14) == range(14, 15)
     assert mutate.lines_of_statement(tree, 6) is None
+
+
+def test_lines_of_a_python_that_a_test_starts(tmp_path):
+    tracing = pytest.importorskip("tracing")
+    (tmp_path / "ibp").mkdir()
+    (tmp_path / "ibp" / "traced.py").write_text(
+        "def half(x):\n    return x / 2\n\n\ndef unused():\n    return 1\n\n\nhalf(1)\n"
+    )
+    (tmp_path / "ibp_command.py").write_text("")
+    (tmp_path / "sitecustomize.py").write_text(tracing.SITE)
+    reached = tmp_path / "reached"
+    reached.write_bytes(bytes(tracing.TRACED_BYTES))
+    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tools'}", "IBP_REACHED": str(reached)}
+    environment = {**os.environ, **paths, "IBP_TRACED_TREE": str(tmp_path)}
+    command = [sys.executable, "-c", "import ibp.traced"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+    start = tracing.starts_of(tmp_path)[str(tmp_path / "ibp" / "traced.py")]
+    assert [line for line in range(10) if reached.read_bytes()[start + line]] == [1, 2, 5, 9]
+
+
+def test_a_test_of_each_function_runs_first():
+    names = [f"tests/test_a.py::test_a[{number}]" for number in range(9)] + ["tests/test_b.py::test_b"]
+    seconds = np.array([*range(1, 10), 100.0])
+    found = mutate.Reach(names, seconds, [], {}, {})
+    for most in (100, 3):
+        tests = [test for batch, _ in mutate.batches(found, np.arange(10), ["c"], most) for test in batch]
+        assert tests == [*names[:2], names[9], *names[2 : min(9, most)], "c"]

@@ -4,6 +4,7 @@ samples."""
 import copy
 import io
 import itertools
+import json
 import pathlib
 import pickle
 
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import ibp
 import reference_planes as reference
+from golden import make_learned
 from golden.make_planes import CASES, load
 from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
 from ibp._layout import slots
@@ -453,6 +455,17 @@ def test_the_same_codebook_every_time():
     assert torch.equal(state, torch.random.get_rng_state())
     torch.manual_seed(1)
     assert learn_planes(bytes_of(x), 64, len(x), x.dtype).codebook == first.codebook
+
+
+@pytest.fixture(scope="module")
+def golden_codebooks():
+    return json.loads(make_learned.FILE.read_text())
+
+
+@pytest.mark.parametrize("name, dtype", make_learned.CASES)
+def test_the_same_codebook_in_every_version(golden_codebooks, name, dtype):
+    """Files that are written again stay the same bytes, and ranks with other machines find the same codebooks."""
+    assert make_learned.learned(name, dtype) == golden_codebooks[f"{name}, {dtype}"]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,13 @@ def test_targets(target):
     assert (table.device_bytes, table.host_bytes, table.spills_to_host) == (0, table.nbytes, False)
 
 
+def test_progress_is_shown_only_if_asked_for(capfd):
+    ibp.place(mixed(), 2, device="cpu")
+    assert capfd.readouterr() == ("", "")
+    ibp.place(mixed(), 2, device="cpu", progress=True)
+    assert capfd.readouterr().err
+
+
 def test_the_largest_target_within_a_threshold():
     x = torch.cat([rows(80, "sparse"), rows(20, "noise")])
     assert ibp.place(x, device="cpu").slot_bytes < 192

@@ -337,6 +337,14 @@ def test_codebook_of_one_pair_has_no_index():
     assert len(codebook.palette) == 1 and codebook.index.numel() == 0 and codebook.nbytes == 8
 
 
+def test_pairs_that_come_again_are_in_the_palette_once():
+    """Also chunks of 8 bytes that differ in their values alone."""
+    mask = torch.full((32,), 0xF0, dtype=torch.uint8)
+    bitval = torch.tensor([0x10, 0x20, 0x10, 0x20], dtype=torch.uint8).repeat_interleave(8)
+    codebook = ibp.Codebook.from_masks(mask, bitval, 8)
+    assert len(codebook.palette) == 2 and codebook.index.tolist() == [0, 1, 0, 1]
+
+
 def test_codebook_of_many_pairs_has_a_wide_index():
     mask = make_tensor((2000,), torch.uint8, "random")
     codebook = ibp.Codebook.from_masks(mask, mask & 0x55, 4)
