@@ -478,7 +478,7 @@ def draw_spill(rows, path):
 
 CHOICE_STYLE = {
     "link_gbps": ("raw bytes", GREY, "."),
-    "gbps": ("what ibp.choose takes", BLUE, "o"),
+    "gbps": ("what ibp.codecs.choose takes", BLUE, "o"),
     "ideal_gbps": ("the best that was measured", ORANGE, "|"),
 }
 

@@ -25,7 +25,7 @@ RATE_BYTES = 64 * inputs.MIB
 
 
 def codebook_of(x, chunk_bytes, tau, device):
-    return ibp.analyze(x, paper=True, chunk_bytes=chunk_bytes, tau=tau, sample=1.0, device=device)
+    return ibp.codecs.analyze(x, paper=True, chunk_bytes=chunk_bytes, tau=tau, sample=1.0, device=device)
 
 
 def savings_of(case, chunk_bytes, tau, device):

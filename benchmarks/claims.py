@@ -467,7 +467,8 @@ def _over_torch(row):
 
 
 def choose_table(directory):
-    """Which coding wins over which link, what `ibp.choose` loses, and what every candidate takes on a few sets."""
+    """Which coding wins over which link, what `ibp.codecs.choose` loses, and what every candidate takes on a few
+    sets."""
     rows = charts.read(directory / "choose.csv")
     choices = [row for row in rows if row["chosen"]]
     if not choices:
@@ -485,8 +486,8 @@ def choose_table(directory):
     heads = ["link", "sets on which each is the soonest", f"choices within {wanted:g} % of it", "the most lost"]
     text = (
         f"Every set of `ratio.csv` and typed columns, 256 MiB of each (`choose.csv`: {caption(rows)}{others}): the "
-        "candidate that is coded, moved and decoded the soonest as measured, and what the choice of `ibp.choose`, by "
-        f"its own sample, takes longer. `fetched often` leaves coding out.\n\n{markdown(heads, lines)}"
+        "candidate that is coded, moved and decoded the soonest as measured, and what the choice of "
+        f"`ibp.codecs.choose`, by its own sample, takes longer. `fetched often` leaves coding out.\n\n{markdown(heads, lines)}"
     )
     picture = "![What is chosen, set by set](../benchmarks/results/choose.png)"
     candidates = [row for row in rows if not row["chosen"]]

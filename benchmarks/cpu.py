@@ -187,7 +187,9 @@ def measure_case(run, name, x, num_threads):
         case = Case(run, name, x, num_threads)
         for scheme in SCHEMES:
             with run.cell(f"{case.name} {harness.dtype_name(x.dtype)}, {scheme}"):
-                codebook = ibp.analyze(x[: max(1, ANALYZED_BYTES // (x.shape[1] * x.dtype.itemsize))], scheme=scheme)
+                codebook = ibp.codecs.analyze(
+                    x[: max(1, ANALYZED_BYTES // (x.shape[1] * x.dtype.itemsize))], scheme=scheme
+                )
                 measure_coding(case, scheme, x, codebook)
                 if ibp._core.cpu_features() > AVX2 and num_threads == 1:
                     with cpu_features(AVX2):

@@ -51,7 +51,7 @@ class Case:
         self.codebook = (
             _measuring.consecutive(x, SIGN_AND_MANTISSA_BITS[x.dtype]).codebook(x.shape[1] * x.dtype.itemsize)
             if self.is_fast
-            else ibp.analyze(x, scheme="planes", sample=families.SAMPLE)
+            else ibp.codecs.analyze(x, scheme="planes", sample=families.SAMPLE)
         )
         self.table = ibp.compress(x, codebook=self.codebook)
         self.num_bytes = x.numel() * x.dtype.itemsize
@@ -63,7 +63,7 @@ class Case:
         sizes = {"slot_bytes": self.table.slot_bytes, "overflow_bytes": num_rows * OVERFLOW_ROOM}
         count = NUM_PINNED_PLACES if pinned else 2 if self.run.quick else NUM_PLACES
         return [
-            ibp.Place(self.codebook, num_rows, **sizes, device=self.run.device, pinned=pinned) for _ in range(count)
+            ibp.CodedRows(self.codebook, num_rows, **sizes, device=self.run.device, pinned=pinned) for _ in range(count)
         ]
 
     def check(self, place, want, what):

@@ -118,7 +118,7 @@ def paper_codebooks(case):
     """Of the paper's scheme, learned from the first layer for all, as they take long to learn."""
     row_bytes = _coding.Form.of(case.states[0][0], case.block, None).row_bytes
     rows = [x[0, 0, : PAPER_TOKENS // case.block * case.block].cpu().view(-1) for x in case.states[0]]
-    return {"codebooks": tuple(ibp.analyze(x, scheme="ibp", sample=1.0, row_bytes=row_bytes) for x in rows)}
+    return {"codebooks": tuple(ibp.codecs.analyze(x, scheme="ibp", sample=1.0, row_bytes=row_bytes) for x in rows)}
 
 
 def measure_compressed(case, arm, wanted):

@@ -119,7 +119,7 @@ def rows_of(case, cached):
     """The tokens in a KVRows, with a cache or without."""
     slot_bytes = int(0.75 * case.row_bytes)
     cache_bytes = int(CACHED_SHARE * case.rows.numel() // case.dim * (slot_bytes + 21)) if cached else 0
-    kv = ibp.KVRows(
+    kv = ibp.kv.KVRows(
         case.rows[:4096],
         num_layers=1,
         num_tokens=len(case.rows),

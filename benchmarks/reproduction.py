@@ -1102,8 +1102,8 @@ BUDDY = (
         "",
         "",
         "on a Power9 with NVLink",
-        "not measured yet: managed memory that exceeds the GPU's, beside `ibp.place`. `scattered.py` reads managed "
-        "memory that fits",
+        "not measured yet: managed memory that exceeds the GPU's, beside `ibp.spill.place`. `scattered.py` reads "
+        "managed memory that fits",
     ),
     Row(
         "Figure 13",

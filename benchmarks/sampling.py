@@ -26,8 +26,8 @@ def codebook_of(x, scheme, sample, device):
     """
     if scheme == "ibp":
         chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: math.ceil(sample * len(x))]
-        return ibp.analyze(x[chosen.sort().values.to(x.device)], scheme=scheme, sample=1.0, device=device)
-    return ibp.analyze(x, scheme=scheme, sample=sample, device=device)
+        return ibp.codecs.analyze(x[chosen.sort().values.to(x.device)], scheme=scheme, sample=1.0, device=device)
+    return ibp.codecs.analyze(x, scheme=scheme, sample=sample, device=device)
 
 
 def savings_of(case, scheme, sample, device):

@@ -220,12 +220,12 @@ def cases(run):
         learned = make(inputs.MIB if run.quick else 64 * inputs.MIB)
         is_main = dtype == torch.bfloat16
         codebooks = [
-            ibp.analyze(learned, scheme=scheme, sample=None)
+            ibp.codecs.analyze(learned, scheme=scheme, sample=None)
             for scheme in (("planes", "ibp") if is_main else ("planes",))
         ]
         yield name, make, codebooks, sizes if is_main else other_sizes
     mask, bitval = inputs.synthetic_mask(2048, 0.5)
-    codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
+    codebook = ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
     yield (
         "synthetic 50%",
         lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device),

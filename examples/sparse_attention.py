@@ -4,7 +4,7 @@
 
 For every token that is generated, each head looks at few pages of 16 tokens: those whose keys can have the largest
 product with its queries, by the least and the greatest of each element that a page has (the estimate of Quest,
-ICML 2024). The bounds stay on the GPU; keys and values are rows of two `ibp.KVRows` in pinned host memory, and those
+ICML 2024). The bounds stay on the GPU; keys and values are rows of two `ibp.kv.KVRows` in pinned host memory, and those
 that are chosen come through a cache of coded rows on the GPU. A step is one CUDA graph: the new token's rows are put,
 pages are scored and chosen, their rows are selected, and attention is computed over them.
 
@@ -23,7 +23,7 @@ DTYPE = torch.bfloat16
 
 
 class RawRows:
-    """Rows as they are, on the device: what `ibp.KVRows` has to equal."""
+    """Rows as they are, on the device: what `ibp.kv.KVRows` has to equal."""
 
     def __init__(self, num_tokens, num_heads, dim, device):
         self.rows = torch.zeros(num_tokens, num_heads, dim, dtype=DTYPE, device=device)
@@ -136,7 +136,7 @@ def main(argv=None):
     k, v = (tokens_of(generator, args.tokens, *shape, device) for _ in range(2))
 
     def coded(sample):
-        return ibp.KVRows(
+        return ibp.kv.KVRows(
             sample[:4096],
             num_layers=1,
             num_tokens=num_pages * PAGE_TOKENS,

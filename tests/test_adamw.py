@@ -535,7 +535,7 @@ def train_in_parts(monkeypatch, device, storage="device"):
 
     monkeypatch.setattr(_reserve._memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
     if not is_cuda:
-        monkeypatch.setattr(_states, "Place", lambda *args, pinned, **options: ibp.Place(*args, **options))
+        monkeypatch.setattr(_states, "Place", lambda *args, pinned, **options: ibp.CodedRows(*args, **options))
     shapes = [(200, 512)] * 4 + [(100, 30)] * 3
     torchs, ours = (parameters(device=device, shapes=shapes) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=300_000, storage=storage)
@@ -635,7 +635,7 @@ def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     rates = calibration.H200
     monkeypatch.setattr(calibration, "in_force", lambda device: rates)
     m, v = states_of_a_step(dtype)
-    by_bytes = ibp.analyze(v, scheme="planes", sample=None, device="cpu")
+    by_bytes = ibp.codecs.analyze(v, scheme="planes", sample=None, device="cpu")
     for rows in (m, v):
         codebook = _learning.learn(rows, "default")
         assert codebook.digit_bits == (2, 2, 2, 2) and codebook.symbol_bits == 8 and not codebook.listed

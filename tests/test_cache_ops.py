@@ -327,8 +327,8 @@ def test_a_map_filled_by_85_percent_leaves_out_few_rows():
 
 
 def test_lost_rows_are_noted_by_fill_and_claim():
-    place = ibp.Place(
-        ibp.analyze(spiky_rows(50, 60), scheme="planes"), 8, slot_bytes=32, overflow_bytes=0, device="cpu"
+    place = ibp.CodedRows(
+        ibp.codecs.analyze(spiky_rows(50, 60), scheme="planes"), 8, slot_bytes=32, overflow_bytes=0, device="cpu"
     )
     noise = make_tensor((8, 60), torch.int32, "random").view(torch.float32)
     ibp.encode_into(noise, place)

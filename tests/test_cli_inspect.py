@@ -34,7 +34,7 @@ def file(tmp_path_factory):
         "features": ibp.compress(spiky_rows(100, 90), pin_memory=False),
         HOSTILE: ibp.compress(one_hot_rows(50, 40), scheme="ibp", pin_memory=False),
         "norm": torch.ones(64, dtype=torch.bfloat16),
-        "step": ibp.delta(new, base),
+        "step": ibp.deltas.make(new, base),
     }
     ibp.save(path, tensors, metadata={"by": "a test"})
     return path

@@ -320,7 +320,7 @@ def test_given_codebooks(model, prompt):
     wanted = answer(model, prompt, learned_from, 20)
     keys, values = learned_from.layers[1].keys, learned_from.layers[1].values
     rows = (x[:, :, :64].contiguous().view(-1, 8 * HEAD_DIM) for x in (keys, values))
-    books = tuple(ibp.analyze(x, scheme="planes") for x in rows)
+    books = tuple(ibp.codecs.analyze(x, scheme="planes") for x in rows)
     cache = CompressedCache(model.config, **SMALL, codebooks=books)
     assert_same_answer(answer(model, prompt, cache, 20), wanted)
     assert cache.stats().num_codebooks == 0 and cache.stats().savings > 0.1

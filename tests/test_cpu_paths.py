@@ -116,7 +116,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_tables_are_the_same(name, scheme):
     x = TENSORS[name]()
-    codebook = ibp.analyze(x, scheme=scheme)
+    codebook = ibp.codecs.analyze(x, scheme=scheme)
 
     def compressed():
         return ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)

@@ -216,7 +216,7 @@ def test_no_room_for_what_is_decompressed(tmp_path, suffix):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         with pytest.raises(OSError, match=r"wanted room for at least 120,000 bytes") as raised:
-            ibp.decompress_checkpoint(tmp_path / "coded.safetensors", target)
+            ibp.checkpoints.decompress(tmp_path / "coded.safetensors", target)
         assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(target))
 
     assert status_of(in_child(work)) == 0
@@ -311,7 +311,7 @@ def test_compressing_a_checkpoint_is_killed(folder):
     target = folder / "model.safetensors"
 
     def compress():
-        return ibp.compress_checkpoint(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000)
+        return ibp.checkpoints.compress(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000)
 
     for at in itertools.count(0, 4):
 

@@ -59,7 +59,7 @@ def random_codebook(row_bytes, chunk_bytes, flag_all=False, seed=0):
     noise = rng.integers(0, 256, row_bytes, np.uint8)
     mask = np.where(kind == 0, 0, np.where(kind == 1, 255, noise)).astype(np.uint8)
     bitval = mask & rng.integers(0, 256, row_bytes, np.uint8)
-    return ibp.Codebook.from_masks(torch.from_numpy(mask), torch.from_numpy(bitval), chunk_bytes, flag_all)
+    return ibp.codecs.Codebook.from_masks(torch.from_numpy(mask), torch.from_numpy(bitval), chunk_bytes, flag_all)
 
 
 def matching_rows(num_rows, codebook, seed=0):
@@ -94,9 +94,9 @@ def test_analysis_counts(cuda, row_bytes):
 )
 def test_analysis(cuda, arguments):
     for x in (one_hot_rows(3000, 60), embedding(3000, 32), embedding(3000, 33, torch.bfloat16)):
-        on_cpu = ibp.analyze(x, sample=1.0, device="cpu", **arguments)
+        on_cpu = ibp.codecs.analyze(x, sample=1.0, device="cpu", **arguments)
         for where, device in ((x, cuda), (x.to(cuda), None), (x.pin_memory(), cuda)):
-            on_gpu = ibp.analyze(where, sample=1.0, device=device, **arguments)
+            on_gpu = ibp.codecs.analyze(where, sample=1.0, device=device, **arguments)
             assert on_gpu == on_cpu and on_gpu.expected_savings == on_cpu.expected_savings and on_gpu.tau == on_cpu.tau
 
 
@@ -149,7 +149,7 @@ def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
     """Coded piece by piece: 32 rows at a time."""
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 1)
     x = spiky_rows(777, 61)
-    codebook = ibp.analyze(x, scheme=scheme, device="cpu")
+    codebook = ibp.codecs.analyze(x, scheme=scheme, device="cpu")
     for layout in LAYOUTS:
         arguments = {"codebook": codebook, **layout_arguments(layout, 244)}
         assert_same_table(ibp.compress(x, device=cuda, **arguments), ibp.compress(x, device="cpu", **arguments))
@@ -158,7 +158,7 @@ def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
 @pytest.mark.parametrize("scheme", CODED)
 def test_estimate(cuda, scheme):
     x = spiky_rows(3000, 60)
-    codebook = ibp.analyze(x, scheme=scheme)
+    codebook = ibp.codecs.analyze(x, scheme=scheme)
     assert (
         ibp.estimate(x, codebook, device=cuda)
         == ibp.estimate(x.to(cuda), codebook)
@@ -667,7 +667,7 @@ def cuda_samples(cuda):
     which opcheck does.
     """
     x = spiky_rows(100, 60)
-    data, masks = bytes_of(x).to(cuda), ibp.analyze(x)
+    data, masks = bytes_of(x).to(cuda), ibp.codecs.analyze(x)
     kinds = [
         (layout, place, scheme) for layout in ("slots of 32", "packed") for place in ("device",) for scheme in CODED
     ]
@@ -681,7 +681,7 @@ def cuda_samples(cuda):
 
     yield "count_bits", (data, 240)
     yield "count_hits", (data, masks.words(cuda), masks.codec)
-    for codebook in (masks, ibp.analyze(x, scheme="planes")):
+    for codebook in (masks, ibp.codecs.analyze(x, scheme="planes")):
         yield "measure_rows", (data, codebook.words(cuda), codebook.codec)
     for slots, overflow, *rest in tables:
         yield "encode_rows", (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, data, fault())

@@ -203,7 +203,7 @@ def test_rows_that_lack_what_the_sample_has_in_common(ranks):
 def from_tables(rank, case):
     x = rows_like("dense", sum(SIZES))
     part = part_of(x, rank)
-    codebook = ibp.analyze(x, scheme="planes", sample=1.0, **{"device": "cpu"})
+    codebook = ibp.codecs.analyze(x, scheme="planes", sample=1.0, **{"device": "cpu"})
     table = {
         "one codebook": lambda: ibp.compress(part, codebook=codebook, **OPTIONS),
         "one is raw": lambda: ibp.compress(
@@ -481,7 +481,7 @@ def refuse_caches(rank):
     table = ibp.compress(x, **OPTIONS, scheme="planes")
     other = ibp.compress(x if rank == 0 else x + 1, **OPTIONS, scheme="planes")
     world, devices = dist.group.WORLD, {"devices": "cpu"}
-    place = ibp.Place(table.codebook, 10, device="cpu")
+    place = ibp.CodedRows(table.codebook, 10, device="cpu")
     assert ibp.RowCache(table, 0, group=world, **devices).index_select([5]).shape == (1, COLUMNS)
     return [
         raised(lambda: ibp.RowCache(table, 1000 + rank, group=world, **devices)),

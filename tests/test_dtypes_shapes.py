@@ -227,7 +227,7 @@ def test_strides_of_at_most_one_element(dtype, name):
     """Torch calls such a tensor contiguous, whatever its strides are."""
     x = AT_MOST_ONE_ELEMENT[name](torch.arange(64).to(dtype))
     check(x)
-    ibp.analyze(x, device="cpu")
+    ibp.codecs.analyze(x, device="cpu")
     assert ibp.estimate(x, device="cpu").original_bytes == x.numel() * x.element_size()
     alone = (
         torch.empty(0, dtype=dtype).set_(x.clone().untyped_storage(), 0, x.shape, x.stride())
@@ -315,7 +315,10 @@ def test_every_bit_pattern_of_16_bits():
     for dtype in (torch.int16, torch.bfloat16, torch.float16):
         values = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(dtype)
         check(values.view(256, 256), scheme="planes", sample=0.05)
-        check(values.view(256, 256), codebook=ibp.analyze(torch.randn(2000, 256).to(torch.bfloat16), scheme="planes"))
+        check(
+            values.view(256, 256),
+            codebook=ibp.codecs.analyze(torch.randn(2000, 256).to(torch.bfloat16), scheme="planes"),
+        )
 
 
 def test_every_byte_value():

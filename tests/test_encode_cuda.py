@@ -155,10 +155,12 @@ def test_clusters(cuda, row_bytes, num_clusters):
     rng = np.random.default_rng([row_bytes, num_clusters])
     masks = [random_codebook(row_bytes, 4, seed=seed) for seed in range(num_clusters)]
     rows = torch.cat([matching_rows(40 // num_clusters + 1, codebook, seed) for seed, codebook in enumerate(masks)])
-    check(cuda, ibp.ClusteredCodebook(masks), rows.reshape(-1)[: rows.numel() - row_bytes // 2], 32, 1)
+    check(cuda, ibp.codecs.ClusteredCodebook(masks), rows.reshape(-1)[: rows.numel() - row_bytes // 2], 32, 1)
     for listed in (False, True):
         entries = [torch.from_numpy(rng.integers(0, 256, (1, 9))) for _ in range(num_clusters)]
-        planes = [ibp.PlanesCodebook(row_bytes, 2, 1, 8, (2, 2, 2), False, listed, 0, 1, entry) for entry in entries]
+        planes = [
+            ibp.codecs.PlanesCodebook(row_bytes, 2, 1, 8, (2, 2, 2), False, listed, 0, 1, entry) for entry in entries
+        ]
         named = torch.cat(
             [entry[0][torch.from_numpy(rng.integers(0, 9, (3, row_bytes // 2)))] for entry in entries]
         )  # 3 rows of each cluster
@@ -167,7 +169,7 @@ def test_clusters(cuda, row_bytes, num_clusters):
         if listed:
             elements[rng.random(elements.shape) < 0.9] = 0
         data = torch.from_numpy(elements.reshape(-1).view(np.uint8))
-        check(cuda, ibp.ClusteredCodebook(planes), data[: data.numel() - row_bytes // 2], 0, 2)
+        check(cuda, ibp.codecs.ClusteredCodebook(planes), data[: data.numel() - row_bytes // 2], 0, 2)
 
 
 @pytest.mark.parametrize("num_rows", [1, 32, 33, 1024 * 32, 1024 * 32 + 1, 300_000])
@@ -209,7 +211,7 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 16)
     for x in (spiky_rows(5000, 60), embedding(3001, 128, torch.bfloat16)):
         row_bytes = x.shape[1] * x.element_size()
-        codebook = ibp.analyze(x, scheme=scheme, device="cpu")
+        codebook = ibp.codecs.analyze(x, scheme=scheme, device="cpu")
         arguments = {"codebook": codebook, "pin_memory": pinned, **layout_arguments(layout, row_bytes)}
         on_cpu = ibp.compress(x, device="cpu", **arguments)
         for where in (x.pin_memory() if pinned else x, x.to(cuda)):
@@ -244,7 +246,7 @@ def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 240 * 32)
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
     before = one_hot_rows(150, 60)
-    codebook, seen = ibp.analyze(before, scheme="planes", device="cpu"), set()
+    codebook, seen = ibp.codecs.analyze(before, scheme="planes", device="cpu"), set()
 
     def interrupted(line, point):
         x = in_place(before, where, cuda)
@@ -267,7 +269,7 @@ def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, whe
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 240 * 32)
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
     before = one_hot_rows(150, 60)
-    codebook, seen = ibp.analyze(before, scheme="planes", device="cpu"), set()
+    codebook, seen = ibp.codecs.analyze(before, scheme="planes", device="cpu"), set()
     for first, others in ((first, others) for first in itertools.count() for others in ([], [1])):
         x, table = in_place(before, where, cuda), None
         mode = InterruptedOperations([first, *(first + other for other in others)], before=False)
@@ -286,7 +288,7 @@ def test_staging_whichever_device_is_current(gpus, monkeypatch):
     """Host data coded by one GPU while the other one is current, and tables of one GPU coded by the other."""
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 14)
     x = spiky_rows(3000, 60)
-    codebook = ibp.analyze(x, scheme="planes", device="cpu")
+    codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
     on_cpu = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
     in_host = ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False)
     for current, worker in itertools.product(gpus, gpus):

@@ -20,14 +20,14 @@ def table(x, request):
 
 @pytest.fixture(scope="module", params=["ibp", "planes"])
 def codebook(x, request):
-    return ibp.analyze(x, scheme=request.param, device="cpu")
+    return ibp.codecs.analyze(x, scheme=request.param, device="cpu")
 
 
 # ---- compress, analyze, estimate ----
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze])
+@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.codecs.analyze])
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -92,11 +92,11 @@ def test_arguments_of_compress(x, arguments, message):
 ], ids=str)  # fmt: skip
 def test_arguments_of_analyze(x, arguments, message):
     with pytest.raises(ValueError, match=message):
-        ibp.analyze(x, **arguments)
+        ibp.codecs.analyze(x, **arguments)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that quantized tensors will go
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze, ibp.estimate])
+@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.codecs.analyze, ibp.estimate])
 def test_quantized_tensors(function):
     x = torch.quantize_per_tensor(torch.zeros(3, 3), 0.1, 0, torch.quint8)
     with pytest.raises(TypeError, match="quint8.*quantized.*int_repr"):
@@ -120,7 +120,7 @@ WRONG_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze])
+@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.codecs.analyze])
 @pytest.mark.parametrize("arguments, error, message", WRONG_TYPES, ids=str)
 def test_types_of_arguments(x, function, arguments, error, message):
     before = x.clone()
@@ -181,7 +181,7 @@ def test_cuda_without_cuda(x, table):
     for call in (
         lambda: ibp.compress(x, device="cuda"),
         lambda: table.decompress(device="cuda"),
-        lambda: ibp.analyze(x, device="cuda"),
+        lambda: ibp.codecs.analyze(x, device="cuda"),
         lambda: ibp.index_select(table, torch.tensor([0]), device="cuda"),
     ):
         with pytest.raises(ValueError, match="cuda"):
@@ -209,7 +209,7 @@ BYTES = torch.zeros(8, dtype=torch.uint8)
 ])  # fmt: skip
 def test_codebook_from_masks(mask, bitval, chunk_bytes, error, message):
     with pytest.raises(error, match=message):
-        ibp.Codebook.from_masks(mask, bitval, chunk_bytes)
+        ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes)
 
 
 PAIR = torch.tensor([[[255], [1]], [[15], [0]]], dtype=torch.uint8)
@@ -227,14 +227,14 @@ PAIR = torch.tensor([[[255], [1]], [[15], [0]]], dtype=torch.uint8)
 ])  # fmt: skip
 def test_codebook_of_parts(palette, index, message):
     with pytest.raises(ValueError, match=message):
-        ibp.Codebook(4, 1, False, palette, index)
+        ibp.codecs.Codebook(4, 1, False, palette, index)
 
 
 def test_codebook_with_bits_past_the_row():
     palette = torch.tensor([[[255, 255], [0, 0]]], dtype=torch.uint8)
-    ibp.Codebook(4, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
+    ibp.codecs.Codebook(4, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
     with pytest.raises(ValueError, match="past the end"):
-        ibp.Codebook(3, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
+        ibp.codecs.Codebook(3, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
 
 
 def test_row_codec():

@@ -75,7 +75,7 @@ def test_memory_is_used_again(cuda):
     """What a table leaves is the next one's, and no byte of it is read as the new table's."""
     ibp.release_pinned()
     x = torch.randn(1 << 14, 256).to(torch.bfloat16)
-    codebook = ibp.analyze(x)
+    codebook = ibp.codecs.analyze(x)
     table = ibp.compress(x, codebook=codebook)
     held = [tensor.numel() for tensor in (table.slots, table.overflow) if tensor.numel() >= 64 << 10]
     address = table.slots.data_ptr()

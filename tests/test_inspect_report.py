@@ -37,7 +37,7 @@ def test_parts_of_coded_rows_of_masks_add_up(chunk_bytes, flag_all):
     mask = torch.from_numpy(np.random.default_rng(0).choice([0, 0x80, 0xFC, 0xFF], 26).astype(np.uint8))
     bitval = mask & torch.from_numpy(rows[0])
     codec = ibp._core.RowCodec(mask.numpy(), bitval.numpy(), chunk_bytes, flag_all)
-    split = splitting.split_rows(rows, ibp.Codebook.from_masks(mask, bitval, chunk_bytes, flag_all), 2)
+    split = splitting.split_rows(rows, ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes, flag_all), 2)
     assert sum(split.parts.values()) == sum(codec.coded_bytes(row) for row in rows)
     assert split.parts["participation bits"] == codec.num_flags * len(rows) // 8
 

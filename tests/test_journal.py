@@ -53,7 +53,7 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
     refused, move = [], Journal.move
 
     def compress(**options):
-        return ibp.compress_checkpoint(
+        return ibp.checkpoints.compress(
             tmp_path / "in.safetensors",
             tmp_path / "out.safetensors",
             shard_bytes=20_000,

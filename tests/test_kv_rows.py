@@ -1,4 +1,4 @@
-"""Rows of tokens kept coded and fetched by index (ibp.KVRows), with a cache and without."""
+"""Rows of tokens kept coded and fetched by index (ibp.kv.KVRows), with a cache and without."""
 
 import re
 import runpy
@@ -21,7 +21,7 @@ def rows_of(num_tokens, heads=HEADS, dim=DIM, dtype=torch.bfloat16, seed=0, devi
 
 def kv_of(sample, device="cpu", cache_bytes=0, **options):
     options = {"num_layers": 2, "num_tokens": TOKENS, "num_heads": HEADS} | options
-    return ibp.KVRows(sample, device=device, cache_bytes=cache_bytes, **options)
+    return ibp.kv.KVRows(sample, device=device, cache_bytes=cache_bytes, **options)
 
 
 @pytest.fixture(params=[0, 40_000, 10_000_000], ids=["no cache", "small cache", "large cache"])

@@ -315,12 +315,12 @@ def make_table(x, scheme, place, cuda, **arguments):
 def test_multiprocessors_of_bucketed_ids(scheme):
     """Few, where a decoder keeps up with the link on few."""
     table = ibp.compress(embedding(2000, 256, torch.bfloat16), scheme=scheme, pin_memory=False)
-    assert gather.bucketed_sms(table, CPU) == ibp.H200.bucketed_sms
+    assert gather.bucketed_sms(table, CPU) == ibp.calibration.H200.bucketed_sms
     if scheme == "planes":
         assert table.codebook.is_fast
         for codebook in (
-            ibp.analyze(one_hot_rows(500, 300), scheme="planes"),
-            ibp.analyze((torch.arange(64_000) % 5000).view(-1, 64), scheme="planes"),
+            ibp.codecs.analyze(one_hot_rows(500, 300), scheme="planes"),
+            ibp.codecs.analyze((torch.arange(64_000) % 5000).view(-1, 64), scheme="planes"),
         ):
             assert not codebook.is_fast, codebook
             rows = torch.zeros(64, codebook.row_bytes, dtype=torch.uint8)

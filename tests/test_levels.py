@@ -97,7 +97,7 @@ def test_level_fast(dtype):
     table = compressed(x, level="fast")
     assert table.codebook.digit_bits == (4,) and table.codebook.first_symbol is not None
     assert 100 * table.savings >= FAST[dtype]
-    assert ibp.analyze(x, scheme="auto", level="fast", sample=None, device="cpu") == table.codebook
+    assert ibp.codecs.analyze(x, scheme="auto", level="fast", sample=None, device="cpu") == table.codebook
     assert ibp.estimate(x, level="fast", device="cpu")["planes"] == pytest.approx(table.savings, abs=0.01)
 
 

@@ -96,7 +96,7 @@ def test_functions_that_see_no_kernel():
 def test_which_tables_the_kernel_takes():
     weight = matrix(64, 2048)
     assert escapes.takes(coded(weight))
-    place = ibp.Place(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
+    place = ibp.CodedRows(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
     for table in (
         place.table(weight.shape, weight.dtype),  # whose rows may be coded anew at any time
         copy.copy(place.table(weight.shape, weight.dtype)),

@@ -837,7 +837,7 @@ def test_compressed_checkpoints_are_opened_directly(scheme, tmp_path):
     plain = Net(dtype=torch.bfloat16)
     state = plain.state_dict()
     ibp.save(tmp_path / "plain.safetensors", state)
-    report = ibp.compress_checkpoint(
+    report = ibp.checkpoints.compress(
         tmp_path / "plain.safetensors", tmp_path / "m.safetensors", scheme="planes", device="cpu", shard_bytes=30_000
     )
     assert len(report.files) > 1
@@ -862,7 +862,7 @@ def test_compressed_checkpoints_are_opened_directly(scheme, tmp_path):
 def test_a_gpu_takes_tables_of_compressed_checkpoints(cuda, tmp_path):
     plain = Wide(num_layers=3)
     ibp.save(tmp_path / "plain.safetensors", plain.state_dict())
-    ibp.compress_checkpoint(tmp_path / "plain.safetensors", tmp_path / "m.safetensors", device=cuda)
+    ibp.checkpoints.compress(tmp_path / "plain.safetensors", tmp_path / "m.safetensors", device=cuda)
     (tmp_path / "plain.safetensors").unlink()
     ids = torch.tensor([[1, 999, 3]], device=cuda)
     wanted = plain.to(cuda)(ids)

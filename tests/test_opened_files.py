@@ -66,7 +66,7 @@ def test_what_a_file_says_of_tensors(path, table):
     assert info.codebook == table.codebook and info.num_bytes == 300 * 256 and info.files == ("x.safetensors",)
     held = sum(-(-part.nbytes // 128) * 128 for part in table._tensors().values())
     assert info.stored_bytes == held and info.fields["row_bytes"] == "256"
-    assert file.fields("t").content == ibp.fingerprint(ROWS)
+    assert file.fields("t").content == ibp.deltas.fingerprint(ROWS)
     plain = file.info("p")
     assert (plain.dtype, plain.shape, plain.scheme, plain.stored_bytes) == (torch.float32, (2, 3), None, 24)
     assert plain.fields == {} and plain.codebook is None
@@ -93,7 +93,7 @@ def test_a_table_of_a_file_can_be_shared_and_kept(path, tmp_path):
     ibp.save(path, {"again": table})  # over the file that it is mapped from
     assert_same_bits(table.decompress(), ROWS)
     assert_same_bits(ibp.load(path)["again"].decompress(), ROWS)
-    assert ibp.open_shared(table.share()).is_shared()
+    assert ibp.distributed.open_shared(table.share()).is_shared()
 
 
 def test_names_that_are_loaded(path):
@@ -142,7 +142,7 @@ def test_a_damaged_block_is_named(large):
 
 def test_content_that_is_not_what_was_compressed(tmp_path, table):
     with FileWriter(tmp_path / "x", header_bytes=8192) as file:
-        write_table(file, "t", table, content=ibp.fingerprint(ROWS) ^ 1)
+        write_table(file, "t", table, content=ibp.deltas.fingerprint(ROWS) ^ 1)
     assert ibp.open(tmp_path / "x").verify() > 0
     with pytest.raises(ibp.ChecksumError, match="'t' decodes to other bytes than were compressed"):
         ibp.open(tmp_path / "x").verify(content=True)

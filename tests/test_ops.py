@@ -41,7 +41,7 @@ def packed_arguments(data, codebook):
 def any_planes(per_column=False, listed=False, default=0):
     """A codebook for rows of 30 64-bit elements."""
     entries = torch.arange(30 * 6).view(30, 6) if per_column else torch.arange(6).view(1, 6)
-    return ibp.PlanesCodebook(240, 8, 1, 50, (2, 2), per_column, listed, default, 0, entries)
+    return ibp.codecs.PlanesCodebook(240, 8, 1, 50, (2, 2), per_column, listed, default, 0, entries)
 
 
 def samples():
@@ -52,7 +52,7 @@ def samples():
     dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", pin_memory=False)
     assert not dense.codebook.listed and len(dense.codebook.codec) > 9
     tables.append(dense.arguments(CPU))
-    data, codebook = bytes_of(x), ibp.analyze(x)
+    data, codebook = bytes_of(x), ibp.codecs.analyze(x)
     words, mask = codebook.words(CPU), make_tensor((50,), torch.uint8, "random")
     raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", pin_memory=False).arguments(CPU)
     lengths = OPS.measure_rows(data, words, codebook.codec)
@@ -71,7 +71,7 @@ def samples():
     yield "count_hits", (data, words, codebook.codec)
     yield "measure_rows", (data, words, codebook.codec)
     yield "measure_rows", (data[:-100], words, codebook.codec)
-    of_planes = [ibp.analyze(x, scheme="planes"), dense.codebook]
+    of_planes = [ibp.codecs.analyze(x, scheme="planes"), dense.codebook]
     of_planes += [any_planes(per_column=True), any_planes(listed=True, default=2**64 - 1)]
     for planes in of_planes:
         yield "measure_rows", (data[:-100], planes.words(CPU), planes.codec)
@@ -240,7 +240,7 @@ def test_compile(backend, scheme):
 def test_compile_the_coding(backend, scheme):
     """From bytes to a table and back in one traced function."""
     x = embedding(300, 16)
-    codebook = ibp.analyze(x, scheme=scheme)
+    codebook = ibp.codecs.analyze(x, scheme=scheme)
 
     def round_trip(data, words):
         lengths = OPS.measure_rows(data, words, codebook.codec)

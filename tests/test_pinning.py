@@ -157,7 +157,7 @@ def test_a_cache_of_a_pageable_table(cuda, refused, options):
 def test_shared_memory_that_is_not_pinned(cuda, refused, monkeypatch):
     x = embedding(4000, 64)
     table, _ = warned(lambda: ibp.compress(x))
-    opened = ibp.open_shared(table.share_memory_().share(), pin_memory=True)
+    opened = ibp.distributed.open_shared(table.share_memory_().share(), pin_memory=True)
 
     def refuse_pages(segment):
         raise memory.PinningError("made up by the test")

@@ -127,7 +127,7 @@ def test_shared_data(name):
 def test_the_papers_algorithm_gives_the_papers_ratio(name, ratio):
     """4-byte chunks, each with a participation bit, one threshold for all: what the paper reports, to three digits."""
     x = IN_DATA[name][0]()
-    codebook = ibp.analyze(x, sample=1.0, chunk_bytes=4, paper=True, device="cpu")
+    codebook = ibp.codecs.analyze(x, sample=1.0, chunk_bytes=4, paper=True, device="cpu")
     table = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
     rows_only = table.stored_bytes - codebook.nbytes
     assert x.nbytes / rows_only >= 0.999 * ratio
@@ -139,8 +139,10 @@ def test_masks_are_no_worse_than_the_papers_algorithm():
     """
     for name in ("cora", "ncf mlp_user", "stories260k weights BF16", "stories260k K BF16"):
         x = IN_DATA[name][0]()
-        paper = ibp.estimate(x, ibp.analyze(x, sample=1.0, chunk_bytes=4, paper=True, device="cpu"), device="cpu")
-        assert ibp.estimate(x, ibp.analyze(x, sample=1.0, device="cpu"), device="cpu") <= 1.001 * paper, name
+        paper = ibp.estimate(
+            x, ibp.codecs.analyze(x, sample=1.0, chunk_bytes=4, paper=True, device="cpu"), device="cpu"
+        )
+        assert ibp.estimate(x, ibp.codecs.analyze(x, sample=1.0, device="cpu"), device="cpu") <= 1.001 * paper, name
 
 
 # ---- auto ----------------------------------------------------------------------------------------------------------

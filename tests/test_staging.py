@@ -126,7 +126,7 @@ def test_compress_in_place_through_staging_interrupted_twice(fake_gpu, monkeypat
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
     monkeypatch.setattr(_staging, "outlet", lambda worker, home, pageable: _staging.Staging(worker, pageable))
     before = one_hot_rows(150, 60)
-    codebook, seen = ibp.analyze(before, scheme="planes"), set()
+    codebook, seen = ibp.codecs.analyze(before, scheme="planes"), set()
 
     def interrupted(line, point):
         x = before.clone()

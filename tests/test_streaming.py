@@ -65,7 +65,7 @@ HALF_ROW, HALF_CODED = 128, 4 + 64
 def half_codebook():
     """Rows of 128 bytes, of whose chunks of 4 bytes two are fixed."""
     mask = torch.tensor([255, 255, 0, 0] * 32, dtype=torch.uint8)
-    return ibp.Codebook.from_masks(mask, torch.zeros_like(mask), 4)
+    return ibp.codecs.Codebook.from_masks(mask, torch.zeros_like(mask), 4)
 
 
 def half_rows(num_rows, seed=0):
@@ -168,7 +168,7 @@ def test_sms_that_keep_up_with_the_link(monkeypatch):
     floats, small = embedding(500, 256, torch.bfloat16), torch.randn(500, 256).to(torch.float8_e4m3fn)
     few = sms(floats)
     assert few == sms(floats, "raw") == 8 and sms(floats, num_bytes=3 << 20) == 2 * few and sms(small) > few
-    reckon_with(monkeypatch, copy_in_gbps=2 * ibp.H200.copy_in_gbps)
+    reckon_with(monkeypatch, copy_in_gbps=2 * ibp.calibration.H200.copy_in_gbps)
     assert sms(floats) == 2 * few
 
 
@@ -193,7 +193,7 @@ def streamed(monkeypatch):
 @pytest.mark.parametrize("num_rows, layout, scheme", pairwise([1, 31, 32, 33, 64, 65, 128, 500, 5001], LAYOUTS, CODED))
 def test_chunk_borders(cuda, streamed, num_rows, layout, scheme):
     x = spiky_rows(num_rows, 60)
-    table = make_table(x, layout, codebook=ibp.analyze(spiky_rows(5001, 60), scheme=scheme))
+    table = make_table(x, layout, codebook=ibp.codecs.analyze(spiky_rows(5001, 60), scheme=scheme))
     for _ in range(2):
         out = poisoned(x, cuda)
         assert ibp.decompress(table, out=out, check=True) is out

@@ -178,7 +178,7 @@ def test_the_raw_state_is_good():
         ({"slots": np.zeros(256, np.uint8)}, "slots.*ndarray"),
         ({"codebook": "raw"}, "codebook"),
         ({"codebook": 5}, "codebook"),
-        ({"codebook": ibp.ClusteredCodebook.__new__(ibp.ClusteredCodebook)}, "codebook"),
+        ({"codebook": ibp.codecs.ClusteredCodebook.__new__(ibp.codecs.ClusteredCodebook)}, "codebook"),
     ],
     ids=itertools.count(),
 )

@@ -273,7 +273,7 @@ def test_copies_do_not_change_with_a_table():
 
 def test_codebooks_are_shared_and_stay():
     x = tensor((100, 96))
-    codebook = ibp.analyze(x, scheme="planes")
+    codebook = ibp.codecs.analyze(x, scheme="planes")
     first, second = (ibp.compress(x, codebook=codebook, slot_bytes=128, **ON_CPU) for _ in range(2))
     words = codebook.words("cpu").clone()
     y = change(first, x, 50)
@@ -308,7 +308,7 @@ def test_shared_tables_are_refused():
     changed = table.clone()
     y = change(changed, x, 20)
     changed.append(x[:3])
-    assert_same_bits(ibp.open_shared(changed.share()).decompress(), torch.cat((y, x[:3])))
+    assert_same_bits(ibp.distributed.open_shared(changed.share()).decompress(), torch.cat((y, x[:3])))
 
 
 def test_files_of_changed_tables():

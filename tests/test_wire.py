@@ -22,7 +22,7 @@ KIND = _planning.Kind("send", 1 << 20, torch.bfloat16, "cpu", "default", "grads"
 
 @pytest.fixture(scope="module")
 def codebooks():
-    found = [ibp.analyze(spiky_rows(500, 60)), ibp.compress(embedding(500, 64), pin_memory=False).codebook]
+    found = [ibp.codecs.analyze(spiky_rows(500, 60)), ibp.compress(embedding(500, 64), pin_memory=False).codebook]
     return [*found, ibp.compress(embedding(500, 64), clusters=2, scheme="planes", pin_memory=False).codebook]
 
 
@@ -132,10 +132,10 @@ def test_a_pickle_in_a_handle(bomb):
     handle = ibp.compress(embedding(500, 64), pin_memory=False).share()
     for wrong in (dict(_fields=content), dict(_tensors=content), dict(num_bytes=0, _tensors=content)):
         with pytest.raises(ValueError, match="no message of ibp's"):
-            ibp.open_shared(dataclasses.replace(handle, **wrong))
+            ibp.distributed.open_shared(dataclasses.replace(handle, **wrong))
     for wrong in (dict(_tensors=wire.written({})), dict(num_bytes=0, _fields=wire.written([1]))):
         with pytest.raises(ValueError, match="handle has"):
-            ibp.open_shared(dataclasses.replace(handle, **wrong))
+            ibp.distributed.open_shared(dataclasses.replace(handle, **wrong))
     assert not has_run()
 
 

@@ -74,7 +74,7 @@ def offload(
             the current CUDA device if there is one, else the CPU.
         checkpoint: a .safetensors file, a directory of them (with or without an index), an index, a mapping, or pairs
             of names and tensors: read one tensor at a time, each converted to its parameter's dtype as
-            `load_state_dict` does. Tables of a compressed checkpoint (`ibp.compress_checkpoint`), or in a mapping,
+            `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`), or in a mapping,
             become the weights' own as they are, pinned for a GPU, where the dtype is the parameter's and the scheme
             the one that is asked for; else they are decoded.
         resident_bytes: bytes of weights, counted before compression, that stay on the device, on each of several. None:

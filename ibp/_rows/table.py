@@ -56,7 +56,7 @@ class Table:
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and of which state of the rows
     _escapes_of_graphs: tuple = ()  # those that CUDA graphs were captured with, which go on reading them
     version = 0  # how often rows have changed in place, which what holds copies of them must know
-    _is_live: bool = False  # rows may be coded into its memory at any time, as `Place.table` says
+    _is_live: bool = False  # rows may be coded into its memory at any time, as `CodedRows.table` says
     _is_aliased: bool = False  # another table may have the same memory
     _is_refused: bool = False  # the system does not pin it, which nobody has said it must
     _stored_bytes: int | None
@@ -142,7 +142,7 @@ class Table:
 
     @property
     def spills_to_host(self) -> bool:
-        """Whether the slots are on a GPU, and the overflow in pinned host memory, as `ibp.place` makes tables."""
+        """Whether the slots are on a GPU, and the overflow in pinned host memory, as `ibp.spill.place` makes tables."""
         return self.slots.device != self.overflow.device
 
     @property

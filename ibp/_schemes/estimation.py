@@ -86,7 +86,7 @@ class SchemeEstimate:
         link_bytes: of the 32-byte sectors that fetching every row once reads.
         link_savings: 1 - link_bytes / those of raw rows.
         fetch_speedup: how many times as fast as raw ones a GPU fetches and decodes rows from pinned memory, by the
-            calibration in force (see `ibp.calibrate`).
+            calibration in force (see `ibp.calibration.calibrate`).
     """
 
     scheme: str
@@ -282,5 +282,5 @@ def check_learning(
 def check_codebook(codebook: object) -> None:
     if not isinstance(codebook, AnyCodebook):
         raise TypeError(
-            f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook, PlanesCodebook or ClusteredCodebook"
+            f"codebook is a {type(codebook).__name__}; wanted a Codebook, PlanesCodebook or ClusteredCodebook of ibp.codecs"
         )

@@ -13,7 +13,7 @@ from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook, coding_of
 from .._tables import changes
 from .._tables.changes import check_rows, last_of_each, put_rows
-from .._tables.place import Place, as_int16
+from .._tables.coded_rows import CodedRows, as_int16
 from ._slabs import DIRTY, Entries, Generation, Slab
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def forget(cache: RowCache, generation: Generation, rows: torch.Tensor | None) -
 def update(cache: RowCache, ids: Ids, rows: torch.Tensor) -> None:
     """See `RowCache.update_`."""
     view = cache.view
-    if isinstance(cache.table, Place):
+    if isinstance(cache.table, CodedRows):
         raise ValueError("rows of a place are changed by ibp.encode_into: invalidate them in the cache then")
     ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
     if ids.dim() != 1:

@@ -60,8 +60,8 @@ def compress(
             "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans" (of floats as
             such or as bytes, whichever takes less of a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose),
             "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
-            "nvcomp:zstd". The result is then an `ibp.WholeTensor`; the arguments for rows are refused. Or an
-            `ibp.Choice` (see `ibp.choose`), which says how x is coded: packed, unless it is for rows.
+            "nvcomp:zstd". The result is then an `ibp.codecs.WholeTensor`; the arguments for rows are refused. Or an
+            `ibp.codecs.Choice` (see `ibp.codecs.choose`), which says how x is coded: packed, unless it is for rows.
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given. Of general codecs
             chunk_bytes are coded by themselves: 64 KiB with nvCOMP, else 2 MiB.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
@@ -88,7 +88,7 @@ def compress(
         progress: show progress bars.
 
     Returns:
-        `ibp.CompressedTensor`; for general codecs `ibp.WholeTensor`.
+        `ibp.CompressedTensor`; for general codecs `ibp.codecs.WholeTensor`.
 
     Raises:
         TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not),

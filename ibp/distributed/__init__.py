@@ -2,6 +2,7 @@
 torch.distributed.
 
 ibp.distributed.share_table        one table in host memory for all processes of a machine
+ibp.distributed.open_shared        a table that another process shares by `table.share()`
 ibp.distributed.ShardedTable       a table whose rows are spread over machines
 ibp.distributed.broadcast_delta    what changed in weights, from one process to the others
 ibp.distributed.all_gather_into_tensor, all_to_all_single, broadcast, send, recv
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common import group as _group
+from .._machine.segments import SharedHandle
 from .._tables.compressed_tensor import CompressedTensor
 from ..deltas import CheckpointDelta, Delta, _broadcasting
 from . import _calls, _fsdp, _pairs, _planning
@@ -33,12 +35,14 @@ __all__ = [
     "Codec",
     "Link",
     "ShardedTable",
+    "SharedHandle",
     "all_gather_into_tensor",
     "all_to_all_single",
     "broadcast",
     "broadcast_delta",
     "compress_all_gather",
     "measure_link",
+    "open_shared",
     "recv",
     "send",
     "share_table",

@@ -390,8 +390,8 @@ class CompressedCache(DynamicCache):
         scheme: "planes", "ibp" (the paper's) or "raw": blocks are moved as they are. Keys or values that a codebook
             saves less than 2 % of are kept raw with the others, too.
         level: of scheme "planes", as in `ibp.compress`.
-        codebooks: those of keys and of values to begin with, for all layers, made by `ibp.analyze` of tensors whose
-            rows are whole tokens of a head, one or more; None: learned, which takes some
+        codebooks: those of keys and of values to begin with, for all layers, made by `ibp.codecs.analyze` of tensors
+            whose rows are whole tokens of a head, one or more; None: learned, which takes some
             milliseconds each (of scheme "ibp" a hundred).
         max_sms: at most so many multiprocessors decode; None: all, but 32 where tokens come over the link and a
             codebook has the same entries for every column.

@@ -11,7 +11,7 @@ from .._common.arguments import whole_number
 from .._machine import memory
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook
-from .._tables.place import Place
+from .._tables.coded_rows import CodedRows
 from ..cache import RowCache
 from . import _sizes
 
@@ -35,12 +35,15 @@ class KVRowsStats(NamedTuple):
     used_overflow_bytes: int
 
 
+KVRowsStats.__module__ = "ibp.kv"
+
+
 class KVRows:
     """Keys or values of tokens, a row a head, coded in pinned host memory: for attention that looks at few tokens,
     chosen anew for every token that is generated (top-k sparse attention; InfiniGen). Rows that were selected last stay
     on the GPU, coded too, in a cache of given size.
 
-        keys = ibp.KVRows(k[:, :256], num_layers=32, num_tokens=131_072, num_heads=8, cache_bytes=64 << 20)
+        keys = ibp.kv.KVRows(k[:, :256], num_layers=32, num_tokens=131_072, num_heads=8, cache_bytes=64 << 20)
         keys.put(layer, k_new, positions)              # [tokens, heads, dim], as the model makes them
         k = keys.select(layer, chosen, per_head=True)  # chosen: [heads, k]; k: [heads, k, dim]
 
@@ -61,14 +64,14 @@ class KVRows:
         storage: "host", pinned memory; or "device".
 
     Attributes:
-        places: the rows of each layer (`ibp.Place`): row token * num_heads + head.
+        places: the rows of each layer (`ibp.CodedRows`): row token * num_heads + head.
         caches: of each layer (`ibp.RowCache`), or none.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.kv"
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class KVRows:
         slot_bytes, overflow_bytes = _sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
         on_gpu = self.device.type == "cuda"
         self.places = tuple(
-            Place(
+            CodedRows(
                 self.codebook,
                 num_rows,
                 slot_bytes=slot_bytes,
@@ -135,7 +138,7 @@ class KVRows:
 
     def __repr__(self) -> str:
         return (
-            f"ibp.KVRows({self.num_layers} layers of {self.num_tokens} tokens, {self.num_heads} x {self.dim} of "
+            f"ibp.kv.KVRows({self.num_layers} layers of {self.num_tokens} tokens, {self.num_heads} x {self.dim} of "
             f"{self.dtype}, slots of {self.places[0].slot_bytes} bytes, pool of {self.pool_bytes} bytes, "
             f"{self.device}, {'host' if self.places[0].pinned else 'device'} memory, cache of "
             f"{sum(cache.capacity for cache in self.caches)} rows)"

@@ -16,7 +16,7 @@ from .._fetch.paths import is_capturing
 from .._machine import memory
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook
-from .._tables.place import Buffers, Place, check_spill
+from .._tables.coded_rows import Buffers, CodedRows, check_spill
 from . import _sizes
 from ._paged import PagedTensors, PageList
 
@@ -48,6 +48,9 @@ class KVStoreStats(NamedTuple):
     lost_rows: int
 
 
+KVStoreStats.__module__ = "ibp.kv"
+
+
 class Transfer:
     """Pages on their way, on a stream beside the current one.
 
@@ -55,7 +58,7 @@ class Transfer:
         num_bytes: original bytes of the pages.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.kv"
 
     def __init__(self, store: KVStore, stores: bool, call: _Call, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
@@ -110,7 +113,7 @@ class Transfer:
     def __repr__(self) -> str:
         what = "store" if self._stores else "load"
         state = "captured" if self._is_captured else "done" if self.is_done() else "under way"
-        return f"ibp.Transfer({what} of {self._near.numel()} pages, {self.num_bytes} bytes, {state})"
+        return f"ibp.kv.Transfer({what} of {self._near.numel()} pages, {self.num_bytes} bytes, {state})"
 
 
 class KVStore:
@@ -120,7 +123,7 @@ class KVStore:
     layers. Every row of a page has a slot of fixed size; what does not fit takes a part of an overflow area that all
     pages share. Where that is full the page is not stored, and `Transfer.lost`, `is_stored` and a later `load` say so.
 
-        store = ibp.KVStore(kv[:64], page_bytes=kv[0].nbytes, num_pages=10_000)
+        store = ibp.kv.KVStore(kv[:64], page_bytes=kv[0].nbytes, num_pages=10_000)
         store.store([7, 8], kv, blocks=[3, 5])              # pages 7 and 8 become what blocks 3 and 5 hold
         store.load([8], kv, blocks=[11]).wait()             # block 11 becomes page 8
 
@@ -148,13 +151,13 @@ class KVStore:
             is lost. None: overflow is where the slots are.
 
     Attributes:
-        place: what the rows are in (`ibp.Place`).
+        place: what the rows are in (`ibp.CodedRows`).
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.kv"
 
     def __init__(
         self,
@@ -197,7 +200,7 @@ class KVStore:
         if spills:
             found = _sizes.with_room_for_all(found, slot_bytes, row_bytes)
         slot_bytes, overflow_bytes = _sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
-        self.place = Place(
+        self.place = CodedRows(
             self.codebook,
             num_rows,
             slot_bytes=slot_bytes,
@@ -258,7 +261,7 @@ class KVStore:
 
     def __repr__(self) -> str:
         return (
-            f"ibp.KVStore({self.num_pages} pages of {self.num_tensors} x {self.page_bytes} bytes, rows of "
+            f"ibp.kv.KVStore({self.num_pages} pages of {self.num_tensors} x {self.page_bytes} bytes, rows of "
             f"{self.place.row_bytes} in slots of {self.place.slot_bytes}, pool of {self.pool_bytes} bytes, "
             f"{self.device}, {'host' if self.place.pinned else 'device'} memory"
             f"{', spills to host memory' if self.place.spill == 'host' else ''})"
@@ -425,9 +428,11 @@ class KVStore:
         if isinstance(tensors, torch.Tensor) or (self.num_tensors > 1 and not isinstance(tensors, Buffers)):
             return PagedTensors(tensors)
         if self.num_tensors > 1:
-            raise ValueError(f"a page has blocks of {self.num_tensors} tensors; wanted ibp.PagedTensors, not Buffers")
+            raise ValueError(
+                f"a page has blocks of {self.num_tensors} tensors; wanted ibp.kv.PagedTensors, not Buffers"
+            )
         if blocks is not None:
-            raise ValueError("blocks are given, but the tensors are pages; make them ibp.PagedTensors of one tensor")
+            raise ValueError("blocks are given, but the tensors are pages; make them ibp.kv.PagedTensors of one tensor")
         buffers = tensors if isinstance(tensors, Buffers) else Buffers(tensors)
         if buffers not in self._lists:
             self._lists[buffers] = PageList(buffers)

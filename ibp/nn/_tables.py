@@ -134,6 +134,8 @@ class Linear(TableModule):
         ValueError: table has not two dimensions, or bias another length.
     """
 
+    __module__ = "ibp.nn"
+
     bias: torch.nn.Parameter | None
 
     def __init__(

@@ -458,6 +458,8 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         TypeError, ValueError: an argument is not as described.
     """
 
+    __module__ = "ibp.optim"
+
     def __init__(
         self,
         params: Any,
@@ -495,6 +497,8 @@ class AdamW(_CodedStates, torch.optim.AdamW):
 class Adam(_CodedStates):
     """Adam (Kingma and Ba, 2015) with coded states: weights have the bits that `torch.optim.Adam(fused=True)` gives
     them. All as `AdamW`, but weight_decay, 0 if not given, is added to the gradient, times the weight."""
+
+    __module__ = "ibp.optim"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Rows coded into memory that is there: `Place`, `Buffers`, `encode_into`."""
+"""Rows coded into memory that is there: `CodedRows`, `Buffers`, `encode_into`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _INDEX_OUT_OF_RANGE = 2  # ibp_status
 _CPU = torch.device("cpu")
 
 
-class PlaceCounts(NamedTuple):
-    """What has become of the rows of a `Place`, over all calls.
+class RowCounts(NamedTuple):
+    """What has become of the rows of a `CodedRows`, over all calls.
 
     spilled: rows that were stored with a part in overflow.
     lost: rows for whose part there was no room: reading them raises.
@@ -33,25 +33,28 @@ class PlaceCounts(NamedTuple):
     used_bytes: int
 
 
-class Place:
+RowCounts.__module__ = "ibp"
+
+
+class CodedRows:
     """Memory for coded rows, which `ibp.encode_into` codes into, in any order and again and again.
 
     Every row has a slot of fixed size; what does not fit goes to a part of `overflow`, which is handed out on the
     device. Rows that were never coded read as default rows: zeros, or the codebook's default value.
 
     Args:
-        codebook: how rows are coded; made by `ibp.analyze` or taken from a table.
+        codebook: how rows are coded; made by `ibp.codecs.analyze` or taken from a table.
         num_rows: rows of codebook.row_bytes bytes.
         slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes, where no row ever overflows.
         overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
         device: where rows are coded and the index is; None: the memory's, else the current
             CUDA device if there is one, else the CPU.
         pinned: slots and overflow are pinned host memory, which the GPU writes and reads over the link.
-        memory: uint8 [at least Place.memory_bytes(...)] on the device, contiguous, which the place lies in, from its
-            first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
-            `Place.over`. None: the place allocates.
+        memory: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous, which the place lies in, from
+            its first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
+            `CodedRows.over`. None: the place allocates.
         spill: "host": overflow is in pinned host memory, so that the place takes no more of the GPU's memory than its
-            slots (see `ibp.place`); on a CPU all is in host memory. None: it is where the slots are.
+            slots (see `ibp.spill.place`); on a CPU all is in host memory. None: it is where the slots are.
         host_memory: uint8 memory of the host, 1-D and contiguous, which slots lie in where `pinned` is set, and
             overflow behind them: pinned, unless the place is on a CPU. None: the place allocates.
 
@@ -87,12 +90,12 @@ class Place:
         *,
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
-    ) -> Place:
+    ) -> CodedRows:
         """A place over memory that holds the bytes of one with the same codebook and sizes, or will before it is read:
         nothing is cleared. Of overflow, which is last, only the bytes in use need to be there.
 
         Args:
-            memory: as of `Place`; the place's device is the memory's.
+            memory: as of `CodedRows`; the place's device is the memory's.
             codebook, num_rows, slot_bytes: of the place whose bytes they are.
             overflow_bytes: of overflow that are there.
 
@@ -110,7 +113,7 @@ class Place:
         """Bytes of memory that a place of these sizes lies in. Overflow is the last `overflow_bytes` of them.
 
         Raises:
-            TypeError, ValueError: an argument is not as described in `Place`.
+            TypeError, ValueError: an argument is not as described in `CodedRows`.
         """
         check_codebook(codebook)
         *others, overflow = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
@@ -179,10 +182,10 @@ class Place:
         for counter in (self._used, self._counts, self._fault):
             counter.zero_()
 
-    def counts(self) -> PlaceCounts:
+    def counts(self) -> RowCounts:
         """How many rows spilled and were lost. Waits for the work on the current stream."""
         spilled, lost = self._counts.tolist()
-        return PlaceCounts(spilled, lost, min(int(self._used), self.overflow.numel()))
+        return RowCounts(spilled, lost, min(int(self._used), self.overflow.numel()))
 
     def check(self) -> None:
         """Raises what calls of `encode_into` have noted. Waits for the work on the current stream.
@@ -377,7 +380,7 @@ class Buffers:
 
 def encode_into(
     x: torch.Tensor | Buffers | Sequence[torch.Tensor],
-    place: Place,
+    place: CodedRows,
     row_ids: torch.Tensor | None = None,
     *,
     first_row: int = 0,
@@ -402,8 +405,8 @@ def encode_into(
         RuntimeError: x, row_ids and the place contradict each other. Ids out of range are noted, and raised by
             `place.check()`.
     """
-    if not isinstance(place, Place):
-        raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.Place")
+    if not isinstance(place, CodedRows):
+        raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.CodedRows")
     if isinstance(x, torch.Tensor):
         layout, addresses = _in_memory_order(x.detach()), None
     else:
