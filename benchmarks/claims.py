@@ -487,7 +487,8 @@ def choose_table(directory):
     text = (
         f"Every set of `ratio.csv` and typed columns, 256 MiB of each (`choose.csv`: {caption(rows)}{others}): the "
         "candidate that is coded, moved and decoded the soonest as measured, and what the choice of "
-        f"`ibp.codecs.choose`, by its own sample, takes longer. `fetched often` leaves coding out.\n\n{markdown(heads, lines)}"
+        f"`ibp.codecs.choose`, by its own sample, takes longer. `fetched often` leaves coding out."
+        f"\n\n{markdown(heads, lines)}"
     )
     picture = "![What is chosen, set by set](../benchmarks/results/choose.png)"
     candidates = [row for row in rows if not row["chosen"]]

@@ -43,9 +43,8 @@ from ._common import ops
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import index_select
 from ._fetch.linear import linear
-from ._fetch.many import index_select_many
 from ._fetch.prefetch import Prefetch
-from ._fetch.streaming import decompress, decompress_many
+from ._fetch.streaming import decompress
 from ._files.fields import ChecksumError, FileFormatError
 from ._files.opened import File, TensorInfo, load, open
 from ._files.saving import save
@@ -56,7 +55,6 @@ from ._rows.table import CorruptTableError
 from ._schemes.estimation import Estimate, estimate
 from ._tables.coded_rows import Buffers, CodedRows, RowCounts, encode_into
 from ._tables.compressed_tensor import CompressedTensor
-from ._tables.compression import compress_
 from .cache import RowCache
 from .codecs._compressing import compress
 

@@ -115,7 +115,7 @@ def compressing_in_place() -> Case:
 
     return Case(
         X.clone,
-        lambda x: ibp.compress_(x, scheme="planes", **ON_CPU),
+        lambda x: ibp.compress(x, scheme="planes", **ON_CPU, inplace=True),
         lambda _, table: assert_same_bits(table.decompress(), X),
         kept,
     )
@@ -355,7 +355,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "compress packed": lambda: compressing(layout="packed"),
     "compress raw": lambda: compressing(scheme="raw"),
     "compress at level fast": lambda: compressing(level="fast"),
-    "compress_": compressing_in_place,
+    "compress in place": compressing_in_place,
     "decompress": lambda: reading(X, lambda table: table.decompress()),
     "decompress packed": lambda: reading(X, lambda table: table.decompress(), slot_bytes=None, layout="packed"),
     "index_select": lambda: reading(X[IDS], lambda table: ibp.index_select(table, IDS)),

@@ -191,6 +191,10 @@ def make_tensor(shape, dtype, kind="sparse", seed=0):
     return tensor_from(elements.reshape(-1), shape, dtype)
 
 
+def compress_in_place(x, **arguments):
+    return ibp.compress(x, inplace=True, **arguments)
+
+
 def embedding(num_rows, num_columns, dtype=torch.float32, seed=0):
     """Normal values of a small spread, as trained weights have them."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What compress, index_select, decompress, analyze, estimate and compress_ do, on the CPU."""
+"""What compress, index_select, decompress, analyze and estimate do, on the CPU."""
 
 import itertools
 import os
@@ -483,7 +483,7 @@ def test_a_corrupt_table_is_reported_and_harmless(x, scheme):
         table.decompress()
 
 
-# ---- compress_ ----
+# ---- compress in place ----
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -493,7 +493,7 @@ def test_a_corrupt_table_is_reported_and_harmless(x, scheme):
 def test_compress_in_place(make, scheme):
     x = make()
     before, address = x.clone(), x.data_ptr()
-    table = ibp.compress_(x, scheme=scheme, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, inplace=True)
     assert (
         table.scheme in ("ibp", "planes")
         and scheme in ("auto", table.scheme)
@@ -511,7 +511,7 @@ def test_compress_in_place(make, scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compress_in_place_keeps_the_memory_alive(scheme):
     before = one_hot_rows(500, 60)
-    table = ibp.compress_(before.clone(), scheme=scheme, device="cpu")
+    table = ibp.compress(before.clone(), scheme=scheme, device="cpu", inplace=True)
     assert_same_bits(table.decompress(), before)
 
 
@@ -519,7 +519,7 @@ def test_compress_in_place_keeps_the_memory_alive(scheme):
 def test_compress_in_place_of_noise_changes_nothing(scheme):
     x = make_tensor((100, 64), torch.uint8, "random")
     before = x.clone()
-    table = ibp.compress_(x, scheme=scheme, device="cpu")
+    table = ibp.compress(x, scheme=scheme, device="cpu", inplace=True)
     assert table.scheme == "raw" and table.slots.data_ptr() == x.data_ptr()
     assert_same_bits(x, before)
     assert_same_bits(table.decompress(), before)
@@ -553,7 +553,7 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 96)
     monkeypatch.setattr("ibp._tables.compression.tqdm", Bar)
     with pytest.raises(Interrupted) as interruption:
-        ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+        ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False, inplace=True)
     table = interruption.value.table
     assert int((table.lengths != 0).sum()) <= 96 * blocks_done and not torch.equal(x, before)
     assert_same_bits(table.decompress(), before)
@@ -627,7 +627,7 @@ def test_compress_in_place_interrupted_at_every_moment(in_blocks):
     for moment in itertools.count():
         x = before.clone()
         table, raised = interrupt_at(
-            moment, None, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+            moment, None, lambda: ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False, inplace=True)
         )
         seen.add(assert_kept(table, x, before))
         if not raised:
@@ -645,7 +645,7 @@ def test_compress_in_place_interrupted_twice(in_blocks, stride):
         for point in itertools.count():
             x = before.clone()
             table, raised = interrupt_at(
-                moment, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+                moment, point, lambda: ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False, inplace=True)
             )
             seen.add(assert_kept(table, x, before))
             pairs += raised == 2
@@ -687,7 +687,7 @@ def test_compress_in_place_interrupted_at_every_operation(in_blocks, before_it):
             mode = InterruptedOperations([first, *others], before_it)
             try:
                 with mode:
-                    table = ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+                    table = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False, inplace=True)
             except Interrupted as interruption:
                 table = getattr(interruption, "table", None)
             seen.add(assert_kept(table, x, before))
@@ -705,7 +705,7 @@ def test_compress_in_place_interrupted_by_a_signal(share, scheme, monkeypatch):
     before = one_hot_rows(20000, 60)
     codebook = ibp.codecs.analyze(before[:1000], scheme=scheme)
     start = time.perf_counter()
-    ibp.compress_(before.clone(), codebook=codebook, device="cpu", pin_memory=False)
+    ibp.compress(before.clone(), codebook=codebook, device="cpu", pin_memory=False, inplace=True)
     elapsed = time.perf_counter() - start
 
     def interrupt(number, frame):
@@ -715,7 +715,7 @@ def test_compress_in_place_interrupted_by_a_signal(share, scheme, monkeypatch):
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, share * elapsed)
-        table = ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+        table = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False, inplace=True)
         signal.setitimer(signal.ITIMER_REAL, 0)
     except Interrupted as interruption:
         table = getattr(interruption, "table", table)
@@ -731,7 +731,7 @@ def test_compress_in_place_reads_its_own_table_only():
     x = tensor_from(one_hot_rows(500, 60).numpy().view(np.uint8).reshape(-1), (500, 60), torch.float32)
     data[0] = x
     with pytest.raises(ValueError, match="own"):
-        ibp.compress_(data[0])
+        ibp.compress(data[0], inplace=True)
     assert_same_bits(data[0], x)
     assert (data[1] == 0).all()
 

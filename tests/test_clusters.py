@@ -23,6 +23,7 @@ from helpers import (
     assert_same_bits,
     assert_same_table,
     bytes_of,
+    compress_in_place,
     embedding,
     layout_arguments,
     planes_codebook,
@@ -505,7 +506,7 @@ def test_a_codebook_for_other_tensors(scheme):
 def test_in_place(scheme):
     x, table = local_table(scheme, "in place")
     memory = x.clone()
-    in_place = ibp.compress_(memory, scheme=scheme, clusters=8, **ON_CPU)
+    in_place = ibp.compress(memory, scheme=scheme, clusters=8, **ON_CPU, inplace=True)
     assert (
         in_place.slots.data_ptr() == memory.data_ptr()
         and in_place.stored_bytes == table.stored_bytes
@@ -513,7 +514,7 @@ def test_in_place(scheme):
     )
     assert_same_bits(in_place.decompress(), x)
     assert_same_bits(in_place[[5, 0, -1]], x[[5, 0, -1]])
-    assert_same_bits(ibp.compress_(x.clone(), codebook=table.codebook, **ON_CPU).decompress(), x)
+    assert_same_bits(ibp.compress(x.clone(), codebook=table.codebook, **ON_CPU, inplace=True).decompress(), x)
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "auto"])
@@ -635,7 +636,7 @@ def test_only_a_threshold_that_was_asked_for_is_kept():
     assert len({codebook.tau for codebook in table.codebook.codebooks}) > 1 and table.savings > 0.05
 
 
-@pytest.mark.parametrize("call", [ibp.compress, ibp.compress_])
+@pytest.mark.parametrize("call", [ibp.compress, compress_in_place])
 def test_clusters_that_cannot_be(call):
     x = prototypes(100, 16)
     with pytest.raises(ValueError, match="clusters is 2, but a codebook is given"):
@@ -708,7 +709,7 @@ def test_more_sampled_rows_than_2_to_the_24():
 @pytest.mark.parametrize("clusters", [0, -1, 257, 10**9, "all", "2", ""], ids=repr)
 def test_clusters_out_of_range(clusters):
     x = torch.zeros(5, 4)
-    for call in (ibp.compress, ibp.compress_):
+    for call in (ibp.compress, compress_in_place):
         with pytest.raises(ValueError, match="clusters is .*wanted 1 to 256"):
             call(x, clusters=clusters, **ON_CPU)
     assert (x == 0).all()
@@ -717,7 +718,7 @@ def test_clusters_out_of_range(clusters):
 @pytest.mark.parametrize("clusters", [True, False, 2.0, [2], (2,), float("nan")], ids=repr)
 def test_clusters_that_are_no_number(clusters):
     x = torch.zeros(5, 4)
-    for call in (ibp.compress, ibp.compress_):
+    for call in (ibp.compress, compress_in_place):
         with pytest.raises(TypeError, match="clusters is .*wanted an int"):
             call(x, clusters=clusters, **ON_CPU)
     assert (x == 0).all()
@@ -1085,6 +1086,6 @@ def test_learning_on_gpu(cuda, scheme, clusters):
 def test_in_place_on_gpu(cuda, scheme):
     x = LOCAL[scheme](700, 16)
     for memory in (x.clone(), x.to(cuda, copy=True)):
-        table = ibp.compress_(memory, scheme=scheme, clusters=8, device=cuda)
+        table = ibp.compress(memory, scheme=scheme, clusters=8, device=cuda, inplace=True)
         assert num_clusters(table) > 1 and table.slots.data_ptr() == memory.data_ptr()
         assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)

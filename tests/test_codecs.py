@@ -74,7 +74,7 @@ def test_out_and_many():
         assert ibp.decompress(whole, out=out) is out
         assert_same_bits(out.reshape(x.shape), x)
     outs = [None, torch.empty_like(x), None]
-    found = ibp.decompress_many([whole, table, whole], out=outs)
+    found = ibp.decompress([whole, table, whole], out=outs)
     assert found[1] is outs[1] and all(torch.equal(one, x) for one in found)
     with pytest.raises(TypeError, match="out has dtype torch.int32; wanted torch.int64"):
         whole.decompress(out=x.int())

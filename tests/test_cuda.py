@@ -625,7 +625,7 @@ def test_bad_arguments(cuda):
 def test_compress_in_place(cuda, scheme, worker, where):
     before = spiky_rows(3000, 61)
     x = before.clone().to(where)
-    table = ibp.compress_(x, scheme=scheme, device=worker)
+    table = ibp.compress(x, scheme=scheme, device=worker, inplace=True)
     assert table.slots.data_ptr() == x.data_ptr() and table.device == x.device and table.is_pinned() == (where == "cpu")
     copied = ibp.compress(before, codebook=table.codebook, slot_bytes=244, device="cpu", pin_memory=False)
     assert table.stored_bytes == copied.stored_bytes
@@ -638,7 +638,7 @@ def test_compress_in_place(cuda, scheme, worker, where):
 
 def test_compress_in_place_unpins_what_it_pinned(cuda):
     x = one_hot_rows(3000, 60)
-    table = ibp.compress_(x)
+    table = ibp.compress(x, inplace=True)
     assert x.is_pinned()
     del table
     assert not x.is_pinned()
@@ -798,7 +798,7 @@ def test_tables_over_4_gib_on_the_cpu(cuda, large, scheme):
 def test_in_place_over_4_gib(cuda, large, scheme):
     x, block = large
     on_gpu = x.to(cuda)
-    table = ibp.compress_(on_gpu, scheme=scheme)
+    table = ibp.compress(on_gpu, scheme=scheme, inplace=True)
     assert table.scheme == scheme
     assert table.slots.data_ptr() == on_gpu.data_ptr() and table.slots.numel() > 5 * GIB
     check_large(table, block, cuda)

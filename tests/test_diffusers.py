@@ -271,8 +271,8 @@ def test_the_order_of_a_stream(onload_self, record_stream, monkeypatch):
             adapter.ModuleGroup, "_pinned_memory_tensors", lambda self: contextlib.nullcontext(self.cpu_param_dict)
         )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: log.append(f"{s.name} is recorded"))
-    real = adapter.decompress_many
-    monkeypatch.setattr(adapter, "decompress_many", lambda *a, **k: log.append("decode") or real(*a, **k))
+    real = adapter.decompress
+    monkeypatch.setattr(adapter, "decompress", lambda *a, **k: log.append("decode") or real(*a, **k))
     monkeypatch.setattr(adapter.ModuleGroup, "__init__", with_backend(adapter.ModuleGroup.__init__, groups[0]))
     expected = model.top.data.clone()
     compress_groups(model, **ON_CPU)

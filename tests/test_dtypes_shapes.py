@@ -235,7 +235,7 @@ def test_strides_of_at_most_one_element(dtype, name):
         else x.clone()
     )
     assert alone.stride() == x.stride()
-    assert_same_bits(ibp.compress_(alone, device="cpu", pin_memory=False).decompress(), x.clone())
+    assert_same_bits(ibp.compress(alone, device="cpu", pin_memory=False, inplace=True).decompress(), x.clone())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

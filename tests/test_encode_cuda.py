@@ -17,6 +17,7 @@ from helpers import (
     assert_same_bits,
     assert_same_table,
     bytes_of,
+    compress_in_place,
     embedding,
     layout_arguments,
     one_hot_rows,
@@ -219,10 +220,14 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
             for _ in range(3):  # a race shows itself sooner or later
                 assert_same_table(ibp.compress(where, device=cuda, **where_arguments), on_cpu)
         assert_same_table(
-            ibp.compress_(
-                x.clone().pin_memory() if pinned else x.clone(), codebook=codebook, device=cuda, pin_memory=False
+            ibp.compress(
+                x.clone().pin_memory() if pinned else x.clone(),
+                codebook=codebook,
+                device=cuda,
+                pin_memory=False,
+                inplace=True,
             ),
-            ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False),
+            ibp.compress(x.clone(), codebook=codebook, device="cpu", pin_memory=False, inplace=True),
         )
 
 
@@ -251,7 +256,7 @@ def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
     def interrupted(line, point):
         x = in_place(before, where, cuda)
         call = functools.partial(
-            ibp.compress_, x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False
+            compress_in_place, x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False
         )
         table, raised = interrupt_at(line, point, call)
         seen.add(assert_kept(table, x, before))
@@ -275,7 +280,9 @@ def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, whe
         mode = InterruptedOperations([first, *(first + other for other in others)], before=False)
         try:
             with mode:
-                table = ibp.compress_(x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False)
+                table = ibp.compress(
+                    x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False, inplace=True
+                )
         except Interrupted as interruption:
             table = getattr(interruption, "table", None)
         seen.add(assert_kept(table, x, before))
@@ -290,7 +297,7 @@ def test_staging_whichever_device_is_current(gpus, monkeypatch):
     x = spiky_rows(3000, 60)
     codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
     on_cpu = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
-    in_host = ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False)
+    in_host = ibp.compress(x.clone(), codebook=codebook, device="cpu", pin_memory=False, inplace=True)
     for current, worker in itertools.product(gpus, gpus):
         with torch.cuda.device(current):
             for pinned in (False, True):
@@ -298,10 +305,12 @@ def test_staging_whichever_device_is_current(gpus, monkeypatch):
                 assert_same_table(
                     ibp.compress(x.pin_memory(), codebook=codebook, device=worker, pin_memory=pinned), on_cpu
                 )
-            assert_same_table(ibp.compress_(x.clone(), codebook=codebook, device=worker, pin_memory=False), in_host)
+            assert_same_table(
+                ibp.compress(x.clone(), codebook=codebook, device=worker, pin_memory=False, inplace=True), in_host
+            )
             for home in gpus:
                 assert_same_table(ibp.compress(x.to(home), codebook=codebook, device=worker), on_cpu)
-                assert_same_table(ibp.compress_(x.to(home), codebook=codebook, device=worker), in_host)
+                assert_same_table(ibp.compress(x.to(home), codebook=codebook, device=worker, inplace=True), in_host)
             assert_same_bits(staging.to_device(x, worker).cpu(), x)
             assert torch.cuda.current_device() == current.index
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, make_tensor, one_hot_rows
+from helpers import assert_same_bits, compress_in_place, make_tensor, one_hot_rows
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def codebook(x, request):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.codecs.analyze])
+@pytest.mark.parametrize("function", [ibp.compress, compress_in_place, ibp.codecs.analyze])
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -96,7 +96,7 @@ def test_arguments_of_analyze(x, arguments, message):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that quantized tensors will go
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.codecs.analyze, ibp.estimate])
+@pytest.mark.parametrize("function", [ibp.compress, compress_in_place, ibp.codecs.analyze, ibp.estimate])
 def test_quantized_tensors(function):
     x = torch.quantize_per_tensor(torch.zeros(3, 3), 0.1, 0, torch.quint8)
     with pytest.raises(TypeError, match="quint8.*quantized.*int_repr"):
@@ -120,7 +120,7 @@ WRONG_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.codecs.analyze])
+@pytest.mark.parametrize("function", [ibp.compress, compress_in_place, ibp.codecs.analyze])
 @pytest.mark.parametrize("arguments, error, message", WRONG_TYPES, ids=str)
 def test_types_of_arguments(x, function, arguments, error, message):
     before = x.clone()
@@ -350,7 +350,7 @@ def test_a_list_that_is_iterated_ends(x, table):
     assert_same_bits(torch.stack(rows), x)
 
 
-# ---- compress_ ----
+# ---- compress in place ----
 
 
 @pytest.mark.parametrize("make, message", [
@@ -366,7 +366,7 @@ def test_compress_in_place_refuses(make, message):
     x = make()
     before = x.detach().clone()
     with pytest.raises(ValueError, match=message):
-        ibp.compress_(x)
+        ibp.compress(x, inplace=True)
     assert_same_bits(x.detach().contiguous(), before.contiguous())
 
 
@@ -384,9 +384,9 @@ def test_compress_in_place_refuses_bad_arguments_before_it_writes(codebook):
         {"sample": 9.0},
     ):
         with pytest.raises(ValueError):
-            ibp.compress_(x, **arguments)
+            ibp.compress(x, **arguments, inplace=True)
     with pytest.raises(TypeError):
-        ibp.compress_(x, codebook="codebook")
+        ibp.compress(x, codebook="codebook", inplace=True)
     assert_same_bits(x, before)
 
 
@@ -395,7 +395,7 @@ def test_compress_in_place_that_cannot_pin_leaves_x():
     x = one_hot_rows(50, 60)
     before = x.clone()
     with pytest.raises(RuntimeError, match="CUDA"):
-        ibp.compress_(x, pin_memory=True)
+        ibp.compress(x, pin_memory=True, inplace=True)
     assert_same_bits(x, before)
 
 

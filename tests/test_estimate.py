@@ -68,7 +68,7 @@ def test_short_fp32_rows():
 
 def test_compress_in_place_goes_by_bytes():
     x = embedding(500, 48, torch.bfloat16)
-    table = ibp.compress_(x.clone(), device="cpu", pin_memory=False)
+    table = ibp.compress(x.clone(), device="cpu", pin_memory=False, inplace=True)
     assert table.scheme == "planes" and table.savings > 0.3
     assert_same_bits(table.decompress(), x)
 

@@ -144,11 +144,11 @@ def test_weights_elsewhere_stay(env, weights, tmp_path):
 def test_a_layer_is_decoded_in_one_call(env, weights, monkeypatch):
     adapter.enable(**ON_CPU)
     model, calls = load(env, weights), []
-    decompress_many = adapter.decompress_many
+    decompress = adapter.decompress
     monkeypatch.setattr(
         adapter,
-        "decompress_many",
-        lambda tables, **others: calls.append(len(tables)) or decompress_many(tables, **others),
+        "decompress",
+        lambda tables, **others: calls.append(len(tables)) or decompress(tables, **others),
     )
     prompts = np.full((2, 4), 7)
     model.generate(prompts, max_new_tokens=1)

@@ -44,7 +44,10 @@ def offloaded(table):
 CASES = {
     "index_select": (lambda table: lambda ids: table.index_select(ids), IDS),
     "torch.index_select": (lambda table: lambda ids: torch.index_select(table, 0, ids), IDS),
-    "index_select_many": (lambda table: lambda ids: ibp.index_select_many([table, table], ids, ids % 2), IDS),
+    "index_select of several tables": (
+        lambda table: lambda ids: ibp.index_select([table, table], ids, table_numbers=ids % 2),
+        IDS,
+    ),
     "[]": (lambda table: lambda ids: table[ids], IDS),
     "RowCache": (lambda table: cached(table).index_select, IDS),
     "F.embedding": (lambda table: lambda ids: F.embedding(ids, table), IDS),

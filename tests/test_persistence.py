@@ -100,7 +100,7 @@ def test_tables_inside_containers(scheme, way):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_table_compressed_in_place(scheme):
     x = spiky_rows(200, 60)
-    table = ibp.compress_(x.clone(), scheme=scheme, device="cpu", pin_memory=False)
+    table = ibp.compress(x.clone(), scheme=scheme, device="cpu", pin_memory=False, inplace=True)
     check_equal(through_pickle(table), table, x)
 
 

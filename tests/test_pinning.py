@@ -84,12 +84,12 @@ def test_a_table_is_pageable(made_up_gpu, options):
 def test_a_table_in_its_tensors_memory_is_pageable(made_up_gpu):
     x = embedding(2000, 32)
     before = x.clone()
-    table, said = warned(lambda: ibp.compress_(x, device="cpu"))
+    table, said = warned(lambda: ibp.compress(x, device="cpu", inplace=True))
     assert len(said) == 1 and not table.is_pinned()
     assert_same_bits(table.decompress(), before)
     x = before.clone()
     with pytest.raises(RuntimeError, match="cannot be pinned") as raised:
-        ibp.compress_(x, device="cpu", pin_memory=True)
+        ibp.compress(x, device="cpu", pin_memory=True, inplace=True)
     assert_same_bits(raised.value.table.decompress(), before)
 
 
@@ -127,7 +127,7 @@ def test_rows_come_to_a_gpu(cuda, refused):
     with pytest.raises(ValueError, match="refuses to pin"):
         table.index_select(many, device=cuda, path="cpu")
     assert_same_bits(table.decompress(device=cuda).cpu(), x)
-    assert_same_bits(ibp.decompress_many([table, table], device=cuda)[1].cpu(), x)
+    assert_same_bits(ibp.decompress([table, table], device=cuda)[1].cpu(), x)
     bags = ibp.embedding_bag(table, few.view(10, 10).to(cuda), mode="sum")
     assert_same_bits(bags, torch.nn.functional.embedding_bag(few.view(10, 10).to(cuda), x.to(cuda), mode="sum"))
     table.update_(few[:1], x[:1]).append(x[:3])

@@ -114,6 +114,6 @@ def test_any_bytes_decode_alike_or_not_at_all(coded, row_bytes, chunk_bytes, fla
 def test_in_place(data, x, scheme):
     row_bytes = data.draw(st.one_of(st.none(), st.integers(1, 300)))
     mine = x.clone()
-    table = ibp.compress_(mine, scheme=scheme, row_bytes=row_bytes, device="cpu", pin_memory=False)
+    table = ibp.compress(mine, scheme=scheme, row_bytes=row_bytes, device="cpu", pin_memory=False, inplace=True)
     assert x.numel() == 0 or table.slots.data_ptr() == mine.data_ptr()
     assert_same_bits(table.decompress(), x)

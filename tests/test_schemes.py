@@ -14,6 +14,7 @@ from helpers import (
     assert_same_bits,
     assert_same_table,
     bytes_of,
+    compress_in_place,
     embedding,
     make_tensor,
     one_hot_rows,
@@ -173,12 +174,12 @@ def test_chunk_bytes_and_tau_mean_masks():
             with pytest.raises(ValueError, match=f"'ibp', but scheme is '{scheme}'"):
                 compress(x, scheme=scheme, **arguments)
             with pytest.raises(ValueError, match=f"'ibp', but scheme is '{scheme}'"):
-                ibp.compress_(x.clone(), scheme=scheme, **arguments)
+                ibp.compress(x.clone(), scheme=scheme, **arguments, inplace=True)
             with pytest.raises(ValueError, match=f"'ibp', but scheme is '{scheme}'"):
                 ibp.codecs.analyze(x, scheme=scheme, **arguments)
 
 
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.codecs.analyze])
+@pytest.mark.parametrize("function", [ibp.compress, compress_in_place, ibp.codecs.analyze])
 @pytest.mark.parametrize("scheme", ["zip", "", "IBP", None, 2])
 def test_unknown_schemes(function, scheme):
     for x in (embedding(100, 8), torch.zeros(0, 4)):
@@ -269,7 +270,7 @@ def test_a_codebook_goes_before_a_scheme():
 def test_in_place_with_every_scheme(scheme, name):
     x = SETS[name]()
     mine = x.clone()
-    table = ibp.compress_(mine, scheme=scheme, device="cpu", pin_memory=False)
+    table = ibp.compress(mine, scheme=scheme, device="cpu", pin_memory=False, inplace=True)
     assert table.scheme in (scheme, "raw") and table.slots.data_ptr() == mine.data_ptr()
     assert_same_bits(table.decompress(), x)
 

@@ -96,10 +96,10 @@ def test_every_path_of_whole_tensors(gpus, x, path):
     for current, first in PAIRS:
         with torch.cuda.device(gpus[current]):
             outs = [torch.empty_like(one, device=gpus[(first + number) % 2]) for number, one in enumerate(xs)]
-            ibp.decompress_many(tables, out=outs, path=path, check=True)
+            ibp.decompress(tables, out=outs, path=path, check=True)
             for one, out in zip(xs, outs):
                 assert_same_bits(out.cpu(), one)
-            for one, out in zip(xs, ibp.decompress_many(tables, device=gpus[first], path=path, check=True)):
+            for one, out in zip(xs, ibp.decompress(tables, device=gpus[first], path=path, check=True)):
                 assert out.device == gpus[first]
                 assert_same_bits(out.cpu(), one)
 
@@ -109,11 +109,11 @@ def test_however_it_was_pinned(gpus, x, how):
     """By ibp, where the rows are, and by torch."""
     with torch.cuda.device(gpus[1]):
         if how == "in place":
-            table = ibp.compress_(x.clone(), scheme="planes", pin_memory=True)
+            table = ibp.compress(x.clone(), scheme="planes", pin_memory=True, inplace=True)
         elif how == "pin_memory":
             table = ibp.compress(x, scheme="planes", pin_memory=False).pin_memory()
         else:
-            table = ibp.compress_(x.clone().pin_memory(), scheme="planes")
+            table = ibp.compress(x.clone().pin_memory(), scheme="planes", inplace=True)
     assert table.is_pinned()
     for current, target in PAIRS:
         with torch.cuda.device(gpus[current]):
@@ -167,7 +167,7 @@ def test_compressing_and_moving(gpus, x, scheme):
             assert near.device == gpus[worker]
             for moved in (near, near.to(gpus[current]), near.to(gpus[1 - current]), near.to("cpu")):
                 assert_same_bits(moved.decompress().cpu(), x)
-            in_place = ibp.compress_(x.clone(), scheme=scheme, device=gpus[worker])
+            in_place = ibp.compress(x.clone(), scheme=scheme, device=gpus[worker], inplace=True)
             assert_same_bits(in_place.decompress(device=gpus[1 - worker]).cpu(), x)
 
 

@@ -148,7 +148,7 @@ def test_small_and_empty_tables():
 
 
 def test_what_cannot_be_shared(x):
-    table = ibp.compress_(x.clone(), **OPTIONS)
+    table = ibp.compress(x.clone(), **OPTIONS, inplace=True)
     with pytest.raises(RuntimeError, match="clone"):
         table.share()
     copied = table.clone()
@@ -249,7 +249,7 @@ def send_back(there, back):
 
 
 def test_a_table_in_a_tensors_memory_is_sent_as_bytes(x, in_process):
-    table = ibp.compress_(x.clone(), **OPTIONS)
+    table = ibp.compress(x.clone(), **OPTIONS, inplace=True)
     assert in_process("spawn", rows_of, table, [3])[1] == x[[3]].float().tolist()
     assert_same_bits(table.decompress(), x)
 

@@ -65,7 +65,7 @@ def test_decompress(x, shape, scheme):
     assert table.decompress(out=view) is view
     assert_same_bits(base, wanted)
     base.fill_(7)
-    assert ibp.decompress_many([table], out=[view])[0] is view
+    assert ibp.decompress([table], out=[view])[0] is view
     assert_same_bits(base, wanted)
 
 

@@ -556,7 +556,7 @@ def test_identity(table):
 
 
 def test_a_copy_of_a_table_in_a_tensors_memory(x):
-    table = copy.copy(ibp.compress_(x.clone(), **ON_CPU))
+    table = copy.copy(ibp.compress(x.clone(), **ON_CPU, inplace=True))
     assert_same_bits(table.decompress(), x)
     assert table._owner is not None, "the memory lives as long as the copy"
     with pytest.raises(RuntimeError, match="clone"):

@@ -287,7 +287,7 @@ def test_codebooks_are_shared_and_stay():
 def test_a_table_in_a_tensors_memory():
     x = tensor((100, 96))
     held = x.clone()
-    table = ibp.compress_(held, **ON_CPU)
+    table = ibp.compress(held, **ON_CPU, inplace=True)
     y = change(table, x, 30)
     assert table.slots.data_ptr() == held.data_ptr()
     rows = rows_like(x, 5)

@@ -18,8 +18,8 @@ _MODULES = {
     "spill": ("Profile", "TensorProfile", "place", "profile"),
 }
 # What was pickled by a name at the root: plain pickle finds it there.
-_PICKLED = ("ClusteredCodebook", "Codebook", "PlanesCodebook", "WholeTensor", "CheckpointDelta", "Delta")
-_PICKLED += ("Choice", "CodingCost", "Profile", "TensorProfile")
+_PICKLED = {"ClusteredCodebook", "Codebook", "PlanesCodebook", "WholeTensor", "CheckpointDelta", "Delta", "Choice"}
+_PICKLED |= {"CodingCost", "Profile", "TensorProfile"}
 _RENAMED = {
     "Place": ("Place", "CodedRows"),
     "PlaceCounts": ("PlaceCounts", "RowCounts"),

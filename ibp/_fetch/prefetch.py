@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from .._machine import memory
+from .._rows.protocols import Ids
 from .._rows.table import Table
-from .gather import Ids, index_select
+from .gather import index_select
 from .streaming import decompress
 
 

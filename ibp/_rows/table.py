@@ -102,7 +102,7 @@ class Table:
         self._places: dict[torch.device, tuple] = {}
         self._ready: dict[torch.device, _core.ReadyTable] = {}
         self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see fault_on
-        self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made by compress_
+        self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made in place
         self._pinned_range: object = None
         self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
         self._refresh()
@@ -229,8 +229,8 @@ class Table:
         """Moves the rows to pinned host memory, so that GPUs fetch them by themselves. Returns the table itself.
 
         torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by
-        `compress_`, and one that is shared with other processes, is pinned where it is, the latter for this process.
-        No-op if already pinned or on a GPU.
+        `compress(inplace=True)`, and one that is shared with other processes, is pinned where it is, the latter for
+        this process. No-op if already pinned or on a GPU.
 
         Args:
             numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.

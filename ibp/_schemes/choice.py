@@ -2,7 +2,7 @@
 
 For slots a scheme must not be slower than raw rows: the link brings a row's sectors and the decoder rebuilds it, and
     the slower of both binds.
-Packed rows and `compress_` go by bytes.
+Packed rows and `compress(inplace=True)` go by bytes.
 """
 
 from __future__ import annotations

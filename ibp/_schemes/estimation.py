@@ -282,5 +282,6 @@ def check_learning(
 def check_codebook(codebook: object) -> None:
     if not isinstance(codebook, AnyCodebook):
         raise TypeError(
-            f"codebook is a {type(codebook).__name__}; wanted a Codebook, PlanesCodebook or ClusteredCodebook of ibp.codecs"
+            f"codebook is a {type(codebook).__name__}; wanted an ibp.codecs.Codebook, a PlanesCodebook or a "
+            "ClusteredCodebook"
         )

@@ -26,7 +26,7 @@ _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many row
 
 
 class CompressedTensor(Table):
-    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress`, `ibp.compress_` and by unpickling; its
+    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress` and by unpickling; its
     constructor is internal.
 
     It answers what tensors are asked (`shape`, `size()`, `to()`, `table[key]`, iteration, `torch.index_select`,
@@ -198,7 +198,7 @@ class CompressedTensor(Table):
             numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.
 
         Raises:
-            RuntimeError: `compress_` made the table in a tensor's own memory.
+            RuntimeError: `compress(inplace=True)` made the table in a tensor's own memory.
             TypeError, ValueError: numa is no node and no device of this machine.
         """
         node = _numa.node_of(numa)
@@ -233,7 +233,7 @@ class CompressedTensor(Table):
         GPU it is CUDA's, made by torch: every handle is for one process, and keeps the memory until it has been opened.
 
         Raises:
-            RuntimeError: `compress_` made the table in a tensor's own memory.
+            RuntimeError: `compress(inplace=True)` made the table in a tensor's own memory.
         """
         self.share_memory_()
         state = self.__getstate__()

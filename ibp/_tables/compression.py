@@ -1,4 +1,4 @@
-"""Compressing tensors into tables: `compress_rows` into new memory, `compress_` in the tensor's own."""
+"""Compressing tensors into tables: `compress_rows` into new memory, `compress_in_place` in the tensor's own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compress_rows(
     return code(CompressedTensor, x, learning, layout, slot_bytes, row_bytes, device, pin, node, progress)
 
 
-def compress_(
+def compress_in_place(
     x: torch.Tensor,
     *,
     scheme: str = "auto",
@@ -56,25 +56,10 @@ def compress_(
     pin_memory: bool | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
-    """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory
-    can be compressed.
-
-    Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is freed. x's
-    values are gone afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and about
-    128 MiB. "auto" takes the scheme of fewest bytes.
+    """A table in x's own memory: `ibp.compress(x, inplace=True)`.
 
     All analysis is done before the first write; rows are then rewritten in blocks, each with its lengths by one
-    operation. If that is interrupted, however often, or the memory cannot be pinned afterwards, the exception has the
-    table as its attribute `table`, and that table decompresses to x. Without that attribute x is as it was.
-
-    Args:
-        x: contiguous tensor that owns its whole storage and does not require grad.
-        Others: as in `compress`.
-
-    Raises:
-        TypeError: as `compress`.
-        ValueError: x is not contiguous, is a part of a larger storage, or requires grad; or as `compress`.
-    """
+    operation: the table decompresses to x at any time."""
     _rows.check_tensor(x)
     _check_owns_memory(x)
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
@@ -111,15 +96,15 @@ def compress_(
 
 def _check_owns_memory(x: torch.Tensor) -> None:
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
-        raise ValueError(f"x has strides {x.stride()}; compress_ wants a contiguous tensor")
+        raise ValueError(f"x has strides {x.stride()}; compress(inplace=True) wants a contiguous tensor")
     held = x.untyped_storage().nbytes()
     if x.storage_offset() != 0 or held != x.numel() * x.element_size():
         raise ValueError(
             f"x has {x.numel() * x.element_size()} bytes of a storage of {held}; "
-            "compress_ wants a tensor that owns all of its storage"
+            "compress(inplace=True) wants a tensor that owns all of its storage"
         )
     if x.requires_grad:
-        raise ValueError("x requires grad; compress_ would destroy its values: detach it first")
+        raise ValueError("x requires grad; compress(inplace=True) would destroy its values: detach it first")
 
 
 def _encode_in_place(

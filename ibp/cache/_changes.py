@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._fetch.gather import Ids, checked_ids, tensor_of
+from .._fetch.ids import checked_ids, tensor_of
 from .._layout.geometry import bytes_of, rows_of
 from .._layout.slots import default_length
+from .._rows.protocols import Ids
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook, coding_of
 from .._tables import changes

@@ -13,10 +13,13 @@ import torch
 from .._common import ops
 from .._common.arguments import whole_number
 from .._fetch.calls import produce, sms_of, target_of
-from .._fetch.gather import Ids, check_range, checked_ids, make_ready, tensor_of, window_bits
+from .._fetch.gather import window_bits
+from .._fetch.ids import check_range, checked_ids, tensor_of
 from .._fetch.paths import is_capturing
+from .._fetch.ready import make_ready
 from .._layout.geometry import rows_of
 from .._machine import calibration, memory
+from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
 from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor

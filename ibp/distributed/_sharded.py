@@ -11,10 +11,11 @@ import torch
 from .._common import wire
 from .._common.group import Group, same_on_all
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
-from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, checked_ids, tensor_of
 from .._layout import geometry as _rows
 from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
+from .._rows.protocols import Ids
 from .._rows.table import CorruptTableError, Table
 from .._schemes import AnyCodebook, Request, coding_of
 from .._schemes.choice import learn

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
-from .._fetch.streaming import decompress_many
+from .._fetch.streaming import decompress
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 
 __all__ = ["GroupBytes", "compress_groups", "restore"]
@@ -50,7 +50,7 @@ def compress_groups(
 
     Args:
         model: a module whose groups are offloaded to the CPU. Of a pipeline: each of its models.
-        path, max_sms: of `ibp.decompress_many`. Where matrix products keep the GPU busy, path "gpu" may be faster.
+        path, max_sms: of `ibp.decompress`. Where matrix products keep the GPU busy, path "gpu" may be faster.
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
@@ -148,7 +148,7 @@ class _CompressedGroup:
         current: Any = None if group.stream is None else backend.current_stream()
         with contextlib.nullcontext() if group.stream is None else backend.stream(group.stream):
             tables = [coded.table for coded in self.coded.values()]
-            decoded = decompress_many(tables, device=group.onload_device, **self.fetching)
+            decoded = decompress(tables, device=group.onload_device, **self.fetching)
             for (parameter, coded), values in zip(self.coded.items(), decoded):
                 parameter.data = coded.as_it_was(values)
                 if group.record_stream:

@@ -10,7 +10,7 @@ From the command line, with the arguments of `python -m flexgen.flex_opt`:
 
 FlexGen's files stay as they are. Two of its seams are used: what `flex_opt.init_weight_list` returns for host memory is
 a `CompressedWeight`, whose `copy` decodes it; and the weights that `load_weight` of a layer copies come in one call of
-`ibp.decompress_many`. Weights on the GPU and on disk, weights that FlexGen quantises (`--compress-weight`), vectors,
+`ibp.decompress`. Weights on the GPU and on disk, weights that FlexGen quantises (`--compress-weight`), vectors,
 caches and activations stay FlexGen's own.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -30,7 +30,7 @@ import torch
 from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
 from flexgen.utils import torch_dtype_to_np_dtype
 
-from .._fetch.streaming import decode_items, decompress_many
+from .._fetch.streaming import decode_items, decompress
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
 
@@ -129,7 +129,7 @@ class _Layer:
 
 
 _loading: _Layer | None = None  # the layer whose load_weight runs
-_fetching: dict[str, Any] = {}  # options of decompress_many
+_fetching: dict[str, Any] = {}  # options of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
 def _decode(layer: _Layer) -> None:
     if layer.tables:
         options = _fetching if layer.outs[0].is_cuda else {}
-        decompress_many(layer.tables, out=layer.outs, **options)
+        decompress(layer.tables, out=layer.outs, **options)
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
@@ -185,7 +185,7 @@ def enable(
     is read: one layer is in memory raw at a time.
 
     Args:
-        path, max_sms: of `ibp.decompress_many`, for weights that come to a GPU, of all models.
+        path, max_sms: of `ibp.decompress`, for weights that come to a GPU, of all models.
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:

@@ -151,8 +151,9 @@ def write_codec():
     offsets = np.cumsum([0, *map(len, blocks)]).astype("<u8")
     with FileWriter(FILES / "codec.safetensors", header_bytes=4096) as writer:
         write_plain(writer, "before", x[:10])
-        text = f"dtype=I32 shape=1000 codec=example_zlib block_bytes=2048 content={ibp.deltas.fingerprint(x):016x}
-        codec_level=6" writer._add_line("ibp.table.coded", text)
+        facts = "dtype=I32 shape=1000 codec=example_zlib block_bytes=2048"
+        text = f"{facts} content={ibp.deltas.fingerprint(x):016x} codec_level=6"
+        writer._add_line("ibp.table.coded", text)
         for part, dtype, array in (("blocks", "U8", b"".join(blocks)), ("offsets", "U64", offsets)):
             with writer.part(f"coded:{part}", dtype) as sink:
                 sink.write(array)
