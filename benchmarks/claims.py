@@ -424,6 +424,11 @@ def linear_block(directory):
     return text and f"## Products with coded matrices\n\n{text}"
 
 
+def choices_block(directory):
+    text = choose_table(directory)
+    return text and f"## General codecs\n\n{text}"
+
+
 def deltas_block(directory):
     text = deltas_table(directory)
     return text and f"## Deltas of versions\n\n{text}"
@@ -490,7 +495,7 @@ def choose_table(directory):
         f"`ibp.codecs.choose`, by its own sample, takes longer. `fetched often` leaves coding out."
         f"\n\n{markdown(heads, lines)}"
     )
-    picture = "![What is chosen, set by set](../benchmarks/results/choose.png)"
+    picture = "![What is chosen, set by set](results/choose.png)"
     candidates = [row for row in rows if not row["chosen"]]
     parts = [text, picture, *_won_by_general(choices, candidates), _coded_cases(candidates)]
     return "\n\n".join([*parts, *_ans_as_floats(candidates, directory)])
@@ -987,14 +992,9 @@ def savings_text(savings):
 def headline_block(directory):
     """The few figures that the README shows, beside what people do without ibp."""
     gather, stream = (charts.read(directory / f"{name}.csv") for name in ("gather", "stream"))
-    codec = charts.read(directory / "codec.csv")
     saved = ratio.cells_of(charts.read(directory / "ratio.csv"))
     rows = rates(gather, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES)
-    device = {row["arm"]: row["gbps"] for row in codec if row["case"] == "device"}
-    decode = rates(
-        codec, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES, arm="planes decode"
-    )
-    if not rows or not stream or not decode or not device:
+    if not rows or not stream:
         return None
     size, most = charts.size_name(charts.OVERVIEW_ROW_BYTES), max(row["sms"] for row in gather)
     lines = [
@@ -1005,17 +1005,14 @@ def headline_block(directory):
             rate(rows, arm="planes slots", sms=most),
         ]
     ]
-    for case in ("cora", "citeseer"):
-        own = rates(gather, case=case)
-        if own:
-            best = rate([row for row in own if row["arm"] in ("ibp slots", "planes slots")], case=case)
-            lines.append(
-                [
-                    f"random rows of {case.capitalize()}'s features",
-                    f"raw rows {rate(own, arm='raw rows', sms=most)}",
-                    best,
-                ]
-            )
+    if own := rates(gather, case="citeseer"):
+        lines.append(
+            [
+                "random rows of Citeseer's features",
+                f"raw rows {rate(own, arm='raw rows', sms=most)}",
+                rate([row for row in own if row["arm"] in ("ibp slots", "planes slots")], case="citeseer"),
+            ]
+        )
     bars = {label: gbps for label, gbps, _, _ in charts.tensor_bars(stream)}
     lines.append(
         [
@@ -1028,34 +1025,79 @@ def headline_block(directory):
             charts.number(bars["ibp"]),
         ]
     )
-    ans = dict(case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES, arm="nvcomp ANS decode")
-    lines.append(
-        [
-            "decoding in device memory, BF16",
-            f"`copy_` {charts.number(device['copy_'])}, nvCOMP ANS {rate(codec, **ans)}",
-            rate(decode),
-        ]
-    )
-    for key, what in (
-        (("normal 0.02", "bfloat16"), "BF16 N(0, 0.02)"),
-        (("citeseer", "float32"), "Citeseer's features"),
-    ):
-        if key in saved:
-            own = saved[key]
-            best = max((method for method in own if method.startswith(charts.NVCOMP)), key=own.get, default=None)
-            other = f"nvCOMP {savings_text(own[best])}, " if best else ""
-            lines.append(
-                [
-                    f"bytes saved of {what}",
-                    f"{other}zstd {savings_text(own.get(ratio.ZSTD))}",
-                    savings_text(own["planes"]),
-                ]
-            )
-    differs = any(row["commit"] != gather[0]["commit"] for row in (*stream, *codec))
+    if own := saved.get(("normal 0.02", "bfloat16")):
+        best = max((method for method in own if method.startswith(charts.NVCOMP)), key=own.get, default=None)
+        other = f"nvCOMP {savings_text(own[best])}, " if best else ""
+        others = f"{other}zstd {savings_text(own.get(ratio.ZSTD))}"
+        lines.append(["bytes saved of BF16 N(0, 0.02)", others, savings_text(own["planes"])])
+    differs = any(row["commit"] != gather[0]["commit"] for row in stream)
     others = ", whole tensors and nvCOMP of [others](benchmarks/RESULTS.md)" if differs else ""
+    return f"GB/s of original bytes, from pinned host memory ({caption(gather)}{others}):\n\n" + markdown(
+        ["what", "without ibp", "with ibp"], lines
+    )
+
+
+# ---- sentences of pages --------------------------------------------------------------------------------------------
+
+DELTA_CASE, LINK_CHOICE = ("1.5 % changed", "bfloat16"), "choice at 55 GB/s"
+
+
+def checkpoints_line(directory):
+    """How fast a checkpoint is compressed, and in how much memory."""
+    rows = {row["arm"]: row for row in charts.read(directory / "checkpoints.csv")}
+    arms = [arm for arm in rows if arm.startswith("compress, ")]
+    if not arms:
+        return None
+    first = rows[arms[0]]
+    texts = (
+        f"{charts.number(rows[arm]['gbps'])} GB/s with {arm.removeprefix('compress, ').replace('GPU', 'a GPU')} and "
+        f"{charts.number(rows[arm]['peak_mib'])} MiB of memory"
+        for arm in arms
+    )
     return (
-        "GB/s of original bytes, from pinned host memory unless said otherwise "
-        f"({caption(gather)}{others}):\n\n" + markdown(["what", "without ibp", "with ibp"], lines)
+        f"{first['case']} in BF16 are compressed at {', at '.join(texts)} (`checkpoints.csv`: {caption([first])}); "
+        "the rest is in [RESULTS.md](../benchmarks/RESULTS.md#checkpoints)."
+    )
+
+
+def deltas_line(directory):
+    """What a delta of a small step takes."""
+    case, dtype = DELTA_CASE
+    rows = {row["arm"]: row for row in rates(charts.read(directory / "deltas.csv"), case=case, dtype=dtype)}
+    if "ibp" not in rows or "index and value" not in rows:
+        return None
+    own, other = rows["ibp"], rows["index and value"]
+    return (
+        f"Where {percent(own['changed'])} of BF16 weights changed, a delta takes {100 * own['stored']:.2f} % of their "
+        f"bytes, an index and a value for each change {100 * other['stored']:.2f} % (`deltas.csv`: {caption([own])}); "
+        "other steps and rates are in [RESULTS.md](../benchmarks/RESULTS.md#deltas-of-versions)."
+    )
+
+
+def scale_line(directory):
+    """What coded rows gain in a cache that two GPUs share."""
+    arms = ("ibp, cache of 1 %, 2 GPUs", "raw rows, cache of 1 %, 2 GPUs")
+    rows = [rates(charts.read(directory / "scale.csv"), case="pubmed", arm=arm) for arm in arms]
+    if not all(rows):
+        return None
+    coded, raw = (charts.number(found[0]["gbps"]) for found in rows)
+    return (
+        f"Two GPUs that fetch at once, each with a cache of 1 % of the bytes, get {coded} GB/s of Pubmed's rows coded, "
+        f"{raw} raw (`scale.csv`: {caption(rows[0])}); other features are in "
+        "[RESULTS.md](../benchmarks/RESULTS.md#several-processes)."
+    )
+
+
+def choices_line(directory):
+    """How often the choice of a coding is as good as the best."""
+    choices = rates(charts.read(directory / "choose.csv"), arm=LINK_CHOICE)
+    if not choices:
+        return None
+    good = sum(row["loss"] <= float(row["wanted_loss"]) for row in choices)
+    return (
+        f"Over a link of 55 GB/s the choice takes at most {100 * float(choices[0]['wanted_loss']):g} % longer than the "
+        f"fastest candidate on {good} of {len(choices)} sets (`choose.csv`: {caption(choices)}), each of which is "
+        "listed in [RESULTS.md](../benchmarks/RESULTS.md#general-codecs)."
     )
 
 
@@ -1391,6 +1433,7 @@ BLOCKS = {
     "flexgen": flexgen_line,
     "graphs": graphs_line,
     **{name: section(name) for name in MEASURED},
+    "choices": choices_block,
     "savings": savings_block,
 }
 PAGES = {
@@ -1398,11 +1441,10 @@ PAGES = {
     "benchmarks/RESULTS.md": BLOCKS,
     "docs/llm.md": {"offload": offload_block, "linear": linear_table, "flexgen": flexgen_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
-    "docs/codecs.md": {"choices": choose_table},
-    "docs/deltas.md": {"deltas": deltas_table},
+    "docs/guide.md": {"scale": scale_line, "choices": choices_line},
     "docs/distributed.md": {"collectives": collectives_table},
     "docs/spill.md": {"spill": spill_table},
-    "docs/checkpoints.md": {"checkpoints": checkpoints_table},
+    "docs/checkpoints.md": {"checkpoints": checkpoints_line, "deltas": deltas_line},
     "docs/reproduction.md": reproduction.BLOCKS,
     "docs/training.md": {"activations": activations_table, "optimizer states": adamw_table},
 }  # relative to the repository
@@ -1410,7 +1452,6 @@ OPEN_PAGES = (
     "docs/gnn.md",
     "docs/embeddings.md",
     "docs/kv-cache.md",
-    "docs/scale.md",
 )  # take what they have markers of
 
 

@@ -183,7 +183,7 @@ def stored(rows, codebook):
 def test_slots_that_hold_whole_rows(monkeypatch):
     """As pinned memory has of random bits."""
     monkeypatch.setattr(_states, "_LEAST_SAVED", -1.0)
-    coding = _states.Coding("default", None, False, {})
+    coding = _states.StateCoding("default", None, False, {})
     state = _states.CodedState(8, 8 * ROW_BYTES, torch.device("cpu"), coding)
     for number in range(5):
         data = torch.randint(0, 256, (8 * ROW_BYTES,), dtype=torch.uint8)
@@ -526,20 +526,20 @@ def test_few_codebooks_are_learned_in_a_step(monkeypatch):
 def train_in_parts(monkeypatch, device, storage="device"):
     """Trains with parameters cut into chunks; how many blocks of pinned memory each step took."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
-    taken, empty = [], _reserve._memory.empty
+    taken, empty = [], _reserve.memory.empty
     is_cuda = torch.device(device).type == "cuda"  # where memory can be pinned
 
     def counted(num_bytes, where, pin):
         taken.append(num_bytes)
         return empty(num_bytes, where, pin and is_cuda)
 
-    monkeypatch.setattr(_reserve._memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
+    monkeypatch.setattr(_reserve.memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
     if not is_cuda:
         monkeypatch.setattr(_states, "Place", lambda *args, pinned, **options: ibp.CodedRows(*args, **options))
     shapes = [(200, 512)] * 4 + [(100, 30)] * 3
     torchs, ours = (parameters(device=device, shapes=shapes) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=300_000, storage=storage)
-    coding = _states.Coding("default", _reserve.Reserve(), storage == "host", {})
+    coding = _states.StateCoding("default", _reserve.Reserve(), storage == "host", {})
     optimizers[1]._codings[ours[0].device] = coding
     counts = []
     for number in range(24):
@@ -581,7 +581,7 @@ def test_parts_for_which_there_is_no_memory(monkeypatch, storage):
 def test_who_learns_in_a_step():
     """The codebooks that are wanted the most, a quarter of all, for all states of theirs that want it; in every fourth
     step."""
-    coding, codebooks = _states.Coding("default", None, False, {}), [object() for _ in range(24)]
+    coding, codebooks = _states.StateCoding("default", None, False, {}), [object() for _ in range(24)]
     states = [_states.CodedState(8, 8 * ROW_BYTES, torch.device("cpu"), coding, 7) for _ in range(48)]
     for number, state in enumerate(states):
         state.codebook, state.fitted_at = codebooks[number // 2], 5
@@ -599,7 +599,7 @@ def test_who_learns_in_a_step():
 
 def test_slots_that_pinned_memory_has_room_for():
     """Slots shrink by less than is gained only as far as pinned memory has room for what they leave."""
-    coding = _states.Coding("default", None, False, {})
+    coding = _states.StateCoding("default", None, False, {})
     state = _states.CodedState(10, 10 * ROW_BYTES, torch.device("cpu"), coding)
     assert state._with_host_memory(3600) == 3600
     state._host_memory = torch.empty(10 * 352 + 90, dtype=torch.uint8)
@@ -774,7 +774,7 @@ def test_the_reserve_of_pinned_memory(monkeypatch):
         taken.append(torch.empty(num_bytes, dtype=torch.uint8))
         return taken[-1]
 
-    monkeypatch.setattr(_reserve._memory, "empty", empty)
+    monkeypatch.setattr(_reserve.memory, "empty", empty)
     reserve = _reserve.Reserve()
     for _ in range(3):
         reserve.expect(10)

@@ -269,7 +269,7 @@ def request_for(num_ids, resident_bytes):
     """As a path sees a request for items of a pinned table, with ids on the CPU."""
     table = types.SimpleNamespace(resident_bytes=resident_bytes, device=CPU, item_bytes=512)
     ids = torch.randint(1000, (num_ids,))
-    return gather.Request(table, ids, GPU, GPU, 0)
+    return gather.GatherRequest(table, ids, GPU, GPU, 0)
 
 
 def test_paths_reckon_with_the_machine(monkeypatch):
@@ -281,7 +281,7 @@ def test_paths_reckon_with_the_machine(monkeypatch):
     assert bucketed.cost(request_for(1000, 1 << 20)) < 1 and cpu.cost(request_for(40_000, 1 << 30)) > 1
     stream = next(path for path in streaming.PATHS if path.name == "copy")
     job = types.SimpleNamespace(stored_bytes=4 << 20)
-    request = streaming.Request([job], GPU, True)
+    request = streaming.StreamRequest([job], GPU, True)
     assert stream.cost(request) > 1
     reckon_with(monkeypatch, stream_start_us=5.0)
     assert stream.cost(request) < 1

@@ -249,7 +249,7 @@ def tool():
 
 
 @pytest.mark.skipif(sys.version_info[:2] not in ((3, 11), (3, 12)), reason="other versions of argparse print otherwise")
-def test_completion_man_page_and_help_are_current(tool):
+def test_completion_and_man_page_are_current(tool):
     if importlib.util.find_spec("shtab") is None:
         pytest.skip("shtab is not installed")
     stale = [path.name for path, text in tool.made().items() if not path.exists() or path.read_text() != text]

@@ -1,4 +1,5 @@
-"""The pictures of docs/concepts.md: they are what tools/draw_concepts.py draws, and show the codecs' own bytes."""
+"""The pictures of docs/concepts.md and docs/architecture.md: they are what tools/draw_concepts.py draws, and show the
+codecs' own bytes."""
 
 import importlib.util
 import sys
@@ -33,6 +34,11 @@ def test_the_pictures_are_whole_svg(draw_concepts):
     for name in draw_concepts.PICTURES:
         root = ET.parse(draw_concepts.IMAGES / f"{name}.svg").getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.find("{*}title").text
+
+
+def test_the_floors_are_in_the_order_that_is_checked(draw_concepts):
+    drawn = [folder for *_, folders in reversed(draw_concepts.FLOORS) for folder in folders if "/" not in folder]
+    assert drawn == list(importlib.import_module("shape").FLOORS)
 
 
 def bytes_of(numbers, size):

@@ -431,7 +431,7 @@ def cached(rank, device, group=None, size=4):
     hotness = torch.rand(len(x), generator=torch.Generator().manual_seed(0))
     group = dist.group.WORLD if group is None else group
     cache = ibp.RowCache(table, 30_000, hotness, group=group, devices=device)
-    held = {int(row) for slab in cache._generation.slabs for row in slab.map[:, 0].tolist() if row >= 0}
+    held = {int(row) for slab in cache._state.generation.slabs for row in slab.map[:, 0].tolist() if row >= 0}
     assert 100 * size < len(held) == cache.num_cached_rows <= cache.capacity < 1.05 * len(held)
     assert f"rank {rank} of {size}" in repr(cache)
     assert 0.9 * 30_000 < cache.nbytes <= 30_000
@@ -442,7 +442,7 @@ def cached(rank, device, group=None, size=4):
     assert stats.hits == 2 * sum(row in held for row in ids.tolist()) and stats.hits + stats.misses == 2 * len(ids)
     assert min(stats.hits_of_slabs) > 0 and len(stats.hits_of_slabs) == size
     assert stats.own_hits == stats.hits_of_slabs[rank] and stats.peer_hits == stats.hits - stats.own_hits
-    old = cache._generation.slabs
+    old = cache._state.generation.slabs
     assert [slab.is_lent for slab in old] == [other != rank for other in range(size)]
     for hottest in (-hotness, list(range(100)), [], hotness):
         assert cache.refill(hottest) is cache
@@ -632,7 +632,7 @@ def cached_on_gpu(rank, device):
     refused = cached(rank, device, size=2)
     x = rows_like("dense", 2000)
     cache = ibp.RowCache(ibp.compress(x, scheme="planes"), 40_000, list(range(1000)), group=dist.group.WORLD)
-    assert cache.devices == (device,) and cache._generation.slabs[1 - rank].bytes.device == device
+    assert cache.devices == (device,) and cache._state.generation.slabs[1 - rank].bytes.device == device
     before = torch.cuda.memory_allocated(device)
     for _ in range(5):  # what was lent can be used again
         cache.refill(list(range(1000)))

@@ -36,7 +36,7 @@ def reports_of(count=4):
 
 
 def renamed(found, name):
-    return report.TensorReport(**{**vars(found), "name": name})
+    return report.TensorContents(**{**vars(found), "name": name})
 
 
 def page_of(reports):
@@ -88,9 +88,9 @@ def test_every_part_has_a_colour_of_its_own():
     """In light and in dark, so that the legend tells them apart."""
     script, style = page._resource("page.js"), page._resource("page.css")
     kinds = dict(re.findall(r'^  "?([\w ]+)"?: "(\w+)",$', script, re.MULTILINE))
-    named = set(re.findall(r"^\| ([^|]+) \| ", (ROOT / "docs" / "inspect.md").read_text(), re.MULTILINE))
+    table = (ROOT / "docs" / "cli.md").read_text().partition("| part | what it is |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"^\| ([^|]+) \| ", table, re.MULTILINE))
     parts = {part.strip() for line in named for part in line.split(",")} - {
-        "part",
         "---",
         "digits of plane 0",
         "1",

@@ -295,7 +295,9 @@ def test_looks_sorted():
 
 
 def choices(table, ids, target, worker):
-    return paths.choose(gather.PATHS, gather.Request(table, ids, torch.device(target), torch.device(worker), 0)).name
+    return paths.choose(
+        gather.PATHS, gather.GatherRequest(table, ids, torch.device(target), torch.device(worker), 0)
+    ).name
 
 
 def test_choices_where_the_cpu_does_it_all():

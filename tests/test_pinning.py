@@ -13,7 +13,7 @@ from ibp import _core
 from ibp._common import ops
 from ibp._fetch import host_gather
 from ibp._machine import memory, segments
-from ibp._tables import compression
+from ibp._tables import coding
 from models import IDS, Net
 
 MOST_PINNED = 4096  # bytes: records of faults, which kernels write to, are the one thing that must be pinned
@@ -62,7 +62,7 @@ def warned(call):
 def made_up_gpu(refused, monkeypatch):
     """What is pinned where there is a GPU is asked for here too."""
     monkeypatch.setattr(ops, "cuda_is_available", lambda: True)
-    monkeypatch.setattr(compression._ops, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(coding.ops, "cuda_is_available", lambda: True)
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"scheme": "raw"}], ids=str)

@@ -43,7 +43,7 @@ def table_of(x, kind="planes", **options):
 
 def cached_rows(cache):
     """Numbers of the rows that are cached, from the maps."""
-    found = [slab.map[slab.map[:, 0] >= 0] for slab in cache._generation.slabs]
+    found = [slab.map[slab.map[:, 0] >= 0] for slab in cache._state.generation.slabs]
     return {int(row) for rows in found for row in rows[_slabs.Entries.are_present(rows[:, 1])][:, 0]}
 
 
@@ -237,7 +237,7 @@ def test_calls_for_few_items(kind, policy):
     cache.update_(ids, x[ids] + 1)
     x[ids] = x[ids] + 1
     assert_same_bits(cache.index_select(ids), x[ids])
-    slab = cache._generation.slabs[0].bytes
+    slab = cache._state.generation.slabs[0].bytes
     with pytest.raises(RuntimeError, match="memory"):
         cache.index_select(ids, out=slab[: 10 * ROW_BYTES].view(torch.float32).view(10, COLUMNS))
 
@@ -365,7 +365,7 @@ def test_least_recently_used(some_rows, seed, num_sets, zipf):
     """Hits as a model says, where a call asks for one row: which of equally old ones goes is not said."""
     x, table = some_rows
     cache = ibp.RowCache(table, 1 << 15, devices="cpu", policy="lru")
-    generation = cache._generation
+    generation = cache._state.generation
     slot_bytes = generation.slot_bytes
     set_bytes = 32 * (slot_bytes + 16 + 4) + 4
     cache = ibp.RowCache(table, num_sets * set_bytes + _slabs.FIXED_BYTES, devices="cpu", policy="lru")
@@ -401,10 +401,10 @@ def test_slots_of_lru_caches():
     table = ibp.compress(x, scheme="planes", **ON_CPU)
     cache = ibp.RowCache(table, 20_000, devices="cpu", policy="lru")
     sizes = _slabs.stored_bytes(table, torch.arange(500))
-    assert cache._generation.slot_bytes % 32 == 0
-    assert (sizes <= cache._generation.slot_bytes).float().mean() >= 0.999
+    assert cache._state.generation.slot_bytes % 32 == 0
+    assert (sizes <= cache._state.generation.slot_bytes).float().mean() >= 0.999
     small = ibp.RowCache(table, 20_000, devices="cpu", policy="lru", slot_bytes=33)
-    assert small._generation.slot_bytes == 64
+    assert small._state.generation.slot_bytes == 64
     ids = random_ids(num_items=500)
     assert_same_bits(small.index_select(ids), x[ids])
     assert small.num_cached_rows == 0
@@ -463,9 +463,9 @@ def test_rows_that_stay_in_the_cache_are_written_back_once():
     assert (table.decompress() == before).all(1).sum() >= 190  # all but those that do not fit a slot
     cache.flush()
     assert_same_bits(table.decompress(), x)
-    version = table._version
+    version = table.version
     cache.flush()
-    assert table._version == version
+    assert table.version == version
     assert cache.stats().hits >= 190
 
 
@@ -676,7 +676,7 @@ def test_hostile_maps(policy):
     """Whatever is in a map, nothing outside the cache is read: rows are wrong, or refused."""
     x = tensor()
     cache = ibp.RowCache(table_of(x), 20_000, torch.rand(NUM_ITEMS), devices="cpu", policy=policy)
-    slab = cache._generation.slabs[0]
+    slab = cache._state.generation.slabs[0]
     good = slab.map.clone()
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -788,7 +788,7 @@ def test_lru_on_a_gpu(cuda, kind):
     cache.reset_stats()
     assert_same_bits(cache.index_select(rows), x[rows])
     has_bytes = (_slabs.stored_bytes(table, rows) > 0) & (
-        _slabs.stored_bytes(table, rows) <= cache._generation.slot_bytes
+        _slabs.stored_bytes(table, rows) <= cache._state.generation.slot_bytes
     )
     assert cache.stats().hits == int(has_bytes.sum())
 
@@ -953,10 +953,10 @@ def test_slabs_of_two_gpus(gpus, monkeypatch, near_maps, writable):
     x = tensor()
     table = pinned_table(x)
     cache = ibp.RowCache(table, 30_000, torch.rand(NUM_ITEMS), devices=gpus, writable=writable)
-    assert bool(cache._generation.near_maps) == (near_maps and not writable)
+    assert bool(cache._state.generation.near_maps) == (near_maps and not writable)
     assert cache.nbytes <= 2 * 30_000
     held = cached_rows(cache)
-    assert all(slab.map.device == gpu for slab, gpu in zip(cache._generation.slabs, gpus))
+    assert all(slab.map.device == gpu for slab, gpu in zip(cache._state.generation.slabs, gpus))
     for gpu in gpus:
         cache.reset_stats()
         ids = torch.arange(NUM_ITEMS, device=gpu)

@@ -148,13 +148,13 @@ def test_appending_row_by_row_copies_little(monkeypatch):
     """The capacity grows by halves: few of many calls make new memory."""
     table = ibp.compress(tensor((10, 96)), scheme="planes", slot_bytes=128, **ON_CPU)
     made = []
-    real = changes._memory.empty
+    real = changes.memory.empty
 
     def counted(num_bytes, *arguments, **options):
         made.append(num_bytes)
         return real(num_bytes, *arguments, **options)
 
-    monkeypatch.setattr(changes._memory, "empty", counted)
+    monkeypatch.setattr(changes.memory, "empty", counted)
     rows = tensor((500, 96))
     for row in rows:
         table.append(row[None])

@@ -13,7 +13,7 @@ import torch
 import ibp
 from helpers import assert_same_bits, embedding, spiky_rows
 from ibp._common import wire
-from ibp._common.group import Group
+from ibp._common.group import RankGroup
 from ibp.distributed import _pairs, _planning
 from test_distributed import Ranks
 
@@ -155,7 +155,7 @@ def test_a_pickle_in_a_note(bomb):
 def _hostile(rank, content):
     """Rank 1 sends something else than it should in a call of rank 0."""
     if rank == 1:
-        return len(Group(None).gather(content)) == 2
+        return len(RankGroup(None).gather(content)) == 2
     try:
         ibp.distributed.share_table(ibp.compress(embedding(500, 64), pin_memory=False))
     except ValueError as error:

@@ -8,7 +8,7 @@ Wheels are ibp-VERSION+cpu-... or +cu130 (after nvcc), tagged by auditwheel with
 symbols allow, which this machine's glibc and compilers decide. Torch's libraries are not copied: pip installs torch.
 Objects are kept in --build-dir; only the module `_core` is compiled for each Python. A Python needs its headers and
 venv, not a torch: headers are those of --torch. One that imports a torch tries its wheel in a new environment; the
-others' wheels are built only, and the summary says so. docs/distribution.md says more.
+others' wheels are built only, and the summary says so. CONTRIBUTING.md says more.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Writes what is made from the parser of the command line: completion for bash and zsh, the man page, and the help that
-docs/cli.md quotes.
+"""Writes what is made from the command line: completion for bash and zsh, the man page, and what the examples of
+docs/cli.md print.
 
     python tools/command_line.py            write them
     python tools/command_line.py --check    exit with 1 if one is not current
@@ -110,17 +110,6 @@ def roff(text):
 # ---- docs/cli.md ----
 
 
-def page(parser, text):
-    """The page, with the help of every command between its markers."""
-    for name, command in [("ibp", parser), *commands(parser).items()]:
-        begin, end = f"<!-- help of {name}: written by tools/command_line.py -->", f"<!-- end of {name} -->"
-        if begin not in text or end not in text:
-            sys.exit(f"docs/cli.md lacks the lines {begin} and {end}")
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n```text\n{command.format_help()}```\n{end}{rest.partition(end)[2]}"
-    return text
-
-
 def examples(text):
     """The page, with what the commands of its examples print; code in Python is run as well."""
 
@@ -147,16 +136,16 @@ def session(block):
 
 
 def made():
-    """path -> text of all that is made, but for the output of the examples."""
+    """path -> text of completion and man page."""
     parser = main.make_parser()
-    return {**completions(parser), MAN_PAGE: man_page(parser), PAGE: page(parser, PAGE.read_text())}
+    return {**completions(parser), MAN_PAGE: man_page(parser)}
 
 
 def run():
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     arguments.add_argument("--check", action="store_true")
     check, stale, files = arguments.parse_args().check, [], made()
-    files[PAGE] = examples(files[PAGE])
+    files[PAGE] = examples(PAGE.read_text())
     for path, text in files.items():
         if not path.exists() or path.read_text() != text:
             stale.append(str(path.relative_to(ROOT)))

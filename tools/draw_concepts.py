@@ -1,4 +1,5 @@
-"""Draws the pictures of docs/concepts.md: `python tools/draw_concepts.py [DIRECTORY]`, by default docs/images.
+"""Draws the pictures of docs/concepts.md and docs/architecture.md: `python tools/draw_concepts.py [DIRECTORY]`, by
+default docs/images.
 
 The examples are those of csrc/FORMAT.md; what they become is computed here, from the rules there.
 """
@@ -414,7 +415,56 @@ def draw_blocks(picture: Drawing, first: float, last: float) -> None:
     picture.text(20, 406, "and named. Rows are read from a memory map, where they are.")
 
 
-PICTURES = {"rows": rows, "masks": masks, "planes": planes, "listed": listed, "fetch": fetch, "file": file}
+# ---- the floors of the sources ----
+
+FLOORS = (  # the highest first, in the order of tools/shape.py: kind, what it is, folders
+    ("coder", "commands, hosts", ("_inspect", "_cli", "integrations")),
+    ("coder", "models, ranks", ("nn", "optim", "_offload", "_activations", "distributed")),
+    ("coder", "versions, files", ("deltas", "_files", "checkpoints")),
+    ("coder", "stores and choices", ("spill", "codecs", "kv", "calibration")),
+    ("coder", "hot rows", ("cache",)),
+    ("kept", "a table and its verbs", ("_tables",)),
+    ("kept", "rows on their way", ("_fetch",)),
+    ("kept", "the state of a table", ("_rows",)),
+    ("kept", "codebooks, learning", ("_schemes",)),
+    ("kept", "where rows lie", ("_layout",)),
+    ("kept", "memory, rates", ("_machine",)),
+    ("kept", "arguments, operations", ("_common",)),
+    ("index", "torch.ops.ibp, ibp._core", ("csrc/bindings",)),
+    ("raw", "kernels", ("csrc/cuda",)),
+    ("raw", "the C library", ("csrc/include", "csrc/core", "csrc/x86")),
+    ("plain", "the bytes", ("csrc/FORMAT.md",)),
+)
+FLOOR_HEIGHT, FLOOR_LEFT, FLOOR_WIDTH = 34, 200, 600
+
+
+def floors() -> Drawing:
+    step = FLOOR_HEIGHT + 6
+    picture = Drawing(
+        880, 62 + len(FLOORS) * step, "The floors of ibp: each uses only folders below it and to its left"
+    )
+    picture.text(20, 32, "floor", "head")
+    picture.text(FLOOR_LEFT, 32, "folders of ibp/, and of csrc/", "head")
+    for floor, (kind, what, folders) in enumerate(FLOORS):
+        y, width = 48 + floor * step, FLOOR_WIDTH / len(folders)
+        picture.text(20, y + FLOOR_HEIGHT / 2 + 5, what, "small note")
+        for i, folder in enumerate(folders):
+            picture.box(kind, FLOOR_LEFT + i * width, y, width - 6, FLOOR_HEIGHT, folder)
+    x = FLOOR_LEFT + FLOOR_WIDTH + 30
+    picture.arrow((x, 48), (x, 48 + len(FLOORS) * step - 6))
+    picture.text(x - 8, 32, "uses", "small note")
+    return picture
+
+
+PICTURES = {
+    "rows": rows,
+    "masks": masks,
+    "planes": planes,
+    "listed": listed,
+    "fetch": fetch,
+    "file": file,
+    "floors": floors,
+}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/inspect.md: `python tools/draw_inspect.py [DIRECTORY]`, by default docs/images.
+"""Draws the pictures of docs/cli.md: `python tools/draw_inspect.py [DIRECTORY]`, by default docs/images.
 
 A plot and a page of `ibp inspect` of a file with the weights of data/stories260k.npz and the KV-cache of
 data/kv_stories260k.npz. Needs matplotlib, transformers, and a chromium, which takes the picture of the page.

@@ -154,11 +154,12 @@ class Package:
 
 def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those under `if TYPE_CHECKING`."""
-    yield tree
-    if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test):
-        return
-    for child in ast.iter_child_nodes(tree):
-        yield from nodes_that_run(child)
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            waiting.extend(ast.iter_child_nodes(node))
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

@@ -5,6 +5,7 @@ anew: to a page of the site, else to a page that shows the file that is meant (s
 else to a copy of it (images, tables of numbers). Pages of the site need nothing from another host.
 """
 
+import ast
 import json
 import posixpath
 import re
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     "index.md": "README.md",
     "tour.md": "examples/tour.ipynb",
+    "man.md": "docs/ibp.1",
     "format.md": "csrc/FORMAT.md",
     "performance.md": "benchmarks/RESULTS.md",
     "measuring.md": "benchmarks/README.md",
@@ -33,9 +35,11 @@ LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # its text, and 
 
 
 def text_of(path):
-    """The Markdown of a page: of a notebook its cells, and what they printed."""
+    """The Markdown of a page: of a notebook its cells, and what they printed; of the man page its text."""
     text = (ROOT / path).read_text()
-    return text_of_notebook(json.loads(text)) if path.endswith(".ipynb") else text
+    if path.endswith(".ipynb"):
+        return text_of_notebook(json.loads(text))
+    return text_of_man_page(text) if path.endswith(".1") else text
 
 
 def text_of_notebook(notebook):
@@ -46,6 +50,27 @@ def text_of_notebook(notebook):
         outputs = [output.get("text") or output["data"]["text/plain"] for output in cell.get("outputs", [])]
         printed = "\n".join("".join(lines).rstrip("\n") for lines in outputs)
         parts += [f"```text\n{printed}\n```"] * bool(printed)
+    return "\n\n".join(parts) + "\n"
+
+
+def text_of_man_page(roff):
+    """A heading a command, and what tools/command_line.py has written below it as roff."""
+    parts, lines = ["# ibp(1)"], []
+    for line in [*roff.splitlines(), ".SH"]:
+        macro, _, words = line.partition(" ")
+        if macro in (".SH", ".SS"):
+            text = "\n".join(lines).replace("\\&", "").replace("\\-", "-").replace("\\e", "\\").strip()
+            parts += [f"```text\n{text}\n```"] * bool(text)
+            parts += [f"{'##' if macro == '.SH' else '###'} {words if macro == '.SS' else words.capitalize()}"] * bool(
+                words
+            )
+            lines = []
+        elif macro in (".sp", ".PP", ".TP"):
+            lines.append("")
+        elif macro in (".B", ".I"):
+            lines.append(words)
+        elif macro not in (".TH", ".nf", ".fi"):
+            lines.append(line)
     return "\n\n".join(parts) + "\n"
 
 
@@ -95,9 +120,18 @@ def title_of(path):
 
 
 def names_in_the_reference():
-    """Objects that pages of docs/api show."""
+    """Objects that pages of docs/api show: alone, or with the module that lists them in its `__all__`."""
     pages = (ROOT / "docs" / "api").glob("*.md")
-    return {name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+    shown = {name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+    return shown | {f"{name}.{member}" for name in shown for member in members_of(name)}
+
+
+def members_of(name):
+    """The names in `__all__` of a package below ibp; none where the name is of something else."""
+    path = ROOT.joinpath(*name.split("."), "__init__.py")
+    nodes = ast.parse(path.read_text()).body if path.exists() else []
+    lists = (node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    return [member for node in lists for member in ast.literal_eval(node.value)]
 
 
 # Path in the repository: place in the site. Filled by on_files, read as pages are rendered.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Group:
+class RankGroup:
     """A process group and this process's rank in it.
 
     Attributes:

@@ -109,13 +109,13 @@ def index_select(
     chosen = None
     if path is not None:
         chosen = named(PATHS, path)
-        refuse(chosen, Request(table, ids, target, worker, sms))
+        refuse(chosen, GatherRequest(table, ids, target, worker, sms))
     if not ids.is_cuda:
         if not torch.compiler.is_compiling():
             check_range(ids, table.num_items)
     elif worker.type == "cpu":
         ids = ids.cpu()
-    request = Request(table, ids, target, worker, sms)
+    request = GatherRequest(table, ids, target, worker, sms)
     if chosen is None:
         chosen = choose(PATHS, request)
         if not torch.compiler.is_compiling() and ids.device == worker == target:
@@ -177,7 +177,7 @@ def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | Non
     return ready.take(ids, out, 0) if max_sms is None else ready.take(ids, out, sms_of(max_sms))
 
 
-class Request(NamedTuple):
+class GatherRequest(NamedTuple):
     """Items to fetch. worker: the device that decodes them without the CPU's help."""
 
     table: Table
@@ -187,7 +187,7 @@ class Request(NamedTuple):
     sms: int  # at most; 0: all
 
 
-class ItemPath(Path[Request]):
+class ItemPath(Path[GatherRequest]):
     """A path that items take.
 
     Attributes:
@@ -196,16 +196,16 @@ class ItemPath(Path[Request]):
 
     is_direct = False
 
-    def worker(self, request: Request) -> torch.device:
+    def worker(self, request: GatherRequest) -> torch.device:
         """The device that decodes."""
         return request.worker
 
-    def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
+    def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
         """Writes the items to result on the worker device, in the order of its current stream; notes in fault what goes
         wrong."""
         raise NotImplementedError
 
-    def into(self, request: Request, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
+    def into(self, request: GatherRequest, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
         """As `run`, to items that the first outer_dims dimensions of the result number."""
         raise NotImplementedError
 
@@ -215,27 +215,27 @@ class _Decode(ItemPath):
 
     is_direct = True
 
-    def cost(self, request: Request) -> float:
+    def cost(self, request: GatherRequest) -> float:
         return 1.0
 
-    def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
+    def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
         table, ids, worker = request.table, request.ids, request.worker
         if ids.device != worker:
             ids = ids.to(worker)
         if ids.numel():
             torch.ops.ibp.gather_items.default(*table.arguments(worker), ids, request.sms, result, fault, None)
 
-    def into(self, request: Request, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
+    def into(self, request: GatherRequest, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
         arguments, ids = request.table.arguments(request.worker), request.ids.to(request.worker)
         torch.ops.ibp.gather_into.default(*arguments, ids, request.sms, outer_dims, result, fault)
 
 
-class _Gpu(_Decode):
+class _GpuGather(_Decode):
     """The GPU fetches rows from pinned memory, or its own, in the order given."""
 
     name = "gpu"
 
-    def can(self, request: Request) -> str | None:
+    def can(self, request: GatherRequest) -> str | None:
         return None if request.worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
 
 
@@ -244,10 +244,10 @@ class _Bucketed(ItemPath):
 
     name = "bucketed"
 
-    def can(self, request: Request) -> str | None:
+    def can(self, request: GatherRequest) -> str | None:
         return None if request.worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
 
-    def cost(self, request: Request) -> float:
+    def cost(self, request: GatherRequest) -> float:
         table, ids = request.table, request.ids
         if request.worker.type != "cuda" or table.device.type == "cuda":
             return 2.0
@@ -256,7 +256,7 @@ class _Bucketed(ItemPath):
             return 2.0
         return 2.0 if not ids.is_cuda and not torch.compiler.is_compiling() and looks_sorted(ids) else 0.5
 
-    def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
+    def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
         table, ids, worker = request.table, request.ids.to(request.worker), request.worker
         if ids.numel() == 0:
             return
@@ -270,7 +270,7 @@ class _Cpu(ItemPath):
 
     name = "cpu"
 
-    def can(self, request: Request) -> str | None:
+    def can(self, request: GatherRequest) -> str | None:
         table = request.table
         if request.target.type != "cuda" or table.device.type != "cpu":
             return "it goes from host memory to a GPU"
@@ -289,7 +289,7 @@ class _Cpu(ItemPath):
             return "the system refuses to pin its staging buffers"
         return None
 
-    def cost(self, request: Request) -> float:
+    def cost(self, request: GatherRequest) -> float:
         table = request.table
         if request.ids.numel() * table.item_bytes < LEAST_STAGED_BYTES:
             return 4.0
@@ -299,27 +299,27 @@ class _Cpu(ItemPath):
         has_threads = torch.get_num_threads() >= machine.least_staging_threads
         return 0.25 if has_threads and table.resident_bytes >= machine.reach_bytes else 4.0
 
-    def worker(self, request: Request) -> torch.device:
+    def worker(self, request: GatherRequest) -> torch.device:
         return request.target
 
-    def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
+    def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
         table, ids, device = request.table, request.ids, request.target
         if ids.numel():
             host_gather.fetch(table, ids, device, request.sms, result)
 
 
-class _Here(_Decode):
+class _GatherHere(_Decode):
     """The CPU decodes rows where they are."""
 
-    def can(self, request: Request) -> str | None:
+    def can(self, request: GatherRequest) -> str | None:
         return None if request.worker.type == "cpu" else "the GPU can decode"
 
 
 # The usual ones first: of the others the cost alone is looked at.
-PATHS: tuple[ItemPath, ...] = (_Gpu(), _Here(), _Bucketed(), _Cpu())
+PATHS: tuple[ItemPath, ...] = (_GpuGather(), _GatherHere(), _Bucketed(), _Cpu())
 
 
-def refuse(path: ItemPath, request: Request) -> None:
+def refuse(path: ItemPath, request: GatherRequest) -> None:
     """Raises ValueError if the path cannot be taken."""
     reason = path.can(request)
     if reason is not None:
@@ -346,8 +346,8 @@ def window_bits(table: Table) -> int:
 
 def is_bucketed(table: Table, ids: torch.Tensor, worker: torch.device) -> bool:
     """Whether items at these ids of a GPU would be fetched in the order of windows of the table."""
-    return _Bucketed().cost(Request(table, ids, worker, worker, 0)) < _Gpu().cost(
-        Request(table, ids, worker, worker, 0)
+    return _Bucketed().cost(GatherRequest(table, ids, worker, worker, 0)) < _GpuGather().cost(
+        GatherRequest(table, ids, worker, worker, 0)
     )
 
 

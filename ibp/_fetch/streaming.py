@@ -89,12 +89,12 @@ def decompress(
         CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
     """
     if isinstance(table, Table):
-        return _decode([_Job.of(table, 0, None, device, out)], check, max_sms, path)[0]
+        return _decode([_DecodeJob.of(table, 0, None, device, out)], check, max_sms, path)[0]
     if isinstance(table, (list, tuple, Iterator, ValuesView)):
         return _decode_several(list(table), device, out, check, max_sms, path)
     if isinstance(table, Decodable):
         return _decode_itself(table, device, out, check, max_sms, path)
-    return _decode([_Job.of(table, 0, None, device, out)], check, max_sms, path)[0]
+    return _decode([_DecodeJob.of(table, 0, None, device, out)], check, max_sms, path)[0]
 
 
 def _decode_several(
@@ -111,7 +111,7 @@ def _decode_several(
         raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
     pairs = list(zip(tables, outs))
     itself = [not isinstance(table, Table) and isinstance(table, Decodable) for table in tables]
-    jobs = [_Job.of(table, 0, None, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
+    jobs = [_DecodeJob.of(table, 0, None, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
     decoded = iter(_decode(jobs, check, max_sms, path))
     return [
         _decode_itself(table, device, to, check, max_sms, path) if alone else next(decoded)
@@ -146,10 +146,10 @@ def decode_items(
     max_sms: int | None = None,
 ) -> torch.Tensor:
     """Items first_item to last_item - 1 in order; all of the tensor, in its own shape, if last_item is None."""
-    return _decode([_Job.of(table, first_item, last_item, device, out)], check, max_sms)[0]
+    return _decode([_DecodeJob.of(table, first_item, last_item, device, out)], check, max_sms)[0]
 
 
-class _Job(NamedTuple):
+class _DecodeJob(NamedTuple):
     """Bytes [start, end) of a table's tensor, decoded on the worker device and brought to the target."""
 
     table: Table
@@ -168,7 +168,7 @@ class _Job(NamedTuple):
         last_item: int | None,
         device: torch.device | str | int | None,
         out: torch.Tensor | None,
-    ) -> _Job:
+    ) -> _DecodeJob:
         check_table(table)
         shape = table.shape if last_item is None else (last_item - first_item, *table.item_shape)
         if out is not None:
@@ -234,25 +234,25 @@ class HostDecoder(Decoder):
         bytes_of(out).copy_(data)
 
 
-class Request(NamedTuple):
+class StreamRequest(NamedTuple):
     """Jobs of one worker: all that come over the link, or all others."""
 
-    jobs: list[_Job]
+    jobs: list[_DecodeJob]
     worker: torch.device
     over_the_link: bool
 
 
-class TensorPath(Path[Request]):
+class TensorPath(Path[StreamRequest]):
     """A path that whole tensors take."""
 
-    def run(self, request: Request) -> Decoder:
+    def run(self, request: StreamRequest) -> Decoder:
         """What decodes each of the request's jobs, in their order; the caller closes it."""
         return KERNEL
 
-    def can(self, request: Request) -> str | None:
+    def can(self, request: StreamRequest) -> str | None:
         return None if request.over_the_link else "it goes from pinned host memory to a GPU"
 
-    def cost(self, request: Request) -> float:
+    def cost(self, request: StreamRequest) -> float:
         return 1.0
 
 
@@ -261,42 +261,42 @@ class _Copy(TensorPath):
 
     name = "copy"
 
-    def can(self, request: Request) -> str | None:
+    def can(self, request: StreamRequest) -> str | None:
         return (
             "it cannot be compiled: its ring is not torch's" if torch.compiler.is_compiling() else super().can(request)
         )
 
-    def cost(self, request: Request) -> float:
+    def cost(self, request: StreamRequest) -> float:
         if not request.over_the_link:
             return 2.0
         least_bytes = calibration.in_force(request.worker).least_streamed_bytes
         return 0.5 if sum(job.stored_bytes for job in request.jobs) >= least_bytes else 2.0
 
-    def run(self, request: Request) -> Decoder:
+    def run(self, request: StreamRequest) -> Decoder:
         return TensorStream(request.worker, len(request.jobs))
 
 
-class _Gpu(TensorPath):
+class _GpuDecode(TensorPath):
     """One kernel fetches the rows itself."""
 
     name = "gpu"
 
 
-class _Here(TensorPath):
+class _DecodeHere(TensorPath):
     """The device that holds the rows decodes them."""
 
-    def can(self, request: Request) -> str | None:
+    def can(self, request: StreamRequest) -> str | None:
         return "the rows come over the link" if request.over_the_link else None
 
 
 KERNEL, ON_HOST = Decoder(), HostDecoder()
-PATHS: tuple[TensorPath, ...] = (_Copy(), _Gpu(), _Here())
+PATHS: tuple[TensorPath, ...] = (_Copy(), _GpuDecode(), _DecodeHere())
 
 
-def _refuse(path: TensorPath, jobs: list[_Job]) -> None:
+def _refuse(path: TensorPath, jobs: list[_DecodeJob]) -> None:
     """Raises ValueError unless the path can be taken by every job that moves anything."""
     for job in jobs:
-        reason = path.can(Request([job], job.worker, job.comes_over_the_link)) if job.end > job.start else None
+        reason = path.can(StreamRequest([job], job.worker, job.comes_over_the_link)) if job.end > job.start else None
         if reason is not None:
             raise ValueError(
                 f"path {path.name!r} cannot be taken: {reason}, but the table is {job.table!r} and the result goes to "
@@ -304,7 +304,7 @@ def _refuse(path: TensorPath, jobs: list[_Job]) -> None:
             )
 
 
-def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None = None) -> list[torch.Tensor]:
+def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str | None = None) -> list[torch.Tensor]:
     """The results of all jobs, queued without waiting for any of them but where a result goes to the CPU."""
     sms = sms_of(max_sms)
     asked = None if path is None else named(PATHS, path)
@@ -315,13 +315,13 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
         if not torch.compiler.is_compiling():
             job.table.raise_pending(job.worker)
         job.table.arguments(job.worker)
-    groups: dict[tuple[torch.device, bool], list[_Job]] = {}
+    groups: dict[tuple[torch.device, bool], list[_DecodeJob]] = {}
     for job in jobs:
         groups.setdefault((job.worker, job.comes_over_the_link), []).append(job)
     decoders: dict[tuple[torch.device, bool], Decoder] = {}
     try:
         for (worker, over_the_link), group in groups.items():
-            request = Request(group, worker, over_the_link)
+            request = StreamRequest(group, worker, over_the_link)
             chosen = asked if asked is not None and over_the_link else choose(PATHS, request)
             decoders[worker, over_the_link] = chosen.run(request)
         results = [_run(job, decoders[job.worker, job.comes_over_the_link], sms) for job in jobs]
@@ -335,7 +335,7 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
     return results
 
 
-def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
+def _run(job: _DecodeJob, decoder: Decoder, sms: int) -> torch.Tensor:
     def into(result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
         arguments = job.table.arguments(job.worker)
         torch.ops.ibp.gather_into.default(*arguments, None, sms, outer_dims, result, fault)

@@ -27,10 +27,10 @@ from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
 from .reader import (
+    BlockPlace,
     Checks,
     MappedParts,
     OpenFile,
-    Place,
     ReadParts,
     in_threads,
     part_names,
@@ -241,7 +241,7 @@ class File(Mapping[str, Value]):
         """The fields of a table, checked. KeyError, FileFormatError as `info`."""
         return table_fields(name, self._owners[name].tables[name])
 
-    def _parts(self, name: str) -> list[Place]:
+    def _parts(self, name: str) -> list[BlockPlace]:
         """Where the bytes of a tensor are, those of its codebook apart."""
         if name not in self._names:
             raise KeyError(name)
@@ -300,7 +300,7 @@ class File(Mapping[str, Value]):
             places = self._parts(name)
             if name in self._owners:
                 owner = self._owners[name]
-                places += [Place(owner, entry) for entry in owner.codebook_entries()]
+                places += [BlockPlace(owner, entry) for entry in owner.codebook_entries()]
             for place in places:
                 checks = place.file.checks
                 if checks is not None:
@@ -343,16 +343,16 @@ def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTens
     return table if fields.base is None or fields.result is None else Delta(table, fields.base, fields.result)
 
 
-def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, Place]:
+def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, BlockPlace]:
     """Where each tensor of the files is, but what belongs to a file itself."""
-    places: dict[str, Place] = {}
+    places: dict[str, BlockPlace] = {}
     for file_name, file in files.items():
         for name, entry in file.header.tensors.items():
             if file.is_own(name) or found.places.get(name, file_name) != file_name:
                 continue
             if name in places:
                 raise FileFormatError(f"{places[name].file.path} and {file.path} both have a tensor {name!r}")
-            places[name] = Place(file, entry)
+            places[name] = BlockPlace(file, entry)
     for name, file_name in found.places.items():
         if name not in files[file_name].header.tensors:
             raise FileFormatError(f"{files[file_name].path} has no tensor {name!r}, which the index says it has")
@@ -370,7 +370,7 @@ def _owners_of(files: Mapping[str, OpenFile]) -> dict[str, OpenFile]:
     return owners
 
 
-def _names_of(places: Mapping[str, Place], owners: Mapping[str, OpenFile]) -> dict[str, None]:
+def _names_of(places: Mapping[str, BlockPlace], owners: Mapping[str, OpenFile]) -> dict[str, None]:
     """Names of the tables and tensors, in the order of their bytes."""
     table_of = {part: name for name in owners for part in part_names(name)}
     names = {table_of.get(name, name): None for name in places}

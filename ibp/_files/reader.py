@@ -78,7 +78,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPlace:
     """Where a tensor's bytes are."""
 
     file: OpenFile
@@ -387,7 +387,7 @@ def part_names(table: str) -> list[str]:
 
 
 def read_table(
-    file: OpenFile, name: str, find: Callable[[str], Place | None], parts: MappedParts | ReadParts
+    file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], parts: MappedParts | ReadParts
 ) -> tuple[CompressedTensor, TableFields]:
     """A table and its fields.
 
@@ -432,7 +432,7 @@ def read_table(
         raise FileFormatError(f"{what}: {error}") from error
 
 
-def read_whole(file: OpenFile, name: str, find: Callable[[str], Place | None], pin: bool | None) -> WholeTensor:
+def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], pin: bool | None) -> WholeTensor:
     """A table of an external codec; its blocks are read, as whole tensors are wanted.
 
     Args:
@@ -483,7 +483,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], Place | None], p
     return whole
 
 
-def _check_blocks(place: Place, what: str) -> None:
+def _check_blocks(place: BlockPlace, what: str) -> None:
     """Compares the checksums of a part, whose decoder is not safe with any bytes."""
     checksums = place.file.checks
     if checksums is None:

@@ -137,7 +137,7 @@ class FileWriter:
         self._tables: set[str] = set()
         self._codebooks: dict[AnyCodebook, int] = {}
         self._open: Sink | None = None
-        self._output: _Output | None = None
+        self._output: _FileOutput | None = None
 
     # ---- what is in the file ----
 
@@ -338,7 +338,7 @@ class FileWriter:
     # ---- the file ----
 
     def __enter__(self) -> FileWriter:
-        self._output = _Output(self.path, self._room, self._expected_bytes)
+        self._output = _FileOutput(self.path, self._room, self._expected_bytes)
         return self
 
     def __exit__(
@@ -395,7 +395,7 @@ class Sink:
             self.close()
 
 
-class _Output:
+class _FileOutput:
     """The temporary file: data behind the header's room, buffered and hashed. An OSError of it names the file that it
     becomes."""
 
@@ -480,7 +480,7 @@ def sync_directory(path: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file of any kind that appears under its name when it is whole and on disk."""
-    output = _Output(path, 0, len(data))
+    output = _FileOutput(path, 0, len(data))
     try:
         output.write(memoryview(data))
         output.finish()

@@ -16,13 +16,13 @@ from .._files.opened import File
 from .._files.opened import open as open_file
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
-from ..checkpoints._learning import Codebooks, Learning
+from ..checkpoints._learning import CheckpointLearning, Codebooks
 from ..checkpoints._planning import compressed_bytes, table_bytes
 from ..checkpoints._source import Source, SourceTensor
 from ..checkpoints._sources import is_url, local_path, open_source
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
-from .report import FileReport, TensorReport, reader_of, report_estimate, report_plain, report_table, report_whole
+from .report import FileReport, TensorContents, reader_of, report_estimate, report_plain, report_table, report_whole
 
 Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into
 
@@ -72,7 +72,7 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 def _of_source(source: Source, wanted: Wanted, progress: bool, level: str) -> FileReport:
     """Tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
-    codebooks = Codebooks(Learning(level=level), list(source.tensors.values()))
+    codebooks = Codebooks(CheckpointLearning(level=level), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
         codebooks.prepare([source.tensors[name]], 1)
@@ -86,14 +86,14 @@ def _of_source(source: Source, wanted: Wanted, progress: bool, level: str) -> Fi
     return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
 
 
-def _bytes_in_file(report: TensorReport) -> int:
+def _bytes_in_file(report: TensorContents) -> int:
     """Bytes that a file would have for a tensor, but for its codebook."""
     if report.kind != "estimate":
         return report.stored_bytes
     return table_bytes(report.stored_bytes - report.parts.get("codebook", 0), report.num_rows)
 
 
-def _of_plain(tensor: SourceTensor, codebook: AnyCodebook | None, users: Counter[int]) -> TensorReport:
+def _of_plain(tensor: SourceTensor, codebook: AnyCodebook | None, users: Counter[int]) -> TensorContents:
     known = tensor.name, tensor.shape, tensor.dtype, tensor.read
     if codebook is None:
         return report_plain(*known)
@@ -117,7 +117,7 @@ def _codebook_of(file: File, name: str) -> int:
     return 0 if codebook is None else id(codebook)
 
 
-def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorReport:
+def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorContents:
     try:
         value = file[name]
     except ChecksumError:
@@ -134,12 +134,12 @@ def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorReport:
     return report_table(name, table, kind=kind, codebook_share=1 / max(1, users[_codebook_of(file, name)]))
 
 
-def _of_unknown(file: File, name: str, why: str) -> TensorReport:
+def _of_unknown(file: File, name: str, why: str) -> TensorContents:
     """The report of a table that this ibp does not understand."""
     try:
         info = file.info(name)
     except FileFormatError:
-        return TensorReport(name, "?", (), "unknown", "?", 0, 0, {}, note=why)
+        return TensorContents(name, "?", (), "unknown", "?", 0, 0, {}, note=why)
     dtype, scheme = str(info.dtype or "?").removeprefix("torch."), info.codec or info.scheme or "?"
     sizes = info.num_bytes or 0, info.stored_bytes
-    return TensorReport(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)
+    return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .report import TensorReport
+from .report import TensorContents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ FIELDS = {
 }
 
 
-def draw(reports: Sequence[TensorReport], title: str) -> bytes:
+def draw(reports: Sequence[TensorContents], title: str) -> bytes:
     """A PNG of the reports.
 
     Raises:
@@ -76,9 +76,9 @@ def plain(name: str, most: int) -> str:
     return shown if len(shown) <= most else f"{shown[:half]}\u2026{shown[-half:]}"
 
 
-def _groups(reports: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:
+def _groups(reports: Sequence[TensorContents]) -> dict[str, list[TensorContents]]:
     """Reports with bits by dtype, those of the most bytes first."""
-    found: dict[str, list[TensorReport]] = {}
+    found: dict[str, list[TensorContents]] = {}
     for report in reports:
         if report.entropy:
             found.setdefault(report.dtype, []).append(report)
@@ -88,12 +88,12 @@ def _groups(reports: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:
     return {dtype: found[dtype] for dtype in order[:_MOST_GROUPS]}
 
 
-def _rows(reports: Sequence[TensorReport]) -> list[tuple[str, list[TensorReport]]]:
+def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorContents]]]:
     """What has a row of its own: each tensor; where they are many, those together whose names differ in numbers only,
     and of these the ones with the most bytes, then the others."""
     if len(reports) <= _MOST_ROWS:
         return [(report.name, [report]) for report in reports]
-    kinds: dict[str, list[TensorReport]] = {}
+    kinds: dict[str, list[TensorContents]] = {}
     for report in reports:
         kinds.setdefault(re.sub(r"(?<![^._/])\d+(?![^._/])", "*", report.name), []).append(report)
     rows = sorted(kinds.items(), key=lambda row: -_bytes(row[1])[0])
@@ -102,12 +102,12 @@ def _rows(reports: Sequence[TensorReport]) -> list[tuple[str, list[TensorReport]
     return named + ([("others", [report for _, own in rest for report in own])] if rest else [])
 
 
-def _bytes(reports: Sequence[TensorReport]) -> tuple[int, int]:
+def _bytes(reports: Sequence[TensorContents]) -> tuple[int, int]:
     """Before and after."""
     return sum(report.original_bytes for report in reports), sum(report.stored_bytes for report in reports)
 
 
-def _labels(rows: Sequence[tuple[str, list[TensorReport]]]) -> list[str]:
+def _labels(rows: Sequence[tuple[str, list[TensorContents]]]) -> list[str]:
     """The names of rows, in lines that end where words of a name do, and how many tensors each is."""
     return ["\n".join(_lines(name)) + (f" ({len(own)} tensors)" if len(own) > 1 else "") for name, own in rows]
 
@@ -122,13 +122,13 @@ def _lines(name: str) -> list[str]:
     return [shown[:end], shown[end:]]
 
 
-def _height(rows: Sequence[tuple[str, list[TensorReport]]]) -> float:
+def _height(rows: Sequence[tuple[str, list[TensorContents]]]) -> float:
     """Inches of a panel."""
     two_lines = any(len(_lines(name)) > 1 for name, _ in rows)
     return max(1.3, (0.34 if two_lines else 0.22) * len(rows))
 
 
-def _draw_entropy(figure: Any, axes: Axes, dtype: str, rows: Sequence[tuple[str, list[TensorReport]]]) -> None:
+def _draw_entropy(figure: Any, axes: Axes, dtype: str, rows: Sequence[tuple[str, list[TensorContents]]]) -> None:
     image = axes.imshow(
         np.array([_mean("entropy", own) for _, own in rows]),
         aspect="auto",
@@ -146,7 +146,7 @@ def _draw_entropy(figure: Any, axes: Axes, dtype: str, rows: Sequence[tuple[str,
     bar.ax.tick_params(labelsize=_FONT)
 
 
-def _mean(field: str, reports: Sequence[TensorReport]) -> np.ndarray:
+def _mean(field: str, reports: Sequence[TensorContents]) -> np.ndarray:
     """A number a bit, averaged by bytes."""
     width = len(reports[0].entropy)
     values = [getattr(report, field) or [0.0] * width for report in reports]
@@ -164,7 +164,7 @@ def _mark_bits(axes: Axes, dtype: str, width: int) -> None:
         axes.axvline(start - 0.5, color="#d55e00", linewidth=1.5)
 
 
-def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorReport]) -> None:
+def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorContents]) -> None:
     left_out, ranked = (_mean(use, group) for use in ("left_out", "ranked"))
     width = len(left_out)
     bottom = np.zeros(width)
@@ -185,7 +185,7 @@ def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorReport]) -> None:
     axes.legend(fontsize=_FONT, ncols=3, handlelength=1, columnspacing=1, **title, **place)
 
 
-def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorReport]]]) -> None:
+def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]]) -> None:
     """A bar a row; where that is several tensors, a line from the one that saves least to the one that saves most."""
     drawn: set[str] = set()
     highest = lowest = 0.0

@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from .drawing import FIELDS
-from .report import FileReport, TensorReport
+from .report import FileReport, TensorContents
 
 
 def make_page(files: Sequence[FileReport]) -> str:
@@ -61,7 +61,7 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
     }
 
 
-def _tensor(report: TensorReport, codebooks: dict[str, int]) -> dict[str, Any]:
+def _tensor(report: TensorContents, codebooks: dict[str, int]) -> dict[str, Any]:
     """A report without what is empty or zero."""
     values = {
         "name": report.name,

@@ -32,7 +32,7 @@ Read = Callable[[int, int], np.ndarray]  # bytes [start, end) of a tensor, uint8
 
 
 @dataclass(frozen=True)
-class TensorReport:
+class TensorContents:
     """What a tensor consists of.
 
     Attributes:
@@ -109,7 +109,7 @@ class FileReport:
     is_estimate: bool
     file_bytes: int
     metadata: dict[str, str] = field(default_factory=dict)
-    tensors: list[TensorReport] = field(default_factory=list)
+    tensors: list[TensorContents] = field(default_factory=list)
     other_bytes: int = 0
 
     @property
@@ -163,13 +163,13 @@ def reader_of(x: torch.Tensor | CompressedTensor) -> Read:
 
 def report_table(
     name: str, table: CompressedTensor, *, kind: str = "table", codebook_share: float = 1.0
-) -> TensorReport:
+) -> TensorContents:
     """The report of a table.
 
     Args:
         name: of the tensor.
         table: on any device.
-        kind: see `TensorReport`.
+        kind: see `TensorContents`.
         codebook_share: of the codebook's bytes that are this table's; less than 1 where others have the same one.
     """
     geometry, found = table.geometry, _count_rows(table)
@@ -186,7 +186,7 @@ def report_table(
     left_out, ranked = (split.left_out, split.ranked) if split else (np.zeros(width), np.zeros(width))
     num_rows = max(1, geometry.num_rows)
     default_share, coded_share = found.default_rows / num_rows, found.coded_rows / num_rows
-    return TensorReport(
+    return TensorContents(
         **_identity(name, geometry, kind, table.scheme),
         stored_bytes=sum(parts.values()),
         parts=parts,
@@ -205,10 +205,10 @@ def report_table(
     )
 
 
-def report_whole(name: str, whole: WholeTensor) -> TensorReport:
+def report_whole(name: str, whole: WholeTensor) -> TensorContents:
     """The report of a tensor of a general codec: it has no rows, and nothing is decoded."""
     parts = {"coded blocks": whole.stored_bytes, "index": whole.offsets.nbytes}
-    return TensorReport(
+    return TensorContents(
         name,
         str(whole.dtype).removeprefix("torch."),
         tuple(whole.shape),
@@ -220,11 +220,11 @@ def report_whole(name: str, whole: WholeTensor) -> TensorReport:
     )
 
 
-def report_plain(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> TensorReport:
+def report_plain(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> TensorContents:
     """The report of a tensor that the file has as it is."""
     geometry = _natural_geometry(shape, dtype)
     rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
-    return TensorReport(
+    return TensorContents(
         **_identity(name, geometry, "plain", "plain"),
         stored_bytes=geometry.num_bytes,
         parts={"plain": geometry.num_bytes} if geometry.num_bytes else {},
@@ -243,7 +243,7 @@ def report_estimate(
     codebook: AnyCodebook,
     *,
     codebook_share: float = 1.0,
-) -> TensorReport:
+) -> TensorContents:
     """What a tensor would be as a packed table: the report of a table of a sample of its rows, for as many as it has.
 
     Args:
@@ -267,7 +267,7 @@ def report_estimate(
     values = {**vars(found), **_identity(name, geometry, "estimate", found.scheme)}
     values |= {"parts": parts, "stored_bytes": sum(parts.values()), "num_rows": geometry.num_rows}
     values |= {key: round(factor * getattr(found, key)) for key in ("raw_rows", "default_rows")}
-    return TensorReport(**{**values, "lengths": [round(factor * count) for count in found.lengths]})
+    return TensorContents(**{**values, "lengths": [round(factor * count) for count in found.lengths]})
 
 
 def _identity(name: str, geometry: Geometry, kind: str, scheme: str) -> dict[str, Any]:
@@ -298,8 +298,8 @@ def _element_bytes(geometry: Geometry) -> int:
 # ---- rows ----
 
 
-class _Rows(NamedTuple):
-    """How many rows of each kind a table has, what they take, and how many take how much (`TensorReport.lengths`)."""
+class _ReportRows(NamedTuple):
+    """How many rows of each kind a table has, what they take, and how many take how much (`TensorContents.lengths`)."""
 
     raw_rows: int
     default_rows: int
@@ -309,7 +309,7 @@ class _Rows(NamedTuple):
     histogram: list[int]
 
 
-def _count_rows(table: CompressedTensor) -> _Rows:
+def _count_rows(table: CompressedTensor) -> _ReportRows:
     geometry, lengths = table.geometry, table.lengths.cpu().numpy()
     counts = np.zeros(1 << 16, np.int64)
     for start in range(0, len(lengths), _BLOCK_ROWS):
@@ -323,7 +323,7 @@ def _count_rows(table: CompressedTensor) -> _Rows:
     sizes = np.arange(len(counts))
     sizes[0], sizes[default] = geometry.row_bytes, 0
     stored = int((sizes * counts).sum()) - raw_rows * geometry.row_bytes
-    return _Rows(
+    return _ReportRows(
         raw_rows,
         default_rows,
         geometry.num_rows - raw_rows - default_rows,

@@ -337,7 +337,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedWeight:
     """What autograd keeps of a weight for backward: which part of it, to be decoded again."""
 
     weight: Weight
@@ -796,13 +796,13 @@ class Offloaded:
         hooks.__enter__()
         return hooks
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedWeight:
         with self._lock:
             for lane in self._lanes:
                 found = lane.find(tensor) if lane.device == tensor.device else None
                 if found is not None:
                     weight, start = found
-                    return _Saved(
+                    return _SavedWeight(
                         weight, tensor.device, tensor.dtype, tensor.size(), tensor.stride(), start // tensor.itemsize
                     )
         return tensor
@@ -818,8 +818,8 @@ def _is_within(modules: Sequence[nn.Module]) -> bool:
     return False
 
 
-def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
-    return saved.tensor() if isinstance(saved, _Saved) else saved
+def _unpack(saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
+    return saved.tensor() if isinstance(saved, _SavedWeight) else saved
 
 
 def _most_at_once(sizes: Sequence[int], number: int) -> int:

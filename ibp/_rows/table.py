@@ -16,6 +16,7 @@ import torch
 from .. import _core
 from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
+from .._layout.manners import TensorManners
 from .._machine import memory
 from .._machine import numa as _numa
 from .._machine.segments import FileRows, Segment
@@ -36,7 +37,7 @@ class CorruptTableError(ValueError):
     __module__ = "ibp"
 
 
-class Table:
+class Table(TensorManners):
     """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then
     on, but by `update_`, `append` and `refit`."""
 

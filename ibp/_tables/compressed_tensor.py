@@ -51,43 +51,6 @@ class CompressedTensor(Table):
 
     # ---- what it is, as a tensor ----
 
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """The shape, or the size of one dimension."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        """Elements of the original tensor."""
-        return self.shape.numel()
-
-    def element_size(self) -> int:
-        """Bytes of an element of the original tensor."""
-        return self.dtype.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.slots.is_cuda
-
-    @property
-    def is_meta(self) -> bool:
-        return False
-
-    @property
-    def requires_grad(self) -> bool:
-        """False: a table's values are fixed."""
-        return False
-
     def requires_grad_(self, requires_grad: bool = True) -> CompressedTensor:
         if requires_grad:
             raise RuntimeError("a compressed table cannot require grad: its values are fixed")
@@ -96,17 +59,6 @@ class CompressedTensor(Table):
     def detach(self) -> CompressedTensor:
         """The table itself."""
         return self
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
-
-    def is_complex(self) -> bool:
-        return self.dtype.is_complex
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
 
     def __repr__(self) -> str:
         where = str(self.device) if self.device.type == "cuda" else "pinned" if self._is_pinned else "pageable"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,72 +14,68 @@ from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook, coding_of
 from .._tables import changes
 from .._tables.changes import check_rows, last_of_each, put_rows
-from .._tables.coded_rows import CodedRows, as_int16
+from .._tables.coded_rows import as_int16
 from ._slabs import DIRTY, Entries, Generation, Slab
-
-if TYPE_CHECKING:
-    from ._row_cache import RowCache
+from ._state import CacheState
 
 _BLOCK_BYTES = 256 << 20  # of rows that are written back at once
 
 
-def forget(cache: RowCache, generation: Generation, rows: torch.Tensor | None) -> None:
+def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
     """Takes rows out of every map, and every copy of one; None: all rows."""
     for held in generation.all_maps():
-        cache._hold(generation, held.device, cache._order.write(held.device))
+        state.hold(generation, held.device, state.order.write(held.device))
         if rows is not None:
             torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
         else:
             held.zero_()[:, 0] = -1
 
 
-def update(cache: RowCache, ids: Ids, rows: torch.Tensor) -> None:
+def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
     """See `RowCache.update_`."""
-    view = cache.view
-    if isinstance(cache.table, CodedRows):
-        raise ValueError("rows of a place are changed by ibp.encode_into: invalidate them in the cache then")
+    view = state.view
     ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
     if ids.dim() != 1:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
     check_rows(view, rows, ids.numel())
     chosen, places = last_of_each(ids, view.num_items)
-    put_items(cache, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
+    put_items(state, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
 
 
-def put_items(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
+def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
     """Changes items by their ids, int64, all different and in range. rows: as `check_rows` wants them."""
-    if ids.numel() == 0 or cache.view.item_bytes == 0:
+    if ids.numel() == 0 or state.view.item_bytes == 0:
         return
-    with cache._change_lock, cache._lock:
-        generation = cache._generation
-        cache._check_generation(generation)
-        if cache.writable and not cache._is_idle:
-            _write(cache, generation, ids.to(cache.devices[0]), rows)
+    with state.change_lock, state.lock:
+        generation = state.generation
+        state.check(generation)
+        if state.writable and not state.is_idle:
+            _write(state, generation, ids.to(state.devices[0]), rows)
         else:
-            for held in (generation, *cache._captured):
-                forget(cache, held, rows_of(ids, cache.rows_per_item))
-            to_table(cache, ids, rows)
+            for held in (generation, *state.captured):
+                forget(state, held, rows_of(ids, state.rows_per_item))
+            to_table(state, ids, rows)
 
 
-def to_table(cache: RowCache, items: torch.Tensor, rows: torch.Tensor) -> None:
+def to_table(state: CacheState, items: torch.Tensor, rows: torch.Tensor) -> None:
     """Changes items of the table."""
-    changes.put_items(cache.view, items, rows)
-    mark_current(cache)
+    changes.put_items(state.view, items, rows)
+    mark_current(state)
 
 
-def mark_current(cache: RowCache) -> None:
-    for held in (cache._generation, *cache._captured):
-        held.version = cache.view.version
+def mark_current(state: CacheState) -> None:
+    for held in (state.generation, *state.captured):
+        held.version = state.view.version
 
 
-def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
+def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
     """Changes items, each once and on the first device, of a writable cache: their rows that are cached and fit their
     slots there, the others in the table."""
-    view, worker = cache.view, items.device
-    numbers = rows_of(items, cache.rows_per_item)
+    view, worker = state.view, items.device
+    numbers = rows_of(items, state.rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
     entries = torch.empty_like(numbers)
-    cache._hold(generation, worker, cache._order.read(worker))
+    state.hold(generation, worker, state.order.read(worker))
     maps, _ = generation.view_of(worker)
     lengths = view.arguments(worker)[2]
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
@@ -92,11 +88,11 @@ def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: t
     if kept.numel() < numbers.numel():
         others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
         put_rows(view, numbers[others], _rows_at(data, others).view(-1))
-        mark_current(cache)
+        mark_current(state)
     numbers, entries = numbers[kept], entries[kept]
     for number, slab in generation:
         mine = None if len(generation.slabs) == 1 else (Entries.slabs(entries) == number).nonzero()[:, 0]
-        cache._hold(generation, slab.device, cache._order.write(slab.device))
+        state.hold(generation, slab.device, state.order.write(slab.device))
         if mine is None:
             _put(slab, generation, numbers, entries, coded)
         else:
@@ -178,14 +174,14 @@ class _Coded(NamedTuple):
         return _Coded(_rows_at(self.bytes, which), self.lengths[which], self.fits[which])
 
 
-def flush(cache: RowCache) -> None:
+def flush(state: CacheState) -> None:
     """See `RowCache.flush`."""
-    view = cache.view
-    with cache._change_lock, cache._lock:
-        generation = cache._generation
+    view = state.view
+    with state.change_lock, state.lock:
+        generation = state.generation
         was_current = generation.version == view.version
         for _, slab in generation:
-            cache._hold(generation, slab.device, cache._order.write(slab.device))
+            state.hold(generation, slab.device, state.order.write(slab.device))
             are_dirty = Entries.are_dirty(slab.map[:, 1]) & (slab.map[:, 0] >= 0)
             changed = are_dirty.nonzero()[:, 0]
             for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
@@ -193,7 +189,7 @@ def flush(cache: RowCache) -> None:
                 put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
                 slab.map[ways, 1] = entries & ~DIRTY
         if was_current:
-            mark_current(cache)
+            mark_current(state)
 
 
 def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:

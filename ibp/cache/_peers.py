@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .._common import ipc, wire
-from .._common.group import Group, check_one_machine, machine, same_on_all
+from .._common.group import RankGroup, check_one_machine, machine, same_on_all
 from .._layout.geometry import rows_of
 from .._machine.segments import Segment, SharedHandle
 from ._hotness import Hotness, hottest_first
-from ._slabs import MAX_SLABS, STATIC_WAYS, Generation, Plan, Slab, filled_slab, plan_slabs
+from ._slabs import MAX_SLABS, STATIC_WAYS, Generation, Slab, SlabPlan, filled_slab, plan_slabs
+from ._state import CacheState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +39,7 @@ class Peers:
 
     def __init__(self, group: ProcessGroup) -> None:
         """Raises RuntimeError or ValueError where there is no such group, or it is too large."""
-        self._group = Group(group)
+        self._group = RankGroup(group)
         self.rank, self.size = self._group.rank, self._group.size
         if self.size > MAX_SLABS:
             raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS} slabs")
@@ -71,22 +72,22 @@ class Peers:
         same_on_all("RowCache", arguments)
         self._group.together("RowCache", lambda: _check_access(cache.devices[0], uuids))
 
-    def made(self, cache: RowCache, hotness: Hotness) -> Generation:
+    def made(self, state: CacheState, hotness: Hotness, budget_bytes: int) -> Generation:
         """What the cache holds from now on, all ranks' slabs; a collective call, after which all are filled. Where it
         fails on some rank, it raises on all."""
-        device, own, slabs = cache.devices[0], _Lender(self.rank, self.size), list[Slab]()
-        plans: list[Plan] = []
+        device, own, slabs = state.devices[0], _Lender(self.rank, self.size), list[Slab]()
+        plans: list[SlabPlan] = []
 
         def plan() -> dict[str, Any]:
-            items = hottest_first(hotness, cache.view.num_items)
-            rows = rows_of(items, cache.rows_per_item)
-            found, copies = plan_slabs(cache.view, rows, self.size, 0, cache.budget_bytes, True)
+            items = hottest_first(hotness, state.view.num_items)
+            rows = rows_of(items, state.rows_per_item)
+            found, copies = plan_slabs(state.view, rows, self.size, 0, budget_bytes, True)
             plans.extend(found)
             return {"hotness": _fingerprint(items), "whether maps are copied": copies}
 
         def fill() -> list[_Loan | None]:
-            with cache._beside():
-                slab = filled_slab(cache.view, plans[self.rank], self.rank, device)
+            with state.beside():
+                slab = filled_slab(state.view, plans[self.rank], self.rank, device)
             return own.lend(slab)
 
         def open_all() -> None:
@@ -97,9 +98,9 @@ class Peers:
         same_on_all(_REFILL, planned)
         loans = self._group.together(_REFILL, fill)
         self._group.together(_REFILL, open_all)
-        made = cache._generation_of(tuple(slabs), STATIC_WAYS, 0, sum(plan.rows.numel() for plan in plans))
+        made = state.generation_of(tuple(slabs), STATIC_WAYS, 0, sum(plan.rows.numel() for plan in plans))
         if planned[0]["whether maps are copied"]:
-            with cache._beside():
+            with state.beside():
                 made.near_maps = {device: {number: slab.map.clone() for number, slab in made if slab.is_lent}}
         return made
 

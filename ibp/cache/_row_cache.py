@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -18,6 +17,7 @@ from .._fetch.ids import check_range, checked_ids, tensor_of
 from .._fetch.paths import is_capturing
 from .._fetch.ready import make_ready
 from .._layout.geometry import rows_of
+from .._layout.manners import TensorManners
 from .._machine import calibration, memory
 from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
@@ -25,17 +25,15 @@ from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
 from . import _changes
 from ._hotness import Hotness, hottest_first
-from ._order import ON_CPU, StreamOrder, current_key, key_of
+from ._order import ON_CPU, current_key
 from ._peers import Peers
 from ._slabs import (
-    COUNTERS,
     LRU_WAYS,
     MAX_SLABS,
     STATIC_WAYS,
     Entries,
     Generation,
-    Plan,
-    Slab,
+    SlabPlan,
     copy_maps_near,
     filled_slab,
     in_sectors,
@@ -43,6 +41,7 @@ from ._slabs import (
     replacing_slab,
     slot_for,
 )
+from ._state import CacheState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,7 +85,7 @@ class CacheStats(NamedTuple):
 CacheStats.__module__ = "ibp.cache"
 
 
-class RowCache:
+class RowCache(TensorManners):
     """Hot rows of a table, kept as they are stored in the memory of one or more GPUs (Legion's cache in the paper's
     section 5): the same bytes hold as many times more rows as they compress.
 
@@ -172,18 +171,10 @@ class RowCache:
         self.policy, self.writable = policy, writable
         _check_policy(self)
         self._given_slot_bytes = slot_bytes if slot_bytes is None else in_sectors(_checked_slot(slot_bytes, self.view))
-        self._workers = tuple(dict.fromkeys(self.devices))
-        self.rows_per_item = max(1, self.view.item_bytes // self.view.row_bytes)
-        self._counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self._workers}
-        self._lock, self._change_lock = threading.Lock(), threading.RLock()
-        self._order = StreamOrder()
-        self._captured: list[Generation] = []
-        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
-        # A GPU cannot read the table: the cache holds nothing, and the table's own ways serve.
-        self._is_idle = self.devices[0].type == "cuda" and self.view._is_refused and not self.view.is_pinned()
-        for device in () if self._is_idle else self._workers:
+        self._state = CacheState(self.view, self.devices, writable)
+        for device in () if self._state.is_idle else self._state.workers:
             self.view.arguments(device)
-        self._generation = self._made(None)
+        self._state.generation = self._made(None)
 
     # ---- what it is ----
 
@@ -203,44 +194,34 @@ class RowCache:
         return self.view.device
 
     @property
-    def is_cuda(self) -> bool:
-        return self.view.is_cuda
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the cache takes on all its devices, maps and counters included."""
-        return self._generation.nbytes + sum(8 * counts.numel() for counts in self._counts.values())
+        return self._state.generation.nbytes + sum(8 * counts.numel() for counts in self._state.counts.values())
 
     @property
     def capacity(self) -> int:
         """Rows that there is room for."""
-        return self._generation.capacity
+        return self._state.generation.capacity
 
     @property
     def num_cached_rows(self) -> int:
         """Rows that are cached. Waits for the work on the cache's devices."""
-        with self._lock:
-            self._synchronize()
-            present = [Entries.are_present(slab.map[:, 1]) & (slab.map[:, 0] >= 0) for _, slab in self._generation]
+        with self._state.lock:
+            self._state.synchronize()
+            present = [
+                Entries.are_present(slab.map[:, 1]) & (slab.map[:, 0] >= 0) for _, slab in self._state.generation
+            ]
         return sum(int(rows.sum()) for rows in present)
 
     def cached_ids(self) -> torch.Tensor:
         """Items of which all rows are cached: int64 on the CPU, in increasing order. Waits for the work on the cache's
         devices."""
-        with self._lock:
-            self._synchronize()
-            maps = [slab.map.cpu() for _, slab in self._generation]
+        with self._state.lock:
+            self._state.synchronize()
+            maps = [slab.map.cpu() for _, slab in self._state.generation]
         rows = torch.cat([held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0] for held in maps])
-        items, counts = (rows // self.rows_per_item).unique(return_counts=True)
-        return items[counts == self.rows_per_item]
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """The table's shape, or the size of one dimension."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
+        items, counts = (rows // self._state.rows_per_item).unique(return_counts=True)
+        return items[counts == self._state.rows_per_item]
 
     def is_pinned(self) -> bool:
         """Whether the table is in pinned memory."""
@@ -249,9 +230,6 @@ class RowCache:
     def pin_memory(self) -> RowCache:
         """The cache itself: its table is pinned or was not to be."""
         return self
-
-    def __len__(self) -> int:
-        return len(self.view)
 
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.devices))
@@ -272,7 +250,7 @@ class RowCache:
 
     def serves(self, device: torch.device) -> bool:
         """Whether rows are looked up and decoded on a device."""
-        return device in self.devices and not self._is_idle
+        return device in self.devices and not self._state.is_idle
 
     def index_select(
         self,
@@ -308,7 +286,7 @@ class RowCache:
         target, sms = target_of(device, out, ids.device), sms_of(max_sms)
         worker = self._worker_of(target)
         if worker is None:
-            self._check_generation(self._generation)
+            self._state.check(self._state.generation)
             return self.view.index_select(ids, device=device, out=out, check=check, max_sms=max_sms)
         if not ids.is_cuda:
             check_range(ids, self.view.num_items)
@@ -333,12 +311,12 @@ class RowCache:
             given = out if out is None or not self._is_of_place else _as_bytes(out, (ids.numel(), view.row_bytes))
         except (AttributeError, KeyError, ValueError):
             return None
-        with self._lock:
-            generation = self._generation
+        with self._state.lock:
+            generation = self._state.generation
             if (
                 key is None
                 or (key != ON_CPU and key not in generation.streams)
-                or not self._order.is_settled(key, self.policy == "lru")
+                or not self._state.order.is_settled(key, self.policy == "lru")
                 or worker not in generation.ready
                 or generation.codebook is not view.codebook
                 or generation.version != view.version
@@ -367,22 +345,22 @@ class RowCache:
         """
         worker, view = ids.device, self.view
         arguments = view.arguments(worker)
-        entries = torch.empty(ids.numel() * self.rows_per_item, dtype=torch.int64, device=worker)
-        counts = self._counts[worker]
-        with self._lock:
-            generation = self._generation
-            self._check_generation(generation)
+        entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
+        counts = self._state.counts[worker]
+        with self._state.lock:
+            generation = self._state.generation
+            self._state.check(generation)
             if not generation.is_captured and is_capturing(worker):
                 generation.is_captured = True
-                self._captured.append(generation)  # a graph goes on reading it, after refills too
+                self._state.captured.append(generation)  # a graph goes on reading it, after refills too
             if self.policy == "lru":
-                self._hold(generation, worker, self._order.write(worker))
+                self._state.hold(generation, worker, self._state.order.write(worker))
                 self._claim(generation, ids, arguments, entries, counts)
             else:
-                self._hold(generation, worker, self._order.read(worker))
+                self._state.hold(generation, worker, self._state.order.read(worker))
                 torch.ops.ibp.find_cached.default(
                     ids,
-                    self.rows_per_item,
+                    self._state.rows_per_item,
                     view.row_bytes,
                     arguments[2],
                     generation.view_of(worker)[0],
@@ -392,12 +370,6 @@ class RowCache:
                 )
             generation.make_ready(worker, counts)
             yield arguments, entries, generation.view_of(worker)[1]
-
-    def _hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Keeps what a stream uses from its next user until the stream is done with it."""
-        if stream is not None and key_of(stream) not in generation.streams:
-            generation.hold_for(stream)
-            self._counts[worker].record_stream(stream)
 
     def _claim(
         self,
@@ -426,11 +398,11 @@ class RowCache:
 
     def _worker_of(self, target: torch.device) -> torch.device | None:
         """The device that looks rows up and decodes them; None: the table's own ways serve."""
-        if self._is_idle:
+        if self._state.is_idle:
             return None
-        if target in self._workers:
+        if target in self._state.workers:
             return target
-        return self._workers[0] if self.writable or isinstance(self.table, CodedRows) else None
+        return self._state.workers[0] if self.writable or isinstance(self.table, CodedRows) else None
 
     def _in_order(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Many ids of a large table in host memory, in the order of its windows (see `_fetch.gather`), and where their
@@ -477,12 +449,12 @@ class RowCache:
             RuntimeError: another rank of the group has failed, or takes no part.
             torch.OutOfMemoryError: there is no memory for both; the cache is as it was.
         """
-        with self._change_lock:
+        with self._state.change_lock:
             self.flush()
             if self._peers is None:
                 self._swap(self._made(hottest_first(hotness, self.view.num_items)))
             else:
-                self._swap(self._peers.made(self, hotness))
+                self._swap(self._peers.made(self._state, hotness, self.budget_bytes))
                 self._peers.give_back()
         return self
 
@@ -499,48 +471,45 @@ class RowCache:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
         if items is None or self.view.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64)
-        if self._is_idle:
-            nothing = Plan(items[:0], items[:0], 0)
+        if self._state.is_idle:
+            nothing = SlabPlan(items[:0], items[:0], 0)
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))
-            return self._generation_of(slabs, STATIC_WAYS, 0, 0)
+            return self._state.generation_of(slabs, STATIC_WAYS, 0, 0)
         items = items.to(self.devices[0])
         slot_bytes = self._slot_bytes()
         if self.policy == "lru":
-            with self._beside():
+            with self._state.beside():
                 return self._replacing(slot_bytes, items)
         plans, copies_maps = plan_slabs(
             self.view,
-            rows_of(items, self.rows_per_item),
+            rows_of(items, self._state.rows_per_item),
             len(self._slab_devices),
             slot_bytes,
             self.budget_bytes,
             not self.writable,
         )
-        with self._beside():
+        with self._state.beside():
             slabs = tuple(
                 filled_slab(self.view, plan, number, device)
                 for number, (plan, device) in enumerate(zip(plans, self._slab_devices))
             )
-            made = self._generation_of(slabs, STATIC_WAYS, slot_bytes, sum(plan.rows.numel() for plan in plans))
+            made = self._state.generation_of(slabs, STATIC_WAYS, slot_bytes, sum(plan.rows.numel() for plan in plans))
             if copies_maps:
-                self._wait_beside()  # for the maps that are copied
+                self._state.wait_beside()  # for the maps that are copied
                 made.near_maps = copy_maps_near(slabs)
         return made
 
     def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
         """One whose rows replace each other: at first those of the first items, as if the hottest were used last."""
         slab = replacing_slab(slot_bytes, self.budget_bytes, self.view.num_rows, self.devices[0])
-        made = self._generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
-        held = min(items.numel(), made.capacity // self.rows_per_item)
+        made = self._state.generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
+        held = min(items.numel(), made.capacity // self._state.rows_per_item)
         if held == 0:
             return made
         for part in items[:held].flip(0).split(max(1, held // _LEAST_PARTS)):
-            entries = torch.empty(part.numel() * self.rows_per_item, dtype=torch.int64, device=slab.device)
+            entries = torch.empty(part.numel() * self._state.rows_per_item, dtype=torch.int64, device=slab.device)
             self._claim(made, part.contiguous(), self.view.arguments(slab.device), entries, None)
         return made
-
-    def _generation_of(self, slabs: tuple[Slab, ...], ways: int, slot_bytes: int, capacity: int) -> Generation:
-        return Generation(slabs, ways, slot_bytes, self.view.codebook, self.view.version, capacity)
 
     def _slot_bytes(self) -> int:
         """Of the cache's rows; 0 where they lie back to back."""
@@ -548,36 +517,14 @@ class RowCache:
             return 0
         return self._given_slot_bytes or slot_for(self.view, self.devices[0], self.writable)
 
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Work on streams of the cache's own, behind that of the current ones, which is waited for at the end."""
-        with ExitStack() as stack:
-            for device in self._workers:
-                if device.type != "cuda":
-                    continue
-                side = self._side_streams.setdefault(device, torch.cuda.Stream(device))
-                side.wait_stream(torch.cuda.current_stream(device))
-                stack.enter_context(torch.cuda.stream(side))
-            yield
-            self._wait_beside()
-
-    def _wait_beside(self) -> None:
-        for stream in self._side_streams.values():
-            stream.synchronize()
-
     def _swap(self, made: Generation) -> None:
         """Puts a generation in the place of the one in use. Its memory is free once the streams that read it are done;
         what other processes have lent is not read any more when this returns."""
-        with self._lock:
-            old, self._generation = self._generation, made
+        with self._state.lock:
+            old, self._state.generation = self._state.generation, made
         if self._peers is not None:
-            self._synchronize()
+            self._state.synchronize()
         del old
-
-    def _synchronize(self) -> None:
-        for device in self._workers:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
 
     def invalidate(self, ids: Ids | None = None) -> None:
         """Forgets the rows of items, which come from the table from now on, with changes that have not been flushed;
@@ -596,13 +543,17 @@ class RowCache:
             ids = _flat_ids(ids)
             if not ids.is_cuda:
                 check_range(ids, self.view.num_items)
-            rows = rows_of(ids, self.rows_per_item)
-        with self._change_lock, self._lock:
-            for generation in {id(made): made for made in (self._generation, *self._captured)}.values():
-                _changes.forget(self, generation, rows)
+            rows = rows_of(ids, self._state.rows_per_item)
+        with self._state.change_lock, self._state.lock:
+            for generation in {id(made): made for made in (self._state.generation, *self._state.captured)}.values():
+                _changes.forget(self._state, generation, rows)
                 generation.version = self.view.version
 
     # ---- changing ----
+
+    def put_items(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """As `update_`, of ids that are int64, all different and in range, and rows that fit the table."""
+        _changes.put_items(self._state, ids, rows)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
         """table[ids] = rows, as `CompressedTensor.update_`. Returns the cache.
@@ -621,7 +572,9 @@ class RowCache:
             RuntimeError: the table, or the cache, is shared with other processes.
         """
         self._check_alone()
-        _changes.update(self, ids, rows)
+        if isinstance(self.table, CodedRows):
+            raise ValueError("rows of a place are changed by ibp.encode_into: invalidate them in the cache then")
+        _changes.update(self._state, ids, rows)
         return self
 
     def flush(self) -> None:
@@ -631,7 +584,7 @@ class RowCache:
             RuntimeError: the table is shared with other processes.
         """
         if self.writable:
-            _changes.flush(self)
+            _changes.flush(self._state)
 
     def _check_alone(self) -> None:
         """RuntimeError for a cache whose slabs other processes read."""
@@ -641,22 +594,13 @@ class RowCache:
                 "all ranks, and refill the cache"
             )
 
-    def _check_generation(self, generation: Generation) -> None:
-        if generation.codebook is not self.view.codebook:
-            raise RuntimeError("the table has been refit since its rows were cached: refill the cache")
-        if generation.version != self.view.version:
-            raise RuntimeError(
-                "the table's rows have changed other than by this cache: invalidate those, or change them by the "
-                "cache's update_"
-            )
-
     # ---- what it has done ----
 
     def stats(self) -> CacheStats:
         """What lookups have met. Waits for the work on the cache's devices."""
         of_slabs, own, misses, link_bytes = [0] * len(self._slab_devices), 0, 0, 0
-        self._synchronize()
-        for device, counts in self._counts.items():
+        self._state.synchronize()
+        for device, counts in self._state.counts.items():
             *hits, missed, num_bytes = counts.tolist()
             misses, link_bytes = misses + missed, link_bytes + num_bytes
             for slab in range(len(of_slabs)):
@@ -674,7 +618,7 @@ class RowCache:
 
     def reset_stats(self) -> None:
         """Counts anew, in order with the work on the current streams."""
-        for counts in self._counts.values():
+        for counts in self._state.counts.values():
             counts.zero_()
 
 

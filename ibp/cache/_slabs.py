@@ -206,7 +206,7 @@ def sets_for(num_rows: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlabPlan:
     """Rows of one slab, from the hottest on, where each begins, and the bytes of all."""
 
     rows: torch.Tensor
@@ -214,7 +214,7 @@ class Plan:
     num_bytes: int
 
 
-def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> Plan:
+def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> SlabPlan:
     """The first rows, in the order given, that a budget holds with their map.
 
     Args:
@@ -227,12 +227,12 @@ def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_b
     numbers = torch.arange(1, rows.numel() + 1, device=rows.device)
     needed = ends + num_maps * sets_for(numbers) * (STATIC_WAYS * WAY_BYTES) + FIXED_BYTES
     count = int((needed <= budget_bytes).sum())
-    return Plan(rows[:count], (ends - taken)[:count], int(ends[count - 1]) if count else 0)
+    return SlabPlan(rows[:count], (ends - taken)[:count], int(ends[count - 1]) if count else 0)
 
 
 def plan_slabs(
     table: Table, rows: torch.Tensor, num_slabs: int, slot_bytes: int, budget_bytes: int, may_copy_maps: bool
-) -> tuple[list[Plan], bool]:
+) -> tuple[list[SlabPlan], bool]:
     """(what each slab holds of rows in the order of their hotness, whether maps are copied near). rows: on a device of
     the cache.
 
@@ -268,7 +268,7 @@ def empty_map(num_ways: int, device: torch.device) -> torch.Tensor:
     return made
 
 
-def filled_slab(table: Table, plan: Plan, number: int, device: torch.device) -> Slab:
+def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device) -> Slab:
     """A slab with the planned rows of a table, copied on the device's current stream. A row whose place in the table is
     corrupt is left out: reading it raises."""
     num_bytes = plan.num_bytes + READ_AHEAD_BYTES if plan.rows.numel() else 0

@@ -8,7 +8,7 @@ from .._common import ops
 from .._common.arguments import number
 from .._machine import memory
 from .._machine.calibration import H200, Calibration, in_force, keep
-from ._measuring import measure
+from . import _measuring
 
 
 def calibrate(
@@ -45,6 +45,6 @@ def calibrate(
         raise ValueError(f"device is {str(device)!r}; wanted a CUDA device")
     known = H200 if refresh else in_force(found)
     if known is H200:  # nothing measured
-        known = measure(found, seconds)
+        known = _measuring.measure(found, seconds)
         keep(found, known)
     return known

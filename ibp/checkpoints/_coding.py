@@ -32,7 +32,7 @@ class Block(NamedTuple):
     codebook: AnyCodebook | None
 
 
-class Coded(NamedTuple):
+class CodedBlock(NamedTuple):
     """A block as it is stored.
 
     Attributes:
@@ -48,12 +48,12 @@ class Coded(NamedTuple):
     release: Callable[[], object]
 
 
-class Coder(Protocol):
+class BlockCoder(Protocol):
     """Codes blocks in their order."""
 
     block_bytes: int  # about, of a block
 
-    def coded(self, blocks: Iterable[Block]) -> Generator[Coded, None, None]: ...
+    def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]: ...
 
 
 def coder_for(device: torch.device, jobs: int | None) -> CpuCoder | CudaCoder:
@@ -70,9 +70,9 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
         yield Block(tensor, start, min(start + step, tensor.num_bytes), codebook)
 
 
-def _kept(data: np.ndarray) -> Coded:
+def _kept(data: np.ndarray) -> CodedBlock:
     """A block that is kept as it is."""
-    return Coded(data, np.empty(0, np.uint16), 0, lambda: None)
+    return CodedBlock(data, np.empty(0, np.uint16), 0, lambda: None)
 
 
 def _sum_words(data: torch.Tensor, start: int, total: torch.Tensor) -> None:
@@ -92,9 +92,9 @@ class CpuCoder:
         self._jobs = jobs
         self._free: deque[torch.Tensor] = deque()
 
-    def coded(self, blocks: Iterable[Block]) -> Generator[Coded, None, None]:
+    def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
         with ThreadPoolExecutor(self._jobs, "ibp-coder") as pool:
-            coming: deque[Future[Coded]] = deque()
+            coming: deque[Future[CodedBlock]] = deque()
             try:
                 for block in blocks:
                     coming.append(pool.submit(self._code, block))
@@ -106,7 +106,7 @@ class CpuCoder:
                 for future in coming:
                     future.cancel()
 
-    def _code(self, block: Block) -> Coded:
+    def _code(self, block: Block) -> CodedBlock:
         data = block.tensor.read(block.start, block.end)
         if block.codebook is None:
             return _kept(data)
@@ -118,7 +118,7 @@ class CpuCoder:
         torch.ops.ibp.encode_packed.default(rows, words, block.codebook.codec, buffer[:size], lengths, counts[:1])
         _sum_words(rows, block.start, counts[1:])
         stored, total = counts.tolist()
-        return Coded(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
+        return CodedBlock(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         with contextlib.suppress(IndexError):
@@ -178,7 +178,7 @@ class CudaCoder:
             self._coder, self._down = torch.cuda.Stream(), torch.cuda.Stream()
             self._up = torch.cuda.Stream()
 
-    def coded(self, blocks: Iterable[Block]) -> Generator[Coded, None, None]:
+    def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
         reading: deque[_Passing] = deque()
         coding: deque[_Passing] = deque()
         coming: deque[_Passing] = deque()
@@ -269,11 +269,11 @@ class CudaCoder:
             slot.event.record(self._down)
         return passing
 
-    def _finish(self, passing: _Passing) -> Coded:
+    def _finish(self, passing: _Passing) -> CodedBlock:
         slot = passing.slot
         if slot is None:
             return _kept(passing.read.result())
         slot.event.synchronize()
         stored, words = slot.facts[:2].tolist()
         assert slot.lengths is not None
-        return Coded(slot.fetched[:stored].numpy(), slot.lengths.numpy(), words, lambda: self._free.append(slot))
+        return CodedBlock(slot.fetched[:stored].numpy(), slot.lengths.numpy(), words, lambda: self._free.append(slot))

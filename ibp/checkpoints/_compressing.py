@@ -17,7 +17,7 @@ import torch
 from .. import _core
 from .._common import ops
 from .._common.arguments import whole_number
-from .._common.group import Group, same_on_all
+from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
 from .._files.paths import SUFFIX, is_url, path_text, written_to
@@ -27,9 +27,9 @@ from .._machine import memory
 from .._schemes import AnyCodebook, check_clusters
 from .._schemes.estimation import check_learning
 from ..deltas._fingerprint import finished
-from ._coding import Block, Coded, Coder, blocks_of, coder_for
+from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal
-from ._learning import Codebooks, Learning
+from ._learning import CheckpointLearning, Codebooks
 from ._outputs import SUFFIXES
 from ._planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
@@ -102,10 +102,10 @@ def compress(
             files of another format do (.npz, .pt), or two inputs have a tensor of one name.
         OSError: a file cannot be read or written, or another call writes the same set of files at this moment.
     """
-    ranks = None if group is None else Group(group)
+    ranks = None if group is None else RankGroup(group)
     with contextlib.ExitStack() as stack:
 
-        def prepare() -> tuple[_Job, Source, Path, list[Shard]]:
+        def prepare() -> tuple[_BlockJob, Source, Path, list[Shard]]:
             learning = _learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, device)
             threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
             most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
@@ -119,7 +119,7 @@ def compress(
             _check_dtypes(source)
             kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
             shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
-            return _Job(learning, kept, threads, progress, shown), source, target, shards
+            return _BlockJob(learning, kept, threads, progress, shown), source, target, shards
 
         job, source, target, shards = _on_all(ranks, prepare)
         if ranks is None and len(shards) == 1:
@@ -135,13 +135,13 @@ def _learning(
     clusters: int | str | None,
     row_bytes: int | None,
     device: torch.device | str | int | None,
-) -> Learning:
+) -> CheckpointLearning:
     """How codebooks are learned. Raises TypeError and ValueError for wrong arguments."""
     chunk_bytes, tau, _ = check_learning(scheme, chunk_bytes, tau, None, level)
     check_clusters(clusters)
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
     worker = memory.canonical(device if device is not None else "cuda" if ops.cuda_is_available() else "cpu")
-    return Learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
+    return CheckpointLearning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
 
 
 def _check_name(output: str) -> None:
@@ -164,7 +164,7 @@ def _check_dtypes(source: Source) -> None:
 _Made = TypeVar("_Made")
 
 
-def _on_all(ranks: Group | None, work: Callable[[], _Made]) -> _Made:
+def _on_all(ranks: RankGroup | None, work: Callable[[], _Made]) -> _Made:
     """What work() returns here, once it has returned on all ranks; where it raises on one, it raises on all."""
     if ranks is None:
         return work()
@@ -174,10 +174,10 @@ def _on_all(ranks: Group | None, work: Callable[[], _Made]) -> _Made:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _BlockJob:
     """The work on each file. kept: names of the tensors that patterns leave as they are."""
 
-    learning: Learning
+    learning: CheckpointLearning
     kept: frozenset[str]
     jobs: int
     progress: bool
@@ -198,7 +198,7 @@ class _Job:
         target: Path,
         shards: list[Shard],
         restart: bool,
-        ranks: Group | None,
+        ranks: RankGroup | None,
         stack: contextlib.ExitStack,
     ) -> CheckpointReport:
         """Makes a set of files: on this rank its own, with the others' all of them. stack: is left afterwards."""
@@ -261,7 +261,7 @@ class _Writing:
         peak: memory of the process's own, as seen after each block.
     """
 
-    def __init__(self, books: Codebooks, coder: Coder, jobs: int, on_bytes: Callable[[int], object]) -> None:
+    def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, on_bytes: Callable[[int], object]) -> None:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
         self._output = _Output()
         self.peak = PeakMemory()
@@ -282,7 +282,7 @@ class _Writing:
             yield from blocks_of(tensor, self._books.of(tensor), self._coder.block_bytes)
 
     def _write_tensor(
-        self, writer: FileWriter, tensor: SourceTensor, coming: Iterator[Coded], file: str
+        self, writer: FileWriter, tensor: SourceTensor, coming: Iterator[CodedBlock], file: str
     ) -> TensorReport:
         codebook = self._books.of(tensor)
         number = None if codebook is None else writer.codebook(codebook)
@@ -302,7 +302,7 @@ class _Writing:
         tensor: SourceTensor,
         codebook: AnyCodebook,
         number: int | None,
-        coming: Iterator[Coded],
+        coming: Iterator[CodedBlock],
     ) -> None:
         with writer.part(f"{tensor.name}:overflow", "U8") as sink:
             start = writer.data_bytes
@@ -330,7 +330,7 @@ class _Writing:
         self,
         tensor: SourceTensor,
         codebook: AnyCodebook | None,
-        coming: Iterator[Coded],
+        coming: Iterator[CodedBlock],
         write: Callable[[Any], None],
     ) -> tuple[list[np.ndarray], int]:
         """Writes the blocks of a tensor as they come. Returns the lengths of their rows, and the sum of words."""
@@ -355,7 +355,7 @@ class _Output:
         self._pool: ThreadPoolExecutor | None = None
         self._writing: deque[Future[None]] = deque()
 
-    def write(self, write: Callable[[Any], None], coded: Coded) -> None:
+    def write(self, write: Callable[[Any], None], coded: CodedBlock) -> None:
         """Has a block written by `write`, after those before it."""
         assert self._pool is not None
 

@@ -15,7 +15,7 @@ from .._files.fields import dtype_name
 from .._layout.geometry import Geometry, as_tensor
 from .._schemes import SCHEMES, AnyCodebook
 from .._schemes.estimation import check_learning
-from ._learning import SAMPLE_ELEMENTS, Codebooks, Learning, sample_of, savings_of
+from ._learning import SAMPLE_ELEMENTS, CheckpointLearning, Codebooks, sample_of, savings_of
 from ._planning import compressed_bytes, table_bytes
 from ._report import share_saved
 from ._source import SourceTensor, chosen
@@ -121,7 +121,7 @@ def estimate(
     check_learning("auto", None, None, None, level)
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
     scheme = "auto" if len(compared) > 1 else "".join(compared) or "raw"
-    learning = Learning(scheme, level, row_bytes=row_bytes)
+    learning = CheckpointLearning(scheme, level, row_bytes=row_bytes)
     with open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
         kinds = _Kinds(learning, compared, list(source.tensors.values()), kept)
@@ -151,7 +151,7 @@ class _Kinds:
     """
 
     def __init__(
-        self, learning: Learning, schemes: list[str], tensors: list[SourceTensor], kept: frozenset[str]
+        self, learning: CheckpointLearning, schemes: list[str], tensors: list[SourceTensor], kept: frozenset[str]
     ) -> None:
         self._learning, self._schemes = learning, schemes
         self._taken = Codebooks(learning, tensors, kept)

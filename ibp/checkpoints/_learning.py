@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._common.group import Group
+from .._common.group import RankGroup
 from .._layout import geometry as _rows
 from .._layout import slots
 from .._schemes import AnyCodebook, Request, choice, measure
@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Learning:
+class CheckpointLearning:
     """How codebooks are learned: arguments of `ibp.compress`.
 
     Attributes:
@@ -106,10 +106,10 @@ class Codebooks:
 
     def __init__(
         self,
-        learning: Learning,
+        learning: CheckpointLearning,
         tensors: Sequence[SourceTensor],
         kept: frozenset[str] = frozenset(),
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self._learning, self._kept = learning, kept
         self._kinds: dict[tuple, list[SourceTensor]] = {}
@@ -174,13 +174,13 @@ class Codebooks:
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
         return (codebook, savings) if _pays(savings, geometry) else (None, 0.0)
 
-    def _learn_together(self, group: Group) -> None:
+    def _learn_together(self, group: RankGroup) -> None:
         """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
         all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
         for first in range(0, len(all_kinds), step):
             self._learn_some(all_kinds[first : first + step], group)
 
-    def _learn_some(self, kinds: list[tuple], group: Group) -> None:
+    def _learn_some(self, kinds: list[tuple], group: RankGroup) -> None:
         drawn = group.together("compress", lambda: [self._share(kind, group) for kind in kinds])
 
         def learn_own() -> dict[int, tuple[AnyCodebook | None, float]]:
@@ -193,7 +193,7 @@ class Codebooks:
         for found in group.together("compress", learn_own):
             self._of_kinds.update({kinds[number]: learned for number, learned in found.items()})
 
-    def _share(self, kind: tuple, group: Group) -> torch.Tensor:
+    def _share(self, kind: tuple, group: RankGroup) -> torch.Tensor:
         """The rows that this rank draws of a kind, uint8."""
         tensors = self._kinds[kind][group.rank :: group.size] or self._kinds[kind][:1]
         return sample_of(tensors, self._geometry(kind), None, group.size, seed=group.rank)

@@ -16,9 +16,9 @@ from .._machine import calibration, memory, staging
 from .._schemes import SCHEMES, AnyCodebook
 from .._schemes.estimation import analyze
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
 from . import _nvcomp
 from ._chosen import Choice, CodingCost, arguments_of, ranked
+from ._compressing import compress
 from ._whole import CODECS, WholeTensor, codec_of, is_general
 
 _GPU_SAMPLE_BYTES = 256 << 20  # several times a GPU's cache; enough chunks to fill it
@@ -263,7 +263,7 @@ class _Timed(NamedTuple):
         arguments = arguments_of(scheme, codebook, rows)
 
         def code() -> CompressedTensor | WholeTensor:
-            return compress_rows(x, **arguments, device=x.device, pin_memory=False)
+            return compress(x, **arguments, device=x.device, pin_memory=False)
 
         table, encode_s = timed(code, x.device)
         out = torch.empty_like(x)

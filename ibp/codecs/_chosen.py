@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from .._schemes import AnyCodebook
+from .._tables.compressed_tensor import CompressedTensor
 from ._compressing import compress
+from ._whole import WholeTensor
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Choice:
         counts = self.encode if encode is None else encode
         return replace(self, link_gbps=link_gbps, encode=counts, table=ranked(self.table, link_gbps, counts))
 
-    def compress(self, x: torch.Tensor, **options: Any) -> Any:
+    def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor:
         """`ibp.compress(x, scheme=self)`. options: device, pin_memory, numa and progress of `ibp.compress`."""
         return compress(x, **arguments_of(self.scheme, self.codebook, self.rows), **options)
 

@@ -15,7 +15,7 @@ MAX_BLOCK_BYTES = 1 << 30  # of the bytes that a block stands for
 OnBytes = Callable[[int], object]  # called with bytes of the tensor that are done
 
 
-class Codec(ABC):
+class GeneralCodec(ABC):
     """One codec, as the names of schemes and files have it.
 
     Attributes:
@@ -126,6 +126,6 @@ def package(name: str, pip_name: str, codec: str, extra: str) -> ModuleType:
         ) from error
 
 
-def corrupt(codec: Codec, block: int, why: object) -> CorruptTableError:
+def corrupt(codec: GeneralCodec, block: int, why: object) -> CorruptTableError:
     """The error of a block that cannot be decoded."""
     return CorruptTableError(f"block {block} of a tensor coded by {codec.name!r} is damaged: {why}")

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from .._machine import staging
-from ._codec import MAX_BLOCK_BYTES, Codec, OnBytes, corrupt, package
+from ._codec import MAX_BLOCK_BYTES, GeneralCodec, OnBytes, corrupt, package
 
 _LEAST_BLOCK_BYTES = 4096
 
 
-class HostCodec(Codec):
+class HostCodec(GeneralCodec):
     """A codec of a package that works on memory of the host.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._machine import staging
-from ._codec import Codec, OnBytes, package
+from ._codec import GeneralCodec, OnBytes, package
 
 _CHUNK, _TYPE = "codec_chunk_bytes", "codec_data_type"
 _ALGORITHMS = {  # by the names of schemes
@@ -42,7 +42,7 @@ _coders: OrderedDict[tuple[Any, ...], Coder] = OrderedDict()
 _lock = threading.Lock()
 
 
-class NvComp(Codec):
+class NvComp(GeneralCodec):
     """One of nvCOMP's codecs. A block is a buffer of nvCOMP's native format, of many chunks; zeros follow it up to a
     multiple of 16 bytes."""
 
@@ -245,11 +245,11 @@ def stream_number(device: torch.device) -> int:
 def _module(codec: str) -> ModuleType:
     """nvCOMP's package, whose device memory is from torch's allocator from now on."""
     found = package("nvidia.nvcomp", NvComp.package, codec, "nvcomp")
-    found.set_device_allocator(_Memory)
+    found.set_device_allocator(_NvcompMemory)
     return found
 
 
-class _Memory:
+class _NvcompMemory:
     """Device memory as nvCOMP asks for it: bytes of torch's allocator for a stream, until it is forgotten.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -12,16 +11,19 @@ from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
 from .._fetch.calls import check_out, target_of
 from .._layout.geometry import DTYPES, bytes_of, check_tensor
+from .._layout.manners import TensorManners
 from .._machine import memory, staging
 from . import _host, _nvcomp
-from ._codec import MAX_BLOCK_BYTES, Codec
+from ._codec import MAX_BLOCK_BYTES, GeneralCodec
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())}
+CODECS: Mapping[str, GeneralCodec] = {
+    codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())
+}
 _CPU = torch.device("cpu")
 _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")
 
 
-class WholeTensor:
+class WholeTensor(TensorManners):
     """A tensor coded as a whole by a general codec, in blocks that decode by themselves. Made by `ibp.compress` with a
     scheme such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
 
@@ -39,6 +41,9 @@ class WholeTensor:
     """
 
     __module__ = "ibp.codecs"
+
+    shape: torch.Size
+    dtype: torch.dtype
 
     def __init__(
         self,
@@ -90,33 +95,9 @@ class WholeTensor:
     def device(self) -> torch.device:
         return self.blocks.device
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.blocks.is_cuda
-
     def is_pinned(self) -> bool:
         """Whether the coded bytes are in pinned host memory."""
         return self.blocks.numel() > 0 and self.blocks.is_pinned()
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """The shape, or the size of one dimension."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        """Elements of the original tensor."""
-        return math.prod(self.shape)
-
-    def element_size(self) -> int:
-        """Bytes of an element of the original tensor."""
-        return self.dtype.itemsize
 
     @property
     def original_bytes(self) -> int:
@@ -266,7 +247,7 @@ def is_general(scheme: object) -> bool:
     return isinstance(scheme, str) and scheme.partition(":")[0] in ("zstd", "lz4", "nvcomp")
 
 
-def codec_of(scheme: str) -> tuple[Codec, int | None]:
+def codec_of(scheme: str) -> tuple[GeneralCodec, int | None]:
     """The codec of a scheme such as "nvcomp:ans" or "zstd:9", and the level that it names. ValueError for others."""
     name, level = scheme, None
     if scheme in _nvcomp.VARIANTS:

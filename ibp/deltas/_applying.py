@@ -35,7 +35,7 @@ def apply_all(jobs: Sequence[Job]) -> None:
     for job in others:
         _check_fingerprint(*job)
     made = [(base, _new_version(name, delta, base)) for name, delta, base in others if not delta.is_empty]
-    begun: list[_on_gpu.Batch | _on_cpu.InPlace] = []
+    begun: list[_on_gpu.DeltaBatch | _on_cpu.InPlace] = []
     try:
         for batch in _batches(jobs, on_gpus, on_cpus):
             begun.append(batch)
@@ -57,7 +57,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 def _batches(
     jobs: Sequence[Job], on_gpus: Sequence[int], on_cpus: Sequence[int]
-) -> Iterator[_on_gpu.Batch | _on_cpu.InPlace]:
+) -> Iterator[_on_gpu.DeltaBatch | _on_cpu.InPlace]:
     """What is applied in place, by numbers of jobs: by GPUs all that have one codebook at once, on the CPU one
     after the other."""
     keys: dict[int, tuple[Hashable, ...]] = {}  # of codebooks, which deltas often share
@@ -69,7 +69,7 @@ def _batches(
             keys[book] = _on_gpu.coding_key(delta)
         groups.setdefault((base.device, *keys[book]), []).append(index)
     for indices in groups.values():
-        yield _on_gpu.Batch(indices, [jobs[i][1] for i in indices], [jobs[i][2] for i in indices])
+        yield _on_gpu.DeltaBatch(indices, [jobs[i][1] for i in indices], [jobs[i][2] for i in indices])
     for index in on_cpus:
         yield _on_cpu.InPlace(index, *jobs[index][1:])
 

@@ -54,7 +54,7 @@ def broadcast_delta(
     device: torch.device | str | int | None = None,
 ) -> Delta | CheckpointDelta:
     """See `ibp.distributed.broadcast_delta`."""
-    members = _group.Group(group)
+    members = _group.RankGroup(group)
     target = None if device is None else memory.canonical(device)
 
     def offer() -> tuple[dict[str, int], _Offer | None]:
@@ -121,7 +121,7 @@ def _packed(delta: Delta | CheckpointDelta, starts: Sequence[int], device: torch
     return data
 
 
-def _exchange(members: _group.Group, src: int, data: torch.Tensor) -> None:
+def _exchange(members: _group.RankGroup, src: int, data: torch.Tensor) -> None:
     root = src if members.process_group is None else dist.get_global_rank(members.process_group, src)
     for part in data.split(_MOST_BYTES):
         with _group.all_taking_part():

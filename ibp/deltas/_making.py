@@ -97,7 +97,7 @@ def _parts(pairs: Sequence[tuple[Version, Version]], indices: Sequence[int]) -> 
 
 
 def _differences_on_gpu(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], element_bytes: int) -> list[Delta]:
-    coded = _on_gpu.make([_on_gpu.Pair(bytes_of(new), bytes_of(base)) for new, base in pairs], element_bytes)
+    coded = _on_gpu.make([_on_gpu.DeltaPair(bytes_of(new), bytes_of(base)) for new, base in pairs], element_bytes)
     return [
         _difference(new, base)
         if found.parts is None

@@ -22,14 +22,14 @@ _APPLIED, _OTHER_BASE, _DAMAGED = range(3)  # ibp_delta_verdict
 _GROUP = _core.ROWS_PER_BASE
 
 
-class Pair(NamedTuple):
+class DeltaPair(NamedTuple):
     """Two versions of a tensor, contiguous bytes on one GPU."""
 
     newer: torch.Tensor
     base: torch.Tensor
 
 
-class Rows(NamedTuple):
+class DeltaRows(NamedTuple):
     """A tensor's rows in the sequence of all rows of a call."""
 
     first: int
@@ -41,11 +41,11 @@ class Rows(NamedTuple):
         return self.first // _GROUP, self.first // _GROUP + -(-self.num_rows // _GROUP)
 
 
-def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[Rows], int]:
+def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[DeltaRows], int]:
     """The rows of tensors of so many bytes, and how many rows the sequence has."""
     rows, first = [], 0
     for num_bytes in sizes:
-        rows.append(Rows(first, -(-num_bytes // row_bytes)))
+        rows.append(DeltaRows(first, -(-num_bytes // row_bytes)))
         first = _GROUP * rows[-1].groups[1]
     return rows, first
 
@@ -58,7 +58,7 @@ def signed(number: int) -> int:
 # ---- making ----
 
 
-class Coded(NamedTuple):
+class CodedDeltas(NamedTuple):
     """What has been made of a pair: the parts of a packed table, None where another codebook codes it better, and both
     fingerprints."""
 
@@ -67,7 +67,7 @@ class Coded(NamedTuple):
     result: int
 
 
-def make(pairs: Sequence[Pair], element_bytes: int) -> list[Coded]:
+def make(pairs: Sequence[DeltaPair], element_bytes: int) -> list[CodedDeltas]:
     """The differences of pairs, none of them empty, all on one GPU, coded by the known codebook. Waits for the GPU
     until they are measured."""
     device, codebook = pairs[0].base.device, _coding.known_codebook(element_bytes)
@@ -100,7 +100,7 @@ def make(pairs: Sequence[Pair], element_bytes: int) -> list[Coded]:
             "bases": bases[slice(*place.groups)] if size else bases[:0],
         }
         fingerprints = (finished(total, pair.base.numel()) for total in found.sums[2 * i : 2 * i + 2])
-        made.append(Coded(None if i in badly_coded else parts, *fingerprints))
+        made.append(CodedDeltas(None if i in badly_coded else parts, *fingerprints))
     return made
 
 
@@ -113,7 +113,7 @@ class _Places(NamedTuple):
     last_rows: torch.Tensor
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair], rows: Sequence[Rows]) -> _Places:
+    def of(cls, pairs: Sequence[DeltaPair], rows: Sequence[DeltaRows]) -> _Places:
         numbers = [
             [pair.base.data_ptr(), pair.newer.data_ptr(), pair.base.numel(), place.first, 0, 0, 0, 0, 0, 0]
             + [*place.groups, place.first + place.num_rows - 1]
@@ -134,7 +134,7 @@ class _Index(NamedTuple):
     sums: list[int]
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair], places: _Places, lengths: torch.Tensor, sums: torch.Tensor) -> _Index:
+    def of(cls, pairs: Sequence[DeltaPair], places: _Places, lengths: torch.Tensor, sums: torch.Tensor) -> _Index:
         bases = torch.ops.ibp.index_rows(lengths, lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
         last_lengths = lengths.view(torch.int16)[places.last_rows].to(torch.int64)
         parts = [bases[places.groups[:, 0]], bases[places.groups[:, 1]], last_lengths]
@@ -188,7 +188,7 @@ def coding_key(delta: Delta) -> tuple[Hashable, ...]:
     return tuple(book.codec), book.words(torch.device("cpu")).numpy().tobytes()
 
 
-class Batch:
+class DeltaBatch:
     """Deltas that are applied by one call: on one GPU, with one codebook.
 
     Args:

@@ -78,7 +78,7 @@ def share_table(
         TypeError, ValueError: table is none, or on a GPU; ranks are on several machines or differ in src.
         RuntimeError: the memory cannot be opened, torch.distributed is not initialised, or another rank has failed.
     """
-    members, what = _group.Group(group), "share_table"
+    members, what = _group.RankGroup(group), "share_table"
 
     def offer() -> tuple[str, dict[str, int], Any]:
         if not 0 <= src < members.size:
@@ -257,7 +257,7 @@ def send(
         RuntimeError: torch.distributed is not initialised, or the other rank does not take part.
     """
     way = _pairs.Way(group, True, _calls.root_of(dst, group_dst, group, "dst"), tag)
-    return _pairs.transfer(tensor, way, _pairs.Options(async_op, codec, level, name))
+    return _pairs.transfer(tensor, way, _pairs.PairOptions(async_op, codec, level, name))
 
 
 def recv(
@@ -283,7 +283,7 @@ def recv(
         ValueError: besides, the sender's tensor is of another kind.
     """
     way = _pairs.Way(group, False, _calls.root_of(src, group_src, group), tag)
-    return _pairs.transfer(tensor, way, _pairs.Options(async_op, codec, level, name))
+    return _pairs.transfer(tensor, way, _pairs.PairOptions(async_op, codec, level, name))
 
 
 def compress_all_gather(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ._codec import Codec, as_bytes
-from ._exchange import CodedWork, Job, Piece
+from ._exchange import CodedWork, ExchangePiece, Job
 from ._links import Load, raw_all_gather
 from ._messages import Memory, Messages, Part, Status, spans_of
 from ._planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_of
@@ -108,7 +108,7 @@ def gathering(
     for k, span in enumerate(spans):
         arriving = [Part(other, received[other * len(spans) + k]) for other in range(size) if other != rank]
         messages = messages_of(plan, [span.payload] * size, x.device)
-        pieces.append(Piece(messages, [Part(rank, sent[k])], arriving))
+        pieces.append(ExchangePiece(messages, [Part(rank, sent[k])], arriving))
     own = functools.partial(_copy_own, out[rank * len(x) : (rank + 1) * len(x)], x)
     return Job(pieces, move, tell, repair, plan.note_lost, (x, out), own, status)
 
@@ -227,7 +227,7 @@ class _Splits:
         self.is_coded = [data.numel() >= max(1, plan.least) for data in self.parts]
         self._raw = [data[:0] if coded else data for data, coded in zip(self.parts, self.is_coded)]  # yet to be moved
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExchangePiece]:
         if not self.on_gpu:  # one, which raw messages are in, too
             payloads = [data.numel() for data in self.parts]
             messages = messages_of(self.plan, payloads, self.sent[0].device, self.plan.least)
@@ -240,10 +240,10 @@ class _Splits:
             pieces.append(self._piece(messages_of(self.plan, payloads, self.sent[0].device), parts))
         return pieces
 
-    def _piece(self, messages: Messages, parts: Sequence[torch.Tensor]) -> Piece:
+    def _piece(self, messages: Messages, parts: Sequence[torch.Tensor]) -> ExchangePiece:
         size, found = self.state.size, [Part(k, data) for k, data in enumerate(parts) if data.numel()]
         to, back = ([part for part in found if (part.message < size) == is_out] for is_out in (True, False))
-        return Piece(messages, to, back)
+        return ExchangePiece(messages, to, back)
 
     def move(self, messages: Messages, memory: Memory) -> dist.Work | None:
         size = self.state.size
@@ -358,13 +358,13 @@ def messages_of(plan: Plan, payloads: Sequence[int], device: torch.device, least
     return plan.messages[key]
 
 
-def pieces_of_one(plan: Plan, x: torch.Tensor, is_sent: bool) -> list[Piece]:
+def pieces_of_one(plan: Plan, x: torch.Tensor, is_sent: bool) -> list[ExchangePiece]:
     """Of a tensor that is sent, or received, in one message a piece."""
     pieces = []
     for span in spans_of(x.numel(), plan.num_pieces):
         parts = [Part(0, x[span.bytes])]
         messages = messages_of(plan, [span.payload], x.device)
-        pieces.append(Piece(messages, parts, []) if is_sent else Piece(messages, [], parts))
+        pieces.append(ExchangePiece(messages, parts, []) if is_sent else ExchangePiece(messages, [], parts))
     return pieces
 
 

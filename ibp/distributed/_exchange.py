@@ -34,7 +34,7 @@ _has_warned = False
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExchangePiece:
     """What a piece carries, in which messages: parts that are coded here, and parts that arrive here."""
 
     messages: Messages
@@ -59,7 +59,7 @@ class Job:
             same is noted there. None: the call has one of its own, and looks at it.
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[ExchangePiece]
     move: Callable[[Messages, Memory], dist.Work | None]
     tell: Callable[[Status], dist.Work | None]
     repair: Callable[[Status], None]
@@ -82,7 +82,7 @@ class CodedWork(Work):
         CPU all that has to be waited for is left to `wait()`."""
         super().__init__()
         self._job: Job | None = None
-        self._staging, self._pending = staging, deque[tuple[Piece, Slot, dist.Work | None]]()
+        self._staging, self._pending = staging, deque[tuple[ExchangePiece, Slot, dist.Work | None]]()
         self._error: Exception | None = None
         self._stream = staging.side if is_async else None
         self._is_known, self._status = job.status is not None, job.status or job.pieces[0].messages.status()
@@ -106,7 +106,7 @@ class CodedWork(Work):
             self._finish_pieces(job)
         self._staging.end()
 
-    def _start(self, job: Job, piece: Piece) -> None:
+    def _start(self, job: Job, piece: ExchangePiece) -> None:
         """Codes a piece and sends it off."""
         messages = piece.messages
         slot = self._staging.take(messages.num_bytes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .._common.group import Group
+from .._common.group import RankGroup
 from .._machine import calibration
 from .._schemes import choice
 from ._codec import Codec
@@ -63,7 +63,7 @@ class Load:
     is_known_to_fit: bool = False
 
 
-def measure(members: Group) -> Link:
+def measure(members: RankGroup) -> Link:
     """What all-gathers of a group take. A collective call; all ranks get the same."""
     size = _MEASURED_BYTES[members.device.type]
     sent = torch.zeros(size, dtype=torch.uint8, device=members.device)
@@ -83,7 +83,7 @@ def _torchs_all_gather() -> Callable:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def seconds(members: Group, call: Callable[[], object], in_a_row: int, repeats: int = _REPEATS) -> float:
+def seconds(members: RankGroup, call: Callable[[], object], in_a_row: int, repeats: int = _REPEATS) -> float:
     """Of a call among several in a row, the shortest."""
     times = []
     call()

@@ -37,7 +37,7 @@ class Memory(NamedTuple):
     each: Sequence[torch.Tensor]
 
 
-class _Bound(NamedTuple):
+class _BoundMessages(NamedTuple):
     """A message in a slot's memory: its first bytes, the arguments of operations, and where it is raw its bytes."""
 
     start: torch.Tensor
@@ -225,17 +225,17 @@ class Messages:
             known = slot.bound[self] = {}
         return known
 
-    def _bind(self, slot: Slot, k: int) -> _Bound:
+    def _bind(self, slot: Slot, k: int) -> _BoundMessages:
         known = self._known(slot)
         if k not in known:
             known[k] = self._bound(self.of(slot).each[k], k)
         return known[k]
 
     @torch.inference_mode(False)
-    def _bound(self, memory: torch.Tensor, k: int) -> _Bound:
+    def _bound(self, memory: torch.Tensor, k: int) -> _BoundMessages:
         place = self._place(memory, self.payloads[k])
         *encode, _ = place.arguments
-        return _Bound(_start_of(place, memory), tuple(encode), place.table_arguments)
+        return _BoundMessages(_start_of(place, memory), tuple(encode), place.table_arguments)
 
     def _empty_start(self, payload: int) -> torch.Tensor:
         """What a message begins with before rows are coded into it."""
@@ -255,7 +255,7 @@ def _start_of(place: CodedRows, memory: torch.Tensor) -> torch.Tensor:
     return memory[: place.lengths.data_ptr() - memory.data_ptr()]
 
 
-class Span(NamedTuple):
+class MessageSpan(NamedTuple):
     """A piece of a tensor. payload: what its message has room for: as many bytes, or more at the end."""
 
     bytes: slice
@@ -263,7 +263,7 @@ class Span(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def spans_of(num_bytes: int, count: int) -> tuple[Span, ...]:
+def spans_of(num_bytes: int, count: int) -> tuple[MessageSpan, ...]:
     """At most `count` pieces of whole rows. The first and the last of three or more have an eighth of the others' size,
     the first of two a quarter of the tensor: coding the first one and decoding the last one are not hidden behind the
     link."""
@@ -281,7 +281,7 @@ def spans_of(num_bytes: int, count: int) -> tuple[Span, ...]:
     for payload in payloads:
         if first < num_bytes:
             stop = min(first + payload * ROW_BYTES, num_bytes)
-            spans.append(Span(slice(first, stop), payload * ROW_BYTES))
+            spans.append(MessageSpan(slice(first, stop), payload * ROW_BYTES))
         first += payload * ROW_BYTES
     return tuple(spans)
 

@@ -57,7 +57,7 @@ class Way(NamedTuple):
         _wait(self.move(data))
 
 
-class Options(NamedTuple):
+class PairOptions(NamedTuple):
     """As in `ibp.distributed.send`."""
 
     is_async: bool
@@ -87,7 +87,7 @@ class NotedWork(Work):
         return True
 
 
-def transfer(tensor: torch.Tensor, way: Way, options: Options) -> dist.Work | None:
+def transfer(tensor: torch.Tensor, way: Way, options: PairOptions) -> dist.Work | None:
     """See `ibp.distributed.send` and `recv`."""
     check_options(options.codec, options.level, tensor)
     state = _planning.state_of(way.group)

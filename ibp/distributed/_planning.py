@@ -136,7 +136,7 @@ class State:
         pairs: of ways from and to other ranks.
     """
 
-    def __init__(self, members: _group.Group) -> None:
+    def __init__(self, members: _group.RankGroup) -> None:
         self.rank, self.size = members.rank, members.size
         self.link: Link | None = None
         self.plans: dict[Kind, Plan] = {}
@@ -150,7 +150,7 @@ class State:
             self._staging[device] = Staging(device)
         return self._staging[device]
 
-    def measure(self, members: _group.Group, refresh: bool = False) -> Link:
+    def measure(self, members: _group.RankGroup, refresh: bool = False) -> Link:
         """How fast the group is, measured once. A collective call."""
         if self.link is None or refresh:
             self.link = _links.measure(members)
@@ -160,17 +160,17 @@ class State:
         """The plan of a call. Collective where the kind of call is new, or due to be checked, on the CPU, and where a
         codec is given, which ranks could mix up."""
         if kind.device == "cpu" or kind.codec is not None or dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            self._compare(_group.Group(group), kind, call)
+            self._compare(_group.RankGroup(group), kind, call)
         known = self.plans.get(kind)
         if known is None:
             if len(self.plans) >= _MOST_PLANS:  # on all ranks at the same call
                 self.plans.clear()
-            self.plans[kind] = plan = self._agree(_group.Group(group), kind, call)
+            self.plans[kind] = plan = self._agree(_group.RankGroup(group), kind, call)
             return plan
         plan = known
         call.check()
         if plan.codec is not None and plan.is_due():
-            members = _group.Group(group)
+            members = _group.RankGroup(group)
             if any(members.together(kind.what, lambda: known.has_lost)):
                 self.forget(kind)
                 self.plans[kind] = plan = self._agree(members, kind, call, plan.num_calls)
@@ -181,7 +181,7 @@ class State:
         self._learned.setdefault(_key_of(kind), _Learned(None)).is_stale = True
         self.plans.pop(kind, None)
 
-    def _compare(self, members: _group.Group, kind: Kind, call: Call) -> None:
+    def _compare(self, members: _group.RankGroup, kind: Kind, call: Call) -> None:
         """Raises on all ranks unless they make the same call by the same plan: gloo ends a process that is sent more
         bytes than it expects, NCCL waits for those that are missing."""
         try:
@@ -198,7 +198,7 @@ class State:
         self._same_call(members, kind, call)
         raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
 
-    def _same_call(self, members: _group.Group, kind: Kind, call: Call) -> None:
+    def _same_call(self, members: _group.RankGroup, kind: Kind, call: Call) -> None:
         """Raises on all ranks unless they make the same call."""
 
         def offer() -> dict[str, Any]:
@@ -207,7 +207,7 @@ class State:
 
         _group.same_on_all(kind.what, members.together(kind.what, offer))
 
-    def _agree(self, members: _group.Group, kind: Kind, call: Call, num_calls: int = 1) -> Plan:
+    def _agree(self, members: _group.RankGroup, kind: Kind, call: Call, num_calls: int = 1) -> Plan:
         """A plan that all ranks have. Raises on all, if one of them calls otherwise."""
         self._same_call(members, kind, call)
         link = self.measure(members) if kind.level == "auto" and call.codec is None else None
@@ -253,7 +253,7 @@ class State:
         found = sorted((item for item in found if item[0] >= _WORTH_TRYING), key=lambda item: -item[0])
         return [offer for _, offer in found[:_MOST_TRIED]]
 
-    def _fastest(self, members: _group.Group, kind: Kind, call: Call, link: Link, plans: list[Plan]) -> list[Plan]:
+    def _fastest(self, members: _group.RankGroup, kind: Kind, call: Call, link: Link, plans: list[Plan]) -> list[Plan]:
         """The fastest of the plans, found by making the call; none where torch's own is about as fast. Calls that are
         alike are tried out once. A collective call."""
         codec, attempt = plans[0].codec, call.attempt
@@ -328,7 +328,7 @@ def _key_of(kind: Kind) -> tuple:
 
 def measured_link(group: dist.ProcessGroup | None, refresh: bool) -> Link:
     """See `ibp.distributed.measure_link`."""
-    return state_of(group).measure(_group.Group(group), refresh)
+    return state_of(group).measure(_group.RankGroup(group), refresh)
 
 
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, State] = weakref.WeakKeyDictionary()
@@ -339,7 +339,7 @@ def state_of(group: dist.ProcessGroup | None) -> State:
     key = dist.group.WORLD if group is None and dist.is_initialized() else group
     state = _states.get(key) if isinstance(key, dist.ProcessGroup) else None
     if state is None:
-        state = State(_group.Group(group))
+        state = State(_group.RankGroup(group))
         assert key is not None  # else there is no group, which was said
         _states[key] = state
     return state

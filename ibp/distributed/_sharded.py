@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .._common import wire
-from .._common.group import Group, same_on_all
+from .._common.group import RankGroup, same_on_all
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
 from .._fetch.ids import check_range, checked_ids, tensor_of
 from .._layout import geometry as _rows
+from .._layout.manners import TensorManners
 from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
 from .._rows.protocols import Ids
@@ -34,7 +35,7 @@ _CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict e
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a codebook is learned from
 
 
-class ShardedTable:
+class ShardedTable(TensorManners):
     """A table [N, ...] of which every rank of a process group has a part: the rows of rank 0 first, then those of rank
     1, and so on. Ranks may have different numbers of items, or none.
 
@@ -65,8 +66,10 @@ class ShardedTable:
 
     __module__ = "ibp.distributed"
 
+    shape: torch.Size
+
     def __init__(self, local_table: CompressedTensor, group: ProcessGroup | None = None) -> None:
-        self._group = members = Group(group)
+        self._group = members = RankGroup(group)
         shards = members.together("ShardedTable", lambda: _Shard.of(local_table))
         same_on_all("ShardedTable", [shard.described() for shard in shards])
         self._codebook = _common_codebook(shards)
@@ -111,7 +114,7 @@ class ShardedTable:
             TypeError, ValueError: as `ibp.compress`; or parts do not go together.
             RuntimeError: another rank has failed.
         """
-        members = Group(group)
+        members = RankGroup(group)
         options: dict[str, Any] = {
             "scheme": scheme,
             "chunk_bytes": chunk_bytes,
@@ -167,13 +170,6 @@ class ShardedTable:
     def local_range(self) -> range:
         """The items that this rank has."""
         return range(self.starts[self._group.rank], self.starts[self._group.rank + 1])
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """The shape, or the size of one dimension."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __repr__(self) -> str:
         own = self.local_range
@@ -491,7 +487,7 @@ def _common_codebook(shards: list[_Shard]) -> AnyCodebook | None:
 
 def _learned(
     x: torch.Tensor,
-    members: Group,
+    members: RankGroup,
     geometry: _rows.Geometry,
     learning: Learning,
     worker: torch.device,
@@ -533,7 +529,7 @@ def _learned(
     return again if stored_bytes(again) < stored else codebook
 
 
-def _sampled(x: torch.Tensor, members: Group, geometry: _rows.Geometry, sample: float | None) -> torch.Tensor:
+def _sampled(x: torch.Tensor, members: RankGroup, geometry: _rows.Geometry, sample: float | None) -> torch.Tensor:
     """Rows of all parts, uint8 on the CPU, of each as many as it has of the whole."""
     row_bytes = geometry.row_bytes
     share = _SAMPLED_BYTES / geometry.num_bytes if sample is None else sample

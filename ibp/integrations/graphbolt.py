@@ -64,11 +64,11 @@ class Feature(gb.Feature):
         """
         return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
 
-    def read_async(self, ids: torch.Tensor) -> Iterator[_Rows]:
+    def read_async(self, ids: torch.Tensor) -> Iterator[_FeatureRows]:
         """Yields, once, what will have the rows: `wait()` returns them. On a GPU they are fetched on a stream beside
         the current one."""
         if not ids.is_cuda:
-            yield _Rows(self.read(ids), None)
+            yield _FeatureRows(self.read(ids), None)
             return
         current = torch.cuda.current_stream(ids.device)
         stream = self._stream_of(ids.device)
@@ -77,7 +77,7 @@ class Feature(gb.Feature):
             ids.record_stream(stream)
             rows = self.read(ids)
             rows.record_stream(current)
-        yield _Rows(rows, stream.record_event())
+        yield _FeatureRows(rows, stream.record_event())
 
     def read_async_num_stages(self, ids_device: torch.device) -> int:
         """1: what `read_async` yields."""
@@ -130,7 +130,7 @@ class Feature(gb.Feature):
         return f"Feature({self._table!r})"
 
 
-class _Rows:
+class _FeatureRows:
     """Rows that are fetched, perhaps on another stream."""
 
     def __init__(self, rows: torch.Tensor, fetched: torch.cuda.Event | None) -> None:

@@ -40,7 +40,7 @@ _KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts a
 _PUTS_A_COMPACTION = 16  # overflow is compacted at most once in such a part of the pages
 
 
-class _Pool:
+class _HostPool:
     """Pages of one size by their keys. The codebook and the number of pages come from the first one that is stored.
 
     Pages may have no bytes: the KV pool of a model whose other pools hold all there is has keys alone."""
@@ -162,13 +162,13 @@ class IBPHiCacheStorage(HiCacheStorage):
                 "and each rank keeps its own; wanted one rank for attention, such as --enable-dp-attention gives"
             )
         self._options = int(options["pool_bytes"]), options.get("device", "cpu"), options.get("level", "default")
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, _HostPool] = {}
         self._lock = threading.Lock()
 
-    def _pool(self, name: str = _KV) -> _Pool:
+    def _pool(self, name: str = _KV) -> _HostPool:
         name = str(getattr(name, "value", name))
         if name not in self._pools:
-            self._pools[name] = _Pool(*self._options)
+            self._pools[name] = _HostPool(*self._options)
         return self._pools[name]
 
     # ---- a page at a time, and lists of them ----
@@ -323,7 +323,7 @@ def _restorable(are_there: Sequence[bool], window: int) -> set[int]:
     return lengths
 
 
-def _covered_by_groups(pool: _Pool, transfer: PoolTransfer, keys: Sequence[str]) -> int:
+def _covered_by_groups(pool: _HostPool, transfer: PoolTransfer, keys: Sequence[str]) -> int:
     """Pages of the KV-cache that the leading groups of a pool's keys cover, as far as a group has all of its pages."""
     size = transfer.group_pages
     if size < 1:

@@ -129,7 +129,7 @@ class _Pool:
         self.raw: dict[int, list[torch.Tensor]] = {}
         self._lost_some, self._num_stored = False, 0  # since the last compaction
 
-    def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
+    def make_store(self, parts: list[_PagePart], num_pages: int, pool_bytes: int) -> None:
         sample = []
         for part in parts:
             tensors = part.span.paged.tensors
@@ -146,7 +146,7 @@ class _Pool:
             device=self._device,
         )
 
-    def keep(self, part: _Part, lost: set[int]) -> None:
+    def keep(self, part: _PagePart, lost: set[int]) -> None:
         """Copies the pages that were lost from their blocks."""
         self._num_stored += len(part.pages)
         self._lost_some = self._lost_some or bool(lost)
@@ -168,7 +168,7 @@ class _Span(NamedTuple):
     paged: ibp.kv.PagedTensors
 
 
-class _Part(NamedTuple):
+class _PagePart(NamedTuple):
     """Blocks of a span and the pages that they become, or come from."""
 
     span: _Span
@@ -177,12 +177,12 @@ class _Part(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Job:
+class _TransferJob:
     """Pages on their way: the parts whose pages are coded, and their transfers."""
 
     stores: bool
     num_bytes: int
-    transfers: list[tuple[_Part, ibp.kv.Transfer]] = dataclasses.field(default_factory=list)
+    transfers: list[tuple[_PagePart, ibp.kv.Transfer]] = dataclasses.field(default_factory=list)
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # before and after
 
     def is_done(self) -> bool:
@@ -227,7 +227,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         tensors = _pages_of_tensors(kv_caches)
         self._spans = [list(self._spans_of(refs, tensors, dtype, level)) for refs in kv_caches.group_data_refs]
         self._block_bytes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
-        self._jobs: dict[int, _Job] = {}  # in the order in which they were submitted
+        self._jobs: dict[int, _TransferJob] = {}  # in the order in which they were submitted
         self._finished: list[TransferResult] = []
         on_gpu = self._device.type == "cuda"
         self._store_stream, self._load_stream, self._expedited_stream = (
@@ -260,7 +260,7 @@ class IBPOffloadingWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Begins to store GPU blocks, once the current stream is done with them."""
-        job = _Job(True, self._bytes_of(src_spec))
+        job = _TransferJob(True, self._bytes_of(src_spec))
         parts = list(self._parts(src_spec, dst_spec))
         self._make_stores(parts)
         with self._timed(job, self._store_stream):
@@ -280,7 +280,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         Raises:
             RuntimeError: nothing has been stored yet.
         """
-        job = _Job(False, self._bytes_of(dst_spec))
+        job = _TransferJob(False, self._bytes_of(dst_spec))
         stream = self._expedited_stream if expedited else self._load_stream
         with self._timed(job, stream):
             for part in self._parts(dst_spec, src_spec):
@@ -320,7 +320,7 @@ class IBPOffloadingWorker(OffloadingWorker):
 
     # ---- how ----
 
-    def _make_stores(self, parts: list[_Part]) -> None:
+    def _make_stores(self, parts: list[_PagePart]) -> None:
         all_bytes = sum(pool.page_bytes * pool.num_tensors for pool in self._pools.values())
         for pool in self._pools.values():
             mine = [part for part in parts if part.span.pool is pool]
@@ -331,7 +331,7 @@ class IBPOffloadingWorker(OffloadingWorker):
     def _bytes_of(self, gpu: GPULoadStoreSpec) -> int:
         return sum(count * block_bytes for count, block_bytes in zip(gpu.group_sizes, self._block_bytes))
 
-    def _parts(self, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[_Part]:
+    def _parts(self, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[_PagePart]:
         """The parts of a transfer. A group's blocks follow each other in its chunks; the first may begin in the middle
         of one."""
         first_block, first_chunk, many = 0, 0, self._blocks_per_chunk
@@ -345,10 +345,10 @@ class IBPOffloadingWorker(OffloadingWorker):
             blocks = gpu.block_ids[first_block : first_block + count]
             first_block, first_chunk = first_block + count, first_chunk + num_chunks
             for span in spans:
-                yield _Part(span, pages.tolist(), [int(block) for block in blocks])
+                yield _PagePart(span, pages.tolist(), [int(block) for block in blocks])
 
     @contextlib.contextmanager
-    def _timed(self, job: _Job, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    def _timed(self, job: _TransferJob, stream: torch.cuda.Stream | None) -> Iterator[None]:
         """Work of a job on a stream, behind that of the current one and between events."""
         if stream is None:
             yield
@@ -360,7 +360,7 @@ class IBPOffloadingWorker(OffloadingWorker):
             yield
             job.events[1].record()
 
-    def _load_raw(self, part: _Part) -> _Part:
+    def _load_raw(self, part: _PagePart) -> _PagePart:
         """Copies the pages that are not coded, on the current stream. Returns the part of those that are, with blocks
         that are all different: only vLLM's null block, which nobody reads, may come several times."""
         raw, tensors = part.span.pool.raw, part.span.paged.tensors
@@ -370,7 +370,7 @@ class IBPOffloadingWorker(OffloadingWorker):
                 for tensor, kept in zip(tensors, raw[page]):
                     tensor[block].copy_(kept, non_blocking=True)
         coded = {block: page for block, page in page_of.items() if page not in raw}
-        return _Part(part.span, list(coded.values()), list(coded))
+        return _PagePart(part.span, list(coded.values()), list(coded))
 
     def _settle(self) -> None:
         """Ends the jobs that are done, in the order in which they were submitted: pages that found no room are copied
@@ -382,7 +382,7 @@ class IBPOffloadingWorker(OffloadingWorker):
                 TransferResult(job_id=job_id, success=success, transfer_size=job.num_bytes, transfer_time=job.seconds())
             )
 
-    def _settle_store(self, job: _Job) -> bool:
+    def _settle_store(self, job: _TransferJob) -> bool:
         pages = [page for part, _ in job.transfers for page in part.pages]
         for pool in self._pools.values():  # all of them: a chunk may have been another group's before
             for page in pages:
@@ -392,7 +392,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         return True
 
 
-def _settle_load(job: _Job) -> bool:
+def _settle_load(job: _TransferJob) -> bool:
     try:
         for _, transfer in job.transfers:
             transfer.synchronize()

@@ -102,7 +102,7 @@ class Form:
         return tokens.as_strided(sizes, strides, start)
 
 
-class Coded(NamedTuple):
+class CodedTokens(NamedTuple):
     """Items of one call, coded into memory of their own.
 
     Attributes:
@@ -134,14 +134,14 @@ class Coded(NamedTuple):
         return used
 
 
-def raw(items: torch.Tensor) -> Coded:
+def raw(items: torch.Tensor) -> CodedTokens:
     """Items as they are."""
     none = torch.empty(0, dtype=torch.int64, device=items.device)
     data = items.contiguous().view(-1).view(torch.uint8)
-    return Coded(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
+    return CodedTokens(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
 
 
-def encode(items: torch.Tensor, codebook: AnyCodebook) -> Coded:
+def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
     """Queues the coding of items [blocks, B, heads, elements], which takes as many bytes of memory as they have."""
     device, item_bytes = items.device, items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
@@ -173,10 +173,10 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> Coded:
         0,
         state[3:],
     )
-    return Coded(codebook, data, lengths, bases, state, num_items)
+    return CodedTokens(codebook, data, lengths, bases, state, num_items)
 
 
-class Order(NamedTuple):
+class TokenOrder(NamedTuple):
     """Which coded sequence is which one now.
 
     Attributes:
@@ -189,7 +189,7 @@ class Order(NamedTuple):
     stamp: int
 
 
-class Span:
+class TokenSpan:
     """Blocks one after the other that one codebook has coded; or raw ones.
 
     Args:
@@ -223,7 +223,7 @@ class Span:
     def index_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._lengths, self._bases, self._words))
 
-    def append(self, coded: Coded, offset: int) -> None:
+    def append(self, coded: CodedTokens, offset: int) -> None:
         """Adds items whose bytes are at an offset of the arena."""
         if self.codebook is None:
             first = offset // self.form.item_bytes
@@ -262,7 +262,7 @@ class Span:
             slots, overflow, *index, self._words, self._codec, *shape, ids, sms, _OUTER_DIMS, out, fault
         )
 
-    def ids(self, first: int, last: int, batch: int, order: Order | None) -> torch.Tensor | None:
+    def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
         """int64 [n]: the items of blocks first to last - 1 of all blocks, in the order of a tensor's items. None: all
         of the span as they are. order: None: that in which they were coded."""
         heads, device = self.form.num_heads, self._bases.device
@@ -278,14 +278,14 @@ class Span:
             self._ids = key, ids.view(-1)
         return self._ids[1]
 
-    def clone(self) -> Span:
-        copied = Span(self.form, self.codebook, self.first_block, self.first_slot, self._bases.device)
+    def clone(self) -> TokenSpan:
+        copied = TokenSpan(self.form, self.codebook, self.first_block, self.first_slot, self._bases.device)
         copied._lengths, copied._bases = self._lengths.clone(), self._bases.clone()
         copied._resize(self.num_items)
         return copied
 
 
-class Codec:
+class TokenCodec:
     """The coded keys, or values, of a layer.
 
     Args:
@@ -302,13 +302,13 @@ class Codec:
         self._wanted: float | None = None  # savings that the codebook was taken for
         self._looks = given is None and not self._is_raw  # for a codebook, when items are coded next
         self.num_learned = 0
-        self.spans: list[Span] = []
+        self.spans: list[TokenSpan] = []
 
-    def alignment_of(self, coded: Coded) -> int:
+    def alignment_of(self, coded: CodedTokens) -> int:
         """Of the offsets at which coded items may lie."""
         return self.form.item_bytes if coded.codebook is None else _SECTOR
 
-    def encode(self, tokens: torch.Tensor) -> Coded:
+    def encode(self, tokens: torch.Tensor) -> CodedTokens:
         """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for these where a
         codebook is learned from them."""
         items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
@@ -326,10 +326,10 @@ class Codec:
             self.num_learned += not self._is_raw
         self._looks, self._wanted = False, None
 
-    def add(self, coded: Coded, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
+    def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
         """Adds items whose num_bytes bytes are at an offset of the arena, as those behind all others."""
         if not self.spans or self.spans[-1].codebook is not coded.codebook:
-            self.spans.append(Span(self.form, coded.codebook, first_block, first_slot, self._device))
+            self.spans.append(TokenSpan(self.form, coded.codebook, first_block, first_slot, self._device))
         self.spans[-1].append(coded, offset)
         if coded.codebook is None or coded.num_items == 0:
             return
@@ -343,7 +343,7 @@ class Codec:
         staged: torch.Tensor,
         out: torch.Tensor,
         blocks: range,
-        order: Order | None,
+        order: TokenOrder | None,
         sms: int | None,
         fault: torch.Tensor,
     ) -> None:
@@ -362,8 +362,8 @@ class Codec:
         if self.spans:
             self.spans[-1].truncate((num_slots - self.spans[-1].first_slot) * self.form.num_heads)
 
-    def clone(self) -> Codec:
-        copied = Codec(self.form, self._options, self._codebook, self._device)
+    def clone(self) -> TokenCodec:
+        copied = TokenCodec(self.form, self._options, self._codebook, self._device)
         copied._is_raw, copied._wanted, copied._looks = self._is_raw, self._wanted, self._looks
         copied.num_learned, copied.spans = self.num_learned, [span.clone() for span in self.spans]
         return copied

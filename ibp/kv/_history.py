@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ._arena import Arena
-from ._coding import Codec, Coded, Form, Options, Order
+from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
 
 _stamps = itertools.count(1)
 
@@ -39,7 +39,7 @@ class Pending:
         batch_size: sequences of a block.
     """
 
-    def __init__(self, keys: Coded, values: Coded, num_blocks: int, batch_size: int) -> None:
+    def __init__(self, keys: CodedTokens, values: CodedTokens, num_blocks: int, batch_size: int) -> None:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
         self.sequences: torch.Tensor | None = None  # which of the coded ones each sequence is by now
         states = [coded.state for coded in (keys, values) if coded.state is not None]
@@ -93,11 +93,11 @@ class History:
     def __init__(self, keys: Form, values: Form, options: Options, arena: Arena, device: torch.device) -> None:
         given = options.codebooks or (None, None)
         self._options, self.arena, self.device = options, arena, device
-        self.keys, self.values = (Codec(form, options, book, device) for form, book in zip((keys, values), given))
+        self.keys, self.values = (TokenCodec(form, options, book, device) for form, book in zip((keys, values), given))
         self.num_blocks, self.stamp = 0, next(_stamps)
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
-        self._order: Order | None = None
+        self._order: TokenOrder | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -157,7 +157,7 @@ class History:
         new = new.view(num_blocks, batch_size)
         if sequences is not None:
             new = new[:, sequences]
-        self._order = Order(torch.cat((held, new)) if self.num_blocks else new, next(_stamps))
+        self._order = TokenOrder(torch.cat((held, new)) if self.num_blocks else new, next(_stamps))
 
     def _slots(self) -> torch.Tensor:
         """Which coded sequence each one is, of every block: [num_blocks, B]."""
@@ -169,7 +169,7 @@ class History:
     def take(self, sequences: torch.Tensor) -> None:
         """Sequence b is from now on what sequence sequences[b] was: nothing is decoded. sequences: int64 [B]."""
         if self.num_blocks:
-            self._order = Order(self._slots()[:, sequences], next(_stamps))
+            self._order = TokenOrder(self._slots()[:, sequences], next(_stamps))
             self._batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
@@ -185,7 +185,7 @@ class History:
         for codec in (self.keys, self.values):
             codec.truncate(num_blocks, self._num_slots)
         if self._order is not None:
-            self._order = Order(self._order.slots[:num_blocks], next(_stamps)) if num_blocks else None
+            self._order = TokenOrder(self._order.slots[:num_blocks], next(_stamps)) if num_blocks else None
         self.stamp = next(_stamps)
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,7 +60,7 @@ class Transfer:
 
     __module__ = "ibp.kv"
 
-    def __init__(self, store: KVStore, stores: bool, call: _Call, num_bytes: int) -> None:
+    def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
         self._pages, self._near, near = call.host, call.near, call.near
         self._columns = call.columns if call.paged is not None else slice(None)
@@ -351,7 +351,7 @@ class KVStore:
     def free(self, pages: Pages) -> None:
         """Forgets pages, after the transfers so far: they cannot be loaded until they are stored again. Rows keep their
         parts of overflow for what is stored there next."""
-        call = _Call(*self._numbers("pages", pages, self.num_pages), None, None, 0)
+        call = _StoreCall(*self._numbers("pages", pages, self.num_pages), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
             is_there = (call.near >= 0) & (call.near < self.num_pages)
             index = torch.where(is_there, call.near, self.num_pages)
@@ -406,7 +406,7 @@ class KVStore:
 
     # ---- how ----
 
-    def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _Call:
+    def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _StoreCall:
         """The arguments of a transfer. once: which numbers have to be different, as what they name is written to."""
         paged = self._paged(tensors, blocks)
         self._check_paged(paged, first_tensor)
@@ -420,7 +420,7 @@ class KVStore:
         written = host if once == "pages" else host_blocks
         if written is not None and len(written) < near.numel():
             raise ValueError(f"{once} has a number more than once")
-        return _Call(near, host, paged, near_blocks, first_tensor)
+        return _StoreCall(near, host, paged, near_blocks, first_tensor)
 
     def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors | PageList:
         if isinstance(tensors, PagedTensors):
@@ -470,7 +470,7 @@ class KVStore:
         return host.contiguous(), frozenset(host.tolist())
 
     @contextlib.contextmanager
-    def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _Call) -> Iterator[None]:
+    def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _StoreCall) -> Iterator[None]:
         """Work of a transfer, behind that of the current stream and of transfers that have pages in common."""
         if self.device.type != "cuda" or is_capturing(self.device):
             yield
@@ -491,14 +491,16 @@ class KVStore:
                 tensor.record_stream(stream)
             yield
 
-    def _begun(self, call: _Call, stores: bool) -> Transfer:
+    def _begun(self, call: _StoreCall, stores: bool) -> Transfer:
         num_bytes = call.near.numel() * (len(call.paged) if call.paged else 0) * self.page_bytes
         transfer = Transfer(self, stores, call, num_bytes)
         if transfer._event is not None:
             self._under_way.append(transfer)
         return transfer
 
-    def _plan(self, call: _Call, ids_per_block: int, stored: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _plan(
+        self, call: _StoreCall, ids_per_block: int, stored: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows or pieces of a call's pages, -1 for those that are not there or not stored; addresses of the pieces of
         its blocks)."""
         of, count = call.tensors, call.near.numel()
@@ -520,7 +522,7 @@ class KVStore:
         raise CorruptTableError(f"{_core.status_string(status)}: piece {item} of the store")
 
 
-class _Call(NamedTuple):
+class _StoreCall(NamedTuple):
     """Pages and blocks of a transfer. near: page numbers on the device; host: those that the host knows, or None."""
 
     near: torch.Tensor

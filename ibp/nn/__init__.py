@@ -4,7 +4,7 @@
     bags      = ibp.nn.EmbeddingBag(1_000_000, 64, mode="sum")        # trained by ibp.optim
     linear    = ibp.nn.Linear(ibp.compress(weight, layout="packed"), bias)
 
-A table is no torch.Tensor (docs/tensor_subclass.md says why), so that a module cannot hold it as a parameter or buffer.
+A table is no torch.Tensor (docs/guide.md says why), so that a module cannot hold it as a parameter or buffer.
 These hold it as `weight`: `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
 torch.compile work as for other modules; `load_state_dict` takes plain tensors, too, and compresses them.
 `parameters()` and `buffers()` do not list tables: optimizers of torch, DDP and FSDP leave them alone.

@@ -12,7 +12,6 @@ from .._fetch.bags import embedding_bag
 from .._tables.changes import check_rows, put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
-from ..cache._changes import put_items as put_cached_items
 from ._tables import TableModule
 
 
@@ -190,7 +189,7 @@ class RowsModule(TableModule):
         if self.cache is None:
             put_items(self.weight, ids, rows)
         else:
-            put_cached_items(self.cache, ids, rows)
+            self.cache.put_items(ids, rows)
         self._num_writes += 1
 
     # ---- the table ----

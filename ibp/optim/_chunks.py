@@ -10,10 +10,10 @@ import torch
 
 from .._machine.memory import PinningError
 from .._tables.coded_rows import _in_memory_order
-from ._families import Group, Section, grouped
+from ._families import Section, StateGroup, grouped
 from ._learning import ROW_BYTES, learn
 from ._replay import Replay
-from ._states import CodedState, Coding
+from ._states import CodedState, StateCoding
 
 NAMES = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64  # bytes, of small parameters behind others
@@ -29,7 +29,7 @@ class Work(NamedTuple):
     exp_avg_sq: torch.Tensor
 
 
-class Piece(NamedTuple):
+class ChunkPiece(NamedTuple):
     """Elements start to stop of a parameter, in the order of its memory, or all of it; in the chunk they begin at
     `offset`. Of a DTensor this process's part is meant."""
 
@@ -76,7 +76,7 @@ class Chunk:
     """Pieces of parameters of one dtype and device, and their states. Large parameters are sections, and small ones
     between them together; sections that are alike and next to each other are a run, which is coded by one call."""
 
-    def __init__(self, pieces: list[Piece], num_elements: int, coding: Coding) -> None:
+    def __init__(self, pieces: list[ChunkPiece], num_elements: int, coding: StateCoding) -> None:
         first = local(pieces[0].param)
         self.pieces, self.num_elements, self._coding = pieces, num_elements, coding
         self.dtype, self.device = first.dtype, first.device
@@ -142,7 +142,7 @@ class Chunk:
         for state in states:
             state.settle()
 
-    def _groups(self, run: Run, rows: torch.Tensor, growth: float) -> list[Group]:
+    def _groups(self, run: Run, rows: torch.Tensor, growth: float) -> list[StateGroup]:
         """Sections of a run that are alike."""
         first, last = run.start // self._row_elements, run.stop // self._row_elements
         held = [section for section in self._sections if first <= section.start < last]
@@ -151,7 +151,7 @@ class Chunk:
         families = self._coding.families.setdefault((run.which, self.dtype), [])
         return grouped(rows, sections, families, lambda some: learn(some, self._coding.level, before, growth))
 
-    def _split(self, run: Run, rows: torch.Tensor, groups: list[Group]) -> list[CodedState]:
+    def _split(self, run: Run, rows: torch.Tensor, groups: list[StateGroup]) -> list[CodedState]:
         """Puts a run for each group in the place of one. Their states."""
         first, stores = run.start // self._row_elements, run.state.stores
         parts = [self._run(run.which, first + group.start, first + group.stop, stores) for group in groups]
@@ -227,7 +227,7 @@ class Chunk:
         return [near[run.which, run.start * size : run.stop * size] for run in self.runs]
 
 
-def _firsts_of_sections(pieces: list[Piece]) -> list[Piece]:
+def _firsts_of_sections(pieces: list[ChunkPiece]) -> list[ChunkPiece]:
     """The pieces that sections begin with: large parameters are alone."""
     are_large = [_is_large(piece.param) for piece in pieces]
     return [piece for i, piece in enumerate(pieces) if i == 0 or are_large[i] or are_large[i - 1]]
@@ -238,7 +238,7 @@ def _is_large(param: torch.Tensor) -> bool:
 
 
 def planned(
-    params: Iterable[torch.Tensor], chunk_bytes: int, coding: Callable[[torch.device], Coding]
+    params: Iterable[torch.Tensor], chunk_bytes: int, coding: Callable[[torch.device], StateCoding]
 ) -> Iterator[Chunk]:
     """Chunks with the elements of all parameters, each of one dtype and device. Both states of one have at most
     chunk_bytes bytes. Large parameters come first. Pieces begin with a row of the coder, but small whole ones behind
@@ -249,7 +249,7 @@ def planned(
     for (device, dtype), alike in kinds.items():
         row_elements = ROW_BYTES // dtype.itemsize
         most = max(1, chunk_bytes // (2 * ROW_BYTES)) * row_elements
-        pieces: list[Piece] = []
+        pieces: list[ChunkPiece] = []
         end = 0
         for param in alike:
             start, length = 0, local(param).numel()
@@ -261,7 +261,7 @@ def planned(
                     yield Chunk(pieces, end, coding(device))
                     pieces, end = [], 0
                 stop = min(length, start + most - end)
-                pieces.append(Piece(param, start, stop, end, stop - start == length))
+                pieces.append(ChunkPiece(param, start, stop, end, stop - start == length))
                 end += stop - start
                 start = stop
         if pieces:

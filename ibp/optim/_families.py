@@ -23,7 +23,7 @@ class Section(NamedTuple):
     key: Hashable
 
 
-class Group(NamedTuple):
+class StateGroup(NamedTuple):
     """Rows start to stop: sections next to each other that share a codebook. survey: what the rows take by it."""
 
     start: int
@@ -75,7 +75,7 @@ def grouped(
     sections: Sequence[Section],
     families: list[Family],
     learn: Callable[[torch.Tensor], AnyCodebook],
-) -> list[Group]:
+) -> list[StateGroup]:
     """The groups of rows, in their order. Waits for the device.
 
     Args:
@@ -110,11 +110,11 @@ def grouped(
             continue
         families.append(Family(own, by_own.means[i]))
         offer(by_own)
-    groups: list[Group] = []
+    groups: list[StateGroup] = []
     firsts = [i for i in range(len(sections)) if i == 0 or takers[i] != takers[i - 1]]
     for first, end in zip(firsts, [*firsts[1:], len(sections)]):
         family, found = families[takers[first]], measured[takers[first]]
         family.keys.update(section.key for section in sections[first:end])
         start, stop = sections[first].start, sections[end - 1].stop
-        groups.append(Group(start, stop, family.codebook, found.survey(rows, start, stop)))
+        groups.append(StateGroup(start, stop, family.codebook, found.survey(rows, start, stop)))
     return groups

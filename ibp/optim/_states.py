@@ -12,7 +12,7 @@ from .._layout import slots as _layout
 from .._machine.memory import PinningError
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import CodedRows
-from ._families import Family, Group
+from ._families import Family, StateGroup
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
 
@@ -54,7 +54,7 @@ class Usage(NamedTuple):
 Usage.__module__ = "ibp.optim"
 
 
-class Coding(NamedTuple):
+class StateCoding(NamedTuple):
     """How states are coded.
 
     level: of codebooks, see `ibp.compress`.
@@ -84,7 +84,9 @@ class CodedState:
         stores: how often the elements were kept before, in other states.
     """
 
-    def __init__(self, num_rows: int, num_bytes: int, device: torch.device, coding: Coding, stores: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, num_bytes: int, device: torch.device, coding: StateCoding, stores: int = 0
+    ) -> None:
         self.num_rows, self.num_bytes, self.device, self.pinned = num_rows, num_bytes, device, coding.pinned
         self.place: CodedRows | None = None
         self.codebook: AnyCodebook | None = None  # that was learned for it, shared with others that are alike
@@ -155,7 +157,7 @@ class CodedState:
         """Whether it has no codebook, or may take another one before the next store."""
         return self.fitted_at == 0 or self.may_refit
 
-    def fit(self, data: torch.Tensor, group: Group) -> None:
+    def fit(self, data: torch.Tensor, group: StateGroup) -> None:
         """Takes a codebook, and memory for rows coded by it: that of the place before if its slots suit. Other memory
         is given back when there is new memory. Waits for the device.
 

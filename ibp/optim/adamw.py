@@ -13,12 +13,12 @@ import torch
 from .._common.arguments import whole_number
 from .._schemes.planes.learning import check_level
 from ..kv._sizes import check_storage
-from ._chunks import NAMES, Chunk, Piece, Work, local, planned
+from ._chunks import NAMES, Chunk, ChunkPiece, Work, local, planned
 from ._compiling import outside_of_graphs
 from ._lane import Lane
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
-from ._states import CodedState, Coding, Usage, Watch, choose_learners, free_overflow, growths
+from ._states import CodedState, StateCoding, Usage, Watch, choose_learners, free_overflow, growths
 
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 256 << 20, 8  # if chunk_bytes is not given
 
@@ -46,7 +46,7 @@ class _Job:
         self._all_grads, self._all_steps = grads, steps
 
     @functools.cached_property
-    def _live(self) -> list[tuple[Piece, tuple[torch.Tensor, ...]]]:
+    def _live(self) -> list[tuple[ChunkPiece, tuple[torch.Tensor, ...]]]:
         """The pieces, and both states of each."""
         pieces = zip(self.chunk.pieces, self.chunk.views(self.work))
         return [(piece, states) for piece, states in pieces if piece.param in self._all_grads]
@@ -81,7 +81,7 @@ class _Job:
         torch._foreach_mul_(exp_avgs, 1 - self.options["beta1"])
 
 
-class _Plan:
+class _StepPlan:
     """What a step does on a device. found_inf: of a GradScaler."""
 
     def __init__(self, device: torch.device, found_inf: torch.Tensor | None) -> None:
@@ -113,7 +113,7 @@ class _CodedStates(torch.optim.Adam):
         self._in_chunks: dict[torch.Tensor, tuple[torch.dtype, torch.device]] = {}
         self._works: dict[tuple[torch.device, torch.dtype], Work] = {}
         self._lanes: dict[torch.device, Lane] = {}
-        self._codings: dict[torch.device, Coding] = {}
+        self._codings: dict[torch.device, StateCoding] = {}
         self._watches: dict[torch.device, Watch] = {}
 
     # ---- parameters ----
@@ -180,11 +180,11 @@ class _CodedStates(torch.optim.Adam):
             self._run(plan)
         return loss
 
-    def _plans(self) -> list[_Plan]:
+    def _plans(self) -> list[_StepPlan]:
         """A step's work on each device. All that can fail is done here: no weight and no state has changed."""
         for coding in self._codings.values():
             coding.families.clear()
-        plans: dict[torch.device, _Plan] = {}
+        plans: dict[torch.device, _StepPlan] = {}
         for group, chunks in zip(self.param_groups, self._chunks):
             grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
             for param in grads:
@@ -192,7 +192,7 @@ class _CodedStates(torch.optim.Adam):
             self._add_chunks([param for param in grads if param not in self._in_chunks], chunks)
             for device in {local(param).device for param in grads}:
                 if device not in plans:
-                    plans[device] = _Plan(device, _near(getattr(self, "found_inf", None), device))
+                    plans[device] = _StepPlan(device, _near(getattr(self, "found_inf", None), device))
                 self._plan(plans[device], group, chunks, grads)
         for plan in plans.values():
             self._fit(plan.jobs)
@@ -201,7 +201,7 @@ class _CodedStates(torch.optim.Adam):
         return list(plans.values())
 
     def _plan(
-        self, plan: _Plan, group: dict[str, Any], chunks: list[Chunk], grads: dict[torch.Tensor, torch.Tensor]
+        self, plan: _StepPlan, group: dict[str, Any], chunks: list[Chunk], grads: dict[torch.Tensor, torch.Tensor]
     ) -> None:
         """Adds what is to be done for the parameters of a group to a device's plan."""
         device = plan.device
@@ -238,12 +238,12 @@ class _CodedStates(torch.optim.Adam):
             if self._storage == "device":
                 job.chunk.prepare(job.work)
 
-    def _begin(self, plan: _Plan) -> None:
+    def _begin(self, plan: _StepPlan) -> None:
         """Decodes the states of the first chunk: the GPU has work while the host gets the rest ready."""
         if plan.lane is None and plan.jobs:
             plan.jobs[0].chunk.load(plan.jobs[0].work)
 
-    def _run(self, plan: _Plan) -> None:
+    def _run(self, plan: _StepPlan) -> None:
         """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
         steps, lane, jobs = list(plan.steps.values()), plan.lane, plan.jobs
         torch._foreach_add_(steps, 1)
@@ -284,12 +284,12 @@ class _CodedStates(torch.optim.Adam):
         chunks += list(planned(params, chunk_bytes, self._coding))
         self._in_chunks.update((param, _home_of(param)) for param in params)
 
-    def _coding(self, device: torch.device) -> Coding:
+    def _coding(self, device: torch.device) -> StateCoding:
         """How the states of chunks on a device are coded."""
         if device not in self._codings:
             reserve = Reserve() if device.type == "cuda" else None
             pinned = self._storage == "host" and reserve is not None
-            self._codings[device] = Coding(self._level, reserve, pinned, {})
+            self._codings[device] = StateCoding(self._level, reserve, pinned, {})
         return self._codings[device]
 
     def _work(self, chunk: Chunk) -> Work:
@@ -619,7 +619,7 @@ def _near(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _put(piece: Piece, memory: torch.Tensor, values: torch.Tensor) -> None:
+def _put(piece: ChunkPiece, memory: torch.Tensor, values: torch.Tensor) -> None:
     """Copies a parameter's piece of a state, saved with any strides, into a chunk's memory."""
     like = local(piece.param)
     if not piece.is_whole and values.stride() != like.stride():

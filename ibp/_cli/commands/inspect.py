@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import inputs, output, parsing
 
 if TYPE_CHECKING:
-    from ibp._inspect.report import FileReport, TensorReport
+    from ibp._inspect.report import FileReport, TensorContents
 
 HELP = "say what is in files: tensors, savings, what the bytes are"
 DESCRIPTION = """\
@@ -152,7 +152,7 @@ def _list(file: FileReport) -> object:
     return output.table(["tensor", "dtype", "shape", "scheme", ">before", ">after", ">saved"], rows)
 
 
-def _dtype(tensor: TensorReport) -> str:
+def _dtype(tensor: TensorContents) -> str:
     """In short, as headers of safetensors name it."""
     import torch
 
@@ -162,7 +162,7 @@ def _dtype(tensor: TensorReport) -> str:
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else tensor.dtype
 
 
-def _shape(tensor: TensorReport) -> str:
+def _shape(tensor: TensorContents) -> str:
     return "x".join(map(str, tensor.shape)) or "scalar"
 
 
@@ -184,7 +184,7 @@ def _all_parts(file: FileReport) -> object:
     return output.table(["tensor", "part", ">bytes", ">share"], rows)
 
 
-def _details(tensor: TensorReport) -> Iterator[object]:
+def _details(tensor: TensorContents) -> Iterator[object]:
     yield tensor.name
     yield ""
     yield output.table(["", ""], _facts(tensor))
@@ -206,7 +206,7 @@ def _details(tensor: TensorReport) -> Iterator[object]:
         yield output.table(["entry", "stands for", ">share"], _entries(tensor))
 
 
-def _facts(tensor: TensorReport) -> list[list[str]]:
+def _facts(tensor: TensorContents) -> list[list[str]]:
     rows = f"{tensor.num_rows:,} of {tensor.row_bytes:,} bytes; {tensor.raw_rows:,} raw, {tensor.default_rows:,} empty"
     facts = [
         ["dtype", tensor.dtype],
@@ -223,7 +223,7 @@ def _facts(tensor: TensorReport) -> list[list[str]]:
     return facts
 
 
-def _bits(tensor: TensorReport) -> Iterator[list[str]]:
+def _bits(tensor: TensorContents) -> Iterator[list[str]]:
     """A line for bits that are next to each other and alike, from the most significant on."""
     width = len(tensor.entropy)
     none = [0.0] * width
@@ -240,5 +240,5 @@ def _bits(tensor: TensorReport) -> Iterator[list[str]]:
             first = bit
 
 
-def _entries(tensor: TensorReport) -> list[list[str]]:
+def _entries(tensor: TensorContents) -> list[list[str]]:
     return [[name, meaning, output.show_share(share)] for name, meaning, share in tensor.entries]

@@ -1,0 +1,91 @@
+"""What the files of a cache work on together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from .._tables.compressed_tensor import CompressedTensor
+from ._order import StreamOrder, key_of
+from ._slabs import COUNTERS, Generation, Slab
+
+
+class CacheState:
+    """The rows that a cache holds, and what keeps their readers and writers apart.
+
+    Args:
+        view: the table whose rows are held.
+        devices: of the slabs.
+        writable: whether changed rows are kept in the slabs until they are flushed.
+
+    Attributes:
+        workers: the devices, each once.
+        rows_per_item: rows of an item of the table.
+        counts: of each device, what lookups have met.
+        lock: held while lookups and changes are issued.
+        change_lock: held from the beginning of a change to its end; taken before `lock`.
+        order: of the streams that read and write the slabs.
+        generation: the slabs in use.
+        captured: generations that CUDA graphs read.
+        is_idle: a GPU cannot read the table: nothing is held, and the table's own paths serve.
+    """
+
+    generation: Generation
+
+    def __init__(self, view: CompressedTensor, devices: tuple[torch.device, ...], writable: bool) -> None:
+        self.view, self.devices, self.writable = view, devices, writable
+        self.workers = tuple(dict.fromkeys(devices))
+        self.rows_per_item = max(1, view.item_bytes // view.row_bytes)
+        self.counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
+        self.lock, self.change_lock = threading.Lock(), threading.RLock()
+        self.order = StreamOrder()
+        self.captured: list[Generation] = []
+        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
+
+    def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
+        """Keeps what a stream uses from its next user until the stream is done with it."""
+        if stream is not None and key_of(stream) not in generation.streams:
+            generation.hold_for(stream)
+            self.counts[worker].record_stream(stream)
+
+    def check(self, generation: Generation) -> None:
+        """RuntimeError where the table has changed since a generation was made."""
+        if generation.codebook is not self.view.codebook:
+            raise RuntimeError("the table has been refit since its rows were cached: refill the cache")
+        if generation.version != self.view.version:
+            raise RuntimeError(
+                "the table's rows have changed other than by this cache: invalidate those, or change them by the "
+                "cache's update_"
+            )
+
+    def generation_of(self, slabs: tuple[Slab, ...], ways: int, slot_bytes: int, capacity: int) -> Generation:
+        """Slabs of rows as the table codes them now."""
+        return Generation(slabs, ways, slot_bytes, self.view.codebook, self.view.version, capacity)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work on streams of the cache's own, behind that of the current ones, which is waited for at the end."""
+        with ExitStack() as stack:
+            for device in self.workers:
+                if device.type != "cuda":
+                    continue
+                side = self._side_streams.setdefault(device, torch.cuda.Stream(device))
+                side.wait_stream(torch.cuda.current_stream(device))
+                stack.enter_context(torch.cuda.stream(side))
+            yield
+            self.wait_beside()
+
+    def wait_beside(self) -> None:
+        """Waits for the work on the cache's own streams."""
+        for stream in self._side_streams.values():
+            stream.synchronize()
+
+    def synchronize(self) -> None:
+        """Waits for all work on the cache's devices."""
+        for device in self.workers:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
