@@ -52,7 +52,7 @@ def inspect_path(
             found = inspect_path(near, wanted=wanted, level=level, progress=progress)
         return FileReport(**{**vars(found), "path": path})
     if _is_ibp(path):
-        with open_file(path, pin_memory=False) as file:
+        with open_file(path, memory="host") as file:
             return _of_ibp(file, wanted, progress)
     with open_source(path) as source:
         return _of_source(source, wanted, progress, level)

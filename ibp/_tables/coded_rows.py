@@ -49,18 +49,22 @@ class CodedRows:
         overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
         device: where rows are coded and the index is; None: the memory's, else the current
             CUDA device if there is one, else the CPU.
-        pinned: slots and overflow are pinned host memory, which the GPU writes and reads over the link.
-        memory: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous, which the place lies in, from
-            its first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
-            `CodedRows.over`. None: the place allocates.
-        spill: "host": overflow is in pinned host memory, so that the place takes no more of the GPU's memory than its
-            slots (see `ibp.spill.place`); on a CPU all is in host memory. None: it is where the slots are.
-        host_memory: uint8 memory of the host, 1-D and contiguous, which slots lie in where `pinned` is set, and
-            overflow behind them: pinned, unless the place is on a CPU. None: the place allocates.
+        memory: of slots and overflow: "device", or "pinned", host memory that the GPU writes and reads over the link.
+            None: the device's. On a CPU all is in host memory.
+        overflow_memory: "pinned": overflow is in pinned host memory, so that the rows take no more of the GPU's memory
+            than their slots (see `ibp.spill.place`). None: it is where the slots are.
+        buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous, which all lies in, from its
+            first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
+            `CodedRows.over`. None: new memory.
+        host_buffer: uint8 memory of the host, 1-D and contiguous, which slots lie in where `memory` is "pinned", and
+            overflow behind them: pinned, unless the device is a CPU. None: new memory.
+
+    Attributes:
+        memory, overflow_memory: "device", "pinned", or "host" on a CPU.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
-        RuntimeError: torch sees no CUDA device, and pinned is set.
+        RuntimeError: the system does not pin memory.
     """
 
     __module__ = "ibp"
@@ -73,18 +77,19 @@ class CodedRows:
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
         device: torch.device | str | int | None = None,
-        pinned: bool = False,
-        memory: torch.Tensor | None = None,
-        spill: str | None = None,
-        host_memory: torch.Tensor | None = None,
+        memory: str | None = None,
+        overflow_memory: str | None = None,
+        buffer: torch.Tensor | None = None,
+        host_buffer: torch.Tensor | None = None,
     ) -> None:
-        self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory, spill, host_memory)
+        sizes = (slot_bytes, overflow_bytes)
+        self._lay_out(codebook, num_rows, *sizes, device, memory, overflow_memory, buffer, host_buffer)
         self.clear()
 
     @classmethod
     def over(
         cls,
-        memory: torch.Tensor,
+        buffer: torch.Tensor,
         codebook: AnyCodebook,
         num_rows: int,
         *,
@@ -95,7 +100,7 @@ class CodedRows:
         nothing is cleared. Of overflow, which is last, only the bytes in use need to be there.
 
         Args:
-            memory: as of `CodedRows`; the place's device is the memory's.
+            buffer: as of `CodedRows`; the device is the buffer's.
             codebook, num_rows, slot_bytes: of the place whose bytes they are.
             overflow_bytes: of overflow that are there.
 
@@ -103,7 +108,7 @@ class CodedRows:
             TypeError, ValueError: an argument is not as described there.
         """
         place = cls.__new__(cls)
-        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory, None, None)
+        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, None, None, buffer, None)
         return place
 
     @staticmethod
@@ -126,29 +131,27 @@ class CodedRows:
         slot_bytes: int | None,
         overflow_bytes: int | None,
         device: torch.device | str | int | None,
-        pinned: bool,
-        memory: torch.Tensor | None,
-        spill: str | None,
-        host_memory: torch.Tensor | None,
+        memory: str | None,
+        overflow_memory: str | None,
+        buffer: torch.Tensor | None,
+        host_buffer: torch.Tensor | None,
     ) -> None:
         """Checks what is given, and makes the tensors."""
         check_codebook(codebook)
         sizes = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
-        if memory is not None:
+        if buffer is not None:
             needed = self.memory_bytes(codebook, num_rows, slot_bytes=slot_bytes, overflow_bytes=overflow_bytes)
-            device = _check_memory(memory, needed, device, pinned)
+            device = _check_buffer(buffer, needed, device, memory, overflow_memory)
         self.device = _memory.usual(device)
-        if pinned and self.device.type != "cuda":
-            raise ValueError("pinned places are for a CUDA device to write to")
-        check_spill(spill, memory)
-        in_host = [pinned, pinned or spill == "host"]  # slots, overflow
-        if host_memory is not None:
+        self.memory = _memory.memory_read_by(self.device, memory, "device")
+        self.overflow_memory = overflow_memory_of(self.device, self.memory, overflow_memory)
+        in_host = [memory == "pinned", "pinned" in (memory, overflow_memory)]  # slots, overflow
+        if host_buffer is not None:
             needed = sum(size for size, is_there in zip(sizes[-2:], in_host) if is_there)
-            _check_host_memory(host_memory, needed, any(in_host), self.device)
+            _check_host_buffer(host_buffer, needed, any(in_host), self.device)
         self.num_rows, self.row_bytes = num_rows, codebook.row_bytes
         self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
-        self.pinned, self.spill = pinned, spill
-        parts = _allocated(sizes, self.device, in_host, host_memory) if memory is None else _carved(memory, sizes)
+        parts = _allocated(sizes, self.device, in_host, host_buffer) if buffer is None else _carved(buffer, sizes)
         counters, rooms, bases, lengths, self.slots, self.overflow = parts
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
@@ -279,55 +282,59 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _check_memory(
-    memory: torch.Tensor, needed: int, device: torch.device | str | int | None, pinned: bool
+def _check_buffer(
+    buffer: torch.Tensor,
+    needed: int,
+    device: torch.device | str | int | None,
+    memory: str | None,
+    overflow_memory: str | None,
 ) -> torch.device:
-    """The device of memory that is given to a place. TypeError, ValueError: it cannot be used."""
-    if not isinstance(memory, torch.Tensor):
-        raise TypeError(f"memory is a {type(memory).__name__}; wanted a tensor")
-    if pinned:
-        raise ValueError("memory is given, which is on the device; pinned places allocate")
-    if memory.dtype != torch.uint8 or not memory.is_contiguous() or memory.numel() < needed:
+    """The device of a buffer that is given for coded rows. TypeError, ValueError: it cannot be used."""
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"buffer is a {type(buffer).__name__}; wanted a tensor")
+    if memory in ("pinned", "host") or overflow_memory is not None:
+        raise ValueError("a buffer is given, which all rows lie in: memory and overflow_memory do not go with it")
+    if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() < needed:
         raise ValueError(
-            f"memory is {memory.dtype} {list(memory.shape)}; wanted contiguous torch.uint8 of {needed} bytes or more"
+            f"buffer is {buffer.dtype} {list(buffer.shape)}; wanted contiguous torch.uint8 of {needed} bytes or more"
         )
-    if memory.data_ptr() % _ALIGNMENT:
-        raise ValueError(f"memory begins at an address that is no multiple of {_ALIGNMENT}")
-    if device is not None and _memory.canonical(device) != memory.device:
-        raise ValueError(f"memory is on {memory.device}, device is {device}")
-    return memory.device
+    if buffer.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"buffer begins at an address that is no multiple of {_ALIGNMENT}")
+    if device is not None and _memory.canonical(device) != buffer.device:
+        raise ValueError(f"buffer is on {buffer.device}, device is {device}")
+    return buffer.device
 
 
-def _check_host_memory(host_memory: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
-    """TypeError, ValueError: host memory that is given to a place on a device cannot be used."""
-    if not isinstance(host_memory, torch.Tensor):
-        raise TypeError(f"host_memory is a {type(host_memory).__name__}; wanted a tensor")
+def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
+    """TypeError, ValueError: a buffer of the host that is given for coded rows on a device cannot be used."""
+    if not isinstance(host_buffer, torch.Tensor):
+        raise TypeError(f"host_buffer is a {type(host_buffer).__name__}; wanted a tensor")
     if not is_used:
-        raise ValueError("host_memory is given, but pinned is not set and spill is not 'host'")
-    if host_memory.dtype != torch.uint8 or host_memory.dim() != 1 or not host_memory.is_contiguous():
+        raise ValueError("host_buffer is given, but neither memory nor overflow_memory is 'pinned'")
+    if host_buffer.dtype != torch.uint8 or host_buffer.dim() != 1 or not host_buffer.is_contiguous():
         raise ValueError(
-            f"host_memory is {host_memory.dtype} {list(host_memory.shape)} with strides {list(host_memory.stride())}; "
+            f"host_buffer is {host_buffer.dtype} {list(host_buffer.shape)} with strides {list(host_buffer.stride())}; "
             "wanted contiguous torch.uint8 of one dimension"
         )
-    if host_memory.numel() < needed:
-        raise ValueError(f"host_memory has {host_memory.numel()} bytes; wanted {needed} or more")
-    if host_memory.device.type != "cpu":
-        raise ValueError(f"host_memory is on {host_memory.device}; wanted memory of the host")
-    if device.type == "cuda" and needed and not host_memory.is_pinned():
-        raise ValueError(f"host_memory is pageable; wanted pinned memory, which {device} reads")
+    if host_buffer.numel() < needed:
+        raise ValueError(f"host_buffer has {host_buffer.numel()} bytes; wanted {needed} or more")
+    if host_buffer.device.type != "cpu":
+        raise ValueError(f"host_buffer is on {host_buffer.device}; wanted memory of the host")
+    if device.type == "cuda" and needed and not host_buffer.is_pinned():
+        raise ValueError(f"host_buffer is pageable; wanted pinned memory, which {device} reads")
 
 
 def _allocated(
-    sizes: Sequence[int], device: torch.device, in_host: Sequence[bool], host_memory: torch.Tensor | None
+    sizes: Sequence[int], device: torch.device, in_host: Sequence[bool], host_buffer: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Tensors of so many bytes. in_host: whether slots and overflow are host memory, pinned for a GPU: host_memory, if
+    """Tensors of so many bytes. in_host: whether slots and overflow are host memory, pinned for a GPU: host_buffer, if
     there is one."""
     *index, slots, overflow = sizes
     parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
     start = 0
     for size, is_there in zip((slots, overflow), in_host):
-        if is_there and host_memory is not None:
-            parts.append(host_memory[start : start + size])
+        if is_there and host_buffer is not None:
+            parts.append(host_buffer[start : start + size])
             start += size
         else:
             parts.append(_memory.empty(size, _CPU if is_there else device, is_there and device.type == "cuda"))
@@ -423,11 +430,10 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
     return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
 
 
-def check_spill(spill: str | None, memory: torch.Tensor | None = None) -> None:
-    if spill not in (None, "host"):
-        raise ValueError(f"spill is {spill!r}; wanted 'host', or None")
-    if spill == "host" and memory is not None:
-        raise ValueError("spill is 'host', but memory is given, which overflow lies in too")
+def overflow_memory_of(device: torch.device, memory: str, overflow_memory: str | None) -> str:
+    """Where overflow is, behind slots that are in a memory. ValueError: the argument is none."""
+    _memory.check_memory(overflow_memory, "overflow_memory", among=("pinned",))
+    return memory if device.type == "cpu" or overflow_memory is None else overflow_memory
 
 
 def as_int16(number: int) -> int:

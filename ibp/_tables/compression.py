@@ -8,10 +8,11 @@ import torch
 from .. import _core
 from .._common.progress import tqdm
 from .._layout import geometry as _rows
-from .._machine import memory, staging
+from .._machine import memory as _memory
 from .._machine import numa as _numa
+from .._machine import staging
 from .._schemes import AnyCodebook
-from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of, wants_pinning
+from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of
 from .compressed_tensor import CompressedTensor
 
 
@@ -29,7 +30,7 @@ def compress_rows(
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
     numa: _numa.Numa = None,
     progress: bool = False,
 ) -> CompressedTensor:
@@ -37,8 +38,14 @@ def compress_rows(
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
-    pin, node = wants_pinning(x, pin_memory), _numa.node_of(numa)
-    return code(CompressedTensor, x, learning, layout, slot_bytes, row_bytes, device, pin, node, progress)
+    (home, pin), node = _memory.home_of(x, memory, _rows.working_device(x, device)), _numa.node_of(numa)
+    is_there = home == x.device
+    made_pinned = pin if is_there else False
+    table = code(CompressedTensor, x, learning, layout, slot_bytes, row_bytes, device, made_pinned, node, progress)
+    if is_there:
+        return table
+    moved = table.to(home)
+    return moved.pin_memory(numa=numa) if pin else moved
 
 
 def compress_in_place(
@@ -53,7 +60,7 @@ def compress_in_place(
     level: str = "default",
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
     """A table in x's own memory: `ibp.compress(x, inplace=True)`.
@@ -64,7 +71,10 @@ def compress_in_place(
     _check_owns_memory(x)
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     geometry = geometry_of(x, row_bytes, codebook)
-    worker, pin = _rows.working_device(x, device), wants_pinning(x, pin_memory)
+    worker = _rows.working_device(x, device)
+    home, pin = _memory.home_of(x, memory, worker)
+    if home != x.device:
+        raise ValueError(f"memory is {memory!r}, but inplace=True leaves x where it is, on {x.device}")
     data = _rows.bytes_of(x)
     coding = learning.coding_of(data, geometry, worker, geometry.row_bytes, progress, in_place=True)
     if coding is None:
@@ -83,7 +93,7 @@ def compress_in_place(
         if pin:
             table.pin_memory()
         elif pin is None:
-            memory.pin_if_possible(table)
+            _memory.pin_if_possible(table)
         return table
 
     try:

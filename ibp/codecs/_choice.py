@@ -263,7 +263,7 @@ class _Timed(NamedTuple):
         arguments = arguments_of(scheme, codebook, rows)
 
         def code() -> CompressedTensor | WholeTensor:
-            return compress(x, **arguments, device=x.device, pin_memory=False)
+            return compress(x, **arguments, device=x.device, memory="device")
 
         table, encode_s = timed(code, x.device)
         out = torch.empty_like(x)

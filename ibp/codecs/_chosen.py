@@ -110,7 +110,7 @@ class Choice:
         return replace(self, link_gbps=link_gbps, encode=counts, table=ranked(self.table, link_gbps, counts))
 
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor:
-        """`ibp.compress(x, scheme=self)`. options: device, pin_memory, numa and progress of `ibp.compress`."""
+        """`ibp.compress(x, scheme=self)`. options: device, memory, numa and progress of `ibp.compress`."""
         return compress(x, **arguments_of(self.scheme, self.codebook, self.rows), **options)
 
     def __repr__(self) -> str:

@@ -9,9 +9,9 @@ import torch
 
 from .._common.arguments import near
 from .._layout import geometry as _rows
+from .._machine import memory as _memory
 from .._machine import numa as _numa
 from .._schemes import SCHEMES, AnyCodebook
-from .._tables.coding import wants_pinning
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_in_place, compress_rows
 from ._whole import CODECS, WholeTensor, compress_whole, is_general
@@ -39,7 +39,7 @@ def compress(
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
     numa: _numa.Numa = None,
     inplace: bool = False,
     progress: bool = False,
@@ -59,7 +59,7 @@ def compress(
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
     numa: _numa.Numa = None,
     inplace: bool = False,
     progress: bool = False,
@@ -78,17 +78,17 @@ def compress(
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
     numa: _numa.Numa = None,
     inplace: bool = False,
     progress: bool = False,
 ) -> CompressedTensor | WholeTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
-    The table lives where x lives: on its GPU, or in host memory, pinned unless pin_memory says otherwise. Rows
-    that would not become smaller are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts
-    the bytes of its rows, `table.nbytes` the memory that it takes and `table.link_bytes` what is fetched over the link;
-    `estimate` tells them beforehand.
+    The table lives where x lives: on its GPU, or in host memory, pinned unless `memory` says otherwise. Rows that would
+    not become smaller are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts the bytes of
+    its rows, `table.nbytes` the memory that it takes and `table.link_bytes` what is fetched over the link; `estimate`
+    tells them beforehand.
 
     With inplace=True x is compressed within its own memory (the paper's section 5), so that one that fills memory can
     be compressed. Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is
@@ -129,8 +129,10 @@ def compress(
         row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
             not 1-D, else 4,096 bytes of the flat tensor.
         device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU.
-        pin_memory: whether a table in host memory is pinned, at its size. None: if there is a CUDA device; where the
-            system refuses, the table is pageable, and a RuntimeWarning says so, once a process.
+        memory: where the table lives: "device", on the device that codes; "pinned", in host memory that GPUs read;
+            "host", in pageable memory. None: where x lives, in pinned memory if that is the host and there is a CUDA
+            device; where the system refuses to pin, the table is pageable, and a RuntimeWarning says so, once a
+            process.
         numa: the NUMA node whose memory is preferred for a pinned table, or a device near whose node; None: the calling
             thread's.
         inplace: compress x within its own memory. x must be contiguous, own all of its storage and not require grad;
@@ -145,7 +147,7 @@ def compress(
             codebook is none, or an argument is not of its type.
         ValueError: an argument is outside its range or contradicts another; or x cannot be compressed in place.
         ImportError: the package of a general codec is not installed.
-        RuntimeError: pin_memory=True, and memory cannot be pinned; or the codec needs a GPU, and there is none.
+        RuntimeError: memory is "pinned", and cannot be; or the codec needs a GPU, and there is none.
     """
     if inplace and not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}; inplace=True wants a torch.Tensor, whose memory it takes")
@@ -156,11 +158,10 @@ def compress(
     of_rows["layout"] = None if layout == "slots" else layout
     if isinstance(scheme, Chosen):
         _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, inplace=inplace or None, **of_rows)
-        return scheme.compress(x, device=device, pin_memory=pin_memory, numa=numa, progress=progress)
+        return scheme.compress(x, device=device, memory=memory, numa=numa, progress=progress)
     if is_general(scheme):
         _refuse(f"{scheme!r} codes whole tensors", inplace=inplace or None, **of_rows)
-        pin, node = wants_pinning(x, pin_memory), _numa.node_of(numa)
-        return compress_whole(x, scheme, chunk_bytes=chunk_bytes, device=device, pin=pin, node=node, progress=progress)
+        return _compress_whole(x, scheme, chunk_bytes, device, memory, _numa.node_of(numa), progress)
     if isinstance(scheme, str) and scheme not in (known := ["auto", *SCHEMES]):
         hint = near(scheme, [*known, *CODECS])
         raise ValueError(f"scheme is {scheme!r}{hint}; wanted one of {known}, or a general codec of {sorted(CODECS)}")
@@ -174,13 +175,31 @@ def compress(
         "level": level,
         "row_bytes": row_bytes,
         "device": device,
-        "pin_memory": pin_memory,
+        "memory": memory,
         "progress": progress,
     }
     if inplace:
         _refuse("inplace=True keeps every row where it is", layout=of_rows["layout"], slot_bytes=slot_bytes, numa=numa)
         return compress_in_place(x, **common)
     return compress_rows(x, layout=layout, slot_bytes=slot_bytes, numa=numa, **common)
+
+
+def _compress_whole(
+    x: torch.Tensor,
+    scheme: str,
+    chunk_bytes: int | None,
+    device: torch.device | str | int | None,
+    memory: str | None,
+    node: int,
+    progress: bool,
+) -> WholeTensor:
+    home, pin = _memory.home_of(x, memory, _rows.working_device(x, device))
+    made_pinned = pin if home == x.device else False
+    whole = compress_whole(
+        x, scheme, chunk_bytes=chunk_bytes, device=device, pin=made_pinned, node=node, progress=progress
+    )
+    moved = whole.to(home)
+    return moved.pin_memory() if pin and moved is not whole else moved
 
 
 def _refuse(why: str, **options: object) -> None:

@@ -58,7 +58,7 @@ def share_table(
     group: ProcessGroup | None = None,
     *,
     src: int = 0,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
 ) -> CompressedTensor:
     """One rank's table in the memory of all processes of a machine, which is there once. A collective call.
 
@@ -69,7 +69,7 @@ def share_table(
         table: in host memory, on rank src; other ranks give None.
         group: a process group of torch.distributed, all on one machine; None: the default group.
         src: the rank in the group that has the table.
-        pin_memory: whether GPUs fetch rows from the memory themselves; None: as on rank src.
+        memory: "pinned": GPUs read rows from the memory themselves; "host": not; None: as on rank src.
 
     Returns:
         The table of rank src: there itself, elsewhere a table in the same memory.
@@ -98,9 +98,9 @@ def share_table(
 
     def open_it() -> None:
         if members.rank != src or table is None:
-            opened.append(open_shared(offers[src][2], pin_memory=pin_memory))
+            opened.append(open_shared(offers[src][2], memory=memory))
         else:
-            opened.append(table.pin_memory() if pin_memory else table)
+            opened.append(table.pin_memory() if memory == "pinned" else table)
 
     members.together(what, open_it)  # rank src keeps the table until all have opened it
     return opened[0]

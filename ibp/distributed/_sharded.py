@@ -98,7 +98,7 @@ class ShardedTable(TensorManners):
         slot_bytes: int | None = None,
         row_bytes: int | None = None,
         device: torch.device | str | int | None = None,
-        pin_memory: bool | None = None,
+        memory: str | None = None,
         numa: _numa.Numa = None,
     ) -> ShardedTable:
         """Compresses each rank's part of a tensor with one codebook, learned from rows of all parts. A collective call.
@@ -144,7 +144,7 @@ class ShardedTable(TensorManners):
             settings = {"codebook": codebook, "layout": layout, "slot_bytes": slot_bytes}
 
         def work() -> CompressedTensor:
-            return compress_rows(x, device=worker, pin_memory=pin_memory, numa=numa, **settings)
+            return compress_rows(x, device=worker, memory=memory, numa=numa, **settings)
 
         made: list[CompressedTensor] = []
         members.together("from_local", lambda: made.append(work()))

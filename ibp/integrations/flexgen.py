@@ -230,7 +230,7 @@ def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightC
             return original(weight_specs, policy, env)
         # What is raw for a moment is not pinned: torch keeps freed pinned memory to itself.
         weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)
-        defaults: dict[str, Any] = {"device": env.gpu.dev, "pin_memory": None if policy.pin_weight else False}
+        defaults: dict[str, Any] = {"device": env.gpu.dev, "memory": None if policy.pin_weight else "host"}
         for i, (weight, (_, _, file)) in enumerate(zip(weights, weight_specs)):
             if weight.device is env.cpu and len(weight.shape) > 1:
                 compress = functools.partial(compressor.compress, file, **defaults)

@@ -247,4 +247,4 @@ def lane_of(device: torch.device, options: Options) -> Lane:
     with torch.inference_mode(False):
         if device.type == "cpu":
             return Lane(device, options)
-        return HostLane(device, options) if options.storage == "host" else CudaLane(device, options)
+        return HostLane(device, options) if options.memory == "pinned" else CudaLane(device, options)

@@ -8,7 +8,7 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._machine import memory
+from .._machine import memory as _memory
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import CodedRows
@@ -61,7 +61,8 @@ class KVRows:
         slot_bytes, overflow_bytes: of a row's slot, and of overflow of each layer, instead of what the sample says.
         level: of the codebook that is learned, see `ibp.compress`.
         device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
-        storage: "host", pinned memory; or "device".
+        memory: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a CPU all is in host
+            memory.
 
     Attributes:
         places: the rows of each layer (`ibp.CodedRows`): row token * num_heads + head.
@@ -86,14 +87,14 @@ class KVRows:
         overflow_bytes: int | None = None,
         level: str = "default",
         device: torch.device | str | int | None = None,
-        storage: str = "host",
+        memory: str | None = None,
     ) -> None:
         self.num_layers = whole_number("num_layers", num_layers, 1)
         self.num_tokens = whole_number("num_tokens", num_tokens, 0)
         self.num_heads = whole_number("num_heads", num_heads, 1)
         cache_bytes = whole_number("cache_bytes", cache_bytes, 0)
-        self.device = memory.usual(device)
-        _sizes.check_storage(storage)
+        self.device = _memory.usual(device)
+        memory = _memory.memory_read_by(self.device, memory, "pinned")
         sample = codebook if isinstance(codebook, torch.Tensor) else None
         if sample is not None and (sample.dim() == 0 or not sample.numel()):
             raise ValueError(f"the sample has shape {list(sample.shape)}; wanted rows [..., dim]")
@@ -113,7 +114,7 @@ class KVRows:
                 slot_bytes=slot_bytes,
                 overflow_bytes=overflow_bytes,
                 device=self.device,
-                pinned=storage == "host" and on_gpu,
+                memory=memory if on_gpu else None,
             )
             for _ in range(self.num_layers)
         )
@@ -122,8 +123,8 @@ class KVRows:
             for place in (self.places if cache_bytes else ())
         )
         self._heads = torch.arange(self.num_heads, device=self.device)
-        self._fault = memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
-        self._fault_near = memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
+        self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
 
     @property
     def pool_bytes(self) -> int:
@@ -140,7 +141,7 @@ class KVRows:
         return (
             f"ibp.kv.KVRows({self.num_layers} layers of {self.num_tokens} tokens, {self.num_heads} x {self.dim} of "
             f"{self.dtype}, slots of {self.places[0].slot_bytes} bytes, pool of {self.pool_bytes} bytes, "
-            f"{self.device}, {'host' if self.places[0].pinned else 'device'} memory, cache of "
+            f"{self.device}, {self.places[0].memory} memory, cache of "
             f"{sum(cache.capacity for cache in self.caches)} rows)"
         )
 

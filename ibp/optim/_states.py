@@ -35,7 +35,7 @@ class Usage(NamedTuple):
     original_bytes: of the states as torch keeps them.
     device_bytes: of the slots and the index, on the parameters' devices.
     host_bytes: of the room in host memory: what is left for rows that outgrow their slots, and all of them with
-        storage="host".
+        memory="pinned".
     """
 
     original_bytes: int
@@ -264,9 +264,9 @@ class CodedState:
                 slot_bytes=slot_bytes,
                 overflow_bytes=self.num_rows * (ROW_BYTES - slot_bytes),
                 device=self.device,
-                pinned=self.pinned,
-                spill="host",
-                host_memory=memory,
+                memory="pinned" if self.pinned else "device",
+                overflow_memory="pinned",
+                host_buffer=memory,
             )
         except BaseException:
             if memory is not self._host_memory:

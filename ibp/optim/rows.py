@@ -335,7 +335,7 @@ def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
     """A table of one value in the shape and memory of the weights, of default rows, which take no bytes."""
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype)
-    one = compress_rows(block, layout="packed", scheme="planes", device="cpu", pin_memory=False)
+    one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows
     table = CompressedTensor(
         shape=tuple(weight.shape),
