@@ -231,7 +231,7 @@ def measure_host(case, codebook):
         calls = {
             "to(cuda)": lambda: x.to(run.device, non_blocking=True),
             "compress": lambda: ibp.compress(
-                x, codebook=codebook, layout="slots", device=run.device, pin_memory=place == "pinned"
+                x, codebook=codebook, layout="slots", device=run.device, memory="pinned" if place == "pinned" else None
             ),
             "analyze": lambda: ibp.codecs.analyze(x, **ONE_THRESHOLD, device=run.device),
         }

@@ -108,7 +108,7 @@ class Case:
 
 def measure_coding(case, arm, x, codebook):
     """Decoding and encoding of a table of x; each is checked on poisoned memory first."""
-    table = ibp.compress(x, codebook=codebook, layout="slots", device="cpu", pin_memory=False)
+    table = ibp.compress(x, codebook=codebook, layout="slots", device="cpu", memory="host")
     data, words, fault = x.view(torch.uint8).view(-1), codebook.words(table.device), torch.zeros(4, dtype=torch.int64)
     out = case.out[: len(x)]
 

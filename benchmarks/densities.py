@@ -195,7 +195,7 @@ def ibp_ratio(flat):
     codebook = ibp.codecs.analyze(rows, scheme="auto", sample=None)
     if codebook is None:
         return 1.0
-    return rows.numel() * rows.element_size() / ibp.estimate(rows, codebook)
+    return rows.numel() * rows.element_size() / ibp.estimate(rows, codebook).stored_bytes
 
 
 def in_layout(x, layout):

@@ -37,7 +37,7 @@ PAPER_TOKENS = 4096  # that codebooks of the paper's scheme are learned from
 OF_RAW, OF_IDEAL, OF_OFFLOADING = 1.42, 0.95, 3.0  # targets
 RAW, HOST, GPU, OFFLOADING = "raw blocks", "ibp", "ibp, on the GPU", "transformers, offloading"
 PAPER = "ibp, the paper's scheme"
-ARMS = {RAW: {"scheme": "raw"}, HOST: {}, PAPER: {"scheme": "ibp"}, GPU: {"storage": "gpu"}}
+ARMS = {RAW: {"scheme": "raw"}, HOST: {}, PAPER: {"scheme": "ibp"}, GPU: {"memory": "device"}}
 
 
 def normal_states(num_layers, batch, num_tokens, device):

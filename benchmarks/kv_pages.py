@@ -150,7 +150,7 @@ def raw_works(of):
 
 def make_store(of, level):
     return ibp.kv.KVStore(
-        of.kv, num_pages=len(of.kv), page_bytes=PAGE_BYTES, level=level, device=of.run.device, storage="host"
+        of.kv, num_pages=len(of.kv), page_bytes=PAGE_BYTES, level=level, device=of.run.device, memory="pinned"
     )
 
 

@@ -95,7 +95,7 @@ class Sheet:
 
 
 def _compress(x, method, layout, device):
-    options = {"layout": layout, "device": device, "pin_memory": False}
+    options = {"layout": layout, "device": device, "memory": "host"}
     if method == "paper":
         codebook = ibp.codecs.analyze(x, paper=True, chunk_bytes=4, sample=1.0, device=device)
         return ibp.compress(x, codebook=codebook, **options)

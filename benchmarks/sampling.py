@@ -31,7 +31,9 @@ def codebook_of(x, scheme, sample, device):
 
 
 def savings_of(case, scheme, sample, device):
-    stored_bytes = sum(ibp.estimate(x, codebook_of(x, scheme, sample, device), device=device) for x in case.tensors)
+    stored_bytes = sum(
+        ibp.estimate(x, codebook_of(x, scheme, sample, device), device=device).stored_bytes for x in case.tensors
+    )
     return 1 - stored_bytes / case.num_bytes
 
 

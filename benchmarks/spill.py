@@ -195,16 +195,17 @@ def measure_pages(run, data):
     rows, num_bytes = found["LLM keys"], num_pages * PAGE_BYTES
     x = inputs.replicated(rows, num_bytes // rows[0].nbytes + 1, run.device)
     x = x.view(-1)[: num_bytes // x.itemsize].view(num_pages, -1)
-    usual = ibp.kv.KVStore(x, page_bytes=PAGE_BYTES, num_pages=num_pages, device=run.device, storage="device")
+    usual = ibp.kv.KVStore(x, page_bytes=PAGE_BYTES, num_pages=num_pages, device=run.device, memory="device")
     seconds = {}
+    all_sms = torch.cuda.get_device_properties(run.device).multi_processor_count if run.on_gpu else None
     for slots in range(0, 5):
         slot_bytes = usual.place.slot_bytes - 32 * slots
-        spill = "host" if slots else None
+        overflow_memory = "pinned" if slots else None
         with run.cell(f"pages, slots of {slot_bytes}"):
             store = ibp.kv.KVStore(
                 usual.codebook, page_bytes=PAGE_BYTES, num_pages=num_pages, slot_bytes=slot_bytes,
                 overflow_bytes=None if slots else usual.place.overflow.numel(),
-                device=run.device, storage="device", spill=spill,
+                device=run.device, memory="device", overflow_memory=overflow_memory,
             )  # fmt: skip
             if store.store(range(num_pages), x).lost():
                 raise AssertionError("pages were lost")
@@ -212,7 +213,7 @@ def measure_pages(run, data):
             store.load(numbers, out).synchronize()
             harness.check_bits(out, x, f"pages, slots of {slot_bytes}")
             store.check()
-            seconds[slots] = run.seconds([lambda: store.load(numbers, out, max_sms=0).wait()])
+            seconds[slots] = run.seconds([lambda: store.load(numbers, out, max_sms=all_sms).wait()])
             spilled, spilled_bytes = spill_of(store.place.table())
             least = max(seconds[0], link_seconds(spilled_bytes if slots else 0))
             run.add(

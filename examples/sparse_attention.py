@@ -55,8 +55,8 @@ class SparseAttention:
     def prefill(self, k, v):
         """Keys and values of a prompt: [tokens, heads, dim]."""
         tokens = torch.arange(len(k), device=k.device)
-        self.keys.put(0, k, tokens)
-        self.values.put(0, v, tokens)
+        self.keys.store(0, k, tokens)
+        self.values.store(0, v, tokens)
         whole = len(k) // PAGE_TOKENS
         paged = k[: whole * PAGE_TOKENS].view(whole, PAGE_TOKENS, *k.shape[1:])
         self.least[:, :whole] = paged.amin(1).transpose(0, 1)
@@ -67,14 +67,14 @@ class SparseAttention:
     def step(self, q, k, v, position):
         """Attention of a new token over the pages that each head chooses: [heads, queries a head, dim] of float32."""
         page = position // PAGE_TOKENS
-        self.keys.put(0, k, position)
-        self.values.put(0, v, position)
+        self.keys.store(0, k, position)
+        self.values.store(0, v, position)
         self._bound(k, page)
         tokens = self._chosen(q, page)
-        scores = q.float() @ self.keys.select(0, tokens, per_head=True).float().transpose(1, 2)
+        scores = q.float() @ self.keys.load(0, tokens, per_head=True).float().transpose(1, 2)
         scores = scores * q.shape[-1] ** -0.5
         scores = scores.masked_fill((tokens > position).unsqueeze(1), -float("inf"))
-        return scores.softmax(-1) @ self.values.select(0, tokens, per_head=True).float()
+        return scores.softmax(-1) @ self.values.load(0, tokens, per_head=True).float()
 
     def _bound(self, k, page):
         k = k.transpose(0, 1)

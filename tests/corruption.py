@@ -17,7 +17,7 @@ CANARY = 4096  # bytes in front of results and behind them
 WAYS, NUM_SETS, SLOT_BYTES = 32, 3, 64
 
 NUM_ROWS = 400
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
     "masks": lambda: ibp.compress(spiky_rows(NUM_ROWS, 60), scheme="ibp", slot_bytes=32, **ON_CPU),
     "masks in place": lambda: ibp.compress(spiky_rows(NUM_ROWS, 33), scheme="ibp", slot_bytes=132, **ON_CPU),

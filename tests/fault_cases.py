@@ -19,7 +19,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 
 
 @dataclasses.dataclass
@@ -237,19 +237,19 @@ def keeping_tokens() -> Case:
 
     def make() -> ibp.kv.KVRows:
         kv = ibp.kv.KVRows(PAGES[0], num_layers=1, num_tokens=64, num_heads=8, device="cpu", cache_bytes=4000)
-        kv.put(0, PAGES[0], torch.arange(2))
+        kv.store(0, PAGES[0], torch.arange(2))
         return kv
 
     def call(kv: ibp.kv.KVRows) -> torch.Tensor:
-        kv.put(0, PAGES[1:4].flatten(0, 1), torch.arange(2, 8))
-        return kv.select(0, tokens)
+        kv.store(0, PAGES[1:4].flatten(0, 1), torch.arange(2, 8))
+        return kv.load(0, tokens)
 
     def check(kv: ibp.kv.KVRows, got: torch.Tensor) -> None:
         assert_same_bits(got, PAGES.flatten(0, 1)[tokens])
         kv.check()
 
     def kept(kv: ibp.kv.KVRows, _: BaseException) -> None:
-        assert_same_bits(kv.select(0, torch.arange(2)), PAGES[0])
+        assert_same_bits(kv.load(0, torch.arange(2)), PAGES[0])
 
     return Case(make, call, check, kept)
 
@@ -271,7 +271,7 @@ class Folder:
     def is_one_of(self, *wanted: dict[str, Any]) -> None:
         """AssertionError unless there is one file, whole, with these tensors or those."""
         assert os.listdir(self.held.name) == [self.path.name]
-        found = ibp.load(self.path, verify=True, pin_memory=False)
+        found = ibp.load(self.path, verify=True, memory="host")
         same = [some for some in wanted if found.keys() == some.keys()]
         assert same, f"the file has {sorted(found)}"
         for name, value in same[0].items():
@@ -315,7 +315,7 @@ def compressing_a_checkpoint() -> Case:
     def call(folder: Folder) -> dict[str, Any]:
         output = Path(folder.held.name) / "out.safetensors"
         ibp.checkpoints.compress(folder.path, output, device="cpu", jobs=1)
-        return ibp.load(output, verify=True, pin_memory=False)
+        return ibp.load(output, verify=True, memory="host")
 
     def check(folder: Folder, found: dict[str, Any]) -> None:
         for name, wanted in (("a", LARGE[:700]), ("b", X), ("c", OTHER)):
@@ -325,7 +325,7 @@ def compressing_a_checkpoint() -> Case:
     def kept(folder: Folder, _: BaseException) -> None:
         output = Path(folder.held.name) / "out.safetensors"
         if output.exists():
-            check(folder, ibp.load(output, verify=True, pin_memory=False))
+            check(folder, ibp.load(output, verify=True, memory="host"))
 
     return Case(make, call, check, kept)
 
@@ -389,7 +389,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "KVStore": keeping_pages,
     "KVRows": keeping_tokens,
     "save": saving,
-    "load": lambda: loading(lambda path: ibp.load(path, verify=True, pin_memory=False)["old"].decompress()),
+    "load": lambda: loading(lambda path: ibp.load(path, verify=True, memory="host")["old"].decompress()),
     "open": lambda: loading(rows_of_a_file),
     "compress_checkpoint": compressing_a_checkpoint,
     "delta": making_a_delta,

@@ -138,9 +138,9 @@ def while_it_changes(seconds):
              (dense, {"scheme": "ibp"}), (spiky_rows(100, 60), {"scheme": "ibp"})]  # fmt: skip
     calls = 0
     for x, options in cases:
-        table = ibp.compress(x, device="cpu", pin_memory=False, **options)
+        table = ibp.compress(x, device="cpu", memory="host", **options)
         stored = table.slots if table.slots.numel() else table.overflow
-        again = {"device": "cpu", "pin_memory": False, "codebook": table.codebook}
+        again = {"device": "cpu", "memory": "host", "codebook": table.codebook}
         for memory, work in ((x, lambda: ibp.compress(x, **again)), (stored, table.decompress)):
             calls += change_while(bytes_of(memory), work, seconds / 2 / len(cases))
     return calls

@@ -207,7 +207,7 @@ def test_arguments(machine, arguments, error):
 def test_nothing_measures_by_itself(monkeypatch):
     monkeypatch.setattr(_measuring, "measure", lambda *arguments: pytest.fail("measured"))
     x = embedding(3000, 64)
-    table = ibp.compress(x, pin_memory=False)
+    table = ibp.compress(x, memory="host")
     assert_same_bits(ibp.index_select(table, torch.arange(3000)), x)
 
 

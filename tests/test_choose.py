@@ -67,7 +67,7 @@ def test_compress():
     x = weights()
     found = ibp.codecs.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
     assert found.scheme == "planes" and isinstance(found.codebook, ibp.codecs.PlanesCodebook)
-    for table in (found.compress(x, device="cpu"), ibp.compress(x, scheme=found, pin_memory=False, device="cpu")):
+    for table in (found.compress(x, device="cpu"), ibp.compress(x, scheme=found, memory="host", device="cpu")):
         assert (table.scheme, table.layout, table.codebook) == ("planes", "packed", found.codebook)
         assert table.stored_bytes + table.index_bytes == found.stored_bytes
         assert_same_bits(table.decompress(), x)

@@ -24,7 +24,7 @@ PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 ABSENT = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
 CPU_SCHEMES = ("zstd", "zstd:9", "zstd:-5", "lz4", "lz4:9")
 NVCOMP_SCHEMES = tuple(f"nvcomp:{kind}" for kind in _nvcomp._ALGORITHMS)
-PAGEABLE = {"pin_memory": False}
+PAGEABLE = {"memory": "host"}
 
 
 def needs(codec):
@@ -434,7 +434,7 @@ def test_choose_measures_both_types_of_ans(fake_nvcomp):
         found = ibp.codecs.choose(x, 1e-6, device="cpu", schemes=["nvcomp:ans"])
         assert {one.scheme for one in found.table} == {*names, "raw"}
         assert found.stored_bytes == min(one.stored_bytes for one in found.table)
-        assert_same_bits(found.compress(x, pin_memory=False).decompress(), x)
+        assert_same_bits(found.compress(x, memory="host").decompress(), x)
     assert found.scheme == names[1]
     only = ibp.codecs.choose(sparse, 1e-6, device="cpu", schemes=[names[1]])
     assert {one.scheme for one in only.table} == {names[1], "raw"}

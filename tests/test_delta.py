@@ -280,7 +280,7 @@ def test_tables_of_any_codebook_are_added(kept, layout):
     x[::3] = torch.randint(4, (24, 16), dtype=torch.int32)
     if kept == "constant columns":
         x[:, ::2] = torch.arange(8, dtype=torch.int32) + 5
-    table = ibp.compress(x, scheme="planes", layout=layout, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme="planes", layout=layout, device="cpu", memory="host")
     assert (table.lengths == table.row_bytes).any(), "rows that take no bytes"
     assert (table.codebook.row_template is not None) == (kept == "constant columns")
     base, change, fault = (

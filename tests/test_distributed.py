@@ -21,7 +21,7 @@ from ibp.cache import _peers
 from ibp.distributed import ShardedTable, _sharded, share_table
 
 SECONDS = 60  # that other processes may take
-OPTIONS = {"device": "cpu", "pin_memory": False}
+OPTIONS = {"device": "cpu", "memory": "host"}
 SIZES = [700, 0, 1, 399]  # items of the ranks' shards
 COLUMNS = 96
 
@@ -294,7 +294,7 @@ def refuse_to_compress(rank):
         raised(lambda: ShardedTable.from_local(x, **OPTIONS, scheme="planes" if rank == 2 else "auto")),
         raised(lambda: ShardedTable.from_local(x.flatten(), **OPTIONS)),
         raised(lambda: ShardedTable.from_local(x, **OPTIONS, slot_bytes=7 if rank == 0 else None)),
-        raised(lambda: ShardedTable.from_local(x, device="meta" if rank == 1 else "cpu", pin_memory=False)),
+        raised(lambda: ShardedTable.from_local(x, device="meta" if rank == 1 else "cpu", memory="host")),
     ]
 
 
@@ -427,7 +427,10 @@ def test_a_rank_that_dies(tmp_path):
 def cached(rank, device, group=None, size=4):
     """A cache of all ranks of rows of one shared table: hits of all slabs, misses, and fills."""
     x = rows_like("dense", 2000)
-    table = share_table(ibp.compress(x, **OPTIONS, scheme="planes") if rank == 0 else None, pin_memory=device != "cpu")
+    table = share_table(
+        ibp.compress(x, **OPTIONS, scheme="planes") if rank == 0 else None,
+        memory="host" if device == "cpu" else "pinned",
+    )
     hotness = torch.rand(len(x), generator=torch.Generator().manual_seed(0))
     group = dist.group.WORLD if group is None else group
     cache = ibp.RowCache(table, 30_000, hotness, group=group, devices=device)

@@ -17,7 +17,7 @@ KINDS = ["sparse", "narrow", "random", "equal"]
 
 def check(x, **arguments):
     """Compresses, decompresses, and takes items out of x. Returns the table."""
-    table = ibp.compress(x, device="cpu", pin_memory=False, **arguments)
+    table = ibp.compress(x, device="cpu", memory="host", **arguments)
     assert table.shape == x.shape and table.dtype == x.dtype and table.scheme in ("ibp", "planes", "raw")
     assert arguments.get("scheme", "auto") in ("auto", table.scheme) or table.scheme == "raw"
     assert 0 <= table.stored_bytes <= x.numel() * x.element_size()
@@ -235,7 +235,7 @@ def test_strides_of_at_most_one_element(dtype, name):
         else x.clone()
     )
     assert alone.stride() == x.stride()
-    assert_same_bits(ibp.compress(alone, device="cpu", pin_memory=False, inplace=True).decompress(), x.clone())
+    assert_same_bits(ibp.compress(alone, device="cpu", memory="host", inplace=True).decompress(), x.clone())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -213,10 +213,14 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
     for x in (spiky_rows(5000, 60), embedding(3001, 128, torch.bfloat16)):
         row_bytes = x.shape[1] * x.element_size()
         codebook = ibp.codecs.analyze(x, scheme=scheme, device="cpu")
-        arguments = {"codebook": codebook, "pin_memory": pinned, **layout_arguments(layout, row_bytes)}
+        arguments = {
+            "codebook": codebook,
+            "memory": "pinned" if pinned else "host",
+            **layout_arguments(layout, row_bytes),
+        }
         on_cpu = ibp.compress(x, device="cpu", **arguments)
         for where in (x.pin_memory() if pinned else x, x.to(cuda)):
-            where_arguments = arguments if where.device == CPU else {**arguments, "pin_memory": None}
+            where_arguments = arguments if where.device == CPU else {**arguments, "memory": None}
             for _ in range(3):  # a race shows itself sooner or later
                 assert_same_table(ibp.compress(where, device=cuda, **where_arguments), on_cpu)
         assert_same_table(
@@ -224,10 +228,10 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
                 x.clone().pin_memory() if pinned else x.clone(),
                 codebook=codebook,
                 device=cuda,
-                pin_memory=False,
+                memory="host",
                 inplace=True,
             ),
-            ibp.compress(x.clone(), codebook=codebook, device="cpu", pin_memory=False, inplace=True),
+            ibp.compress(x.clone(), codebook=codebook, device="cpu", memory="host", inplace=True),
         )
 
 
@@ -256,7 +260,7 @@ def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
     def interrupted(line, point):
         x = in_place(before, where, cuda)
         call = functools.partial(
-            compress_in_place, x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False
+            compress_in_place, x, codebook=codebook, device=cuda, memory=None if where == "gpu" else "host"
         )
         table, raised = interrupt_at(line, point, call)
         seen.add(assert_kept(table, x, before))
@@ -281,7 +285,7 @@ def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, whe
         try:
             with mode:
                 table = ibp.compress(
-                    x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False, inplace=True
+                    x, codebook=codebook, device=cuda, memory=None if where == "gpu" else "host", inplace=True
                 )
         except Interrupted as interruption:
             table = getattr(interruption, "table", None)
@@ -296,17 +300,22 @@ def test_staging_whichever_device_is_current(gpus, monkeypatch):
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 14)
     x = spiky_rows(3000, 60)
     codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
-    on_cpu = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
-    in_host = ibp.compress(x.clone(), codebook=codebook, device="cpu", pin_memory=False, inplace=True)
+    on_cpu = ibp.compress(x, codebook=codebook, device="cpu", memory="host")
+    in_host = ibp.compress(x.clone(), codebook=codebook, device="cpu", memory="host", inplace=True)
     for current, worker in itertools.product(gpus, gpus):
         with torch.cuda.device(current):
             for pinned in (False, True):
-                assert_same_table(ibp.compress(x, codebook=codebook, device=worker, pin_memory=pinned), on_cpu)
                 assert_same_table(
-                    ibp.compress(x.pin_memory(), codebook=codebook, device=worker, pin_memory=pinned), on_cpu
+                    ibp.compress(x, codebook=codebook, device=worker, memory="pinned" if pinned else "host"), on_cpu
+                )
+                assert_same_table(
+                    ibp.compress(
+                        x.pin_memory(), codebook=codebook, device=worker, memory="pinned" if pinned else "host"
+                    ),
+                    on_cpu,
                 )
             assert_same_table(
-                ibp.compress(x.clone(), codebook=codebook, device=worker, pin_memory=False, inplace=True), in_host
+                ibp.compress(x.clone(), codebook=codebook, device=worker, memory="host", inplace=True), in_host
             )
             for home in gpus:
                 assert_same_table(ibp.compress(x.to(home), codebook=codebook, device=worker), on_cpu)

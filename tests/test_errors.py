@@ -15,7 +15,7 @@ def x():
 
 @pytest.fixture(scope="module", params=["ibp", "planes"])
 def table(x, request):
-    return ibp.compress(x, scheme=request.param, device="cpu", pin_memory=False)
+    return ibp.compress(x, scheme=request.param, device="cpu", memory="host")
 
 
 @pytest.fixture(scope="module", params=["ibp", "planes"])
@@ -186,7 +186,7 @@ def test_cuda_without_cuda(x, table):
     ):
         with pytest.raises(ValueError, match="cuda"):
             call()
-    for call in (lambda: ibp.compress(x, pin_memory=True), lambda: ibp.compress(x).pin_memory()):
+    for call in (lambda: ibp.compress(x, memory="pinned"), lambda: ibp.compress(x).pin_memory()):
         with pytest.raises(RuntimeError, match="CUDA"):
             call()
 
@@ -395,7 +395,7 @@ def test_compress_in_place_that_cannot_pin_leaves_x():
     x = one_hot_rows(50, 60)
     before = x.clone()
     with pytest.raises(RuntimeError, match="CUDA"):
-        ibp.compress(x, pin_memory=True, inplace=True)
+        ibp.compress(x, memory="pinned", inplace=True)
     assert_same_bits(x, before)
 
 
@@ -403,7 +403,7 @@ def test_compress_in_place_that_cannot_pin_leaves_x():
 
 
 def test_ops_check_their_arguments(x):
-    table = ibp.compress(x, scheme="ibp", device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme="ibp", device="cpu", memory="host")
     ids, fault = torch.tensor([0]), torch.zeros(4, dtype=torch.int64)
     out = torch.zeros(240, dtype=torch.uint8)
     arguments = list(table.arguments(torch.device("cpu")))

@@ -36,12 +36,12 @@ def test_estimates_are_what_compress_does(name, arguments):
     estimate = ibp.estimate(x, device="cpu", **arguments)
     assert list(estimate) == ["raw", "ibp", "planes"] and len(estimate) == 3 and estimate["raw"] == 0
     for scheme, expected in estimate.schemes.items():
-        table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments)
+        table = ibp.compress(x, scheme=scheme, device="cpu", memory="host", **arguments)
         assert expected.stored_bytes == table.stored_bytes and expected.slot_bytes == table.slot_bytes
         assert expected.nbytes == table.nbytes and expected.link_bytes == table.link_bytes
         assert estimate[scheme] == expected.savings == pytest.approx(table.savings)
         assert expected.memory_savings == pytest.approx(1 - table.nbytes / x.nbytes)
-    auto = ibp.compress(x, device="cpu", pin_memory=False, **arguments)
+    auto = ibp.compress(x, device="cpu", memory="host", **arguments)
     assert auto.scheme == estimate.auto and (repr(estimate.auto) in estimate.advice or "raw rows" in estimate.advice)
     assert auto.scheme == "raw" or auto.nbytes < x.nbytes
 
@@ -68,7 +68,7 @@ def test_short_fp32_rows():
 
 def test_compress_in_place_goes_by_bytes():
     x = embedding(500, 48, torch.bfloat16)
-    table = ibp.compress(x.clone(), device="cpu", pin_memory=False, inplace=True)
+    table = ibp.compress(x.clone(), device="cpu", memory="host", inplace=True)
     assert table.scheme == "planes" and table.savings > 0.3
     assert_same_bits(table.decompress(), x)
 
@@ -94,7 +94,9 @@ def test_an_estimate_is_printed_as_a_table():
 def test_estimates_with_a_codebook_are_bytes():
     x = one_hot_rows(100, 60)
     codebook = ibp.codecs.analyze(x, device="cpu")
-    assert type(ibp.estimate(x, codebook, device="cpu")) is int
+    found, table = ibp.estimate(x, codebook, device="cpu"), ibp.compress(x, codebook=codebook, device="cpu")
+    assert found.stored_bytes == table.stored_bytes and set(found) == {"raw", codebook.scheme}
+    assert found.auto == table.scheme and found[codebook.scheme] == pytest.approx(table.savings)
     for arguments in ({"layout": "packed"}, {"slot_bytes": 32}, {"row_bytes": codebook.row_bytes}):
         with pytest.raises(ValueError, match="without a codebook"):
             ibp.estimate(x, codebook, **arguments)

@@ -12,7 +12,7 @@ import ibp
 from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
 from ibp._fetch import gather, ready
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 CPU = torch.device("cpu")
 
 

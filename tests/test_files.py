@@ -12,7 +12,7 @@ from helpers import DTYPES, assert_same_bits, make_tensor, one_hot_rows, spiky_r
 from ibp._files.header import read_header
 from ibp._layout.geometry import given_tensor
 
-PAGEABLE = {"device": "cpu", "pin_memory": False}
+PAGEABLE = {"device": "cpu", "memory": "host"}
 
 
 def tables():

@@ -20,7 +20,7 @@ def x():
 
 @pytest.fixture(scope="module")
 def table(x):
-    return ibp.compress(x, pin_memory=False)
+    return ibp.compress(x, memory="host")
 
 
 class Call(torch.nn.Module):
@@ -53,7 +53,7 @@ CASES = {
     "F.embedding": (lambda table: lambda ids: F.embedding(ids, table), IDS),
     "F.linear": (lambda table: lambda x: F.linear(x, table), X),
     "decompress": (lambda table: lambda x: x @ ibp.decompress(table).T, X),
-    "raw": (lambda table: ibp.compress(table.decompress(), scheme="raw", pin_memory=False).index_select, IDS),
+    "raw": (lambda table: ibp.compress(table.decompress(), scheme="raw", memory="host").index_select, IDS),
     "nn.Embedding": (lambda table: ibp.nn.Embedding(table), IDS),
     "a net": (lambda table: torch.nn.Sequential(ibp.nn.Embedding(table), torch.nn.Linear(64, 8)), IDS),
     "nn.EmbeddingBag": (lambda table: ibp.nn.EmbeddingBag(table, mode="sum"), IDS.view(8, 8)),

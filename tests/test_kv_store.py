@@ -279,7 +279,7 @@ def test_no_pages():
             ValueError,
             "beside",
         ),
-        (lambda s, kv: store_of(kv, storage="disk"), ValueError, "storage is 'disk'"),
+        (lambda s, kv: store_of(kv, memory="disk"), ValueError, "memory is 'disk'"),
         (lambda s, kv: store_of(kv, pool_bytes=1000), ValueError, "pool_bytes is 1000"),
         (lambda s, kv: store_of(kv[0, 0, 0]), ValueError, "at least one row"),
     ],
@@ -394,11 +394,11 @@ def numbers_on(device):
             "gpu": lambda n: torch.tensor(n, device=device)}  # fmt: skip
 
 
-@pytest.mark.parametrize("storage", ["host", "device"])
+@pytest.mark.parametrize("memory", ["pinned", "device"])
 @pytest.mark.parametrize("kind", ["list", "cpu", "int32", "gpu"])
-def test_pages_come_back_on_the_gpu(cuda, near, storage, kind):
-    store, out, of = store_of(near, device=cuda, storage=storage), torch.zeros_like(near), numbers_on(cuda)[kind]
-    assert store.place.slots.is_cuda == (storage == "device")
+def test_pages_come_back_on_the_gpu(cuda, near, memory, kind):
+    store, out, of = store_of(near, device=cuda, memory=memory), torch.zeros_like(near), numbers_on(cuda)[kind]
+    assert store.place.slots.is_cuda == (memory == "device")
     stored = store.store(of([5, 39, 0, 7]), near, of([63, 3, 4, 11]))
     assert stored.lost() == [] and stored.is_done()
     assert store.is_stored([5, 6, 39]) == [True, False, True]

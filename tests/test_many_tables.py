@@ -6,7 +6,7 @@ import torch
 import ibp
 from helpers import assert_same_bits, embedding
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 SIZES = (40, 7, 100, 1)
 
 
@@ -129,8 +129,8 @@ def test_prefetch_for_the_cpu():
     handle = table.prefetch(torch.tensor([3, 7]), out=out)
     assert handle.is_ready() and handle.wait() is out
     assert_same_bits(out, x[[3, 7]])
-    handle.release()
-    handle.release()
+    handle.close()
+    handle.close()
     with pytest.raises(RuntimeError, match="released"):
         handle.wait()
     with table.prefetch() as whole:
@@ -160,4 +160,4 @@ def test_prefetch_of_tensors(cuda):
     for handle in handles:
         assert_same_bits(handle.wait().cpu(), x)
         assert handle.is_ready()
-        handle.release()
+        handle.close()

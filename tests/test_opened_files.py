@@ -19,7 +19,7 @@ from ibp._files.writer import FileWriter, header_room, write_plain, write_table
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
 
-PAGEABLE = {"device": "cpu", "pin_memory": False}
+PAGEABLE = {"device": "cpu", "memory": "host"}
 ROWS = spiky_rows(300, 64)
 
 
@@ -533,8 +533,8 @@ def test_load_to_a_gpu(cuda, path):
     assert loaded["t"].is_cuda and loaded["p"].is_cuda
     assert_same_bits(loaded["t"].decompress().cpu(), ROWS)
     near = ibp.load(path)
-    assert near["t"].is_pinned() and not near["p"].is_pinned() and ibp.load(path, pin_memory=True)["p"].is_pinned()
-    assert not ibp.load(path, pin_memory=False)["t"].is_pinned()
+    assert near["t"].is_pinned() and not near["p"].is_pinned() and ibp.load(path, memory="pinned")["p"].is_pinned()
+    assert not ibp.load(path, memory="host")["t"].is_pinned()
     assert_same_bits(near["t"].index_select(torch.tensor([5, 0]), device=cuda).cpu(), ROWS[[5, 0]])
 
 
@@ -546,17 +546,17 @@ def test_large_tensors_go_to_a_gpu_in_blocks(cuda, tmp_path):
     assert_same_bits(loaded["t"].decompress().cpu(), x)
 
 
-@pytest.mark.parametrize("pin_memory", [None, True, False])
-def test_rows_of_an_opened_file_on_a_gpu(cuda, path, pin_memory):
+@pytest.mark.parametrize("memory", [None, "pinned", "host"])
+def test_rows_of_an_opened_file_on_a_gpu(cuda, path, memory):
     """Whatever the system says to pinning a file."""
     ids = torch.randint(300, (1000,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        table = ibp.open(path, pin_memory=pin_memory)["t"]
+        table = ibp.open(path, memory=memory)["t"]
         for near in (ids, ids.to(cuda)):
             assert_same_bits(table.index_select(near, device=cuda).cpu(), ROWS[ids])
         assert_same_bits(table.decompress(device=cuda).cpu(), ROWS)
-    assert table.is_pinned() == (pin_memory is not False)
+    assert table.is_pinned() == (memory != "host")
     assert_same_bits(table[ids], ROWS[ids])
 
 
@@ -571,7 +571,7 @@ def test_a_file_that_cannot_be_pinned_is_copied(cuda, path, refused):
     assert again.is_pinned() and file["t"].is_pinned()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        unpinned = ibp.open(path, pin_memory=False)["t"]
+        unpinned = ibp.open(path, memory="host")["t"]
         assert_same_bits(unpinned.index_select(ids).cpu(), ROWS[ids.cpu()])
         assert not unpinned.is_pinned()
 

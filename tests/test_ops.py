@@ -22,12 +22,12 @@ CODED = ["ibp", "planes"]
 
 def table_arguments(scheme, **arguments):
     x = spiky_rows(100, 60)
-    return x, ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments).arguments(CPU)
+    return x, ibp.compress(x, scheme=scheme, device="cpu", memory="host", **arguments).arguments(CPU)
 
 
 def encode_arguments(scheme):
     x = spiky_rows(100, 60)
-    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", memory="host")
     slots, overflow, *rest = table.arguments(CPU)
     return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
 
@@ -49,12 +49,12 @@ def samples():
     x, slots_table = table_arguments("ibp", slot_bytes=32)
     tables = [slots_table, table_arguments("planes", slot_bytes=32)[1]]
     tables += [table_arguments(scheme, layout="packed")[1] for scheme in CODED]
-    dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", pin_memory=False)
+    dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", memory="host")
     assert not dense.codebook.listed and len(dense.codebook.codec) > 9
     tables.append(dense.arguments(CPU))
     data, codebook = bytes_of(x), ibp.codecs.analyze(x)
     words, mask = codebook.words(CPU), make_tensor((50,), torch.uint8, "random")
-    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", pin_memory=False).arguments(CPU)
+    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", memory="host").arguments(CPU)
     lengths = OPS.measure_rows(data, words, codebook.codec)
     ids, ids32 = torch.tensor([5, 99, 5, 0]), torch.tensor([1, 2], dtype=torch.int32)
     yield "codebook_words", (mask, mask & 7, 4, False)

@@ -65,7 +65,7 @@ def check_equal(loaded, table, x):
 @pytest.mark.parametrize("name, scheme, way", pairwise(list(TABLES), SCHEMES, list(WAYS)))
 def test_table(name, scheme, way):
     x, arguments = TABLES[name]()
-    table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments)
+    table = ibp.compress(x, scheme=scheme, device="cpu", memory="host", **arguments)
     check_equal(WAYS[way](table), table, x)
 
 
@@ -91,7 +91,7 @@ def test_codebook_with_a_wide_index(way):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tables_inside_containers(scheme, way):
     x = spiky_rows(200, 60)
-    table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, device="cpu", memory="host")
     loaded = WAYS[way]({"features": table, "more": [table, torch.arange(3)]})
     check_equal(loaded["features"], table, x)
     check_equal(loaded["more"][0], table, x)
@@ -100,14 +100,14 @@ def test_tables_inside_containers(scheme, way):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_table_compressed_in_place(scheme):
     x = spiky_rows(200, 60)
-    table = ibp.compress(x.clone(), scheme=scheme, device="cpu", pin_memory=False, inplace=True)
+    table = ibp.compress(x.clone(), scheme=scheme, device="cpu", memory="host", inplace=True)
     check_equal(through_pickle(table), table, x)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_file(tmp_path, scheme):
     x = spiky_rows(200, 60)
-    table = ibp.compress(x, scheme=scheme, layout="packed", device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, layout="packed", device="cpu", memory="host")
     torch.save(table, tmp_path / "table.pt")
     assert (tmp_path / "table.pt").stat().st_size < x.nbytes / 2
     check_equal(torch.load(tmp_path / "table.pt"), table, x)
@@ -139,7 +139,7 @@ def load_state(kind, state):
 @pytest.fixture(params=["ibp", "planes"])
 def state(request):
     state = ibp.compress(
-        spiky_rows(200, 60), scheme=request.param, slot_bytes=32, device="cpu", pin_memory=False
+        spiky_rows(200, 60), scheme=request.param, slot_bytes=32, device="cpu", memory="host"
     ).__getstate__()
     assert all(state[name].numel() for name in TENSORS)
     return state

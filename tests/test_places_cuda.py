@@ -36,7 +36,7 @@ def assert_holds(place, rows):
 @pytest.mark.parametrize("slot_bytes", [0, 96, 192, ROW_BYTES])
 @pytest.mark.parametrize("max_sms", [0, 1, 7])
 def test_rows_come_back(rows, codebook, slot_bytes, pinned, max_sms):
-    place = place_of(codebook, slot_bytes=slot_bytes, pinned=pinned)
+    place = place_of(codebook, slot_bytes=slot_bytes, memory="pinned" if pinned else "device")
     ibp.encode_into(rows, place, max_sms=max_sms)
     assert_holds(place, rows)
     counts = place.counts()
@@ -276,14 +276,20 @@ def test_host_memory_that_is_given(cuda, pinned):
     """Slots, where they are pinned, and overflow lie in it; what is too small is refused."""
     x = torch.randn(300, 512, device=cuda)
     codebook = ibp.codecs.analyze(x, scheme="planes")
-    sizes = {"slot_bytes": 1024, "overflow_bytes": 300 * 1024, "device": cuda, "spill": "host", "pinned": pinned}
+    sizes = {
+        "slot_bytes": 1024,
+        "overflow_bytes": 300 * 1024,
+        "device": cuda,
+        "overflow_memory": "pinned",
+        "memory": "pinned" if pinned else "device",
+    }
     wanted = 300 * (2048 if pinned else 1024)
     memory = ibp._machine.memory.empty(wanted + 64, torch.device("cpu"), True)
-    place = ibp.CodedRows(codebook, 300, **sizes, host_memory=memory)
+    place = ibp.CodedRows(codebook, 300, **sizes, host_buffer=memory)
     ibp.encode_into(x, place)
     assert torch.equal(place.decode(dtype=torch.float32), x) and place.counts().spilled == 300
     first = place.slots if pinned else place.overflow
     assert first.data_ptr() == memory.data_ptr()
     assert place.overflow.data_ptr() + place.overflow.numel() == memory.data_ptr() + wanted
-    with pytest.raises(ValueError, match="host_memory has 100"):
-        ibp.CodedRows(codebook, 300, **sizes, host_memory=memory[:100])
+    with pytest.raises(ValueError, match="host_buffer has 100"):
+        ibp.CodedRows(codebook, 300, **sizes, host_buffer=memory[:100])

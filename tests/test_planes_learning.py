@@ -193,7 +193,7 @@ def test_clusters_share_constant_columns():
     x = torch.zeros(500, 6, dtype=torch.int16)
     x[::2, 2], x[1::2, 3] = 0x7E << 6 - 1, 0x60 << 6
     x[::7, 0] = 5  # a constant column
-    table = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
+    table = ibp.compress(x, codebook=codebook, device="cpu", memory="host")
     assert_same_bits(table.decompress(), x)
     assert table.scheme == "planes" and (table.lengths.view(torch.int16)[::7] == 0).all()
 

@@ -16,7 +16,7 @@ import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
 from ibp.cache import _row_cache, _slabs
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
     "planes": {"scheme": "planes", "slot_bytes": 96},
     "packed": {"scheme": "planes", "layout": "packed"},
@@ -920,7 +920,9 @@ def test_places_on_a_gpu(cuda, pinned):
     """Rows are coded, looked up and dropped on a stream, in a graph as well."""
     x = embedding(500, 64, torch.bfloat16).to(cuda)
     codebook = ibp.codecs.analyze(x, scheme="planes")
-    place = ibp.CodedRows(codebook, 500, slot_bytes=96, overflow_bytes=1 << 16, device=cuda, pinned=pinned)
+    place = ibp.CodedRows(
+        codebook, 500, slot_bytes=96, overflow_bytes=1 << 16, device=cuda, memory="pinned" if pinned else "device"
+    )
     cache = ibp.RowCache(place, 20_000, policy="lru")
     assert cache.devices == (cuda,)
     ibp.encode_into(x, place)

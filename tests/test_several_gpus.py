@@ -109,9 +109,9 @@ def test_however_it_was_pinned(gpus, x, how):
     """By ibp, where the rows are, and by torch."""
     with torch.cuda.device(gpus[1]):
         if how == "in place":
-            table = ibp.compress(x.clone(), scheme="planes", pin_memory=True, inplace=True)
+            table = ibp.compress(x.clone(), scheme="planes", memory="pinned", inplace=True)
         elif how == "pin_memory":
-            table = ibp.compress(x, scheme="planes", pin_memory=False).pin_memory()
+            table = ibp.compress(x, scheme="planes", memory="host").pin_memory()
         else:
             table = ibp.compress(x.clone().pin_memory(), scheme="planes", inplace=True)
     assert table.is_pinned()
@@ -373,15 +373,15 @@ def test_weights_on_the_second_gpu(gpus, current):
         model.check(3)
 
 
-@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("memory", ["device", "pinned"])
 @pytest.mark.parametrize("current", [0, 1])
-def test_coded_states_of_two_gpus(gpus, storage, current):
+def test_coded_states_of_two_gpus(gpus, memory, current):
     """One optimizer of parameters on both, whichever is current, with scaled gradients; and its copy."""
     torchs, ours = ([torch.nn.Parameter(torch.ones(300, 500, device=gpu)) for gpu in gpus] for _ in "ab")
     torch.cuda.set_device(gpus[current])
     optimizers = (
         torch.optim.AdamW(torchs, lr=0.01, fused=True),
-        ibp.optim.AdamW(ours, lr=0.01, chunk_bytes=1 << 18, storage=storage),
+        ibp.optim.AdamW(ours, lr=0.01, chunk_bytes=1 << 18, memory=memory),
     )
     for _ in range(6):
         for param, same in zip(torchs, ours):

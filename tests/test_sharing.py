@@ -23,7 +23,7 @@ from ibp import _core
 from ibp._machine import segments
 
 SECONDS = 120  # that another process may take
-OPTIONS = {"device": "cpu", "pin_memory": False}
+OPTIONS = {"device": "cpu", "memory": "host"}
 METHODS = ["fork", "spawn"]
 SPELLINGS = ["slots", "packed", "raw", "ibp"]
 
@@ -258,7 +258,7 @@ SHARER = """
     import base64, pickle, sys, time, torch, ibp
     torch.manual_seed(0)
     x = torch.randn(3000, 96).bfloat16()
-    table = ibp.compress(x, device="cpu", pin_memory=False)
+    table = ibp.compress(x, device="cpu", memory="host")
     print(base64.b64encode(pickle.dumps(table.share())).decode(), flush=True)
     time.sleep(100)
 """
@@ -360,7 +360,7 @@ def rows_of_an_opened_gpus_table(handle, ids):
 FORKED = """
     import multiprocessing, os, torch, ibp
     x = torch.randn(3000, 96).bfloat16()
-    table = ibp.compress(x, device="cpu", pin_memory=False).share_memory_()
+    table = ibp.compress(x, device="cpu", memory="host").share_memory_()
 
     def work(number, results):
         device = torch.device("cuda", number % torch.cuda.device_count())

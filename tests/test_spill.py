@@ -258,28 +258,30 @@ def test_the_cheapest_slots(row_bytes, options, data):
 def test_a_place_that_spills():
     x = mixed(100)
     codebook = ibp.codecs.analyze(x, scheme="planes")
-    place = ibp.CodedRows(codebook, 100, slot_bytes=32, overflow_bytes=100 * 192, device="cpu", spill="host")
+    place = ibp.CodedRows(
+        codebook, 100, slot_bytes=32, overflow_bytes=100 * 192, device="cpu", overflow_memory="pinned"
+    )
     ibp.encode_into(x, place)
-    assert place.spill == "host" and place.counts().lost == 0
+    assert place.overflow_memory == "host" and place.counts().lost == 0
     assert_same_bits(place.decode(dtype=torch.bfloat16), x)
     assert_same_bits(place.table(x.shape, x.dtype)[7], x[7])
-    short = ibp.CodedRows(codebook, 100, slot_bytes=32, overflow_bytes=64, device="cpu", spill="host")
+    short = ibp.CodedRows(codebook, 100, slot_bytes=32, overflow_bytes=64, device="cpu", overflow_memory="pinned")
     ibp.encode_into(x, short)
     assert short.counts().lost > 0
     with pytest.raises(ValueError, match="lost"):
         short.decode()
     with pytest.raises(ValueError, match="overflow_bytes is -64; wanted 0 or more"):
         ibp.CodedRows(codebook, 1, slot_bytes=32, overflow_bytes=-64, device="cpu")
-    with pytest.raises(ValueError, match="spill is 'disk'; wanted 'host'"):
-        ibp.CodedRows(codebook, 1, slot_bytes=32, overflow_bytes=64, device="cpu", spill="disk")
+    with pytest.raises(ValueError, match="overflow_memory is 'disk'; wanted 'pinned'"):
+        ibp.CodedRows(codebook, 1, slot_bytes=32, overflow_bytes=64, device="cpu", overflow_memory="disk")
 
 
 def test_pages_that_outgrow_their_slots():
     """A pool of small slots: no page is lost where overflow spills, and the pool counts slots alone."""
     pages = mixed(640).view(64, 10 * COLUMNS)
     codebook = ibp.codecs.analyze(mixed(), scheme="planes")
-    options = {"page_bytes": 10 * 192, "num_pages": 64, "pool_bytes": 640 * 100, "device": "cpu", "storage": "device"}
-    store = ibp.kv.KVStore(codebook, **options, spill="host")
+    options = {"page_bytes": 10 * 192, "num_pages": 64, "pool_bytes": 640 * 100, "device": "cpu", "memory": "device"}
+    store = ibp.kv.KVStore(codebook, **options, overflow_memory="pinned")
     assert store.store(range(64), pages).lost() == []
     assert store.place.slot_bytes == 96 and store.pool_bytes == 640 * 96 and store.gain == 2
     assert "spills to host memory" in repr(store) and store.stats().spilled_rows > 0
@@ -293,10 +295,10 @@ def test_pages_that_outgrow_their_slots():
     store.load(range(5), out[:5]).synchronize()
     assert_same_bits(out[:5], pages[:5])
     assert ibp.kv.KVStore(codebook, **options).store(range(64), pages).lost() != []
-    more = ibp.kv.KVStore(codebook, **(options | {"num_pages": None}), slot_bytes=32, spill="host")
+    more = ibp.kv.KVStore(codebook, **(options | {"num_pages": None}), slot_bytes=32, overflow_memory="pinned")
     assert len(more) == 640 * 100 // 320
-    with pytest.raises(ValueError, match="spill is 'disk'"):
-        ibp.kv.KVStore(codebook, **options, spill="disk")
+    with pytest.raises(ValueError, match="overflow_memory is 'disk'"):
+        ibp.kv.KVStore(codebook, **options, overflow_memory="disk")
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 32, 96, 160, 192])
@@ -304,7 +306,13 @@ def test_pages_that_grow_again_and_again(slot_bytes):
     """Rows keep their parts of overflow: none is lost, whatever was there before."""
     codebook = ibp.codecs.analyze(mixed(), scheme="planes")
     store = ibp.kv.KVStore(
-        codebook, page_bytes=10 * 192, num_pages=64, slot_bytes=slot_bytes, device="cpu", storage="device", spill="host"
+        codebook,
+        page_bytes=10 * 192,
+        num_pages=64,
+        slot_bytes=slot_bytes,
+        device="cpu",
+        memory="device",
+        overflow_memory="pinned",
     )
     out = torch.empty(64, 10 * COLUMNS, dtype=torch.bfloat16)
     for call, kind in enumerate(("sparse", "coded", "zeros", "noise", "coded", "noise")):

@@ -135,7 +135,9 @@ def test_another_process_gets_a_copy(x):
 @pytest.mark.parametrize("slot_bytes", [0, 32, 128])
 def test_places(x, slot_bytes):
     codebook = ibp.codecs.analyze(x, scheme="planes")
-    place = ibp.CodedRows(codebook, len(x), slot_bytes=slot_bytes, overflow_bytes=len(x) * 192, spill="host")
+    place = ibp.CodedRows(
+        codebook, len(x), slot_bytes=slot_bytes, overflow_bytes=len(x) * 192, overflow_memory="pinned"
+    )
     assert place.slots.is_cuda and place.overflow.is_pinned()
     for _ in range(3):
         ibp.encode_into(x, place)
@@ -154,7 +156,7 @@ def test_places(x, slot_bytes):
 )  # fmt: skip
 def test_copies_wait_for_rows_that_are_being_coded(x, copied):
     codebook = ibp.codecs.analyze(x, scheme="planes")
-    place = ibp.CodedRows(codebook, len(x), slot_bytes=0, overflow_bytes=len(x) * 192, spill="host")
+    place = ibp.CodedRows(codebook, len(x), slot_bytes=0, overflow_bytes=len(x) * 192, overflow_memory="pinned")
     place.overflow.zero_()
     torch.cuda._sleep(50_000_000)
     ibp.encode_into(x, place)
@@ -192,7 +194,7 @@ def test_pages_that_outgrow_their_slots(x):
     pages = x.view(200, 10 * 96)
     codebook = ibp.codecs.analyze(x, scheme="planes")
     store = ibp.kv.KVStore(
-        codebook, page_bytes=10 * 192, num_pages=200, pool_bytes=2000 * 100, storage="device", spill="host"
+        codebook, page_bytes=10 * 192, num_pages=200, pool_bytes=2000 * 100, memory="device", overflow_memory="pinned"
     )
     assert store.place.slots.is_cuda and store.place.overflow.is_pinned() and store.pool_bytes == 2000 * 96
     order = torch.randperm(200)
@@ -212,7 +214,7 @@ def test_pages_that_grow_again_and_again(x, slot_bytes):
     """Rows keep their parts of overflow, also after `clear`: none is lost, whatever was there before."""
     codebook = ibp.codecs.analyze(x, scheme="planes")
     store = ibp.kv.KVStore(
-        codebook, page_bytes=10 * 192, num_pages=64, slot_bytes=slot_bytes, storage="device", spill="host"
+        codebook, page_bytes=10 * 192, num_pages=64, slot_bytes=slot_bytes, memory="device", overflow_memory="pinned"
     )
     out = torch.empty(64, 10 * 96, dtype=x.dtype, device=x.device)
     for call, kind in enumerate(("sparse", "coded", "zeros", "noise", "coded", "noise")):

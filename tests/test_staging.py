@@ -131,7 +131,7 @@ def test_compress_in_place_through_staging_interrupted_twice(fake_gpu, monkeypat
     def interrupted(line, point):
         x = before.clone()
         table, raised = interrupt_at(
-            line, point, lambda: ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False, inplace=True)
+            line, point, lambda: ibp.compress(x, codebook=codebook, device="cpu", memory="host", inplace=True)
         )
         seen.add(assert_kept(table, x, before))
         return raised

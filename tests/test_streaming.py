@@ -95,7 +95,7 @@ def test_many_on_the_cpu(scheme):
         torch.randn(100, 7),
     ]
     tables = [
-        ibp.compress(x, scheme=scheme, layout=layout, pin_memory=False) for x in xs for layout in ("slots", "packed")
+        ibp.compress(x, scheme=scheme, layout=layout, memory="host") for x in xs for layout in ("slots", "packed")
     ]
     results = ibp.decompress(tables)
     assert isinstance(results, list) and len(results) == 2 * len(xs)
@@ -108,7 +108,7 @@ def test_many_on_the_cpu(scheme):
 
 def test_many_into_given_tensors():
     xs = [spiky_rows(100, 60, seed) for seed in range(3)]
-    tables = [ibp.compress(x, pin_memory=False) for x in xs]
+    tables = [ibp.compress(x, memory="host") for x in xs]
     outs = [torch.empty_like(xs[0]), None, torch.empty_like(xs[2])]
     results = ibp.decompress(tables, out=outs)
     assert results[0] is outs[0] and results[2] is outs[2]
@@ -119,7 +119,7 @@ def test_many_into_given_tensors():
 def test_arguments_of_many():
     """What is wrong is said before anything is written."""
     xs = [spiky_rows(100, 60, seed) for seed in range(2)]
-    tables, good = [ibp.compress(x, pin_memory=False) for x in xs], poisoned(xs[0], CPU)
+    tables, good = [ibp.compress(x, memory="host") for x in xs], poisoned(xs[0], CPU)
     with pytest.raises(ValueError, match="out has 1 tensors; wanted 2"):
         ibp.decompress(tables, out=[good])
     with pytest.raises(TypeError, match="table is a Tensor"):
@@ -141,7 +141,7 @@ def test_arguments_of_many():
 
 def test_a_corrupt_table_of_many():
     x = half_rows(100)
-    tables = [make_table(x, codebook=half_codebook(), pin_memory=False) for _ in range(2)]
+    tables = [make_table(x, codebook=half_codebook(), memory="host") for _ in range(2)]
     assert tables[1].overflow.numel() == 100 * HALF_CODED
     tables[1].overflow[7 * HALF_CODED] = 0  # chunks that do not participate need more bytes than the row has
     outs = [poisoned(x, CPU) for _ in range(2)]
@@ -162,7 +162,7 @@ def test_sms_that_keep_up_with_the_link(monkeypatch):
     """More where more is decoded for what is brought, where the decoder is slow and where the link is fast."""
 
     def sms(x, scheme="planes", num_bytes=3 << 19):
-        table = ibp.compress(x, scheme=scheme, pin_memory=False, device="cpu")
+        table = ibp.compress(x, scheme=scheme, memory="host", device="cpu")
         return streaming.sms_at_link_rate(table, torch.device("cpu"), num_bytes, 1 << 20)
 
     floats, small = embedding(500, 256, torch.bfloat16), torch.randn(500, 256).to(torch.float8_e4m3fn)
@@ -294,7 +294,7 @@ def test_many(cuda, streamed, monkeypatch, small_ring):
             for scheme in ("ibp", "planes", "raw")
             for layout in ("slots", "packed")
         ]
-        tables += [ibp.compress(x, pin_memory=False), ibp.compress(x.to(cuda))]
+        tables += [ibp.compress(x, memory="host"), ibp.compress(x.to(cuda))]
         want += [x] * 8
     num_streamed = sum(table.is_pinned() and table.original_bytes > 0 for table in tables)
     tables.append(tables[0]), want.append(want[0])
@@ -349,7 +349,7 @@ def test_paths(cuda, streamed, monkeypatch, layout):
 
 
 def test_paths_that_cannot_be_taken():
-    table = ibp.compress(spiky_rows(64, 60), pin_memory=False)
+    table = ibp.compress(spiky_rows(64, 60), memory="host")
     with pytest.raises(ValueError, match="path is 'bucketed'; wanted one of 'copy', 'gpu', or None"):
         ibp.decompress(table, path="bucketed")
     for path in ("copy", "gpu"):

@@ -9,7 +9,7 @@ from ibp._fetch.calls import spread_dims
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 SCHEMES = ["raw", "ibp", "planes"]
 
 

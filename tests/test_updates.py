@@ -13,7 +13,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp._tables import changes
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
     "slots": {"scheme": "planes", "slot_bytes": 96},
     "packed": {"scheme": "planes", "layout": "packed"},
@@ -467,7 +467,7 @@ def home(request, cuda):
 def table_at(home, x, **options):
     if home == "on the GPU":
         return ibp.compress(x.cuda(), **options)
-    return ibp.compress(x, pin_memory=home == "pinned", **options)
+    return ibp.compress(x, memory={"pinned": "pinned", "pageable": "host"}.get(home), **options)
 
 
 def assert_reads_on_gpu(table, x, cuda):

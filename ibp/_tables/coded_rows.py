@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._schemes import AnyCodebook
 from .._schemes.estimation import check_codebook
@@ -391,7 +392,7 @@ def encode_into(
     row_ids: torch.Tensor | None = None,
     *,
     first_row: int = 0,
-    max_sms: int = 0,
+    max_sms: int | None = None,
 ) -> None:
     """Codes the rows of a tensor into a place, on the current stream of its device, by one launch: without measuring
     them before, without allocating, waiting or asking the host. Can be captured in a CUDA graph.
@@ -405,7 +406,7 @@ def encode_into(
             A contiguous tensor may end with a short row, which zeros follow.
         row_ids: int64 [rows of x]: which rows of the place they become; all different. None: first_row and those
             behind it.
-        max_sms: at most this many multiprocessors are used; 0: all.
+        max_sms: keep at most this many multiprocessors busy; None: all.
 
     Raises:
         TypeError: place or x is of another type.
@@ -419,7 +420,9 @@ def encode_into(
     else:
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
-    torch.ops.ibp.encode_into.default(*place.arguments, layout, addresses, row_ids, first_row, max_sms, place._fault)
+    torch.ops.ibp.encode_into.default(
+        *place.arguments, layout, addresses, row_ids, first_row, sms_of(max_sms), place._fault
+    )
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:

@@ -373,7 +373,7 @@ class CompressedTensor(Table):
                 come one after the other.
 
         Returns:
-            `ibp.Prefetch`: `wait()` gives the result, `release()` gives it up.
+            `ibp.Prefetch`: `wait()` gives the result, `close()` gives it up.
 
         It raises what `index_select` and `decompress` raise, and ValueError for a stream of another device.
         """

@@ -20,7 +20,7 @@ from .._rows.protocols import Ids
 from .._rows.table import CorruptTableError, Table
 from .._schemes import AnyCodebook, Request, coding_of
 from .._schemes.choice import learn
-from .._schemes.estimation import estimate
+from .._schemes.estimation import exact_stored_bytes
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING, Learning
 from .._tables.compressed_tensor import CompressedTensor
@@ -516,7 +516,7 @@ def _learned(
     def stored_bytes(codebook: AnyCodebook | None) -> int:
         if codebook is None:
             return geometry.num_bytes
-        coded = members.together("from_local", lambda: estimate(x, codebook, device=worker))
+        coded = members.together("from_local", lambda: exact_stored_bytes(x, codebook, worker))
         return sum(int(size) for size in coded)
 
     codebook = by_rank_0(request)

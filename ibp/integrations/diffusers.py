@@ -24,7 +24,7 @@ from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 from .._fetch.streaming import decompress
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 
-__all__ = ["GroupBytes", "compress_groups", "restore"]
+__all__ = ["GroupBytes", "close", "compress_groups"]
 
 _STATE_HOOK = "_ibp_state_hook"  # attribute of a model: what removes its hook
 
@@ -87,7 +87,7 @@ def compress_groups(
     return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
 
 
-def restore(model: torch.nn.Module) -> None:
+def close(model: torch.nn.Module) -> None:
     """Undoes `compress_groups`: the model's groups have raw parameters in host memory again. No-op without.
 
     Raises:

@@ -2,7 +2,7 @@
 
     import ibp.integrations.flexgen
 
-    ibp.integrations.flexgen.enable()          # before FlexGen makes its model; until disable(), or as `with enable():`
+    ibp.integrations.flexgen.enable()          # before FlexGen makes its model; until close(), or as `with enable():`
 
 From the command line, with the arguments of `python -m flexgen.flex_opt`:
 
@@ -34,7 +34,7 @@ from .._fetch.streaming import decode_items, decompress
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
 
-__all__ = ["CompressedWeight", "disable", "enable", "main"]
+__all__ = ["CompressedWeight", "close", "enable", "main"]
 
 # The layers whose load_weight copies weights; TransformerLayer calls those of two of them.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
@@ -178,7 +178,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def enable(
     *, path: str | None = None, max_sms: int | None = None, **compress_options: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """Compresses the weights that FlexGen loads into host memory from now on, until `disable`.
+    """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
 
     Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
     where FlexGen would pin the weights (`--pin-weight`, on by default). Weights are compressed as soon as their layer
@@ -189,13 +189,13 @@ def enable(
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
-        A context manager that calls `disable` at the end of its block; it need not be used.
+        A context manager that calls `close` at the end of its block; it need not be used.
 
     Raises:
         TypeError: an option is none of `ibp.compress`.
     """
     compressor = WeightCompressor(compress_options)
-    disable()
+    close()
     _fetching.update(path=path, max_sms=max_sms)
     _replace(flexgen.flex_opt, "init_weight_list", lambda original: _compressing(original, compressor))
     for layer in _LAYERS:
@@ -203,7 +203,7 @@ def enable(
     return _until_the_end()
 
 
-def disable() -> None:
+def close() -> None:
     """Gives FlexGen its own functions back. No-op if not enabled.
 
     Models with compressed weights go on working, but fetch a layer's weights one by one.
@@ -218,7 +218,7 @@ def _until_the_end() -> Iterator[None]:
     try:
         yield
     finally:
-        disable()
+        close()
 
 
 def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightCompressor) -> Callable[..., list]:

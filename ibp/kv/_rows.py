@@ -8,6 +8,7 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook
@@ -21,9 +22,9 @@ _INDEX_OUT_OF_RANGE = 2  # ibp_status
 class KVRowsStats(NamedTuple):
     """What a `KVRows` has done.
 
-    hits, misses: rows that `select` found in the cache, and that came from where the rows are.
+    hits, misses: rows that `load` found in the cache, and that came from where the rows are.
     link_bytes: of the missed ones, in whole 32-byte sectors.
-    spilled_rows, lost_rows: of all that were put: those with a part in overflow; those that found no room there.
+    spilled_rows, lost_rows: of all that were stored: those with a part in overflow; those that found no room there.
     used_overflow_bytes: of overflow that have been handed out.
     """
 
@@ -40,16 +41,16 @@ KVRowsStats.__module__ = "ibp.kv"
 
 class KVRows:
     """Keys or values of tokens, a row a head, coded in pinned host memory: for attention that looks at few tokens,
-    chosen anew for every token that is generated (top-k sparse attention; InfiniGen). Rows that were selected last stay
+    chosen anew for every token that is generated (top-k sparse attention; InfiniGen). Rows that were loaded last stay
     on the GPU, coded too, in a cache of given size.
 
         keys = ibp.kv.KVRows(k[:, :256], num_layers=32, num_tokens=131_072, num_heads=8, cache_bytes=64 << 20)
-        keys.put(layer, k_new, positions)              # [tokens, heads, dim], as the model makes them
-        k = keys.select(layer, chosen, per_head=True)  # chosen: [heads, k]; k: [heads, k, dim]
+        keys.store(layer, k_new, positions)              # [tokens, heads, dim], as the model makes them
+        k = keys.load(layer, chosen, per_head=True)  # chosen: [heads, k]; k: [heads, k, dim]
 
     All work is on the current stream; nothing there waits for the host. With token numbers on the GPU both can be
     captured in a CUDA graph, after a call of each outside it. A token number is a place: for sequences of a batch give
-    them ranges of it, and use those of tokens that are gone again. Rows that were never put are zeros.
+    them ranges of it, and use those of tokens that are gone again. Rows that were never stored are zeros.
 
     Args:
         codebook: how rows are coded; or a sample [..., dim] of rows, from which a codebook and sizes are learned. For
@@ -147,7 +148,7 @@ class KVRows:
 
     # ---- rows ----
 
-    def put(self, layer: int, rows: torch.Tensor, tokens: torch.Tensor, *, max_sms: int | None = None) -> None:
+    def store(self, layer: int, rows: torch.Tensor, tokens: torch.Tensor, *, max_sms: int | None = None) -> None:
         """Codes rows of tokens, in place of what was there: of a prompt, or of a token that was generated.
 
         Args:
@@ -155,7 +156,7 @@ class KVRows:
             rows: [tokens, num_heads, dim] of dtype on the device, of any strides but for those of dim; or
                 [tokens, dim] where a token has one row.
             tokens: int32 or int64 [tokens], all different, on the CPU or the device.
-            max_sms: at most this many multiprocessors are used; None: all.
+            max_sms: keep at most this many multiprocessors busy; None: all.
 
         Raises:
             IndexError: there is no such layer or token; of tokens on a GPU `check` raises it.
@@ -173,12 +174,12 @@ class KVRows:
         if rows.device != self.device or (self.dim > 1 and rows.stride(-1) != 1):
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
         row_ids = self._rows(tokens.unsqueeze(1)).view(-1)
-        sms = 0 if max_sms is None else whole_number("max_sms", max_sms, 0)
+        sms = sms_of(max_sms)
         torch.ops.ibp.encode_into.default(*place.arguments, rows.detach(), None, row_ids, 0, sms, place._fault)
         if self.caches:
             self.caches[layer].invalidate(row_ids)
 
-    def select(
+    def load(
         self,
         layer: int,
         tokens: torch.Tensor,
@@ -195,7 +196,7 @@ class KVRows:
                 own.
             per_head: whether every head has tokens of its own.
             out: contiguous tensor to write to.
-            max_sms: as in `put`.
+            max_sms: as in `store`.
 
         Returns:
             [..., num_heads, dim] of dtype on the device; with per_head [..., num_heads, k, dim].
@@ -220,7 +221,7 @@ class KVRows:
         if self.caches:
             self.caches[layer].index_select(rows.view(-1), out=out, max_sms=max_sms)
         else:
-            sms = 0 if max_sms is None else whole_number("max_sms", max_sms, 0)
+            sms = sms_of(max_sms)
             ids = rows.view(-1)
             torch.ops.ibp.gather_items.default(*place.table_arguments, ids, sms, out, self._fault_near)
         return out

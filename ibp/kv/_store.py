@@ -12,6 +12,7 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._fetch.calls import sms_of
 from .._fetch.paths import is_capturing
 from .._machine import memory as _memory
 from .._rows.table import CorruptTableError
@@ -310,7 +311,7 @@ class KVStore:
             blocks: which blocks; None: all of them, in order.
             first_tensor: which of a page's tensors the first one given is, where not all are given.
             stream: of the store's device; None: one of the store's own, beside the current one.
-            max_sms: at most this many multiprocessors are used; 0: all. None: as many as keep up with the link.
+            max_sms: keep at most this many multiprocessors busy; None: as many as keep up with the link.
 
         Raises:
             IndexError, TypeError, ValueError: arguments are not as described; nothing has been stored then.
@@ -564,7 +565,7 @@ def _row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, p
 
 
 def _sms_of(max_sms: int | None, usual: int) -> int:
-    return usual if max_sms is None else whole_number("max_sms", max_sms, 0)
+    return usual if max_sms is None else sms_of(max_sms)
 
 
 def _on_host(numbers: Pages) -> torch.Tensor:

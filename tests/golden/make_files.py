@@ -22,7 +22,7 @@ from helpers import bytes_of, make_tensor, planes_codebook, spiky_rows  # noqa: 
 from ibp._files.writer import FileWriter, write_plain, write_table  # noqa: E402
 
 FILES = HERE / "files"
-PAGEABLE = {"device": "cpu", "pin_memory": False}
+PAGEABLE = {"device": "cpu", "memory": "host"}
 PLANES = (
     "bfloat16",
     "float32_per_column",
@@ -165,7 +165,7 @@ def general_tables():
     """Tables of zstd and of LZ4: several blocks, of which one is as it is and the last one short; one without bytes."""
     random = torch.randint(-(2**31), 2**31, (1024,), generator=torch.Generator().manual_seed(0)).int()
     ids = torch.cat([torch.arange(2500, dtype=torch.int32) // 3, random, torch.arange(1000, dtype=torch.int32)])
-    options = {"chunk_bytes": 4096, "pin_memory": False}
+    options = {"chunk_bytes": 4096, "memory": "host"}
     return {
         "zstd": ibp.compress(ids, scheme="zstd", **options),
         "lz4": ibp.compress(ids[:4000].view(40, 100), scheme="lz4", **options),
