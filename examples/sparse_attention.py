@@ -29,10 +29,10 @@ class RawRows:
         self.rows = torch.zeros(num_tokens, num_heads, dim, dtype=DTYPE, device=device)
         self.heads = torch.arange(num_heads, device=device).unsqueeze(1)
 
-    def put(self, layer, rows, tokens):
+    def store(self, layer, rows, tokens):
         self.rows.index_copy_(0, tokens, rows)
 
-    def select(self, layer, tokens, per_head):
+    def load(self, layer, tokens, per_head):
         return self.rows[tokens, self.heads]
 
 
