@@ -4,7 +4,7 @@
 
 Arms: `torch`, `torch.optim.AdamW(fused=True)`; `torch, states in pinned memory`, the same kernel with raw states that
 the copy engine brings and takes, a chunk ahead; `ibp` and `ibp, fast`, `ibp.optim.AdamW` at both levels; `ibp, pinned`,
-with `storage="host"`. All arms take the same gradients in the same steps, and their weights are compared bit for bit
+with `memory="pinned"`. All arms take the same gradients in the same steps, and their weights are compared bit for bit
 after the last one.
 
 Models: one tensor of 1 GiB; 320 small ones; 96 of 4 MiB; blocks of Llama's shape, trained; the same in BF16; an
@@ -47,7 +47,7 @@ ARMS = {  # how many steps each takes at most, and the options of ibp.optim.Adam
     RAW: (5, None),
     IBP: (1 << 30, {}),
     FAST: (1 << 30, {"level": "fast"}),
-    PINNED: (5, {"storage": "host"}),
+    PINNED: (5, {"memory": "pinned"}),
 }
 MOST_RATIO = 4.0  # of a step to torch's, states on the device
 RATE, MOVED_VALUES = 1e-3, 7  # read: weight, gradient, both states; written: weight, both states

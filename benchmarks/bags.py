@@ -137,9 +137,9 @@ def main(argv=None):
         columns = rows.row_bytes // rows.dtype.itemsize
         x = inputs.normal_rows(near_bytes, rows.dtype, DEVIATION, run.device, columns=columns)
         host = x[: host_bytes // rows.row_bytes]
-        table, raw = (ibp.compress(x, scheme=scheme, pin_memory=False) for scheme in ("planes", "raw"))
+        table, raw = (ibp.compress(x, scheme=scheme, memory="host") for scheme in ("planes", "raw"))
         tables = {
-            name: ibp.compress(host.cpu(), scheme=scheme, pin_memory=run.on_gpu)
+            name: ibp.compress(host.cpu(), scheme=scheme, memory=None if run.on_gpu else "host")
             for name, scheme in (("raw", "raw"), ("ibp", "planes"))
         }
         for bag_rows in BAG_ROWS:

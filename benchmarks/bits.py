@@ -54,7 +54,7 @@ def invariance(x):
     """(share of the bit positions that at least TAU of the rows agree in, share of the chunks in which all of these
     bits agree, share of the rows that shrink, share of all bits that goes so): the paper's sections 4.1 and 4.2 with
     one threshold."""
-    codebook = ibp.analyze(x, paper=True, tau=TAU, chunk_bytes=CHUNK_BYTES, sample=1.0, device="cpu")
+    codebook = ibp.codecs.analyze(x, paper=True, tau=TAU, chunk_bytes=CHUNK_BYTES, sample=1.0, device="cpu")
     mask, bitval, num_bytes = codebook.mask.numpy(), codebook.bitval.numpy(), codebook.row_bytes
     starts = np.arange(0, num_bytes, CHUNK_BYTES)
     fixed = np.add.reduceat(np.unpackbits(mask).reshape(-1, 8).sum(1).astype(np.int64), starts)

@@ -30,7 +30,9 @@ class Case:
     def __init__(self, run, place, x, ideal_of):
         self.run, self.place, self.x = run, place, x
         home = x if place == NEAR else x.cpu()
-        self.table = ibp.compress(home, scheme="planes", pin_memory=place == PINNED)
+        self.table = ibp.compress(
+            home, scheme="planes", memory=None if place == PINNED else "host" if not home.is_cuda else None
+        )
         self.raw = home if place == NEAR else home.pin_memory() if place == PINNED else home
         self.ideal_gbps = ideal_of(self.table)
 

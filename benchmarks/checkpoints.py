@@ -1,4 +1,4 @@
-"""How fast do checkpoints go through `ibp.compress_checkpoint`, and which part of the way binds?
+"""How fast do checkpoints go through `ibp.checkpoints.compress`, and which part of the way binds?
 
     python -m benchmarks.checkpoints [--out DIR] [--device cpu] [--quick] [--directory DIR] [--gib N]
 
@@ -162,7 +162,7 @@ class Measured:
             tries = []
             for _ in range(2):
                 with Timed() as timed:
-                    report = ibp.compress_checkpoint(self.path, target, shard_bytes=None, device=device, jobs=jobs)
+                    report = ibp.checkpoints.compress(self.path, target, shard_bytes=None, device=device, jobs=jobs)
                 tries.append((timed.seconds, timed.fsync_seconds))
             self.savings = report.savings
             seconds, fsync_seconds = min(tries)
@@ -214,7 +214,7 @@ def measure(run, directory, shape, layers):
         measured.add(VERIFY, timed.seconds)
     with run.cell(BACK):
         with Timed() as timed:
-            ibp.decompress_checkpoint(coded, back)
+            ibp.checkpoints.decompress(coded, back)
         measured.add(BACK, timed.seconds, timed.fsync_seconds)
         check_same(path, back)
 

@@ -1,4 +1,4 @@
-"""Which coding gets a tensor over a link the soonest, and does `ibp.choose` take it?
+"""Which coding gets a tensor over a link the soonest, and does `ibp.codecs.choose` take it?
 
     python -m benchmarks.choose [--out DIR] [--data DIR] [--sets NAME,NAME] [--device cpu] [--quick]
 
@@ -109,10 +109,10 @@ def is_hopeless(found, cost):
 
 def measured(found, cost, x, what):
     """The cost of a candidate as it is: the whole tensor coded and decoded, and compared."""
-    alone = ibp.Choice(found.num_bytes, found.link_gbps, found.encode, found.rows, (cost,))
+    alone = ibp.codecs.Choice(found.num_bytes, found.link_gbps, found.encode, found.rows, (cost,))
 
     def encode():
-        return alone.compress(x, device=x.device, pin_memory=False)
+        return alone.compress(x, device=x.device, memory="host")
 
     coded, encode_s = choosing.timed(encode, x.device, BUDGET_S)
     out = torch.empty_like(x)
@@ -148,7 +148,7 @@ def us(value):
 
 def measure_set(run, name, x):
     what = f"{name} {harness.dtype_name(x.dtype)}"
-    found = ibp.choose(x, LINKS_GBPS[0])
+    found = ibp.codecs.choose(x, LINKS_GBPS[0])
     raw = next(cost for cost in found.table if cost.scheme == "raw")
     common = {
         "case": name,
@@ -178,7 +178,7 @@ def measure_set(run, name, x):
             predicted_decode_us=us(cost.decode_s),
         )
     costs = [raw, *(real for _, real in both)]
-    real = ibp.Choice(found.num_bytes, LINKS_GBPS[0], True, False, tuple(costs))
+    real = ibp.codecs.Choice(found.num_bytes, LINKS_GBPS[0], True, False, tuple(costs))
     for link_gbps in LINKS_GBPS:
         for counts in (True, False):
             add_choice(run, common, x.nbytes, found.at(link_gbps, counts), real.at(link_gbps, counts))

@@ -25,12 +25,14 @@ RATE_BYTES = 64 * inputs.MIB
 
 
 def codebook_of(x, chunk_bytes, tau, device):
-    return ibp.analyze(x, paper=True, chunk_bytes=chunk_bytes, tau=tau, sample=1.0, device=device)
+    return ibp.codecs.analyze(x, paper=True, chunk_bytes=chunk_bytes, tau=tau, sample=1.0, device=device)
 
 
 def savings_of(case, chunk_bytes, tau, device):
     """With a codebook a table."""
-    stored_bytes = sum(ibp.estimate(x, codebook_of(x, chunk_bytes, tau, device), device=device) for x in case.tensors)
+    stored_bytes = sum(
+        ibp.estimate(x, codebook_of(x, chunk_bytes, tau, device), device=device).stored_bytes for x in case.tensors
+    )
     return 1 - stored_bytes / case.num_bytes
 
 
@@ -53,7 +55,7 @@ def time_decoding(run, case, copy_gbps):
     for chunk_bytes in CHUNK_BYTES:
         with run.cell(f"{case.name}, chunks of {chunk_bytes} B"):
             codebook = codebook_of(rows, chunk_bytes, RATE_TAU, run.device)
-            table = ibp.compress(x, codebook=codebook, layout="slots", pin_memory=False)
+            table = ibp.compress(x, codebook=codebook, layout="slots", memory="host")
             harness.poison(outs[0])
             harness.check_bits(ibp.decompress(table, out=outs[0]), x, f"chunks of {chunk_bytes} B")
             seconds = run.seconds([lambda out=out: ibp.decompress(table, out=out) for out in outs])

@@ -85,9 +85,7 @@ def seeded():
 
 def measure(x, scheme, clusters, device):
     """(savings, bytes of the codebooks)."""
-    table = ibp.compress(
-        x, scheme=scheme, clusters=clusters, sample=1.0, layout="packed", device=device, pin_memory=False
-    )
+    table = ibp.compress(x, scheme=scheme, clusters=clusters, sample=1.0, layout="packed", device=device, memory="host")
     harness.check_bits(table.decompress(), x, f"{scheme}, {clusters} clusters")
     return table.savings, table.codebook.nbytes if table.codebook else 0
 

@@ -213,10 +213,10 @@ def measure_analysis(case, arms=tuple(ANALYSES)):
     """Checked by what an analysis is for, a round trip."""
     for arm in arms:
         arguments = ANALYSES[arm]
-        table = ibp.compress(case.x, codebook=ibp.analyze(case.x, **arguments))
+        table = ibp.compress(case.x, codebook=ibp.codecs.analyze(case.x, **arguments))
         case.check(table, arm)
         ideal_gbps = ideal.device_gbps(case.num_bytes, arguments["sample"] * case.num_bytes, case.rates.copy_gbps)
-        case.time(arm, lambda: ibp.analyze(case.x, **arguments), table.savings, ideal_gbps)
+        case.time(arm, lambda: ibp.codecs.analyze(case.x, **arguments), table.savings, ideal_gbps)
 
 
 def measure_host(case, codebook):
@@ -231,9 +231,9 @@ def measure_host(case, codebook):
         calls = {
             "to(cuda)": lambda: x.to(run.device, non_blocking=True),
             "compress": lambda: ibp.compress(
-                x, codebook=codebook, layout="slots", device=run.device, pin_memory=place == "pinned"
+                x, codebook=codebook, layout="slots", device=run.device, memory="pinned" if place == "pinned" else None
             ),
-            "analyze": lambda: ibp.analyze(x, **ONE_THRESHOLD, device=run.device),
+            "analyze": lambda: ibp.codecs.analyze(x, **ONE_THRESHOLD, device=run.device),
         }
         with case.cell(place):
             table = calls["compress"]()
@@ -250,7 +250,7 @@ def run_synthetic(run, rates):
                 mask, bitval = inputs.synthetic_mask(row_bytes, savings)
                 x = inputs.agreeing_rows(data_bytes(run) // row_bytes, mask, bitval, run.device)
                 case = Case(run, rates, name, x)
-                measure_codec(case, ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES))
+                measure_codec(case, ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES))
                 if savings == ANALYZED_SAVINGS and row_bytes == ANALYZED_ROW_BYTES:
                     measure_analysis(case)
 
@@ -295,10 +295,10 @@ def run_normal(run, rates):
                 )
                 case, is_analyzed = Case(run, rates, name, x), row_bytes == ANALYZED_ROW_BYTES
                 measure = measure_codec if is_analyzed else measure_decoding
-                measure(case, ibp.analyze(x, sample=SWEEP_SAMPLE))
+                measure(case, ibp.codecs.analyze(x, sample=SWEEP_SAMPLE))
                 if is_analyzed:
                     measure_analysis(case)
-                dense = ibp.analyze(x, scheme="planes", sample=SWEEP_SAMPLE)
+                dense = ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE)
                 measure(case, dense)
                 if not dense.per_column:
                     measure_decoding(case, column_codebook(dense, x))
@@ -313,9 +313,9 @@ def run_large(run, rates):
         x = inputs.normal_rows(LARGE_BYTES, dtype, deviation, run.device, columns=ANALYZED_ROW_BYTES // dtype.itemsize)
         case, dense = (
             Case(run, rates, f"{LARGE_BYTES >> 30} GiB, {name}", x),
-            ibp.analyze(x, scheme="planes", sample=None),
+            ibp.codecs.analyze(x, scheme="planes", sample=None),
         )
-        measure_codec(case, ibp.analyze(x, sample=None))
+        measure_codec(case, ibp.codecs.analyze(x, sample=None))
         measure_analysis(case, ["analyze"])
         measure_codec(case, dense)
         measure_host(Case(run, rates, f"{HOST_BYTES >> 30} GiB, {name}", x[: HOST_BYTES // ANALYZED_ROW_BYTES]), dense)
@@ -327,8 +327,8 @@ def run_real(run, rates, data_dir):
         with run.cell(f"{name} {harness.dtype_name(rows.dtype)}"):
             num_rows = data_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
             case = Case(run, rates, name, inputs.replicated(rows, num_rows, run.device))
-            measure_codec(case, ibp.analyze(case.x, sample=None))
-            measure_codec(case, ibp.analyze(case.x, scheme="planes", sample=None))
+            measure_codec(case, ibp.codecs.analyze(case.x, sample=None))
+            measure_codec(case, ibp.codecs.analyze(case.x, scheme="planes", sample=None))
 
 
 def run_nvcomp(run, rates, data_dir):

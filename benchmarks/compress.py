@@ -97,21 +97,21 @@ def measure_near(run, case, x):
     if run.on_gpu:
         measure(run, case, GPU, x, copy_gbps)
     else:
-        measure(run, case, CPU, x, copy_gbps, device="cpu", pin_memory=False)
+        measure(run, case, CPU, x, copy_gbps, device="cpu", memory="host")
 
 
 def measure_cpu(run, case, x):
     """By the CPU alone, beside a GPU."""
     if run.on_gpu:
         host = x.cpu()
-        measure(run, case, CPU, host, measure_copy(run, case, host), device="cpu", pin_memory=False)
+        measure(run, case, CPU, host, measure_copy(run, case, host), device="cpu", memory="host")
 
 
 def measure_host(run, case, x):
     """From host memory to host memory by the GPU."""
     if run.on_gpu:
         host = x.cpu()
-        measure(run, case, PAGEABLE, host, ideal.LINK_COPY_GBPS, pin_memory=False)
+        measure(run, case, PAGEABLE, host, ideal.LINK_COPY_GBPS, memory="host")
         measure(run, case, PINNED, host.pin_memory(), ideal.LINK_COPY_GBPS)
 
 

@@ -96,7 +96,7 @@ def measure_threads(run, rows):
 
 def measure_sms(run, rows):
     """Raw rows and coded ones by one kernel."""
-    codebook = ibp.analyze(rows.x, scheme="planes", sample=SAMPLE)
+    codebook = ibp.codecs.analyze(rows.x, scheme="planes", sample=SAMPLE)
     for arm, options in (("raw rows", {"scheme": "raw"}), ("planes slots", {"codebook": codebook, "layout": "slots"})):
         table = ibp.compress(rows.host, **options)
         ideal_gbps = gather.table_ideal(run, table, rows)

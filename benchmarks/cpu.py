@@ -108,7 +108,7 @@ class Case:
 
 def measure_coding(case, arm, x, codebook):
     """Decoding and encoding of a table of x; each is checked on poisoned memory first."""
-    table = ibp.compress(x, codebook=codebook, layout="slots", device="cpu", pin_memory=False)
+    table = ibp.compress(x, codebook=codebook, layout="slots", device="cpu", memory="host")
     data, words, fault = x.view(torch.uint8).view(-1), codebook.words(table.device), torch.zeros(4, dtype=torch.int64)
     out = case.out[: len(x)]
 
@@ -187,7 +187,9 @@ def measure_case(run, name, x, num_threads):
         case = Case(run, name, x, num_threads)
         for scheme in SCHEMES:
             with run.cell(f"{case.name} {harness.dtype_name(x.dtype)}, {scheme}"):
-                codebook = ibp.analyze(x[: max(1, ANALYZED_BYTES // (x.shape[1] * x.dtype.itemsize))], scheme=scheme)
+                codebook = ibp.codecs.analyze(
+                    x[: max(1, ANALYZED_BYTES // (x.shape[1] * x.dtype.itemsize))], scheme=scheme
+                )
                 measure_coding(case, scheme, x, codebook)
                 if ibp._core.cpu_features() > AVX2 and num_threads == 1:
                     with cpu_features(AVX2):

@@ -4,9 +4,9 @@
 
 Weights N(0, 0.02) before and after a step of an optimizer of FP32 weights, rounded: in BF16 with three sizes of steps,
 which change 1.5, 4.2 and 10 % of the weights, and in FP16, FP8 and FP32 with one each; and 36 tensors of a model as one
-checkpoint. Arms: `ibp`: `ibp.delta`, fingerprints included; `ibp, apply`: `Delta.apply_`, which checks the base before
-and the result after; `index and value`: int32 indices and the new values of what changed, found and put in place by
-torch; `XOR and zstd`: the versions' bits XORed, then zstd at level 3 by one thread of the CPU, on a part of the
+checkpoint. Arms: `ibp`: `ibp.deltas.make`, fingerprints included; `ibp, apply`: `Delta.apply_`, which checks the base
+before and the result after; `index and value`: int32 indices and the new values of what changed, found and put in place
+by torch; `XOR and zstd`: the versions' bits XORed, then zstd at level 3 by one thread of the CPU, on a part of the
 weights, where the package zstandard is there. Whole calls by the clock; GB/s of weights. `changed`: the share of
 weights that changed; `stored`: the delta's bytes over the weights'; `fewer`: how many times fewer than
 `index and value` has. What is applied has the new version's bits in every arm.
@@ -109,8 +109,8 @@ class Case:
 
 def measure_ibp(case):
     with case.run.cell(f"{case.name} {case.dtype}, {IBP}"):
-        seconds = case.run.seconds([lambda: ibp.delta(case.new, case.base)], wall=True)
-        forward, backward = ibp.delta(case.new, case.base), ibp.delta(case.base, case.new)
+        seconds = case.run.seconds([lambda: ibp.deltas.make(case.new, case.base)], wall=True)
+        forward, backward = ibp.deltas.make(case.new, case.base), ibp.deltas.make(case.base, case.new)
         stored, num_bytes = forward.stored_bytes, case.num_bytes
         case.record(IBP, num_bytes, stored, seconds, 2 * num_bytes + stored, MAKE_GBPS)
         seconds = case.there_and_back(

@@ -192,10 +192,10 @@ def zlib_ratio(flat):
 def ibp_ratio(flat):
     """Scheme auto, codebook included; rows of ROW_ELEMENTS."""
     rows = spread(flat, ROW_ELEMENTS, MAX_ROWS)
-    codebook = ibp.analyze(rows, scheme="auto", sample=None)
+    codebook = ibp.codecs.analyze(rows, scheme="auto", sample=None)
     if codebook is None:
         return 1.0
-    return rows.numel() * rows.element_size() / ibp.estimate(rows, codebook)
+    return rows.numel() * rows.element_size() / ibp.estimate(rows, codebook).stored_bytes
 
 
 def in_layout(x, layout):

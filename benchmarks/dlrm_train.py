@@ -172,7 +172,8 @@ def make_tables(run, columns, dtype):
     num_rows = (QUICK_TABLE_BYTES if run.quick else TABLE_BYTES) // (columns * dtype.itemsize)
     x = families.weights(num_rows, columns, run.device).to(dtype).cpu()
     return {
-        name: ibp.compress(x, scheme=scheme, pin_memory=run.on_gpu) for name, scheme in ((RAW, "raw"), (IBP, "auto"))
+        name: ibp.compress(x, scheme=scheme, memory=None if run.on_gpu else "host")
+        for name, scheme in ((RAW, "raw"), (IBP, "auto"))
     }
 
 

@@ -51,7 +51,7 @@ class Case:
         self.codebook = (
             _measuring.consecutive(x, SIGN_AND_MANTISSA_BITS[x.dtype]).codebook(x.shape[1] * x.dtype.itemsize)
             if self.is_fast
-            else ibp.analyze(x, scheme="planes", sample=families.SAMPLE)
+            else ibp.codecs.analyze(x, scheme="planes", sample=families.SAMPLE)
         )
         self.table = ibp.compress(x, codebook=self.codebook)
         self.num_bytes = x.numel() * x.dtype.itemsize
@@ -63,7 +63,10 @@ class Case:
         sizes = {"slot_bytes": self.table.slot_bytes, "overflow_bytes": num_rows * OVERFLOW_ROOM}
         count = NUM_PINNED_PLACES if pinned else 2 if self.run.quick else NUM_PLACES
         return [
-            ibp.Place(self.codebook, num_rows, **sizes, device=self.run.device, pinned=pinned) for _ in range(count)
+            ibp.CodedRows(
+                self.codebook, num_rows, **sizes, device=self.run.device, memory="pinned" if pinned else "device"
+            )
+            for _ in range(count)
         ]
 
     def check(self, place, want, what):
@@ -129,7 +132,7 @@ def measure_one(case, places):
         gbps = case.measure(
             ONE,
             places,
-            lambda place, sms=sms: ibp.encode_into(case.x, place, max_sms=sms or 0),
+            lambda place, sms=sms: ibp.encode_into(case.x, place, max_sms=sms),
             case.x,
             wanted=None if sms else wanted,
             sms=sms,

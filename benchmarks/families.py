@@ -182,7 +182,7 @@ def measure_case(run, name, kind, x, buffer, rows):
     what = f"{name} {harness.dtype_name(x.dtype)}, {row_bytes} B"
     with run.cell(what):
         run.kind, run.raw_gbps = kind, {}
-        codebook = ibp.analyze(rows, scheme="planes", sample=SAMPLE)
+        codebook = ibp.codecs.analyze(rows, scheme="planes", sample=SAMPLE)
         measure_host(run, name, x, buffer.hold(x), codebook)
         measure_device(run, name, x, codebook)
 

@@ -112,7 +112,7 @@ def measure_found(run, case, rows, x, host, fetches, sample=None):
     measure_raw(run, case, x, host, fetches)
     for scheme in ("ibp", "planes"):
         with run.cell(f"{case}, analysis, {scheme}"):
-            measure_coded(run, case, x, host, ibp.analyze(rows, scheme=scheme, sample=sample), fetches)
+            measure_coded(run, case, x, host, ibp.codecs.analyze(rows, scheme=scheme, sample=sample), fetches)
 
 
 def measure_raw(run, case, x, host, fetches):
@@ -163,7 +163,7 @@ def run_synthetic(run, buffer):
                 host = buffer.hold(x)
                 if i == 0:
                     measure_raw(run, "synthetic", x, host, fetches)
-                codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
+                codebook = ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
                 for slot_bytes in (None, row_bytes) if savings == IN_PLACE_SAVINGS else (None,):
                     measure_coded(run, case, x, host, codebook, fetches, slot_bytes)
 

@@ -4,7 +4,7 @@
 
 Features, batches of 1,024 seeds and epochs of gnn.py, on one GPU, with 600,000 nodes and 30 million edges. Arms: `raw
 rows` and `ibp`, fetched by the GPU from pinned memory, and both through a `RowCache` of 1 and of 5 % of the bytes of
-the raw features, filled with the rows that the first epoch asks for most often (`ibp.count_accesses`).
+the raw features, filled with the rows that the first epoch asks for most often (`ibp.cache.count_accesses`).
 
 gnn_cache.csv has the columns of gnn.csv and cache_percent (0: no cache), held_rows, raw_rows (in the same bytes),
 hit_rate and predicted: by how many times as fast as raw rows with the same cache an arm would be fetched if it gained
@@ -54,7 +54,7 @@ def arm_name(kind, percent):
 def accesses(training, num_batches, num_nodes):
     """How often an epoch asks for each node, int64 on its device."""
     batches = (training.sample(i).ids for i in range(num_batches))
-    return ibp.count_accesses(batches, num_nodes, device=training.device)
+    return ibp.cache.count_accesses(batches, num_nodes, device=training.device)
 
 
 def fetcher(table, percent, num_bytes, hotness, device):

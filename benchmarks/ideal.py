@@ -1,7 +1,7 @@
 """The rate that the hardware allows: what a measured rate is compared with.
 
-The link's rates are those of the calibration in force (`ibp.calibrate`): measured on this machine if it was calibrated,
-else an H200's on PCIe 5 x16.
+The link's rates are those of the calibration in force (`ibp.calibration.calibrate`): measured on this machine if it was
+calibrated, else an H200's on PCIe 5 x16.
 """
 
 import torch
@@ -14,7 +14,7 @@ MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_ROW_NS = None  # see reckon_w
 
 
 def reckon_with(machine):
-    """Takes the link's rates of an `ibp.Calibration`."""
+    """Takes the link's rates of an `ibp.calibration.Calibration`."""
     global MACHINE, LINK_KERNEL_GBPS, LINK_COPY_GBPS, LINK_ROW_NS
     MACHINE = machine
     LINK_KERNEL_GBPS = machine.read_gbps  # kernels reading pinned host memory
@@ -22,7 +22,7 @@ def reckon_with(machine):
     LINK_ROW_NS = machine.least_row_ns  # a row read by a kernel costs at least this, however short
 
 
-reckon_with(ibp.H200)  # until a run on a GPU begins
+reckon_with(ibp.calibration.H200)  # until a run on a GPU begins
 
 ROWS_PER_BASE = 32  # FORMAT.md section 2
 OVERFLOW_ALIGN = 32  # FORMAT.md section 3

@@ -37,7 +37,7 @@ PAPER_TOKENS = 4096  # that codebooks of the paper's scheme are learned from
 OF_RAW, OF_IDEAL, OF_OFFLOADING = 1.42, 0.95, 3.0  # targets
 RAW, HOST, GPU, OFFLOADING = "raw blocks", "ibp", "ibp, on the GPU", "transformers, offloading"
 PAPER = "ibp, the paper's scheme"
-ARMS = {RAW: {"scheme": "raw"}, HOST: {}, PAPER: {"scheme": "ibp"}, GPU: {"storage": "gpu"}}
+ARMS = {RAW: {"scheme": "raw"}, HOST: {}, PAPER: {"scheme": "ibp"}, GPU: {"memory": "device"}}
 
 
 def normal_states(num_layers, batch, num_tokens, device):
@@ -118,7 +118,7 @@ def paper_codebooks(case):
     """Of the paper's scheme, learned from the first layer for all, as they take long to learn."""
     row_bytes = _coding.Form.of(case.states[0][0], case.block, None).row_bytes
     rows = [x[0, 0, : PAPER_TOKENS // case.block * case.block].cpu().view(-1) for x in case.states[0]]
-    return {"codebooks": tuple(ibp.analyze(x, scheme="ibp", sample=1.0, row_bytes=row_bytes) for x in rows)}
+    return {"codebooks": tuple(ibp.codecs.analyze(x, scheme="ibp", sample=1.0, row_bytes=row_bytes) for x in rows)}
 
 
 def measure_compressed(case, arm, wanted):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kv_pages [--out DIR] [--device cpu] [--quick]
 
-256 MiB of a paged cache, BF16 N(0, 0.02), as 4,096 pages of 64 KiB, which go to random pages of an `ibp.KVStore` in
+256 MiB of a paged cache, BF16 N(0, 0.02), as 4,096 pages of 64 KiB, which go to random pages of an `ibp.kv.KVStore` in
 pinned host memory and come back to random blocks: `store` and `load`, with the multiprocessors that they take by
 themselves, with at most 8 and with all; level "fast" too. Beside them raw pages: `copied`, all of them by one call of
 the copy engine, as if they lay in order; `copied page by page`; `by kernel`, one launch as ibp's. Each alone, and most
@@ -38,7 +38,7 @@ class Pages:
         self.kv = inputs.normal_rows(num_bytes, torch.bfloat16, 0.02, run.device, columns=PAGE_BYTES // 2)
         self.num_bytes, self.out = num_bytes, torch.empty_like(self.kv)
         self.pages, self.blocks = (torch.randperm(len(self.kv), device=run.device) for _ in range(2))
-        self.from_kv, self.to_out = ibp.PagedTensors(self.kv), ibp.PagedTensors(self.out)
+        self.from_kv, self.to_out = ibp.kv.PagedTensors(self.kv), ibp.kv.PagedTensors(self.out)
         self.products = overlap.Products(run) if run.on_gpu else None
         self.raw_gbps = {}
 
@@ -149,8 +149,8 @@ def raw_works(of):
 
 
 def make_store(of, level):
-    return ibp.KVStore(
-        of.kv, num_pages=len(of.kv), page_bytes=PAGE_BYTES, level=level, device=of.run.device, storage="host"
+    return ibp.kv.KVStore(
+        of.kv, num_pages=len(of.kv), page_bytes=PAGE_BYTES, level=level, device=of.run.device, memory="pinned"
     )
 
 

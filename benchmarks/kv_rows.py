@@ -119,7 +119,7 @@ def rows_of(case, cached):
     """The tokens in a KVRows, with a cache or without."""
     slot_bytes = int(0.75 * case.row_bytes)
     cache_bytes = int(CACHED_SHARE * case.rows.numel() // case.dim * (slot_bytes + 21)) if cached else 0
-    kv = ibp.KVRows(
+    kv = ibp.kv.KVRows(
         case.rows[:4096],
         num_layers=1,
         num_tokens=len(case.rows),
@@ -127,7 +127,7 @@ def rows_of(case, cached):
         cache_bytes=cache_bytes,
         device=case.run.device,
     )
-    kv.put(0, case.rows, torch.arange(len(case.rows), device=case.run.device))
+    kv.store(0, case.rows, torch.arange(len(case.rows), device=case.run.device))
     kv.check()
     return kv
 
@@ -138,7 +138,7 @@ def measure_coded(case, cpu_gbps, raw_gbps, device_gbps):
     same = {"savings": savings, "gain": kv.gain}
 
     def fetch(of, sms=None):
-        return lambda number: of.select(0, case.tokens[number], per_head=True, out=case.out, max_sms=sms)
+        return lambda number: of.load(0, case.tokens[number], per_head=True, out=case.out, max_sms=sms)
 
     wanted = max(OVER_RAW * (raw_gbps or 0), OVER_CPU * (cpu_gbps or 0))
     case.measure("ibp", fetch(kv), wanted, **same)
@@ -166,7 +166,7 @@ def measure_put(case, kv):
     """The rows of one token, into coded slots in host memory and into raw rows in device memory."""
     token, row = torch.tensor([7], device=case.run.device), case.rows[7:8].clone()
     raw = case.rows.clone()
-    for arm, call in (("put", lambda: kv.put(0, row, token)), ("raw put", lambda: raw.index_copy_(0, token, row))):
+    for arm, call in (("put", lambda: kv.store(0, row, token)), ("raw put", lambda: raw.index_copy_(0, token, row))):
         with case.run.cell(f"{case.name}, {arm}"):
             call()
             if case.run.on_gpu:

@@ -251,7 +251,7 @@ def fetches(run):
     num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
     x = inputs.normal_rows(num_bytes, torch.bfloat16, 0.02, run.device, columns=ROW_BYTES // 2)
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=run.on_gpu).copy_(x)
-    codebook = ibp.analyze(x, scheme="planes", sample=None)
+    codebook = ibp.codecs.analyze(x, scheme="planes", sample=None)
     ids = torch.cat([torch.randperm(len(x), device=run.device) for _ in range(PASSES)])
     gathered, whole = torch.index_select(x, 0, ids), torch.empty_like(x)
     for arm, table in (

@@ -95,9 +95,9 @@ class Sheet:
 
 
 def _compress(x, method, layout, device):
-    options = {"layout": layout, "device": device, "pin_memory": False}
+    options = {"layout": layout, "device": device, "memory": "host"}
     if method == "paper":
-        codebook = ibp.analyze(x, paper=True, chunk_bytes=4, sample=1.0, device=device)
+        codebook = ibp.codecs.analyze(x, paper=True, chunk_bytes=4, sample=1.0, device=device)
         return ibp.compress(x, codebook=codebook, **options)
     return ibp.compress(x, scheme=method, **options)
 

@@ -138,7 +138,7 @@ def measure_size(run, library, commit, row_bytes):
             host.copy_(x)
             case = Case(run, commit, f"{reading.SYNTHETIC}{100 * savings:g}%", x, fetches)
             measure_ours(case, host, "raw rows", scheme="raw")
-            codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
+            codebook = ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
             measure_theirs(case, library, host, mask, bitval, measure_ours(case, host, OURS, codebook=codebook))
 
 

@@ -26,12 +26,14 @@ def codebook_of(x, scheme, sample, device):
     """
     if scheme == "ibp":
         chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: math.ceil(sample * len(x))]
-        return ibp.analyze(x[chosen.sort().values.to(x.device)], scheme=scheme, sample=1.0, device=device)
-    return ibp.analyze(x, scheme=scheme, sample=sample, device=device)
+        return ibp.codecs.analyze(x[chosen.sort().values.to(x.device)], scheme=scheme, sample=1.0, device=device)
+    return ibp.codecs.analyze(x, scheme=scheme, sample=sample, device=device)
 
 
 def savings_of(case, scheme, sample, device):
-    stored_bytes = sum(ibp.estimate(x, codebook_of(x, scheme, sample, device), device=device) for x in case.tensors)
+    stored_bytes = sum(
+        ibp.estimate(x, codebook_of(x, scheme, sample, device), device=device).stored_bytes for x in case.tensors
+    )
     return 1 - stored_bytes / case.num_bytes
 
 

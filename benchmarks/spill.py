@@ -1,15 +1,15 @@
-"""What do slots on the GPU with overflow in pinned host memory (ibp.place) cost to read and change?
+"""What do slots on the GPU with overflow in pinned host memory (ibp.spill.place) cost to read and change?
 
     python -m benchmarks.spill [--out DIR] [--device cpu] [--quick]
 
 Tables of 1 GiB in device memory, of which a share of the rows is noise, which leaves its slot: `decode` of the whole
 table and `index_select` of half of its rows in random order, `device only`, with overflow on the GPU too, and
 `spilled`, with overflow in host memory; `update_` of every 16th row. Slots are those that the other rows fit, or of a
-target ratio, which real sets have too. `pages`: loads from an `ibp.KVStore` of keys, with slots for 99.9 % of the rows,
-and with smaller ones that spill. `profile`: ten snapshots of a net in training, and at each threshold of the sweep what
-the last one spills when it is placed, beside what was predicted: by the paper's ratios, and by slots of any size.
-`ideal_gbps` of a spilled arm is the device's rate, or that at which the link brings what spilled where it is slower.
-All results are compared bit for bit.
+target ratio, which real sets have too. `pages`: loads from an `ibp.kv.KVStore` of keys, with slots for 99.9 % of the
+rows, and with smaller ones that spill. `profile`: ten snapshots of a net in training, and at each threshold of the
+sweep what the last one spills when it is placed, beside what was predicted: by the paper's ratios, and by slots of any
+size. `ideal_gbps` of a spilled arm is the device's rate, or that at which the link brings what spilled where it is
+slower. All results are compared bit for bit.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Case:
 
     def __init__(self, run, name, x, level):
         self.run, self.name, self.x = run, name, x
-        self.codebook = ibp.analyze(x, scheme="planes", sample=families.SAMPLE, level=level)
+        self.codebook = ibp.codecs.analyze(x, scheme="planes", sample=families.SAMPLE, level=level)
         self.ids = torch.randperm(len(x), device=run.device)[: len(x) // 2]
 
     def measure(self, x, slot_bytes, target=None):
@@ -80,7 +80,7 @@ class Case:
         layout = {"slot_bytes": slot_bytes} if slot_bytes else {"layout": "packed"}
         tables = {
             DEVICE: ibp.compress(x, codebook=self.codebook, **layout),
-            SPILLED: ibp.place(x, slot_bytes=slot_bytes, codebook=self.codebook),
+            SPILLED: ibp.spill.place(x, slot_bytes=slot_bytes, codebook=self.codebook),
         }
         found = {"target": target, "x": x, "seconds": {}, "spill": spill_of(tables[DEVICE])}
         for where, table in tables.items():
@@ -195,16 +195,17 @@ def measure_pages(run, data):
     rows, num_bytes = found["LLM keys"], num_pages * PAGE_BYTES
     x = inputs.replicated(rows, num_bytes // rows[0].nbytes + 1, run.device)
     x = x.view(-1)[: num_bytes // x.itemsize].view(num_pages, -1)
-    usual = ibp.KVStore(x, page_bytes=PAGE_BYTES, num_pages=num_pages, device=run.device, storage="device")
+    usual = ibp.kv.KVStore(x, page_bytes=PAGE_BYTES, num_pages=num_pages, device=run.device, memory="device")
     seconds = {}
+    all_sms = torch.cuda.get_device_properties(run.device).multi_processor_count if run.on_gpu else None
     for slots in range(0, 5):
         slot_bytes = usual.place.slot_bytes - 32 * slots
-        spill = "host" if slots else None
+        overflow_memory = "pinned" if slots else None
         with run.cell(f"pages, slots of {slot_bytes}"):
-            store = ibp.KVStore(
+            store = ibp.kv.KVStore(
                 usual.codebook, page_bytes=PAGE_BYTES, num_pages=num_pages, slot_bytes=slot_bytes,
                 overflow_bytes=None if slots else usual.place.overflow.numel(),
-                device=run.device, storage="device", spill=spill,
+                device=run.device, memory="device", overflow_memory=overflow_memory,
             )  # fmt: skip
             if store.store(range(num_pages), x).lost():
                 raise AssertionError("pages were lost")
@@ -212,7 +213,7 @@ def measure_pages(run, data):
             store.load(numbers, out).synchronize()
             harness.check_bits(out, x, f"pages, slots of {slot_bytes}")
             store.check()
-            seconds[slots] = run.seconds([lambda: store.load(numbers, out, max_sms=0).wait()])
+            seconds[slots] = run.seconds([lambda: store.load(numbers, out, max_sms=all_sms).wait()])
             spilled, spilled_bytes = spill_of(store.place.table())
             least = max(seconds[0], link_seconds(spilled_bytes if slots else 0))
             run.add(
@@ -272,10 +273,10 @@ def measure_profile(run):
             last.update(snapshot)
             yield snapshot
 
-    report = ibp.profile(seen())
+    report = ibp.spill.profile(seen())
     print(report)
     finer = {name: dataclasses.replace(tensor, ratios=None) for name, tensor in report.items()}
-    finer = ibp.Profile(finer, report.threshold, report.num_snapshots)
+    finer = ibp.spill.Profile(finer, report.threshold, report.num_snapshots)
     for kind, found in (("the paper's ratios", report), ("slots of any size", finer)):
         for threshold in (0.1, 0.4) if run.quick else (0.1, 0.2, 0.3, 0.4):
             with run.cell(f"profile at {threshold}, {kind}"):
@@ -284,7 +285,7 @@ def measure_profile(run):
 
 def record_profile(run, kind, report, last):
     """Places the last snapshot as a profile says, and decodes it."""
-    tables = {name: ibp.place(x, report[name], device=run.device) for name, x in last.items()}
+    tables = {name: ibp.spill.place(x, report[name], device=run.device) for name, x in last.items()}
     for name, table in tables.items():
         harness.check_bits(ibp.decompress(table), last[name], name)
     seconds = run.seconds([lambda: [ibp.decompress(table, out=last[name]) for name, table in tables.items()]])

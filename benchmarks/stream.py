@@ -4,7 +4,7 @@
 
 BF16 tensors of 8 to 256 MiB, the others of 256 MiB; several of one size up to 256 MiB, taken in turn or as a list.
 Arms: torch's copy_ of the raw tensor; ibp's stream through the copy engine, packed and from slots, with its own choice
-of SMs, at most 8 and at most 4; the kernel that fetches the rows itself; `decompress_many` of all tensors of a size;
+of SMs, at most 8 and at most 4; the kernel that fetches the rows itself; `decompress` of all tensors of a size;
 nvCOMP's ANS, its pieces decoded while the next are copied (pieces, staging buffers for all of them and decoding
 configurations prepared beforehand). The stream is measured at every size, also where ibp.decompress would choose the
 kernel. The ideal is the copy engine's rate over the share of bytes stored.
@@ -127,7 +127,7 @@ def measure_tables(cell, codebook, layout):
         label = sms or chosen
         cell.measure(name, each, sms=label, **same)
         if len(tables) > 1:
-            every = [lambda sms=sms: ibp.decompress_many(tables, out=cell.outs, max_sms=sms, path=path)]
+            every = [lambda sms=sms: ibp.decompress(tables, out=cell.outs, max_sms=sms, path=path)]
             cell.measure(f"{name}, list", every, sms=label, tensors_a_call=len(tables), **same)
     for sms in (None, FEW_SMS) if cell.run.on_gpu else ():
         each = [
@@ -220,12 +220,12 @@ def cases(run):
         learned = make(inputs.MIB if run.quick else 64 * inputs.MIB)
         is_main = dtype == torch.bfloat16
         codebooks = [
-            ibp.analyze(learned, scheme=scheme, sample=None)
+            ibp.codecs.analyze(learned, scheme=scheme, sample=None)
             for scheme in (("planes", "ibp") if is_main else ("planes",))
         ]
         yield name, make, codebooks, sizes if is_main else other_sizes
     mask, bitval = inputs.synthetic_mask(2048, 0.5)
-    codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
+    codebook = ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
     yield (
         "synthetic 50%",
         lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device),

@@ -48,7 +48,7 @@ def assert_no_slower(key, scheme, candidates):
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch):
     """The machine that gather.csv was measured on, whatever this one is."""
-    monkeypatch.setattr(calibration, "in_force", lambda device: ibp.H200)
+    monkeypatch.setattr(calibration, "in_force", lambda device: ibp.calibration.H200)
 
 
 NORMAL = [key for key in RATES if key[0].startswith("normal")]
@@ -87,7 +87,7 @@ def test_synthetic_rows(key, monkeypatch):
     """With the codebook that the rows were made for."""
     case, _, row_bytes = key
     mask, bitval = inputs.synthetic_mask(row_bytes, float(case.split()[1].rstrip("%")) / 100)
-    codebook = ibp.Codebook.from_masks(mask, bitval, inputs.CHUNK_BYTES)
+    codebook = ibp.codecs.Codebook.from_masks(mask, bitval, inputs.CHUNK_BYTES)
     x = inputs.agreeing_rows(64, mask, bitval, "cpu")
     request = _schemes.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
     monkeypatch.setattr(_schemes, "learn", lambda scheme, request: codebook)

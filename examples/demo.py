@@ -98,7 +98,7 @@ def fetch_rate(x, scheme):
     """GB/s of original bytes, for random rows of x repeated to TABLE_BYTES."""
     row_bytes = x[0].nbytes
     big = x.repeat(max(1, TABLE_BYTES // x.nbytes), 1)
-    table = ibp.compress(big, scheme=scheme, pin_memory=True)
+    table = ibp.compress(big, scheme=scheme, memory="pinned")
     ids = torch.randint(len(big), (FETCH_BYTES // row_bytes,), device="cuda")
     out = torch.empty(len(ids), x.shape[1], dtype=x.dtype, device="cuda")
     seconds = median_seconds(lambda: ibp.index_select(table, ids, out=out))

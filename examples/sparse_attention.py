@@ -4,7 +4,7 @@
 
 For every token that is generated, each head looks at few pages of 16 tokens: those whose keys can have the largest
 product with its queries, by the least and the greatest of each element that a page has (the estimate of Quest,
-ICML 2024). The bounds stay on the GPU; keys and values are rows of two `ibp.KVRows` in pinned host memory, and those
+ICML 2024). The bounds stay on the GPU; keys and values are rows of two `ibp.kv.KVRows` in pinned host memory, and those
 that are chosen come through a cache of coded rows on the GPU. A step is one CUDA graph: the new token's rows are put,
 pages are scored and chosen, their rows are selected, and attention is computed over them.
 
@@ -23,16 +23,16 @@ DTYPE = torch.bfloat16
 
 
 class RawRows:
-    """Rows as they are, on the device: what `ibp.KVRows` has to equal."""
+    """Rows as they are, on the device: what `ibp.kv.KVRows` has to equal."""
 
     def __init__(self, num_tokens, num_heads, dim, device):
         self.rows = torch.zeros(num_tokens, num_heads, dim, dtype=DTYPE, device=device)
         self.heads = torch.arange(num_heads, device=device).unsqueeze(1)
 
-    def put(self, layer, rows, tokens):
+    def store(self, layer, rows, tokens):
         self.rows.index_copy_(0, tokens, rows)
 
-    def select(self, layer, tokens, per_head):
+    def load(self, layer, tokens, per_head):
         return self.rows[tokens, self.heads]
 
 
@@ -55,8 +55,8 @@ class SparseAttention:
     def prefill(self, k, v):
         """Keys and values of a prompt: [tokens, heads, dim]."""
         tokens = torch.arange(len(k), device=k.device)
-        self.keys.put(0, k, tokens)
-        self.values.put(0, v, tokens)
+        self.keys.store(0, k, tokens)
+        self.values.store(0, v, tokens)
         whole = len(k) // PAGE_TOKENS
         paged = k[: whole * PAGE_TOKENS].view(whole, PAGE_TOKENS, *k.shape[1:])
         self.least[:, :whole] = paged.amin(1).transpose(0, 1)
@@ -67,14 +67,14 @@ class SparseAttention:
     def step(self, q, k, v, position):
         """Attention of a new token over the pages that each head chooses: [heads, queries a head, dim] of float32."""
         page = position // PAGE_TOKENS
-        self.keys.put(0, k, position)
-        self.values.put(0, v, position)
+        self.keys.store(0, k, position)
+        self.values.store(0, v, position)
         self._bound(k, page)
         tokens = self._chosen(q, page)
-        scores = q.float() @ self.keys.select(0, tokens, per_head=True).float().transpose(1, 2)
+        scores = q.float() @ self.keys.load(0, tokens, per_head=True).float().transpose(1, 2)
         scores = scores * q.shape[-1] ** -0.5
         scores = scores.masked_fill((tokens > position).unsqueeze(1), -float("inf"))
-        return scores.softmax(-1) @ self.values.select(0, tokens, per_head=True).float()
+        return scores.softmax(-1) @ self.values.load(0, tokens, per_head=True).float()
 
     def _bound(self, k, page):
         k = k.transpose(0, 1)
@@ -136,7 +136,7 @@ def main(argv=None):
     k, v = (tokens_of(generator, args.tokens, *shape, device) for _ in range(2))
 
     def coded(sample):
-        return ibp.KVRows(
+        return ibp.kv.KVRows(
             sample[:4096],
             num_layers=1,
             num_tokens=num_pages * PAGE_TOKENS,

@@ -69,13 +69,13 @@ for _ in range(STEPS):
     if rank == 0:
         before = {name: weight.clone() for name, weight in policy.state_dict().items()}
         train(torch.cat(played[1:] or played), moments)
-        delta = ibp.delta(policy.state_dict(), before)
+        delta = ibp.deltas.make(policy.state_dict(), before)
     delta = ibp.distributed.broadcast_delta(delta, src=0)
     if rank != 0:
         delta.apply_(policy.state_dict())  # refused, and nothing changed, were the worker's weights other ones
     sent += delta.stored_bytes
     prints = [None] * world
-    dist.all_gather_object(prints, [ibp.fingerprint(weight) for weight in policy.state_dict().values()])
+    dist.all_gather_object(prints, [ibp.deltas.fingerprint(weight) for weight in policy.state_dict().values()])
     assert prints == world * prints[:1], "the workers have other weights than the trainer"
 
 if rank == 0:

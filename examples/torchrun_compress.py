@@ -37,7 +37,7 @@ directory = Path(shared[0] or ".")
 layers = made_up(directory) if not given and rank == 0 else {}
 dist.barrier()
 source, target = given or (directory / "model.safetensors", directory / "small.safetensors")
-report = ibp.compress_checkpoint(source, target, group=dist.group.WORLD, shard_bytes=4 << 20 if not given else 5 << 30)
+report = ibp.checkpoints.compress(source, target, group=dist.group.WORLD, shard_bytes=4 << 20 if not given else 5 << 30)
 if rank == 0:
     print(report)
     with ibp.open(report.path) as file:

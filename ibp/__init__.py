@@ -6,138 +6,105 @@
     x2    = ibp.decompress(table)                          # the whole tensor again
 
 The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
-beside the installed headers (`ibp.get_include()`). Modules over tables are in `ibp.nn`, tables in several processes in
-`ibp.distributed`, bridges to frameworks in `ibp.integrations`.
+beside the installed headers (`ibp.get_include()`).
+
+ibp.nn, ibp.optim    modules over tables, and what trains them
+ibp.checkpoints      whole checkpoints, compressed, decompressed and estimated
+ibp.deltas           differences between versions of tensors and checkpoints
+ibp.kv               KV-caches
+ibp.cache            rows of a table, kept on GPUs
+ibp.spill            tables on a GPU whose overflow is in host memory
+ibp.codecs           codebooks, general codecs, and the choice between them
+ibp.calibration      the rates of a machine
+ibp.distributed      tables in several processes, and collectives whose tensors travel coded
+ibp.integrations     bridges to frameworks
 """
 
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
-from types import ModuleType as _ModuleType
+from typing import Any as _Any
 
-from . import _core, distributed, nn, optim
+from . import (
+    _core,
+    cache,
+    calibration,
+    checkpoints,
+    codecs,
+    deltas,
+    distributed,
+    kv,
+    nn,
+    optim,
+    spill,
+)
 from ._activations import ActivationOffload, ActivationStats, offload_activations
+from ._common import moved as _moved
 from ._common import ops
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import index_select
 from ._fetch.linear import linear
-from ._fetch.many import index_select_many
 from ._fetch.prefetch import Prefetch
-from ._fetch.streaming import decompress, decompress_many
+from ._fetch.streaming import decompress
 from ._files.fields import ChecksumError, FileFormatError
 from ._files.opened import File, TensorInfo, load, open
 from ._files.saving import save
 from ._inspect.config import show_config
 from ._machine.memory import release_pinned
-from ._machine.segments import SharedHandle
 from ._offload import Offloaded, OffloadStats, offload
 from ._rows.table import CorruptTableError
-from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
-from ._schemes.estimation import Estimate, analyze, estimate
+from ._schemes.estimation import Estimate, estimate
+from ._tables.coded_rows import Buffers, CodedRows, RowCounts, encode_into
 from ._tables.compressed_tensor import CompressedTensor
-from ._tables.compression import compress_
-from ._tables.place import Buffers, Place, PlaceCounts, encode_into
-from .cache import CacheStats, RowCache, count_accesses
-from .calibration import H200, Calibration, CoderRates, calibrate
-from .checkpoints._compressing import compress_checkpoint
-from .checkpoints._decompressing import decompress_checkpoint
-from .checkpoints._estimating import CheckpointEstimate, TensorEstimate, estimate_checkpoint
-from .checkpoints._report import CheckpointReport, TensorReport
-from .checkpoints._source import SourceFormatError
-from .codecs._choice import choose
-from .codecs._chosen import Choice, CodingCost
+from .cache import RowCache
 from .codecs._compressing import compress
-from .codecs._whole import WholeTensor
-from .deltas import CheckpointDelta, Delta, DeltaMismatchError, delta
-from .deltas._fingerprint import fingerprint
-from .distributed._sharing import open_shared
-from .kv._paged import PagedTensors
-from .kv._rows import KVRows, KVRowsStats
-from .kv._store import KVStore, KVStoreStats, Transfer
-from .spill._placing import place
-from .spill._profiling import Profile, TensorProfile, profile
 
 __version__ = _core.version()
 
 __all__ = [
     "ActivationOffload",
     "ActivationStats",
-    "AnyCodebook",
     "Buffers",
-    "CacheStats",
-    "Calibration",
-    "CheckpointDelta",
-    "CheckpointEstimate",
-    "CheckpointReport",
     "ChecksumError",
-    "Choice",
-    "ClusteredCodebook",
-    "Codebook",
-    "CoderRates",
-    "CodingCost",
+    "CodedRows",
     "CompressedTensor",
     "CorruptTableError",
-    "Delta",
-    "DeltaMismatchError",
     "Estimate",
     "File",
     "FileFormatError",
-    "H200",
-    "KVRows",
-    "KVRowsStats",
-    "KVStore",
-    "KVStoreStats",
     "OffloadStats",
     "Offloaded",
-    "PagedTensors",
-    "Place",
-    "PlaceCounts",
-    "PlanesCodebook",
     "Prefetch",
-    "Profile",
     "RowCache",
-    "SharedHandle",
-    "SourceFormatError",
-    "TensorEstimate",
+    "RowCounts",
     "TensorInfo",
-    "TensorProfile",
-    "TensorReport",
-    "Transfer",
-    "WholeTensor",
-    "analyze",
-    "calibrate",
-    "choose",
+    "cache",
+    "calibration",
+    "checkpoints",
+    "codecs",
     "compress",
-    "compress_",
-    "compress_checkpoint",
-    "count_accesses",
     "cuda_is_available",
     "decompress",
-    "decompress_checkpoint",
-    "decompress_many",
-    "delta",
+    "deltas",
     "distributed",
     "embedding_bag",
     "encode_into",
     "estimate",
-    "estimate_checkpoint",
-    "fingerprint",
     "get_include",
     "get_library_dir",
     "index_select",
-    "index_select_many",
+    "integrations",
+    "kv",
     "linear",
     "load",
     "nn",
     "offload",
     "offload_activations",
     "open",
-    "open_shared",
     "optim",
-    "place",
-    "profile",
     "release_pinned",
     "save",
     "show_config",
+    "spill",
 ]
 
 
@@ -145,10 +112,10 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-def __getattr__(name: str) -> _ModuleType:
+def __getattr__(name: str) -> _Any:
     if name == "integrations":  # each of which imports its framework when it is first named
         return _import_module("ibp.integrations")
-    raise AttributeError(f"module 'ibp' has no attribute {name!r}")
+    return _moved.found(name)
 
 
 def cuda_is_available() -> bool:

@@ -33,7 +33,7 @@ def write_file(path: Path) -> None:
     with np.load(ROOT / "data" / "kv_stories260k.npz") as cache:
         for name in ("k", "v"):
             tensors[f"cache.{name}"] = torch.from_numpy(cache[f"{name}_bf16"]).view(torch.bfloat16)
-    tables = {name: ibp.compress(x, layout="packed", pin_memory=False) for name, x in tensors.items() if x.dim() > 1}
+    tables = {name: ibp.compress(x, layout="packed", memory="host") for name, x in tensors.items() if x.dim() > 1}
     ibp.save(path, {**tensors, **tables})
 
 

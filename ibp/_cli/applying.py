@@ -35,7 +35,7 @@ class MadeTensor(SourceTensor):
         return data[start_byte:end_byte]
 
 
-def changes_in(path: str) -> ibp.CheckpointDelta:
+def changes_in(path: str) -> ibp.deltas.CheckpointDelta:
     """The changes that a file holds, mapped.
 
     Raises:
@@ -43,12 +43,14 @@ def changes_in(path: str) -> ibp.CheckpointDelta:
         ibp.FileFormatError: it is none.
     """
     with ibp.open(path, verify=True) as file:
-        whole = {name: ibp.decompress(value) for name, value in file.items() if isinstance(value, ibp.WholeTensor)}
-        changes = {name: value for name, value in file.items() if not isinstance(value, ibp.WholeTensor)}
-        return ibp.CheckpointDelta({**changes, **whole}, file.removed)
+        whole = {
+            name: ibp.decompress(value) for name, value in file.items() if isinstance(value, ibp.codecs.WholeTensor)
+        }
+        changes = {name: value for name, value in file.items() if not isinstance(value, ibp.codecs.WholeTensor)}
+        return ibp.deltas.CheckpointDelta({**changes, **whole}, file.removed)
 
 
-def new_version(base: Source, changes: ibp.CheckpointDelta, device: torch.device) -> Source:
+def new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
     """The checkpoint that the changes make of another one; deltas are applied on the device, when tensors are read.
     Files of a set stay files of their own; new tensors stand in the last.
 
@@ -65,7 +67,7 @@ def new_version(base: Source, changes: ibp.CheckpointDelta, device: torch.device
         raise Failure(f"{base.path} has no tensor {missing[0]!r}, which the delta changes or removes", 1)
     parts = [_changed(part, changes, device) for part in base.parts]
     last = parts[-1]
-    added = {name: _whole(name, change) for name, change in changes.items() if not isinstance(change, ibp.Delta)}
+    added = {name: _whole(name, change) for name, change in changes.items() if not isinstance(change, ibp.deltas.Delta)}
     parts[-1] = Source(last.path, last.format, {**last.tensors, **added}, last.metadata)
     if len(parts) == 1:
         return Source(base.path, base.format, parts[0].tensors, base.metadata)
@@ -75,23 +77,23 @@ def new_version(base: Source, changes: ibp.CheckpointDelta, device: torch.device
     return made
 
 
-def _changed(part: Source, changes: ibp.CheckpointDelta, device: torch.device) -> Source:
+def _changed(part: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
     """The tensors of a file that stay, or change."""
     tensors: dict[str, SourceTensor] = {}
     for name, tensor in part.tensors.items():
         change = changes.get(name)
-        if isinstance(change, ibp.Delta):
+        if isinstance(change, ibp.deltas.Delta):
             tensors[name] = _applied(tensor, change, device)
         elif change is None and name not in changes.removed:
             tensors[name] = tensor
     return Source(part.path, part.format, tensors, part.metadata)
 
 
-def _applied(base: SourceTensor, delta: ibp.Delta, device: torch.device) -> MadeTensor:
+def _applied(base: SourceTensor, delta: ibp.deltas.Delta, device: torch.device) -> MadeTensor:
     def make() -> torch.Tensor:
         try:
             return delta.to(device).apply_(base.tensor().to(device)).cpu()
-        except (ibp.DeltaMismatchError, ibp.CorruptTableError) as error:
+        except (ibp.deltas.DeltaMismatchError, ibp.CorruptTableError) as error:
             raise type(error)(f"{base.name}: {error}") from None
 
     return MadeTensor(base.name, base.dtype, base.shape, make)

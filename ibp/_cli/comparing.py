@@ -88,7 +88,7 @@ def by_blocks(device: torch.device) -> Weighing:
         taken = 0
         for before, after in _blocks(base, new):
             if _differing(before, after, new.dtype):
-                delta = ibp.delta(_tensor(after, new.dtype).to(device), _tensor(before, new.dtype).to(device))
+                delta = ibp.deltas.make(_tensor(after, new.dtype).to(device), _tensor(before, new.dtype).to(device))
                 taken += delta.stored_bytes
         return taken
 
@@ -99,7 +99,7 @@ def by_tensors(device: torch.device, kept: dict[str, Any]) -> Weighing:
     """Weighs the deltas of whole tensors, and keeps them by their names."""
 
     def weigh(name: str, base: SourceTensor, new: SourceTensor) -> int:
-        delta = ibp.delta(new.tensor().to(device), base.tensor().to(device)).to("cpu")
+        delta = ibp.deltas.make(new.tensor().to(device), base.tensor().to(device)).to("cpu")
         kept[name] = delta
         return delta.stored_bytes
 

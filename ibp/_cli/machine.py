@@ -98,7 +98,7 @@ def of_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
 
 def _on_cpu(clock: HostClock, kind: str, x: torch.Tensor) -> Measured:
     num_bytes, out = x.numel() * x.itemsize, torch.empty_like(x)
-    table = ibp.compress(x, device="cpu", pin_memory=False, layout="packed")
+    table = ibp.compress(x, device="cpu", memory="host", layout="packed")
     ids = torch.randint(len(x), (len(x) // 4,))
 
     def rate(call: Callable[[], object], of_bytes: int = num_bytes) -> float:
@@ -120,9 +120,9 @@ def _on_cpu(clock: HostClock, kind: str, x: torch.Tensor) -> Measured:
 def _again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
     """Codes x by the codebook of its table."""
     if table.codebook is None:
-        ibp.compress(x, scheme="raw", device="cpu", pin_memory=False, layout="packed")
+        ibp.compress(x, scheme="raw", device="cpu", memory="host", layout="packed")
     else:
-        ibp.compress(x, codebook=table.codebook, device="cpu", pin_memory=False, layout="packed")
+        ibp.compress(x, codebook=table.codebook, device="cpu", memory="host", layout="packed")
 
 
 def _select(x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:

@@ -111,8 +111,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _is_damage(error: BaseException) -> bool:
     """Whether data is wrong, and not what was asked for. ibp is imported by then, where it can be."""
     ibp = sys.modules.get("ibp")
-    kinds = [getattr(ibp, name, None) for name in ("ChecksumError", "CorruptTableError", "DeltaMismatchError")]
-    return isinstance(error, tuple(kind for kind in kinds if kind is not None))
+    return ibp is not None and isinstance(
+        error, (ibp.ChecksumError, ibp.CorruptTableError, ibp.deltas.DeltaMismatchError)
+    )
 
 
 def _complain(line: str, status: int) -> int:

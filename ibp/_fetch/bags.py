@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from .._rows.protocols import CachedRows, Rows
 from .._rows.table import Table
 from .calls import check_out, produce, sms_of, target_of, worker_of
-from .gather import check_range, checked_ids, is_bucketed, tensor_of
+from .gather import is_bucketed
+from .ids import check_range, checked_ids, tensor_of
 
 MODES = ("sum", "mean", "max")  # in the order of the operation's numbers
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

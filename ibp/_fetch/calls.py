@@ -64,7 +64,7 @@ def produce(
 
 def check_table(table: Any) -> None:
     if not isinstance(table, Table):
-        why = getattr(table, "_why_no_rows", None)  # of an ibp.WholeTensor
+        why = getattr(table, "_why_no_rows", None)  # of an ibp.codecs.WholeTensor
         raise TypeError(why or f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from .._machine import calibration
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
-from . import host_gather
+from . import host_gather, many
 from .calls import check_table, produce, sms_of, target_of, worker_of
+from .ids import check_range, checked_ids, tensor_of
 from .paths import Path, choose, is_capturing, named
+from .ready import make_ready
 
 # A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
 # B come at 49 million rows a second, and at 370 to 400 when their ids are put in the order of windows of 64 KiB to 256
@@ -21,16 +22,13 @@ from .paths import Path, choose, is_capturing, named
 WINDOW_BYTES = 64 << 10  # at least, of a window
 MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
-LEAST_SHARED_BYTES = 1 << 19  # of items: fewer are one thread's work on the CPU (torch_ops.cpp)
-_MANY = 1 << 62  # bytes
-
-_WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
 def index_select(
-    table: Table | Rows,
+    table: Table | Rows | list[Table] | tuple[Table, ...],
     ids: Ids,
     *,
+    table_numbers: Ids | None = None,
     device: torch.device | str | int | None = None,
     out: torch.Tensor | None = None,
     check: bool = False,
@@ -51,15 +49,22 @@ def index_select(
     Inside torch.compile, fullgraph=True too, it works after one call outside; there CPU ids are checked like CUDA ones,
     without check=True or path="cpu".
 
+    Items of several tables, such as a model's embeddings, come by one call too: item ids[k] of table[table_numbers[k]],
+    for every k. The ids are put in the order of the tables, and a kernel a table writes its items where they belong.
+    Table numbers on a GPU are waited for, those on the CPU are not. Such a call cannot be captured in a CUDA graph; bad
+    CUDA ids and corrupt rows are raised by the next call on their table.
+
     Args:
         table: a table of N items of shape [...]; or anything else that has rows, such as an `ibp.RowCache` or an
-            `ibp.distributed.ShardedTable`: see its `index_select`.
+            `ibp.distributed.ShardedTable`: see its `index_select`. Or a list of T tables of one dtype and one shape of
+            items, each pinned or on the device of the ids.
         ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all: a tensor (int32 and
             int64 are taken as they are, shorter ones are widened), a sequence of ints or a numpy array.
-        device: where the result goes; None: out's device, else the ids'.
+        table_numbers: integers [K] in [0, T), with a list of tables.
+        device: where the result goes; None: out's device, else the ids'. Of a list of tables the ids'.
         out: tensor of the table's dtype to write to: [K, ...], or more dimensions than one whose sizes make K. Of any
             strides: where its items are contiguous, as those of a cache [B, H, T, D] at a t, they are written where
-            they belong.
+            they belong. With a list of tables: contiguous.
         check: wait for the result and raise here what went wrong.
         max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" few (16 on
             an H200) where these decode as fast as the link brings rows.
@@ -75,16 +80,19 @@ def index_select(
         Tensor [K, ...]; out if it was given.
 
     Raises:
-        TypeError: ids are no integers, or out has another dtype.
-        ValueError: ids is not 1-D, out has another shape or is not on `device`, or `path` cannot be
-            taken.
-        IndexError: an id is out of range.
+        TypeError: ids or table numbers are no integers, out has another dtype, or there are table numbers without a
+            list of tables.
+        ValueError: ids is not 1-D, out has another shape or is not on `device`, `path` cannot be taken, or tables or
+            table numbers do not go together.
+        IndexError: an id or a table number is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
-    if device is None and path is None and not check and not torch.compiler.is_compiling():
+    if device is None and path is table_numbers is None and not check and not torch.compiler.is_compiling():
         taken = _take_few(table, ids, out, max_sms)
         if taken is not None:
             return taken
+    if table_numbers is not None or isinstance(table, (list, tuple)):
+        return _select_of_many(table, ids, table_numbers, device, out, check, max_sms, path)
     if not isinstance(table, Table) and isinstance(table, Rows) and not isinstance(table, torch.Tensor):
         return _select_itself(table, ids, device, out, check, max_sms, path)
     check_table(table)
@@ -140,6 +148,26 @@ def _select_itself(
     return source.index_select(ids, **{name: value for name, value in given.items() if value is not None})
 
 
+def _select_of_many(
+    tables: Any,
+    ids: Ids,
+    table_numbers: Ids | None,
+    device: torch.device | str | int | None,
+    out: torch.Tensor | None,
+    check: bool,
+    max_sms: int | None,
+    path: str | None,
+) -> torch.Tensor:
+    """The items of several tables."""
+    if not isinstance(tables, (list, tuple)):
+        raise TypeError(f"table_numbers go with a list of tables; table is a {type(tables).__name__}")
+    if table_numbers is None:
+        raise TypeError("table is a list of tables, but there are no table_numbers, which say which table an id is of")
+    if path is not None:
+        raise ValueError("path is for one table; several have none")
+    return many.select(tables, ids, table_numbers, device, out, check, max_sms, index_select)
+
+
 def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
     """The items at ids by the shortest way, where an earlier call has made the table ready and nothing is unusual."""
     try:
@@ -147,19 +175,6 @@ def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | Non
     except (AttributeError, KeyError, TypeError):
         return None
     return ready.take(ids, out, 0) if max_sms is None else ready.take(ids, out, sms_of(max_sms))
-
-
-def make_ready(table: Table, worker: torch.device) -> None:
-    """Readies a table for calls with ids on the device that decodes, where it is not; those of many items have a choice
-    of paths."""
-    if worker in table._ready or table.item_bytes == 0 or (worker.type == "cuda" and is_capturing(worker)):
-        return
-    most_items = LEAST_SHARED_BYTES // table.item_bytes
-    if worker.type == "cuda":
-        machine = calibration.in_force(worker)
-        is_large = table.device.type == "cpu" and table.resident_bytes >= machine.reach_bytes
-        most_items = machine.least_bucketed_ids - 1 if is_large else _MANY // table.item_bytes
-    table.make_ready(worker, most_items)
 
 
 class GatherRequest(NamedTuple):
@@ -341,36 +356,3 @@ def looks_sorted(ids: torch.Tensor) -> bool:
     on a GPU."""
     some = ids[:: max(1, ids.numel() // 1024)]
     return bool((some[1:] >= some[:-1]).all())
-
-
-def tensor_of(values: Any, name: str) -> torch.Tensor:
-    """Ids or a mask, given as a sequence or an array, as a tensor; no values are int64."""
-    if not isinstance(values, (list, tuple, range, np.ndarray, np.generic)):
-        raise TypeError(
-            f"{name} is a {type(values).__name__}; wanted an integer tensor, a sequence of ints or a numpy array"
-        )
-    try:
-        # A copy of an array: of any strides, and writable.
-        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{name} is a {type(values).__name__} that is no array of integers: {error}") from error
-    return tensor if tensor.numel() else tensor.to(torch.int64)
-
-
-def checked_ids(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
-    """ids as int32 or int64; TypeError for what is no integer."""
-    if ids.dtype == torch.int64 or ids.dtype == torch.int32:
-        return ids
-    if ids.dtype in _WIDENED:
-        return ids.to(torch.int64)
-    raise TypeError(f"{name} has dtype {ids.dtype}; wanted torch.int32 or torch.int64 (shorter integers are widened)")
-
-
-def check_range(ids: torch.Tensor, num_items: int, least: int = 0) -> None:
-    """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
-    if ids.numel() == 0:
-        return
-    low, high = torch.aminmax(ids)
-    if low.item() < least or high.item() >= num_items:
-        position = int(((ids < least) | (ids >= num_items)).nonzero()[0])
-        raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted {least} to {num_items - 1}")

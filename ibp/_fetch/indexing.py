@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from .._rows.table import Table
-from .gather import check_range, checked_ids, index_select, tensor_of
+from .gather import index_select
+from .ids import check_range, checked_ids, tensor_of
 from .streaming import decode_items, decompress
 
 _WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, array or list"

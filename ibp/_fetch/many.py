@@ -1,56 +1,42 @@
-"""Items of several tables in one call: `index_select_many`."""
+"""Items of several tables in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .. import _core
+from .._machine import memory
+from .._rows.protocols import Ids
 from .._rows.table import Table
 from .calls import check_out, check_table, sms_of, worker_of
-from .gather import Ids, checked_ids, index_select, make_ready, tensor_of
+from .ids import checked_ids, tensor_of
+from .ready import make_ready
 
 
-def index_select_many(
+def select(
     tables: Sequence[Table],
     ids: Ids,
     table_numbers: Ids,
-    *,
-    out: torch.Tensor | None = None,
-    check: bool = False,
-    max_sms: int | None = None,
+    device: torch.device | str | int | None,
+    out: torch.Tensor | None,
+    check: bool,
+    max_sms: int | None,
+    select_of_one: Callable[[Table, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Items of several tables, such as a model's embeddings: item ids[k] of tables[table_numbers[k]], for every k.
-
-    The ids are put in the order of the tables, and each table's items are written where they belong: one call into the
-    library and a kernel a table, with no result of a table's own. Table numbers on a GPU are waited for; those on the
-    CPU are not. It cannot be captured in a CUDA graph.
-
-    Args:
-        tables: T tables of one dtype and one shape of items, each pinned or on the device of the ids.
-        ids: integers [K] in [0, N of their table), as `index_select` takes them.
-        table_numbers: integers [K] in [0, T).
-        out: contiguous tensor [K, ...] of the tables' dtype to write to.
-        check, max_sms: as in `index_select`. Bad CUDA ids and corrupt rows are raised by the next call on their table.
-
-    Returns:
-        Tensor [K, ...] on the ids' device; out if it was given.
-
-    Raises:
-        TypeError: tables, ids or table numbers are of a wrong type.
-        ValueError: the tables do not go together, there are not as many table numbers as ids, or out does not fit.
-        IndexError: a table number or an id on the CPU is out of range.
-        CorruptTableError: as `index_select`.
-    """
-    tables = list(tables)
+    """Item ids[k] of tables[table_numbers[k]], for every k: what `index_select` does with a list of tables.
+    select_of_one: what fetches from one of them where a table is not ready."""
     ids, numbers = (
         checked_ids(given if isinstance(given, torch.Tensor) else tensor_of(given, name), name)
         for given, name in ((ids, "ids"), (table_numbers, "table_numbers"))
     )
     if ids.dim() != 1 or numbers.shape != ids.shape:
         raise ValueError(f"ids have shape {list(ids.shape)}, table_numbers {list(numbers.shape)}; wanted [K] of both")
-    device, sms = ids.device, sms_of(max_sms)
+    sms = sms_of(max_sms)
+    if device is not None and memory.canonical(device) != ids.device:
+        raise ValueError(f"device is {device}, the ids are on {ids.device}; items of several tables come to the ids'")
+    device = ids.device
     _check_tables(tables, device)
     shape = (ids.numel(), *tables[0].item_shape)
     if out is not None:
@@ -62,7 +48,7 @@ def index_select_many(
         return result
     order, starts = _in_order_of_tables(numbers, len(tables))
     _check_range(tables, ids, numbers)
-    _take(tables, ids[order.to(device)], order.to(device), starts, result, sms)
+    _take(tables, ids[order.to(device)], order.to(device), starts, result, sms, select_of_one)
     if check and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
         for table in tables:
@@ -108,7 +94,13 @@ def _check_range(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tens
 
 
 def _take(
-    tables: Sequence[Table], ids: torch.Tensor, order: torch.Tensor, starts: list[int], out: torch.Tensor, sms: int
+    tables: Sequence[Table],
+    ids: torch.Tensor,
+    order: torch.Tensor,
+    starts: list[int],
+    out: torch.Tensor,
+    sms: int,
+    select_of_one: Callable[[Table, torch.Tensor], torch.Tensor],
 ) -> None:
     """Writes items ids[starts[t]] to ids[starts[t + 1] - 1] of table t to the positions of out that order has there."""
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
@@ -123,4 +115,4 @@ def _take(
             return
     for number in used:  # what the operations say
         some = slice(starts[number], starts[number + 1])
-        out[order[some]] = index_select(tables[number], ids[some])
+        out[order[some]] = select_of_one(tables[number], ids[some])

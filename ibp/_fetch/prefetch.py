@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from .._machine import memory
+from .._rows.protocols import Ids
 from .._rows.table import Table
-from .gather import Ids, index_select
+from .gather import index_select
 from .streaming import decompress
 
 
 class Prefetch:
     """What has been started to come to a device, on a stream of its own.
 
-    `wait` lets the current stream wait for it, and not the host; `release` says that the current stream has been given
+    `wait` lets the current stream wait for it, and not the host; `close` says that the current stream has been given
     all work on it. As a context manager it does both:
 
         with table.prefetch(ids) as rows:
@@ -39,10 +40,10 @@ class Prefetch:
         """The result, for work on the current stream of its device. May be called on several streams.
 
         Raises:
-            RuntimeError: it has been released.
+            RuntimeError: it has been closed.
         """
         if self._result is None:
-            raise RuntimeError("the prefetch has been released: its result may be another one's by now")
+            raise RuntimeError("the prefetch is closed: its result may be another one's by now")
         if self._event is not None:
             current = torch.cuda.current_stream(self._result.device)
             current.wait_event(self._event)
@@ -50,7 +51,7 @@ class Prefetch:
                 self._result.record_stream(current)
         return self._result
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Gives the result up: what is prefetched on the same stream from now on comes after the work that the current
         stream has been given, so that it may be written to the same memory. Nothing happens the second time."""
         if self._result is not None and self._stream is not None:
@@ -61,7 +62,7 @@ class Prefetch:
         return self.wait()
 
     def __exit__(self, *_: Any) -> None:
-        self.release()
+        self.close()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

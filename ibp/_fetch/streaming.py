@@ -1,10 +1,10 @@
-"""Whole tensors: `decompress` and `decompress_many`."""
+"""Whole tensors: `decompress`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence, ValuesView
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -26,6 +26,7 @@ _RING_BYTES = 32 << 20  # staging buffers on the GPU, kept for a stream's next r
 _SPARE_SMS = 1.75  # times those that decode at the rate of the copy engine: chunks begin late, and end unevenly
 
 
+@overload
 def decompress(
     table: Table | Decodable,
     *,
@@ -34,20 +35,43 @@ def decompress(
     check: bool = False,
     max_sms: int | None = None,
     path: str | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+@overload
+def decompress(
+    table: Iterable[Table | Decodable],
+    *,
+    device: torch.device | str | int | None = None,
+    out: Iterable[torch.Tensor | None] | None = None,
+    check: bool = False,
+    max_sms: int | None = None,
+    path: str | None = None,
+) -> list[torch.Tensor]: ...
+def decompress(
+    table: Any,
+    *,
+    device: torch.device | str | int | None = None,
+    out: Any = None,
+    check: bool = False,
+    max_sms: int | None = None,
+    path: str | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
     """The whole tensor again.
 
     From pinned host memory to a GPU the stored bytes are moved by the copy engine into a ring of staging buffers of 32
     MiB, and decoded there meanwhile, on streams beside the current one, which waits for them; less than 64 MiB is
     fetched by a kernel itself. With out on the GPU and the table pinned or on that GPU, the call does not synchronise
-    and can be captured in a CUDA graph (after one call outside it), which then keeps the ring. Several tensors are
-    fetched faster by `decompress_many`. Inside torch.compile, after one call outside it, a kernel fetches.
+    and can be captured in a CUDA graph (after one call outside it), which then keeps the ring. Inside torch.compile,
+    after one call outside it, a kernel fetches.
+
+    Of a list of tables those in pinned host memory that go to one GPU come as one stream through one ring: the copies
+    for one tensor run while the one before is still being decoded, so that the link is busy from the first tensor to
+    the last, however small they are. Arguments are checked before anything is written.
 
     Args:
         table: a table made from a tensor x; or a tensor that decodes itself, such as an `ibp.codecs.WholeTensor` or an
-            `ibp.RowCache`: see its `decompress`.
+            `ibp.RowCache`: see its `decompress`. Or several of them: a list, a tuple, an iterator.
         device: where the result goes; None: out's device, else the table's.
-        out: tensor of x's shape and dtype to write to, of any strides.
+        out: tensor of x's shape and dtype to write to, of any strides. For several tables: a tensor or None for each.
         check: as in `index_select`.
         max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "copy" no more than
             keep up with the link beside work that fills the others (32, or more where decoding is slow).
@@ -58,15 +82,41 @@ def decompress(
                 such kernels take this.
 
     Returns:
-        Tensor of x's shape and dtype; out if it was given.
+        Tensor of x's shape and dtype; out if it was given. Of several tables a list of tensors, one a table.
 
     Raises:
-        TypeError, ValueError: out does not fit, or `path` cannot be taken.
+        TypeError, ValueError: out does not fit, or `path` cannot be taken; there are not as many outs as tables.
         CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
     """
-    if not isinstance(table, Table) and isinstance(table, Decodable):
+    if isinstance(table, Table):
+        return _decode([_DecodeJob.of(table, 0, None, device, out)], check, max_sms, path)[0]
+    if isinstance(table, (list, tuple, Iterator, ValuesView)):
+        return _decode_several(list(table), device, out, check, max_sms, path)
+    if isinstance(table, Decodable):
         return _decode_itself(table, device, out, check, max_sms, path)
     return _decode([_DecodeJob.of(table, 0, None, device, out)], check, max_sms, path)[0]
+
+
+def _decode_several(
+    tables: list[Table | Decodable],
+    device: torch.device | str | int | None,
+    out: Iterable[torch.Tensor | None] | None,
+    check: bool,
+    max_sms: int | None,
+    path: str | None,
+) -> list[torch.Tensor]:
+    """The tensors of tables, in order: those that come over the link to one GPU as one stream."""
+    outs = [None] * len(tables) if out is None else list(out)
+    if len(outs) != len(tables):
+        raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
+    pairs = list(zip(tables, outs))
+    itself = [not isinstance(table, Table) and isinstance(table, Decodable) for table in tables]
+    jobs = [_DecodeJob.of(table, 0, None, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
+    decoded = iter(_decode(jobs, check, max_sms, path))
+    return [
+        _decode_itself(table, device, to, check, max_sms, path) if alone else next(decoded)
+        for (table, to), alone in zip(pairs, itself)
+    ]
 
 
 def _decode_itself(
@@ -84,46 +134,6 @@ def _decode_itself(
     if check and result.is_cuda:
         torch.cuda.current_stream(result.device).synchronize()
     return result
-
-
-def decompress_many(
-    tables: Iterable[Table | Decodable],
-    *,
-    device: torch.device | str | int | None = None,
-    out: Iterable[torch.Tensor | None] | None = None,
-    check: bool = False,
-    max_sms: int | None = None,
-    path: str | None = None,
-) -> list[torch.Tensor]:
-    """Several whole tensors, in order: those in pinned host memory that go to one GPU as one stream through one ring.
-
-    The copies for one tensor run while the one before is still being decoded, so that the link is busy from the first
-    tensor to the last, however small they are. Tables of other places are decompressed as `decompress` does it.
-
-    Args:
-        tables: tables, and tensors that decode themselves, as `decompress` takes them.
-        device: where the results go; None: of each its out's device, else its table's.
-        out: a tensor, as `decompress` takes it, or None for each table; None: all new.
-        check, max_sms, path: as in `decompress`.
-
-    Returns:
-        List of tensors, one a table.
-
-    It raises what `decompress` raises, and ValueError if there are not as many outs as tables. Arguments are checked
-    before anything is written.
-    """
-    tables = list(tables)
-    outs = [None] * len(tables) if out is None else list(out)
-    if len(outs) != len(tables):
-        raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
-    pairs = list(zip(tables, outs))
-    itself = [not isinstance(table, Table) and isinstance(table, Decodable) for table in tables]
-    jobs = [_DecodeJob.of(table, 0, None, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
-    decoded = iter(_decode(jobs, check, max_sms, path))
-    return [
-        _decode_itself(table, device, to, check, max_sms, path) if alone else next(decoded)
-        for (table, to), alone in zip(pairs, itself)
-    ]
 
 
 def decode_items(

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from .._common import ops
 from .._common.progress import tqdm
-from .._machine import memory
+from .._machine import memory as _memory
 from .._machine.segments import FileRows
 from .._machine.staging import to_device
 from .._schemes import AnyCodebook
@@ -90,8 +89,8 @@ class File(Mapping[str, Value]):
 
     __module__ = "ibp"
 
-    def __init__(self, path: Path, *, verify: bool, pin_memory: bool | None, share: bool) -> None:
-        self.path, self._verify, self._pin_memory, self._share = path, verify, pin_memory, share
+    def __init__(self, path: Path, *, verify: bool, memory: str | None, share: bool) -> None:
+        self.path, self._verify, self._memory, self._share = path, verify, memory, share
         found = find_files(path)
         self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
@@ -102,7 +101,7 @@ class File(Mapping[str, Value]):
         for file in reversed(self._files.values()):
             self.metadata.update(file.user_metadata)
         self.removed = tuple(name for file in self._files.values() for name in file.removed)
-        self._pins = ops.cuda_is_available() if pin_memory is None else pin_memory
+        self._pins = _memory.pins(memory) is not False
         self._made: dict[str, Value] = {}
         self._is_closed = False
 
@@ -131,7 +130,7 @@ class File(Mapping[str, Value]):
         """The table or tensor of a name, over the mapped file, whose checksums are compared first; an external codec's
         are while it is read."""
         if name in self._owners and self.fields(name).codec is not None:
-            return self._whole(name, bool(self._pin_memory))
+            return self._whole(name, self._memory == "pinned")
         if self._verify:
             self.verify([name])
         if name not in self._owners:
@@ -142,7 +141,7 @@ class File(Mapping[str, Value]):
         table.lie_in_file(FileRows(parts.pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
-        if self._pin_memory:
+        if self._memory == "pinned":
             table.pin_memory()
         return _with_fields(table, fields)
 
@@ -158,13 +157,12 @@ class File(Mapping[str, Value]):
         segment.pin = True
         table._move(copies, segment)
 
-    def _load(self, name: str, device: torch.device, pin_memory: bool | None) -> Value:
+    def _load(self, name: str, device: torch.device, pin: bool | None) -> Value:
         """The same in memory of its own, see `load`."""
         self._check_name(name)
         if device.type == "cuda":
             value = self._map(name)
             return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)
-        pin = None if pin_memory is None and ops.cuda_is_available() else bool(pin_memory)
         if name not in self._owners:
             file = self._places[name].file
             return file.tensor(name, lambda start, num_bytes: read_new(file, start, num_bytes, bool(pin)))
@@ -201,7 +199,7 @@ class File(Mapping[str, Value]):
 
     def __reduce__(self) -> Any:
         """Files are opened again where they are unpickled."""
-        return _reopened, (os.fspath(self.path), self._verify, self._pin_memory, self._share)
+        return _reopened, (os.fspath(self.path), self._verify, self._memory, self._share)
 
     # ---- what the file says ----
 
@@ -381,7 +379,7 @@ def _names_of(places: Mapping[str, BlockPlace], owners: Mapping[str, OpenFile]) 
     return names
 
 
-def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None, share: bool = False) -> File:
+def open(path: PathLike, *, verify: bool = False, memory: str | None = None, share: bool = False) -> File:
     """Opens a file of tables and tensors: its bytes are mapped, and read where rows are asked for.
 
     The system keeps them in memory once, however many processes read them. Tables can be changed, and tensors written
@@ -393,9 +391,9 @@ def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None
         verify: compare the checksum of the header now, and those of a tensor's bytes when it is first asked for, which
             reads all of them. Not unless asked for, since a checksum is one of 1 MiB: rows of some hundred bytes, which
             the CPU and GPUs read from the map as they need them, would each wait for as much.
-        pin_memory: whether GPUs fetch rows from the memory themselves. None: a table is pinned where it is mapped when
-            a GPU first fetches from it, and copied to pinned memory where the system refuses, of which a RuntimeWarning
-            tells once a process. True: the same when a table is first asked for. False: rows come by way of the CPU.
+        memory: "pinned": GPUs read rows themselves, from where a table is mapped, which is pinned when it is first
+            asked for, or copied to pinned memory where the system refuses, of which a RuntimeWarning tells once a
+            process. "host": rows come by way of the CPU. None: pinned when a GPU first fetches from a table.
         share: where the system does not pin what is mapped, the processes of this machine and user that open the file
             so have one pinned copy of a table together, in place of one each. It ends with the last of them; such a
             table cannot be changed. Where they cannot meet, in `$XDG_RUNTIME_DIR` or the directory of temporary files,
@@ -413,11 +411,14 @@ def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None
     text = path_text(path)
     if is_url(text):
         raise ValueError(f"{text!r} is on no file system of this machine, so that it cannot be mapped: use ibp.load")
-    return File(Path(text), verify=verify, pin_memory=pin_memory, share=share)
+    return File(Path(text), verify=verify, memory=memory, share=share)
 
 
-def _reopened(path: str, verify: bool, pin_memory: bool | None, share: bool) -> File:
-    return open(path, verify=verify, pin_memory=pin_memory, share=share)
+def _reopened(path: str, verify: bool, memory: str | bool | None, share: bool) -> File:
+    """memory: ibp 0.2 pickled whether tables are pinned."""
+    if isinstance(memory, bool):
+        memory = "pinned" if memory else "host"
+    return open(path, verify=verify, memory=memory, share=share)
 
 
 def load(
@@ -426,18 +427,19 @@ def load(
     device: torch.device | str | int | None = None,
     names: Iterable[str] | None = None,
     verify: bool = True,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
 ) -> dict[str, Value]:
     """Reads tables and tensors from a file into memory of their own.
 
     Args:
         path: as of `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."), which is copied to a temporary
             file meanwhile.
-        device: where to; None: host memory.
+        device: where to; None: host memory, or with memory="device" the current CUDA device.
         names: which; None: all.
         verify: compare the checksums of the header and of the bytes that are read, as they are read. Files without
             checksums, as other libraries write them, are read as they are.
-        pin_memory: whether tables in host memory are pinned; None: if there is a CUDA device. True: tensors as well.
+        memory: where tables and tensors live: "device", on the device; "pinned", in host memory that GPUs read; "host",
+            in pageable memory. None: on the device, or tables in pinned memory and tensors in pageable memory.
 
     Returns:
         Tables and tensors by name, in the order of `names` or of the file.
@@ -446,15 +448,21 @@ def load(
         FileFormatError: the file is none, contradicts itself, or is of a newer format.
         ChecksumError: with `verify`, bytes are damaged.
         KeyError: there is no tensor of a name.
-        TypeError, ValueError: device or names is none.
+        TypeError, ValueError: device, names or memory is none, or they contradict each other.
+        RuntimeError: memory is "pinned", and cannot be.
         OSError: the file cannot be read.
     """
     _check_names(names)
-    target = memory.canonical("cpu" if device is None else device)
+    _memory.check_memory(memory)
+    is_near = memory == "device"
+    target = _memory.usual(device) if is_near else _memory.canonical("cpu" if device is None else device)
+    if target.type == "cuda" and memory in ("pinned", "host"):
+        raise ValueError(f"memory is {memory!r}, of the host, but device is {target}")
+    pin = False if target.type == "cuda" or is_near else _memory.pins(memory)
     text = path_text(path)
     here = read_here(text, (SUFFIX, INDEX_SUFFIX)) if is_url(text) else contextlib.nullcontext(text)
     with here as near, open(near, verify=verify) as file:
-        return {name: file._load(name, target, pin_memory) for name in (file if names is None else names)}
+        return {name: file._load(name, target, pin) for name in (file if names is None else names)}
 
 
 def _check_names(names: Iterable[str] | None) -> None:

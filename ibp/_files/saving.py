@@ -39,9 +39,9 @@ def save(
 
     Args:
         path: of the file, "model.safetensors" in a directory, or a URL that fsspec knows ("s3://...", "memory://...").
-        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.delta`) by name; one alone has the
-            name "tensor". Tensors are kept as they are, and may have any dtype that safetensors has; arrays are read as
-            tensors. Of an `ibp.CheckpointDelta` the
+        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; one alone has
+            the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors has; arrays are
+            read as tensors. Of an `ibp.deltas.CheckpointDelta` the
             file also keeps which names are gone (`File.removed`).
         metadata: kept with them: text by text; no key begins with "ibp.".
         shard_bytes: the most bytes of data of a file, unless one table has more: a larger whole becomes a set of files,
@@ -80,7 +80,7 @@ def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> 
             got = type(value).__name__
             raise TypeError(
                 f"{name!r} is a {got}; wanted a table (ibp.compress), a torch.Tensor, an array of numpy or a delta "
-                "(ibp.delta)"
+                "(ibp.deltas.make)"
             )
         if isinstance(value, torch.Tensor):
             check_tensor(value, repr(name))

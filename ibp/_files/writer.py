@@ -227,7 +227,7 @@ class FileWriter:
         Args:
             options: the codec's own fields, whose keys begin with "codec_".
             content: fingerprint (FORMAT.md section 10).
-            Others: as `ibp.WholeTensor` has them.
+            Others: as `ibp.codecs.WholeTensor` has them.
         """
         fields = TableFields(
             dtype_name(dtype),

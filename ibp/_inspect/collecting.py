@@ -37,9 +37,9 @@ def inspect_path(
     """Looks into a file of tensors, or a set of files: a few rows of each tensor are read.
 
     Args:
-        path: a file of ibp, or any other that `ibp.compress_checkpoint` takes.
+        path: a file of ibp, or any other that `ibp.checkpoints.compress` takes.
         wanted: whether a tensor of a name is looked into; others are left out.
-        level: as in `ibp.compress_checkpoint`, for what compressing would give.
+        level: as in `ibp.checkpoints.compress`, for what compressing would give.
         progress: show a bar.
 
     Raises:
@@ -52,7 +52,7 @@ def inspect_path(
             found = inspect_path(near, wanted=wanted, level=level, progress=progress)
         return FileReport(**{**vars(found), "path": path})
     if _is_ibp(path):
-        with open_file(path, pin_memory=False) as file:
+        with open_file(path, memory="host") as file:
             return _of_ibp(file, wanted, progress)
     with open_source(path) as source:
         return _of_source(source, wanted, progress, level)
@@ -71,7 +71,7 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 
 def _of_source(source: Source, wanted: Wanted, progress: bool, level: str) -> FileReport:
-    """Tensors as `ibp.compress_checkpoint` would code them: those of a kind share a codebook."""
+    """Tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
     codebooks = Codebooks(CheckpointLearning(level=level), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):

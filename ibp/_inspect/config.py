@@ -56,5 +56,5 @@ def _calibration_text() -> str:
     """What ibp reckons with on the current device."""
     device = memory.canonical("cuda" if ops.cuda_is_available() else "cpu")
     if not calibration.is_measured(device):
-        return f"of an {calibration.H200.gpu}; ibp.calibrate() measures this machine"
+        return f"of an {calibration.H200.gpu}; ibp.calibration.calibrate() measures this machine"
     return f"measured on {calibration.in_force(device).gpu}, kept in {calibration.cache_file(device)}"

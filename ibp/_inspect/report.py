@@ -258,7 +258,7 @@ def report_estimate(
     sample = torch.from_numpy(rows).reshape(-1)[: geometry.num_bytes if is_whole else None]
     sample = sample.clone().view(dtype)
     sample = sample.view(shape) if is_whole else sample
-    table = compress_rows(sample, codebook=codebook, layout="packed", device="cpu", pin_memory=False)
+    table = compress_rows(sample, codebook=codebook, layout="packed", device="cpu", memory="host")
     found = report_table(name, table, kind="estimate", codebook_share=codebook_share)
     if is_whole:
         return found

@@ -51,6 +51,9 @@ class CoderRates:
     work_per_ns: float
 
 
+CoderRates.__module__ = "ibp.calibration"  # which is not imported yet when dataclass() looks for it
+
+
 @dataclass(frozen=True, repr=False)
 class Calibration:
     """Rates of one machine, with one of its GPUs. GB/s are 10^9 bytes a second, which is bytes a nanosecond.
@@ -120,7 +123,7 @@ class Calibration:
         rates = {name: _shown(value) for name, value in vars(self).items() if isinstance(value, (int, float))}
         reach, streamed = (f"{size / 2**20:,.0f} MiB" for size in (self.reach_bytes, self.least_streamed_bytes))
         lines = [line.format(reach=reach, streamed=streamed, few=FEW_SMS, **rates) for line in _LINES]
-        return "\n".join([f"ibp.Calibration of {self.gpu}", *lines, *self._coder_lines()])
+        return "\n".join([f"ibp.calibration.Calibration of {self.gpu}", *lines, *self._coder_lines()])
 
     def _coder_lines(self) -> list[str]:
         few = f"{FEW_SMS} SMs"
@@ -129,6 +132,9 @@ class Calibration:
             rates = getattr(self, name)
             table.append((name, *map(_shown, dataclasses.astuple(rates)[:-1])))
         return [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
+
+
+Calibration.__module__ = "ibp.calibration"  # which is not imported yet when dataclass() looks for it
 
 
 _LINES = (  # of a calibration's repr
@@ -243,7 +249,7 @@ def _read(device: torch.device) -> Calibration | None:
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         if path not in _complained:
             _complained.add(path)
-            warnings.warn(f"ibp: {path} is left out: {error}. ibp.calibrate() measures again", stacklevel=3)
+            warnings.warn(f"ibp: {path} is left out: {error}. ibp.calibration.calibrate() measures again", stacklevel=3)
         return None
 
 

@@ -166,6 +166,48 @@ def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
     return memory if memory.device == device else device_view(memory, device)
 
 
+# ---- the argument `memory` of calls: where bytes live ----
+
+MEMORY = ("device", "pinned", "host")  # of the device that works; of the host, which GPUs read; pageable, of the host
+
+
+def check_memory(where: str | None, name: str = "memory", among: Sequence[str] = MEMORY) -> None:
+    """Raises ValueError for an argument that is none of these, nor None."""
+    if where is not None and where not in among:
+        raise ValueError(f"{name} is {where!r}; wanted {', '.join(map(repr, among))} or None")
+
+
+def memory_read_by(device: torch.device, where: str | None, default: str) -> str:
+    """Where bytes are that a device reads while it works: "device" or "pinned"; on a CPU always "host". ValueError: the
+    argument is none, or memory that the device does not read."""
+    check_memory(where)
+    if device.type == "cpu":
+        return "host"
+    if where == "host":
+        raise ValueError(f"memory is 'host', which {device} does not read; wanted 'device', 'pinned' or None")
+    return where or default
+
+
+def pins(where: str | None) -> bool | None:
+    """Whether bytes in host memory are pinned; None: where the system lets. ValueError: the argument is none for host
+    memory. RuntimeError: it is "pinned", and there is no CUDA device."""
+    check_memory(where, among=("pinned", "host"))
+    if where == "pinned" and not ops.cuda_is_available():
+        raise RuntimeError("memory='pinned' needs a CUDA device and a build of ibp with CUDA")
+    return (None if ops.cuda_is_available() else False) if where is None else where == "pinned"
+
+
+def home_of(x: torch.Tensor, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
+    """(device where the coded bytes of a tensor live, whether they are pinned); None: where the tensor lives.
+
+    Raises:
+        ValueError, RuntimeError: as `pins`.
+    """
+    check_memory(where)
+    home = worker if where == "device" else x.device if where is None else torch.device("cpu")
+    return home, False if home.type == "cuda" or where == "device" else pins(where)
+
+
 _usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, as canonical() has found them
 
 

@@ -27,14 +27,12 @@ _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint1
 @dataclass(frozen=True)
 class SharedHandle:
     """What another process needs to open a shared table: plain data, to be pickled and sent in any way. Made by
-    `CompressedTensor.share`, for `ibp.open_shared`.
+    `CompressedTensor.share`, for `ibp.distributed.open_shared`.
 
     Attributes:
         process: number of the process that shares the table; it must live until the handle has been opened.
         num_bytes: of the shared memory; 0 of a table on a GPU.
     """
-
-    __module__ = "ibp"
 
     process: int
     num_bytes: int
@@ -43,6 +41,9 @@ class SharedHandle:
     _pin: bool = field(repr=False)
     _fields: bytes = field(repr=False)
     _tensors: bytes = field(repr=False)  # how each is opened; of shared memory its number of elements
+
+
+SharedHandle.__module__ = "ibp.distributed"  # which is not imported yet when dataclass() looks for it
 
 
 class Segment:

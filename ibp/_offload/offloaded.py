@@ -74,7 +74,7 @@ def offload(
             the current CUDA device if there is one, else the CPU.
         checkpoint: a .safetensors file, a directory of them (with or without an index), an index, a mapping, or pairs
             of names and tensors: read one tensor at a time, each converted to its parameter's dtype as
-            `load_state_dict` does. Tables of a compressed checkpoint (`ibp.compress_checkpoint`), or in a mapping,
+            `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`), or in a mapping,
             become the weights' own as they are, pinned for a GPU, where the dtype is the parameter's and the scheme
             the one that is asked for; else they are decoded.
         resident_bytes: bytes of weights, counted before compression, that stay on the device, on each of several. None:
@@ -93,7 +93,7 @@ def offload(
         progress: show a progress bar.
 
     Returns:
-        `ibp.Offloaded`: statistics, and `remove()`, which gives the model its weights back.
+        `ibp.Offloaded`: statistics, and `close()`, which gives the model its weights back.
 
     Raises:
         TypeError: model is no module, or an argument is not of its type.
@@ -106,7 +106,7 @@ def offload(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
     if any(isinstance(tensor, Resting) for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError("the model, or a part of it, is offloaded already: remove() that first")
+        raise ValueError("the model, or a part of it, is offloaded already: close() that first")
     if resident not in ("raw", "compressed"):
         raise ValueError(f"resident is {resident!r}; wanted 'raw' or 'compressed'")
     check_scheme(scheme)
@@ -143,7 +143,7 @@ def offload(
         with torch.inference_mode(False), torch.no_grad():
             offloaded._fill(checkpoint, resident_bytes, resident == "compressed", scheme, progress)
     except BaseException:
-        offloaded.remove()
+        offloaded.close()
         raise
     return offloaded
 
@@ -208,10 +208,10 @@ class _Hook:
     """What a module's hooks belong to. It can be neither copied nor saved with the module: it is about that one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError("an offloaded model cannot be copied: remove() first, or copy its state_dict()")
+        raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
 
     def __reduce__(self) -> NoReturn:
-        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or remove() first")
+        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 
 class _UseHook(_Hook):
@@ -289,7 +289,7 @@ class _StateHook(_Hook):
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for attribute, weight in self._holds:
             if prefix + attribute in state and weight.table is not None:
-                raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: remove() first")
+                raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
 
 
 class _RowsForward(_Hook):
@@ -352,7 +352,7 @@ class _SavedWeight:
 
 
 class Offloaded:
-    """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `remove` at the end.
+    """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `close` at the end.
 
     Several threads may call the model at once; weights that are in use are never overwritten.
     """
@@ -398,7 +398,7 @@ class Offloaded:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.remove()
+        self.close()
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("an ibp.Offloaded cannot be pickled or copied: save the model's state_dict()")
@@ -435,12 +435,12 @@ class Offloaded:
         for fetcher in self._fetchers:
             fetcher.waited_s = 0.0
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Gives the model its weights back as plain tensors, on the devices that they were on, and removes all hooks.
         No-op if that is done.
 
         Weights are decoded one at a time, and the coded rows of each are given up. If memory runs out on the way, what
-        is not yet decoded stays offloaded and `remove` can be called again.
+        is not yet decoded stays offloaded and `close` can be called again.
 
         Raises:
             RuntimeError: called from within a call of the model.
@@ -451,7 +451,7 @@ class Offloaded:
             if not _is_within([call.use.module for call in self._calls()]):
                 self._abandon()
             if any(group.uses for group in self._groups):
-                raise RuntimeError("the model is in use: remove() between its calls")
+                raise RuntimeError("the model is in use: close() between its calls")
             for fetcher in self._fetchers:
                 fetcher.synchronize()
             for group in self._groups:

@@ -67,7 +67,7 @@ def _refuse_writing(function: Callable, first: Any, kwargs: dict[str, Any]) -> N
     written.append(kwargs.get("out"))
     for tensor in written:
         if isinstance(tensor, Resting):
-            raise RuntimeError(f"{getattr(tensor, _WEIGHT).name} is offloaded and cannot be written to: remove() first")
+            raise RuntimeError(f"{getattr(tensor, _WEIGHT).name} is offloaded and cannot be written to: close() first")
 
 
 def _read(value: Any) -> Any:
@@ -91,10 +91,10 @@ class Resting:
         return _answer(function, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError("an offloaded model cannot be copied: remove() first, or copy its state_dict()")
+        raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or remove() first")
+        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 
 class RestingParameter(Resting, torch.nn.Parameter):

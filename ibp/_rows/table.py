@@ -57,7 +57,7 @@ class Table(TensorManners):
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and of which state of the rows
     _escapes_of_graphs: tuple = ()  # those that CUDA graphs were captured with, which go on reading them
     version = 0  # how often rows have changed in place, which what holds copies of them must know
-    _is_live: bool = False  # rows may be coded into its memory at any time, as `Place.table` says
+    _is_live: bool = False  # rows may be coded into its memory at any time, as `CodedRows.table` says
     _is_aliased: bool = False  # another table may have the same memory
     _is_refused: bool = False  # the system does not pin it, which nobody has said it must
     _stored_bytes: int | None
@@ -103,7 +103,7 @@ class Table(TensorManners):
         self._places: dict[torch.device, tuple] = {}
         self._ready: dict[torch.device, _core.ReadyTable] = {}
         self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see fault_on
-        self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made by compress_
+        self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made in place
         self._pinned_range: object = None
         self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
         self._refresh()
@@ -143,7 +143,7 @@ class Table(TensorManners):
 
     @property
     def spills_to_host(self) -> bool:
-        """Whether the slots are on a GPU, and the overflow in pinned host memory, as `ibp.place` makes tables."""
+        """Whether the slots are on a GPU, and the overflow in pinned host memory, as `ibp.spill.place` makes tables."""
         return self.slots.device != self.overflow.device
 
     @property
@@ -230,8 +230,8 @@ class Table(TensorManners):
         """Moves the rows to pinned host memory, so that GPUs fetch them by themselves. Returns the table itself.
 
         torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by
-        `compress_`, and one that is shared with other processes, is pinned where it is, the latter for this process.
-        No-op if already pinned or on a GPU.
+        `compress(inplace=True)`, and one that is shared with other processes, is pinned where it is, the latter for
+        this process. No-op if already pinned or on a GPU.
 
         Args:
             numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.

@@ -2,13 +2,13 @@
 
 For slots a scheme must not be slower than raw rows: the link brings a row's sectors and the decoder rebuilds it, and
     the slower of both binds.
-Packed rows and `compress_` go by bytes.
+Packed rows and `compress(inplace=True)` go by bytes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,7 @@ from .._layout import geometry as _rows
 from .._layout import slots
 from .._machine import calibration
 from .._machine.calibration import Calibration, CoderRates
-from . import SCHEMES, AnyCodebook, ClusteredCodebook, PlanesCodebook, Request, measure
+from . import SCHEMES, AnyCodebook, ClusteredCodebook, PlanesCodebook, Request, measure, total_stored
 
 ESTIMATE_MARGIN = 0.98  # a scheme's coded bytes over their estimate, at least (0.985 to 1.03 on the sets of ratio.csv)
 
@@ -79,6 +79,18 @@ def compare(request: Request) -> list[Candidate]:
         return [raw]
     found = (_learned(scheme, request, request.few_rows, machine) for scheme in SCHEMES)
     return [raw, *(candidate for candidate in found if candidate is not None)]
+
+
+def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
+    """Raw rows, and rows coded by a codebook, all of them measured, where they take fewer bytes."""
+    machine, geometry = calibration.in_force(request.device), request.geometry
+    raw = _raw(request, machine)
+    if geometry.num_bytes == 0:
+        return [raw]
+    lengths = measure(request.data, codebook, request.device, request.progress)
+    found = measured(codebook.scheme, codebook, request, lengths, geometry, machine)
+    stored_bytes = total_stored(lengths, geometry) + codebook.nbytes
+    return [raw, replace(found, stored_bytes=stored_bytes)] if stored_bytes < geometry.num_bytes else [raw]
 
 
 def _best(request: Request, in_place: bool) -> Candidate:
@@ -188,12 +200,23 @@ def _learned(scheme: str, request: Request, rows: torch.Tensor, machine: Calibra
     sampled = _rows.Geometry(
         torch.Size((rows.numel() // geometry.row_bytes, geometry.row_bytes)), torch.uint8, geometry.row_bytes
     )
+    found = measured(scheme, codebook, request, measure(rows, codebook, rows.device), sampled, machine)
+    return found if found.stored_bytes < geometry.num_bytes else None
+
+
+def measured(
+    scheme: str,
+    codebook: AnyCodebook,
+    request: Request,
+    lengths: torch.Tensor,
+    sampled: _rows.Geometry,
+    machine: Calibration,
+) -> Candidate:
+    """A candidate, by the lengths of sampled rows."""
+    geometry = request.geometry
     scale = geometry.num_bytes / sampled.num_bytes  # a short last row counts as what it is
-    lengths = measure(rows, codebook, rows.device)
     survey = slots.survey(lengths, sampled)
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
-    if stored_bytes >= geometry.num_bytes:
-        return None
     slot_bytes = slots.choose_slot_bytes(survey, sampled) if request.slot_bytes is None else request.slot_bytes
     overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
     index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)

@@ -18,17 +18,17 @@ _Book = TypeVar("_Book", bound="AnyCodebook")
 
 
 def public(kind: _Class) -> _Class:
-    """Makes a class pickle as `ibp.<name>`, wherever its file is, and lets torch.load(weights_only=True), and messages
-    of other processes, make its objects."""
-    kind.__module__ = "ibp"
+    """Makes a class pickle as `ibp.codecs.<name>`, wherever its file is, and lets torch.load(weights_only=True), and
+    messages of other processes, make its objects. ibp 0.2 pickled them as `ibp.<name>`."""
+    kind.__module__ = "ibp.codecs"
     wire.sent(kind)
-    torch.serialization.add_safe_globals([kind])
+    torch.serialization.add_safe_globals([kind, (kind, f"ibp.{kind.__name__}")])
     return kind
 
 
 class AnyCodebook(ABC):
-    """How the rows of a table are coded: what `ibp.Codebook`, `ibp.PlanesCodebook` and `ibp.ClusteredCodebook` have in
-    common.
+    """How the rows of a table are coded: what `Codebook`, `PlanesCodebook` and `ClusteredCodebook` of `ibp.codecs` have
+    in common.
 
     A codebook is checked when it is made and cannot be changed afterwards: the coders rely on it. Its tensors are
     copies of its own, on the CPU, and must not be written to. Codebooks are shared freely between tables and threads.
@@ -40,7 +40,7 @@ class AnyCodebook(ABC):
             learned.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.codecs"
 
     # Names of the constructor's arguments: what a pickled codebook consists of.
     _fields: ClassVar[tuple[str, ...]] = ()

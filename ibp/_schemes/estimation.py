@@ -86,7 +86,7 @@ class SchemeEstimate:
         link_bytes: of the 32-byte sectors that fetching every row once reads.
         link_savings: 1 - link_bytes / those of raw rows.
         fetch_speedup: how many times as fast as raw ones a GPU fetches and decodes rows from pinned memory, by the
-            calibration in force (see `ibp.calibrate`).
+            calibration in force (see `ibp.calibration.calibrate`).
     """
 
     scheme: str
@@ -118,6 +118,11 @@ class Estimate(Mapping[str, float]):
         self.shape, self.dtype, self.original_bytes = geometry.shape, geometry.dtype, geometry.num_bytes
         self.layout, self.row_bytes, self.schemes, self.auto = layout, geometry.row_bytes, schemes, auto
         self.advice = _advice(geometry, layout, schemes, auto)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of rows and codebook, as `compress` would store them."""
+        return self.schemes[self.auto].stored_bytes
 
     def __getitem__(self, scheme: str) -> float:
         return self.schemes[scheme].savings
@@ -153,13 +158,12 @@ def estimate(
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
     progress: bool = False,
-) -> int | Estimate:
+) -> Estimate:
     """What compressing x would give, without compressing it.
 
-    With a codebook: the exact bytes of rows and codebook, as `compress(x, codebook=codebook)` reports in
-        `stored_bytes`, x's own size where
-    nothing would be saved. Without: what each scheme is expected to give, in coded bytes, in memory and over the link,
-    measured on a sample of the rows, and which one `compress` takes by itself.
+    With a codebook all rows are measured: `stored_bytes` is exact, as `compress(x, codebook=codebook)` reports it, and
+    x's own size where nothing would be saved. Without: what each scheme is expected to give, in coded bytes, in memory
+    and over the link, measured on a sample of the rows, and which one `compress` takes.
 
     Args:
         x: tensor [N, ...]; of one that requires grad the values are taken.
@@ -169,8 +173,8 @@ def estimate(
         progress: show progress bars.
 
     Returns:
-        int, bytes; or an `Estimate`, which is a mapping: {"raw": 0.0, "ibp": 0.23, "planes": 0.33}, 1 - stored /
-        original bytes by scheme.
+        `Estimate`, a mapping: {"raw": 0.0, "ibp": 0.23, "planes": 0.33}, 1 - stored / original bytes by scheme. With a
+        codebook: of raw rows and of its scheme.
 
     Raises:
         TypeError, ValueError: as `compress`.
@@ -196,11 +200,21 @@ def estimate(
             "the bytes of rows are the same in all layouts"
         )
     geometry = _rows.Geometry.of(x, codebook.row_bytes)
-    lengths = measure(_rows.bytes_of(x), codebook, _rows.working_device(x, device), progress)
+    request = _schemes.Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), progress=progress)
+    return _estimate_of(geometry, layout, choice.exact(request, codebook), codebook.scheme)
+
+
+def exact_stored_bytes(x: torch.Tensor, codebook: AnyCodebook, device: torch.device) -> int:
+    """Bytes of a tensor's rows, coded by a codebook, and of the codebook; x's own size where that is less."""
+    geometry = _rows.Geometry.of(x, codebook.row_bytes)
+    lengths = measure(_rows.bytes_of(x), codebook, device)
     return min(total_stored(lengths, geometry) + codebook.nbytes, geometry.num_bytes)
 
 
-def _estimate_of(geometry: _rows.Geometry, layout: str, candidates: list[choice.Candidate]) -> Estimate:
+def _estimate_of(
+    geometry: _rows.Geometry, layout: str, candidates: list[choice.Candidate], only: str | None = None
+) -> Estimate:
+    """only: the scheme of the codebook that rows are coded by; None: all schemes are compared."""
     raw, found, num_bytes = candidates[0], {candidate.scheme: candidate for candidate in candidates}, geometry.num_bytes
 
     def of(scheme: str) -> SchemeEstimate:
@@ -217,9 +231,9 @@ def _estimate_of(geometry: _rows.Geometry, layout: str, candidates: list[choice.
             raw.row_ns / candidate.row_ns,
         )
 
-    return Estimate(
-        geometry, layout, {scheme: of(scheme) for scheme in _schemes.SCHEMES}, choice.choose(candidates).scheme
-    )
+    schemes = list(_schemes.SCHEMES) if only is None else list(dict.fromkeys(["raw", only]))
+    auto = choice.choose(candidates).scheme if only is None else candidates[-1].scheme
+    return Estimate(geometry, layout, {scheme: of(scheme) for scheme in schemes}, auto)
 
 
 def _saved(held: int, of_bytes: int) -> float:
@@ -282,5 +296,6 @@ def check_learning(
 def check_codebook(codebook: object) -> None:
     if not isinstance(codebook, AnyCodebook):
         raise TypeError(
-            f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook, PlanesCodebook or ClusteredCodebook"
+            f"codebook is a {type(codebook).__name__}; wanted an ibp.codecs.Codebook, a PlanesCodebook or a "
+            "ClusteredCodebook"
         )

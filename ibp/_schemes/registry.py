@@ -30,8 +30,8 @@ class Scheme:
             sample of its rows on the CPU, uint8 [n * row_bytes]; None where learning takes no longer.
         relearn: (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8
             [n * row_bytes], those of a group next to each other, and sizes says how many each has.
-        options: the arguments of `ibp.compress` and `ibp.analyze` that belong to it, and what raises ValueError for
-            wrong ones.
+        options: the arguments of `ibp.compress` and `ibp.codecs.analyze` that belong to it, and what raises ValueError
+            for wrong ones.
     """
 
     name: str

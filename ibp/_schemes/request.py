@@ -27,7 +27,7 @@ class Request:
         geometry: how they are cut into rows.
         device: where the work is done.
         sample: fraction of the rows to learn from, in (0, 1]; None: as many as fit a fixed number of bytes.
-        chunk_bytes, tau, paper: options of scheme "ibp" (see `ibp.analyze`).
+        chunk_bytes, tau, paper: options of scheme "ibp" (see `ibp.codecs.analyze`).
         slot_bytes: of the table's layout; 0: packed; None: to be chosen.
         clusters: how many codebooks; "auto"; None or 1: one.
         progress: whether to show progress bars.

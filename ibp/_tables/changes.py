@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, checked_ids, tensor_of
 from .._layout import slots as _layout
 from .._layout.geometry import Geometry, bytes_of, rows_of
 from .._machine import memory
 from .._machine.segments import Segment
+from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
 from .._rows.table import Table
 

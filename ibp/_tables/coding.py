@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 from .. import _core
-from .._common import ops
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._fetch.streaming import decompress
@@ -157,15 +156,6 @@ def _coding(
     return Coding(codebook, lengths, _layout.survey(lengths, geometry))
 
 
-def wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool | None:
-    """Whether a table of x is to be pinned; None: where the system lets. RuntimeError if it cannot be."""
-    if pin_memory and not ops.cuda_is_available():
-        raise RuntimeError("pin_memory=True needs a CUDA device and a build of ibp with CUDA")
-    if pin_memory is None:
-        return None if not x.is_cuda and ops.cuda_is_available() else False
-    return bool(pin_memory) and not x.is_cuda
-
-
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
     if codebook is None:
         return _rows.Geometry.of(x, row_bytes)
@@ -252,7 +242,7 @@ def code_anew(
     x = decompress(table, check=table.device.type == "cuda")
     if not table.spills_to_host:
         learning = Learning.of(scheme, None, None, sample, clusters, level, codebook)
-        pin = wants_pinning(x, table.is_pinned())
+        pin = table.is_pinned() and not x.is_cuda
         return code(Table, x, learning, table.layout, slot_bytes, table.row_bytes, device, pin, -1, False)
     return placed_anew(
         x, table, scheme=scheme, codebook=codebook, sample=sample, clusters=clusters, level=level, slot_bytes=slot_bytes

@@ -26,7 +26,7 @@ _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many row
 
 
 class CompressedTensor(Table):
-    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress`, `ibp.compress_` and by unpickling; its
+    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress` and by unpickling; its
     constructor is internal.
 
     It answers what tensors are asked (`shape`, `size()`, `to()`, `table[key]`, iteration, `torch.index_select`,
@@ -37,7 +37,8 @@ class CompressedTensor(Table):
         shape, dtype: of the original tensor.
         device: where the coded rows are.
         scheme: "ibp", "planes", or "raw" where compression would have saved nothing.
-        codebook: the `ibp.Codebook`, `ibp.PlanesCodebook` or `ibp.ClusteredCodebook`; None for scheme "raw".
+        codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
+            scheme "raw".
         row_bytes, num_rows: the unit of coding: an item x[i] of up to 64 KiB, else a piece of the flat tensor.
         slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3); not to be changed.
@@ -86,7 +87,7 @@ class CompressedTensor(Table):
         copy: bool = False,
     ) -> CompressedTensor:
         """The table on another device: itself if it is there, else a copy of its coded bytes (not pinned). The overflow
-        of a table that spills to host memory (`ibp.place`) stays there.
+        of a table that spills to host memory (`ibp.spill.place`) stays there.
 
         Args:
             device: where to; or another tensor or table, whose device is meant; None: where it is.
@@ -149,7 +150,7 @@ class CompressedTensor(Table):
             numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.
 
         Raises:
-            RuntimeError: `compress_` made the table in a tensor's own memory.
+            RuntimeError: `compress(inplace=True)` made the table in a tensor's own memory.
             TypeError, ValueError: numa is no node and no device of this machine.
         """
         node = _numa.node_of(numa)
@@ -174,7 +175,7 @@ class CompressedTensor(Table):
         return (self.is_cuda and not self.spills_to_host) or isinstance(self._segment, Segment)
 
     def share(self) -> SharedHandle:
-        """A handle by which other processes open the table with `ibp.open_shared`, without a copy.
+        """A handle by which other processes open the table with `ibp.distributed.open_shared`, without a copy.
 
         The table is moved to shared memory first (see `share_memory_`). Multiprocessing's queues and arguments of
         processes send tables so.
@@ -184,7 +185,7 @@ class CompressedTensor(Table):
         GPU it is CUDA's, made by torch: every handle is for one process, and keeps the memory until it has been opened.
 
         Raises:
-            RuntimeError: `compress_` made the table in a tensor's own memory.
+            RuntimeError: `compress(inplace=True)` made the table in a tensor's own memory.
         """
         self.share_memory_()
         state = self.__getstate__()
@@ -296,7 +297,7 @@ class CompressedTensor(Table):
         self.
 
         It takes the memory of the whole tensor meanwhile. Rows keep their size, and the layout stays slots or packed. A
-        table that spills to host memory (`ibp.place`) keeps its slots too, unless slot_bytes says otherwise.
+        table that spills to host memory (`ibp.spill.place`) keeps its slots too, unless slot_bytes says otherwise.
         Interrupted, the table is as it was.
 
         Args:
@@ -372,7 +373,7 @@ class CompressedTensor(Table):
                 come one after the other.
 
         Returns:
-            `ibp.Prefetch`: `wait()` gives the result, `release()` gives it up.
+            `ibp.Prefetch`: `wait()` gives the result, `close()` gives it up.
 
         It raises what `index_select` and `decompress` raise, and ValueError for a stream of another device.
         """

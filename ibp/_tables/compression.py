@@ -1,4 +1,4 @@
-"""Compressing tensors into tables: `compress_rows` into new memory, `compress_` in the tensor's own."""
+"""Compressing tensors into tables: `compress_rows` into new memory, `compress_in_place` in the tensor's own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from .. import _core
 from .._common.progress import tqdm
 from .._layout import geometry as _rows
-from .._machine import memory, staging
+from .._machine import memory as _memory
 from .._machine import numa as _numa
+from .._machine import staging
 from .._schemes import AnyCodebook
-from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of, wants_pinning
+from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of
 from .compressed_tensor import CompressedTensor
 
 
@@ -29,7 +30,7 @@ def compress_rows(
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
     numa: _numa.Numa = None,
     progress: bool = False,
 ) -> CompressedTensor:
@@ -37,11 +38,17 @@ def compress_rows(
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
-    pin, node = wants_pinning(x, pin_memory), _numa.node_of(numa)
-    return code(CompressedTensor, x, learning, layout, slot_bytes, row_bytes, device, pin, node, progress)
+    (home, pin), node = _memory.home_of(x, memory, _rows.working_device(x, device)), _numa.node_of(numa)
+    is_there = home == x.device
+    made_pinned = pin if is_there else False
+    table = code(CompressedTensor, x, learning, layout, slot_bytes, row_bytes, device, made_pinned, node, progress)
+    if is_there:
+        return table
+    moved = table.to(home)
+    return moved.pin_memory(numa=numa) if pin else moved
 
 
-def compress_(
+def compress_in_place(
     x: torch.Tensor,
     *,
     scheme: str = "auto",
@@ -53,33 +60,21 @@ def compress_(
     level: str = "default",
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
-    """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory
-    can be compressed.
-
-    Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is freed. x's
-    values are gone afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and about
-    128 MiB. "auto" takes the scheme of fewest bytes.
+    """A table in x's own memory: `ibp.compress(x, inplace=True)`.
 
     All analysis is done before the first write; rows are then rewritten in blocks, each with its lengths by one
-    operation. If that is interrupted, however often, or the memory cannot be pinned afterwards, the exception has the
-    table as its attribute `table`, and that table decompresses to x. Without that attribute x is as it was.
-
-    Args:
-        x: contiguous tensor that owns its whole storage and does not require grad.
-        Others: as in `compress`.
-
-    Raises:
-        TypeError: as `compress`.
-        ValueError: x is not contiguous, is a part of a larger storage, or requires grad; or as `compress`.
-    """
+    operation: the table decompresses to x at any time."""
     _rows.check_tensor(x)
     _check_owns_memory(x)
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     geometry = geometry_of(x, row_bytes, codebook)
-    worker, pin = _rows.working_device(x, device), wants_pinning(x, pin_memory)
+    worker = _rows.working_device(x, device)
+    home, pin = _memory.home_of(x, memory, worker)
+    if home != x.device:
+        raise ValueError(f"memory is {memory!r}, but inplace=True leaves x where it is, on {x.device}")
     data = _rows.bytes_of(x)
     coding = learning.coding_of(data, geometry, worker, geometry.row_bytes, progress, in_place=True)
     if coding is None:
@@ -98,7 +93,7 @@ def compress_(
         if pin:
             table.pin_memory()
         elif pin is None:
-            memory.pin_if_possible(table)
+            _memory.pin_if_possible(table)
         return table
 
     try:
@@ -111,15 +106,15 @@ def compress_(
 
 def _check_owns_memory(x: torch.Tensor) -> None:
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
-        raise ValueError(f"x has strides {x.stride()}; compress_ wants a contiguous tensor")
+        raise ValueError(f"x has strides {x.stride()}; compress(inplace=True) wants a contiguous tensor")
     held = x.untyped_storage().nbytes()
     if x.storage_offset() != 0 or held != x.numel() * x.element_size():
         raise ValueError(
             f"x has {x.numel() * x.element_size()} bytes of a storage of {held}; "
-            "compress_ wants a tensor that owns all of its storage"
+            "compress(inplace=True) wants a tensor that owns all of its storage"
         )
     if x.requires_grad:
-        raise ValueError("x requires grad; compress_ would destroy its values: detach it first")
+        raise ValueError("x requires grad; compress(inplace=True) would destroy its values: detach it first")
 
 
 def _encode_in_place(

@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from .._fetch.gather import Ids, checked_ids, tensor_of
+from .._fetch.ids import checked_ids, tensor_of
 from .._layout.geometry import bytes_of, rows_of
 from .._layout.slots import default_length
+from .._rows.protocols import Ids
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook, coding_of
 from .._tables import changes
 from .._tables.changes import check_rows, last_of_each, put_rows
-from .._tables.place import as_int16
+from .._tables.coded_rows import as_int16
 from ._slabs import DIRTY, Entries, Generation, Slab
 from ._state import CacheState
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from .._common.arguments import whole_number
-from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, checked_ids, tensor_of
 from .._machine import memory
+from .._rows.protocols import Ids
 
 Hotness = torch.Tensor | np.ndarray | Sequence[int]
 

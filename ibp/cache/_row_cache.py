@@ -12,14 +12,17 @@ import torch
 from .._common import ops
 from .._common.arguments import whole_number
 from .._fetch.calls import produce, sms_of, target_of
-from .._fetch.gather import Ids, check_range, checked_ids, make_ready, tensor_of, window_bits
+from .._fetch.gather import window_bits
+from .._fetch.ids import check_range, checked_ids, tensor_of
 from .._fetch.paths import is_capturing
+from .._fetch.ready import make_ready
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
+from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
+from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.place import Place
 from . import _changes
 from ._hotness import Hotness, hottest_first
 from ._order import ON_CPU, current_key
@@ -79,6 +82,9 @@ class CacheStats(NamedTuple):
         return self.hits / asked if asked else 0.0
 
 
+CacheStats.__module__ = "ibp.cache"
+
+
 class RowCache(TensorManners):
     """Hot rows of a table, kept as they are stored in the memory of one or more GPUs (Legion's cache in the paper's
     section 5): the same bytes hold as many times more rows as they compress.
@@ -94,13 +100,14 @@ class RowCache(TensorManners):
     put in order with its other work on whichever streams, but for the streams of CUDA graphs.
 
     Args:
-        table: an `ibp.CompressedTensor` whose items are whole rows, pinned or where the cache is; or an `ibp.Place`,
-            whose rows are the items: [num_rows, row_bytes] of uint8. After `ibp.encode_into` has coded rows of a place
-            anew, `invalidate` them.
+        table: an `ibp.CompressedTensor` whose items are whole rows, pinned or where the cache is; or an
+            `ibp.CodedRows`, whose rows are the items: [num_rows, row_bytes] of uint8. After `ibp.encode_into` has coded
+            rows of a place anew, `invalidate` them.
         budget_bytes: device memory of each slab, with its map and all else that the cache keeps there; 0 or more. What
             the table itself keeps on a GPU, its index, is not counted. `refill` takes it once more until it is done.
-        hotness: what to hold: a number an item, [num_items], the larger the hotter (degrees, `ibp.count_accesses`), or
-            a list of ids from the hottest on. None: nothing until `refill`, or until rows are asked for with "lru".
+        hotness: what to hold: a number an item, [num_items], the larger the hotter (degrees,
+            `ibp.cache.count_accesses`), or a list of ids from the hottest on. None: nothing until `refill`, or until
+            rows are asked for with "lru".
         devices: a device or several, at most 8: one slab each, a row in the one that the hash of its number says.
             None: the current GPU, or the place's device; the CPU where there is no GPU.
         policy: "static": what `refill` puts there stays; "lru": rows that are asked for take the place of those used
@@ -126,7 +133,7 @@ class RowCache(TensorManners):
 
     def __init__(
         self,
-        table: CompressedTensor | Place,
+        table: CompressedTensor | CodedRows,
         budget_bytes: int,
         hotness: Hotness | None = None,
         *,
@@ -150,7 +157,7 @@ class RowCache(TensorManners):
 
     def _set_up(
         self,
-        table: CompressedTensor | Place,
+        table: CompressedTensor | CodedRows,
         budget_bytes: int,
         devices: Device | Sequence[Device] | None,
         policy: str,
@@ -158,7 +165,7 @@ class RowCache(TensorManners):
         slot_bytes: int | None,
     ) -> None:
         """Of the constructor's arguments: a cache that holds nothing yet."""
-        self.table, self.view, self._is_of_place = table, _view_of(table), isinstance(table, Place)
+        self.table, self.view, self._is_of_place = table, _view_of(table), isinstance(table, CodedRows)
         self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
         self.devices = _checked_devices(devices, table, self.view)
         self.policy, self.writable = policy, writable
@@ -290,7 +297,7 @@ class RowCache(TensorManners):
             make_ready(self.view, worker)
         ids = ids.to(worker)
         shape = (ids.numel(), *self.view.item_shape)
-        given = out if out is None or not isinstance(self.table, Place) else _as_bytes(out, shape)
+        given = out if out is None or not isinstance(self.table, CodedRows) else _as_bytes(out, shape)
         found = produce(
             self.view, shape, target, worker, given, check, lambda result, fault: self._fetch(ids, sms, result, fault)
         )
@@ -395,7 +402,7 @@ class RowCache(TensorManners):
             return None
         if target in self._state.workers:
             return target
-        return self._state.workers[0] if self.writable or isinstance(self.table, Place) else None
+        return self._state.workers[0] if self.writable or isinstance(self.table, CodedRows) else None
 
     def _in_order(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Many ids of a large table in host memory, in the order of its windows (see `_fetch.gather`), and where their
@@ -565,7 +572,7 @@ class RowCache(TensorManners):
             RuntimeError: the table, or the cache, is shared with other processes.
         """
         self._check_alone()
-        if isinstance(self.table, Place):
+        if isinstance(self.table, CodedRows):
             raise ValueError("rows of a place are changed by ibp.encode_into: invalidate them in the cache then")
         _changes.update(self._state, ids, rows)
         return self
@@ -620,10 +627,10 @@ class RowCache(TensorManners):
 
 def _view_of(table: Any) -> CompressedTensor:
     """The table; of a place one that reads it as it is."""
-    if isinstance(table, Place):
+    if isinstance(table, CodedRows):
         return table._live_table()
     if not isinstance(table, CompressedTensor):
-        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor or an ibp.Place")
+        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor or an ibp.CodedRows")
     if table.item_bytes % table.row_bytes or not table.shape:
         raise ValueError(
             f"the table has items of {table.item_bytes:,} bytes in rows of {table.row_bytes:,}; wanted items of whole "
@@ -636,15 +643,15 @@ def _checked_devices(
     devices: Device | Sequence[Device] | None, table: Any, view: CompressedTensor
 ) -> tuple[torch.device, ...]:
     if devices is None:
-        devices = table.device if isinstance(table, Place) or view.is_cuda else _usual_device()
+        devices = table.device if isinstance(table, CodedRows) or view.is_cuda else _usual_device()
     given = [devices] if isinstance(devices, (torch.device, str, int)) else list(devices)
     found = tuple(memory.canonical(device) for device in given)
     if not 1 <= len(found) <= MAX_SLABS:
         raise ValueError(f"there are {len(found)} devices; wanted 1 to {MAX_SLABS}")
     if len({device.type for device in found}) > 1:
         raise ValueError(f"devices are {[str(device) for device in found]}; wanted GPUs, or the CPU alone")
-    home = table.device if isinstance(table, Place) else view.device
-    is_bound = isinstance(table, Place) or home.type == "cuda"
+    home = table.device if isinstance(table, CodedRows) else view.device
+    is_bound = isinstance(table, CodedRows) or home.type == "cuda"
     if any(is_bound and device != home for device in found):
         raise ValueError(f"the table is on {home}; wanted the cache there")
     if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not view._is_refused:
@@ -666,11 +673,11 @@ def _check_policy(cache: RowCache) -> None:
             f"a cache with a group is static, not writable, and has one device a process; policy is {cache.policy!r}, "
             f"writable {cache.writable}, and there are {len(cache.devices)} devices"
         )
-    if cache._peers is not None and isinstance(cache.table, Place):
+    if cache._peers is not None and isinstance(cache.table, CodedRows):
         raise ValueError("a cache with a group is one of a table, not of a place")
     if cache.writable and cache.policy != "static":
         raise ValueError(f"a writable cache has policy 'static'; this one has {cache.policy!r}")
-    if cache.writable and isinstance(cache.table, Place):
+    if cache.writable and isinstance(cache.table, CodedRows):
         raise ValueError("a cache of a place cannot be writable: code rows by ibp.encode_into, and invalidate them")
     if cache.writable:
         check_can_change(cache.view)

@@ -8,3 +8,7 @@ from .._machine.calibration import H200, Calibration, CoderRates
 from ._calibrating import calibrate
 
 __all__ = ["H200", "Calibration", "CoderRates", "calibrate"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -24,9 +24,9 @@ from .._machine import memory as _memory
 from .._machine.calibration import FEW_SMS, H200, Calibration, CoderRates
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 from .._schemes.choice import work_of
+from .._tables.coded_rows import CodedRows, encode_into
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
-from .._tables.place import Place, encode_into
 
 _TABLE_BYTES = 128 << 20  # of a table that coders are timed on
 _NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
@@ -340,10 +340,10 @@ def _of_coder(clock: Clock, family: _Family, known: Calibration) -> CoderRates:
     )
 
 
-def _place_for(table: CompressedTensor, codebook: AnyCodebook, device: torch.device) -> Place:
+def _place_for(table: CompressedTensor, codebook: AnyCodebook, device: torch.device) -> CodedRows:
     """Room for a table's rows to be coded again."""
     room_bytes = 2 * table.num_rows * _SECTOR_BYTES
-    return Place(codebook, table.num_rows, slot_bytes=table.slot_bytes, overflow_bytes=room_bytes, device=device)
+    return CodedRows(codebook, table.num_rows, slot_bytes=table.slot_bytes, overflow_bytes=room_bytes, device=device)
 
 
 def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> float:

@@ -1,5 +1,9 @@
 """Whole checkpoints in and out: files of tensors of any size, read, coded and written by blocks.
 
+    print(ibp.checkpoints.estimate("model.safetensors"))
+    report = ibp.checkpoints.compress("model.safetensors", "model.ibp.safetensors")
+    ibp.checkpoints.decompress("model.ibp.safetensors", "again.safetensors")    # the same tensors and metadata
+
 Modules import only those before them in this list:
 
     maps            files as arrays of bytes
@@ -17,3 +21,24 @@ Modules import only those before them in this list:
     compressing, decompressing, estimating
                     the functions of the package
 """
+
+from ._compressing import compress
+from ._decompressing import decompress
+from ._estimating import CheckpointEstimate, TensorEstimate, estimate
+from ._report import CheckpointReport, TensorReport
+from ._source import SourceFormatError
+
+__all__ = [
+    "CheckpointEstimate",
+    "CheckpointReport",
+    "SourceFormatError",
+    "TensorEstimate",
+    "TensorReport",
+    "compress",
+    "decompress",
+    "estimate",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

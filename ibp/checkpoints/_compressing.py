@@ -1,4 +1,4 @@
-"""Checkpoints compressed: `compress_checkpoint`."""
+"""Checkpoints compressed: `compress`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from ._sources import AnyPath, Source, open_sources
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_NAME = "compress_checkpoint"
+_NAME = "compress"
 
 
-def compress_checkpoint(
+def compress(
     inputs: AnyPath | Iterable[AnyPath],
     output: AnyPath,
     *,

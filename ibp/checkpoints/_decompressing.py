@@ -1,4 +1,4 @@
-"""Checkpoints as they were: `decompress_checkpoint`."""
+"""Checkpoints as they were: `decompress`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK_BYTES = 4 << 20
 _AHEAD = 2  # blocks that are decoded while one is written
 
 
-def decompress_checkpoint(
+def decompress(
     inputs: AnyPath | Iterable[AnyPath],
     output: AnyPath,
     *,
@@ -36,7 +36,7 @@ def decompress_checkpoint(
     becomes a set of as many safetensors files, and its index.
 
     Args:
-        inputs: as of `ibp.compress_checkpoint`; usually a file of ibp, an index or a directory of them.
+        inputs: as of `ibp.checkpoints.compress`; usually a file of ibp, an index or a directory of them.
         output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec.
         format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory).
             None: by the suffix of the output.
@@ -62,7 +62,7 @@ def decompress_checkpoint(
 
 def write_source(source: Source, output: AnyPath, format: str | None, what: str, progress: bool) -> list[str]:
     """Writes the tensors of a source. Returns the paths or URLs of the files; what: named by the bar, the others are
-    as of `decompress_checkpoint`."""
+    as of `decompress`."""
     with written_to(output) as target:
         kind = format or SUFFIXES.get(target.suffix.lower(), "safetensors")
         if kind not in FORMATS:

@@ -1,4 +1,4 @@
-"""What a checkpoint would become, by samples of its rows: `estimate_checkpoint`."""
+"""What a checkpoint would become, by samples of its rows: `estimate`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class TensorEstimate:
         name, dtype, shape, num_bytes: of the tensor.
         savings: by scheme, the share of its bytes that a table would save, its index counted; empty for a tensor that
             is kept as it is: one of less than 4 KiB, of a dtype that tables lack, or that patterns leave out.
-        best: the scheme that `compress_checkpoint` takes; None where none saves 1 %.
+        best: the scheme that `compress` takes; None where none saves 1 %.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.checkpoints"
 
     name: str
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class TensorEstimate:
 
 @dataclass(frozen=True)
 class CheckpointEstimate:
-    """What `compress_checkpoint` would do to a checkpoint.
+    """What `compress` would do to a checkpoint.
 
     Attributes:
         tensors: a `TensorEstimate` for each tensor.
@@ -58,7 +58,7 @@ class CheckpointEstimate:
         file_bytes: of the files, with headers, codebooks and checksums.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.checkpoints"
 
     tensors: tuple[TensorEstimate, ...]
     num_bytes: int
@@ -72,8 +72,8 @@ class CheckpointEstimate:
 
     def __repr__(self) -> str:
         return (
-            f"ibp.CheckpointEstimate({len(self.tensors)} tensors, {self.num_bytes:,} -> {self.file_bytes:,} bytes, "
-            f"{self.savings:.1%} saved)"
+            f"ibp.checkpoints.CheckpointEstimate({len(self.tensors)} tensors, {self.num_bytes:,} -> "
+            f"{self.file_bytes:,} bytes, {self.savings:.1%} saved)"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class CheckpointEstimate:
         return {**own, "tensors": tensors}
 
 
-def estimate_checkpoint(
+def estimate(
     inputs: AnyPath | Iterable[AnyPath],
     *,
     schemes: Iterable[str] = ("ibp", "planes"),
@@ -101,17 +101,17 @@ def estimate_checkpoint(
     exclude: Iterable[str] = (),
     progress: bool = False,
 ) -> CheckpointEstimate:
-    """What `compress_checkpoint` would make of a checkpoint, by rows that are sampled; nothing is written.
+    """What `compress` would make of a checkpoint, by rows that are sampled; nothing is written.
 
     Args:
-        inputs: as of `compress_checkpoint`.
+        inputs: as of `compress`.
         schemes: that are compared.
-        level, row_bytes: as in `compress_checkpoint`.
+        level, row_bytes: as in `compress`.
         include, exclude: patterns of names, as there: the other tensors are kept as they are.
         progress: show a bar.
 
     Raises:
-        FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress_checkpoint`.
+        FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress`.
         TypeError, ValueError: a scheme, level or row_bytes is none, or a pattern of include matches no name.
     """
     compared = [scheme for scheme in dict.fromkeys(schemes) if scheme != "raw"]

@@ -31,7 +31,7 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
         ibp.FileFormatError: it is none.
         SourceFormatError: it holds a delta, which is no tensor by itself.
     """
-    file = open_file(path, pin_memory=False)
+    file = open_file(path, memory="host")
     try:
         tensors: dict[str, SourceTensor] = {}
         for name, value in file.items():

@@ -177,7 +177,7 @@ class Codebooks:
             self._learn_some(all_kinds[first : first + step], group)
 
     def _learn_some(self, kinds: list[tuple], group: RankGroup) -> None:
-        drawn = group.together("compress_checkpoint", lambda: [self._share(kind, group) for kind in kinds])
+        drawn = group.together("compress", lambda: [self._share(kind, group) for kind in kinds])
 
         def learn_own() -> dict[int, tuple[AnyCodebook | None, float]]:
             found: dict[int, Any] = {}
@@ -186,7 +186,7 @@ class Codebooks:
                 found[number] = tuple(self._learned(kinds[number], sample))
             return found
 
-        for found in group.together("compress_checkpoint", learn_own):
+        for found in group.together("compress", learn_own):
             self._of_kinds.update({kinds[number]: Learned(*learned) for number, learned in found.items()})
 
     def _share(self, kind: tuple, group: RankGroup) -> torch.Tensor:

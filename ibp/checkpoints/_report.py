@@ -37,7 +37,7 @@ class TensorReport:
         file: name of its file.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.checkpoints"
 
     name: str
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What `compress_checkpoint` wrote.
+    """What `compress` wrote.
 
     Attributes:
         path: what to open: the file, or the index of a set of files; text, of a URL the URL.
@@ -76,7 +76,7 @@ class CheckpointReport:
         peak_bytes: the most memory of its own (RssAnon of Linux) that this process was seen to have meanwhile.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.checkpoints"
 
     path: str
     files: tuple[str, ...]
@@ -99,8 +99,8 @@ class CheckpointReport:
     def __repr__(self) -> str:
         coded = sum(tensor.scheme is not None for tensor in self.tensors)
         return (
-            f"ibp.CheckpointReport({self.path!r}, {len(self.files)} files, {len(self.tensors)} tensors, {coded} of "
-            f"them compressed, {self.num_bytes:,} -> {self.file_bytes:,} bytes, {self.savings:.1%} saved)"
+            f"ibp.checkpoints.CheckpointReport({self.path!r}, {len(self.files)} files, {len(self.tensors)} tensors, "
+            f"{coded} of them compressed, {self.num_bytes:,} -> {self.file_bytes:,} bytes, {self.savings:.1%} saved)"
         )
 
 

@@ -17,7 +17,7 @@ _BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
 class SourceFormatError(ValueError):
     """A file of tensors is damaged, holds what is no tensor, or has no known format."""
 
-    __module__ = "ibp"
+    __module__ = "ibp.checkpoints"
 
 
 class NotTensorsError(SourceFormatError):

@@ -1,4 +1,9 @@
-"""General codecs, for tensors that are only ever wanted whole, and the choice between them and the schemes of rows.
+"""How tensors are coded: codebooks of rows, general codecs for tensors that are only ever wanted whole, and the choice
+between them.
+
+    codebook = ibp.codecs.analyze(x, scheme="planes")     # learned once, for `ibp.compress(x, codebook=codebook)`
+    choice   = ibp.codecs.choose(x, link_gbps=50)         # the coding by which x gets over a link the soonest
+    whole    = ibp.compress(x, scheme="zstd")             # an `ibp.codecs.WholeTensor`
 
 Modules import only those before them in this list:
 
@@ -6,6 +11,28 @@ Modules import only those before them in this list:
     host      zstd and lz4 on the CPU, by the packages zstandard and lz4
     nvcomp    nvCOMP's codecs on a GPU, by the package nvidia-nvcomp-cu13
     whole     WholeTensor: a tensor coded by one of them
-    chosen    Choice: what was found, as a table
-    choice    ibp.choose
+    chosen    Choice: the coding that was found, as a table
+    choice    ibp.codecs.choose
 """
+
+from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
+from .._schemes.estimation import analyze
+from ._choice import choose
+from ._chosen import Choice, CodingCost
+from ._whole import WholeTensor
+
+__all__ = [
+    "AnyCodebook",
+    "Choice",
+    "ClusteredCodebook",
+    "Codebook",
+    "CodingCost",
+    "PlanesCodebook",
+    "WholeTensor",
+    "analyze",
+    "choose",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""`ibp.choose`: every candidate codes and decodes a sample of the tensor, by the clock."""
+"""`ibp.codecs.choose`: every candidate codes and decodes a sample of the tensor, by the clock."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def choose(
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes.
         link_gbps: of the link, 10^9 bytes a second; None: that of the host to the GPU, by the calibration in force (see
-            `ibp.calibrate`).
+            `ibp.calibration.calibrate`).
         device: where tensors like x are coded and decoded; None: where x is.
         encode: whether coding counts; False: for tensors that are coded once and fetched often.
         rows: whether rows have to decode alone: general codecs are left out, tables have slots, and what is moved is
@@ -63,8 +63,8 @@ def choose(
             that can be here, general codecs by their default levels.
 
     Returns:
-        `ibp.Choice`: the scheme, level and codebook, with times and bytes of every candidate. `choice.compress(x)`, or
-        `ibp.compress(x, scheme=choice)`, codes by it.
+        `ibp.codecs.Choice`: the scheme, level and codebook, with times and bytes of every candidate.
+        `choice.compress(x)`, or `ibp.compress(x, scheme=choice)`, codes by it.
 
     Raises:
         TypeError: x is not a dense tensor of a supported dtype, or link_gbps is no number.
@@ -263,7 +263,7 @@ class _Timed(NamedTuple):
         arguments = arguments_of(scheme, codebook, rows)
 
         def code() -> CompressedTensor | WholeTensor:
-            return compress(x, **arguments, device=x.device, pin_memory=False)
+            return compress(x, **arguments, device=x.device, memory="device")
 
         table, encode_s = timed(code, x.device)
         out = torch.empty_like(x)

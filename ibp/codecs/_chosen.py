@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from .._schemes import AnyCodebook
+from .._tables.compressed_tensor import CompressedTensor
 from ._compressing import compress
+from ._whole import WholeTensor
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class CodingCost:
         total_s: their sum; without encode_s where the tensor is coded once and fetched often.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.codecs"
 
     scheme: str
     level: str
@@ -44,17 +46,17 @@ class CodingCost:
 
 @dataclass(frozen=True, repr=False)
 class Choice:
-    """What `ibp.choose` found. Its repr is a table.
+    """What `ibp.codecs.choose` found. Its repr is a table.
 
     Attributes:
         num_bytes: of the tensor.
         link_gbps: of the link, 10^9 bytes a second.
         encode: whether coding counts.
         rows: whether rows are to decode alone.
-        table: every candidate, `ibp.CodingCost`, the soonest first: the choice.
+        table: every candidate, `ibp.codecs.CodingCost`, the soonest first: the choice.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.codecs"
 
     num_bytes: int
     link_gbps: float
@@ -107,13 +109,13 @@ class Choice:
         counts = self.encode if encode is None else encode
         return replace(self, link_gbps=link_gbps, encode=counts, table=ranked(self.table, link_gbps, counts))
 
-    def compress(self, x: torch.Tensor, **options: Any) -> Any:
-        """`ibp.compress(x, scheme=self)`. options: device, pin_memory, numa and progress of `ibp.compress`."""
+    def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor:
+        """`ibp.compress(x, scheme=self)`. options: device, memory, numa and progress of `ibp.compress`."""
         return compress(x, **arguments_of(self.scheme, self.codebook, self.rows), **options)
 
     def __repr__(self) -> str:
         counted = "encode + transfer + decode" if self.encode else "transfer + decode"
-        head = f"ibp.Choice of {self.num_bytes:,} bytes at {self.link_gbps:g} GB/s, {counted}, in ms"
+        head = f"ibp.codecs.Choice of {self.num_bytes:,} bytes at {self.link_gbps:g} GB/s, {counted}, in ms"
         cells: list[tuple[str, ...]] = [("", "bytes", "encode", "transfer", "decode", "total")]
         for cost in self.table:
             times = (f"{1e3 * time:,.3f}" for time in (cost.encode_s, cost.transfer_s, cost.decode_s, cost.total_s))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import numpy as np
 import torch
 
 from .._common.arguments import near
 from .._layout import geometry as _rows
+from .._machine import memory as _memory
 from .._machine import numa as _numa
 from .._schemes import SCHEMES, AnyCodebook
-from .._tables.coding import wants_pinning
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compression import compress_in_place, compress_rows
 from ._whole import CODECS, WholeTensor, compress_whole, is_general
 
 
@@ -24,6 +24,46 @@ class Chosen(Protocol):
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor: ...
 
 
+@overload
+def compress(
+    x: torch.Tensor | np.ndarray,
+    *,
+    scheme: Literal["auto", "ibp", "planes", "raw"] = "auto",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    codebook: AnyCodebook | None = None,
+    sample: float | None = None,
+    clusters: int | str | None = None,
+    level: str = "default",
+    layout: str = "slots",
+    slot_bytes: int | None = None,
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    memory: str | None = None,
+    numa: _numa.Numa = None,
+    inplace: bool = False,
+    progress: bool = False,
+) -> CompressedTensor: ...
+@overload
+def compress(
+    x: torch.Tensor | np.ndarray,
+    *,
+    scheme: str | Chosen,
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    codebook: AnyCodebook | None = None,
+    sample: float | None = None,
+    clusters: int | str | None = None,
+    level: str = "default",
+    layout: str = "slots",
+    slot_bytes: int | None = None,
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    memory: str | None = None,
+    numa: _numa.Numa = None,
+    inplace: bool = False,
+    progress: bool = False,
+) -> CompressedTensor | WholeTensor: ...
 def compress(
     x: torch.Tensor | np.ndarray,
     *,
@@ -38,16 +78,24 @@ def compress(
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
     numa: _numa.Numa = None,
+    inplace: bool = False,
     progress: bool = False,
-) -> Any:
+) -> CompressedTensor | WholeTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
-    The table lives where x lives: on its GPU, or in host memory, pinned unless pin_memory says otherwise. Rows
-    that would not become smaller are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts
-    the bytes of its rows, `table.nbytes` the memory that it takes and `table.link_bytes` what is fetched over the link;
-    `estimate` tells them beforehand.
+    The table lives where x lives: on its GPU, or in host memory, pinned unless `memory` says otherwise. Rows that would
+    not become smaller are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts the bytes of
+    its rows, `table.nbytes` the memory that it takes and `table.link_bytes` what is fetched over the link; `estimate`
+    tells them beforehand.
+
+    With inplace=True x is compressed within its own memory (the paper's section 5), so that one that fills memory can
+    be compressed. Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is
+    freed. x's values are gone afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and
+    about 128 MiB. "auto" takes the scheme of fewest bytes. All analysis is done before the first write. If the call is
+    interrupted after it, or the memory cannot be pinned, the exception has the table as its attribute `table`, and that
+    table decompresses to x; without that attribute x is as it was.
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
@@ -60,8 +108,8 @@ def compress(
             "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans" (of floats as
             such or as bytes, whichever takes less of a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose),
             "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
-            "nvcomp:zstd". The result is then an `ibp.WholeTensor`; the arguments for rows are refused. Or an
-            `ibp.Choice` (see `ibp.choose`), which says how x is coded: packed, unless it is for rows.
+            "nvcomp:zstd". The result is then an `ibp.codecs.WholeTensor`; the arguments for rows are refused. Or an
+            `ibp.codecs.Choice` (see `ibp.codecs.choose`), which says how x is coded: packed, unless it is for rows.
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given. Of general codecs
             chunk_bytes are coded by themselves: 64 KiB with nvCOMP, else 2 MiB.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
@@ -81,54 +129,77 @@ def compress(
         row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
             not 1-D, else 4,096 bytes of the flat tensor.
         device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU.
-        pin_memory: whether a table in host memory is pinned, at its size. None: if there is a CUDA device; where the
-            system refuses, the table is pageable, and a RuntimeWarning says so, once a process.
+        memory: where the table lives: "device", on the device that codes; "pinned", in host memory that GPUs read;
+            "host", in pageable memory. None: where x lives, in pinned memory if that is the host and there is a CUDA
+            device; where the system refuses to pin, the table is pageable, and a RuntimeWarning says so, once a
+            process.
         numa: the NUMA node whose memory is preferred for a pinned table, or a device near whose node; None: the calling
             thread's.
+        inplace: compress x within its own memory. x must be contiguous, own all of its storage and not require grad;
+            scheme is one of rows, and layout, slot_bytes and numa are not given.
         progress: show progress bars.
 
     Returns:
-        `ibp.CompressedTensor`; for general codecs `ibp.WholeTensor`.
+        `ibp.CompressedTensor`; for general codecs `ibp.codecs.WholeTensor`.
 
     Raises:
         TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not),
             codebook is none, or an argument is not of its type.
-        ValueError: an argument is outside its range or contradicts another.
+        ValueError: an argument is outside its range or contradicts another; or x cannot be compressed in place.
         ImportError: the package of a general codec is not installed.
-        RuntimeError: pin_memory=True, and memory cannot be pinned; or the codec needs a GPU, and there is none.
+        RuntimeError: memory is "pinned", and cannot be; or the codec needs a GPU, and there is none.
     """
+    if inplace and not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; inplace=True wants a torch.Tensor, whose memory it takes")
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
     of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
     of_rows |= {"row_bytes": row_bytes, "level": None if level == "default" else level}
     of_rows["layout"] = None if layout == "slots" else layout
     if isinstance(scheme, Chosen):
-        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, **of_rows)
-        return scheme.compress(x, device=device, pin_memory=pin_memory, numa=numa, progress=progress)
+        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, inplace=inplace or None, **of_rows)
+        return scheme.compress(x, device=device, memory=memory, numa=numa, progress=progress)
     if is_general(scheme):
-        _refuse(f"{scheme!r} codes whole tensors", **of_rows)
-        pin, node = wants_pinning(x, pin_memory), _numa.node_of(numa)
-        return compress_whole(x, scheme, chunk_bytes=chunk_bytes, device=device, pin=pin, node=node, progress=progress)
+        _refuse(f"{scheme!r} codes whole tensors", inplace=inplace or None, **of_rows)
+        return _compress_whole(x, scheme, chunk_bytes, device, memory, _numa.node_of(numa), progress)
     if isinstance(scheme, str) and scheme not in (known := ["auto", *SCHEMES]):
         hint = near(scheme, [*known, *CODECS])
         raise ValueError(f"scheme is {scheme!r}{hint}; wanted one of {known}, or a general codec of {sorted(CODECS)}")
-    return compress_rows(
-        x,
-        scheme=scheme,
-        chunk_bytes=chunk_bytes,
-        tau=tau,
-        codebook=codebook,
-        sample=sample,
-        clusters=clusters,
-        level=level,
-        layout=layout,
-        slot_bytes=slot_bytes,
-        row_bytes=row_bytes,
-        device=device,
-        pin_memory=pin_memory,
-        numa=numa,
-        progress=progress,
+    common: dict[str, Any] = {
+        "scheme": scheme,
+        "chunk_bytes": chunk_bytes,
+        "tau": tau,
+        "codebook": codebook,
+        "sample": sample,
+        "clusters": clusters,
+        "level": level,
+        "row_bytes": row_bytes,
+        "device": device,
+        "memory": memory,
+        "progress": progress,
+    }
+    if inplace:
+        _refuse("inplace=True keeps every row where it is", layout=of_rows["layout"], slot_bytes=slot_bytes, numa=numa)
+        return compress_in_place(x, **common)
+    return compress_rows(x, layout=layout, slot_bytes=slot_bytes, numa=numa, **common)
+
+
+def _compress_whole(
+    x: torch.Tensor,
+    scheme: str,
+    chunk_bytes: int | None,
+    device: torch.device | str | int | None,
+    memory: str | None,
+    node: int,
+    progress: bool,
+) -> WholeTensor:
+    home, pin = _memory.home_of(x, memory, _rows.working_device(x, device))
+    made_pinned = pin if home == x.device else False
+    whole = compress_whole(
+        x, scheme, chunk_bytes=chunk_bytes, device=device, pin=made_pinned, node=node, progress=progress
     )
+    moved = whole.to(home)
+    return moved.pin_memory() if pin and moved is not whole else moved
 
 
 def _refuse(why: str, **options: object) -> None:

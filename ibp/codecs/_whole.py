@@ -40,7 +40,7 @@ class WholeTensor(TensorManners):
         offsets: int64 [blocks + 1] in host memory: where each begins, and where the last one ends.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.codecs"
 
     shape: torch.Size
     dtype: torch.dtype
@@ -122,7 +122,7 @@ class WholeTensor(TensorManners):
     def __repr__(self) -> str:
         where = str(self.device) if self.is_cuda else "pinned" if self.is_pinned() else "pageable"
         return (
-            f"ibp.WholeTensor(shape={list(self.shape)}, dtype={self.dtype}, codec={self.codec!r}, "
+            f"ibp.codecs.WholeTensor(shape={list(self.shape)}, dtype={self.dtype}, codec={self.codec!r}, "
             f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
         )
 
@@ -236,7 +236,7 @@ class WholeTensor(TensorManners):
     index_select = update_ = append = refit = prefetch = __getitem__ = __iter__ = _refuse
 
 
-torch.serialization.add_safe_globals([WholeTensor])
+torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTensor")])  # as ibp 0.2 pickled it
 
 
 # ---- making ----

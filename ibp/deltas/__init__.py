@@ -1,9 +1,19 @@
-"""Deltas: what changed between two versions of a tensor, or of all tensors of a checkpoint (`tensors.py`,
-`checkpoints.py`), how their differences are coded (`coding.py`), and how they are applied (`applying.py`)."""
+"""Deltas: the difference between two versions of a tensor, or of all tensors of a checkpoint.
+
+    delta = ibp.deltas.make(new, base)      # two tensors, or two state dicts
+    delta.apply_(base)                      # base is new, bit for bit
+    ibp.save("delta.safetensors", delta)
+
+`_tensors.py` and `_checkpoints.py` hold them, `_coding.py` codes their differences, `_applying.py` applies them.
+"""
 
 from ._checkpoints import CheckpointDelta
-from ._fingerprint import DeltaMismatchError
-from ._making import delta
+from ._fingerprint import DeltaMismatchError, fingerprint
+from ._making import make
 from ._tensors import Delta
 
-__all__ = ["CheckpointDelta", "Delta", "DeltaMismatchError", "delta"]
+__all__ = ["CheckpointDelta", "Delta", "DeltaMismatchError", "fingerprint", "make"]
+
+
+def __dir__() -> list[str]:
+    return __all__

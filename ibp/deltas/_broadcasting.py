@@ -63,7 +63,9 @@ def broadcast_delta(
         if members.rank != src:
             return {"src": src}, None
         if not isinstance(delta, (Delta, CheckpointDelta)):
-            raise TypeError(f"delta is a {type(delta).__name__}; wanted an ibp.Delta or an ibp.CheckpointDelta")
+            raise TypeError(
+                f"delta is a {type(delta).__name__}; wanted an ibp.deltas.Delta or an ibp.deltas.CheckpointDelta"
+            )
         return {"src": src}, _offer(delta)
 
     offers = members.together(_WHAT, offer)

@@ -17,11 +17,11 @@ Version = torch.Tensor | CompressedTensor
 
 class CheckpointDelta(Mapping[str, Delta | Version]):
     """What changed from one version of a checkpoint to another: a mapping from the names of what changed to deltas,
-    and to whole tensors where there was none before or it had another shape or dtype. Made by `ibp.delta`; it never
-    changes. What is in neither did not change.
+    and to whole tensors where there was none before or it had another shape or dtype. Made by `ibp.deltas.make`; it
+    never changes. What is in neither did not change.
 
     Args:
-        changes: what changed: an `ibp.Delta`, a tensor or a table for each name.
+        changes: what changed: an `ibp.deltas.Delta`, a tensor or a table for each name.
         removed: names that are gone.
 
     Attributes:
@@ -32,14 +32,14 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         TypeError, ValueError: an argument is none of these, or a name is both there and gone.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.deltas"
 
     def __init__(self, changes: Mapping[str, Delta | Version], removed: Iterable[str] = ()) -> None:
         self._changes = dict(changes)
         self.removed = tuple(removed)
         for name, change in self._changes.items():
             if not isinstance(change, (Delta, torch.Tensor, CompressedTensor)):
-                raise TypeError(f"{name} is a {type(change).__name__}; wanted an ibp.Delta, a tensor or a table")
+                raise TypeError(f"{name} is a {type(change).__name__}; wanted an ibp.deltas.Delta, a tensor or a table")
         both = sorted(set(self.removed) & self._changes.keys())
         if both:
             raise ValueError(f"{both[0]} is among the changes and among removed")
@@ -67,8 +67,8 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
 
     def __repr__(self) -> str:
         return (
-            f"ibp.CheckpointDelta({len(self.changed)} changed, {len(self.new)} new, {len(self.removed)} removed, "
-            f"bytes={self.original_bytes:,} -> {self.stored_bytes:,})"
+            f"ibp.deltas.CheckpointDelta({len(self.changed)} changed, {len(self.new)} new, "
+            f"{len(self.removed)} removed, bytes={self.original_bytes:,} -> {self.stored_bytes:,})"
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CheckpointDelta:

@@ -56,9 +56,9 @@ def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> Co
     device, element_bytes = differences.device, differences.element_size()
     if differences.numel() == 0 or is_well_coded(differences):
         known = known_codebook(element_bytes)
-        table = compress_rows(differences, codebook=known, layout="packed", device=device, pin_memory=False)
+        table = compress_rows(differences, codebook=known, layout="packed", device=device, memory="device")
     else:
-        table = compress_rows(differences, row_bytes=ROW_BYTES, layout="packed", device=device, pin_memory=False)
+        table = compress_rows(differences, row_bytes=ROW_BYTES, layout="packed", device=device, memory="device")
     return table._with(lambda tensor: tensor, like.shape, like.dtype)
 
 

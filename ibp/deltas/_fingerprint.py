@@ -19,7 +19,7 @@ _MASK = 2**64 - 1
 class DeltaMismatchError(ValueError):
     """A delta was to be applied to a tensor that is not the one that it was made for; the tensor is as it was."""
 
-    __module__ = "ibp"
+    __module__ = "ibp.deltas"
 
 
 def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
@@ -31,7 +31,7 @@ def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
 
     Args:
         x: tensor of elements of 1, 2, 4 or 8 bytes on the CPU or a CUDA device, an `ibp.CompressedTensor`, or an
-            `ibp.WholeTensor`, which is decoded as a whole.
+            `ibp.codecs.WholeTensor`, which is decoded as a whole.
 
     Returns:
         int of 0 to 2^64 - 1. Of a tensor on a GPU the call waits for it.

@@ -1,4 +1,4 @@
-"""`ibp.delta`."""
+"""`ibp.deltas.make`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_BYTES = 4 << 30  # of the tensors of one call: as many are brought to a GP
 
 
 @overload
-def delta(new: Version, base: Version, *, device: torch.device | str | int | None = None) -> Delta: ...
+def make(new: Version, base: Version, *, device: torch.device | str | int | None = None) -> Delta: ...
 @overload
-def delta(
+def make(
     new: Mapping[str, Version], base: Mapping[str, Version], *, device: torch.device | str | int | None = None
 ) -> CheckpointDelta: ...
-def delta(
+def make(
     new: Version | Mapping[str, Version],
     base: Version | Mapping[str, Version],
     *,
@@ -44,8 +44,8 @@ def delta(
         device: where the differences are worked out, and live; None: on new's device.
 
     Returns:
-        `ibp.Delta` of two tensors. `ibp.CheckpointDelta` of two mappings: tensors with equal bits take nothing, those
-        that are new, or have another shape or dtype than before, are kept whole.
+        `ibp.deltas.Delta` of two tensors. `ibp.deltas.CheckpointDelta` of two mappings: tensors with equal bits take
+        nothing, those that are new, or have another shape or dtype than before, are kept whole.
 
     Raises:
         TypeError: an argument is none of these, or the dtypes differ.

@@ -13,14 +13,15 @@ from ._applying import apply_all
 
 
 class Delta:
-    """What changed from one version of a tensor, its base, to another one. Made by `ibp.delta`, and by reading files.
+    """What changed from one version of a tensor, its base, to another one. Made by `ibp.deltas.make`, and by reading
+    files.
 
     The table holds new - base for each element: integers of its width, of the elements' bits, modulo 2^w (of complex
     numbers two each). Elements that did not change take next to nothing. It never changes.
 
     Args:
         table: the differences, of the tensor's shape and dtype.
-        base, result: fingerprints (`ibp.fingerprint`) of what the delta is applied to, and of what that becomes.
+        base, result: fingerprints (`ibp.deltas.fingerprint`) of what the delta is applied to, and of what that becomes.
 
     Attributes:
         table, base, result: the arguments.
@@ -31,7 +32,7 @@ class Delta:
         TypeError, ValueError: an argument is none of these.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.deltas"
     __slots__ = ("base", "result", "table")
 
     table: CompressedTensor
@@ -46,7 +47,7 @@ class Delta:
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name} of an ibp.Delta cannot be set: it never changes")
+        raise AttributeError(f"{name} of an ibp.deltas.Delta cannot be set: it never changes")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.table, self.base, self.result)
@@ -87,7 +88,7 @@ class Delta:
     def __repr__(self) -> str:
         share = f" ({self.stored_bytes / self.original_bytes:.2%})" if self.original_bytes else ""
         return (
-            f"ibp.Delta(shape={list(self.shape)}, dtype={self.dtype}, bytes={self.original_bytes:,} -> "
+            f"ibp.deltas.Delta(shape={list(self.shape)}, dtype={self.dtype}, bytes={self.original_bytes:,} -> "
             f"{self.stored_bytes:,}{share}, base={self.base:016x}, result={self.result:016x}, device={self.device})"
         )
 

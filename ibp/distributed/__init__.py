@@ -2,6 +2,7 @@
 torch.distributed.
 
 ibp.distributed.share_table        one table in host memory for all processes of a machine
+ibp.distributed.open_shared        a table that another process shares by `table.share()`
 ibp.distributed.ShardedTable       a table whose rows are spread over machines
 ibp.distributed.broadcast_delta    what changed in weights, from one process to the others
 ibp.distributed.all_gather_into_tensor, all_to_all_single, broadcast, send, recv
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common import group as _group
+from .._machine.segments import SharedHandle
 from .._tables.compressed_tensor import CompressedTensor
 from ..deltas import CheckpointDelta, Delta, _broadcasting
 from . import _calls, _fsdp, _pairs, _planning
@@ -33,12 +35,14 @@ __all__ = [
     "Codec",
     "Link",
     "ShardedTable",
+    "SharedHandle",
     "all_gather_into_tensor",
     "all_to_all_single",
     "broadcast",
     "broadcast_delta",
     "compress_all_gather",
     "measure_link",
+    "open_shared",
     "recv",
     "send",
     "share_table",
@@ -54,7 +58,7 @@ def share_table(
     group: ProcessGroup | None = None,
     *,
     src: int = 0,
-    pin_memory: bool | None = None,
+    memory: str | None = None,
 ) -> CompressedTensor:
     """One rank's table in the memory of all processes of a machine, which is there once. A collective call.
 
@@ -65,7 +69,7 @@ def share_table(
         table: in host memory, on rank src; other ranks give None.
         group: a process group of torch.distributed, all on one machine; None: the default group.
         src: the rank in the group that has the table.
-        pin_memory: whether GPUs fetch rows from the memory themselves; None: as on rank src.
+        memory: "pinned": GPUs read rows from the memory themselves; "host": not; None: as on rank src.
 
     Returns:
         The table of rank src: there itself, elsewhere a table in the same memory.
@@ -94,9 +98,9 @@ def share_table(
 
     def open_it() -> None:
         if members.rank != src or table is None:
-            opened.append(open_shared(offers[src][2], pin_memory=pin_memory))
+            opened.append(open_shared(offers[src][2], memory=memory))
         else:
-            opened.append(table.pin_memory() if pin_memory else table)
+            opened.append(table.pin_memory() if memory == "pinned" else table)
 
     members.together(what, open_it)  # rank src keeps the table until all have opened it
     return opened[0]

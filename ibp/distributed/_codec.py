@@ -14,7 +14,7 @@ from .._layout import geometry as _rows
 from .._layout import slots
 from .._schemes import SCHEMES, AnyCodebook, Request, measure
 from .._schemes.estimation import check_codebook
-from .._tables.place import Place
+from .._tables.coded_rows import CodedRows
 
 ROW_BYTES = 4096  # of messages
 LEVELS = ("default", "fast")
@@ -85,13 +85,13 @@ class Codec:
         return int.from_bytes(content.digest(), "little") >> 1
 
     def sizes(self, num_rows: int) -> dict[str, int]:
-        """Of the `Place` that a message of so many rows is."""
+        """Of the `CodedRows` that a message of so many rows is."""
         slack = int(num_rows * self.overflow_bytes) + _LEAST_OVERFLOW
         return {"slot_bytes": self.slot_bytes, "overflow_bytes": -(-slack // 64) * 64}
 
     def message_bytes(self, num_rows: int) -> int:
         """Of a message of so many rows."""
-        return -(-Place.memory_bytes(self.codebook, num_rows, **self.sizes(num_rows)) // 64) * 64
+        return -(-CodedRows.memory_bytes(self.codebook, num_rows, **self.sizes(num_rows)) // 64) * 64
 
     @property
     def savings(self) -> float:

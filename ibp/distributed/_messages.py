@@ -1,4 +1,4 @@
-"""Messages of fixed sizes, one behind the other in one piece of memory: a `Place` each, or raw bytes."""
+"""Messages of fixed sizes, one behind the other in one piece of memory: a `CodedRows` each, or raw bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._tables.place import Place
+from .._tables.coded_rows import CodedRows
 from ._codec import ROW_BYTES, Codec, rows_of
 from ._slots import Slot
 
@@ -245,12 +245,12 @@ class Messages:
         memory[: 8 * _COUNTERS].view(torch.int64)[_FINGERPRINT] = self.codec.fingerprint
         return _start_of(place, memory).clone()
 
-    def _place(self, memory: torch.Tensor, payload: int) -> Place:
+    def _place(self, memory: torch.Tensor, payload: int) -> CodedRows:
         num_rows = rows_of(payload)
-        return Place.over(memory, self.codec.codebook, num_rows, **self.codec.sizes(num_rows))
+        return CodedRows.over(memory, self.codec.codebook, num_rows, **self.codec.sizes(num_rows))
 
 
-def _start_of(place: Place, memory: torch.Tensor) -> torch.Tensor:
+def _start_of(place: CodedRows, memory: torch.Tensor) -> torch.Tensor:
     """The counters, rooms and bases of a place."""
     return memory[: place.lengths.data_ptr() - memory.data_ptr()]
 

@@ -11,15 +11,16 @@ import torch
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
-from .._fetch.gather import Ids, check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, checked_ids, tensor_of
 from .._layout import geometry as _rows
 from .._layout.manners import TensorManners
 from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
+from .._rows.protocols import Ids
 from .._rows.table import CorruptTableError, Table
 from .._schemes import AnyCodebook, Request, coding_of
 from .._schemes.choice import learn
-from .._schemes.estimation import estimate
+from .._schemes.estimation import exact_stored_bytes
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING, Learning
 from .._tables.compressed_tensor import CompressedTensor
@@ -97,7 +98,7 @@ class ShardedTable(TensorManners):
         slot_bytes: int | None = None,
         row_bytes: int | None = None,
         device: torch.device | str | int | None = None,
-        pin_memory: bool | None = None,
+        memory: str | None = None,
         numa: _numa.Numa = None,
     ) -> ShardedTable:
         """Compresses each rank's part of a tensor with one codebook, learned from rows of all parts. A collective call.
@@ -143,7 +144,7 @@ class ShardedTable(TensorManners):
             settings = {"codebook": codebook, "layout": layout, "slot_bytes": slot_bytes}
 
         def work() -> CompressedTensor:
-            return compress_rows(x, device=worker, pin_memory=pin_memory, numa=numa, **settings)
+            return compress_rows(x, device=worker, memory=memory, numa=numa, **settings)
 
         made: list[CompressedTensor] = []
         members.together("from_local", lambda: made.append(work()))
@@ -515,7 +516,7 @@ def _learned(
     def stored_bytes(codebook: AnyCodebook | None) -> int:
         if codebook is None:
             return geometry.num_bytes
-        coded = members.together("from_local", lambda: estimate(x, codebook, device=worker))
+        coded = members.together("from_local", lambda: exact_stored_bytes(x, codebook, worker))
         return sum(int(size) for size in coded)
 
     codebook = by_rank_0(request)

@@ -8,11 +8,12 @@ from typing import Any
 import torch.multiprocessing  # noqa: F401 - teaches multiprocessing to send tensors
 
 from .._common import ipc, wire
+from .._machine.memory import check_memory
 from .._machine.segments import Segment, SharedHandle
 from .._tables.compressed_tensor import TENSORS, CompressedTensor
 
 
-def open_shared(handle: SharedHandle, *, pin_memory: bool | None = None) -> CompressedTensor:
+def open_shared(handle: SharedHandle, *, memory: str | None = None) -> CompressedTensor:
     """The table that another process shares: its memory, mapped here, not a copy.
 
     Several calls in a process map the memory once. Where GPUs fetch rows from it, a process pins it for itself, once,
@@ -21,16 +22,18 @@ def open_shared(handle: SharedHandle, *, pin_memory: bool | None = None) -> Comp
     Args:
         handle: from `table.share()` of a process of this machine, of the same user and in the same container, that
             lives and has the table. A handle of a table on a GPU is opened once, and in another process.
-        pin_memory: whether GPUs fetch rows from the memory themselves; None: as in the process that shares it.
+        memory: "pinned": GPUs read rows from the memory themselves; "host": not; None: as in the process that shares
+            it.
 
     Raises:
         TypeError: handle is none.
         RuntimeError: the memory cannot be opened.
-        ValueError: the handle's bytes are none that `share` made.
+        ValueError: memory is none, or the handle's bytes are none that `share` made.
     """
     if not isinstance(handle, SharedHandle):
         raise TypeError(f"handle is a {type(handle).__name__}; wanted what table.share() returns")
-    return _opened(handle, None, handle._pin if pin_memory is None else bool(pin_memory))
+    check_memory(memory, among=("pinned", "host"))
+    return _opened(handle, None, handle._pin if memory is None else memory == "pinned")
 
 
 def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTensor:

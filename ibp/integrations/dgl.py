@@ -4,7 +4,7 @@
 
 Whatever reads features by way of the graph reads the same bits: `DataLoader` with `prefetch_node_feats` and
 `prefetch_edge_feats`, blocks and subgraphs (`block.srcdata["feat"]`), their copies in worker processes, and
-`g.ndata["feat"]` itself, which decodes the whole tensor at every read. `detach` puts the plain tensor back.
+`g.ndata["feat"]` itself, which decodes the whole tensor at every read. `close` puts the plain tensor back.
 
 For DGL's classic graphs, checked with 2.1.0; GraphBolt's features are in `ibp.integrations.graphbolt`. `import dgl`
 fails where DGL has no binary of GraphBolt for the torch that is installed, and no release has one for a torch that ibp
@@ -41,7 +41,7 @@ _leave_out_graphbolt()
 import dgl  # type: ignore # noqa: E402
 from dgl.frame import Column, Frame, Scheme  # type: ignore # noqa: E402
 
-__all__ = ["attach", "detach"]
+__all__ = ["attach", "close"]
 
 _EdgeType = str | tuple[str, str, str]
 
@@ -100,7 +100,7 @@ def attach(
     return table
 
 
-def detach(
+def close(
     graph: dgl.DGLGraph,
     name: str,
     *,

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
-from .._fetch.streaming import decompress_many
+from .._fetch.streaming import decompress
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 
-__all__ = ["GroupBytes", "compress_groups", "restore"]
+__all__ = ["GroupBytes", "close", "compress_groups"]
 
 _STATE_HOOK = "_ibp_state_hook"  # attribute of a model: what removes its hook
 
@@ -50,7 +50,7 @@ def compress_groups(
 
     Args:
         model: a module whose groups are offloaded to the CPU. Of a pipeline: each of its models.
-        path, max_sms: of `ibp.decompress_many`. Where matrix products keep the GPU busy, path "gpu" may be faster.
+        path, max_sms: of `ibp.decompress`. Where matrix products keep the GPU busy, path "gpu" may be faster.
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
@@ -87,7 +87,7 @@ def compress_groups(
     return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
 
 
-def restore(model: torch.nn.Module) -> None:
+def close(model: torch.nn.Module) -> None:
     """Undoes `compress_groups`: the model's groups have raw parameters in host memory again. No-op without.
 
     Raises:
@@ -148,7 +148,7 @@ class _CompressedGroup:
         current: Any = None if group.stream is None else backend.current_stream()
         with contextlib.nullcontext() if group.stream is None else backend.stream(group.stream):
             tables = [coded.table for coded in self.coded.values()]
-            decoded = decompress_many(tables, device=group.onload_device, **self.fetching)
+            decoded = decompress(tables, device=group.onload_device, **self.fetching)
             for (parameter, coded), values in zip(self.coded.items(), decoded):
                 parameter.data = coded.as_it_was(values)
                 if group.record_stream:

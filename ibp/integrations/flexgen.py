@@ -2,7 +2,7 @@
 
     import ibp.integrations.flexgen
 
-    ibp.integrations.flexgen.enable()          # before FlexGen makes its model; until disable(), or as `with enable():`
+    ibp.integrations.flexgen.enable()          # before FlexGen makes its model; until close(), or as `with enable():`
 
 From the command line, with the arguments of `python -m flexgen.flex_opt`:
 
@@ -10,7 +10,7 @@ From the command line, with the arguments of `python -m flexgen.flex_opt`:
 
 FlexGen's files stay as they are. Two of its seams are used: what `flex_opt.init_weight_list` returns for host memory is
 a `CompressedWeight`, whose `copy` decodes it; and the weights that `load_weight` of a layer copies come in one call of
-`ibp.decompress_many`. Weights on the GPU and on disk, weights that FlexGen quantises (`--compress-weight`), vectors,
+`ibp.decompress`. Weights on the GPU and on disk, weights that FlexGen quantises (`--compress-weight`), vectors,
 caches and activations stay FlexGen's own.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -30,11 +30,11 @@ import torch
 from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
 from flexgen.utils import torch_dtype_to_np_dtype
 
-from .._fetch.streaming import decode_items, decompress_many
+from .._fetch.streaming import decode_items, decompress
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
 
-__all__ = ["CompressedWeight", "disable", "enable", "main"]
+__all__ = ["CompressedWeight", "close", "enable", "main"]
 
 # The layers whose load_weight copies weights; TransformerLayer calls those of two of them.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
@@ -129,7 +129,7 @@ class _Layer:
 
 
 _loading: _Layer | None = None  # the layer whose load_weight runs
-_fetching: dict[str, Any] = {}  # options of decompress_many
+_fetching: dict[str, Any] = {}  # options of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
 def _decode(layer: _Layer) -> None:
     if layer.tables:
         options = _fetching if layer.outs[0].is_cuda else {}
-        decompress_many(layer.tables, out=layer.outs, **options)
+        decompress(layer.tables, out=layer.outs, **options)
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
@@ -178,24 +178,24 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def enable(
     *, path: str | None = None, max_sms: int | None = None, **compress_options: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """Compresses the weights that FlexGen loads into host memory from now on, until `disable`.
+    """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
 
     Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
     where FlexGen would pin the weights (`--pin-weight`, on by default). Weights are compressed as soon as their layer
     is read: one layer is in memory raw at a time.
 
     Args:
-        path, max_sms: of `ibp.decompress_many`, for weights that come to a GPU, of all models.
+        path, max_sms: of `ibp.decompress`, for weights that come to a GPU, of all models.
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
-        A context manager that calls `disable` at the end of its block; it need not be used.
+        A context manager that calls `close` at the end of its block; it need not be used.
 
     Raises:
         TypeError: an option is none of `ibp.compress`.
     """
     compressor = WeightCompressor(compress_options)
-    disable()
+    close()
     _fetching.update(path=path, max_sms=max_sms)
     _put(flexgen.flex_opt, "init_weight_list", lambda original: _compressing(original, compressor))
     for layer in _LAYERS:
@@ -203,7 +203,7 @@ def enable(
     return _until_the_end()
 
 
-def disable() -> None:
+def close() -> None:
     """Gives FlexGen its own functions back. No-op if not enabled.
 
     Models with compressed weights go on working, but fetch a layer's weights one by one.
@@ -218,7 +218,7 @@ def _until_the_end() -> Iterator[None]:
     try:
         yield
     finally:
-        disable()
+        close()
 
 
 def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightCompressor) -> Callable[..., list]:
@@ -230,7 +230,7 @@ def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightC
             return original(weight_specs, policy, env)
         # What is raw for a moment is not pinned: torch keeps freed pinned memory to itself.
         weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)
-        defaults: dict[str, Any] = {"device": env.gpu.dev, "pin_memory": None if policy.pin_weight else False}
+        defaults: dict[str, Any] = {"device": env.gpu.dev, "memory": None if policy.pin_weight else "host"}
         for i, (weight, (_, _, file)) in enumerate(zip(weights, weight_specs)):
             if weight.device is env.cpu and len(weight.shape) > 1:
                 compress = functools.partial(compressor.compress, file, **defaults)

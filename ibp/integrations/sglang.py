@@ -5,7 +5,7 @@
         "class_name": "IBPHiCacheStorage", "interface_v1": 1, "pool_bytes": 34359738368}'
 
 For SGLang 0.5.10 and newer. `docs/kv-cache.md` names the versions that were tried, and how. Pages are kept by their
-keys in pools of `ibp.KVStore`, one for each of SGLang's host pools; those used longest ago make room.
+keys in pools of `ibp.kv.KVStore`, one for each of SGLang's host pools; those used longest ago make room.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _HostPool:
     def __init__(self, pool_bytes: int, device: str, level: str) -> None:
         self._pool_bytes, self._device, self._level = pool_bytes, device, level
         self._page_bytes: int | None = None
-        self._store: ibp.KVStore | None = None
+        self._store: ibp.kv.KVStore | None = None
         self._pages: OrderedDict[str, int] = OrderedDict()  # those used last at the end
         self._free: list[int] = []
         self._num_put = 0  # since the last compaction
@@ -60,7 +60,7 @@ class _HostPool:
         return len(self._pages)
 
     @property
-    def store(self) -> ibp.KVStore | None:
+    def store(self) -> ibp.kv.KVStore | None:
         return self._store
 
     def put(self, key: str, value: torch.Tensor) -> bool:
@@ -94,7 +94,7 @@ class _HostPool:
         self._pages[key] = 0
         return True
 
-    def _is_put(self, store: ibp.KVStore, page: int, value: torch.Tensor) -> bool:
+    def _is_put(self, store: ibp.kv.KVStore, page: int, value: torch.Tensor) -> bool:
         if not store.store([page], value, [0]).lost():
             return True
         if self._num_put <= store.num_pages // _PUTS_A_COMPACTION:
@@ -112,7 +112,7 @@ class _HostPool:
         self._pages.move_to_end(key)
         return True
 
-    def _is_got(self, store: ibp.KVStore, key: str, out: torch.Tensor) -> bool:
+    def _is_got(self, store: ibp.kv.KVStore, key: str, out: torch.Tensor) -> bool:
         near = out.view(1, -1) if out.device == store.device else torch.empty_like(out, device=self._device)
         try:
             store.load([self._pages[key]], near.view(1, -1), [0]).synchronize()
@@ -129,8 +129,8 @@ class _HostPool:
             self._store.clear()
             self._free = list(range(self._store.num_pages))[::-1]
 
-    def _made_for(self, value: torch.Tensor) -> ibp.KVStore:
-        return ibp.KVStore(
+    def _made_for(self, value: torch.Tensor) -> ibp.kv.KVStore:
+        return ibp.kv.KVStore(
             value, page_bytes=value.nbytes, pool_bytes=self._pool_bytes, level=self._level, device=self._device
         )
 
@@ -213,7 +213,7 @@ class IBPHiCacheStorage(HiCacheStorage):
             self._pools.clear()
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """By host pool: pages, and what `ibp.KVStore.stats` says. SGLang's own `get_stats` gives None, so that its
+        """By host pool: pages, and what `ibp.kv.KVStore.stats` says. SGLang's own `get_stats` gives None, so that its
         metrics count transfers as for backends without numbers of their own."""
         with self._lock:
             return {

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .._common.arguments import whole_number
 from .._fetch.calls import sms_of
+from .._machine.memory import check_memory
 from .._schemes import AnyCodebook, check_scheme
 from ..kv._coding import Form, Options
 from ..kv._decoder import Fetch, TokenDecoder, decoder_for
@@ -29,7 +30,7 @@ from ..kv._history import History, Pending
 
 __all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
 
-_STORAGES, _SCHEMES = ("host", "gpu"), ("planes", "ibp", "raw")
+_SCHEMES = ("planes", "ibp", "raw")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class CompressedCacheStats:
         original_bytes: of all coded tokens.
         stored_bytes: that these take as coded rows, each rounded up to 32.
         host_bytes: pinned host memory for them, or memory of the CPU.
-        device_bytes: memory of GPUs: raw tokens, indices and staging buffers; coded rows with storage "gpu".
+        device_bytes: memory of GPUs: raw tokens, indices and staging buffers; coded rows with memory "device".
         fetched_bytes: that have gone from host memory to GPUs.
         sent_bytes: that have gone from GPUs to host memory.
         num_codebooks: that were learned.
@@ -384,14 +385,14 @@ class CompressedCache(DynamicCache):
 
     Args:
         config: of the model, which says what layers there are; None: all are of full attention.
-        storage: "host": coded tokens are in pinned host memory; "gpu": in the GPU's.
+        memory: of coded tokens: "pinned", host memory that the GPU reads; or "device". None: pinned.
         block: tokens that are coded together, at least 1.
         window: the newest tokens, which stay raw on the GPU, at least 0.
         scheme: "planes", "ibp" (the paper's) or "raw": blocks are moved as they are. Keys or values that a codebook
             saves less than 2 % of are kept raw with the others, too.
         level: of scheme "planes", as in `ibp.compress`.
-        codebooks: those of keys and of values to begin with, for all layers, made by `ibp.analyze` of tensors whose
-            rows are whole tokens of a head, one or more; None: learned, which takes some
+        codebooks: those of keys and of values to begin with, for all layers, made by `ibp.codecs.analyze` of tensors
+            whose rows are whole tokens of a head, one or more; None: learned, which takes some
             milliseconds each (of scheme "ibp" a hundred).
         max_sms: at most so many multiprocessors decode; None: all, but 32 where tokens come over the link and a
             codebook has the same entries for every column.
@@ -407,7 +408,7 @@ class CompressedCache(DynamicCache):
         self,
         config: Any = None,
         *,
-        storage: str = "host",
+        memory: str | None = None,
         block: int = 64,
         window: int = 64,
         scheme: str = "planes",
@@ -415,15 +416,14 @@ class CompressedCache(DynamicCache):
         codebooks: tuple[AnyCodebook, AnyCodebook] | None = None,
         max_sms: int | None = None,
     ) -> None:
-        if storage not in _STORAGES:
-            raise ValueError(f"storage is {storage!r}; wanted one of {list(_STORAGES)}")
+        check_memory(memory, among=("device", "pinned"))
         if scheme not in _SCHEMES:
             raise ValueError(f"scheme is {scheme!r}; wanted one of {list(_SCHEMES)}")
         check_scheme("planes", level=level)
         if codebooks is not None and (scheme == "raw" or len(codebooks) != 2):
             raise ValueError("codebooks are a pair, of keys and of values, and not for scheme 'raw'")
         block, window = whole_number("block", block, 1, 2**31), whole_number("window", window, 0, 2**31)
-        options = Options(block, window, storage, scheme, level, codebooks, sms_of(max_sms))
+        options = Options(block, window, memory or "pinned", scheme, level, codebooks, sms_of(max_sms))
         super().__init__(config=config)
         self._begin(options)
         self.layers = [CompressedLayer(self._decoders) if type(one) is DynamicLayer else one for one in self.layers]
@@ -466,7 +466,7 @@ class CompressedCache(DynamicCache):
         """What the cache holds and has moved so far."""
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         histories = [layer.history for layer in layers if layer.history is not None]
-        decoders, on_host = self._decoders.all(), self._options.storage == "host"
+        decoders, on_host = self._decoders.all(), self._options.memory == "pinned"
         near = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)
         near += sum(history.index_bytes for history in histories) + sum(decoder.device_bytes for decoder in decoders)
         arenas = sum(history.arena.nbytes for history in histories)
@@ -501,5 +501,5 @@ class CompressedCache(DynamicCache):
         return (
             f"CompressedCache({len(self.layers)} layers, tokens={stats.num_tokens}, coded={stats.num_coded_tokens}, "
             f"bytes={stats.original_bytes:,} -> {stats.stored_bytes:,}, savings={stats.savings:.1%}, "
-            f"storage={self._options.storage!r})"
+            f"memory={self._options.memory!r})"
         )

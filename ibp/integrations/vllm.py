@@ -125,7 +125,7 @@ class _Pool:
         self.page_bytes, self.num_tensors = page_bytes, 0
         self._dtype = torch.uint8 if page_bytes % dtype.itemsize else dtype
         self._level, self._device = level, device
-        self.store: ibp.KVStore | None = None
+        self.store: ibp.kv.KVStore | None = None
         self.raw: dict[int, list[torch.Tensor]] = {}
         self._lost_some, self._num_stored = False, 0  # since the last compaction
 
@@ -136,7 +136,7 @@ class _Pool:
             count = max(1, _SAMPLE_BYTES // (len(parts) * len(tensors) * self.page_bytes))
             some = torch.as_tensor(part.blocks[:count], device=self._device)
             sample += [tensor[some] for tensor in tensors]
-        self.store = ibp.KVStore(
+        self.store = ibp.kv.KVStore(
             torch.cat(sample).view(self._dtype),
             page_bytes=self.page_bytes,
             num_pages=num_pages,
@@ -165,7 +165,7 @@ class _Span(NamedTuple):
     """The tensors of a group of layers whose blocks are pages of one pool."""
 
     pool: _Pool
-    paged: ibp.PagedTensors
+    paged: ibp.kv.PagedTensors
 
 
 class _PagePart(NamedTuple):
@@ -182,7 +182,7 @@ class _TransferJob:
 
     stores: bool
     num_bytes: int
-    transfers: list[tuple[_PagePart, ibp.Transfer]] = dataclasses.field(default_factory=list)
+    transfers: list[tuple[_PagePart, ibp.kv.Transfer]] = dataclasses.field(default_factory=list)
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # before and after
 
     def is_done(self) -> bool:
@@ -193,7 +193,7 @@ class _TransferJob:
 
 
 class IBPOffloadingWorker(OffloadingWorker):
-    """Moves blocks of vLLM's paged tensors to the pages of `ibp.KVStore` and back, on streams of its own.
+    """Moves blocks of vLLM's paged tensors to the pages of `ibp.kv.KVStore` and back, on streams of its own.
 
     Each size of blocks has a pool. Its codebook is learned from the blocks that are stored first, and it is made then.
     A page is a GPU block of all the layers of a group that have such blocks.
@@ -246,7 +246,7 @@ class IBPOffloadingWorker(OffloadingWorker):
                 self._pools[kind] = _Pool(members[0].shape[1], dtype, level, self._device)
             pool = self._pools[kind]
             pool.num_tensors = max(pool.num_tensors, len(members))
-            yield _Span(pool, ibp.PagedTensors(members))
+            yield _Span(pool, ibp.kv.PagedTensors(members))
 
     @property
     def num_raw_pages(self) -> int:
@@ -254,7 +254,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         return sum(len(pool.raw) for pool in self._pools.values())
 
     @property
-    def stores(self) -> list[ibp.KVStore]:
+    def stores(self) -> list[ibp.kv.KVStore]:
         """The pools that have been made, one for each size of blocks; none before the first store."""
         return [pool.store for pool in self._pools.values() if pool.store is not None]
 

@@ -1,2 +1,23 @@
-"""KV-caches for serving: pages that come and go (`store`, of paged caches: `paged`), rows of tokens by index (`rows`),
-and what they take (`sizes`). The caches of transformers are in `_kv_cache`."""
+"""KV-caches for serving, coded: pages of a paged cache, and rows of tokens.
+
+    paged = ibp.kv.PagedTensors(caches)                    # of all layers, [blocks, ...] each
+    pages = ibp.kv.KVStore(sample, num_pages=4096, page_bytes=paged.block_bytes, num_tensors=len(paged))
+    pages.store([0, 1], paged, blocks=[17, 4]).wait()      # coded, in pinned host memory
+    pages.load([0, 1], paged, blocks=[3, 9]).wait()        # the same bits, in other blocks
+
+    keys = ibp.kv.KVRows(sample, num_layers=32, num_tokens=131_072, num_heads=8)
+    keys.store(layer, k_new, positions)                    # for attention that looks at few tokens
+    k = keys.load(layer, chosen)
+
+docs/kv-cache.md shows both; `ibp.integrations.vllm`, `sglang` and `transformers` put them behind what serves.
+"""
+
+from ._paged import PagedTensors
+from ._rows import KVRows, KVRowsStats
+from ._store import KVStore, KVStoreStats, Transfer
+
+__all__ = ["KVRows", "KVRowsStats", "KVStore", "KVStoreStats", "PagedTensors", "Transfer"]
+
+
+def __dir__() -> list[str]:
+    return __all__

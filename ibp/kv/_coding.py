@@ -32,7 +32,7 @@ class Options:
     Attributes:
         block: tokens that are coded together.
         window: the newest tokens, which stay raw.
-        storage: "host" or "gpu".
+        memory: "pinned" or "device".
         scheme: "planes", "ibp" or "raw".
         level: of scheme "planes".
         codebooks: of keys and of values; None: learned.
@@ -41,7 +41,7 @@ class Options:
 
     block: int
     window: int
-    storage: str
+    memory: str
     scheme: str
     level: str
     codebooks: tuple[AnyCodebook, AnyCodebook] | None

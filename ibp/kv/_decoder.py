@@ -223,4 +223,4 @@ def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
     with torch.inference_mode(False):
         if device.type == "cpu":
             return TokenDecoder(device, options)
-        return (HostTokenDecoder if options.storage == "host" else CudaTokenDecoder)(device, options)
+        return (HostTokenDecoder if options.memory == "pinned" else CudaTokenDecoder)(device, options)

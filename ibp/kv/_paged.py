@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._tables.place import Buffers
+from .._tables.coded_rows import Buffers
 
 
 class PagedTensors:
@@ -29,7 +29,7 @@ class PagedTensors:
         ValueError: there are none, they differ, or a block has no bytes.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.kv"
 
     def __init__(self, tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
         self.tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)

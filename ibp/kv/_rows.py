@@ -8,10 +8,11 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._machine import memory
+from .._fetch.calls import sms_of
+from .._machine import memory as _memory
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook
-from .._tables.place import Place
+from .._tables.coded_rows import CodedRows
 from ..cache import RowCache
 from . import _sizes
 
@@ -21,9 +22,9 @@ _INDEX_OUT_OF_RANGE = 2  # ibp_status
 class KVRowsStats(NamedTuple):
     """What a `KVRows` has done.
 
-    hits, misses: rows that `select` found in the cache, and that came from where the rows are.
+    hits, misses: rows that `load` found in the cache, and that came from where the rows are.
     link_bytes: of the missed ones, in whole 32-byte sectors.
-    spilled_rows, lost_rows: of all that were put: those with a part in overflow; those that found no room there.
+    spilled_rows, lost_rows: of all that were stored: those with a part in overflow; those that found no room there.
     used_overflow_bytes: of overflow that have been handed out.
     """
 
@@ -35,18 +36,21 @@ class KVRowsStats(NamedTuple):
     used_overflow_bytes: int
 
 
+KVRowsStats.__module__ = "ibp.kv"
+
+
 class KVRows:
     """Keys or values of tokens, a row a head, coded in pinned host memory: for attention that looks at few tokens,
-    chosen anew for every token that is generated (top-k sparse attention; InfiniGen). Rows that were selected last stay
+    chosen anew for every token that is generated (top-k sparse attention; InfiniGen). Rows that were loaded last stay
     on the GPU, coded too, in a cache of given size.
 
-        keys = ibp.KVRows(k[:, :256], num_layers=32, num_tokens=131_072, num_heads=8, cache_bytes=64 << 20)
-        keys.put(layer, k_new, positions)              # [tokens, heads, dim], as the model makes them
-        k = keys.select(layer, chosen, per_head=True)  # chosen: [heads, k]; k: [heads, k, dim]
+        keys = ibp.kv.KVRows(k[:, :256], num_layers=32, num_tokens=131_072, num_heads=8, cache_bytes=64 << 20)
+        keys.store(layer, k_new, positions)              # [tokens, heads, dim], as the model makes them
+        k = keys.load(layer, chosen, per_head=True)  # chosen: [heads, k]; k: [heads, k, dim]
 
     All work is on the current stream; nothing there waits for the host. With token numbers on the GPU both can be
     captured in a CUDA graph, after a call of each outside it. A token number is a place: for sequences of a batch give
-    them ranges of it, and use those of tokens that are gone again. Rows that were never put are zeros.
+    them ranges of it, and use those of tokens that are gone again. Rows that were never stored are zeros.
 
     Args:
         codebook: how rows are coded; or a sample [..., dim] of rows, from which a codebook and sizes are learned. For
@@ -58,17 +62,18 @@ class KVRows:
         slot_bytes, overflow_bytes: of a row's slot, and of overflow of each layer, instead of what the sample says.
         level: of the codebook that is learned, see `ibp.compress`.
         device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
-        storage: "host", pinned memory; or "device".
+        memory: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a CPU all is in host
+            memory.
 
     Attributes:
-        places: the rows of each layer (`ibp.Place`): row token * num_heads + head.
+        places: the rows of each layer (`ibp.CodedRows`): row token * num_heads + head.
         caches: of each layer (`ibp.RowCache`), or none.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.kv"
 
     def __init__(
         self,
@@ -83,14 +88,14 @@ class KVRows:
         overflow_bytes: int | None = None,
         level: str = "default",
         device: torch.device | str | int | None = None,
-        storage: str = "host",
+        memory: str | None = None,
     ) -> None:
         self.num_layers = whole_number("num_layers", num_layers, 1)
         self.num_tokens = whole_number("num_tokens", num_tokens, 0)
         self.num_heads = whole_number("num_heads", num_heads, 1)
         cache_bytes = whole_number("cache_bytes", cache_bytes, 0)
-        self.device = memory.usual(device)
-        _sizes.check_storage(storage)
+        self.device = _memory.usual(device)
+        memory = _memory.memory_read_by(self.device, memory, "pinned")
         sample = codebook if isinstance(codebook, torch.Tensor) else None
         if sample is not None and (sample.dim() == 0 or not sample.numel()):
             raise ValueError(f"the sample has shape {list(sample.shape)}; wanted rows [..., dim]")
@@ -104,13 +109,13 @@ class KVRows:
         slot_bytes, overflow_bytes = _sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
         on_gpu = self.device.type == "cuda"
         self.places = tuple(
-            Place(
+            CodedRows(
                 self.codebook,
                 num_rows,
                 slot_bytes=slot_bytes,
                 overflow_bytes=overflow_bytes,
                 device=self.device,
-                pinned=storage == "host" and on_gpu,
+                memory=memory if on_gpu else None,
             )
             for _ in range(self.num_layers)
         )
@@ -119,8 +124,8 @@ class KVRows:
             for place in (self.places if cache_bytes else ())
         )
         self._heads = torch.arange(self.num_heads, device=self.device)
-        self._fault = memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
-        self._fault_near = memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
+        self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
 
     @property
     def pool_bytes(self) -> int:
@@ -135,15 +140,15 @@ class KVRows:
 
     def __repr__(self) -> str:
         return (
-            f"ibp.KVRows({self.num_layers} layers of {self.num_tokens} tokens, {self.num_heads} x {self.dim} of "
+            f"ibp.kv.KVRows({self.num_layers} layers of {self.num_tokens} tokens, {self.num_heads} x {self.dim} of "
             f"{self.dtype}, slots of {self.places[0].slot_bytes} bytes, pool of {self.pool_bytes} bytes, "
-            f"{self.device}, {'host' if self.places[0].pinned else 'device'} memory, cache of "
+            f"{self.device}, {self.places[0].memory} memory, cache of "
             f"{sum(cache.capacity for cache in self.caches)} rows)"
         )
 
     # ---- rows ----
 
-    def put(self, layer: int, rows: torch.Tensor, tokens: torch.Tensor, *, max_sms: int | None = None) -> None:
+    def store(self, layer: int, rows: torch.Tensor, tokens: torch.Tensor, *, max_sms: int | None = None) -> None:
         """Codes rows of tokens, in place of what was there: of a prompt, or of a token that was generated.
 
         Args:
@@ -151,7 +156,7 @@ class KVRows:
             rows: [tokens, num_heads, dim] of dtype on the device, of any strides but for those of dim; or
                 [tokens, dim] where a token has one row.
             tokens: int32 or int64 [tokens], all different, on the CPU or the device.
-            max_sms: at most this many multiprocessors are used; None: all.
+            max_sms: keep at most this many multiprocessors busy; None: all.
 
         Raises:
             IndexError: there is no such layer or token; of tokens on a GPU `check` raises it.
@@ -169,12 +174,12 @@ class KVRows:
         if rows.device != self.device or (self.dim > 1 and rows.stride(-1) != 1):
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
         row_ids = self._rows(tokens.unsqueeze(1)).view(-1)
-        sms = 0 if max_sms is None else whole_number("max_sms", max_sms, 0)
+        sms = sms_of(max_sms)
         torch.ops.ibp.encode_into.default(*place.arguments, rows.detach(), None, row_ids, 0, sms, place._fault)
         if self.caches:
             self.caches[layer].invalidate(row_ids)
 
-    def select(
+    def load(
         self,
         layer: int,
         tokens: torch.Tensor,
@@ -191,7 +196,7 @@ class KVRows:
                 own.
             per_head: whether every head has tokens of its own.
             out: contiguous tensor to write to.
-            max_sms: as in `put`.
+            max_sms: as in `store`.
 
         Returns:
             [..., num_heads, dim] of dtype on the device; with per_head [..., num_heads, k, dim].
@@ -216,7 +221,7 @@ class KVRows:
         if self.caches:
             self.caches[layer].index_select(rows.view(-1), out=out, max_sms=max_sms)
         else:
-            sms = 0 if max_sms is None else whole_number("max_sms", max_sms, 0)
+            sms = sms_of(max_sms)
             ids = rows.view(-1)
             torch.ops.ibp.gather_items.default(*place.table_arguments, ids, sms, out, self._fault_near)
         return out

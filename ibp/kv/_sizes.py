@@ -28,11 +28,6 @@ class Sizes(NamedTuple):
     overflow_per_row: float
 
 
-def check_storage(storage: str) -> None:
-    if storage not in ("host", "device"):
-        raise ValueError(f"storage is {storage!r}; wanted 'host' or 'device'")
-
-
 def divided(piece_bytes: int) -> int:
     """Bytes of the rows that pieces of memory are cut into: at most 2 KiB, and at least 1 KiB where a whole number of
     such rows makes a piece."""

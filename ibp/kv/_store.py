@@ -12,11 +12,12 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._fetch.calls import sms_of
 from .._fetch.paths import is_capturing
-from .._machine import memory
+from .._machine import memory as _memory
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook
-from .._tables.place import Buffers, Place, check_spill
+from .._tables.coded_rows import Buffers, CodedRows
 from . import _sizes
 from ._paged import PagedTensors, PageList
 
@@ -48,6 +49,9 @@ class KVStoreStats(NamedTuple):
     lost_rows: int
 
 
+KVStoreStats.__module__ = "ibp.kv"
+
+
 class Transfer:
     """Pages on their way, on a stream beside the current one.
 
@@ -55,7 +59,7 @@ class Transfer:
         num_bytes: original bytes of the pages.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.kv"
 
     def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
@@ -110,7 +114,7 @@ class Transfer:
     def __repr__(self) -> str:
         what = "store" if self._stores else "load"
         state = "captured" if self._is_captured else "done" if self.is_done() else "under way"
-        return f"ibp.Transfer({what} of {self._near.numel()} pages, {self.num_bytes} bytes, {state})"
+        return f"ibp.kv.Transfer({what} of {self._near.numel()} pages, {self.num_bytes} bytes, {state})"
 
 
 class KVStore:
@@ -120,7 +124,7 @@ class KVStore:
     layers. Every row of a page has a slot of fixed size; what does not fit takes a part of an overflow area that all
     pages share. Where that is full the page is not stored, and `Transfer.lost`, `is_stored` and a later `load` say so.
 
-        store = ibp.KVStore(kv[:64], page_bytes=kv[0].nbytes, num_pages=10_000)
+        store = ibp.kv.KVStore(kv[:64], page_bytes=kv[0].nbytes, num_pages=10_000)
         store.store([7, 8], kv, blocks=[3, 5])              # pages 7 and 8 become what blocks 3 and 5 hold
         store.load([8], kv, blocks=[11]).wait()             # block 11 becomes page 8
 
@@ -142,19 +146,20 @@ class KVStore:
             least 2 % of them.
         level: of the codebook that is learned, see `ibp.compress`.
         device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
-        storage: "host", pinned memory; or "device".
-        spill: "host": of pages on the device what does not fit slots is in pinned host memory, which has room for all
-            rows as they are unless overflow_bytes says otherwise: slots may be smaller than most rows need, and no page
-            is lost. None: overflow is where the slots are.
+        memory: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a CPU all is in host
+            memory.
+        overflow_memory: "pinned": of pages on the device what does not fit slots is in pinned host memory, which has
+            room for all rows as they are unless overflow_bytes says otherwise: slots may be smaller than most rows
+            need, and no page is lost. None: overflow is where the slots are.
 
     Attributes:
-        place: what the rows are in (`ibp.Place`).
+        place: what the rows are in (`ibp.CodedRows`).
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.kv"
 
     def __init__(
         self,
@@ -169,15 +174,17 @@ class KVStore:
         overflow_bytes: int | None = None,
         level: str = "default",
         device: torch.device | str | int | None = None,
-        storage: str = "host",
-        spill: str | None = None,
+        memory: str | None = None,
+        overflow_memory: str | None = None,
     ) -> None:
         self.page_bytes = whole_number("page_bytes", page_bytes, 1)
         self.num_tensors = whole_number("num_tensors", num_tensors, 1)
-        self.device = memory.usual(device)
-        _sizes.check_storage(storage)
-        check_spill(spill)
-        spills = spill == "host" and storage == "device"
+        self.device = _memory.usual(device)
+        where = _memory.memory_read_by(self.device, memory, "pinned")
+        _memory.check_memory(overflow_memory, "overflow_memory", among=("pinned",))
+        spills = overflow_memory == "pinned" and (
+            memory == "device" if self.device.type == "cpu" else where == "device"
+        )
         row_bytes = _row_bytes_of(codebook, row_bytes, self.page_bytes)
         sample = codebook if isinstance(codebook, torch.Tensor) else None
         self.codebook = _sizes.learned(codebook, row_bytes, level)
@@ -193,18 +200,19 @@ class KVStore:
         num_rows = self.num_pages * rows_per_page
         if found is None:
             found = _sizes.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes, spills)
+        self._spills = spills
         self._rows_own_parts = spills and overflow_bytes is None
         if spills:
             found = _sizes.with_room_for_all(found, slot_bytes, row_bytes)
         slot_bytes, overflow_bytes = _sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
-        self.place = Place(
+        self.place = CodedRows(
             self.codebook,
             num_rows,
             slot_bytes=slot_bytes,
             overflow_bytes=overflow_bytes,
             device=self.device,
-            pinned=storage == "host" and self.device.type == "cuda",
-            spill=spill if spills else None,
+            memory=where if self.device.type == "cuda" else None,
+            overflow_memory=overflow_memory if spills else None,
         )
         self._give_parts()
         self._make_state()
@@ -225,11 +233,11 @@ class KVStore:
         on_gpu = self.device.type == "cuda"
         shape = (self.num_pages + 1, self.num_tensors)
         self._stored = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        seen = memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(shape)
+        seen = _memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(shape)
         self._seen = seen.zero_()  # the same for the host
-        self._seen_near = memory.device_view(seen, self.device) if on_gpu else seen
-        self._fault = memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
-        self._fault_near = memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self._seen_near = _memory.device_view(seen, self.device) if on_gpu else seen
+        self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
+        self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
         self._streams: dict[bool, torch.cuda.Stream] = {}
         self._under_way: list[Transfer] = []
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
@@ -240,7 +248,7 @@ class KVStore:
     @property
     def pool_bytes(self) -> int:
         """Of slots and overflow; of slots alone where overflow spills to host memory."""
-        return self.place.slots.numel() + (0 if self.place.spill == "host" else self.place.overflow.numel())
+        return self.place.slots.numel() + (0 if self._spills else self.place.overflow.numel())
 
     @property
     def index_bytes(self) -> int:
@@ -258,10 +266,10 @@ class KVStore:
 
     def __repr__(self) -> str:
         return (
-            f"ibp.KVStore({self.num_pages} pages of {self.num_tensors} x {self.page_bytes} bytes, rows of "
+            f"ibp.kv.KVStore({self.num_pages} pages of {self.num_tensors} x {self.page_bytes} bytes, rows of "
             f"{self.place.row_bytes} in slots of {self.place.slot_bytes}, pool of {self.pool_bytes} bytes, "
-            f"{self.device}, {'host' if self.place.pinned else 'device'} memory"
-            f"{', spills to host memory' if self.place.spill == 'host' else ''})"
+            f"{self.device}, {self.place.memory} memory"
+            f"{', spills to host memory' if self._spills else ''})"
         )
 
     def stats(self) -> KVStoreStats:
@@ -303,7 +311,7 @@ class KVStore:
             blocks: which blocks; None: all of them, in order.
             first_tensor: which of a page's tensors the first one given is, where not all are given.
             stream: of the store's device; None: one of the store's own, beside the current one.
-            max_sms: at most this many multiprocessors are used; 0: all. None: as many as keep up with the link.
+            max_sms: keep at most this many multiprocessors busy; None: as many as keep up with the link.
 
         Raises:
             IndexError, TypeError, ValueError: arguments are not as described; nothing has been stored then.
@@ -312,7 +320,7 @@ class KVStore:
         with self._lock, self._on_stream(stream, True, call):
             place, layout, count = self.place, call.tensors._layout, self._rows_per_tensor
             row_ids, buffers = self._plan(call, count, None)
-            sms = _sms_of(max_sms, _STORE_SMS if place.pinned else 0)
+            sms = _sms_of(max_sms, _STORE_SMS if place.memory == "pinned" else 0)
             torch.ops.ibp.encode_into.default(*place.arguments, layout, buffers, row_ids, 0, sms, place._fault)
             torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
             return self._begun(call, True)
@@ -340,7 +348,7 @@ class KVStore:
             slots, overflow, lengths, bases, words, codec, slot_bytes, *_ = self.place.table_arguments
             table = (slots, overflow, lengths, bases, words, codec, slot_bytes, 0)
             shape = (self.num_pages * self.num_tensors * self.page_bytes // piece, piece)
-            sms = _sms_of(max_sms, _LOAD_SMS if self.place.pinned else 0)
+            sms = _sms_of(max_sms, _LOAD_SMS if self.place.memory == "pinned" else 0)
             out = call.tensors.tensors[0]
             torch.ops.ibp.gather_to.default(*table, *shape, items, addresses, sms, out, self._fault_near)
             return self._begun(call, False)
@@ -425,9 +433,11 @@ class KVStore:
         if isinstance(tensors, torch.Tensor) or (self.num_tensors > 1 and not isinstance(tensors, Buffers)):
             return PagedTensors(tensors)
         if self.num_tensors > 1:
-            raise ValueError(f"a page has blocks of {self.num_tensors} tensors; wanted ibp.PagedTensors, not Buffers")
+            raise ValueError(
+                f"a page has blocks of {self.num_tensors} tensors; wanted ibp.kv.PagedTensors, not Buffers"
+            )
         if blocks is not None:
-            raise ValueError("blocks are given, but the tensors are pages; make them ibp.PagedTensors of one tensor")
+            raise ValueError("blocks are given, but the tensors are pages; make them ibp.kv.PagedTensors of one tensor")
         buffers = tensors if isinstance(tensors, Buffers) else Buffers(tensors)
         if buffers not in self._lists:
             self._lists[buffers] = PageList(buffers)
@@ -555,7 +565,7 @@ def _row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, p
 
 
 def _sms_of(max_sms: int | None, usual: int) -> int:
-    return usual if max_sms is None else whole_number("max_sms", max_sms, 0)
+    return usual if max_sms is None else sms_of(max_sms)
 
 
 def _on_host(numbers: Pages) -> torch.Tensor:

@@ -67,7 +67,7 @@ def table_of(
     if total <= block_rows:
         blocks = [source.block(0, source.num_rows).to(device) for source in sources]
         return _compressed(torch.cat([torch.empty(0, num_columns, dtype=dtype, device=device), *blocks]))
-    sample = compress_rows(_sample_of(sources, total, num_columns), pin_memory=False)
+    sample = compress_rows(_sample_of(sources, total, num_columns), memory="host")
     table = None
     for rows in _blocks_of(sources, block_rows):
         rows = rows.to(device)

@@ -15,7 +15,7 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from .._tables.torch_functions import linear_of
 
-_HOW_IT_RUNS = {"device", "pin_memory", "numa", "progress"}  # arguments of `compress` that leave the table's form alone
+_HOW_IT_RUNS = {"device", "memory", "numa", "progress"}  # arguments of `compress` that leave the table's form alone
 
 
 class TableModule(torch.nn.Module):
@@ -98,7 +98,7 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if isinstance(held.codebook, PlanesCodebook) and held.codebook.first_symbol is not None:
             options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
-        table = compress_rows(weight.detach(), **options, pin_memory=False).to(held.device)
+        table = compress_rows(weight.detach(), **options, memory=None if weight.is_cuda else "host").to(held.device)
     else:
         table = weight.to(held.device)
         table = copy.copy(table) if table is weight else table
@@ -133,6 +133,8 @@ class Linear(TableModule):
         TypeError: table is no `ibp.CompressedTensor`.
         ValueError: table has not two dimensions, or bias another length.
     """
+
+    __module__ = "ibp.nn"
 
     bias: torch.nn.Parameter | None
 

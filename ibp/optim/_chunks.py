@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._machine.memory import PinningError
-from .._tables.place import _in_memory_order
+from .._tables.coded_rows import _in_memory_order
 from ._families import Section, StateGroup, grouped
 from ._learning import ROW_BYTES, learn
 from ._replay import Replay

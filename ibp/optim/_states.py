@@ -11,7 +11,7 @@ from .. import _core
 from .._layout import slots as _layout
 from .._machine.memory import PinningError
 from .._schemes import AnyCodebook
-from .._tables.place import Place
+from .._tables.coded_rows import CodedRows
 from ._families import Family, StateGroup
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
@@ -35,7 +35,7 @@ class Usage(NamedTuple):
     original_bytes: of the states as torch keeps them.
     device_bytes: of the slots and the index, on the parameters' devices.
     host_bytes: of the room in host memory: what is left for rows that outgrow their slots, and all of them with
-        storage="host".
+        memory="pinned".
     """
 
     original_bytes: int
@@ -49,6 +49,9 @@ class Usage(NamedTuple):
 
     def plus(self, other: Usage) -> Usage:
         return Usage(*(mine + others for mine, others in zip(self, other)))
+
+
+Usage.__module__ = "ibp.optim"
 
 
 class StateCoding(NamedTuple):
@@ -67,7 +70,7 @@ class StateCoding(NamedTuple):
 
 
 class CodedState:
-    """A state of the elements of a chunk: zeros before the first `store`, then rows in a `Place`.
+    """A state of the elements of a chunk: zeros before the first `store`, then rows in a `CodedRows`.
 
     `fit` chooses a codebook and takes memory; all other calls only queue work, and cannot fail for lack of memory. The
     place is never too small: slots and overflow together hold every row raw, and every row is coded anew by each
@@ -85,7 +88,7 @@ class CodedState:
         self, num_rows: int, num_bytes: int, device: torch.device, coding: StateCoding, stores: int = 0
     ) -> None:
         self.num_rows, self.num_bytes, self.device, self.pinned = num_rows, num_bytes, device, coding.pinned
-        self.place: Place | None = None
+        self.place: CodedRows | None = None
         self.codebook: AnyCodebook | None = None  # that was learned for it, shared with others that are alike
         self._reserve = coding.reserve
         self._host_memory: torch.Tensor | None = None
@@ -120,7 +123,7 @@ class CodedState:
             self.raw.copy_(data, non_blocking=True)
 
     @staticmethod
-    def _slots(place: Place, near: torch.Tensor | None) -> torch.Tensor:
+    def _slots(place: CodedRows, near: torch.Tensor | None) -> torch.Tensor:
         slots = cast(torch.Tensor, place.table_arguments[0])
         return slots if near is None else near[: slots.numel()]
 
@@ -252,18 +255,18 @@ class CodedState:
             return self._reserve.take(self.num_rows * bytes_per_row)
         return memory
 
-    def _new_place(self, codebook: AnyCodebook, slot_bytes: int, memory: torch.Tensor | None) -> Place:
+    def _new_place(self, codebook: AnyCodebook, slot_bytes: int, memory: torch.Tensor | None) -> CodedRows:
         """An empty place. memory: for what it has in host memory, given back where there is none for the rest."""
         try:
-            return Place(
+            return CodedRows(
                 codebook,
                 self.num_rows,
                 slot_bytes=slot_bytes,
                 overflow_bytes=self.num_rows * (ROW_BYTES - slot_bytes),
                 device=self.device,
-                pinned=self.pinned,
-                spill="host",
-                host_memory=memory,
+                memory="pinned" if self.pinned else "device",
+                overflow_memory="pinned",
+                host_buffer=memory,
             )
         except BaseException:
             if memory is not self._host_memory:

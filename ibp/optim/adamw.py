@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._machine.memory import check_memory
 from .._schemes.planes.learning import check_level
-from ..kv._sizes import check_storage
 from ._chunks import NAMES, Chunk, ChunkPiece, Work, local, planned
 from ._compiling import outside_of_graphs
 from ._learning import ROW_BYTES
@@ -97,10 +97,10 @@ class _CodedStates(torch.optim.Adam):
 
     _step_supports_amp_scaling = True  # of a GradScaler, by torch's kernel
 
-    def _set_options(self, level: str, storage: str, chunk_bytes: int | None) -> None:
+    def _set_options(self, level: str, memory: str | None, chunk_bytes: int | None) -> None:
         check_level(level)
-        check_storage(storage)
-        self._level, self._storage = level, storage
+        check_memory(memory, among=("device", "pinned"))
+        self._level, self._memory = level, memory or "device"
         least = 2 * ROW_BYTES
         self._chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes, least)
         self._given: dict[torch.Tensor, dict[str, Any]] = {}  # states that are being loaded
@@ -196,7 +196,7 @@ class _CodedStates(torch.optim.Adam):
                 self._plan(plans[device], group, chunks, grads)
         for plan in plans.values():
             self._fit(plan.jobs)
-            if self._storage == "host" and plan.device.type == "cuda" and plan.jobs:
+            if self._memory == "pinned" and plan.device.type == "cuda" and plan.jobs:
                 plan.transfers = self._transfers_for(plan.device, plan.jobs)
         return list(plans.values())
 
@@ -235,7 +235,7 @@ class _CodedStates(torch.optim.Adam):
                 if not run.state.is_new:
                     run.state.load(run.bytes_in(job.work))
                 job.chunk.fit(run, job.work, growths(betas, run.state.stores)[run.which])
-            if self._storage == "device":
+            if self._memory == "device":
                 job.chunk.prepare(job.work)
 
     def _begin(self, plan: _StepPlan) -> None:
@@ -288,7 +288,7 @@ class _CodedStates(torch.optim.Adam):
         """How the states of chunks on a device are coded."""
         if device not in self._codings:
             reserve = Reserve() if device.type == "cuda" else None
-            pinned = self._storage == "host" and reserve is not None
+            pinned = self._memory == "pinned" and reserve is not None
             self._codings[device] = StateCoding(self._level, reserve, pinned, {})
         return self._codings[device]
 
@@ -354,11 +354,14 @@ class _CodedStates(torch.optim.Adam):
             self._given = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in ("_level", "_storage", "_chunk_bytes")}
+        options = {name: getattr(self, name) for name in ("_level", "_memory", "_chunk_bytes")}
         with self._decoded(None):
             return {**super().__getstate__(), **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_storage" in state:  # as ibp 0.2 pickled it
+            memory = "pinned" if state["_storage"] == "host" else "device"
+            state = {name: value for name, value in state.items() if name != "_storage"} | {"_memory": memory}
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(fused=True, foreach=None, capturable=False, differentiable=False)
@@ -450,13 +453,16 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         foreach, fused: None, or as they are: foreach=False and fused=True.
         level: "default", the codebooks that save the most for the time that coding takes; or "fast", which saves less
             and codes faster: see `ibp.compress`.
-        storage: "device"; or "host": coded states are in pinned host memory, and the device has their index alone.
+        memory: of coded states: "device"; or "pinned", host memory that the device reads and writes, so that the device
+            has their index alone. None: the device's.
         chunk_bytes: of the raw states of a chunk, at least 8,192; None: an eighth of the states', 16 to 256 MiB. As
-            much of each device's memory is taken to work in, and with storage="host" four times as much besides.
+            much of each device's memory is taken to work in, and with memory="pinned" four times as much besides.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
+
+    __module__ = "ibp.optim"
 
     def __init__(
         self,
@@ -473,10 +479,10 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         level: str = "default",
-        storage: str = "device",
+        memory: str | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        self._set_options(level, storage, chunk_bytes)
+        self._set_options(level, memory, chunk_bytes)
         torch.optim.AdamW.__init__(
             self,
             params,
@@ -496,6 +502,8 @@ class Adam(_CodedStates):
     """Adam (Kingma and Ba, 2015) with coded states: weights have the bits that `torch.optim.Adam(fused=True)` gives
     them. All as `AdamW`, but weight_decay, 0 if not given, is added to the gradient, times the weight."""
 
+    __module__ = "ibp.optim"
+
     def __init__(
         self,
         params: Any,
@@ -511,10 +519,10 @@ class Adam(_CodedStates):
         differentiable: bool = False,
         fused: bool | None = None,
         level: str = "default",
-        storage: str = "device",
+        memory: str | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        self._set_options(level, storage, chunk_bytes)
+        self._set_options(level, memory, chunk_bytes)
         torch.optim.Adam.__init__(
             self,
             params,

@@ -136,6 +136,8 @@ class SGD(RowOptimizer):
         TypeError, ValueError: a module has no rows to train, or an option is negative.
     """
 
+    __module__ = "ibp.optim"
+
     def __init__(self, modules: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(modules, {"lr": lr, "weight_decay": weight_decay})
 
@@ -163,6 +165,8 @@ class Adagrad(RowOptimizer):
     Raises:
         TypeError, ValueError: as `SGD`.
     """
+
+    __module__ = "ibp.optim"
 
     def __init__(
         self,
@@ -221,6 +225,8 @@ class RowWiseAdagrad(RowOptimizer):
     Raises:
         TypeError, ValueError: as `SGD`.
     """
+
+    __module__ = "ibp.optim"
 
     def __init__(self, modules: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0) -> None:
         super().__init__(modules, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
@@ -329,7 +335,7 @@ def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
     """A table of one value in the shape and memory of the weights, of default rows, which take no bytes."""
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype)
-    one = compress_rows(block, layout="packed", scheme="planes", device="cpu", pin_memory=False)
+    one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows
     table = CompressedTensor(
         shape=tuple(weight.shape),

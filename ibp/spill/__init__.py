@@ -1,7 +1,17 @@
-"""Tables whose slots are on a GPU, and whose overflow is in pinned host memory (Buddy Compression, ISCA 2020):
-`ibp.place` makes them, `ibp.profile` says how large slots have to be.
+"""Tables whose slots are on a GPU, and whose overflow is in pinned host memory (Buddy Compression, ISCA 2020).
 
-    targets     how many bytes of a row stay on the GPU
-    profiling   snapshots of a run, and the targets that they call for
-    placing     tensors and tables moved to such memory
+    profile = ibp.spill.profile(snapshots)               # how large slots have to be
+    table   = ibp.spill.place(x, profile["weight"])      # slots of that size on the GPU, the rest in host memory
+
+`_targets.py` says how many bytes of a row stay on the GPU, `_profiling.py` finds it from snapshots of a run, and
+`_placing.py` moves tensors and tables.
 """
+
+from ._placing import place
+from ._profiling import Profile, TensorProfile, profile
+
+__all__ = ["Profile", "TensorProfile", "place", "profile"]
+
+
+def __dir__() -> list[str]:
+    return __all__

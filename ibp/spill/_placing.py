@@ -45,8 +45,9 @@ def place(
     Args:
         x: tensor [N, ...]; or a table, whose rows are moved as they are coded, unless target or slot_bytes is given.
         target: how many times fewer bytes than x the slots take, at least 1, rounded to sectors of 32 bytes a row;
-            math.inf: no slots. Or a tensor's profile, from `ibp.profile`, whose codebook and slots are taken. None: the
-            largest of 1, 4/3, 2, 4, 16 and infinity at which at most `threshold` of the rows leave their slots.
+            math.inf: no slots. Or a tensor's profile, from `ibp.spill.profile`, whose codebook and slots are taken.
+            None: the largest of 1, 4/3, 2, 4, 16 and infinity at which at most `threshold` of the rows leave their
+            slots.
         slot_bytes: of a row, in place of target: a multiple of 32 below row_bytes, or row_bytes.
         threshold: share of the rows, used where target and slot_bytes are None; the paper's is 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".

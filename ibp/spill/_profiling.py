@@ -35,7 +35,8 @@ class Spill:
 
 @dataclass(frozen=True)
 class TensorProfile:
-    """What the rows of a tensor took in each snapshot, and the slots chosen for them. `ibp.place` takes it as a target.
+    """What the rows of a tensor took in each snapshot, and the slots chosen for them. `ibp.spill.place` takes it as a
+    target.
 
     Attributes:
         name: in the snapshots.
@@ -46,7 +47,7 @@ class TensorProfile:
         ratios: that were chosen from; None: every whole number of sectors.
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.spill"
 
     name: str
     num_bytes: int
@@ -113,7 +114,7 @@ class SweepPoint:
 
 
 class Profile(Mapping[str, TensorProfile]):
-    """What `ibp.profile` found: a mapping from names of tensors to `TensorProfile`.
+    """What `ibp.spill.profile` found: a mapping from names of tensors to `TensorProfile`.
 
     Attributes:
         threshold: that the targets were chosen for.
@@ -125,7 +126,7 @@ class Profile(Mapping[str, TensorProfile]):
         sweep: the same at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
 
-    __module__ = "ibp"
+    __module__ = "ibp.spill"
 
     def __init__(self, tensors: Mapping[str, TensorProfile], threshold: float, num_snapshots: int) -> None:
         self._tensors, self.threshold, self.num_snapshots = dict(tensors), threshold, num_snapshots
@@ -181,8 +182,8 @@ class Profile(Mapping[str, TensorProfile]):
     def __repr__(self) -> str:
         width = max([len("tensor"), *(len(name) for name in self)])
         lines = [
-            f"ibp.profile of {self.num_snapshots} snapshots, {len(self)} tensors of {self.original_bytes:,} bytes: "
-            f"{self.device_bytes:,} on the GPU ({self.ratio:.2f}x), {self.host_bytes:,} in host memory",
+            f"ibp.spill.profile of {self.num_snapshots} snapshots, {len(self)} tensors of {self.original_bytes:,} "
+            f"bytes: {self.device_bytes:,} on the GPU ({self.ratio:.2f}x), {self.host_bytes:,} in host memory",
             f"{'tensor':{width}}{'bytes':>16}{'row':>8}{'slot':>8}{'target':>8}{'rows out':>10}{'bytes out':>11}",
         ]
         for name, tensor in self.items():
@@ -217,8 +218,8 @@ def profile(
     Rows of every snapshot are kept in host memory until the last one has been seen: then a codebook is learned from
     them, and what each takes is measured. Snapshots may be tensors that change in place, such as those of a model.
 
-        report = ibp.profile(snapshots_of_a_run)
-        tables = {name: ibp.place(x, report[name]) for name, x in tensors.items()}
+        report = ibp.spill.profile(snapshots_of_a_run)
+        tables = {name: ibp.spill.place(x, report[name]) for name, x in tensors.items()}
 
     Args:
         snapshots: mappings from names to tensors, such as 10 state_dicts; a tensor has one shape and dtype in all that

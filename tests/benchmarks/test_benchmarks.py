@@ -421,8 +421,8 @@ def test_compression_and_analysis_are_judged():
 def test_column_codebook():
     x = inputs.normal_rows(1 << 18, torch.bfloat16, 0.02, "cpu", columns=128)
     x *= 2.0 ** torch.arange(-64, 64, 1)  # columns of different exponents
-    dense = ibp.analyze(x, scheme="planes", sample=1.0)
-    shared = ibp.PlanesCodebook(
+    dense = ibp.codecs.analyze(x, scheme="planes", sample=1.0)
+    shared = ibp.codecs.PlanesCodebook(
         256, 2, dense.rotate, dense.residual_bits, dense.digit_bits, False, False, 0, 0, dense.entries[:1]
     )
     found = codec.column_codebook(shared, x)

@@ -135,8 +135,8 @@ def test_one_cluster_takes_the_papers_bytes():
     x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     least = 1.0
     for tau in more_clusters.TAUS:
-        codebook = ibp.analyze(x, paper=True, tau=tau, chunk_bytes=4, sample=1.0, device="cpu")
-        least = min(least, (ibp.estimate(x, codebook, device="cpu") - codebook.nbytes) / (4 * x.numel()))
+        codebook = ibp.codecs.analyze(x, paper=True, tau=tau, chunk_bytes=4, sample=1.0, device="cpu")
+        least = min(least, (ibp.estimate(x, codebook, device="cpu").stored_bytes - codebook.nbytes) / (4 * x.numel()))
     savings, codebooks, numbers = more_clusters.estimate(x, 1)
     assert numbers == 0 and codebooks == 2 * 256 / (4 * x.numel())
     assert 1 - savings - codebooks == pytest.approx(least, abs=1e-6)

@@ -182,8 +182,8 @@ def test_caches(device, changes):
 @pytest.mark.parametrize("columns", [64, 5000], ids=["short", "long"])
 def test_places(device, columns, changes):
     rows = embedding(NUM_ROWS, columns).to(device)
-    place = ibp.Place(
-        ibp.analyze(rows, scheme="planes"), NUM_ROWS, slot_bytes=96, overflow_bytes=1 << 20, device=device
+    place = ibp.CodedRows(
+        ibp.codecs.analyze(rows, scheme="planes"), NUM_ROWS, slot_bytes=96, overflow_bytes=1 << 20, device=device
     )
     slots, overflow = Result(place.slots.numel(), device), Result(place.overflow.numel(), device)
     _, _, lengths, bases, *rest = place.table_arguments

@@ -42,7 +42,7 @@ def compiled(request, place):
 
 def make_table(x, scheme, place, device):
     x = x.to(device) if place == "device" else x
-    table = ibp.compress(x, scheme=scheme, pin_memory=place == "pinned", device=device)
+    table = ibp.compress(x, scheme=scheme, memory="pinned" if place == "pinned" else None, device=device)
     assert table.device.type == ("cuda" if place == "device" else "cpu") and table.is_pinned() == (place == "pinned")
     return table
 

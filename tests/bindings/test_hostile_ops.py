@@ -41,7 +41,7 @@ def raw_table(num_items=2, item_bytes=64, slots=None):
 
 def coded_table(scheme):
     x = spiky_rows(100, 60)
-    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", memory="host")
     assert table.overflow.numel() and table.bases.numel()
     return x, [value.clone() if isinstance(value, torch.Tensor) else value for value in table.arguments(CPU)]
 

@@ -20,7 +20,7 @@ def x():
 
 @pytest.fixture(scope="module")
 def table(x):
-    return ibp.compress(x, pin_memory=False)
+    return ibp.compress(x, memory="host")
 
 
 class Call(torch.nn.Module):
@@ -44,13 +44,16 @@ def offloaded(table):
 CASES = {
     "index_select": (lambda table: lambda ids: table.index_select(ids), IDS),
     "torch.index_select": (lambda table: lambda ids: torch.index_select(table, 0, ids), IDS),
-    "index_select_many": (lambda table: lambda ids: ibp.index_select_many([table, table], ids, ids % 2), IDS),
+    "index_select of several tables": (
+        lambda table: lambda ids: ibp.index_select([table, table], ids, table_numbers=ids % 2),
+        IDS,
+    ),
     "[]": (lambda table: lambda ids: table[ids], IDS),
     "RowCache": (lambda table: cached(table).index_select, IDS),
     "F.embedding": (lambda table: lambda ids: F.embedding(ids, table), IDS),
     "F.linear": (lambda table: lambda x: F.linear(x, table), X),
     "decompress": (lambda table: lambda x: x @ ibp.decompress(table).T, X),
-    "raw": (lambda table: ibp.compress(table.decompress(), scheme="raw", pin_memory=False).index_select, IDS),
+    "raw": (lambda table: ibp.compress(table.decompress(), scheme="raw", memory="host").index_select, IDS),
     "nn.Embedding": (lambda table: ibp.nn.Embedding(table), IDS),
     "a net": (lambda table: torch.nn.Sequential(ibp.nn.Embedding(table), torch.nn.Linear(64, 8)), IDS),
     "nn.EmbeddingBag": (lambda table: ibp.nn.EmbeddingBag(table, mode="sum"), IDS.view(8, 8)),

@@ -22,12 +22,12 @@ CODED = ["ibp", "planes"]
 
 def table_arguments(scheme, **arguments):
     x = spiky_rows(100, 60)
-    return x, ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments).arguments(CPU)
+    return x, ibp.compress(x, scheme=scheme, device="cpu", memory="host", **arguments).arguments(CPU)
 
 
 def encode_arguments(scheme):
     x = spiky_rows(100, 60)
-    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", memory="host")
     slots, overflow, *rest = table.arguments(CPU)
     return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
 
@@ -41,7 +41,7 @@ def packed_arguments(data, codebook):
 def any_planes(per_column=False, listed=False, default=0):
     """A codebook for rows of 30 64-bit elements."""
     entries = torch.arange(30 * 6).view(30, 6) if per_column else torch.arange(6).view(1, 6)
-    return ibp.PlanesCodebook(240, 8, 1, 50, (2, 2), per_column, listed, default, 0, entries)
+    return ibp.codecs.PlanesCodebook(240, 8, 1, 50, (2, 2), per_column, listed, default, 0, entries)
 
 
 def samples():
@@ -49,12 +49,12 @@ def samples():
     x, slots_table = table_arguments("ibp", slot_bytes=32)
     tables = [slots_table, table_arguments("planes", slot_bytes=32)[1]]
     tables += [table_arguments(scheme, layout="packed")[1] for scheme in CODED]
-    dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", pin_memory=False)
+    dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", memory="host")
     assert not dense.codebook.listed and len(dense.codebook.codec) > 9
     tables.append(dense.arguments(CPU))
-    data, codebook = bytes_of(x), ibp.analyze(x)
+    data, codebook = bytes_of(x), ibp.codecs.analyze(x)
     words, mask = codebook.words(CPU), make_tensor((50,), torch.uint8, "random")
-    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", pin_memory=False).arguments(CPU)
+    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", memory="host").arguments(CPU)
     lengths = OPS.measure_rows(data, words, codebook.codec)
     ids, ids32 = torch.tensor([5, 99, 5, 0]), torch.tensor([1, 2], dtype=torch.int32)
     yield "codebook_words", (mask, mask & 7, 4, False)
@@ -71,7 +71,7 @@ def samples():
     yield "count_hits", (data, words, codebook.codec)
     yield "measure_rows", (data, words, codebook.codec)
     yield "measure_rows", (data[:-100], words, codebook.codec)
-    of_planes = [ibp.analyze(x, scheme="planes"), dense.codebook]
+    of_planes = [ibp.codecs.analyze(x, scheme="planes"), dense.codebook]
     of_planes += [any_planes(per_column=True), any_planes(listed=True, default=2**64 - 1)]
     for planes in of_planes:
         yield "measure_rows", (data[:-100], planes.words(CPU), planes.codec)
@@ -240,7 +240,7 @@ def test_compile(backend, scheme):
 def test_compile_the_coding(backend, scheme):
     """From bytes to a table and back in one traced function."""
     x = embedding(300, 16)
-    codebook = ibp.analyze(x, scheme=scheme)
+    codebook = ibp.codecs.analyze(x, scheme=scheme)
 
     def round_trip(data, words):
         lengths = OPS.measure_rows(data, words, codebook.codec)

@@ -79,7 +79,7 @@ LAYOUTS = {
 def table_of(name):
     x = mixed_rows()
     arguments = LAYOUTS[name]
-    table = ibp.compress(x, device="cpu", pin_memory=False, **arguments)
+    table = ibp.compress(x, device="cpu", memory="host", **arguments)
     return x, table
 
 
@@ -199,7 +199,7 @@ def test_entries_are_those_of_the_documentation():
 
 def test_items_of_several_rows_positions_and_int32_ids():
     x = spiky_rows(90, 180)
-    table = ibp.compress(x, scheme="planes", row_bytes=240, slot_bytes=64, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme="planes", row_bytes=240, slot_bytes=64, device="cpu", memory="host")
     arguments = table.arguments(CPU)
     assert arguments[9] == 720 and arguments[5][1] == 240
     cache = Slabs(arguments, range(0, 270, 2), num_slabs=3)
@@ -327,8 +327,8 @@ def test_a_map_filled_by_85_percent_leaves_out_few_rows():
 
 
 def test_lost_rows_are_noted_by_fill_and_claim():
-    place = ibp.Place(
-        ibp.analyze(spiky_rows(50, 60), scheme="planes"), 8, slot_bytes=32, overflow_bytes=0, device="cpu"
+    place = ibp.CodedRows(
+        ibp.codecs.analyze(spiky_rows(50, 60), scheme="planes"), 8, slot_bytes=32, overflow_bytes=0, device="cpu"
     )
     noise = make_tensor((8, 60), torch.int32, "random").view(torch.float32)
     ibp.encode_into(noise, place)

@@ -17,7 +17,7 @@ import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
 from ibp.cache import _row_cache, _slabs
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
     "planes": {"scheme": "planes", "slot_bytes": 96},
     "packed": {"scheme": "planes", "layout": "packed"},
@@ -310,11 +310,11 @@ def test_refill_beside_readers():
 
 def test_count_accesses():
     batches = [[3, 1, 3], torch.tensor([[1, 9]]), np.array([3], np.int32), []]
-    assert ibp.count_accesses(batches, 10).tolist() == [0, 2, 0, 3, 0, 0, 0, 0, 0, 1]
+    assert ibp.cache.count_accesses(batches, 10).tolist() == [0, 2, 0, 3, 0, 0, 0, 0, 0, 1]
     with pytest.raises(IndexError, match="wanted 0 to 9"):
-        ibp.count_accesses([[10]], 10)
+        ibp.cache.count_accesses([[10]], 10)
     with pytest.raises(TypeError, match="float"):
-        ibp.count_accesses([[1.5]], 10)
+        ibp.cache.count_accesses([[1.5]], 10)
 
 
 # ---- the least recently used ----
@@ -592,8 +592,8 @@ def test_a_table_that_grows():
 @pytest.mark.parametrize("policy", _row_cache.POLICIES)
 def test_places(policy):
     x = embedding(200, 64, torch.bfloat16)
-    codebook = ibp.analyze(x, scheme="planes")
-    place = ibp.Place(codebook, 200, slot_bytes=96, overflow_bytes=1 << 16, device="cpu")
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    place = ibp.CodedRows(codebook, 200, slot_bytes=96, overflow_bytes=1 << 16, device="cpu")
     cache = ibp.RowCache(place, 10_000, devices="cpu", policy=policy)
     assert (cache.shape, cache.dtype) == ((200, 128), torch.uint8)
     assert_same_bits(cache.index_select([5]), torch.zeros(1, 128, dtype=torch.uint8))
@@ -948,8 +948,10 @@ def test_refill_without_memory_on_a_gpu(cuda):
 def test_places_on_a_gpu(cuda, pinned):
     """Rows are coded, looked up and dropped on a stream, in a graph as well."""
     x = embedding(500, 64, torch.bfloat16).to(cuda)
-    codebook = ibp.analyze(x, scheme="planes")
-    place = ibp.Place(codebook, 500, slot_bytes=96, overflow_bytes=1 << 16, device=cuda, pinned=pinned)
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    place = ibp.CodedRows(
+        codebook, 500, slot_bytes=96, overflow_bytes=1 << 16, device=cuda, memory="pinned" if pinned else "device"
+    )
     cache = ibp.RowCache(place, 20_000, policy="lru")
     assert cache.devices == (cuda,)
     ibp.encode_into(x, place)

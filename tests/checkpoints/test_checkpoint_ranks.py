@@ -26,7 +26,7 @@ def compressed(rank, inputs, output, options):
     """What a rank gets: the report, or the error."""
     try:
         group = torch.distributed.group.WORLD
-        report = ibp.compress_checkpoint(inputs, output, device="cpu", jobs=1, group=group, **options)
+        report = ibp.checkpoints.compress(inputs, output, device="cpu", jobs=1, group=group, **options)
         return report.path, report.files, report.kept_files, len(report.tensors), report.file_bytes
     except Exception as error:
         return type(error).__name__, str(error)
@@ -61,7 +61,7 @@ def test_ranks_share_the_items_of_one_array(ranks, tmp_path):
     with ibp.open(kept) as file:
         assert not file.tables and len(file) == len(files)
     for written in (path, kept):
-        ibp.decompress_checkpoint(written, tmp_path / "back.npy")
+        ibp.checkpoints.decompress(written, tmp_path / "back.npy")
         assert (tmp_path / "back.npy").read_bytes() == (tmp_path / "x.npy").read_bytes()
 
 

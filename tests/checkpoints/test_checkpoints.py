@@ -51,7 +51,7 @@ def read_back(path):
 
 
 def compress(inputs, output, **options):
-    return ibp.compress_checkpoint(inputs, output, device="cpu", jobs=2, **options)
+    return ibp.checkpoints.compress(inputs, output, device="cpu", jobs=2, **options)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,9 @@ def test_a_checkpoint_becomes_a_file_of_tables_and_itself_again(checkpoint, tmp_
         tensors,
     )
     assert file["layers.0.weight"].codebook == file["layers.2.weight"].codebook
-    assert ibp.decompress_checkpoint(report.path, tmp_path / "back.safetensors") == [str(tmp_path / "back.safetensors")]
+    assert ibp.checkpoints.decompress(report.path, tmp_path / "back.safetensors") == [
+        str(tmp_path / "back.safetensors")
+    ]
     assert_same_tensors(safetensors.load_file(tmp_path / "back.safetensors"), tensors)
     assert read_back(tmp_path / "back.safetensors")[1] == {"format": "pt", "note": "ä"}
 
@@ -97,7 +99,7 @@ def test_other_formats_round_trip(suffix, tmp_path):
     else:
         torch.save({**tensors, "epoch": 3, "rates": [0.5, 0.25]}, path)
     compress(path, tmp_path / "small.ibp")
-    ibp.decompress_checkpoint(tmp_path / "small.ibp", tmp_path / f"out{suffix}")
+    ibp.checkpoints.decompress(tmp_path / "small.ibp", tmp_path / f"out{suffix}")
     if suffix == ".npz":
         with np.load(tmp_path / "out.npz") as arrays:
             found = {name: torch.from_numpy(arrays[name]) for name in arrays}
@@ -115,7 +117,7 @@ def test_arrays_are_cut_into_items(tmp_path):
     assert table.row_bytes == 1024
     ids = torch.tensor([3, 499, 3])
     assert torch.equal(ibp.index_select(table, ids, device="cpu"), torch.from_numpy(array)[ids])
-    ibp.decompress_checkpoint(tmp_path / "rows.safetensors", tmp_path / "back.npy")
+    ibp.checkpoints.decompress(tmp_path / "rows.safetensors", tmp_path / "back.npy")
     assert (tmp_path / "back.npy").read_bytes() == (tmp_path / "rows.npy").read_bytes()
 
 
@@ -208,7 +210,7 @@ def test_a_gpu_codes_what_a_cpu_codes(cuda, tmp_path):
     tensors["masks"] = torch.randint(0, 2**20, (1 << 18,), dtype=torch.int32)
     safetensors.save_file(tensors, tmp_path / "m.safetensors")
     for options in ({}, {"scheme": "ibp"}, {"level": "fast"}, {"row_bytes": 1000, "shard_bytes": 1 << 20}):
-        report = ibp.compress_checkpoint(tmp_path / "m.safetensors", tmp_path / "near", device=cuda, **options)
+        report = ibp.checkpoints.compress(tmp_path / "m.safetensors", tmp_path / "near", device=cuda, **options)
         with ibp.open(report.path) as file:
             file.verify(content=True)
         assert_same_tensors(read_back(report.path)[0], tensors)
@@ -226,7 +228,7 @@ def test_large_checkpoints_become_sets_of_files(checkpoint, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*report.files, "m.safetensors.index.json"])
     assert_same_tensors(read_back(report.path)[0], tensors)
     assert_same_tensors(read_back(tmp_path / "out")[0], tensors)
-    written = ibp.decompress_checkpoint(tmp_path / "out", tmp_path / "back.safetensors")
+    written = ibp.checkpoints.decompress(tmp_path / "out", tmp_path / "back.safetensors")
     assert len(written) == len(report.files) + 1
     assert_same_tensors(read_back(written[-1])[0], tensors)
     again = compress(written[-1], tmp_path / "again.safetensors", shard_bytes=None)
@@ -254,7 +256,7 @@ def test_urls_are_read_and_written(checkpoint, tmp_path):
     report = compress("memory://in/*.safetensors", "memory://out/m.safetensors", shard_bytes=100_000)
     assert report.path == "memory://out/m.safetensors.index.json" and memory.exists("/out/m.safetensors.index.json")
     memory.makedirs("/back", exist_ok=True)
-    names = ibp.decompress_checkpoint("memory://out", "memory://back/b.safetensors")
+    names = ibp.checkpoints.decompress("memory://out", "memory://back/b.safetensors")
     assert names[-1] == "memory://back/b.safetensors.index.json"
     assert_same_tensors(read_back("memory://back")[0], tensors)
     compress(f"file://{path}", f"file://{tmp_path}/local.safetensors")
@@ -308,7 +310,7 @@ def test_options_of_compress_are_taken(options, checkpoint, tmp_path):
 
 def test_estimates_are_near_what_compress_does(checkpoint, tmp_path):
     path, tensors = checkpoint
-    estimate, report = ibp.estimate_checkpoint(path), compress(path, tmp_path / "s")
+    estimate, report = ibp.checkpoints.estimate(path), compress(path, tmp_path / "s")
     assert [tensor.name for tensor in estimate.tensors] == [tensor.name for tensor in report.tensors]
     stored = {tensor.name: tensor.stored_bytes for tensor in report.tensors}
     for tensor in estimate.tensors:
@@ -389,7 +391,7 @@ def test_saved_means_the_same_everywhere(kind, options, checkpoint, tmp_path):
     report = compress(path, tmp_path / "s", **options)
     assert report.savings == 1 - os.path.getsize(tmp_path / "s") / report.num_bytes > 0.05
     assert inspect_path(tmp_path / "s").savings == report.savings
-    assert abs(ibp.estimate_checkpoint(path, **options).savings - report.savings) < MOST_APART
+    assert abs(ibp.checkpoints.estimate(path, **options).savings - report.savings) < MOST_APART
     if not options:
         assert abs(inspect_path(path).savings - report.savings) < MOST_APART
     name = report.tensors[0].name
@@ -400,8 +402,8 @@ def test_saved_means_the_same_everywhere(kind, options, checkpoint, tmp_path):
 def test_sets_are_estimated_as_sets(tmp_path):
     safetensors.save_file(model(), tmp_path / "m.safetensors")
     report = compress(tmp_path / "m.safetensors", tmp_path / "s", shard_bytes=50_000)
-    plain = ibp.decompress_checkpoint(report.path, tmp_path / "plain.safetensors")
-    estimate, again = ibp.estimate_checkpoint(plain[-1]), compress(plain[-1], tmp_path / "again")
+    plain = ibp.checkpoints.decompress(report.path, tmp_path / "plain.safetensors")
+    estimate, again = ibp.checkpoints.estimate(plain[-1]), compress(plain[-1], tmp_path / "again")
     assert len(again.files) == len(report.files) > 2 and inspect_path(again.path).savings == again.savings
     assert abs(estimate.savings - again.savings) < MOST_APART
 
@@ -464,7 +466,7 @@ def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(ibp.checkpoints._outputs.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
-        ibp.decompress_checkpoint(path, tmp_path / "old.safetensors")
+        ibp.checkpoints.decompress(path, tmp_path / "old.safetensors")
     assert os.listdir(tmp_path) == ["old.safetensors"] and (tmp_path / "old.safetensors").read_bytes() == b"old"
 
 
@@ -492,7 +494,7 @@ def forked(work):
 
 
 def compress():
-    ibp.compress_checkpoint(source, directory + "/m.safetensors", shard_bytes=100_000, device="cpu", jobs=2)
+    ibp.checkpoints.compress(source, directory + "/m.safetensors", shard_bytes=100_000, device="cpu", jobs=2)
 
 
 def compare():
@@ -549,11 +551,11 @@ def test_bad_arguments_are_refused(checkpoint, tmp_path):
         (RuntimeError, "not initialised", {"group": object()}),
     ):
         with pytest.raises(error, match=match):
-            ibp.compress_checkpoint(path, tmp_path / "x", **options)
+            ibp.checkpoints.compress(path, tmp_path / "x", **options)
     with pytest.raises(ValueError, match="row_bytes is 0"):
-        ibp.estimate_checkpoint(path, row_bytes=0)
+        ibp.checkpoints.estimate(path, row_bytes=0)
     with pytest.raises(ValueError, match="level"):
-        ibp.estimate_checkpoint(path, schemes=["ibp"], level="none")
+        ibp.checkpoints.estimate(path, schemes=["ibp"], level="none")
     for match, inputs in (("no such file", tmp_path / "absent"), ("no input", []),
                           ("no file matches", tmp_path / "*.x"), ("no file of tensors", tmp_path)):  # fmt: skip
         with pytest.raises(FileNotFoundError, match=match):
@@ -564,16 +566,16 @@ def test_bad_arguments_are_refused(checkpoint, tmp_path):
     with pytest.raises(FileNotFoundError, match="memory://none.npy: there is no such file"):
         compress("memory://none.npy", tmp_path / "x")
     np.save(tmp_path / "wide.npy", np.zeros((100, 100), np.complex128))
-    for work in (compress, ibp.decompress_checkpoint):
+    for work in (compress, ibp.checkpoints.decompress):
         with pytest.raises(ValueError, match="'wide' has torch.complex128, which safetensors lacks"):
             work(tmp_path / "wide.npy", tmp_path / "x.safetensors")
     (tmp_path / "wide.npy").unlink()
     with pytest.raises(ValueError, match="format is 'zip'"):
-        ibp.decompress_checkpoint(path, tmp_path / "x", format="zip")
+        ibp.checkpoints.decompress(path, tmp_path / "x", format="zip")
     with pytest.raises(ValueError, match="wanted a name with .npz"):
-        ibp.decompress_checkpoint(path, tmp_path / "x.npy")
+        ibp.checkpoints.decompress(path, tmp_path / "x.npy")
     with pytest.raises(ValueError, match="bfloat16, which numpy lacks"):
-        ibp.decompress_checkpoint(path, tmp_path / "x.npz")
+        ibp.checkpoints.decompress(path, tmp_path / "x.npz")
     assert os.listdir(tmp_path) == []
 
 
@@ -596,7 +598,7 @@ def test_damaged_inputs_are_refused(tmp_path):
                  "torn.pt", "junk.safetensors", "x.safetensors.index.json"):  # fmt: skip
         with pytest.raises(ValueError) as caught:
             open_source(tmp_path / name)
-        assert isinstance(caught.value, (ibp.SourceFormatError, ibp.FileFormatError)), name
+        assert isinstance(caught.value, (ibp.checkpoints.SourceFormatError, ibp.FileFormatError)), name
         assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value), name
 
 
@@ -616,7 +618,7 @@ def test_arrays_whose_elements_are_arrays_are_refused(tmp_path, descr, message):
         with zipfile.ZipFile(tmp_path / f"{method}.npz", "w", method) as archive:
             archive.writestr("x.npy", array)
     for file in tmp_path.iterdir():
-        with pytest.raises(ibp.SourceFormatError, match=message):
+        with pytest.raises(ibp.checkpoints.SourceFormatError, match=message):
             open_source(file)
 
 
@@ -639,7 +641,7 @@ def test_no_damage_of_inputs_raises_errors_of_other_kinds(tmp_path):
                 with open_source(damaged) as source:
                     for tensor in source.tensors.values():
                         tensor.read(0, min(tensor.num_bytes, 1 << 20))
-            except ibp.SourceFormatError:
+            except ibp.checkpoints.SourceFormatError:
                 refused += 1
         assert refused > 5, suffix
 
@@ -647,7 +649,7 @@ def test_no_damage_of_inputs_raises_errors_of_other_kinds(tmp_path):
 def test_names_that_files_of_safetensors_cannot_have_are_refused(tmp_path):
     np.savez(tmp_path / "x.npz", __metadata__=np.arange(3))
     with pytest.raises(ValueError, match="'__metadata__'"):
-        ibp.decompress_checkpoint(tmp_path / "x.npz", tmp_path / "x.safetensors")
+        ibp.checkpoints.decompress(tmp_path / "x.npz", tmp_path / "x.safetensors")
     assert os.listdir(tmp_path) == ["x.npz"]
 
 
@@ -670,12 +672,12 @@ before = PeakMemory().num_bytes
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
 limits = resource.getrlimit(resource.RLIMIT_DATA)
 resource.setrlimit(resource.RLIMIT_DATA, (used + (128 << 20), limits[1]))
-report = ibp.compress_checkpoint(sys.argv[1], sys.argv[2], device="cpu", jobs=2)
+report = ibp.checkpoints.compress(sys.argv[1], sys.argv[2], device="cpu", jobs=2)
 resource.setrlimit(resource.RLIMIT_DATA, limits)  # which counts a table's map, whose pages stay the file's
 done, seen = threading.Event(), PeakMemory()
 watch = threading.Thread(target=lambda: [seen.look() for _ in iter(lambda: done.wait(0.01), True)])
 watch.start()
-ibp.decompress_checkpoint(sys.argv[2], sys.argv[3])
+ibp.checkpoints.decompress(sys.argv[2], sys.argv[3])
 done.set(), watch.join()
 print(report.peak_bytes - before, seen.num_bytes - before, report.savings)
 """

@@ -53,7 +53,7 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
     refused, move = [], Journal.move
 
     def compress(**options):
-        return ibp.compress_checkpoint(
+        return ibp.checkpoints.compress(
             tmp_path / "in.safetensors",
             tmp_path / "out.safetensors",
             shard_bytes=20_000,
@@ -71,7 +71,7 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
     monkeypatch.setattr(_compressing.Journal, "move", interfere)
     report = compress()
     assert list(report.files) == refused and len(refused) == 6
-    found = ibp.load(report.path, verify=True, pin_memory=False)
+    found = ibp.load(report.path, verify=True, memory="host")
     assert all(torch.equal(ibp.decompress(value) if not isinstance(value, torch.Tensor) else value, x[int(name[1:])])
                for name, value in found.items()) and len(found) == 6  # fmt: skip
 

@@ -79,10 +79,10 @@ CASES = {
 def test_values_come_back_as_they_were(case, tmp_path):
     content = CASES[case]()
     torch.save(content, tmp_path / "x.pt")
-    ibp.compress_checkpoint(tmp_path / "x.pt", tmp_path / "small.safetensors", device="cpu", jobs=1)
-    ibp.decompress_checkpoint(tmp_path / "small.safetensors", tmp_path / "plain.safetensors")
+    ibp.checkpoints.compress(tmp_path / "x.pt", tmp_path / "small.safetensors", device="cpu", jobs=1)
+    ibp.checkpoints.decompress(tmp_path / "small.safetensors", tmp_path / "plain.safetensors")
     for name in ("small", "plain"):
-        ibp.decompress_checkpoint(tmp_path / f"{name}.safetensors", tmp_path / f"{name}.pt")
+        ibp.checkpoints.decompress(tmp_path / f"{name}.safetensors", tmp_path / f"{name}.pt")
         assert_same(torch.load(tmp_path / f"{name}.pt", weights_only=True), content)
 
 
@@ -96,27 +96,27 @@ def test_names_of_nested_tensors(tmp_path):
 def test_sets_of_files_come_back_as_one_checkpoint(tmp_path):
     content = {"model": {f"w{n}": torch.randn(64, 64) for n in range(5)}, "step": 7}
     torch.save(content, tmp_path / "x.pt")
-    report = ibp.compress_checkpoint(tmp_path / "x.pt", tmp_path / "small", shard_bytes=40_000, device="cpu", jobs=1)
+    report = ibp.checkpoints.compress(tmp_path / "x.pt", tmp_path / "small", shard_bytes=40_000, device="cpu", jobs=1)
     assert len(report.files) == 3
-    plain = ibp.decompress_checkpoint(report.path, tmp_path / "plain.safetensors")
+    plain = ibp.checkpoints.decompress(report.path, tmp_path / "plain.safetensors")
     for number, path in enumerate((report.path, plain[-1])):
-        ibp.decompress_checkpoint(path, tmp_path / f"{number}.pt")
+        ibp.checkpoints.decompress(path, tmp_path / f"{number}.pt")
         assert_same(torch.load(tmp_path / f"{number}.pt", weights_only=True), content)
 
 
 def test_tensors_that_are_left_out_or_added(tmp_path):
     torch.save({"model": {"a": torch.ones(2), "b": torch.zeros(2)}, "list": [torch.ones(1)]}, tmp_path / "x.pt")
-    ibp.compress_checkpoint(tmp_path / "x.pt", tmp_path / "x.safetensors", device="cpu")
-    ibp.decompress_checkpoint(tmp_path / "x.safetensors", tmp_path / "y.pt", exclude=["model.b"])
+    ibp.checkpoints.compress(tmp_path / "x.pt", tmp_path / "x.safetensors", device="cpu")
+    ibp.checkpoints.decompress(tmp_path / "x.safetensors", tmp_path / "y.pt", exclude=["model.b"])
     assert_same(torch.load(tmp_path / "y.pt"), {"model": {"a": torch.ones(2)}, "list": [torch.ones(1)]})
     with pytest.raises(ValueError, match="a tensor of the list at 'list' is left out; wanted .safetensors"):
-        ibp.decompress_checkpoint(tmp_path / "x.safetensors", tmp_path / "z.pt", exclude=["list*"])
+        ibp.checkpoints.decompress(tmp_path / "x.safetensors", tmp_path / "z.pt", exclude=["list*"])
     np.save(tmp_path / "other.npy", np.ones(3))
-    ibp.decompress_checkpoint([tmp_path / "x.safetensors", tmp_path / "other.npy"], tmp_path / "z.pt")
+    ibp.checkpoints.decompress([tmp_path / "x.safetensors", tmp_path / "other.npy"], tmp_path / "z.pt")
     assert list(torch.load(tmp_path / "z.pt")) == ["model", "list", "other"]
     np.save(tmp_path / "model.npy", np.ones(3))
     with pytest.raises(ValueError, match="'model' has no place in the checkpoint"):
-        ibp.decompress_checkpoint([tmp_path / "x.safetensors", tmp_path / "model.npy"], tmp_path / "w.pt")
+        ibp.checkpoints.decompress([tmp_path / "x.safetensors", tmp_path / "model.npy"], tmp_path / "w.pt")
     assert not (tmp_path / "w.pt").exists()
 
 
@@ -124,9 +124,9 @@ def test_tensors_that_are_left_out_or_added(tmp_path):
 def test_values_that_cannot_be_kept_are_refused(value, tmp_path):
     torch.save({"w": torch.ones(3), "deep": [{"x": value}]}, tmp_path / "x.pt")
     with pytest.raises(
-        ibp.SourceFormatError, match=r"x.pt: the value at 'deep.0.x' is a \w+; wanted a tensor, a number"
+        ibp.checkpoints.SourceFormatError, match=r"x.pt: the value at 'deep.0.x' is a \w+; wanted a tensor, a number"
     ):
-        ibp.compress_checkpoint(tmp_path / "x.pt", tmp_path / "x.safetensors")
+        ibp.checkpoints.compress(tmp_path / "x.pt", tmp_path / "x.safetensors")
     assert not (tmp_path / "x.safetensors").exists()
 
 
@@ -138,8 +138,10 @@ def test_values_that_cannot_be_kept_are_refused(value, tmp_path):
 ], ids=lambda texts: f"{next(iter(texts.items()))}"[:40])  # fmt: skip
 def test_metadata_that_is_damaged(texts, tmp_path):
     ibp.save(tmp_path / "x.safetensors", {"w": torch.ones(3)}, metadata=texts)
-    with pytest.raises(ibp.SourceFormatError, match="does not say how the checkpoint was nested|has no place"):
-        ibp.decompress_checkpoint(tmp_path / "x.safetensors", tmp_path / "x.pt")
+    with pytest.raises(
+        ibp.checkpoints.SourceFormatError, match="does not say how the checkpoint was nested|has no place"
+    ):
+        ibp.checkpoints.decompress(tmp_path / "x.safetensors", tmp_path / "x.pt")
 
 
 # ---- directories, as transformers' Trainer writes them ----
@@ -164,21 +166,23 @@ def trainer(tmp_path):
 def test_a_directory_of_a_trainer(trainer, tmp_path):
     directory, weights = trainer
     with pytest.warns(UserWarning, match="left out") as warned:
-        report = ibp.compress_checkpoint(directory, tmp_path / "small" / "model.safetensors", device="cpu", jobs=1)
+        report = ibp.checkpoints.compress(directory, tmp_path / "small" / "model.safetensors", device="cpu", jobs=1)
     said = [str(warning.message).partition("checkpoint-1/")[2] for warning in warned]
     assert [text.split()[0] for text in said] == ["rng_state.pth", "scheduler.pt", "training_args.bin"]
     assert "numpy" in said[0] and "holds no tensor" in said[1] and "torch.nn.modules.container.Sequential" in said[2]
     found = ibp.load(report.path)
     assert set(weights) < set(found) and "state.0.exp_avg" in found and len(report.files) == 2
     optimizer = tmp_path / "small" / report.files[1]
-    ibp.decompress_checkpoint(optimizer, tmp_path / "optimizer.pt")
+    ibp.checkpoints.decompress(optimizer, tmp_path / "optimizer.pt")
     states = torch.load(directory / "optimizer.pt", weights_only=True)
     assert_same(torch.load(tmp_path / "optimizer.pt", weights_only=True), states)
     with pytest.warns(UserWarning, match="left out"):
-        estimate = ibp.estimate_checkpoint(directory)
+        estimate = ibp.checkpoints.estimate(directory)
     assert estimate.num_bytes == report.num_bytes
-    with pytest.raises(ibp.SourceFormatError, match="rng_state.pth holds numpy.*; wanted tensors, numbers and texts"):
-        ibp.compress_checkpoint(directory / "rng_state.pth", tmp_path / "none.safetensors")
+    with pytest.raises(
+        ibp.checkpoints.SourceFormatError, match="rng_state.pth holds numpy.*; wanted tensors, numbers and texts"
+    ):
+        ibp.checkpoints.compress(directory / "rng_state.pth", tmp_path / "none.safetensors")
 
 
 def test_damaged_files_of_a_directory_are_not_left_out(trainer):
@@ -186,7 +190,7 @@ def test_damaged_files_of_a_directory_are_not_left_out(trainer):
     content = bytearray((directory / "optimizer.pt").read_bytes())
     for damaged in (content[:-100], b""):
         (directory / "optimizer.pt").write_bytes(damaged)
-        with pytest.raises(ibp.SourceFormatError, match="optimizer.pt"):
+        with pytest.raises(ibp.checkpoints.SourceFormatError, match="optimizer.pt"):
             open_source(directory)
 
 

@@ -30,11 +30,11 @@ def file(tmp_path_factory):
     new = torch.where(torch.rand(base.shape, generator=torch.Generator().manual_seed(0)) < 0.02, base * 2, base)
     path = tmp_path_factory.mktemp("inspect") / "model.safetensors"
     tensors = {
-        "layers.0.weight": ibp.compress(base, layout="packed", scheme="planes", pin_memory=False),
-        "features": ibp.compress(spiky_rows(100, 90), pin_memory=False),
-        HOSTILE: ibp.compress(one_hot_rows(50, 40), scheme="ibp", pin_memory=False),
+        "layers.0.weight": ibp.compress(base, layout="packed", scheme="planes", memory="host"),
+        "features": ibp.compress(spiky_rows(100, 90), memory="host"),
+        HOSTILE: ibp.compress(one_hot_rows(50, 40), scheme="ibp", memory="host"),
         "norm": torch.ones(64, dtype=torch.bfloat16),
-        "step": ibp.delta(new, base),
+        "step": ibp.deltas.make(new, base),
     }
     ibp.save(path, tensors, metadata={"by": "a test"})
     return path
@@ -111,7 +111,7 @@ def test_ordinary_files_are_estimated(tmp_path, capsys):
 
 
 def test_a_set_of_files_is_one(tmp_path, capsys):
-    tables = {f"t{i}": ibp.compress(embedding(50, 64, seed=i), pin_memory=False) for i in range(3)}
+    tables = {f"t{i}": ibp.compress(embedding(50, 64, seed=i), memory="host") for i in range(3)}
     ibp.save(tmp_path / "m.safetensors", tables, shard_bytes=15_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     (found,) = document(capsys, tmp_path)["files"]
@@ -120,8 +120,8 @@ def test_a_set_of_files_is_one(tmp_path, capsys):
 
 
 def test_codebooks_that_tables_share_count_once(tmp_path, capsys):
-    codebook = ibp.compress(embedding(100, 64), scheme="ibp", pin_memory=False).codebook
-    tables = {f"t{i}": ibp.compress(embedding(50, 64, seed=i), codebook=codebook, pin_memory=False) for i in range(2)}
+    codebook = ibp.compress(embedding(100, 64), scheme="ibp", memory="host").codebook
+    tables = {f"t{i}": ibp.compress(embedding(50, 64, seed=i), codebook=codebook, memory="host") for i in range(2)}
     ibp.save(tmp_path / "m.safetensors", tables)
     (found,) = document(capsys, tmp_path / "m.safetensors")["files"]
     assert sum(tensor["parts"]["codebook"] for tensor in found["tensors"]) == pytest.approx(codebook.nbytes, abs=1)
@@ -130,7 +130,7 @@ def test_codebooks_that_tables_share_count_once(tmp_path, capsys):
 def test_what_this_ibp_lacks_is_named(tmp_path, capsys):
     """A file with a table of a codec that nobody has."""
     path = tmp_path / "m.safetensors"
-    ibp.save(path, {"w": ibp.compress(embedding(50, 64), layout="packed", pin_memory=False), "p": torch.ones(2)})
+    ibp.save(path, {"w": ibp.compress(embedding(50, 64), layout="packed", memory="host"), "p": torch.ones(2)})
     data = path.read_bytes()
     assert data.count(b"scheme=planes row_bytes") >= 1
     line = re.search(rb'"ibp\.table\.w": ?"([^"]*)"', data)[1]
@@ -200,7 +200,7 @@ def test_a_directory_that_is_not_there_is_a_line(file, tmp_path, capsys, option)
 
 def test_damaged_rows_are_wrong_data(tmp_path, capsys):
     path = tmp_path / "m.safetensors"
-    ibp.save(path, {"w": ibp.compress(embedding(50, 64), scheme="planes", layout="packed", pin_memory=False)})
+    ibp.save(path, {"w": ibp.compress(embedding(50, 64), scheme="planes", layout="packed", memory="host")})
     with ibp.open(path) as opened:
         lengths = opened["w"].lengths.numpy().tobytes()
     data = path.read_bytes()

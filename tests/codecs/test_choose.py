@@ -1,4 +1,4 @@
-"""`ibp.choose`: what it measures, what it takes for which link, and what it refuses."""
+"""`ibp.codecs.choose`: what it measures, what it takes for which link, and what it refuses."""
 
 import csv
 import importlib.util
@@ -19,7 +19,7 @@ def weights(num_rows=2000):
 
 
 def cost(scheme, stored_bytes, encode_s, decode_s):
-    return ibp.CodingCost(scheme, "default", None, stored_bytes, encode_s, 0.0, decode_s, 0.0)
+    return ibp.codecs.CodingCost(scheme, "default", None, stored_bytes, encode_s, 0.0, decode_s, 0.0)
 
 
 @pytest.fixture
@@ -42,32 +42,32 @@ def test_which_is_taken(measured):
     """1 + 2/3 / link + 1 ns a byte of planes, 0.1 + 0.9 / link + 0.1 of lz4, 100 + 0.5 / link + 10 of zstd."""
     x = weights()
     for link_gbps, scheme in ((100, "raw"), (0.2, "lz4"), (0.1, "planes"), (0.001, "zstd")):
-        found = ibp.choose(x, link_gbps, device="cpu")
+        found = ibp.codecs.choose(x, link_gbps, device="cpu")
         assert found.scheme == scheme and found.num_bytes == x.nbytes
         assert [one.total_s for one in found.table] == sorted(one.total_s for one in found.table)
         assert found.best.transfer_s == found.stored_bytes / link_gbps * 1e-9
         assert found.total_s == found.best.encode_s + found.best.transfer_s + found.best.decode_s
-        assert ibp.choose(x, 7, device="cpu").at(link_gbps).table == found.table
+        assert ibp.codecs.choose(x, 7, device="cpu").at(link_gbps).table == found.table
 
 
 def test_coding_that_does_not_count(measured):
     """Without encoding zstd takes 10 + 0.5 / link, planes 1 + 2/3 / link."""
     x = weights()
-    found = ibp.choose(x, 0.01, device="cpu", encode=False)
-    assert (found.scheme, ibp.choose(x, 0.01, device="cpu").scheme) == ("zstd", "planes")
+    found = ibp.codecs.choose(x, 0.01, device="cpu", encode=False)
+    assert (found.scheme, ibp.codecs.choose(x, 0.01, device="cpu").scheme) == ("zstd", "planes")
     assert found.total_s == found.best.transfer_s + found.best.decode_s and found.best.encode_s > 0
     assert found.at(0.01, encode=True).scheme == "planes" and found.at(0.1).encode is False
 
 
 def test_the_link_of_the_calibration(measured):
-    assert ibp.choose(weights(), device="cpu").link_gbps == ibp.H200.copy_in_gbps
+    assert ibp.codecs.choose(weights(), device="cpu").link_gbps == ibp.calibration.H200.copy_in_gbps
 
 
 def test_compress():
     x = weights()
-    found = ibp.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
-    assert found.scheme == "planes" and isinstance(found.codebook, ibp.PlanesCodebook)
-    for table in (found.compress(x, device="cpu"), ibp.compress(x, scheme=found, pin_memory=False, device="cpu")):
+    found = ibp.codecs.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
+    assert found.scheme == "planes" and isinstance(found.codebook, ibp.codecs.PlanesCodebook)
+    for table in (found.compress(x, device="cpu"), ibp.compress(x, scheme=found, memory="host", device="cpu")):
         assert (table.scheme, table.layout, table.codebook) == ("planes", "packed", found.codebook)
         assert table.stored_bytes + table.index_bytes == found.stored_bytes
         assert_same_bits(table.decompress(), x)
@@ -82,7 +82,7 @@ def test_compress():
 
 
 def test_rows():
-    found = ibp.choose(weights(), 1e-3, device="cpu", rows=True)
+    found = ibp.codecs.choose(weights(), 1e-3, device="cpu", rows=True)
     assert {one.scheme for one in found.table} <= {"raw", "planes", "ibp"}
     table = found.compress(weights(), device="cpu")
     assert table.layout == "slots" and found.stored_bytes == table.link_bytes + table.index_bytes
@@ -91,17 +91,17 @@ def test_rows():
 def test_general_codecs():
     pytest.importorskip("zstandard")
     x = torch.arange(1 << 18) // 7
-    found = ibp.choose(x, 1e-4, device="cpu", schemes=["zstd", "zstd:1", "planes"])
+    found = ibp.codecs.choose(x, 1e-4, device="cpu", schemes=["zstd", "zstd:1", "planes"])
     assert {"zstd", "zstd:1", "raw"} <= {one.scheme for one in found.table} and found.scheme.startswith("zstd")
     whole = found.compress(x)
-    assert isinstance(whole, ibp.WholeTensor) and whole.nbytes == found.stored_bytes
+    assert isinstance(whole, ibp.codecs.WholeTensor) and whole.nbytes == found.stored_bytes
     assert_same_bits(ibp.decompress(whole), x)
     is_there = importlib.util.find_spec("lz4") is not None
-    assert any(one.scheme == "lz4" for one in ibp.choose(x, 1, device="cpu").table) == is_there
+    assert any(one.scheme == "lz4" for one in ibp.codecs.choose(x, 1, device="cpu").table) == is_there
 
 
 def test_repr(measured):
-    text = repr(ibp.choose(weights(), 0.1, device="cpu"))
+    text = repr(ibp.codecs.choose(weights(), 0.1, device="cpu"))
     head, names, *lines = text.splitlines()
     assert "1,024,000 bytes at 0.1 GB/s, encode + transfer + decode" in head
     assert names.split() == ["bytes", "encode", "transfer", "decode", "total"]
@@ -110,7 +110,7 @@ def test_repr(measured):
 
 @pytest.mark.parametrize("x", [torch.empty(0, 4), torch.tensor(3.0), torch.arange(3), torch.rand(5).requires_grad_()])
 def test_small_tensors(x):
-    found = ibp.choose(x, 10, device="cpu")
+    found = ibp.codecs.choose(x, 10, device="cpu")
     assert found.scheme == "raw" and found.num_bytes == x.nbytes
     assert_same_bits(found.compress(x.detach(), device="cpu").decompress(), x.detach())
 
@@ -163,7 +163,7 @@ def test_a_part_of_a_tensor_is_measured(monkeypatch):
 
     monkeypatch.setattr(_choice._Timed, "of", counted)
     x = weights(8000)
-    found = ibp.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
+    found = ibp.codecs.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
     assert sizes.count(("ibp", 1 << 16)) == 1 and ("ibp", 1 << 18) not in sizes
     assert ("planes", 1 << 16) in sizes and ("planes", 1 << 18) in sizes
     assert {one.name for one in found.table} == {"planes", "planes, fast", "ibp", "raw"}
@@ -190,16 +190,16 @@ def test_ranking_keeps_the_order_of_equals():
 )
 def test_wrong_arguments(options, error, message):
     with pytest.raises(error, match=message):
-        ibp.choose(**{"x": weights(10), "link_gbps": 1, "device": "cpu", **options})
+        ibp.codecs.choose(**{"x": weights(10), "link_gbps": 1, "device": "cpu", **options})
 
 
 def test_on_a_gpu(cuda):
     x = (torch.randn(1 << 14, 1024, device=cuda) * 0.02).bfloat16()
-    found = ibp.choose(x, 1)
+    found = ibp.codecs.choose(x, 1)
     assert found.scheme != "raw" and found.savings > 0.2
     table = found.compress(x)
     assert table.device == x.device and torch.equal(ibp.decompress(table), x)
-    assert ibp.choose(x, 1e6).scheme == "raw"
+    assert ibp.codecs.choose(x, 1e6).scheme == "raw"
     general = {one.scheme for one in found.table if one.scheme.startswith("nvcomp:")}
     assert bool(general) == _choice._is_there("nvcomp:ans")
 

@@ -24,7 +24,7 @@ PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 ABSENT = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
 CPU_SCHEMES = ("zstd", "zstd:9", "zstd:-5", "lz4", "lz4:9")
 NVCOMP_SCHEMES = tuple(f"nvcomp:{kind}" for kind in _nvcomp._ALGORITHMS)
-PAGEABLE = {"pin_memory": False}
+PAGEABLE = {"memory": "host"}
 
 
 def needs(codec):
@@ -57,13 +57,13 @@ def tensors():
 def test_round_trip(scheme, name):
     x = tensors()[name]
     whole = ibp.compress(x, scheme=scheme, chunk_bytes=4096, **PAGEABLE)
-    assert isinstance(whole, ibp.WholeTensor) and whole.codec == whole.scheme == scheme.partition(":")[0]
+    assert isinstance(whole, ibp.codecs.WholeTensor) and whole.codec == whole.scheme == scheme.partition(":")[0]
     assert (whole.shape, whole.dtype, whole.device) == (x.shape, x.dtype, torch.device("cpu"))
     assert whole.original_bytes == x.numel() * x.dtype.itemsize and whole.numel() == x.numel()
     assert whole.stored_bytes <= whole.original_bytes
     assert_same_bits(ibp.decompress(whole), x.resolve_conj())
     assert_same_bits(whole.decompress(device="cpu"), x.resolve_conj())
-    assert ibp.fingerprint(whole) == ibp.fingerprint(x)
+    assert ibp.deltas.fingerprint(whole) == ibp.deltas.fingerprint(x)
 
 
 @needs("zstd")
@@ -74,7 +74,7 @@ def test_out_and_many():
         assert ibp.decompress(whole, out=out) is out
         assert_same_bits(out.reshape(x.shape), x)
     outs = [None, torch.empty_like(x), None]
-    found = ibp.decompress_many([whole, table, whole], out=outs)
+    found = ibp.decompress([whole, table, whole], out=outs)
     assert found[1] is outs[1] and all(torch.equal(one, x) for one in found)
     with pytest.raises(TypeError, match="out has dtype torch.int32; wanted torch.int64"):
         whole.decompress(out=x.int())
@@ -182,7 +182,7 @@ def test_damaged_blocks(scheme):
         blocks = whole.blocks.clone()
         at = int(torch.randint(len(blocks) - 4, (1,), generator=generator))
         blocks[at : at + 4] = torch.randint(0, 256, (4,), generator=generator, dtype=torch.uint8)
-        damaged = ibp.WholeTensor(**{**whole.__getstate__(), "blocks": blocks})
+        damaged = ibp.codecs.WholeTensor(**{**whole.__getstate__(), "blocks": blocks})
         try:
             found = damaged.decompress()
             assert found.shape == x.shape  # bytes of the tensor itself may be others, without checksums
@@ -191,7 +191,7 @@ def test_damaged_blocks(scheme):
     offsets = whole.offsets.clone()
     offsets[1] += 1
     with pytest.raises(ibp.CorruptTableError):
-        ibp.WholeTensor(**{**whole.__getstate__(), "offsets": offsets}).decompress()
+        ibp.codecs.WholeTensor(**{**whole.__getstate__(), "offsets": offsets}).decompress()
 
 
 @needs("zstd")
@@ -203,7 +203,7 @@ def test_a_frame_of_another_size_is_refused():
     bomb = torch.frombuffer(bytearray(zstandard.compress(bytes(1 << 24))), dtype=torch.uint8)
     state = {**whole.__getstate__(), "blocks": bomb, "offsets": torch.tensor([0, len(bomb)])}
     with pytest.raises(ibp.CorruptTableError, match="it stands for 16777216 bytes; wanted 8000"):
-        ibp.WholeTensor(**state).decompress()
+        ibp.codecs.WholeTensor(**state).decompress()
 
 
 def nvcomp_options(chunk_bytes, data_type):
@@ -233,9 +233,9 @@ def nvcomp_options(chunk_bytes, data_type):
 def test_wrong_states(change, message):
     state = {"shape": (1000,), "dtype": torch.int64, "codec": "zstd", "block_bytes": 1 << 20, "options": {}}
     state |= {"blocks": torch.zeros(8000, dtype=torch.uint8), "offsets": torch.tensor([0, 8000])}
-    assert ibp.WholeTensor(**state).savings == 0
+    assert ibp.codecs.WholeTensor(**state).savings == 0
     with pytest.raises(ValueError, match=message):
-        ibp.WholeTensor(**{**state, **change})
+        ibp.codecs.WholeTensor(**{**state, **change})
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -431,14 +431,14 @@ def test_choose_measures_both_types_of_ans(fake_nvcomp):
     dense, sparse = floats()
     names = ["nvcomp:ans:floats", "nvcomp:ans:bytes"]
     for x in (dense, sparse):
-        found = ibp.choose(x, 1e-6, device="cpu", schemes=["nvcomp:ans"])
+        found = ibp.codecs.choose(x, 1e-6, device="cpu", schemes=["nvcomp:ans"])
         assert {one.scheme for one in found.table} == {*names, "raw"}
         assert found.stored_bytes == min(one.stored_bytes for one in found.table)
-        assert_same_bits(found.compress(x, pin_memory=False).decompress(), x)
+        assert_same_bits(found.compress(x, memory="host").decompress(), x)
     assert found.scheme == names[1]
-    only = ibp.choose(sparse, 1e-6, device="cpu", schemes=[names[1]])
+    only = ibp.codecs.choose(sparse, 1e-6, device="cpu", schemes=[names[1]])
     assert {one.scheme for one in only.table} == {names[1], "raw"}
-    ids = ibp.choose(torch.arange(5000), 1e-6, device="cpu", schemes=["nvcomp:ans"])
+    ids = ibp.codecs.choose(torch.arange(5000), 1e-6, device="cpu", schemes=["nvcomp:ans"])
     assert {one.scheme for one in ids.table} == {"nvcomp:ans", "raw"}
     assert _nvcomp.variants_of("zstd", torch.float32) == ["zstd"]
 

@@ -22,8 +22,8 @@ KIND = _planning.Kind("send", 1 << 20, torch.bfloat16, "cpu", "default", "grads"
 
 @pytest.fixture(scope="module")
 def codebooks():
-    found = [ibp.analyze(spiky_rows(500, 60)), ibp.compress(embedding(500, 64), pin_memory=False).codebook]
-    return [*found, ibp.compress(embedding(500, 64), clusters=2, scheme="planes", pin_memory=False).codebook]
+    found = [ibp.codecs.analyze(spiky_rows(500, 60)), ibp.compress(embedding(500, 64), memory="host").codebook]
+    return [*found, ibp.compress(embedding(500, 64), clusters=2, scheme="planes", memory="host").codebook]
 
 
 @pytest.fixture
@@ -129,13 +129,13 @@ def test_a_pickle_is_no_message(bomb):
 
 def test_a_pickle_in_a_handle(bomb):
     content, has_run = bomb
-    handle = ibp.compress(embedding(500, 64), pin_memory=False).share()
+    handle = ibp.compress(embedding(500, 64), memory="host").share()
     for wrong in (dict(_fields=content), dict(_tensors=content), dict(num_bytes=0, _tensors=content)):
         with pytest.raises(ValueError, match="no message of ibp's"):
-            ibp.open_shared(dataclasses.replace(handle, **wrong))
+            ibp.distributed.open_shared(dataclasses.replace(handle, **wrong))
     for wrong in (dict(_tensors=wire.written({})), dict(num_bytes=0, _fields=wire.written([1]))):
         with pytest.raises(ValueError, match="handle has"):
-            ibp.open_shared(dataclasses.replace(handle, **wrong))
+            ibp.distributed.open_shared(dataclasses.replace(handle, **wrong))
     assert not has_run()
 
 
@@ -157,7 +157,7 @@ def _hostile(rank, content):
     if rank == 1:
         return len(RankGroup(None).gather(content)) == 2
     try:
-        ibp.distributed.share_table(ibp.compress(embedding(500, 64), pin_memory=False))
+        ibp.distributed.share_table(ibp.compress(embedding(500, 64), memory="host"))
     except ValueError as error:
         return str(error)
 

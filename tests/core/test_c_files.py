@@ -66,7 +66,7 @@ def test_a_newer_file():
 def decoded(opened, name):
     """The bytes of a table by the reader in Python."""
     value = opened[name]
-    table = value.table if isinstance(value, ibp.Delta) else value
+    table = value.table if isinstance(value, ibp.deltas.Delta) else value
     return bytes_of(table.decompress()).numpy().tobytes()
 
 

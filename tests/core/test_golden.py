@@ -94,7 +94,7 @@ def test_public_api(name):
         if table.codebook
         else {"row_bytes": table.row_bytes, "scheme": "raw"}
     )
-    made = ibp.compress(x, pin_memory=False, device="cpu", **codebook, **layout)
+    made = ibp.compress(x, memory="host", device="cpu", **codebook, **layout)
     assert torch.equal(made.decompress(), x)
     if table.codebook is None or reference.stored_bytes(table) >= x.numel():
         assert made.scheme == "raw" and made.stored_bytes == x.numel() and torch.equal(made.slots, x.reshape(-1))

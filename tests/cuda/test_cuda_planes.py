@@ -619,7 +619,7 @@ def test_damaged_tables(cuda, kind, layout):
         rng, codebook = compressible(element_bytes, row_bytes, kind, seed)
         x = torch.from_numpy(mostly_first(rng, 70, codebook))
         table = ibp.compress(
-            x, codebook=planes_codebook(codebook), device="cpu", pin_memory=False, **layout_arguments(layout, row_bytes)
+            x, codebook=planes_codebook(codebook), device="cpu", memory="host", **layout_arguments(layout, row_bytes)
         )
         for name, most in (("slots", 256), ("overflow", 256), ("lengths", 65536), ("bases", 2**62)):
             tensor = getattr(table, name)

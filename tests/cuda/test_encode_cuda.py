@@ -17,6 +17,7 @@ from helpers import (
     assert_same_bits,
     assert_same_table,
     bytes_of,
+    compress_in_place,
     embedding,
     layout_arguments,
     one_hot_rows,
@@ -155,10 +156,12 @@ def test_clusters(cuda, row_bytes, num_clusters):
     rng = np.random.default_rng([row_bytes, num_clusters])
     masks = [random_codebook(row_bytes, 4, seed=seed) for seed in range(num_clusters)]
     rows = torch.cat([matching_rows(40 // num_clusters + 1, codebook, seed) for seed, codebook in enumerate(masks)])
-    check(cuda, ibp.ClusteredCodebook(masks), rows.reshape(-1)[: rows.numel() - row_bytes // 2], 32, 1)
+    check(cuda, ibp.codecs.ClusteredCodebook(masks), rows.reshape(-1)[: rows.numel() - row_bytes // 2], 32, 1)
     for listed in (False, True):
         entries = [torch.from_numpy(rng.integers(0, 256, (1, 9))) for _ in range(num_clusters)]
-        planes = [ibp.PlanesCodebook(row_bytes, 2, 1, 8, (2, 2, 2), False, listed, 0, 1, entry) for entry in entries]
+        planes = [
+            ibp.codecs.PlanesCodebook(row_bytes, 2, 1, 8, (2, 2, 2), False, listed, 0, 1, entry) for entry in entries
+        ]
         named = torch.cat(
             [entry[0][torch.from_numpy(rng.integers(0, 9, (3, row_bytes // 2)))] for entry in entries]
         )  # 3 rows of each cluster
@@ -167,7 +170,7 @@ def test_clusters(cuda, row_bytes, num_clusters):
         if listed:
             elements[rng.random(elements.shape) < 0.9] = 0
         data = torch.from_numpy(elements.reshape(-1).view(np.uint8))
-        check(cuda, ibp.ClusteredCodebook(planes), data[: data.numel() - row_bytes // 2], 0, 2)
+        check(cuda, ibp.codecs.ClusteredCodebook(planes), data[: data.numel() - row_bytes // 2], 0, 2)
 
 
 @pytest.mark.parametrize("num_rows", [1, 32, 33, 1024 * 32, 1024 * 32 + 1, 300_000])
@@ -209,18 +212,26 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 16)
     for x in (spiky_rows(5000, 60), embedding(3001, 128, torch.bfloat16)):
         row_bytes = x.shape[1] * x.element_size()
-        codebook = ibp.analyze(x, scheme=scheme, device="cpu")
-        arguments = {"codebook": codebook, "pin_memory": pinned, **layout_arguments(layout, row_bytes)}
+        codebook = ibp.codecs.analyze(x, scheme=scheme, device="cpu")
+        arguments = {
+            "codebook": codebook,
+            "memory": "pinned" if pinned else "host",
+            **layout_arguments(layout, row_bytes),
+        }
         on_cpu = ibp.compress(x, device="cpu", **arguments)
         for where in (x.pin_memory() if pinned else x, x.to(cuda)):
-            where_arguments = arguments if where.device == CPU else {**arguments, "pin_memory": None}
+            where_arguments = arguments if where.device == CPU else {**arguments, "memory": None}
             for _ in range(3):  # a race shows itself sooner or later
                 assert_same_table(ibp.compress(where, device=cuda, **where_arguments), on_cpu)
         assert_same_table(
-            ibp.compress_(
-                x.clone().pin_memory() if pinned else x.clone(), codebook=codebook, device=cuda, pin_memory=False
+            ibp.compress(
+                x.clone().pin_memory() if pinned else x.clone(),
+                codebook=codebook,
+                device=cuda,
+                memory="host",
+                inplace=True,
             ),
-            ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False),
+            ibp.compress(x.clone(), codebook=codebook, device="cpu", memory="host", inplace=True),
         )
 
 
@@ -244,12 +255,12 @@ def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 240 * 32)
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
     before = one_hot_rows(150, 60)
-    codebook, seen = ibp.analyze(before, scheme="planes", device="cpu"), set()
+    codebook, seen = ibp.codecs.analyze(before, scheme="planes", device="cpu"), set()
 
     def interrupted(line, point):
         x = in_place(before, where, cuda)
         call = functools.partial(
-            ibp.compress_, x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False
+            compress_in_place, x, codebook=codebook, device=cuda, memory=None if where == "gpu" else "host"
         )
         table, raised = interrupt_at(line, point, call)
         seen.add(assert_kept(table, x, before))
@@ -267,13 +278,15 @@ def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, whe
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 240 * 32)
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
     before = one_hot_rows(150, 60)
-    codebook, seen = ibp.analyze(before, scheme="planes", device="cpu"), set()
+    codebook, seen = ibp.codecs.analyze(before, scheme="planes", device="cpu"), set()
     for first, others in ((first, others) for first in itertools.count() for others in ([], [1])):
         x, table = in_place(before, where, cuda), None
         mode = InterruptedOperations([first, *(first + other for other in others)], before=False)
         try:
             with mode:
-                table = ibp.compress_(x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False)
+                table = ibp.compress(
+                    x, codebook=codebook, device=cuda, memory=None if where == "gpu" else "host", inplace=True
+                )
         except Interrupted as interruption:
             table = getattr(interruption, "table", None)
         seen.add(assert_kept(table, x, before))
@@ -286,20 +299,27 @@ def test_staging_whichever_device_is_current(gpus, monkeypatch):
     """Host data coded by one GPU while the other one is current, and tables of one GPU coded by the other."""
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 14)
     x = spiky_rows(3000, 60)
-    codebook = ibp.analyze(x, scheme="planes", device="cpu")
-    on_cpu = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
-    in_host = ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False)
+    codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
+    on_cpu = ibp.compress(x, codebook=codebook, device="cpu", memory="host")
+    in_host = ibp.compress(x.clone(), codebook=codebook, device="cpu", memory="host", inplace=True)
     for current, worker in itertools.product(gpus, gpus):
         with torch.cuda.device(current):
             for pinned in (False, True):
-                assert_same_table(ibp.compress(x, codebook=codebook, device=worker, pin_memory=pinned), on_cpu)
                 assert_same_table(
-                    ibp.compress(x.pin_memory(), codebook=codebook, device=worker, pin_memory=pinned), on_cpu
+                    ibp.compress(x, codebook=codebook, device=worker, memory="pinned" if pinned else "host"), on_cpu
                 )
-            assert_same_table(ibp.compress_(x.clone(), codebook=codebook, device=worker, pin_memory=False), in_host)
+                assert_same_table(
+                    ibp.compress(
+                        x.pin_memory(), codebook=codebook, device=worker, memory="pinned" if pinned else "host"
+                    ),
+                    on_cpu,
+                )
+            assert_same_table(
+                ibp.compress(x.clone(), codebook=codebook, device=worker, memory="host", inplace=True), in_host
+            )
             for home in gpus:
                 assert_same_table(ibp.compress(x.to(home), codebook=codebook, device=worker), on_cpu)
-                assert_same_table(ibp.compress_(x.to(home), codebook=codebook, device=worker), in_host)
+                assert_same_table(ibp.compress(x.to(home), codebook=codebook, device=worker, inplace=True), in_host)
             assert_same_bits(staging.to_device(x, worker).cpu(), x)
             assert torch.cuda.current_device() == current.index
 

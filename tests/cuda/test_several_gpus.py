@@ -96,10 +96,10 @@ def test_every_path_of_whole_tensors(gpus, x, path):
     for current, first in PAIRS:
         with torch.cuda.device(gpus[current]):
             outs = [torch.empty_like(one, device=gpus[(first + number) % 2]) for number, one in enumerate(xs)]
-            ibp.decompress_many(tables, out=outs, path=path, check=True)
+            ibp.decompress(tables, out=outs, path=path, check=True)
             for one, out in zip(xs, outs):
                 assert_same_bits(out.cpu(), one)
-            for one, out in zip(xs, ibp.decompress_many(tables, device=gpus[first], path=path, check=True)):
+            for one, out in zip(xs, ibp.decompress(tables, device=gpus[first], path=path, check=True)):
                 assert out.device == gpus[first]
                 assert_same_bits(out.cpu(), one)
 
@@ -109,11 +109,11 @@ def test_however_it_was_pinned(gpus, x, how):
     """By ibp, where the rows are, and by torch."""
     with torch.cuda.device(gpus[1]):
         if how == "in place":
-            table = ibp.compress_(x.clone(), scheme="planes", pin_memory=True)
+            table = ibp.compress(x.clone(), scheme="planes", memory="pinned", inplace=True)
         elif how == "pin_memory":
-            table = ibp.compress(x, scheme="planes", pin_memory=False).pin_memory()
+            table = ibp.compress(x, scheme="planes", memory="host").pin_memory()
         else:
-            table = ibp.compress_(x.clone().pin_memory(), scheme="planes")
+            table = ibp.compress(x.clone().pin_memory(), scheme="planes", inplace=True)
     assert table.is_pinned()
     for current, target in PAIRS:
         with torch.cuda.device(gpus[current]):
@@ -167,7 +167,7 @@ def test_compressing_and_moving(gpus, x, scheme):
             assert near.device == gpus[worker]
             for moved in (near, near.to(gpus[current]), near.to(gpus[1 - current]), near.to("cpu")):
                 assert_same_bits(moved.decompress().cpu(), x)
-            in_place = ibp.compress_(x.clone(), scheme=scheme, device=gpus[worker])
+            in_place = ibp.compress(x.clone(), scheme=scheme, device=gpus[worker], inplace=True)
             assert_same_bits(in_place.decompress(device=gpus[1 - worker]).cpu(), x)
 
 
@@ -373,15 +373,15 @@ def test_weights_on_the_second_gpu(gpus, current):
         model.check(3)
 
 
-@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("memory", ["device", "pinned"])
 @pytest.mark.parametrize("current", [0, 1])
-def test_coded_states_of_two_gpus(gpus, storage, current):
+def test_coded_states_of_two_gpus(gpus, memory, current):
     """One optimizer of parameters on both, whichever is current, with scaled gradients; and its copy."""
     torchs, ours = ([torch.nn.Parameter(torch.ones(300, 500, device=gpu)) for gpu in gpus] for _ in "ab")
     torch.cuda.set_device(gpus[current])
     optimizers = (
         torch.optim.AdamW(torchs, lr=0.01, fused=True),
-        ibp.optim.AdamW(ours, lr=0.01, chunk_bytes=1 << 18, storage=storage),
+        ibp.optim.AdamW(ours, lr=0.01, chunk_bytes=1 << 18, memory=memory),
     )
     for _ in range(6):
         for param, same in zip(torchs, ours):

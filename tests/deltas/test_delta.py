@@ -1,4 +1,4 @@
-"""ibp.delta: tensors and checkpoints, on the CPU and, with the fixture cuda, on a GPU."""
+"""ibp.deltas.make: tensors and checkpoints, on the CPU and, with the fixture cuda, on a GPU."""
 
 import copy
 import io
@@ -57,9 +57,9 @@ def optimizer_step(size, rate, dtype=torch.bfloat16):
 
 def check(new, base, device=None):
     before = base.clone()
-    delta = ibp.delta(new, base, device=device)
+    delta = ibp.deltas.make(new, base, device=device)
     assert_same_bits(base, before)
-    assert (delta.base, delta.result) == (ibp.fingerprint(base), ibp.fingerprint(new))
+    assert (delta.base, delta.result) == (ibp.deltas.fingerprint(base), ibp.deltas.fingerprint(new))
     assert delta.shape == new.shape and delta.dtype == new.dtype
     assert delta.apply_(before) is before
     assert_same_bits(before, new)
@@ -89,10 +89,10 @@ def test_strides():
     new, base = optimizer_step((60, 60, 4), 1e-5)
     for view in (lambda x: x.transpose(0, 2), lambda x: x[::2], lambda x: x[:, 1:, ::3], lambda x: x[3, :, 2]):
         other = view(base.clone())
-        ibp.delta(view(new), view(base)).apply_(other)
+        ibp.deltas.make(view(new), view(base)).apply_(other)
         assert_same_bits(other, view(new))
     around = base.clone()
-    ibp.delta(new[:, 7], base[:, 7]).apply_(around[:, 7])
+    ibp.deltas.make(new[:, 7], base[:, 7]).apply_(around[:, 7])
     around[:, 7] = base[:, 7]
     assert_same_bits(around, base)
 
@@ -119,14 +119,14 @@ def test_weights_take_few_bytes(rate, share, times):
 
 def test_what_did_not_change_takes_next_to_nothing():
     x = torch.randn(100_000)
-    delta = ibp.delta(x, x.clone())
+    delta = ibp.deltas.make(x, x.clone())
     assert delta.is_empty and delta.stored_bytes < 400
     assert_same_bits(delta.apply(x), x)
 
 
 def test_numpy_reads_the_differences():
     new, base = optimizer_step((3, 5000), 1e-6)
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     differences = np.frombuffer(reference_decode(delta.table), np.uint16)
     wanted = bytes_of(new).numpy().view(np.uint16) - bytes_of(base).numpy().view(np.uint16)
     assert np.array_equal(differences, wanted)
@@ -137,7 +137,7 @@ def test_tables_are_versions_too():
     new, base = optimizer_step((100, 64), 1e-6)
     tables = ibp.compress(new, device="cpu"), ibp.compress(base, device="cpu")
     for pair in ((tables[0], base), (new, tables[1]), tables):
-        delta = ibp.delta(*pair)
+        delta = ibp.deltas.make(*pair)
         assert_same_bits(delta.apply(base), new)
 
 
@@ -146,20 +146,20 @@ def test_parameters_change_in_place():
     with torch.no_grad():
         new = module.weight + 1
     version = module.weight._version
-    ibp.delta(new, module.weight).apply_(module.weight)
+    ibp.deltas.make(new, module.weight).apply_(module.weight)
     assert_same_bits(module.weight.detach(), new)
     assert module.weight._version > version  # autograd sees that it changed
 
 
 def test_what_it_says_and_keeps():
     new, base = optimizer_step((64, 64), 1e-6)
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     assert "shape=[64, 64]" in repr(delta) and f"{delta.base:016x}" in repr(delta)
     file = io.BytesIO()
     torch.save(delta, file)
     file.seek(0)
     others = [pickle.loads(pickle.dumps(delta)), copy.copy(delta), copy.deepcopy(delta), delta.to("cpu")]
-    others += [ibp.Delta(delta.table, delta.base, delta.result), torch.load(file, weights_only=False)]
+    others += [ibp.deltas.Delta(delta.table, delta.base, delta.result), torch.load(file, weights_only=False)]
     for other in others:
         assert_same_bits(other.apply(base), new)
     with pytest.raises(AttributeError, match="never changes"):
@@ -171,13 +171,13 @@ def test_what_it_says_and_keeps():
 
 def test_another_base_is_refused_and_left():
     new, base = optimizer_step((50, 50), 1e-5)
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     for other in (new, base + 1, base.t()):
         before = other.clone()
-        with pytest.raises(ibp.DeltaMismatchError, match="base has fingerprint"):
+        with pytest.raises(ibp.deltas.DeltaMismatchError, match="base has fingerprint"):
             delta.apply_(other)
         assert_same_bits(other, before)
-    with pytest.raises(ibp.DeltaMismatchError, match=r"base has shape \[2500\]; the delta is for \[50, 50\]"):
+    with pytest.raises(ibp.deltas.DeltaMismatchError, match=r"base has shape \[2500\]; the delta is for \[50, 50\]"):
         delta.apply_(base.view(-1))
     with pytest.raises(TypeError, match=r"base has dtype torch.int16; the delta is for torch.bfloat16"):
         delta.apply_(base.view(torch.int16))
@@ -185,7 +185,7 @@ def test_another_base_is_refused_and_left():
         delta.apply_([1])
     x = torch.randn(9, dtype=torch.complex64)
     with pytest.raises(TypeError, match="base is a conjugated or negated view"):
-        ibp.delta(x + 1, x.conj()).apply_(x.conj())
+        ibp.deltas.make(x + 1, x.conj()).apply_(x.conj())
 
 
 def test_arguments():
@@ -198,12 +198,12 @@ def test_arguments():
         (({"a": 1}, {"a": x}), TypeError, "a is a int"),
     ):
         with pytest.raises(error, match=match):
-            ibp.delta(*arguments)
+            ibp.deltas.make(*arguments)
     table = ibp.compress(x, device="cpu")
     with pytest.raises(TypeError, match="table is a Tensor"):
-        ibp.Delta(x, 0, 0)
+        ibp.deltas.Delta(x, 0, 0)
     with pytest.raises(ValueError, match="base is -1"):
-        ibp.Delta(table, -1, 0)
+        ibp.deltas.Delta(table, -1, 0)
 
 
 def damaged_deltas(delta, count):
@@ -220,13 +220,13 @@ def damaged_deltas(delta, count):
             field: getattr(table, field)
             for field in ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "codebook")
         }
-        yield ibp.Delta(ibp.CompressedTensor(**fields, **tensors), delta.base, delta.result)
-    yield ibp.Delta(table, delta.base, delta.result ^ 1)
+        yield ibp.deltas.Delta(ibp.CompressedTensor(**fields, **tensors), delta.base, delta.result)
+    yield ibp.deltas.Delta(table, delta.base, delta.result ^ 1)
 
 
 def check_damage(new, base, count):
     before = base.clone()
-    for damaged in damaged_deltas(ibp.delta(new, base), count):
+    for damaged in damaged_deltas(ibp.deltas.make(new, base), count):
         try:
             damaged.apply_(base)
             assert_same_bits(base, new)  # the byte meant nothing
@@ -245,7 +245,7 @@ def test_a_damaged_delta_leaves_the_base(rate):
 def test_interrupted(number, after, monkeypatch):
     """Before and after the differences of either tensor are added."""
     new, old = (dict(zip("ab", tensors)) for tensors in zip(*(optimizer_step((8000,), 1e-4) for _ in "ab")))
-    delta = ibp.delta(new, old)
+    delta = ibp.deltas.make(new, old)
     assert delta.changed == ("a", "b")
     base = {name: tensor.clone() for name, tensor in old.items()}
     add, calls = _on_cpu.InPlace._add, []
@@ -280,7 +280,7 @@ def test_tables_of_any_codebook_are_added(kept, layout):
     x[::3] = torch.randint(4, (24, 16), dtype=torch.int32)
     if kept == "constant columns":
         x[:, ::2] = torch.arange(8, dtype=torch.int32) + 5
-    table = ibp.compress(x, scheme="planes", layout=layout, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme="planes", layout=layout, device="cpu", memory="host")
     assert (table.lengths == table.row_bytes).any(), "rows that take no bytes"
     assert (table.codebook.row_template is not None) == (kept == "constant columns")
     base, change, fault = (
@@ -289,12 +289,12 @@ def test_tables_of_any_codebook_are_added(kept, layout):
         torch.zeros(4, dtype=torch.int64),
     )
     for subtracts, wanted in ((False, base + x), (True, base)):
-        before = ibp.fingerprint(wanted - x if not subtracts else wanted + x)
+        before = ibp.deltas.fingerprint(wanted - x if not subtracts else wanted + x)
         moved = base.clone() if not subtracts else base + x
         change.zero_()
         torch.ops.ibp.add_rows.default(*table.arguments(torch.device("cpu")), 4, subtracts, moved, change, fault)
         assert_same_bits(moved, wanted)
-        assert (before + int(change)) % 2**64 == ibp.fingerprint(wanted) and not fault.any()
+        assert (before + int(change)) % 2**64 == ibp.deltas.fingerprint(wanted) and not fault.any()
 
 
 # ---- checkpoints ----
@@ -327,7 +327,7 @@ def assert_same_tensors(tensors, wanted):
 
 def test_checkpoints():
     new, base = checkpoints()
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     assert set(delta.new) == {"larger", "converted", "added"} and delta.removed == ("dropped",)
     assert "same" not in delta and "layer.0" not in delta and "small.(0,)" not in delta
     assert set(delta.changed) == {*(f"layer.{i}" for i in range(1, 6)), "small.()", "small.(5,)"}
@@ -340,7 +340,7 @@ def test_checkpoints():
 
 def test_unchanged_checkpoints_take_nothing():
     _, base = checkpoints()
-    delta = ibp.delta(cloned(base), base)
+    delta = ibp.deltas.make(cloned(base), base)
     assert len(delta) == delta.stored_bytes == 0 and delta.removed == ()
     assert_same_tensors(delta.apply_(cloned(base)), base)
 
@@ -349,42 +349,42 @@ def test_modules_change_with_their_state_dicts():
     module = torch.nn.Sequential(torch.nn.Linear(9, 8), torch.nn.Linear(8, 7))
     module[1].tied = module[0].weight
     new = {name: tensor + 1 for name, tensor in module.state_dict().items()}
-    ibp.delta(new, module.state_dict()).apply_(module.state_dict())
+    ibp.deltas.make(new, module.state_dict()).apply_(module.state_dict())
     assert_same_tensors(module.state_dict(), new)
     assert module[1].tied is module[0].weight
 
 
 def test_a_checkpoint_changes_as_a_whole_or_not_at_all():
     new, base = checkpoints()
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     base["layer.5"][3, 3] += 1
     before = cloned(base)
-    with pytest.raises(ibp.DeltaMismatchError, match=r"layer\.5 has fingerprint"):
+    with pytest.raises(ibp.deltas.DeltaMismatchError, match=r"layer\.5 has fingerprint"):
         delta.apply_(base)
     assert_same_tensors(base, before)
     good = delta["layer.5"]
-    changes = {**delta, "layer.5": ibp.Delta(good.table, ibp.fingerprint(base["layer.5"]), 5)}
+    changes = {**delta, "layer.5": ibp.deltas.Delta(good.table, ibp.deltas.fingerprint(base["layer.5"]), 5)}
     with pytest.raises(ibp.CorruptTableError, match=r"layer\.5 would not become"):
-        ibp.CheckpointDelta(changes, delta.removed).apply_(base)
+        ibp.deltas.CheckpointDelta(changes, delta.removed).apply_(base)
     assert_same_tensors(base, before)
 
 
 def test_checkpoints_that_are_refused():
     new, base = checkpoints()
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     with pytest.raises(KeyError, match=r"layer\.1"):
         delta.apply_({name: tensor for name, tensor in base.items() if name != "layer.1"})
     with pytest.raises(TypeError, match="base is a Tensor"):
         delta.apply_(base["layer.1"])
     one = {name: delta[name] for name in ("layer.1",)}
     with pytest.raises(ValueError, match=r"layer\.1 is among"):
-        ibp.CheckpointDelta(one, ["layer.1"])
+        ibp.deltas.CheckpointDelta(one, ["layer.1"])
     with pytest.raises(TypeError, match="a is a int"):
-        ibp.CheckpointDelta({"a": 1})
+        ibp.deltas.CheckpointDelta({"a": 1})
     memory = torch.zeros(100)
     versions = {"a": memory[:60], "b": memory[40:]}
-    shifted = ibp.delta({name: tensor + 1 for name, tensor in versions.items()}, cloned(versions))
-    with pytest.raises(ibp.DeltaMismatchError, match="a and b share memory"):
+    shifted = ibp.deltas.make({name: tensor + 1 for name, tensor in versions.items()}, cloned(versions))
+    with pytest.raises(ibp.deltas.DeltaMismatchError, match="a and b share memory"):
         shifted.apply_(versions)
     assert memory.eq(0).all()
 
@@ -395,7 +395,9 @@ def check_damaged_new_tensor(device):
     table.lengths.view(torch.int16)[7] = 1  # of which no row can be decoded
     changed = torch.arange(9, device=device)
     whole = {"a": changed, "b": torch.ones(3, device=device)}
-    delta = ibp.CheckpointDelta({**ibp.delta({"a": changed + 1}, {"a": changed}), "new": table.to(device)}, ["b"])
+    delta = ibp.deltas.CheckpointDelta(
+        {**ibp.deltas.make({"a": changed + 1}, {"a": changed}), "new": table.to(device)}, ["b"]
+    )
     before = cloned(whole)
     with pytest.raises(ibp.CorruptTableError, match="contradicts its length"):
         delta.apply_(whole)
@@ -417,11 +419,11 @@ def test_a_damaged_new_tensor_leaves_the_base(monkeypatch):
 
 def test_checkpoint_deltas_are_kept(tmp_path):
     new, base = checkpoints()
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     others = [pickle.loads(pickle.dumps(delta)), delta.to("cpu")]
     ibp.save(tmp_path / "delta.safetensors", delta)
     with ibp.open(tmp_path / "delta.safetensors", verify=True) as file:
-        others.append(ibp.CheckpointDelta(file, file.removed))
+        others.append(ibp.deltas.CheckpointDelta(file, file.removed))
         for other in others:
             assert_same_tensors(other.apply_(cloned(base)), new)
 
@@ -436,7 +438,7 @@ def test_cuda_any_difference(cuda, dtype, share):
     for most in (1, 3, 100, 1 << 62):
         new = changed(base, share, most)
         near = check(new.to(cuda), base.to(cuda))
-        far = ibp.delta(new, base)
+        far = ibp.deltas.make(new, base)
         assert (near.base, near.result) == (far.base, far.result)
         assert_same_bits(near.cpu().apply(base), new)
         assert_same_bits(far.apply(base.to(cuda)).cpu(), new)
@@ -454,7 +456,7 @@ def test_cuda_strides_and_starts(cuda):
     new, base = (x.to(cuda) for x in optimizer_step((60, 60, 4), 1e-5))
     for view in (lambda x: x.transpose(0, 2), lambda x: x[::2], lambda x: x[3, :, 2], lambda x: x.view(-1)[1:]):
         other = view(base.clone())
-        ibp.delta(view(new), view(base)).apply_(other)
+        ibp.deltas.make(view(new), view(base)).apply_(other)
         assert_same_bits(other, view(new))
     for start in range(1, 9):
         memory = torch.zeros(14_500, dtype=torch.bfloat16, device=cuda)
@@ -465,11 +467,11 @@ def test_cuda_strides_and_starts(cuda):
 
 def test_cuda_autograd_sees_changes(cuda):
     new, base = (x.to(cuda) for x in optimizer_step((300, 50), 1e-5))
-    delta, version = ibp.delta(new, base), base._version
+    delta, version = ibp.deltas.make(new, base), base._version
     delta.apply_(base)
     assert base._version > version
     with torch.inference_mode():
-        assert_same_bits(ibp.delta(base, new + 1).apply_(new + 1), base)
+        assert_same_bits(ibp.deltas.make(base, new + 1).apply_(new + 1), base)
 
 
 def test_cuda_damage(cuda):
@@ -481,10 +483,10 @@ def test_cuda_damage(cuda):
 
 def test_cuda_other_bases_are_refused(cuda):
     new, base = (x.to(cuda) for x in optimizer_step((500, 50), 1e-5))
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     for other in (new.clone(), base + 1, base.t().contiguous().view(500, 50)):
         before = other.clone()
-        with pytest.raises(ibp.DeltaMismatchError, match="base has fingerprint"):
+        with pytest.raises(ibp.deltas.DeltaMismatchError, match="base has fingerprint"):
             delta.apply_(other)
         assert_same_bits(other, before)
 
@@ -492,8 +494,8 @@ def test_cuda_other_bases_are_refused(cuda):
 def test_cuda_checkpoints(cuda):
     new, base = checkpoints()
     near = {name: tensor.to(cuda) for name, tensor in base.items()}
-    far = ibp.delta(new, base)
-    delta = ibp.delta({name: tensor.to(cuda) for name, tensor in new.items()}, near)
+    far = ibp.deltas.make(new, base)
+    delta = ibp.deltas.make({name: tensor.to(cuda) for name, tensor in new.items()}, near)
     assert delta.keys() == far.keys() and delta.removed == far.removed
     assert delta.stored_bytes == far.stored_bytes
     held = near["layer.3"].data_ptr()
@@ -504,7 +506,7 @@ def test_cuda_checkpoints(cuda):
     broken = {name: tensor.to(cuda) for name, tensor in base.items()}
     broken["layer.4"].view(-1)[-1] += 1
     before = cloned(broken)
-    with pytest.raises(ibp.DeltaMismatchError, match=r"layer\.4"):
+    with pytest.raises(ibp.deltas.DeltaMismatchError, match=r"layer\.4"):
         delta.apply_(broken)
     assert_same_tensors(broken, before)
 

@@ -28,7 +28,7 @@ def versions():
 
 def apply_one(rank, src):
     new, base = versions()
-    delta = broadcast_delta(ibp.delta(new, base) if rank == src else None, src)
+    delta = broadcast_delta(ibp.deltas.make(new, base) if rank == src else None, src)
     assert_same_bits(delta.apply_(base), new)
     return delta.stored_bytes
 
@@ -39,7 +39,7 @@ def apply_all(rank, src, device=None):
     new["table"] = ibp.compress(torch.arange(3000), device="cpu")
     if device is not None:
         base = {name: tensor.to(device) for name, tensor in base.items()}
-    delta = broadcast_delta(ibp.delta(new, base) if rank == src else None, src, device=device)
+    delta = broadcast_delta(ibp.deltas.make(new, base) if rank == src else None, src, device=device)
     delta.apply_(base)
     new["table"] = new["table"].decompress()
     assert_same_tensors({name: tensor.cpu() for name, tensor in base.items()}, new)
@@ -50,7 +50,7 @@ def in_a_part(rank):
     if rank == 1:
         return
     new, base = versions()
-    delta = broadcast_delta(ibp.delta(new, base) if rank == 2 else None, 1, part)
+    delta = broadcast_delta(ibp.deltas.make(new, base) if rank == 2 else None, 1, part)
     assert_same_bits(delta.apply_(base), new)
 
 
@@ -64,7 +64,7 @@ def refused(rank):
         with pytest.raises((kind, RuntimeError), match=match):
             broadcast_delta(given, src)
     with pytest.raises(ValueError, match="src is 0 on rank 0 of the group and 1 on rank 1"):
-        broadcast_delta(ibp.delta(new, base), min(rank, 1))
+        broadcast_delta(ibp.deltas.make(new, base), min(rank, 1))
 
 
 def test_broadcasts(ranks):

@@ -706,7 +706,7 @@ def test_codecs():
         with pytest.raises(ValueError, match="wanted"):
             Codec(codec.codebook, *wrong)
     with pytest.raises(ValueError, match="rows of 2048 bytes"):
-        Codec(ibp.analyze(x[:20480].view(20, 1024), scheme="planes"), 64, 0.0)
+        Codec(ibp.codecs.analyze(x[:20480].view(20, 1024), scheme="planes"), 64, 0.0)
     with pytest.raises(ValueError, match="level"):
         Codec.learn(x, level="auto")
     with pytest.raises(TypeError, match="tensor"):

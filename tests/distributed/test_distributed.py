@@ -18,7 +18,7 @@ from ibp.cache import _peers
 from ibp.distributed import ShardedTable, _sharded, share_table
 from ranks import Ranks, raised
 
-OPTIONS = {"device": "cpu", "pin_memory": False}
+OPTIONS = {"device": "cpu", "memory": "host"}
 SIZES = [700, 0, 1, 399]  # items of the ranks' shards
 COLUMNS = 96
 
@@ -123,7 +123,7 @@ def test_rows_that_lack_what_the_sample_has_in_common(ranks):
 def from_tables(rank, case):
     x = rows_like("dense", sum(SIZES))
     part = part_of(x, rank)
-    codebook = ibp.analyze(x, scheme="planes", sample=1.0, **{"device": "cpu"})
+    codebook = ibp.codecs.analyze(x, scheme="planes", sample=1.0, **{"device": "cpu"})
     table = {
         "one codebook": lambda: ibp.compress(part, codebook=codebook, **OPTIONS),
         "one is raw": lambda: ibp.compress(
@@ -214,7 +214,7 @@ def refuse_to_compress(rank):
         raised(lambda: ShardedTable.from_local(x, **OPTIONS, scheme="planes" if rank == 2 else "auto")),
         raised(lambda: ShardedTable.from_local(x.flatten(), **OPTIONS)),
         raised(lambda: ShardedTable.from_local(x, **OPTIONS, slot_bytes=7 if rank == 0 else None)),
-        raised(lambda: ShardedTable.from_local(x, device="meta" if rank == 1 else "cpu", pin_memory=False)),
+        raised(lambda: ShardedTable.from_local(x, device="meta" if rank == 1 else "cpu", memory="host")),
     ]
 
 
@@ -347,7 +347,10 @@ def test_a_rank_that_dies(tmp_path):
 def cached(rank, device, group=None, size=4):
     """A cache of all ranks of rows of one shared table: hits of all slabs, misses, and fills."""
     x = rows_like("dense", 2000)
-    table = share_table(ibp.compress(x, **OPTIONS, scheme="planes") if rank == 0 else None, pin_memory=device != "cpu")
+    table = share_table(
+        ibp.compress(x, **OPTIONS, scheme="planes") if rank == 0 else None,
+        memory="host" if device == "cpu" else "pinned",
+    )
     hotness = torch.rand(len(x), generator=torch.Generator().manual_seed(0))
     group = dist.group.WORLD if group is None else group
     cache = ibp.RowCache(table, 30_000, hotness, group=group, devices=device)
@@ -401,7 +404,7 @@ def refuse_caches(rank):
     table = ibp.compress(x, **OPTIONS, scheme="planes")
     other = ibp.compress(x if rank == 0 else x + 1, **OPTIONS, scheme="planes")
     world, devices = dist.group.WORLD, {"devices": "cpu"}
-    place = ibp.Place(table.codebook, 10, device="cpu")
+    place = ibp.CodedRows(table.codebook, 10, device="cpu")
     assert ibp.RowCache(table, 0, group=world, **devices).index_select([5]).shape == (1, COLUMNS)
     return [
         raised(lambda: ibp.RowCache(table, 1000 + rank, group=world, **devices)),

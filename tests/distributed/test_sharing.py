@@ -23,7 +23,7 @@ from ibp import _core
 from ibp._machine import segments
 
 SECONDS = 120  # that another process may take
-OPTIONS = {"device": "cpu", "pin_memory": False}
+OPTIONS = {"device": "cpu", "memory": "host"}
 METHODS = ["fork", "spawn"]
 SPELLINGS = ["slots", "packed", "raw", "ibp"]
 
@@ -80,7 +80,7 @@ def rows_of(table, ids):
 
 
 def opened_rows(handle, ids):
-    return rows_of(ibp.open_shared(handle), ids)
+    return rows_of(ibp.distributed.open_shared(handle), ids)
 
 
 # ---- in this process ----
@@ -103,7 +103,7 @@ def test_handles_open_one_memory(x):
     table = table_of(x)
     first, second = table.share(), pickle.loads(pickle.dumps(table.share()))
     assert first.process == os.getpid() and first.num_bytes >= table.slots.numel() and "_fields" not in repr(first)
-    opened = [ibp.open_shared(first), ibp.open_shared(second)]
+    opened = [ibp.distributed.open_shared(first), ibp.distributed.open_shared(second)]
     for other in opened:
         assert other is not table and other.is_shared() and other.slots.data_ptr() == table.slots.data_ptr()
         assert_same_bits(other.decompress(), x)
@@ -111,7 +111,7 @@ def test_handles_open_one_memory(x):
     del table, opened, other
     gc.collect()
     with pytest.raises(RuntimeError, match="no longer has the table|does not share"):
-        ibp.open_shared(again)
+        ibp.distributed.open_shared(again)
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_nothing_is_left(x):
     gc.collect()
     before = held()
     table = table_of(x)
-    opened = ibp.open_shared(table.share())
+    opened = ibp.distributed.open_shared(table.share())
     slots = opened.slots
     assert held() == (before[0] + 1, before[1] + 1)
     del table, opened
@@ -150,17 +150,17 @@ def test_nothing_is_left(x):
 def test_small_and_empty_tables():
     for x in (torch.empty(0, 5), torch.randn(1, 3), torch.tensor(5.0)):
         table = ibp.compress(x, **OPTIONS)
-        assert_same_bits(ibp.open_shared(table.share()).decompress(), x)
+        assert_same_bits(ibp.distributed.open_shared(table.share()).decompress(), x)
 
 
 def test_what_cannot_be_shared(x):
-    table = ibp.compress_(x.clone(), **OPTIONS)
+    table = ibp.compress(x.clone(), **OPTIONS, inplace=True)
     with pytest.raises(RuntimeError, match="clone"):
         table.share()
     copied = table.clone()
-    assert_same_bits(ibp.open_shared(copied.share()).decompress(), x)
+    assert_same_bits(ibp.distributed.open_shared(copied.share()).decompress(), x)
     with pytest.raises(TypeError, match="handle is a CompressedTensor; wanted what table.share"):
-        ibp.open_shared(table)
+        ibp.distributed.open_shared(table)
 
 
 def test_handles_of_other_memory(x):
@@ -176,11 +176,11 @@ def test_handles_of_other_memory(x):
         ):
             wrong = dataclasses.replace(handle, **{"_name": f"{handle._name}x", **changes})
             with pytest.raises(RuntimeError, match="share"):
-                ibp.open_shared(wrong)
+                ibp.distributed.open_shared(wrong)
     longer = dataclasses.replace(handle, _name=handle._name, num_bytes=handle.num_bytes + 1)
     segments._segments.pop(handle._name)
     with pytest.raises(RuntimeError, match="no longer has the table"):
-        ibp.open_shared(longer)
+        ibp.distributed.open_shared(longer)
 
 
 def test_nobody_can_shrink_the_memory(x):
@@ -228,7 +228,7 @@ def test_handles_in_other_processes(x, method, in_process):
 
 
 def opened_twice(handle):
-    first, second = ibp.open_shared(handle), ibp.open_shared(handle)
+    first, second = ibp.distributed.open_shared(handle), ibp.distributed.open_shared(handle)
     maps = pathlib.Path("/proc/self/maps").read_text()
     return first.slots.data_ptr() == second.slots.data_ptr(), maps.count(handle._name)
 
@@ -255,7 +255,7 @@ def send_back(there, back):
 
 
 def test_a_table_in_a_tensors_memory_is_sent_as_bytes(x, in_process):
-    table = ibp.compress_(x.clone(), **OPTIONS)
+    table = ibp.compress(x.clone(), **OPTIONS, inplace=True)
     assert in_process("spawn", rows_of, table, [3])[1] == x[[3]].float().tolist()
     assert_same_bits(table.decompress(), x)
 
@@ -264,7 +264,7 @@ SHARER = """
     import base64, pickle, sys, time, torch, ibp
     torch.manual_seed(0)
     x = torch.randn(3000, 96).bfloat16()
-    table = ibp.compress(x, device="cpu", pin_memory=False)
+    table = ibp.compress(x, device="cpu", memory="host")
     print(base64.b64encode(pickle.dumps(table.share())).decode(), flush=True)
     time.sleep(100)
 """
@@ -277,7 +277,7 @@ def test_processes_of_no_common_parent_and_their_deaths(in_process):
     sharer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(SHARER)], stdout=subprocess.PIPE, env=env)
     try:
         handle = pickle.loads(base64.b64decode(sharer.stdout.readline()))
-        table = ibp.open_shared(handle)
+        table = ibp.distributed.open_shared(handle)
     finally:
         sharer.send_signal(signal.SIGKILL)
         sharer.wait(SECONDS)
@@ -322,7 +322,7 @@ def pinned_rows(table, ids):
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     before = table.is_pinned()
     rows = table.index_select(torch.tensor(ids, device=device), path="gpu")
-    again = ibp.open_shared(table.share()).index_select(torch.tensor(ids, device=device), path="gpu")
+    again = ibp.distributed.open_shared(table.share()).index_select(torch.tensor(ids, device=device), path="gpu")
     assert torch.equal(rows, again)
     return before, table._segment.pages.is_pinned, rows.float().tolist()
 
@@ -342,7 +342,7 @@ def test_each_process_pins_for_itself(cuda, x, in_process):
 
 
 def pinned_handle_rows(handle, ids):
-    return pinned_rows(ibp.open_shared(handle), ids)
+    return pinned_rows(ibp.distributed.open_shared(handle), ids)
 
 
 def rows_of_a_gpus_table(table, ids):
@@ -360,13 +360,13 @@ def test_tables_on_a_gpu(cuda, x, in_process):
 
 
 def rows_of_an_opened_gpus_table(handle, ids):
-    return rows_of_a_gpus_table(ibp.open_shared(handle), ids)
+    return rows_of_a_gpus_table(ibp.distributed.open_shared(handle), ids)
 
 
 FORKED = """
     import multiprocessing, os, torch, ibp
     x = torch.randn(3000, 96).bfloat16()
-    table = ibp.compress(x, device="cpu", pin_memory=False).share_memory_()
+    table = ibp.compress(x, device="cpu", memory="host").share_memory_()
 
     def work(number, results):
         device = torch.device("cuda", number % torch.cuda.device_count())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import ibp
 from helpers import assert_same_bits, pairwise
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 NUM_ROWS = 60
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 MODES = ["sum", "mean", "max"]
@@ -171,7 +171,7 @@ def test_bags_of_a_cache():
 
 def tables_on(cuda, x, **options):
     """A table of x in pinned host memory, and one on the GPU."""
-    return ibp.compress(x, device="cpu", pin_memory=True, **options), ibp.compress(x.to(cuda), **options)
+    return ibp.compress(x, device="cpu", memory="pinned", **options), ibp.compress(x.to(cuda), **options)
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
-from ibp._fetch import gather
+from ibp._fetch import gather, ready
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 CPU = torch.device("cpu")
 
 
@@ -109,7 +109,7 @@ def test_unusual_ids(table):
         ids.to("meta"),
         ids.as_subclass(Marked),
         torch.tensor(1),
-        torch.zeros(gather.LEAST_SHARED_BYTES, dtype=torch.int64),
+        torch.zeros(ready.LEAST_SHARED_BYTES, dtype=torch.int64),
         resized(torch.tensor([1, 2])),
         [1, 2],
         None,

@@ -118,7 +118,7 @@ def test_a_partitioned_gather_puts_items_where_they_belong(layout, scheme):
         pytest.skip("raw tables have one layout")
     x = spiky_rows(3000, 60)
     table = ibp.compress(
-        x, scheme=scheme, device="cpu", pin_memory=False, **(layout_arguments(layout, 240) if scheme != "raw" else {})
+        x, scheme=scheme, device="cpu", memory="host", **(layout_arguments(layout, 240) if scheme != "raw" else {})
     )
     for count in (0, 1, 777):
         ids = torch.randint(3000, (count,))
@@ -131,7 +131,7 @@ def test_a_partitioned_gather_puts_items_where_they_belong(layout, scheme):
 
 def test_positions_outside_are_noted():
     x = spiky_rows(30, 60)
-    table = ibp.compress(x, device="cpu", pin_memory=False)
+    table = ibp.compress(x, device="cpu", memory="host")
     out, fault = torch.full((3, 60), 7.0), torch.zeros(4, dtype=torch.int64)
     for bad in (3, -1, 2**31 - 1):
         OPS.gather_items(
@@ -189,7 +189,7 @@ def test_selections(layout, scheme, columns, row_bytes):
         scheme=scheme,
         row_bytes=row_bytes,
         device="cpu",
-        pin_memory=False,
+        memory="host",
         **(layout_arguments(layout, row_bytes or 4 * columns) if scheme != "raw" else {}),
     )
     rows_per_item = 4 * columns // table.row_bytes
@@ -213,7 +213,7 @@ def test_chunks_are_cut_where_rows_are_longer_than_expected(monkeypatch):
     x = torch.zeros(20_000, 64)
     x[:100] = torch.randn(100, 64)
     monkeypatch.setattr(host_gather, "CHUNK_BYTES", 1 << 16)
-    table = ibp.compress(x, scheme="planes", layout="packed", device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme="planes", layout="packed", device="cpu", memory="host")
     ids = torch.randint(100, (2000,))
     out, sizes = fetch_by_selections(table, ids, host_gather.CHUNK_BYTES)
     assert_same_bits(out, x[ids])
@@ -229,10 +229,10 @@ def test_items_that_cannot_be_selected():
         ((2, 9 << 20), torch.uint8, 65536),
     ):
         table = ibp.compress(
-            make_tensor(shape, dtype, "equal"), scheme="raw", row_bytes=row_bytes, device="cpu", pin_memory=False
+            make_tensor(shape, dtype, "equal"), scheme="raw", row_bytes=row_bytes, device="cpu", memory="host"
         )
         assert host_gather.rows_at_once(table) == 0
-    table = ibp.compress(spiky_rows(50, 60), row_bytes=100, scheme="ibp", device="cpu", pin_memory=False)
+    table = ibp.compress(spiky_rows(50, 60), row_bytes=100, scheme="ibp", device="cpu", memory="host")
     parts = host_gather.parts_of(torch.empty(1 << 20, dtype=torch.uint8), 100)
     with pytest.raises(RuntimeError, match="not whole rows"):
         host_gather.select(table, torch.tensor([0]), 0, parts)
@@ -243,7 +243,7 @@ def test_items_that_cannot_be_selected():
 def test_selections_from_damaged_tables(layout, scheme):
     """Where the ids or the index are bad, an error; never a read outside."""
     x = spiky_rows(300, 60)
-    table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **layout_arguments(layout, 240))
+    table = ibp.compress(x, scheme=scheme, device="cpu", memory="host", **layout_arguments(layout, 240))
     parts = host_gather.parts_of(torch.empty(1 << 20, dtype=torch.uint8), 1000)
     for ids, first, message in (
         (torch.tensor([1, 300]), 0, r"ids\[1\] is 300"),
@@ -277,7 +277,7 @@ def test_selections_from_damaged_tables(layout, scheme):
 
 def test_paths_that_do_not_exist():
     x = spiky_rows(300, 60)
-    table = ibp.compress(x, device="cpu", pin_memory=False)
+    table = ibp.compress(x, device="cpu", memory="host")
     ids = torch.tensor([1, 2])
     with pytest.raises(ValueError, match="'fast'; wanted one of 'gpu', 'bucketed', 'cpu', or None"):
         table.index_select(ids, path="fast")
@@ -301,13 +301,17 @@ def choices(table, ids, target, worker):
 
 
 def test_choices_where_the_cpu_does_it_all():
-    table = ibp.compress(spiky_rows(300, 60), device="cpu", pin_memory=False)
+    table = ibp.compress(spiky_rows(300, 60), device="cpu", memory="host")
     assert choices(table, torch.arange(300), "cpu", "cpu") is None
 
 
 def make_table(x, scheme, place, cuda, **arguments):
     table = ibp.compress(
-        x.to(cuda) if place == "device" else x, scheme=scheme, pin_memory=place == "pinned", device=cuda, **arguments
+        x.to(cuda) if place == "device" else x,
+        scheme=scheme,
+        memory="pinned" if place == "pinned" else None,
+        device=cuda,
+        **arguments,
     )
     assert table.is_pinned() == (place == "pinned")
     return table
@@ -316,17 +320,17 @@ def make_table(x, scheme, place, cuda, **arguments):
 @pytest.mark.parametrize("scheme", ["raw", "ibp", "planes"])
 def test_multiprocessors_of_bucketed_ids(scheme):
     """Few, where a decoder keeps up with the link on few."""
-    table = ibp.compress(embedding(2000, 256, torch.bfloat16), scheme=scheme, pin_memory=False)
-    assert gather.bucketed_sms(table, CPU) == ibp.H200.bucketed_sms
+    table = ibp.compress(embedding(2000, 256, torch.bfloat16), scheme=scheme, memory="host")
+    assert gather.bucketed_sms(table, CPU) == ibp.calibration.H200.bucketed_sms
     if scheme == "planes":
         assert table.codebook.is_fast
         for codebook in (
-            ibp.analyze(one_hot_rows(500, 300), scheme="planes"),
-            ibp.analyze((torch.arange(64_000) % 5000).view(-1, 64), scheme="planes"),
+            ibp.codecs.analyze(one_hot_rows(500, 300), scheme="planes"),
+            ibp.codecs.analyze((torch.arange(64_000) % 5000).view(-1, 64), scheme="planes"),
         ):
             assert not codebook.is_fast, codebook
             rows = torch.zeros(64, codebook.row_bytes, dtype=torch.uint8)
-            assert gather.bucketed_sms(ibp.compress(rows, codebook=codebook, pin_memory=False), CPU) == 0
+            assert gather.bucketed_sms(ibp.compress(rows, codebook=codebook, memory="host"), CPU) == 0
 
 
 def test_choices(cuda, monkeypatch):

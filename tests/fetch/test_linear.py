@@ -25,7 +25,7 @@ def vectors(count, columns, device="cpu", dtype=torch.bfloat16):
 
 def coded(weight, **options):
     options.setdefault("slot_bytes", linear.slot_bytes_for(weight.shape[1]))
-    return ibp.compress(weight, level="fast", device=weight.device, pin_memory=False, **options)
+    return ibp.compress(weight, level="fast", device=weight.device, memory="host", **options)
 
 
 # ---- by torch's function ----
@@ -36,7 +36,7 @@ def coded(weight, **options):
 def test_same_bits_as_torch(shape, dtype):
     weight, bias = matrix(40, 96, dtype=dtype), torch.randn(40).to(dtype)
     x = torch.randn(*shape, 96).to(dtype)
-    table = ibp.compress(weight, device="cpu", pin_memory=False)
+    table = ibp.compress(weight, device="cpu", memory="host")
     for given in (None, bias):
         wanted = F.linear(x, weight, given)
         assert_same_bits(ibp.linear(x, table, given), wanted)
@@ -50,7 +50,7 @@ def test_same_bits_as_torch(shape, dtype):
 def test_gradients():
     weight, bias = matrix(40, 96), torch.randn(40).bfloat16().requires_grad_()
     x = vectors(3, 96).requires_grad_()
-    ibp.linear(x, ibp.compress(weight, device="cpu", pin_memory=False), bias).sum().backward()
+    ibp.linear(x, ibp.compress(weight, device="cpu", memory="host"), bias).sum().backward()
     got = x.grad, bias.grad
     x.grad = bias.grad = None
     F.linear(x, weight, bias).sum().backward()
@@ -59,7 +59,7 @@ def test_gradients():
 
 
 def test_refusals():
-    table, x = ibp.compress(matrix(40, 96), device="cpu", pin_memory=False), vectors(3, 96)
+    table, x = ibp.compress(matrix(40, 96), device="cpu", memory="host"), vectors(3, 96)
     for arguments, error, message in (
         ((x, x), TypeError, "table is a Tensor; wanted an ibp.CompressedTensor"),
         ((None, table), TypeError, "x is a NoneType; wanted a torch.Tensor"),
@@ -67,7 +67,7 @@ def test_refusals():
         ((x[:, :95], table), ValueError, r"x has shape \[3, 95\]; wanted \[..., 96\]"),
         ((x[0, 0], table), ValueError, r"x has shape \[\]; wanted \[..., 96\]"),
         ((x, table, x[0]), ValueError, r"bias has shape \[96\]; wanted \[40\]"),
-        ((x, ibp.compress(x[0], device="cpu", pin_memory=False)), ValueError, r"the table has shape \[96\]"),
+        ((x, ibp.compress(x[0], device="cpu", memory="host")), ValueError, r"the table has shape \[96\]"),
     ):
         with pytest.raises(error, match=message):
             ibp.linear(*arguments)
@@ -96,18 +96,18 @@ def test_functions_that_see_no_kernel():
 def test_which_tables_the_kernel_takes():
     weight = matrix(64, 2048)
     assert escapes.takes(coded(weight))
-    place = ibp.Place(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
+    place = ibp.CodedRows(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
     for table in (
         place.table(weight.shape, weight.dtype),  # whose rows may be coded anew at any time
         copy.copy(place.table(weight.shape, weight.dtype)),
-        ibp.compress(weight, device="cpu", pin_memory=False),
+        ibp.compress(weight, device="cpu", memory="host"),
         coded(weight, slot_bytes=3040),
         coded(weight[:15].contiguous()),
         coded(weight[:, :2040].contiguous(), slot_bytes=None),
-        ibp.compress(weight, level="fast", layout="packed", device="cpu", pin_memory=False),
-        ibp.compress(weight.half(), level="fast", device="cpu", pin_memory=False),
-        ibp.compress(weight, scheme="raw", device="cpu", pin_memory=False),
-        ibp.compress(weight, level="fast", row_bytes=1024, slot_bytes=800, device="cpu", pin_memory=False),
+        ibp.compress(weight, level="fast", layout="packed", device="cpu", memory="host"),
+        ibp.compress(weight.half(), level="fast", device="cpu", memory="host"),
+        ibp.compress(weight, scheme="raw", device="cpu", memory="host"),
+        ibp.compress(weight, level="fast", row_bytes=1024, slot_bytes=800, device="cpu", memory="host"),
     ):
         assert not escapes.takes(table)
 
@@ -136,7 +136,7 @@ def test_module():
     module.load_state_dict(other.state_dict())
     assert_same_bits(module(x), other(x))
     assert escapes.takes(module.weight)
-    assert escapes.takes(ibp.nn.Linear.from_linear(plain, device="cpu", pin_memory=False).weight)
+    assert escapes.takes(ibp.nn.Linear.from_linear(plain, device="cpu", memory="host").weight)
     assert ibp.nn.Linear.from_linear(torch.nn.Linear(100, 40, bias=False))(torch.ones(100)).shape == (40,)
     with pytest.raises(TypeError, match="module is a ReLU; wanted a torch.nn.Linear"):
         ibp.nn.Linear.from_linear(torch.nn.ReLU())
@@ -198,7 +198,7 @@ def multiplied(table, listed):
 def test_escapes_complete_the_digits(slot_bytes):
     weight, codebook = uneven()
     weight[41, 7], weight[42, 9], weight[43, 11] = float("inf"), float("nan"), 0.0
-    table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, device="cpu", pin_memory=False)
+    table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, device="cpu", memory="host")
     listed = escapes.list_escapes(table)
     assert listed.rows.tolist() == [3, 5, 20] and len(listed.entries) >= 620
     assert listed.nbytes == 4 * 97 + 8 * len(listed.entries) + 3 * (8 + 4096)
@@ -219,7 +219,7 @@ def test_escapes_are_listed_by_chunks(monkeypatch):
 def test_many_irregular_rows_are_not_listed():
     weight, codebook = uneven()
     weight[80] = 0
-    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, device="cpu", pin_memory=False)
+    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, device="cpu", memory="host")
     assert escapes.list_escapes(table) is None
 
 
@@ -282,7 +282,7 @@ def test_irregular_rows(cuda, fused):
     weight, codebook = uneven(device=cuda)
     x, bias = vectors(8, 2048, cuda), vectors(1, 96, cuda)[0]
     for slot_bytes in (3072, 3072 + 64, 4096):
-        table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, pin_memory=False)
+        table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, memory="host")
         check_products(x, weight, bias, ibp.linear(x, table, bias))
         for column in (0, 50, 100, 2047):
             one = torch.zeros(1, 2048, dtype=torch.bfloat16, device=cuda)
@@ -293,7 +293,7 @@ def test_irregular_rows(cuda, fused):
 def test_many_irregular_rows_are_decoded(cuda):
     weight, codebook = uneven(device=cuda)
     weight[80] = 0
-    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, pin_memory=False)
+    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, memory="host")
     x = vectors(8, 2048, cuda)
     assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
 
@@ -347,7 +347,7 @@ def test_rows_that_change(cuda, fused):
     check_products(x, torch.cat((changed, weight[:40])), None, ibp.linear(x, table))
     table = coded(weight)
     ibp.linear(x, table)
-    other = ibp.compress(changed, codebook=table.codebook, slot_bytes=table.slot_bytes, pin_memory=False)
+    other = ibp.compress(changed, codebook=table.codebook, slot_bytes=table.slot_bytes, memory="host")
     table.slots.copy_(other.slots)
     table.lengths.view(torch.int16).copy_(other.lengths.view(torch.int16))
     check_products(x, changed, None, ibp.linear(x, table))

@@ -6,7 +6,7 @@ import torch
 import ibp
 from helpers import assert_same_bits, embedding
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 SIZES = (40, 7, 100, 1)
 
 
@@ -36,50 +36,50 @@ def test_items_of_many(used, dtype):
     numbers, ids = draw(200, used)
     wanted, out = rows_of(xs, numbers, ids), torch.empty(200, 16, dtype=torch.bfloat16)
     for _ in range(2):
-        assert_same_bits(ibp.index_select_many(tables, ids.to(dtype), numbers), wanted)
-    assert ibp.index_select_many(tables, ids, numbers.to(torch.int32), out=out) is out
+        assert_same_bits(ibp.index_select(tables, ids.to(dtype), table_numbers=numbers), wanted)
+    assert ibp.index_select(tables, ids, table_numbers=numbers.to(torch.int32), out=out) is out
     assert_same_bits(out, wanted)
-    assert_same_bits(ibp.index_select_many(tables, ids.tolist(), numbers.numpy()), wanted)
-    assert ibp.index_select_many(tables, ids[:0], numbers[:0]).shape == (0, 16)
+    assert_same_bits(ibp.index_select(tables, ids.tolist(), table_numbers=numbers.numpy()), wanted)
+    assert ibp.index_select(tables, ids[:0], table_numbers=numbers[:0]).shape == (0, 16)
 
 
 def test_one_call(monkeypatch):
     """No table has a call of its own."""
     xs, tables = make()
     numbers, ids = draw(50)
-    monkeypatch.setattr("ibp._fetch.many.index_select", None)
-    assert_same_bits(ibp.index_select_many(tables, ids, numbers), rows_of(xs, numbers, ids))
+    monkeypatch.setattr("ibp._fetch.gather.index_select", None)
+    assert_same_bits(ibp.index_select(tables, ids, table_numbers=numbers), rows_of(xs, numbers, ids))
 
 
 def test_errors():
     _, tables = make()
     numbers, ids = torch.tensor([0, 1, 3]), torch.tensor([39, 6, 0])
     with pytest.raises(IndexError, match=r"ids\[1\] is 7; wanted 0 to 6 of table 1"):
-        ibp.index_select_many(tables, ids + torch.tensor([0, 1, 0]), numbers)
+        ibp.index_select(tables, ids + torch.tensor([0, 1, 0]), table_numbers=numbers)
     for bad in (numbers + 1, numbers - 1):
         with pytest.raises(IndexError, match="table_numbers"):
-            ibp.index_select_many(tables, ids, bad)
+            ibp.index_select(tables, ids, table_numbers=bad)
     with pytest.raises(ValueError, match="table_numbers \\[2\\]"):
-        ibp.index_select_many(tables, ids, numbers[:2])
+        ibp.index_select(tables, ids, table_numbers=numbers[:2])
     with pytest.raises(ValueError, match="no tables"):
-        ibp.index_select_many([], ids, numbers)
+        ibp.index_select([], ids, table_numbers=numbers)
     with pytest.raises(TypeError, match="table is a Tensor"):
-        ibp.index_select_many([tables[0], torch.ones(3)], ids, numbers)
+        ibp.index_select([tables[0], torch.ones(3)], ids, table_numbers=numbers)
     with pytest.raises(TypeError, match="table_numbers"):
-        ibp.index_select_many(tables, ids, numbers.double())
+        ibp.index_select(tables, ids, table_numbers=numbers.double())
     with pytest.raises(ValueError, match="items of"):
-        ibp.index_select_many([*tables, ibp.compress(torch.ones(3, 17), **ON_CPU)], ids, numbers)
+        ibp.index_select([*tables, ibp.compress(torch.ones(3, 17), **ON_CPU)], ids, table_numbers=numbers)
     for out in (torch.empty(2, 16, dtype=torch.bfloat16), torch.empty(16, 3, dtype=torch.bfloat16).T):
         with pytest.raises(ValueError, match="out"):
-            ibp.index_select_many(tables, ids, numbers, out=out)
+            ibp.index_select(tables, ids, table_numbers=numbers, out=out)
 
 
 def test_corrupt_rows():
     xs, tables = make()
     tables[0].lengths.view(torch.int16)[5] += 40
     with pytest.raises(ibp.CorruptTableError):
-        ibp.index_select_many(tables, torch.tensor([0, 5]), torch.tensor([1, 0]))
-    assert_same_bits(ibp.index_select_many(tables, torch.tensor([0, 4]), torch.tensor([1, 0]))[1], xs[0][4])
+        ibp.index_select(tables, torch.tensor([0, 5]), table_numbers=torch.tensor([1, 0]))
+    assert_same_bits(ibp.index_select(tables, torch.tensor([0, 4]), table_numbers=torch.tensor([1, 0]))[1], xs[0][4])
 
 
 def test_what_does_not_fit_is_not_taken():
@@ -112,9 +112,9 @@ def test_on_a_gpu(cuda, pinned):
     numbers, ids = draw(500)
     wanted = rows_of(xs, numbers, ids)
     for where in (numbers, numbers.to(cuda)):
-        assert_same_bits(ibp.index_select_many(tables, ids.to(cuda), where, check=True).cpu(), wanted)
+        assert_same_bits(ibp.index_select(tables, ids.to(cuda), table_numbers=where, check=True).cpu(), wanted)
     ids[3] = 100
-    ibp.index_select_many(tables, ids.to(cuda), numbers)
+    ibp.index_select(tables, ids.to(cuda), table_numbers=numbers)
     torch.cuda.synchronize()
     with pytest.raises(IndexError, match=r"ids\[3\] is 100"):
         tables[int(numbers[3])].check()
@@ -129,8 +129,8 @@ def test_prefetch_for_the_cpu():
     handle = table.prefetch(torch.tensor([3, 7]), out=out)
     assert handle.is_ready() and handle.wait() is out
     assert_same_bits(out, x[[3, 7]])
-    handle.release()
-    handle.release()
+    handle.close()
+    handle.close()
     with pytest.raises(RuntimeError, match="released"):
         handle.wait()
     with table.prefetch() as whole:
@@ -160,4 +160,4 @@ def test_prefetch_of_tensors(cuda):
     for handle in handles:
         assert_same_bits(handle.wait().cpu(), x)
         assert handle.is_ready()
-        handle.release()
+        handle.close()

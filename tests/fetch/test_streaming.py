@@ -65,7 +65,7 @@ HALF_ROW, HALF_CODED = 128, 4 + 64
 def half_codebook():
     """Rows of 128 bytes, of whose chunks of 4 bytes two are fixed."""
     mask = torch.tensor([255, 255, 0, 0] * 32, dtype=torch.uint8)
-    return ibp.Codebook.from_masks(mask, torch.zeros_like(mask), 4)
+    return ibp.codecs.Codebook.from_masks(mask, torch.zeros_like(mask), 4)
 
 
 def half_rows(num_rows, seed=0):
@@ -95,22 +95,22 @@ def test_many_on_the_cpu(scheme):
         torch.randn(100, 7),
     ]
     tables = [
-        ibp.compress(x, scheme=scheme, layout=layout, pin_memory=False) for x in xs for layout in ("slots", "packed")
+        ibp.compress(x, scheme=scheme, layout=layout, memory="host") for x in xs for layout in ("slots", "packed")
     ]
-    results = ibp.decompress_many(tables)
+    results = ibp.decompress(tables)
     assert isinstance(results, list) and len(results) == 2 * len(xs)
     for result, x in zip(results, [x for x in xs for _ in range(2)]):
         assert_same_bits(result, x)
-    for result, x in zip(ibp.decompress_many(iter(tables[::2]), device="cpu", check=True, max_sms=3), xs):
+    for result, x in zip(ibp.decompress(iter(tables[::2]), device="cpu", check=True, max_sms=3), xs):
         assert_same_bits(result, x)
-    assert ibp.decompress_many([]) == [] == ibp.decompress_many([], out=[])
+    assert ibp.decompress([]) == [] == ibp.decompress([], out=[])
 
 
 def test_many_into_given_tensors():
     xs = [spiky_rows(100, 60, seed) for seed in range(3)]
-    tables = [ibp.compress(x, pin_memory=False) for x in xs]
+    tables = [ibp.compress(x, memory="host") for x in xs]
     outs = [torch.empty_like(xs[0]), None, torch.empty_like(xs[2])]
-    results = ibp.decompress_many(tables, out=outs)
+    results = ibp.decompress(tables, out=outs)
     assert results[0] is outs[0] and results[2] is outs[2]
     for result, x in zip(results, xs):
         assert_same_bits(result, x)
@@ -119,11 +119,11 @@ def test_many_into_given_tensors():
 def test_arguments_of_many():
     """What is wrong is said before anything is written."""
     xs = [spiky_rows(100, 60, seed) for seed in range(2)]
-    tables, good = [ibp.compress(x, pin_memory=False) for x in xs], poisoned(xs[0], CPU)
+    tables, good = [ibp.compress(x, memory="host") for x in xs], poisoned(xs[0], CPU)
     with pytest.raises(ValueError, match="out has 1 tensors; wanted 2"):
-        ibp.decompress_many(tables, out=[good])
+        ibp.decompress(tables, out=[good])
     with pytest.raises(TypeError, match="table is a Tensor"):
-        ibp.decompress_many([tables[0], xs[0]], out=[good, None])
+        ibp.decompress([tables[0], xs[0]], out=[good, None])
     for bad, error in (
         (torch.empty(100, 61), ValueError),
         (torch.empty(100, 60, dtype=torch.int32), TypeError),
@@ -131,22 +131,22 @@ def test_arguments_of_many():
         (3, TypeError),
     ):
         with pytest.raises(error, match="out"):
-            ibp.decompress_many(tables, out=[good, bad])
+            ibp.decompress(tables, out=[good, bad])
     with pytest.raises(ValueError, match="max_sms is 0"):
-        ibp.decompress_many(tables, out=[good, None], max_sms=0)
+        ibp.decompress(tables, out=[good, None], max_sms=0)
     with pytest.raises(ValueError, match="device"):
-        ibp.decompress_many(tables, out=[good, None], device="meta")
+        ibp.decompress(tables, out=[good, None], device="meta")
     assert_same_bits(good, poisoned(xs[0], CPU))
 
 
 def test_a_corrupt_table_of_many():
     x = half_rows(100)
-    tables = [make_table(x, codebook=half_codebook(), pin_memory=False) for _ in range(2)]
+    tables = [make_table(x, codebook=half_codebook(), memory="host") for _ in range(2)]
     assert tables[1].overflow.numel() == 100 * HALF_CODED
     tables[1].overflow[7 * HALF_CODED] = 0  # chunks that do not participate need more bytes than the row has
     outs = [poisoned(x, CPU) for _ in range(2)]
     with pytest.raises(ibp.CorruptTableError, match="row 7"):
-        ibp.decompress_many(tables, out=outs)
+        ibp.decompress(tables, out=outs)
     assert_same_bits(outs[0], x)
     expected = x.clone()
     expected[7] = 0
@@ -162,13 +162,13 @@ def test_sms_that_keep_up_with_the_link(monkeypatch):
     """More where more is decoded for what is brought, where the decoder is slow and where the link is fast."""
 
     def sms(x, scheme="planes", num_bytes=3 << 19):
-        table = ibp.compress(x, scheme=scheme, pin_memory=False, device="cpu")
+        table = ibp.compress(x, scheme=scheme, memory="host", device="cpu")
         return streaming.sms_at_link_rate(table, torch.device("cpu"), num_bytes, 1 << 20)
 
     floats, small = embedding(500, 256, torch.bfloat16), torch.randn(500, 256).to(torch.float8_e4m3fn)
     few = sms(floats)
     assert few == sms(floats, "raw") == 8 and sms(floats, num_bytes=3 << 20) == 2 * few and sms(small) > few
-    reckon_with(monkeypatch, copy_in_gbps=2 * ibp.H200.copy_in_gbps)
+    reckon_with(monkeypatch, copy_in_gbps=2 * ibp.calibration.H200.copy_in_gbps)
     assert sms(floats) == 2 * few
 
 
@@ -193,7 +193,7 @@ def streamed(monkeypatch):
 @pytest.mark.parametrize("num_rows, layout, scheme", pairwise([1, 31, 32, 33, 64, 65, 128, 500, 5001], LAYOUTS, CODED))
 def test_chunk_borders(cuda, streamed, num_rows, layout, scheme):
     x = spiky_rows(num_rows, 60)
-    table = make_table(x, layout, codebook=ibp.analyze(spiky_rows(5001, 60), scheme=scheme))
+    table = make_table(x, layout, codebook=ibp.codecs.analyze(spiky_rows(5001, 60), scheme=scheme))
     for _ in range(2):
         out = poisoned(x, cuda)
         assert ibp.decompress(table, out=out, check=True) is out
@@ -270,7 +270,7 @@ def test_max_sms(cuda, streamed, max_sms):
 
 def test_what_was_compressed_in_place(cuda, streamed):
     before = spiky_rows(3000, 60)
-    table = ibp.compress_(before.clone())
+    table = ibp.compress(before.clone(), inplace=True)
     assert_same_bits(ibp.decompress(table, device=cuda, check=True).cpu(), before)
     assert len(streamed) == 1
 
@@ -294,17 +294,17 @@ def test_many(cuda, streamed, monkeypatch, small_ring):
             for scheme in ("ibp", "planes", "raw")
             for layout in ("slots", "packed")
         ]
-        tables += [ibp.compress(x, pin_memory=False), ibp.compress(x.to(cuda))]
+        tables += [ibp.compress(x, memory="host"), ibp.compress(x.to(cuda))]
         want += [x] * 8
     num_streamed = sum(table.is_pinned() and table.original_bytes > 0 for table in tables)
     tables.append(tables[0]), want.append(want[0])
     outs = [None if i % 3 else poisoned(x, cuda if i % 2 else "cpu") for i, x in enumerate(want)]
-    for result, x, table in zip(ibp.decompress_many(tables, device=cuda), want, tables):
+    for result, x, table in zip(ibp.decompress(tables, device=cuda), want, tables):
         assert result.device == cuda
         assert_same_bits(result.cpu(), x)
         table.check()
     assert len(streamed) == num_streamed + 1
-    results = ibp.decompress_many(tables, out=outs, check=True)
+    results = ibp.decompress(tables, out=outs, check=True)
     for i, (result, x, table) in enumerate(zip(results, want, tables)):
         assert result.device == (outs[i] if outs[i] is not None else table).device and (
             outs[i] is None or result is outs[i]
@@ -323,11 +323,11 @@ def test_one_stream_of_many(cuda, streamed, monkeypatch):
     xs = [spiky_rows(700, 60, seed) for seed in range(4)]
     tables = [make_table(x, scheme="planes") for x in xs]
     reckon_with(monkeypatch, least_streamed_bytes=sum(table.overflow.numel() for table in tables))
-    for result, x in zip(ibp.decompress_many(tables, device=cuda), xs):
+    for result, x in zip(ibp.decompress(tables, device=cuda), xs):
         assert_same_bits(result.cpu(), x)
     assert [ends for _, ends in calls] == [False, False, False, True]
     assert not any(begins for begins, _ in calls[1:])
-    for result, x in zip(ibp.decompress_many(tables[:3], device=cuda), xs):
+    for result, x in zip(ibp.decompress(tables[:3], device=cuda), xs):
         assert_same_bits(result.cpu(), x)
     assert len(calls) == 4
 
@@ -342,14 +342,14 @@ def test_paths(cuda, streamed, monkeypatch, layout):
         streamed.clear()
         for result in (
             table.decompress(device=cuda, path=path, max_sms=2, check=True),
-            *ibp.decompress_many([table], device=cuda, path=path),
+            *ibp.decompress([table], device=cuda, path=path),
         ):
             assert_same_bits(result.cpu(), x)
         assert len(streamed) == 2 * num_streamed
 
 
 def test_paths_that_cannot_be_taken():
-    table = ibp.compress(spiky_rows(64, 60), pin_memory=False)
+    table = ibp.compress(spiky_rows(64, 60), memory="host")
     with pytest.raises(ValueError, match="path is 'bucketed'; wanted one of 'copy', 'gpu', or None"):
         ibp.decompress(table, path="bucketed")
     for path in ("copy", "gpu"):
@@ -358,7 +358,7 @@ def test_paths_that_cannot_be_taken():
             ValueError,
             match=f"path '{path}' cannot be taken: it goes from pinned host memory to a GPU, but .* goes to cpu",
         ):
-            ibp.decompress_many([table], out=[out], path=path)
+            ibp.decompress([table], out=[out], path=path)
         assert_same_bits(out, poisoned(torch.empty(64, 60), "cpu"))
 
 
@@ -392,13 +392,13 @@ def test_the_call_does_not_wait(cuda, streamed, monkeypatch):
     x = spiky_rows(3000, 60)
     tables = [make_table(x, layout, scheme="planes") for layout in LAYOUTS]
     outs = [poisoned(x, cuda) for _ in tables]
-    ibp.decompress_many(tables, out=outs)
+    ibp.decompress(tables, out=outs)
     torch.cuda.synchronize()
     late = torch.cuda.Event()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(500_000_000)
-        ibp.decompress_many(tables, out=outs)
+        ibp.decompress(tables, out=outs)
         late.record()
         returned_early = not late.query()
     finally:
@@ -436,7 +436,7 @@ def test_two_streams_at_once(cuda, streamed):
         for i, table in enumerate(tables):
             with torch.cuda.stream(streams[(i + round) % 2]):
                 results.append((ibp.decompress(table, device=cuda), xs[i]))
-                results += zip(ibp.decompress_many(tables[i:], device=cuda), xs[i:])
+                results += zip(ibp.decompress(tables[i:], device=cuda), xs[i:])
     torch.cuda.synchronize()
     for result, x in results:
         assert_same_bits(result.cpu(), x)
@@ -449,12 +449,12 @@ def test_threads(cuda, streamed, own_stream):
     xs = [spiky_rows(2000, 60, seed) for seed in range(num_threads)]
     tables = [[make_table(x, layout, scheme="planes") for layout in ("slots of 32", "packed")] for x in xs]
     for pair in tables:
-        ibp.decompress_many(pair, device=cuda)
+        ibp.decompress(pair, device=cuda)
     torch.cuda.synchronize()
 
     def work(i):
         with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.default_stream()):
-            results[i] = [result for _ in range(10) for result in ibp.decompress_many(tables[i], device=cuda)]
+            results[i] = [result for _ in range(10) for result in ibp.decompress(tables[i], device=cuda)]
 
     in_threads(*(functools.partial(work, i) for i in range(num_threads)))
     torch.cuda.synchronize()
@@ -470,12 +470,12 @@ def test_graphs(cuda, streamed, scheme):
     x = spiky_rows(3000, 60)
     tables = [make_table(x, layout, scheme=scheme) for layout in LAYOUTS] + [ibp.compress(x, scheme="raw")]
     outs = [poisoned(x, cuda) for _ in tables]
-    single, others = poisoned(x, cuda), ibp.decompress_many(tables, device=cuda)
+    single, others = poisoned(x, cuda), ibp.decompress(tables, device=cuda)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ibp.decompress(tables[1], out=single)
-        ibp.decompress_many(tables, out=outs)
+        ibp.decompress(tables, out=outs)
     torch.cuda.synchronize()
     for out in (single, *outs):
         assert_same_bits(out.cpu(), poisoned(x, CPU))
@@ -483,7 +483,7 @@ def test_graphs(cuda, streamed, scheme):
         for out in (single, *outs):
             out.view(torch.uint8).fill_(0xA5)
         graph.replay()
-        others = ibp.decompress_many(tables, device=cuda)
+        others = ibp.decompress(tables, device=cuda)
         for result in (single, *outs, *others):
             assert_same_bits(result.cpu(), x)
     for table in tables:
@@ -510,7 +510,7 @@ def test_two_graphs(cuda, streamed):
     xs = [spiky_rows(2000, 60, seed) for seed in range(2)]
     tables = [make_table(x, scheme="planes") for x in xs]
     outs, graphs = [poisoned(x, cuda) for x in xs], [torch.cuda.CUDAGraph() for _ in xs]
-    ibp.decompress_many(tables, device=cuda)
+    ibp.decompress(tables, device=cuda)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     for table, out, graph in zip(tables, outs, graphs):
@@ -521,7 +521,7 @@ def test_two_graphs(cuda, streamed):
         graphs[i].replay()
         assert_same_bits(outs[i].cpu(), xs[i])
     with torch.cuda.stream(stream):
-        again = ibp.decompress_many(tables, device=cuda)
+        again = ibp.decompress(tables, device=cuda)
     torch.cuda.synchronize()
     for result, x in zip(again, xs):
         assert_same_bits(result.cpu(), x)
@@ -550,7 +550,7 @@ def test_a_damaged_row(cuda, streamed, row):
     expected = x.clone()
     expected[row] = 0
     outs = [poisoned(x, cuda) for _ in range(3)]
-    ibp.decompress_many([good, bad, good], out=outs)
+    ibp.decompress([good, bad, good], out=outs)
     torch.cuda.synchronize()
     for out, want in zip(outs, (x, expected, x)):
         assert_same_bits(out.cpu(), want)
@@ -558,7 +558,7 @@ def test_a_damaged_row(cuda, streamed, row):
     with pytest.raises(ibp.CorruptTableError, match=f"row {row} "):
         bad.check()
     with pytest.raises(ibp.CorruptTableError, match=f"row {row} "):
-        ibp.decompress_many([good, bad], device=cuda, check=True)
+        ibp.decompress([good, bad], device=cuda, check=True)
     ibp.decompress(bad, device=cuda)
     torch.cuda.synchronize()
     with pytest.raises(ibp.CorruptTableError, match=f"row {row} "):

@@ -170,7 +170,7 @@ def read_all(path):
         try:
             value = opened[name]
             opened.info(name)
-            if isinstance(value, ibp.Delta):
+            if isinstance(value, ibp.deltas.Delta):
                 value = value.table
             if isinstance(value, ibp.CompressedTensor) and value.original_bytes < 1 << 24:
                 value.decompress()

@@ -48,7 +48,7 @@ OTHERS = ".ibp-0123456789abcdef.tmp"
 
 def assert_whole(path, may_leave=False):
     """Returns whether the file is the new one. may_leave: a temporary file may be there, as after a kill."""
-    found = ibp.load(path, verify=True, pin_memory=False)
+    found = ibp.load(path, verify=True, memory="host")
     is_new = found.keys() == NEW_FILE.keys()
     wanted = NEW_FILE if is_new else OLD_FILE
     assert found.keys() == wanted.keys()
@@ -58,7 +58,7 @@ def assert_whole(path, may_leave=False):
     assert all(name.startswith(".ibp-") and name.endswith(".tmp") for name in others)
     assert len(others) <= may_leave, others
     assert (path.parent / OTHERS).read_bytes() == b"begun by another process"
-    assert ibp.load(path.parent, pin_memory=False).keys() == wanted.keys()  # a directory is searched for files
+    assert ibp.load(path.parent, memory="host").keys() == wanted.keys()  # a directory is searched for files
     for name in others:
         os.unlink(path.parent / name)
     return is_new
@@ -191,7 +191,7 @@ def test_no_room_for_what_is_decompressed(tmp_path, suffix):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         with pytest.raises(OSError, match=r"wanted room for at least 120,000 bytes") as raised:
-            ibp.decompress_checkpoint(tmp_path / "coded.safetensors", target)
+            ibp.checkpoints.decompress(tmp_path / "coded.safetensors", target)
         assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(target))
 
     assert status_of(in_child(work)) == 0
@@ -233,8 +233,8 @@ def test_others_are_interrupted(path, call):
     table = plain(OLD_FILE["old"])
     calls = {
         "open": lambda: ibp.open(path)["old"].decompress(),
-        "load": lambda: ibp.load(path, verify=True, pin_memory=False)["old"].decompress(),
-        "compress": lambda: ibp.compress(table, device="cpu", pin_memory=False).decompress(),
+        "load": lambda: ibp.load(path, verify=True, memory="host")["old"].decompress(),
+        "compress": lambda: ibp.compress(table, device="cpu", memory="host").decompress(),
         "decompress": lambda: OLD_FILE["old"].decompress(),
     }
     raised, moment = 1, 3
@@ -265,10 +265,10 @@ def test_a_set_of_files_is_interrupted(folder):
         if index.exists():
             break
         for file in folder.iterdir():
-            ibp.load(file, verify=True, pin_memory=False)
+            ibp.load(file, verify=True, memory="host")
             file.unlink()
     assert at > 20 and calls.count > at
-    found = ibp.load(index, verify=True, pin_memory=False)
+    found = ibp.load(index, verify=True, memory="host")
     assert found.keys() == NEW_FILE.keys()
 
 
@@ -286,7 +286,7 @@ def test_compressing_a_checkpoint_is_killed(folder):
     target = folder / "model.safetensors"
 
     def compress():
-        return ibp.compress_checkpoint(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000)
+        return ibp.checkpoints.compress(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000)
 
     for at in itertools.count(0, 4):
 
@@ -297,9 +297,9 @@ def test_compressing_a_checkpoint_is_killed(folder):
 
         status = status_of(in_child(work))
         for file in folder.glob("*.safetensors"):
-            ibp.load(file, verify=True, pin_memory=False)
+            ibp.load(file, verify=True, memory="host")
         report = compress()
-        found = ibp.load(report.path, verify=True, pin_memory=False)
+        found = ibp.load(report.path, verify=True, memory="host")
         for name, tensor in tensors.items():
             assert_same_bits(plain(found[name]), tensor)
         left = {file.name for file in folder.iterdir()} - {"in", *report.files, Path(report.path).name}

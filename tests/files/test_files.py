@@ -12,7 +12,7 @@ from helpers import DTYPES, assert_same_bits, make_tensor, one_hot_rows, spiky_r
 from ibp._files.header import read_header
 from ibp._layout.geometry import given_tensor
 
-PAGEABLE = {"device": "cpu", "pin_memory": False}
+PAGEABLE = {"device": "cpu", "memory": "host"}
 
 
 def tables():
@@ -125,13 +125,15 @@ def test_deltas_come_back(tmp_path):
     base = {"w": torch.randn(200, 64).bfloat16(), "gone": torch.ones(3), "same": torch.ones(4, 4)}
     new = {"w": base["w"].clone(), "same": base["same"], "new": torch.arange(5.0)}
     new["w"][3:9] += 1
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     ibp.save(tmp_path / "d.safetensors", delta)
     opened, loaded = ibp.open(tmp_path / "d.safetensors"), ibp.load(tmp_path / "d.safetensors", verify=True)
     assert opened.removed == ("gone",) and set(opened) == {"w", "new"}
     for changes in (opened, loaded):
-        assert type(changes["w"]) is ibp.Delta and changes["w"].base == delta["w"].base
-        applied = ibp.CheckpointDelta(changes, opened.removed).apply_({name: x.clone() for name, x in base.items()})
+        assert type(changes["w"]) is ibp.deltas.Delta and changes["w"].base == delta["w"].base
+        applied = ibp.deltas.CheckpointDelta(changes, opened.removed).apply_(
+            {name: x.clone() for name, x in base.items()}
+        )
         assert set(applied) == set(new)
         for name, tensor in new.items():
             assert_same_bits(applied[name], tensor)

@@ -37,7 +37,7 @@ def described(x):
 
 
 def tensor_of(value):
-    table = value.table if isinstance(value, ibp.Delta) else value
+    table = value.table if isinstance(value, ibp.deltas.Delta) else value
     return table if isinstance(table, torch.Tensor) else table.decompress()
 
 
@@ -99,5 +99,5 @@ def test_mixed_files_keep_names_and_metadata():
 
 def test_what_the_delta_says():
     opened = ibp.open(FILES / "delta.safetensors")
-    assert opened.removed == ("gone",) and isinstance(opened["w"], ibp.Delta)
+    assert opened.removed == ("gone",) and isinstance(opened["w"], ibp.deltas.Delta)
     assert f"{opened['w'].base:016x}" == opened.info("w").fields["base"]

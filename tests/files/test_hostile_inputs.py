@@ -65,7 +65,12 @@ SHARED = {
 def test_values_that_are_shared_by_very_many(kind, tmp_path):
     torch.save({"w": torch.zeros(64), "meta": SHARED[kind]()}, tmp_path / "x.pt")
     assert os.path.getsize(tmp_path / "x.pt") < 100_000
-    with soon(), pytest.raises(ibp.SourceFormatError, match=r"x\.pt: (names, and values|lists and dicts are nested)"):
+    with (
+        soon(),
+        pytest.raises(
+            ibp.checkpoints.SourceFormatError, match=r"x\.pt: (names, and values|lists and dicts are nested)"
+        ),
+    ):
         open_source(tmp_path / "x.pt")
 
 
@@ -92,7 +97,9 @@ def test_arrays_that_would_be_held_in_memory(tmp_path, monkeypatch):
         assert not count
         assert np.array_equal(source.tensors["a"].tensor().numpy(), array) and len(count) == 1
     monkeypatch.setattr(_numpy_files, "_MOST_HELD_BYTES", 2 * array.nbytes - 1)
-    with pytest.raises(ibp.SourceFormatError, match="'b' is deflated.* 480,000 bytes of such arrays; wanted at most"):
+    with pytest.raises(
+        ibp.checkpoints.SourceFormatError, match="'b' is deflated.* 480,000 bytes of such arrays; wanted at most"
+    ):
         open_source(tmp_path / "x.npz")
     np.savez(tmp_path / "y.npz", a=array, b=array)  # not deflated: mapped
     with open_source(tmp_path / "y.npz") as source:
@@ -108,7 +115,7 @@ def test_deflated_checkpoints_of_torch(tmp_path):
     ):
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    with pytest.raises(ibp.SourceFormatError, match=r"y\.pt: members of the archive are deflated"):
+    with pytest.raises(ibp.checkpoints.SourceFormatError, match=r"y\.pt: members of the archive are deflated"):
         open_source(tmp_path / "y.pt")
 
 

@@ -19,7 +19,7 @@ from ibp._files.writer import FileWriter, header_room, write_plain, write_table
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
 
-PAGEABLE = {"device": "cpu", "pin_memory": False}
+PAGEABLE = {"device": "cpu", "memory": "host"}
 ROWS = spiky_rows(300, 64)
 
 
@@ -66,7 +66,7 @@ def test_what_a_file_says_of_tensors(path, table):
     assert info.codebook == table.codebook and info.num_bytes == 300 * 256 and info.files == ("x.safetensors",)
     held = sum(-(-part.nbytes // 128) * 128 for part in table._tensors().values())
     assert info.stored_bytes == held and info.fields["row_bytes"] == "256"
-    assert file.fields("t").content == ibp.fingerprint(ROWS)
+    assert file.fields("t").content == ibp.deltas.fingerprint(ROWS)
     plain = file.info("p")
     assert (plain.dtype, plain.shape, plain.scheme, plain.stored_bytes) == (torch.float32, (2, 3), None, 24)
     assert plain.fields == {} and plain.codebook is None
@@ -93,7 +93,7 @@ def test_a_table_of_a_file_can_be_shared_and_kept(path, tmp_path):
     ibp.save(path, {"again": table})  # over the file that it is mapped from
     assert_same_bits(table.decompress(), ROWS)
     assert_same_bits(ibp.load(path)["again"].decompress(), ROWS)
-    assert ibp.open_shared(table.share()).is_shared()
+    assert ibp.distributed.open_shared(table.share()).is_shared()
 
 
 def test_names_that_are_loaded(path):
@@ -142,7 +142,7 @@ def test_a_damaged_block_is_named(large):
 
 def test_content_that_is_not_what_was_compressed(tmp_path, table):
     with FileWriter(tmp_path / "x", header_bytes=8192) as file:
-        write_table(file, "t", table, content=ibp.fingerprint(ROWS) ^ 1)
+        write_table(file, "t", table, content=ibp.deltas.fingerprint(ROWS) ^ 1)
     assert ibp.open(tmp_path / "x").verify() > 0
     with pytest.raises(ibp.ChecksumError, match="'t' decodes to other bytes than were compressed"):
         ibp.open(tmp_path / "x").verify(content=True)
@@ -541,8 +541,8 @@ def test_load_to_a_gpu(cuda, path):
     assert loaded["t"].is_cuda and loaded["p"].is_cuda
     assert_same_bits(loaded["t"].decompress().cpu(), ROWS)
     near = ibp.load(path)
-    assert near["t"].is_pinned() and not near["p"].is_pinned() and ibp.load(path, pin_memory=True)["p"].is_pinned()
-    assert not ibp.load(path, pin_memory=False)["t"].is_pinned()
+    assert near["t"].is_pinned() and not near["p"].is_pinned() and ibp.load(path, memory="pinned")["p"].is_pinned()
+    assert not ibp.load(path, memory="host")["t"].is_pinned()
     assert_same_bits(near["t"].index_select(torch.tensor([5, 0]), device=cuda).cpu(), ROWS[[5, 0]])
 
 
@@ -554,17 +554,17 @@ def test_large_tensors_go_to_a_gpu_in_blocks(cuda, tmp_path):
     assert_same_bits(loaded["t"].decompress().cpu(), x)
 
 
-@pytest.mark.parametrize("pin_memory", [None, True, False])
-def test_rows_of_an_opened_file_on_a_gpu(cuda, path, pin_memory):
+@pytest.mark.parametrize("memory", [None, "pinned", "host"])
+def test_rows_of_an_opened_file_on_a_gpu(cuda, path, memory):
     """Whatever the system says to pinning a file."""
     ids = torch.randint(300, (1000,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        table = ibp.open(path, pin_memory=pin_memory)["t"]
+        table = ibp.open(path, memory=memory)["t"]
         for near in (ids, ids.to(cuda)):
             assert_same_bits(table.index_select(near, device=cuda).cpu(), ROWS[ids])
         assert_same_bits(table.decompress(device=cuda).cpu(), ROWS)
-    assert table.is_pinned() == (pin_memory is not False)
+    assert table.is_pinned() == (memory != "host")
     assert_same_bits(table[ids], ROWS[ids])
 
 
@@ -579,7 +579,7 @@ def test_a_file_that_cannot_be_pinned_is_copied(cuda, path, refused):
     assert again.is_pinned() and file["t"].is_pinned()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        unpinned = ibp.open(path, pin_memory=False)["t"]
+        unpinned = ibp.open(path, memory="host")["t"]
         assert_same_bits(unpinned.index_select(ids).cpu(), ROWS[ids.cpu()])
         assert not unpinned.is_pinned()
 

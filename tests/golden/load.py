@@ -31,7 +31,7 @@ def reference_table(golden):
 
 def core_codebook(codebook):
     palette, index = torch.from_numpy(codebook.palette.copy()), torch.from_numpy(codebook.index.copy())
-    return ibp.Codebook(codebook.row_bytes, codebook.chunk_bytes, codebook.flag_all, palette, index)
+    return ibp.codecs.Codebook(codebook.row_bytes, codebook.chunk_bytes, codebook.flag_all, palette, index)
 
 
 def arrays_of(table, device):

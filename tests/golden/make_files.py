@@ -22,7 +22,7 @@ from helpers import bytes_of, make_tensor, planes_codebook, spiky_rows  # noqa: 
 from ibp._files.writer import FileWriter, write_plain, write_table  # noqa: E402
 
 FILES = HERE / "files"
-PAGEABLE = {"device": "cpu", "pin_memory": False}
+PAGEABLE = {"device": "cpu", "memory": "host"}
 PLANES = (
     "bfloat16",
     "float32_per_column",
@@ -77,12 +77,12 @@ def raw_tables():
 def mask_tables():
     x = spiky_rows(70, 40)
     wide = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (9, 640), np.uint8))
-    book = ibp.Codebook.from_masks(wide[0], wide[0] & wide[1], 2)
+    book = ibp.codecs.Codebook.from_masks(wide[0], wide[0] & wide[1], 2)
     wide[2:] = wide[2:] & ~wide[0] | (wide[0] & wide[1])
     return {
         "slots": ibp.compress(x, scheme="ibp", slot_bytes=32, **PAGEABLE),
         "packed": ibp.compress(x, scheme="ibp", layout="packed", chunk_bytes=8, **PAGEABLE),
-        "in place": ibp.compress(x, codebook=ibp.analyze(x, paper=True), slot_bytes=160, **PAGEABLE),
+        "in place": ibp.compress(x, codebook=ibp.codecs.analyze(x, paper=True), slot_bytes=160, **PAGEABLE),
         "index of 16 bits": ibp.compress(wide, codebook=book, layout="packed", **PAGEABLE),
         "short last row": ibp.compress(x.view(-1)[:1501], scheme="ibp", row_bytes=160, **PAGEABLE),
     }
@@ -103,11 +103,13 @@ def cluster_tables():
     for name in ("ibp_slots", "planes_slots", "planes_packed_per_column"):
         codebooks, data, table, _ = make_clusters.load(name)
         if name.startswith("ibp"):
-            books = [ibp.Codebook.from_masks(*map(torch.tensor, masks_of(one)), one.chunk_bytes) for one in codebooks]
+            books = [
+                ibp.codecs.Codebook.from_masks(*map(torch.tensor, masks_of(one)), one.chunk_bytes) for one in codebooks
+            ]
         else:
             books = [planes_codebook(one) for one in codebooks]
         arrays = {part: getattr(table, part) for part in ("slots", "overflow", "lengths", "bases")}
-        joined, x = ibp.ClusteredCodebook(books, 0.25), torch.from_numpy(data.copy())
+        joined, x = ibp.codecs.ClusteredCodebook(books, 0.25), torch.from_numpy(data.copy())
         made[name] = made_table(x, **arrays, slot_bytes=table.slot_bytes, row_bytes=table.row_bytes, codebook=joined)
     return made
 
@@ -138,7 +140,7 @@ def delta():
     new = {"w": base["w"].clone(), "fp32": base["fp32"].clone(), "new": torch.arange(3)}
     new["w"][3, :9] += 1
     new["fp32"][7] = 0
-    return ibp.delta(new, base)
+    return ibp.deltas.make(new, base)
 
 
 def write_codec():
@@ -149,9 +151,8 @@ def write_codec():
     offsets = np.cumsum([0, *map(len, blocks)]).astype("<u8")
     with FileWriter(FILES / "codec.safetensors", header_bytes=4096) as writer:
         write_plain(writer, "before", x[:10])
-        text = (
-            f"dtype=I32 shape=1000 codec=example_zlib block_bytes=2048 content={ibp.fingerprint(x):016x} codec_level=6"
-        )
+        facts = "dtype=I32 shape=1000 codec=example_zlib block_bytes=2048"
+        text = f"{facts} content={ibp.deltas.fingerprint(x):016x} codec_level=6"
         writer._add_line("ibp.table.coded", text)
         for part, dtype, array in (("blocks", "U8", b"".join(blocks)), ("offsets", "U64", offsets)):
             with writer.part(f"coded:{part}", dtype) as sink:
@@ -164,7 +165,7 @@ def general_tables():
     """Tables of zstd and of LZ4: several blocks, of which one is as it is and the last one short; one without bytes."""
     random = torch.randint(-(2**31), 2**31, (1024,), generator=torch.Generator().manual_seed(0)).int()
     ids = torch.cat([torch.arange(2500, dtype=torch.int32) // 3, random, torch.arange(1000, dtype=torch.int32)])
-    options = {"chunk_bytes": 4096, "pin_memory": False}
+    options = {"chunk_bytes": 4096, "memory": "host"}
     return {
         "zstd": ibp.compress(ids, scheme="zstd", **options),
         "lz4": ibp.compress(ids[:4000].view(40, 100), scheme="lz4", **options),
@@ -214,7 +215,7 @@ def described(items):
     """Dtype, shape and hash of the bytes of each tensor; of a delta those of its differences."""
     found = {}
     for name, value in items.items():
-        table = value.table if isinstance(value, ibp.Delta) else value
+        table = value.table if isinstance(value, ibp.deltas.Delta) else value
         x = table if isinstance(table, torch.Tensor) else table.decompress()
         sha256 = hashlib.sha256(bytes_of(x).numpy().tobytes()).hexdigest()
         found[name] = {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "sha256": sha256}

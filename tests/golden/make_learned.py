@@ -119,7 +119,7 @@ def learned(name, dtype):
     if codebook.num_entries and len(x) > 1:
         halves = relearn(codebook, data, [len(x) // 2, len(x) - len(x) // 2])
         found["halves"] = [said(half)[-1] for half in halves]
-    found["ibp"] = said(ibp.analyze(x, scheme="ibp", sample=None))
+    found["ibp"] = said(ibp.codecs.analyze(x, scheme="ibp", sample=None))
     return found
 
 

@@ -29,7 +29,7 @@ def reports_of(count=4):
         make_tensor((9, 40), torch.uint8, "random"),
     ]
     schemes = ("planes", "planes", "ibp", "auto")
-    tables = [ibp.compress(x, scheme=scheme, pin_memory=False) for x, scheme in zip(tensors, schemes)]
+    tables = [ibp.compress(x, scheme=scheme, memory="host") for x, scheme in zip(tensors, schemes)]
     names = [HOSTILE, "model.embed.weight", "ids", "noise"]
     kinds = [report.report_table(name, table) for name, table in zip(names, tables)]
     return [kinds[i] if i < 4 else renamed(kinds[i % 4], f"layers.{i}.weight") for i in range(count)]

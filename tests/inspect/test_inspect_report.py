@@ -37,7 +37,7 @@ def test_parts_of_coded_rows_of_masks_add_up(chunk_bytes, flag_all):
     mask = torch.from_numpy(np.random.default_rng(0).choice([0, 0x80, 0xFC, 0xFF], 26).astype(np.uint8))
     bitval = mask & torch.from_numpy(rows[0])
     codec = ibp._core.RowCodec(mask.numpy(), bitval.numpy(), chunk_bytes, flag_all)
-    split = splitting.split_rows(rows, ibp.Codebook.from_masks(mask, bitval, chunk_bytes, flag_all), 2)
+    split = splitting.split_rows(rows, ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes, flag_all), 2)
     assert sum(split.parts.values()) == sum(codec.coded_bytes(row) for row in rows)
     assert split.parts["participation bits"] == codec.num_flags * len(rows) // 8
 
@@ -65,7 +65,7 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_reports_of_whole_tables_are_exact(name):
     x, options = TABLES[name]
-    table = ibp.compress(x, pin_memory=False, **options)
+    table = ibp.compress(x, memory="host", **options)
     found = report.report_table(name, table)
     coded = sum(size for part, size in found.parts.items() if part not in OTHER_PARTS)
     rows_and_codebook = coded + found.parts.get("raw rows", 0) + found.parts.get("codebook", 0)
@@ -78,7 +78,7 @@ def test_reports_of_whole_tables_are_exact(name):
 
 def test_parts_of_clusters_are_of_their_own_codebooks():
     x, options = TABLES["clusters"]
-    table = ibp.compress(x, pin_memory=False, **options)
+    table = ibp.compress(x, memory="host", **options)
     found = report.report_table("x", table)
     split = report._split_table(table, rows_of(x), np.arange(len(x)))
     lengths = table.lengths.numpy().astype(np.int64)
@@ -90,19 +90,19 @@ def test_parts_of_clusters_are_of_their_own_codebooks():
 @pytest.mark.parametrize("name", ["planes", "ibp", "listed", "clusters", "clusters in slots", "raw", "empty"])
 def test_reports_of_tables_on_a_gpu(cuda, name):
     x, options = TABLES[name]
-    table = ibp.compress(x, pin_memory=False, device="cpu", **options)
+    table = ibp.compress(x, memory="host", device="cpu", **options)
     assert report.report_table(name, table.to(cuda)) == report.report_table(name, table)
 
 
 def test_rows_are_counted_in_blocks(monkeypatch):
-    table = ibp.compress(spiky_rows(200, 250), pin_memory=False)
+    table = ibp.compress(spiky_rows(200, 250), memory="host")
     found = report.report_table("x", table)
     monkeypatch.setattr(report, "_BLOCK_ROWS", 7)
     assert report.report_table("x", table) == found
 
 
 def test_rows_that_have_changed_are_counted():
-    table = ibp.compress(spiky_rows(200, 250), pin_memory=False)
+    table = ibp.compress(spiky_rows(200, 250), memory="host")
     table.update_(torch.arange(50), 2 * spiky_rows(50, 250, seed=1))
     found = report.report_table("x", table)
     assert (
@@ -116,7 +116,7 @@ def test_rows_that_have_changed_are_counted():
 def test_reports_of_large_tables_are_estimates(layout, monkeypatch):
     monkeypatch.setattr(report, "SAMPLE_BYTES", 1 << 16)
     x = embedding(5000, 100, torch.bfloat16)
-    table = ibp.compress(x, layout=layout, scheme="planes", pin_memory=False)
+    table = ibp.compress(x, layout=layout, scheme="planes", memory="host")
     found = report.report_table("x", table)
     assert found.is_sampled and 32 <= found.sampled_rows < 500
     assert found.stored_bytes == sum(found.parts.values())
@@ -139,7 +139,7 @@ def test_estimates_are_what_compressing_gives(kind, monkeypatch):
     monkeypatch.setattr(report, "SAMPLE_BYTES", 1 << 17)
     options = {"flat": {"row_bytes": 4096}, "clusters": {"clusters": 2, "scheme": "planes"}}.get(kind, {})
     x = torch.cat([embedding(2000, 100, torch.bfloat16), 1e6 * embedding(2001, 100, torch.bfloat16)])
-    table = ibp.compress(x, layout="packed", pin_memory=False, **options)
+    table = ibp.compress(x, layout="packed", memory="host", **options)
     found = report.report_estimate("x", tuple(x.shape), x.dtype, report.reader_of(x), table.codebook)
     assert found.is_sampled and found.kind == "estimate" and found.scheme == table.scheme
     assert found.savings == pytest.approx(1 - (table.stored_bytes + table.index_bytes) / x.nbytes, abs=0.01)
@@ -149,7 +149,7 @@ def test_estimates_are_what_compressing_gives(kind, monkeypatch):
 
 def test_estimates_of_few_rows_are_exact():
     x = embedding(33, 100)
-    table = ibp.compress(x, layout="packed", row_bytes=1024, pin_memory=False)
+    table = ibp.compress(x, layout="packed", row_bytes=1024, memory="host")
     found = report.report_estimate("x", tuple(x.shape), x.dtype, report.reader_of(x), table.codebook)
     exact = report.report_table("x", table)
     assert found.parts == exact.parts and found.lengths == exact.lengths and not found.is_sampled
@@ -170,9 +170,7 @@ def test_entropy_of_bits_begins_with_the_most_significant():
 
 
 def test_bits_of_bfloat16_are_ranked_exponents():
-    found = report.report_table(
-        "x", ibp.compress(embedding(300, 96, torch.bfloat16), scheme="planes", pin_memory=False)
-    )
+    found = report.report_table("x", ibp.compress(embedding(300, 96, torch.bfloat16), scheme="planes", memory="host"))
     assert found.ranked == [0.0, *[1.0] * 8, *[0.0] * 7] and found.left_out == [0.0] * 16
     assert re.fullmatch(r"plane 0: 2\^-[5678]", found.entries[0][1]) and sum(
         share for _, _, share in found.entries
@@ -181,5 +179,5 @@ def test_bits_of_bfloat16_are_ranked_exponents():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
 def test_exponents_are_named_by_their_powers(dtype):
-    found = report.report_table("x", ibp.compress(embedding(200, 100).to(dtype), scheme="planes", pin_memory=False))
+    found = report.report_table("x", ibp.compress(embedding(200, 100).to(dtype), scheme="planes", memory="host"))
     assert [meaning for _, meaning, _ in found.entries[:2]] == ["plane 0: 2^-6", "plane 0: 2^-7"]  # of N(0, 0.02)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from helpers import assert_same_bits, embedding  # noqa: E402
 from ibp.integrations.accelerate import CompressedWeights  # noqa: E402
 
-ON_CPU = {"pin_memory": False}
+ON_CPU = {"memory": "host"}
 IDS = torch.arange(1, 41).view(2, 20)
 
 

@@ -127,7 +127,7 @@ def test_tokens_and_logits_are_those_of_a_dynamic_cache(model, prompt, options):
     assert 0.25 < stats.savings < 0.4
 
 
-@pytest.mark.parametrize("options", [{"storage": "gpu"}, {"scheme": "ibp"}, {"scheme": "raw"}, {"level": "fast"}])
+@pytest.mark.parametrize("options", [{"memory": "device"}, {"scheme": "ibp"}, {"scheme": "raw"}, {"level": "fast"}])
 def test_every_option_gives_the_same_bits(options):
     twins = Twins(**options).add(70).grow(20)
     assert_same_tokens(twins.cache, twins.right)
@@ -320,7 +320,7 @@ def test_given_codebooks(model, prompt):
     wanted = answer(model, prompt, learned_from, 20)
     keys, values = learned_from.layers[1].keys, learned_from.layers[1].values
     rows = (x[:, :, :64].contiguous().view(-1, 8 * HEAD_DIM) for x in (keys, values))
-    books = tuple(ibp.analyze(x, scheme="planes") for x in rows)
+    books = tuple(ibp.codecs.analyze(x, scheme="planes") for x in rows)
     cache = CompressedCache(model.config, **SMALL, codebooks=books)
     assert_same_answer(answer(model, prompt, cache, 20), wanted)
     assert cache.stats().num_codebooks == 0 and cache.stats().savings > 0.1
@@ -406,7 +406,7 @@ def test_gradients_are_refused(model, prompt):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"storage": "disk"}, "storage is 'disk'"),
+        ({"memory": "disk"}, "memory is 'disk'"),
         ({"scheme": "zip"}, "scheme is 'zip'"),
         ({"level": "best"}, "level is 'best'"),
         ({"block": 0}, "block"),
@@ -442,25 +442,25 @@ def test_damaged_tokens_are_noticed():
 # ---- on a GPU ----
 
 
-@pytest.mark.parametrize("storage", ["host", "gpu"])
+@pytest.mark.parametrize("memory", ["pinned", "device"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampled"])
-def test_answers_on_a_gpu(cuda, model, prompt, storage, options):
+def test_answers_on_a_gpu(cuda, model, prompt, memory, options):
     near, ids = copy.deepcopy(model).to(cuda), prompt.to(cuda)
-    cache, right = CompressedCache(near.config, **SMALL, storage=storage), DynamicCache(config=near.config)
+    cache, right = CompressedCache(near.config, **SMALL, memory=memory), DynamicCache(config=near.config)
     assert_same_answer(answer(near, ids, cache, **options), answer(near, ids, right, **options))
     assert_same_tokens(cache, right)
     stats = cache.stats()
     assert stats.num_coded_tokens == 80 and stats.savings > 0.25
-    if storage == "host":
+    if memory == "pinned":
         assert stats.host_bytes >= stats.stored_bytes and stats.fetched_bytes >= stats.stored_bytes
     else:
         assert stats.host_bytes == stats.fetched_bytes == stats.sent_bytes == 0
 
 
-@pytest.mark.parametrize("storage", ["host", "gpu"])
+@pytest.mark.parametrize("memory", ["pinned", "device"])
 @pytest.mark.parametrize("scheme", ["planes", "ibp", "raw"])
-def test_changes_on_a_gpu(cuda, storage, scheme):
-    twins = Twins(device=cuda, storage=storage, scheme=scheme, layers=4).add(300).grow(40)
+def test_changes_on_a_gpu(cuda, memory, scheme):
+    twins = Twins(device=cuda, memory=memory, scheme=scheme, layers=4).add(300).grow(40)
     twins.both("crop", -3).grow(20).both("crop", -90).grow(2)
     twins.both("batch_repeat_interleave", 2)
     twins.batch = 4

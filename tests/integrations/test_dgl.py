@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore:Dataloa
 ibp_dgl = pytest.importorskip("ibp.integrations.dgl", reason="DGL is not installed", exc_type=ImportError)
 dgl = pytest.importorskip("dgl")
 
-from ibp.integrations.dgl import attach, detach  # noqa: E402
+from ibp.integrations.dgl import attach, close  # noqa: E402
 
 NUM_NODES, NUM_EDGES = 300, 1500
 SEEDS = torch.arange(64)
@@ -235,7 +235,7 @@ def test_replaced_features():
     made.ndata["feat"] = torch.ones(NUM_NODES, 4)
     assert torch.equal(made.ndata["feat"], torch.ones(NUM_NODES, 4))
     with pytest.raises(ValueError, match="node feature 'feat' is not attached"):
-        detach(made, "feat")
+        close(made, "feat")
 
 
 def test_detach():
@@ -246,18 +246,16 @@ def test_detach():
         ("image", {}, image_features()),
         ("w", {"edges": True}, edge_features()),
     ):
-        assert_same_bits(detach(made, name, **arguments), wanted)
+        assert_same_bits(close(made, name, **arguments), wanted)
         assert_same_bits((made.edata if arguments else made.ndata)[name], wanted)
         with pytest.raises(ValueError, match="is not attached"):
-            detach(made, name, **arguments)
+            close(made, name, **arguments)
     assert type(made._node_frames[0]._columns["feat"]) is dgl.frame.Column
     assert_same_bits(taken.ndata["feat"], node_features()[SEEDS])  # it has the table
     attach(made, "feat")
     assert_same_bits(made.ndata["feat"], node_features())
     of_types = hetero()
-    assert (
-        detach(of_types, "feat", ntype="item").shape == (40, 8) and detach(of_types, "w", etype=RATES).shape[0] == 400
-    )
+    assert close(of_types, "feat", ntype="item").shape == (40, 8) and close(of_types, "w", etype=RATES).shape[0] == 400
 
 
 def test_a_table_is_taken_as_it_is():
@@ -274,7 +272,7 @@ def test_rows_through_a_cache():
     assert_same_bits(made.ndata["feat"], node_features())
     assert_same_bits(made.subgraph(SEEDS).ndata["feat"], node_features()[SEEDS])
     assert 0 < cache.stats().hit_rate < 1
-    assert_same_bits(detach(made, "feat"), node_features())
+    assert_same_bits(close(made, "feat"), node_features())
 
 
 def test_ids_out_of_range():

@@ -15,10 +15,10 @@ from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_off
 
 from helpers import assert_same_bits  # noqa: E402
 from ibp.integrations import diffusers as adapter  # noqa: E402
-from ibp.integrations.diffusers import compress_groups, restore  # noqa: E402
+from ibp.integrations.diffusers import close, compress_groups  # noqa: E402
 
 CPU = torch.device("cpu")
-ON_CPU = {"pin_memory": False}
+ON_CPU = {"memory": "host"}
 LEVELS = [{"offload_type": "leaf_level"}, {"offload_type": "block_level", "num_blocks_per_group": 1}]
 levels = pytest.mark.parametrize("level", LEVELS, ids=["leaf", "block"])
 
@@ -98,7 +98,7 @@ def test_a_unet(level):
         for (name, parameter), original in zip(model.named_parameters(), plain.parameters()):
             assert (parameter.shape, parameter.dtype, parameter.device) == (original.shape, original.dtype, CPU), name
     assert memory_of(model) < 0.1 * raw_bytes and model.dtype == torch.bfloat16
-    restore(model)
+    close(model)
     for parameter, original in zip(model.parameters(), plain.parameters()):
         assert_same_bits(parameter.data, original.data)
     assert_same_bits(compute(model), expected)
@@ -129,7 +129,7 @@ def test_what_else_groups_hold(level):
         assert_same_bits(model.norm.running_var, plain.norm.running_var)
     tables = tables_of(model)
     assert len(tables) == 4 and set(tables) >= {model.top, model.whole, model.blocks[0].weight}
-    restore(model)
+    close(model)
     assert model.blocks[2].weight is model.blocks[0].weight
     for x, expected in zip(model.state_dict().values(), plain.state_dict().values()):
         assert_same_bits(x, expected)
@@ -147,7 +147,7 @@ def test_channels_last():
         group.onload_()
     for name, p in model.named_parameters():
         assert p.stride() == strides[name], (name, p.shape)
-    restore(model)
+    close(model)
     for (name, p), original in zip(model.named_parameters(), plain.parameters()):
         assert p.stride() == strides[name]
         assert_same_bits(p.data, original.data)
@@ -186,7 +186,7 @@ def test_again_and_undone():
     assert {table.scheme for table in tables.values()} <= {"planes", "raw"}
     assert_same_bits(compute(model), compute(plain))
     for _ in range(2):
-        restore(model)
+        close(model)
     assert not tables_of(model) and not hasattr(model, adapter._STATE_HOOK)
     assert not model._state_dict_hooks
     assert compress_groups(model, scheme="planes", **ON_CPU) == sizes
@@ -217,10 +217,10 @@ def test_diffusers_removes_its_hooks():
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="UNet2DModel has no group offloading: call diffusers' apply_group_offloading"):
         compress_groups(make_unet())
-    for call in (compress_groups, restore):
+    for call in (compress_groups, close):
         with pytest.raises(TypeError, match="model is a dict; wanted a torch.nn.Module"):
             call({})
-    restore(make_unet())
+    close(make_unet())
     on_disk = offloaded(make_unet(), offload_to_disk_path=str(tmp_path))
     with pytest.raises(ValueError, match="a group is offloaded to disk, .*; wanted host memory"):
         compress_groups(on_disk)
@@ -271,8 +271,8 @@ def test_the_order_of_a_stream(onload_self, record_stream, monkeypatch):
             adapter.ModuleGroup, "_pinned_memory_tensors", lambda self: contextlib.nullcontext(self.cpu_param_dict)
         )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: log.append(f"{s.name} is recorded"))
-    real = adapter.decompress_many
-    monkeypatch.setattr(adapter, "decompress_many", lambda *a, **k: log.append("decode") or real(*a, **k))
+    real = adapter.decompress
+    monkeypatch.setattr(adapter, "decompress", lambda *a, **k: log.append("decode") or real(*a, **k))
     monkeypatch.setattr(adapter.ModuleGroup, "__init__", with_backend(adapter.ModuleGroup.__init__, groups[0]))
     expected = model.top.data.clone()
     compress_groups(model, **ON_CPU)
@@ -287,7 +287,7 @@ def test_the_order_of_a_stream(onload_self, record_stream, monkeypatch):
     log.clear()
     group.offload_()
     assert log == ["current is waited for"] * (not record_stream) and model.top.isnan().all()
-    restore(model)
+    close(model)
     assert_same_bits(model.top.data, expected)
     assert group.cpu_param_dict[model.top] is not None and not model.top.isnan().any()
 
@@ -326,7 +326,7 @@ def test_on_a_gpu(cuda, level, options, path):
     for _ in range(4):  # the first traces the order that the others prefetch in
         assert_same_bits(compute(model, cuda), expected)
     assert {parameter.device for parameter in model.parameters()} == {CPU}
-    restore(model)
+    close(model)
     for parameter, original in zip(model.parameters(), plain.parameters()):
         assert_same_bits(parameter.data, original.data)
     assert_same_bits(compute(model, cuda), expected)
@@ -340,7 +340,7 @@ def test_buffers_on_a_gpu(cuda, use_stream):
     compress_groups(model)
     assert_same_bits(compute(model, cuda), expected)
     assert_same_bits(model.large.cpu(), plain.large)
-    restore(model)
+    close(model)
     for name, x in model.named_parameters():
         assert_same_bits(x.data, dict(plain.named_parameters())[name].data)
 

@@ -57,7 +57,7 @@ def countable_tensors(monkeypatch):
 @pytest.fixture(autouse=True)
 def disabled_afterwards():
     yield
-    adapter.disable()
+    adapter.close()
 
 
 @pytest.fixture
@@ -143,16 +143,16 @@ def test_weights_elsewhere_stay(env, weights, tmp_path):
 def test_a_layer_is_decoded_in_one_call(env, weights, monkeypatch):
     adapter.enable(**ON_CPU)
     model, calls = load(env, weights), []
-    decompress_many = adapter.decompress_many
+    decompress = adapter.decompress
     monkeypatch.setattr(
         adapter,
-        "decompress_many",
-        lambda tables, **others: calls.append(len(tables)) or decompress_many(tables, **others),
+        "decompress",
+        lambda tables, **others: calls.append(len(tables)) or decompress(tables, **others),
     )
     prompts = np.full((2, 4), 7)
     model.generate(prompts, max_new_tokens=1)
     assert calls == [2, 4, 2, 4, 2, 1]
-    adapter.disable()  # the model goes on
+    adapter.close()  # the model goes on
     model.generate(prompts, max_new_tokens=1)
     assert sum(calls) == 2 * NUM_MATRICES and len(calls) == 6 + NUM_MATRICES
 
@@ -327,7 +327,7 @@ def test_enabling_and_disabling(env, weights):
         model = load(env, weights)
         assert {weight.data.scheme for weight in host.matrices_of(model)} <= {"ibp", "raw"}
     assert seams() == own
-    adapter.disable()
+    adapter.close()
     assert seams() == own
     with pytest.raises(TypeError), adapter.enable(colour=1):
         pass

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def options(**changed):
-    given = {"block": BLOCK, "window": 0, "storage": "host", "scheme": "planes", "level": "default"}
+    given = {"block": BLOCK, "window": 0, "memory": "pinned", "scheme": "planes", "level": "default"}
     return Options(**(given | {"codebooks": None, "sms": 0} | changed))
 
 
@@ -91,10 +91,10 @@ def test_any_changes(scheme, seed):
     any_changes(Raw(scheme=scheme), seed, 25)
 
 
-@pytest.mark.parametrize("storage", ["host", "gpu"])
+@pytest.mark.parametrize("memory", ["pinned", "device"])
 @pytest.mark.parametrize("scheme", ["planes", "ibp", "raw"])
-def test_any_changes_on_a_gpu(cuda, scheme, storage):
-    any_changes(Raw(cuda, scheme=scheme, storage=storage), 0, 60)
+def test_any_changes_on_a_gpu(cuda, scheme, memory):
+    any_changes(Raw(cuda, scheme=scheme, memory=memory), 0, 60)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8, torch.float16, torch.float32, torch.float64])

@@ -1,4 +1,4 @@
-"""Rows of tokens kept coded and fetched by index (ibp.KVRows), with a cache and without."""
+"""Rows of tokens kept coded and fetched by index (ibp.kv.KVRows), with a cache and without."""
 
 import re
 import runpy
@@ -21,7 +21,7 @@ def rows_of(num_tokens, heads=HEADS, dim=DIM, dtype=torch.bfloat16, seed=0, devi
 
 def kv_of(sample, device="cpu", cache_bytes=0, **options):
     options = {"num_layers": 2, "num_tokens": TOKENS, "num_heads": HEADS} | options
-    return ibp.KVRows(sample, device=device, cache_bytes=cache_bytes, **options)
+    return ibp.kv.KVRows(sample, device=device, cache_bytes=cache_bytes, **options)
 
 
 @pytest.fixture(params=[0, 40_000, 10_000_000], ids=["no cache", "small cache", "large cache"])
@@ -33,17 +33,17 @@ def test_rows_come_back(cache_bytes):
     layers = [rows_of(TOKENS), rows_of(TOKENS, seed=1)]
     kv = kv_of(torch.cat(layers), cache_bytes=cache_bytes)
     for layer, rows in enumerate(layers):
-        kv.put(layer, rows[:150], torch.arange(150))
-        kv.put(layer, rows[150:].transpose(0, 1).contiguous().transpose(0, 1), torch.arange(150, TOKENS))
+        kv.store(layer, rows[:150], torch.arange(150))
+        kv.store(layer, rows[150:].transpose(0, 1).contiguous().transpose(0, 1), torch.arange(150, TOKENS))
     generator = torch.Generator().manual_seed(2)
     for _ in range(6):
         tokens = torch.randint(TOKENS, (3, HEADS, 10), generator=generator)
         for layer, rows in enumerate(layers):
-            assert_same_bits(kv.select(layer, tokens[0, 0]), rows[tokens[0, 0]])
+            assert_same_bits(kv.load(layer, tokens[0, 0]), rows[tokens[0, 0]])
             wanted = rows[tokens, torch.arange(HEADS)[:, None]]
-            assert_same_bits(kv.select(layer, tokens, per_head=True), wanted)
+            assert_same_bits(kv.load(layer, tokens, per_head=True), wanted)
             out = torch.empty_like(wanted)
-            assert kv.select(layer, tokens.int(), per_head=True, out=out) is out
+            assert kv.load(layer, tokens.int(), per_head=True, out=out) is out
             assert_same_bits(out, wanted)
     kv.check()
     stats = kv.stats()
@@ -58,13 +58,13 @@ def test_tokens_that_are_put_again_are_new_ones(cache_bytes):
     for step in range(60):
         token = torch.tensor([step % 20])
         row = rows_of(1, seed=step)
-        kv.put(1, row, token)
+        kv.store(1, row, token)
         held[token] = row
         tokens = torch.randint(25, (12,), generator=generator)
-        assert_same_bits(kv.select(1, tokens), held[tokens])
-        assert_same_bits(kv.select(0, tokens), torch.zeros_like(held[tokens]))
+        assert_same_bits(kv.load(1, tokens), held[tokens])
+        assert_same_bits(kv.load(0, tokens), torch.zeros_like(held[tokens]))
     kv.clear(1)
-    assert_same_bits(kv.select(1, torch.arange(25)), torch.zeros_like(held[:25]))
+    assert_same_bits(kv.load(1, torch.arange(25)), torch.zeros_like(held[:25]))
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_tokens_that_are_put_again_are_new_ones(cache_bytes):
 def test_shapes_and_dtypes(heads, dim, dtype):
     rows = rows_of(50, heads, dim, dtype)
     kv = kv_of(rows, num_heads=heads, num_tokens=50, cache_bytes=20_000)
-    kv.put(0, rows if heads > 1 else rows[:, 0], torch.arange(50))
+    kv.store(0, rows if heads > 1 else rows[:, 0], torch.arange(50))
     tokens = torch.tensor([[3, 49], [0, 3]])
-    assert_same_bits(kv.select(0, tokens), rows[tokens])
-    assert kv.select(0, torch.empty(0, dtype=torch.int64)).shape == (0, heads, dim)
-    kv.put(0, rows[:0], torch.empty(0, dtype=torch.int64))
+    assert_same_bits(kv.load(0, tokens), rows[tokens])
+    assert kv.load(0, torch.empty(0, dtype=torch.int64)).shape == (0, heads, dim)
+    kv.store(0, rows[:0], torch.empty(0, dtype=torch.int64))
     assert "KVRows(2 layers of 50 tokens" in repr(kv)
 
 
@@ -85,7 +85,7 @@ def test_a_pool_holds_more():
     """The issue's capacity for head rows of 256 bytes: 1.3 times the tokens of BF16 N(0, 0.02)."""
     rows = rows_of(600, 2, 128)
     kv = kv_of(rows[:100], num_heads=2, num_tokens=600)
-    kv.put(0, rows, torch.arange(600))
+    kv.store(0, rows, torch.arange(600))
     kv.check()
     assert kv.codebook.row_bytes == 256 and kv.gain >= 1.3
 
@@ -99,39 +99,39 @@ def test_short_rows_take_a_codebook_that_decodes_fast():
     same = torch.zeros(300, 4, 64, dtype=torch.bfloat16)
     same[..., 3] = torch.randn(300, 4).bfloat16()
     kv = kv_of(same)
-    kv.put(0, same[:TOKENS], torch.arange(TOKENS))
-    assert_same_bits(kv.select(0, torch.arange(TOKENS)), same[:TOKENS])
+    kv.store(0, same[:TOKENS], torch.arange(TOKENS))
+    assert_same_bits(kv.load(0, torch.arange(TOKENS)), same[:TOKENS])
 
 
 def test_lost_rows_raise():
     wild = torch.randint(-(2**15), 2**15, (TOKENS, HEADS, DIM), dtype=torch.int16).view(torch.bfloat16)
     kv = kv_of(rows_of(TOKENS), overflow_bytes=320)
-    kv.put(0, wild, torch.arange(TOKENS))
+    kv.store(0, wild, torch.arange(TOKENS))
     with pytest.raises(RuntimeError, match="rows of layer 0 found no room"):
         kv.check()
     whole = kv_of(rows_of(TOKENS), slot_bytes=2 * DIM, cache_bytes=30_000)
-    whole.put(0, wild, torch.arange(TOKENS))
+    whole.store(0, wild, torch.arange(TOKENS))
     whole.check()
-    assert_same_bits(whole.select(0, torch.arange(TOKENS)), wild)
+    assert_same_bits(whole.load(0, torch.arange(TOKENS)), wild)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda kv, x: kv.put(2, x[:1], torch.tensor([0])), IndexError, "layer is 2; wanted 0 to 1"),
-        (lambda kv, x: kv.put(0, x[:1], torch.tensor([TOKENS])), IndexError, "a token is 200; wanted 0 to 199"),
-        (lambda kv, x: kv.put(0, x[:1], [0]), TypeError, "list; wanted a tensor"),
-        (lambda kv, x: kv.put(0, x[:1], torch.tensor([0.0])), TypeError, "float32"),
-        (lambda kv, x: kv.put(0, x[:2], torch.tensor([0])), ValueError, r"rows are \[2, 4, 64\]"),
-        (lambda kv, x: kv.put(0, x[:1].float(), torch.tensor([0])), ValueError, "float32"),
-        (lambda kv, x: kv.put(0, x[:2].repeat(1, 1, 2)[:, :, ::2], torch.tensor([0, 1])), ValueError, "whole rows"),
-        (lambda kv, x: kv.select(0, torch.tensor([-1])), IndexError, "a token is -1"),
-        (lambda kv, x: kv.select(0, torch.tensor([0]), per_head=True), ValueError, r"wanted \[..., 4, k\]"),
-        (lambda kv, x: kv.select(0, torch.tensor([0]), out=x[:2]), ValueError, "out is"),
+        (lambda kv, x: kv.store(2, x[:1], torch.tensor([0])), IndexError, "layer is 2; wanted 0 to 1"),
+        (lambda kv, x: kv.store(0, x[:1], torch.tensor([TOKENS])), IndexError, "a token is 200; wanted 0 to 199"),
+        (lambda kv, x: kv.store(0, x[:1], [0]), TypeError, "list; wanted a tensor"),
+        (lambda kv, x: kv.store(0, x[:1], torch.tensor([0.0])), TypeError, "float32"),
+        (lambda kv, x: kv.store(0, x[:2], torch.tensor([0])), ValueError, r"rows are \[2, 4, 64\]"),
+        (lambda kv, x: kv.store(0, x[:1].float(), torch.tensor([0])), ValueError, "float32"),
+        (lambda kv, x: kv.store(0, x[:2].repeat(1, 1, 2)[:, :, ::2], torch.tensor([0, 1])), ValueError, "whole rows"),
+        (lambda kv, x: kv.load(0, torch.tensor([-1])), IndexError, "a token is -1"),
+        (lambda kv, x: kv.load(0, torch.tensor([0]), per_head=True), ValueError, r"wanted \[..., 4, k\]"),
+        (lambda kv, x: kv.load(0, torch.tensor([0]), out=x[:2]), ValueError, "out is"),
         (lambda kv, x: kv_of(x, dtype=torch.float32), ValueError, "dtype is torch.float32"),
         (lambda kv, x: kv_of(kv.codebook), ValueError, "a codebook does not know"),
         (lambda kv, x: kv_of(x[:0]), ValueError, "wanted rows"),
-        (lambda kv, x: kv_of(x, storage="disk"), ValueError, "disk"),
+        (lambda kv, x: kv_of(x, memory="disk"), ValueError, "disk"),
         (lambda kv, x: kv_of(x, cache_bytes=-1), ValueError, "cache_bytes"),
     ],
 )
@@ -147,30 +147,30 @@ def test_what_is_refused(call, error, words):
 # ---- on the GPU ----
 
 
-@pytest.mark.parametrize("storage", ["host", "device"])
-def test_rows_come_back_on_the_gpu(cuda, cache_bytes, storage):
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+def test_rows_come_back_on_the_gpu(cuda, cache_bytes, memory):
     rows = rows_of(TOKENS, device=cuda)
-    kv = kv_of(rows, cuda, cache_bytes, storage=storage)
-    kv.put(0, rows, torch.arange(TOKENS, device=cuda))
+    kv = kv_of(rows, cuda, cache_bytes, memory=memory)
+    kv.store(0, rows, torch.arange(TOKENS, device=cuda))
     for seed in range(4):
         tokens = torch.randint(TOKENS, (HEADS, 30), generator=torch.Generator().manual_seed(seed)).to(cuda)
-        assert_same_bits(kv.select(0, tokens[0], max_sms=8), rows[tokens[0]])
+        assert_same_bits(kv.load(0, tokens[0], max_sms=8), rows[tokens[0]])
         wanted = rows[tokens, torch.arange(HEADS, device=cuda)[:, None]]
-        assert_same_bits(kv.select(0, tokens, per_head=True), wanted)
+        assert_same_bits(kv.load(0, tokens, per_head=True), wanted)
     new = rows_of(5, seed=9, device=cuda)
-    kv.put(0, new, torch.arange(5, device=cuda))
-    assert_same_bits(kv.select(0, torch.arange(5)), new)
+    kv.store(0, new, torch.arange(5, device=cuda))
+    assert_same_bits(kv.load(0, torch.arange(5)), new)
     kv.check()
 
 
 def test_tokens_out_of_range_on_the_gpu(cuda, cache_bytes):
     rows = rows_of(TOKENS, device=cuda)
     kv = kv_of(rows, cuda, cache_bytes)
-    kv.put(0, rows, torch.arange(TOKENS, device=cuda))
-    kv.put(0, rows[:3], torch.tensor([5, TOKENS, -1], device=cuda))
+    kv.store(0, rows, torch.arange(TOKENS, device=cuda))
+    kv.store(0, rows[:3], torch.tensor([5, TOKENS, -1], device=cuda))
     with pytest.raises(IndexError, match=r"not in \[0, 200\)"):
         kv.check()
-    got = kv.select(0, torch.tensor([5, TOKENS, 7], device=cuda))
+    got = kv.load(0, torch.tensor([5, TOKENS, 7], device=cuda))
     assert_same_bits(got[[0, 2]], rows[[0, 7]])
     assert not got[1].any()
     with pytest.raises(IndexError, match="wanted 0 to"):
@@ -188,8 +188,8 @@ def test_graphs(cuda, cache_bytes):
     out = torch.empty(HEADS, 8, DIM, dtype=torch.bfloat16, device=cuda)
 
     def step():
-        kv.put(0, row, token)
-        kv.select(0, tokens, per_head=True, out=out)
+        kv.store(0, row, token)
+        kv.load(0, tokens, per_head=True, out=out)
 
     step()
     torch.cuda.synchronize()

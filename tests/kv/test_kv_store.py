@@ -1,5 +1,5 @@
-"""Pages of a KV-cache kept coded (ibp.KVStore): on the CPU what is stored, lost, freed and refused; on the GPU streams,
-events and graphs.
+"""Pages of a KV-cache kept coded (ibp.kv.KVStore): on the CPU what is stored, lost, freed and refused; on the GPU
+streams, events and graphs.
 """
 
 import random
@@ -21,7 +21,7 @@ def cache(num_blocks, shape=PAGE, device="cpu", seed=0, spread=0.02):
 
 
 def store_of(kv, num_pages=40, device="cpu", **options):
-    return ibp.KVStore(kv, num_pages=num_pages, page_bytes=PAGE_BYTES, device=device, **options)
+    return ibp.kv.KVStore(kv, num_pages=num_pages, page_bytes=PAGE_BYTES, device=device, **options)
 
 
 def test_pages_come_back():
@@ -43,9 +43,9 @@ def test_pages_come_back():
 def test_the_device_that_is_not_named():
     """The GPU if there is one, else the CPU."""
     wanted, kv = "cuda" if ibp.cuda_is_available() else "cpu", cache(30)
-    store = ibp.KVStore(kv, num_pages=4, page_bytes=PAGE_BYTES)
-    rows = ibp.KVRows(kv, num_layers=1, num_tokens=10)
-    place = ibp.Place(store.codebook, 8)
+    store = ibp.kv.KVStore(kv, num_pages=4, page_bytes=PAGE_BYTES)
+    rows = ibp.kv.KVRows(kv, num_layers=1, num_tokens=10)
+    place = ibp.CodedRows(store.codebook, 8)
     assert [of.device.type for of in (store, rows, place)] == [wanted] * 3
 
 
@@ -68,7 +68,7 @@ def test_several_tensors_and_parts_of_them(first):
     """A page is a block of all layers; layers can be stored and loaded by themselves."""
     layers = [cache(9, seed=seed) for seed in range(3)]
     store = store_of(torch.cat(layers), num_tensors=3)
-    paged = ibp.PagedTensors(layers)
+    paged = ibp.kv.PagedTensors(layers)
     assert (len(paged), paged.num_blocks, paged.block_bytes, paged.piece_bytes) == (3, 9, PAGE_BYTES, PAGE_BYTES)
     store.store([3, 1], paged, [8, 2])
     out = [torch.zeros_like(layer) for layer in layers]
@@ -100,7 +100,7 @@ def strided_caches():
 def test_strided_pages(number):
     kv = list(strided_caches())[number]
     out = torch.zeros_like(cache(20, (2, 16, 4, 64)))[::2, :, :, 1:3, 8:40]
-    paged = ibp.PagedTensors(kv)
+    paged = ibp.kv.PagedTensors(kv)
     row_bytes = min(paged.piece_bytes, 64)
     store = store_of(kv.contiguous(), row_bytes=row_bytes)
     store.store(torch.arange(10), paged)
@@ -122,7 +122,7 @@ def test_rows_have_to_lie_in_one_piece():
 @pytest.mark.parametrize("level", ["default", "fast"])
 def test_dtypes(dtype, level):
     kv = (torch.randn(8, 4096) * (30 if dtype is torch.int8 else 1)).to(dtype)
-    store = ibp.KVStore(kv, num_pages=8, page_bytes=4096 * dtype.itemsize, device="cpu", level=level)
+    store = ibp.kv.KVStore(kv, num_pages=8, page_bytes=4096 * dtype.itemsize, device="cpu", level=level)
     out = torch.empty_like(kv)
     assert store.store(range(8), kv).lost() == []
     store.load(range(8), out).synchronize()
@@ -137,7 +137,7 @@ def test_a_pool_holds_more(page_bytes, row_bytes, gain):
     kv = cache(48, (page_bytes // 2,))
     pool = 32 * page_bytes
     own_rows = None if row_bytes == 2048 else row_bytes
-    store = ibp.KVStore(kv[:16], pool_bytes=pool, page_bytes=page_bytes, row_bytes=own_rows, device="cpu")
+    store = ibp.kv.KVStore(kv[:16], pool_bytes=pool, page_bytes=page_bytes, row_bytes=own_rows, device="cpu")
     assert store.place.row_bytes == row_bytes
     assert store.pool_bytes <= pool and store.num_pages >= int(gain * 32) and store.gain >= gain
     for seed in range(3):  # pages are stored again and again, with other contents
@@ -151,13 +151,13 @@ def test_a_pool_holds_more(page_bytes, row_bytes, gain):
 
 def test_sizes_of_a_pool_and_a_number_of_pages():
     kv = cache(16)
-    store = ibp.KVStore(kv, num_pages=10, pool_bytes=int(10 * PAGE_BYTES / 1.4), page_bytes=PAGE_BYTES, device="cpu")
+    store = ibp.kv.KVStore(kv, num_pages=10, pool_bytes=int(10 * PAGE_BYTES / 1.4), page_bytes=PAGE_BYTES, device="cpu")
     assert store.pool_bytes <= 10 * PAGE_BYTES / 1.4 and store.place.slot_bytes % 32 == 0
     assert store.store(range(10), kv[:10]).lost() == []
-    whole = ibp.KVStore(kv, num_pages=10, pool_bytes=20 * PAGE_BYTES, page_bytes=PAGE_BYTES, device="cpu")
+    whole = ibp.kv.KVStore(kv, num_pages=10, pool_bytes=20 * PAGE_BYTES, page_bytes=PAGE_BYTES, device="cpu")
     assert whole.place.slot_bytes == whole.place.row_bytes and whole.pool_bytes == 10 * PAGE_BYTES
-    book = ibp.analyze(kv.view(-1, 1024), scheme="planes")
-    of_book = ibp.KVStore(book, num_pages=10, page_bytes=PAGE_BYTES, device="cpu")
+    book = ibp.codecs.analyze(kv.view(-1, 1024), scheme="planes")
+    of_book = ibp.kv.KVStore(book, num_pages=10, page_bytes=PAGE_BYTES, device="cpu")
     assert of_book.store(range(10), kv[:10]).lost() == []
 
 
@@ -175,7 +175,7 @@ def test_pages_that_find_no_room_are_reported():
     stored = store.store(range(20, 40), wild, range(20, 40))
     lost = stored.lost()
     kept = [page for page in range(40) if page not in lost]
-    assert 16 <= len(lost) < 20 and min(lost) >= 20 and repr(stored).startswith("ibp.Transfer(store of 20 pages")
+    assert 16 <= len(lost) < 20 and min(lost) >= 20 and repr(stored).startswith("ibp.kv.Transfer(store of 20 pages")
     assert store.is_stored(range(40)) == [page in kept for page in range(40)]
     store.load(kept, out, kept).synchronize()
     wanted = torch.cat([kv[:20], wild[20:]])
@@ -262,24 +262,24 @@ def test_no_pages():
         (lambda s, kv: s.store([0], kv, [0], first_tensor=1), ValueError, "from number 1 on; a page has 1"),
         (lambda s, kv: s.store([0], kv, [0], max_sms=-1), ValueError, "max_sms"),
         (lambda s, kv: s.store([0], torch.zeros(3, 0), [0]), ValueError, "no blocks"),
-        (lambda s, kv: s.load([0], ibp.PagedTensors([kv, kv]), [0]), ValueError, "there are 2 tensors"),
+        (lambda s, kv: s.load([0], ibp.kv.PagedTensors([kv, kv]), [0]), ValueError, "there are 2 tensors"),
         (lambda s, kv: s.is_stored([99]), IndexError, "99"),
         (lambda s, kv: s.free([99]), IndexError, "99"),
-        (lambda s, kv: ibp.PagedTensors([]), TypeError, "at least one"),
-        (lambda s, kv: ibp.PagedTensors([kv, kv[:3]]), ValueError, "differ"),
-        (lambda s, kv: ibp.KVStore(kv, page_bytes=PAGE_BYTES, device="cpu"), ValueError, "neither"),
+        (lambda s, kv: ibp.kv.PagedTensors([]), TypeError, "at least one"),
+        (lambda s, kv: ibp.kv.PagedTensors([kv, kv[:3]]), ValueError, "differ"),
+        (lambda s, kv: ibp.kv.KVStore(kv, page_bytes=PAGE_BYTES, device="cpu"), ValueError, "neither"),
         (
-            lambda s, kv: ibp.KVStore(kv, num_pages=1, page_bytes=100, row_bytes=64, device="cpu"),
+            lambda s, kv: ibp.kv.KVStore(kv, num_pages=1, page_bytes=100, row_bytes=64, device="cpu"),
             ValueError,
             "whole rows",
         ),
-        (lambda s, kv: ibp.KVStore(7, num_pages=1, page_bytes=100, device="cpu"), TypeError, "codebook is a int"),
+        (lambda s, kv: ibp.kv.KVStore(7, num_pages=1, page_bytes=100, device="cpu"), TypeError, "codebook is a int"),
         (
-            lambda s, kv: ibp.KVStore(s.codebook, num_pages=1, page_bytes=2048, row_bytes=64, device="cpu"),
+            lambda s, kv: ibp.kv.KVStore(s.codebook, num_pages=1, page_bytes=2048, row_bytes=64, device="cpu"),
             ValueError,
             "beside",
         ),
-        (lambda s, kv: store_of(kv, storage="disk"), ValueError, "storage is 'disk'"),
+        (lambda s, kv: store_of(kv, memory="disk"), ValueError, "memory is 'disk'"),
         (lambda s, kv: store_of(kv, pool_bytes=1000), ValueError, "pool_bytes is 1000"),
         (lambda s, kv: store_of(kv[0, 0, 0]), ValueError, "at least one row"),
     ],
@@ -394,11 +394,11 @@ def numbers_on(device):
             "gpu": lambda n: torch.tensor(n, device=device)}  # fmt: skip
 
 
-@pytest.mark.parametrize("storage", ["host", "device"])
+@pytest.mark.parametrize("memory", ["pinned", "device"])
 @pytest.mark.parametrize("kind", ["list", "cpu", "int32", "gpu"])
-def test_pages_come_back_on_the_gpu(cuda, near, storage, kind):
-    store, out, of = store_of(near, device=cuda, storage=storage), torch.zeros_like(near), numbers_on(cuda)[kind]
-    assert store.place.slots.is_cuda == (storage == "device")
+def test_pages_come_back_on_the_gpu(cuda, near, memory, kind):
+    store, out, of = store_of(near, device=cuda, memory=memory), torch.zeros_like(near), numbers_on(cuda)[kind]
+    assert store.place.slots.is_cuda == (memory == "device")
     stored = store.store(of([5, 39, 0, 7]), near, of([63, 3, 4, 11]))
     assert stored.lost() == [] and stored.is_done()
     assert store.is_stored([5, 6, 39]) == [True, False, True]
@@ -414,7 +414,7 @@ def test_pages_come_back_on_the_gpu(cuda, near, storage, kind):
 def test_strided_pages_on_the_gpu(cuda, number):
     kv = list(strided_caches())[number]
     kv = torch.empty_strided(kv.shape, kv.stride(), dtype=kv.dtype, device=cuda).copy_(kv)
-    paged = ibp.PagedTensors(kv)
+    paged = ibp.kv.PagedTensors(kv)
     store = store_of(kv.contiguous(), row_bytes=min(paged.piece_bytes, 64), device=cuda)
     store.store(torch.arange(10), paged)
     out = torch.zeros(20, 2, 16, 4, 64, dtype=kv.dtype, device=cuda)[::2, :, :, 1:3, 8:40]
@@ -498,7 +498,7 @@ def test_bad_numbers_on_the_gpu_harm_nothing(cuda, near):
 def test_graphs(cuda, near):
     store, out = store_of(near, num_pages=64, device=cuda), torch.zeros_like(near)
     kv, pages = near.clone(), torch.arange(8, device=cuda)
-    blocks, paged, to = torch.arange(8, device=cuda), ibp.PagedTensors(kv), ibp.PagedTensors(out)
+    blocks, paged, to = torch.arange(8, device=cuda), ibp.kv.PagedTensors(kv), ibp.kv.PagedTensors(out)
     store.store(pages, paged, blocks).synchronize()
     store.load(pages, to, blocks).synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -22,8 +22,12 @@ from ibp.calibration import _measuring
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 READ, WRITE = calibration._read, calibration._write  # which the other tests do without
-SLOW_LINK = dataclasses.replace(ibp.H200, gpu="slow link", read_gbps=6.0, least_row_ns=8.0, copy_in_gbps=6.5)
-FAST_LINK = dataclasses.replace(ibp.H200, gpu="fast link", read_gbps=400.0, least_row_ns=0.2, copy_in_gbps=420.0)
+SLOW_LINK = dataclasses.replace(
+    ibp.calibration.H200, gpu="slow link", read_gbps=6.0, least_row_ns=8.0, copy_in_gbps=6.5
+)
+FAST_LINK = dataclasses.replace(
+    ibp.calibration.H200, gpu="fast link", read_gbps=400.0, least_row_ns=0.2, copy_in_gbps=420.0
+)
 
 
 @pytest.fixture
@@ -64,31 +68,31 @@ def test_it_ends_with_a_test(test):
 
 
 def test_it_is_measured_once(machine, tmp_path):
-    assert calibration.in_force(GPU) is ibp.H200 and not calibration.is_measured(GPU)
-    assert ibp.calibrate() == SLOW_LINK == ibp.calibrate(device=0) and machine.calls == 1
+    assert calibration.in_force(GPU) is ibp.calibration.H200 and not calibration.is_measured(GPU)
+    assert ibp.calibration.calibrate() == SLOW_LINK == ibp.calibration.calibrate(device=0) and machine.calls == 1
     assert calibration.in_force(GPU) == SLOW_LINK == calibration.in_force(CPU) and calibration.is_measured(GPU)
     forget()
-    assert calibration.in_force(GPU) == SLOW_LINK == ibp.calibrate() and machine.calls == 1
+    assert calibration.in_force(GPU) == SLOW_LINK == ibp.calibration.calibrate() and machine.calls == 1
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "ibp"]
 
 
 def test_it_is_measured_again_when_asked(machine):
-    ibp.calibrate()
-    assert ibp.calibrate(refresh=True) == FAST_LINK == calibration.in_force(GPU) and machine.calls == 2
+    ibp.calibration.calibrate()
+    assert ibp.calibration.calibrate(refresh=True) == FAST_LINK == calibration.in_force(GPU) and machine.calls == 2
     forget()
-    assert ibp.calibrate() == FAST_LINK and machine.calls == 2
+    assert ibp.calibration.calibrate() == FAST_LINK and machine.calls == 2
 
 
 @pytest.mark.parametrize("changed", [{"name": "another GPU"}, {"uuid": "4-5-6"}, {"version": "0.0.1"}], ids=str)
 def test_another_machine_has_another(machine, monkeypatch, changed):
-    ibp.calibrate()
+    ibp.calibration.calibrate()
     forget()
     if "version" in changed:
         monkeypatch.setattr(calibration._core, "version", lambda: changed["version"])
     else:
         vars(machine.properties).update(changed)
-    assert calibration.in_force(GPU) is ibp.H200
-    assert ibp.calibrate(refresh=True) == FAST_LINK
+    assert calibration.in_force(GPU) is ibp.calibration.H200
+    assert ibp.calibration.calibrate(refresh=True) == FAST_LINK
 
 
 def contents():
@@ -131,12 +135,12 @@ def test_a_broken_file_is_left_out(machine):
         forget()
         calibration._complained.clear()
         with pytest.warns(UserWarning, match="is left out") as warned:
-            assert calibration.in_force(GPU) is ibp.H200, name
+            assert calibration.in_force(GPU) is ibp.calibration.H200, name
             forget()
-            assert calibration.in_force(GPU) is ibp.H200, name
+            assert calibration.in_force(GPU) is ibp.calibration.H200, name
         assert len(warned) == 1, name
     forget()
-    assert ibp.calibrate() == SLOW_LINK
+    assert ibp.calibration.calibrate() == SLOW_LINK
     forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -145,8 +149,8 @@ def test_a_broken_file_is_left_out(machine):
 
 def test_it_is_measured_where_there_was_nothing_to_read(machine):
     """The H200's rates, in force meanwhile, are not taken for measured ones."""
-    assert calibration.in_force(GPU) is ibp.H200
-    assert ibp.calibrate() == SLOW_LINK
+    assert calibration.in_force(GPU) is ibp.calibration.H200
+    assert ibp.calibration.calibrate() == SLOW_LINK
 
 
 def test_writers_at_the_same_time(machine, tmp_path):
@@ -168,7 +172,7 @@ def test_a_directory_that_cannot_be_written(machine, tmp_path, monkeypatch):
     file.write_text("no directory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     with pytest.warns(UserWarning, match="for this process only"):
-        assert ibp.calibrate() == SLOW_LINK
+        assert ibp.calibration.calibrate() == SLOW_LINK
     assert calibration.in_force(GPU) == SLOW_LINK
 
 
@@ -183,8 +187,8 @@ def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(ops, "cuda_is_available", lambda: False)
     monkeypatch.setattr(calibration, "_in_force", {})
     with pytest.raises(RuntimeError, match="needs a CUDA device"):
-        ibp.calibrate()
-    assert calibration.in_force(CPU) is ibp.H200
+        ibp.calibration.calibrate()
+    assert calibration.in_force(CPU) is ibp.calibration.H200
 
 
 @pytest.mark.parametrize(
@@ -194,16 +198,16 @@ def test_without_a_gpu(monkeypatch):
 )
 def test_arguments(machine, arguments, error):
     with pytest.raises(error, match="seconds"):
-        ibp.calibrate(**arguments)
+        ibp.calibration.calibrate(**arguments)
     with pytest.raises(ValueError, match="wanted a CUDA device"):
-        ibp.calibrate("cpu")
+        ibp.calibration.calibrate("cpu")
     assert machine.calls == 0
 
 
 def test_nothing_measures_by_itself(monkeypatch):
     monkeypatch.setattr(_measuring, "measure", lambda *arguments: pytest.fail("measured"))
     x = embedding(3000, 64)
-    table = ibp.compress(x, pin_memory=False)
+    table = ibp.compress(x, memory="host")
     assert_same_bits(ibp.index_select(table, torch.arange(3000)), x)
 
 
@@ -233,7 +237,9 @@ def scheme_for(monkeypatch):
 
 
 def slow_decoder(**rates):
-    return {name: dataclasses.replace(getattr(ibp.H200, name), **rates) for name in ("pairs", "dense", "masks")}
+    return {
+        name: dataclasses.replace(getattr(ibp.calibration.H200, name), **rates) for name in ("pairs", "dense", "masks")
+    }
 
 
 def test_auto_reckons_with_the_machine(monkeypatch, scheme_for):
@@ -282,19 +288,19 @@ def test_paths_reckon_with_the_machine(monkeypatch):
 
 
 def test_thresholds_of_an_h200():
-    assert ibp.H200.least_streamed_bytes == pytest.approx(64 << 20, rel=1e-3)
-    assert ibp.H200.least_staging_threads == 8
-    no_faster = dataclasses.replace(ibp.H200, copy_in_gbps=50.0)
+    assert ibp.calibration.H200.least_streamed_bytes == pytest.approx(64 << 20, rel=1e-3)
+    assert ibp.calibration.H200.least_staging_threads == 8
+    no_faster = dataclasses.replace(ibp.calibration.H200, copy_in_gbps=50.0)
     assert no_faster.least_streamed_bytes == 1 << 30
 
 
 def test_it_is_shown(machine):
-    text = repr(ibp.H200)
-    assert text.startswith("ibp.Calibration of NVIDIA H200\n") and "64 MiB" in text and "1,952" in text
+    text = repr(ibp.calibration.H200)
+    assert text.startswith("ibp.calibration.Calibration of NVIDIA H200\n") and "64 MiB" in text and "1,952" in text
     assert max(map(len, text.splitlines())) < 120
-    assert dataclasses.replace(ibp.H200) == ibp.H200
+    assert dataclasses.replace(ibp.calibration.H200) == ibp.calibration.H200
     with pytest.raises(dataclasses.FrozenInstanceError):
-        ibp.H200.read_gbps = 1.0
+        ibp.calibration.H200.read_gbps = 1.0
 
 
 # ---- how it is measured --------------------------------------------------------------------------------------------
@@ -309,7 +315,7 @@ def test_families_of_coders(name, row_bytes):
     """Their rows are coded by the family that they are named after, and save something."""
     family = FAMILIES[name]
     table, codebook = family.table(row_bytes, 1 << 19, CPU), family.codebook(row_bytes)
-    assert choice.coder_rates(codebook, ibp.H200) is getattr(ibp.H200, name)
+    assert choice.coder_rates(codebook, ibp.calibration.H200) is getattr(ibp.calibration.H200, name)
     assert table.savings > 0.15 and table.num_rows == (1 << 19) // row_bytes
     whole = ibp.decompress(table).view(torch.uint8).view(-1)
     assert torch.equal(whole, family.rows.view(torch.uint8).view(-1)[: 1 << 19])
@@ -372,7 +378,7 @@ def test_the_least_time_of_a_row(monkeypatch):
     monkeypatch.setattr(
         _memory, "empty", lambda num_bytes, *others, **options: torch.empty(num_bytes, dtype=torch.uint8)
     )
-    known = dataclasses.replace(ibp.H200, coded_read_share=1.0)
+    known = dataclasses.replace(ibp.calibration.H200, coded_read_share=1.0)
     slower = 1.08 * 2.6
     for coded_ns, raw_ns, expected in ((2.6, 128 / 51.4, slower), (5.2, 256 / 51.4, slower), (1.9, 128 / 51.4, 1.45)):
         rows_take(monkeypatch, lambda table: raw_ns if table.scheme == "raw" else coded_ns)
@@ -383,7 +389,7 @@ def test_the_share_of_coded_rows(monkeypatch):
     family, clock = FAMILIES["pairs"], types.SimpleNamespace(table_bytes=1 << 20)
     for coded_ns, expected in ((5.0, 192 / 5.0 / 51.4), (1.0, 1.0)):
         rows_take(monkeypatch, lambda table: coded_ns)
-        assert _measuring._coded_read_share(clock, family, ibp.H200) == pytest.approx(expected, rel=0.01)
+        assert _measuring._coded_read_share(clock, family, ibp.calibration.H200) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_start_of_a_stream(monkeypatch):
@@ -392,8 +398,8 @@ def test_the_start_of_a_stream(monkeypatch):
     clock = types.SimpleNamespace(table_bytes=1 << 20, device=CPU, wall_s=lambda call: next(taken))
     num_bytes = FAMILIES["pairs"].table(2048, 1 << 20, CPU).resident_bytes
     expected = 100 + num_bytes * (1 / 51.4 - 1 / 55.4) / 1e3
-    assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.H200) == pytest.approx(expected)
-    assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.H200) == 1.0
+    assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == pytest.approx(expected)
+    assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == 1.0
 
 
 def test_ids_differ_from_call_to_call(monkeypatch):
@@ -415,11 +421,11 @@ def test_on_a_gpu(cuda, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(cuda)
-    found = ibp.calibrate(cuda, seconds=1)
+    found = ibp.calibration.calibrate(cuda, seconds=1)
     print(found)
     gc.collect()
     assert torch.cuda.memory_allocated(cuda) <= before + (64 << 20)
-    assert found.gpu == torch.cuda.get_device_name(cuda) and found is not ibp.H200
+    assert found.gpu == torch.cuda.get_device_name(cuda) and found is not ibp.calibration.H200
     assert all(0 < rate < 1e5 for rate in dataclasses.astuple(found.pairs))
     calibration._in_force.clear()
     assert calibration.in_force(cuda) == found

@@ -39,7 +39,7 @@ def test_each_allocation_fails(shim):
 
 
 # Those that change what is there; the others are left as they are by anything.
-OFTEN = ["compress_", "update_", "append", "RowCache.refill", "RowCache.update_", "KVStore", "KVRows"]
+OFTEN = ["compress in place", "update_", "append", "RowCache.refill", "RowCache.update_", "KVStore", "KVRows"]
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])

@@ -75,7 +75,7 @@ def test_memory_is_used_again(cuda):
     """What a table leaves is the next one's, and no byte of it is read as the new table's."""
     ibp.release_pinned()
     x = torch.randn(1 << 14, 256).to(torch.bfloat16)
-    codebook = ibp.analyze(x)
+    codebook = ibp.codecs.analyze(x)
     table = ibp.compress(x, codebook=codebook)
     held = [tensor.numel() for tensor in (table.slots, table.overflow) if tensor.numel() >= 64 << 10]
     address = table.slots.data_ptr()
@@ -145,9 +145,9 @@ def test_the_node_of_a_gpu(text, node, tmp_path, monkeypatch):
 
 def test_nodes_that_are_none():
     x = torch.randn(100, 64)
-    table = ibp.compress(x, device="cpu", pin_memory=False)
+    table = ibp.compress(x, device="cpu", memory="host")
     for call in (
-        lambda numa: ibp.compress(x, numa=numa, device="cpu", pin_memory=False),
+        lambda numa: ibp.compress(x, numa=numa, device="cpu", memory="host"),
         lambda numa: table.share_memory_(numa=numa),
         lambda numa: table.pin_memory(numa=numa),
     ):
@@ -182,7 +182,7 @@ def can_bind(address, num_bytes):
 
 @pytest.mark.parametrize("numa", [None, 0])
 def test_new_memory_asks_for_its_node(numa):
-    table = ibp.compress(torch.randn(1000, 64), device="cpu", pin_memory=False)
+    table = ibp.compress(torch.randn(1000, 64), device="cpu", memory="host")
     table.share_memory_(numa=numa)
     address = table.slots.data_ptr() // 4096 * 4096
     mode, nodes = policy_at(address)
@@ -211,4 +211,4 @@ def test_pinned_memory_on_a_node(cuda, numa):
         assert mode == 1 and len(nodes) == 1 and nodes[0] in _numa.online_nodes()
     assert table.is_pinned()
     assert_same_bits(table.decompress(device=cuda).cpu(), x)
-    assert ibp.compress(x, pin_memory=False).pin_memory(numa=numa).is_pinned()
+    assert ibp.compress(x, memory="host").pin_memory(numa=numa).is_pinned()

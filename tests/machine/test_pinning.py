@@ -13,7 +13,6 @@ from ibp import _core
 from ibp._common import ops
 from ibp._fetch import host_gather
 from ibp._machine import memory, segments
-from ibp._tables import coding
 from models import IDS, Net
 
 MOST_PINNED = 4096  # bytes: records of faults, which kernels write to, are the one thing that must be pinned
@@ -62,7 +61,6 @@ def warned(call):
 def made_up_gpu(refused, monkeypatch):
     """What is pinned where there is a GPU is asked for here too."""
     monkeypatch.setattr(ops, "cuda_is_available", lambda: True)
-    monkeypatch.setattr(coding.ops, "cuda_is_available", lambda: True)
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"scheme": "raw"}], ids=str)
@@ -75,7 +73,7 @@ def test_a_table_is_pageable(made_up_gpu, options):
     assert_same_bits(table.index_select([5, 2999]), x[[5, 2999]])
     assert warned(lambda: ibp.compress(x, device="cpu"))[1] == []  # it has been said
     with pytest.raises(RuntimeError, match="cannot be pinned"):
-        ibp.compress(x, device="cpu", pin_memory=True)
+        ibp.compress(x, device="cpu", memory="pinned")
     with pytest.raises(RuntimeError, match="cannot be pinned"):
         table.pin_memory()
     assert_same_bits(table.decompress(), x)
@@ -84,12 +82,12 @@ def test_a_table_is_pageable(made_up_gpu, options):
 def test_a_table_in_its_tensors_memory_is_pageable(made_up_gpu):
     x = embedding(2000, 32)
     before = x.clone()
-    table, said = warned(lambda: ibp.compress_(x, device="cpu"))
+    table, said = warned(lambda: ibp.compress(x, device="cpu", inplace=True))
     assert len(said) == 1 and not table.is_pinned()
     assert_same_bits(table.decompress(), before)
     x = before.clone()
     with pytest.raises(RuntimeError, match="cannot be pinned") as raised:
-        ibp.compress_(x, device="cpu", pin_memory=True)
+        ibp.compress(x, device="cpu", memory="pinned", inplace=True)
     assert_same_bits(raised.value.table.decompress(), before)
 
 
@@ -127,7 +125,7 @@ def test_rows_come_to_a_gpu(cuda, refused):
     with pytest.raises(ValueError, match="refuses to pin"):
         table.index_select(many, device=cuda, path="cpu")
     assert_same_bits(table.decompress(device=cuda).cpu(), x)
-    assert_same_bits(ibp.decompress_many([table, table], device=cuda)[1].cpu(), x)
+    assert_same_bits(ibp.decompress([table, table], device=cuda)[1].cpu(), x)
     bags = ibp.embedding_bag(table, few.view(10, 10).to(cuda), mode="sum")
     assert_same_bits(bags, torch.nn.functional.embedding_bag(few.view(10, 10).to(cuda), x.to(cuda), mode="sum"))
     table.update_(few[:1], x[:1]).append(x[:3])
@@ -149,7 +147,7 @@ def test_a_cache_of_a_pageable_table(cuda, refused, options):
     cache.refill(torch.rand(4000))
     bags = ibp.embedding_bag(cache, ids.view(50, 10)[1:].to(cuda), mode="sum")
     assert bags.shape == (49, 64)
-    unpinned = ibp.compress(x, pin_memory=False)
+    unpinned = ibp.compress(x, memory="host")
     with pytest.raises(ValueError, match="pin_memory"):
         ibp.RowCache(unpinned, 1 << 20, devices=cuda)
 
@@ -157,7 +155,7 @@ def test_a_cache_of_a_pageable_table(cuda, refused, options):
 def test_shared_memory_that_is_not_pinned(cuda, refused, monkeypatch):
     x = embedding(4000, 64)
     table, _ = warned(lambda: ibp.compress(x))
-    opened = ibp.open_shared(table.share_memory_().share(), pin_memory=True)
+    opened = ibp.distributed.open_shared(table.share_memory_().share(), memory="pinned")
 
     def refuse_pages(segment):
         raise memory.PinningError("made up by the test")

@@ -127,12 +127,12 @@ def test_compress_in_place_through_staging_interrupted_twice(fake_gpu, monkeypat
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
     monkeypatch.setattr(_staging, "outlet", lambda worker, home, pageable: _staging.Outlet(worker, pageable))
     before = one_hot_rows(150, 60)
-    codebook, seen = ibp.analyze(before, scheme="planes"), set()
+    codebook, seen = ibp.codecs.analyze(before, scheme="planes"), set()
 
     def interrupted(line, point):
         x = before.clone()
         table, raised = interrupt_at(
-            line, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+            line, point, lambda: ibp.compress(x, codebook=codebook, device="cpu", memory="host", inplace=True)
         )
         seen.add(assert_kept(table, x, before))
         return raised

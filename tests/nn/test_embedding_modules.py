@@ -12,7 +12,7 @@ import ibp
 from helpers import assert_same_bits, embedding, pairwise
 from ibp.nn import _making
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -355,7 +355,7 @@ def test_collections_that_are_wrong():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu(cuda, pinned, dtype):
     weight = embedding(500, 64, dtype)
-    table = ibp.compress(weight, pin_memory=True) if pinned else ibp.compress(weight.to(cuda))
+    table = ibp.compress(weight, memory="pinned") if pinned else ibp.compress(weight.to(cuda))
     ids, offsets = (part.to(cuda) for part in bags_of(500))
     for mode in ("sum", "mean", "max"):
         for trainable in (False, True):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ibp
 from helpers import assert_same_bits, assert_same_table, embedding
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 IDS = torch.tensor([[3, 99], [0, 3]])
 
 
@@ -190,7 +190,7 @@ def test_ddp(one_process):
 def test_on_a_gpu(cuda, stays):
     weight = embedding(100, 32)
     model = torch.nn.Sequential(
-        ibp.nn.Embedding(ibp.compress(weight, pin_memory=True), stays=stays), torch.nn.Linear(32, 3)
+        ibp.nn.Embedding(ibp.compress(weight, memory="pinned"), stays=stays), torch.nn.Linear(32, 3)
     ).to(cuda)
     held = model[0].weight
     assert held.is_pinned() == stays and held.is_cuda != stays

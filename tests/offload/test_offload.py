@@ -148,7 +148,7 @@ def test_memory_order_is_kept():
             layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight.stride()))
         assert_same_bits(model(x)[0], wanted[0])
     assert seen[1::2][:2] == strides[:2] or seen[:2] == strides[:2]
-    offloaded.remove()
+    offloaded.close()
     assert [layer.weight.stride() for layer in model][:2] == strides[:2]
     assert_same_bits(model[2].weight.data, wide[..., ::2])
 
@@ -164,7 +164,7 @@ def test_weights_that_share_memory():
         assert_same_bits(model(IDS), wanted)
         state = model.state_dict()
         assert state["head.weight"] is state["embed.weight"]
-        offloaded.remove()
+        offloaded.close()
     assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
     assert_same_bits(model(IDS).detach(), wanted)
 
@@ -359,7 +359,7 @@ def test_weights_at_rest():
     ):
         with pytest.raises(RuntimeError, match="is offloaded and cannot be written to"):
             write()
-    offloaded.remove()
+    offloaded.close()
     for name, weight in model.named_parameters():
         assert type(weight) is nn.Parameter and not vars(weight)
         assert_same_bits(weight, before[name])
@@ -380,9 +380,9 @@ def test_state_dict(tie):
     if tie:
         state = model.state_dict()
         assert state["head.weight"] is state["embed.weight"]
-    with pytest.raises(RuntimeError, match="embed.weight is offloaded.*remove"):
+    with pytest.raises(RuntimeError, match="embed.weight is offloaded.*close"):
         model.load_state_dict(before)
-    offloaded.remove()
+    offloaded.close()
     model.load_state_dict(before)
     Net().load_state_dict(before)
 
@@ -395,8 +395,8 @@ def test_remove():
     with torch.no_grad():
         model(IDS)
     assert "21" not in repr(offloaded) and "removed" not in repr(offloaded)
-    offloaded.remove()
-    offloaded.remove()
+    offloaded.close()
+    offloaded.close()
     assert "removed" in repr(offloaded)
     for name, value in model.named_parameters():
         assert_same_bits(value, before[name][0])
@@ -404,19 +404,19 @@ def test_remove():
     for module in model.modules():
         assert not module._forward_pre_hooks and not module._forward_hooks and not module._state_dict_hooks
         assert not module._load_state_dict_pre_hooks and "forward" not in vars(module)
-    offload(model).remove()
+    offload(model).close()
 
 
 def test_remove_from_within_a_call():
     model = Net()
     offloaded = offload(model)
-    handle = model.blocks[1].up.register_forward_pre_hook(lambda module, args: offloaded.remove())
+    handle = model.blocks[1].up.register_forward_pre_hook(lambda module, args: offloaded.close())
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="in use"):
             model(IDS)
         handle.remove()
         model(IDS)
-    offloaded.remove()
+    offloaded.close()
 
 
 def test_what_cannot_be_copied():
@@ -429,7 +429,7 @@ def test_what_cannot_be_copied():
             pickle.dumps(thing)
     with pytest.raises(RuntimeError, match="pickled"):
         torch.save(model, io.BytesIO())
-    offloaded.remove()
+    offloaded.close()
     copy.deepcopy(model)
 
 
@@ -441,7 +441,7 @@ def test_models_beside_each_other():
         for _ in range(2):
             for model, result in zip(models, wanted):
                 assert_same_bits(model(IDS), result)
-        handles[0].remove()
+        handles[0].close()
         for model, result in zip(models, wanted):
             assert_same_bits(model(IDS), result)
 
@@ -454,7 +454,7 @@ def test_offloaded_already():
     for other in (model.blocks[1], model, borrower):
         with pytest.raises(ValueError, match="already"):
             offload(other)
-    offloaded.remove()
+    offloaded.close()
     offload(model)
 
 
@@ -478,7 +478,7 @@ def test_errors_inside_a_layer(error, lookahead):
             model(IDS)
         handle.remove()
         assert_same_bits(model(IDS), wanted)
-    offloaded.remove()
+    offloaded.close()
     assert_same_bits(model(IDS), wanted)
 
 
@@ -491,14 +491,14 @@ def test_removed_after_an_interrupt():
 
     def interrupt(*_):
         with pytest.raises(RuntimeError, match="in use"):
-            offloaded.remove()
+            offloaded.close()
         raise Interrupted
 
     handle = model.blocks[1].down.register_forward_pre_hook(interrupt)
     with pytest.raises(Interrupted):
         model(IDS)
     handle.remove()
-    offloaded.remove()
+    offloaded.close()
     assert_same_bits(model(IDS), wanted)
 
 
@@ -587,7 +587,7 @@ def test_training_mode_keeps_what_is_trained():
     assert not is_offloaded(model.blocks[2].up.weight)
     model(IDS).sum().backward()
     assert model.blocks[2].up.weight.grad is not None
-    offloaded.remove()
+    offloaded.close()
 
 
 class Adapter(nn.Module):
@@ -659,7 +659,7 @@ def test_gradients_of_inputs():
         y.square().sum().backward()
     assert_same_bits(xs[0].grad, xs[1].grad)
     y = model[1](model[0](xs[1], xs[1], xs[1])[0])
-    offloaded.remove()  # between forward and backward
+    offloaded.close()  # between forward and backward
     y.sum().backward()
 
 
@@ -706,7 +706,7 @@ def test_resident_weights(resident, share):
     for name, value in model.state_dict().items():
         assert_same_bits(value, weights[name])
     assert offloaded.stats().weight_bytes == total + model.embed.weight.nbytes
-    offloaded.remove()
+    offloaded.close()
     assert_same_bits(model(IDS), wanted)
 
 
@@ -734,7 +734,7 @@ def test_several_devices_take_turns():
     for _ in range(2):
         assert_same_bits(model(IDS), wanted)
     assert offloaded.stats().misses == 0
-    offloaded.remove()
+    offloaded.close()
     assert_same_bits(model(IDS), wanted)
 
 
@@ -794,7 +794,7 @@ def test_more_in_use_than_the_arena_holds():
     for layer, other in zip(layers, copies):
         other.load_state_dict(layer.state_dict())
     in_four_threads(lambda number: assert_same_bits(gradient(layers[number]), gradient(copies[number])))
-    offloaded.remove()
+    offloaded.close()
 
 
 # ---- checkpoints ----
@@ -834,7 +834,7 @@ def test_checkpoints(source, tmp_path):
     offloaded = offload(model, checkpoint=checkpoint, lookahead=1, resident_bytes=20000)
     assert all(one is other for one, other in zip(held, model.parameters()))
     assert_same_bits(model(IDS), plain(IDS))
-    offloaded.remove()
+    offloaded.close()
     assert_same_bits(model(IDS), plain(IDS))
     for name, value in model.state_dict().items():
         assert_same_bits(value, state[name])
@@ -847,7 +847,7 @@ def test_compressed_checkpoints_are_opened_directly(scheme, tmp_path):
     plain = Net(dtype=torch.bfloat16)
     state = plain.state_dict()
     ibp.save(tmp_path / "plain.safetensors", state)
-    report = ibp.compress_checkpoint(
+    report = ibp.checkpoints.compress(
         tmp_path / "plain.safetensors", tmp_path / "m.safetensors", scheme="planes", device="cpu", shard_bytes=30_000
     )
     assert len(report.files) > 1
@@ -863,7 +863,7 @@ def test_compressed_checkpoints_are_opened_directly(scheme, tmp_path):
                 is_same = tables[name].codebook == table.codebook and tables[name].row_bytes == table.row_bytes
                 assert is_same == (scheme == "auto" and name != "embed.weight"), name  # whose rows are shorter
         assert_same_bits(model(IDS), plain(IDS))
-        offloaded.remove()
+        offloaded.close()
         for name, value in model.state_dict().items():
             assert_same_bits(value, state[name])
 
@@ -872,7 +872,7 @@ def test_compressed_checkpoints_are_opened_directly(scheme, tmp_path):
 def test_a_gpu_takes_tables_of_compressed_checkpoints(cuda, tmp_path):
     plain = Wide(num_layers=3)
     ibp.save(tmp_path / "plain.safetensors", plain.state_dict())
-    ibp.compress_checkpoint(tmp_path / "plain.safetensors", tmp_path / "m.safetensors", device=cuda)
+    ibp.checkpoints.compress(tmp_path / "plain.safetensors", tmp_path / "m.safetensors", device=cuda)
     (tmp_path / "plain.safetensors").unlink()
     ids = torch.tensor([[1, 999, 3]], device=cuda)
     wanted = plain.to(cuda)(ids)
@@ -886,14 +886,14 @@ def test_a_gpu_takes_tables_of_compressed_checkpoints(cuda, tmp_path):
         model.forget()
         assert_same_bits(model(ids), wanted)
         model.check(1)
-        offloaded.remove()
+        offloaded.close()
 
 
 @torch.no_grad()
 def test_tables_of_another_dtype_are_decoded():
     plain = Net(dtype=torch.bfloat16)
     tables = {
-        name: ibp.compress(value, device="cpu", pin_memory=False) if value.dim() > 1 else value
+        name: ibp.compress(value, device="cpu", memory="host") if value.dim() > 1 else value
         for name, value in plain.state_dict().items()
     }
     model = meta_net(dtype=torch.float32)
@@ -957,7 +957,7 @@ def test_compiled(part):
             module.compile(backend="aot_eager")
     for _ in range(3):
         assert_same_bits(model(IDS), plain(IDS))
-    offloaded.remove()
+    offloaded.close()
     assert_same_bits(model(IDS), plain(IDS))
 
 
@@ -1008,7 +1008,7 @@ def test_gpu_gradients(cuda):
     for one, other in zip(*(model.parameters() for model in models)):
         if one.requires_grad:
             assert_same_bits(one.grad, other.grad)
-    offloaded.remove()
+    offloaded.close()
 
 
 @torch.no_grad()
@@ -1028,7 +1028,7 @@ def test_gpu_memory(cuda):
     assert stats.device_bytes <= used + (1 << 20) and used <= stats.device_bytes + (4 << 20)
     assert stats.host_bytes < 0.7 * stats.weight_bytes
     assert stats.device_bytes < 0.7 * stats.weight_bytes
-    offloaded.remove()
+    offloaded.close()
     del model, offloaded
     gc.collect()
     assert torch.cuda.memory_allocated(cuda) - before < 4 << 20
@@ -1108,7 +1108,7 @@ def test_gpu_threads(cuda):
 
     torch.cuda.synchronize()
     in_four_threads(work)
-    offloaded.remove()
+    offloaded.close()
 
 
 @torch.no_grad()
@@ -1148,7 +1148,7 @@ def test_gpu_damaged_table(cuda):
     model.forget()
     model(ids)
     model.check(1)
-    offloaded.remove()
+    offloaded.close()
 
 
 @torch.no_grad()

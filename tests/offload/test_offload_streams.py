@@ -111,7 +111,7 @@ def test_nothing_races(orders, lookahead, group_bytes, num_streams):
             for model.order, result in zip(orders, wanted):
                 assert_same_bits(model(x), result)
             assert any(writes for _, _, _, writes in gpu.accesses) == any(orders) or lookahead
-            offloaded.remove()
+            offloaded.close()
             for model.order, result in zip(orders, wanted):
                 assert_same_bits(model(x), result)
 

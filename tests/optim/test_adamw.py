@@ -523,7 +523,7 @@ def test_few_codebooks_are_learned_in_a_step(monkeypatch):
     assert min(state.fitted_at for state in states) > 1
 
 
-def train_in_parts(monkeypatch, device, storage="device"):
+def train_in_parts(monkeypatch, device, memory="device"):
     """Trains with parameters cut into chunks; how many blocks of pinned memory each step took."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
     taken, empty = [], pool.memory.empty
@@ -535,11 +535,11 @@ def train_in_parts(monkeypatch, device, storage="device"):
 
     monkeypatch.setattr(pool.memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
     if not is_cuda:
-        monkeypatch.setattr(_states, "Place", lambda *args, pinned, **options: ibp.Place(*args, **options))
+        monkeypatch.setattr(_states, "Place", lambda *args, pinned, **options: ibp.CodedRows(*args, **options))
     shapes = [(200, 512)] * 4 + [(100, 30)] * 3
     torchs, ours = (parameters(device=device, shapes=shapes) for _ in "ab")
-    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=300_000, storage=storage)
-    coding = _states.StateCoding("default", _reserve.Reserve(), storage == "host", {})
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=300_000, memory=memory)
+    coding = _states.StateCoding("default", _reserve.Reserve(), memory == "pinned", {})
     optimizers[1]._codings[ours[0].device] = coding
     counts = []
     for number in range(24):
@@ -557,14 +557,14 @@ def train_in_parts(monkeypatch, device, storage="device"):
     return counts
 
 
-@pytest.mark.parametrize("storage", ["device", "host"])
-def test_later_steps_pin_no_memory(monkeypatch, storage):
-    first, *others = train_in_parts(monkeypatch, "cpu", storage)
+@pytest.mark.parametrize("memory", ["device", "pinned"])
+def test_later_steps_pin_no_memory(monkeypatch, memory):
+    first, *others = train_in_parts(monkeypatch, "cpu", memory)
     assert first <= 2 and not any(others)
 
 
-@pytest.mark.parametrize("storage", ["device", "host"])
-def test_parts_for_which_there_is_no_memory(monkeypatch, storage):
+@pytest.mark.parametrize("memory", ["device", "pinned"])
+def test_parts_for_which_there_is_no_memory(monkeypatch, memory):
     """Values that were alike and are not any more keep one codebook: of two parts the second has no memory."""
     fit, numbers = _states.CodedState.fit, itertools.count()
 
@@ -574,7 +574,7 @@ def test_parts_for_which_there_is_no_memory(monkeypatch, storage):
         fit(state, *arguments)
 
     monkeypatch.setattr(_states.CodedState, "fit", fail_every_second_part)
-    train_in_parts(monkeypatch, "cpu", storage)
+    train_in_parts(monkeypatch, "cpu", memory)
     assert next(numbers) > 1
 
 
@@ -635,7 +635,7 @@ def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     rates = calibration.H200
     monkeypatch.setattr(calibration, "in_force", lambda device: rates)
     m, v = states_of_a_step(dtype)
-    by_bytes = ibp.analyze(v, scheme="planes", sample=None, device="cpu")
+    by_bytes = ibp.codecs.analyze(v, scheme="planes", sample=None, device="cpu")
     for rows in (m, v):
         codebook = _learning.learn(rows, "default")
         assert codebook.digit_bits == (2, 2, 2, 2) and codebook.symbol_bits == 8 and not codebook.listed
@@ -998,7 +998,7 @@ def test_refusals():
         (ValueError, "foreach is True.*torch's fused kernel", lambda: ibp.optim.Adam(params, foreach=True)),
         (ValueError, "fused is False", lambda: optimizer.add_param_group({"params": [*gap_free], "fused": False})),
         (ValueError, "level is 'best'", lambda: ibp.optim.AdamW(params, level="best")),
-        (ValueError, "storage is 'disk'", lambda: ibp.optim.AdamW(params, storage="disk")),
+        (ValueError, "memory is 'disk'", lambda: ibp.optim.AdamW(params, memory="disk")),
         (ValueError, "chunk_bytes is 5; wanted 8192 or more", lambda: ibp.optim.AdamW(params, chunk_bytes=5)),
         (ValueError, "strides", lambda: optimizer.add_param_group({"params": [gaps]})),
         (TypeError, "complex64", lambda: optimizer.add_param_group({"params": [whole]})),
@@ -1014,14 +1014,14 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("storage", ["device", "host"])
-def test_same_bits_on_a_gpu(cuda, monkeypatch, dtype, storage):
+@pytest.mark.parametrize("memory", ["device", "pinned"])
+def test_same_bits_on_a_gpu(cuda, monkeypatch, dtype, memory):
     """Also where no codebook is learned, without waiting for the device."""
     torchs, ours = parameters(dtype, cuda), parameters(dtype, cuda)
     options = {"lr": 0.01, "weight_decay": 0.1}
     optimizers = (
         torch.optim.AdamW(torchs, **options, fused=True),
-        ibp.optim.AdamW(ours, **options, chunk_bytes=40_000, storage=storage),
+        ibp.optim.AdamW(ours, **options, chunk_bytes=40_000, memory=memory),
     )
     train(torchs, ours, optimizers, range(12))
     check_states(*optimizers)
@@ -1036,9 +1036,9 @@ def test_same_bits_on_a_gpu(cuda, monkeypatch, dtype, storage):
     check_states(*optimizers)
 
 
-@pytest.mark.parametrize("storage", ["device", "host"])
-def test_later_steps_pin_no_memory_on_a_gpu(cuda, monkeypatch, storage):
-    first, *others = train_in_parts(monkeypatch, cuda, storage)
+@pytest.mark.parametrize("memory", ["device", "pinned"])
+def test_later_steps_pin_no_memory_on_a_gpu(cuda, monkeypatch, memory):
+    first, *others = train_in_parts(monkeypatch, cuda, memory)
     assert first <= 2 and not any(others)
 
 

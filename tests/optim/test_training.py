@@ -269,7 +269,7 @@ def test_training_goes_on_after_loading(name, tmp_path):
 @pytest.mark.parametrize("pinned", [False, True])
 def test_what_is_loaded_trains_apart(pinned, request):
     """Neither module nor optimizer changes what it was loaded from, which is in use."""
-    options = {"pin_memory": pinned}
+    options = {"memory": "pinned" if pinned else "host"}
     if pinned:
         request.getfixturevalue("cuda")
     first, second = (
@@ -359,7 +359,7 @@ CACHES = {
 
 def cached_module(torchs, name):
     """torch's module with a cache of 32 KiB a device over its rows."""
-    table = ibp.compress(torchs.weight.detach(), device="cpu", pin_memory=False)
+    table = ibp.compress(torchs.weight.detach(), device="cpu", memory="host")
     options = {"devices": "cpu", **CACHES[name]}
     if "hotness" in options:
         options["hotness"] = list(options["hotness"])
@@ -430,7 +430,7 @@ def test_caches_by_their_size():
     embedded = ibp.nn.Embedding.from_pretrained(fixed.weight, cache=1 << 15)
     assert embedded.stays
     assert_same_bits(embedded(ids), fixed.weight[ids])
-    other = ibp.compress(embedding(50, 64), device="cpu", pin_memory=False)
+    other = ibp.compress(embedding(50, 64), device="cpu", memory="host")
     for cache, error, message in (
         (fixed.cache, ValueError, "the cache is one of another table"),
         (True, TypeError, "cache is a bool; wanted an ibp.RowCache or a number of bytes"),
@@ -468,7 +468,7 @@ def test_collections_train(name):
 
 def step_of_a_rank(rank, num_steps=2):
     """The rows after steps of two processes; in the second one of them has no gradient."""
-    table = ibp.compress(embedding(60, 16, torch.bfloat16), device="cpu", pin_memory=False)
+    table = ibp.compress(embedding(60, 16, torch.bfloat16), device="cpu", memory="host")
     module = ibp.nn.EmbeddingBag(table, mode="sum", trainable=True)
     optimizer = ibp.optim.SGD(module, lr=0.5)
     for step in range(num_steps):
@@ -535,7 +535,7 @@ def test_on_a_gpu(cuda, pinned, name):
     """GPUs add gradients in any order: small integers have one sum. Rows are compared with torch's by bits for SGD, and
     closely for the others, whose roots a GPU rounds as it likes."""
     weight = torch.randint(-4, 5, (500, 64)).float()
-    table = ibp.compress(weight, pin_memory=True) if pinned else ibp.compress(weight.to(cuda))
+    table = ibp.compress(weight, memory="pinned") if pinned else ibp.compress(weight.to(cuda))
     ours = ibp.nn.EmbeddingBag(table, mode="sum", trainable=True)
     torchs = torch.nn.EmbeddingBag.from_pretrained(weight.to(cuda), mode="sum", freeze=False)
     if name == "RowWiseAdagrad":
@@ -574,7 +574,7 @@ def test_caches_on_a_gpu(cuda, name, writable):
     weight = torch.randint(-4, 5, (2000, 128)).to(torch.bfloat16)
     results = []
     for is_cached in (False, True):
-        table = ibp.compress(weight, scheme="planes", pin_memory=True)
+        table = ibp.compress(weight, scheme="planes", memory="pinned")
         hotness = torch.arange(2000, 0, -1)
         cache = ibp.RowCache(table, 1 << 16, hotness, devices=cuda, writable=writable) if is_cached else None
         module = ibp.nn.EmbeddingBag(table, mode="sum", trainable=True, cache=cache)

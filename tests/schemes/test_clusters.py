@@ -23,6 +23,7 @@ from helpers import (
     assert_same_bits,
     assert_same_table,
     bytes_of,
+    compress_in_place,
     embedding,
     layout_arguments,
     planes_codebook,
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 CORRUPT = 3  # IBP_CORRUPT_ROW
 SCHEMES = ["ibp", "planes"]
 PLACES = ["pinned", "device"]
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 
 
 # ---- codebooks and tensors -----------------------------------------------------------------------------------------
@@ -45,14 +46,14 @@ ON_CPU = {"device": "cpu", "pin_memory": False}
 
 def library(codebooks):
     """Codebooks of the numpy references as the library's one."""
-    return ibp.ClusteredCodebook(
+    return ibp.codecs.ClusteredCodebook(
         planes_codebook(one) if isinstance(one, reference_planes.Codebook) else masks_codebook(one) for one in codebooks
     )
 
 
 def masks_codebook(codebook):
     mask, bitval = (torch.from_numpy(array.copy()) for array in reference.masks_of(codebook))
-    return ibp.Codebook.from_masks(mask, bitval, codebook.chunk_bytes, codebook.flag_all)
+    return ibp.codecs.Codebook.from_masks(mask, bitval, codebook.chunk_bytes, codebook.flag_all)
 
 
 def references_of(codebook):
@@ -103,7 +104,7 @@ def named(value):
 
 
 def num_clusters(table):
-    return len(table.codebook) if isinstance(table.codebook, ibp.ClusteredCodebook) else 1
+    return len(table.codebook) if isinstance(table.codebook, ibp.codecs.ClusteredCodebook) else 1
 
 
 # ---- against the reference -----------------------------------------------------------------------------------------
@@ -284,8 +285,8 @@ def test_worked_example():
         torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8) for text in ("FFF0 0000 FF00", "0040 0000 3C00")
     )
     nothing = torch.zeros(6, dtype=torch.uint8)
-    codebook = ibp.ClusteredCodebook(
-        [ibp.Codebook.from_masks(nothing, nothing, 2), ibp.Codebook.from_masks(mask, bitval, 2)]
+    codebook = ibp.codecs.ClusteredCodebook(
+        [ibp.codecs.Codebook.from_masks(nothing, nothing, 2), ibp.codecs.Codebook.from_masks(mask, bitval, 2)]
     )
     row = torch.tensor(list(bytes.fromhex("0045 EFBE 3C12")), dtype=torch.uint8)
     slots, overflow, lengths, _ = core_arrays(codebook, row, 0)
@@ -464,7 +465,11 @@ def damage_number(table):
 def test_tables(scheme, layout):
     """Every coded row of a learned table is what the reference makes of it; whatever is asked of the table is right."""
     x, table = local_table(scheme, layout)
-    assert table.scheme == scheme and isinstance(table.codebook, ibp.ClusteredCodebook) and 2 < len(table.codebook) <= 8
+    assert (
+        table.scheme == scheme
+        and isinstance(table.codebook, ibp.codecs.ClusteredCodebook)
+        and 2 < len(table.codebook) <= 8
+    )
     codebooks, data = references_of(table.codebook), bytes_of(x).numpy()
     expected = make_clusters.encode_table(codebooks, data, table.slot_bytes)
     for name in ("slots", "overflow", "lengths"):
@@ -472,7 +477,7 @@ def test_tables(scheme, layout):
     assert (
         table.stored_bytes
         == sum(expected.stored(row) for row in range(table.num_rows)) + table.codebook.nbytes
-        == ibp.estimate(x, table.codebook, device="cpu")
+        == ibp.estimate(x, table.codebook, device="cpu").stored_bytes
     )
     assert table.codebook.nbytes == sum(codebook.nbytes for codebook in table.codebook.codebooks)
     assert_same_bits(table.decompress(), x)
@@ -501,7 +506,7 @@ def test_a_codebook_for_other_tensors(scheme):
 def test_in_place(scheme):
     x, table = local_table(scheme, "in place")
     memory = x.clone()
-    in_place = ibp.compress_(memory, scheme=scheme, clusters=8, **ON_CPU)
+    in_place = ibp.compress(memory, scheme=scheme, clusters=8, **ON_CPU, inplace=True)
     assert (
         in_place.slots.data_ptr() == memory.data_ptr()
         and in_place.stored_bytes == table.stored_bytes
@@ -509,7 +514,7 @@ def test_in_place(scheme):
     )
     assert_same_bits(in_place.decompress(), x)
     assert_same_bits(in_place[[5, 0, -1]], x[[5, 0, -1]])
-    assert_same_bits(ibp.compress_(x.clone(), codebook=table.codebook, **ON_CPU).decompress(), x)
+    assert_same_bits(ibp.compress(x.clone(), codebook=table.codebook, **ON_CPU, inplace=True).decompress(), x)
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "auto"])
@@ -626,16 +631,16 @@ def test_kinds_that_take_turns_before_a_short_last_row():
 
 def test_only_a_threshold_that_was_asked_for_is_kept():
     x = scales(3000, 16)
-    assert ibp.analyze(x, sample=1.0, device="cpu").tau is not None
+    assert ibp.codecs.analyze(x, sample=1.0, device="cpu").tau is not None
     table = ibp.compress(x, scheme="ibp", clusters=4, layout="packed", **ON_CPU)
     assert len({codebook.tau for codebook in table.codebook.codebooks}) > 1 and table.savings > 0.05
 
 
-@pytest.mark.parametrize("call", [ibp.compress, ibp.compress_])
+@pytest.mark.parametrize("call", [ibp.compress, compress_in_place])
 def test_clusters_that_cannot_be(call):
     x = prototypes(100, 16)
     with pytest.raises(ValueError, match="clusters is 2, but a codebook is given"):
-        call(x.clone(), codebook=ibp.analyze(x, device="cpu"), clusters=2, **ON_CPU)
+        call(x.clone(), codebook=ibp.codecs.analyze(x, device="cpu"), clusters=2, **ON_CPU)
     with pytest.raises(ValueError, match="clusters is 'auto', but rows of scheme 'raw'"):
         call(x.clone(), scheme="raw", clusters="auto", **ON_CPU)
 
@@ -657,9 +662,9 @@ def test_256_learned_clusters():
 def test_codebooks_of_many_clusters_take_little_work(monkeypatch):
     """One codebook for each cluster and round is made, whatever is tried, and rows are measured once with each."""
     made, measured = [], []
-    from_masks, measure = ibp.Codebook.from_masks, clusters_learning.measure
+    from_masks, measure = ibp.codecs.Codebook.from_masks, clusters_learning.measure
     monkeypatch.setattr(
-        ibp.Codebook, "from_masks", lambda *args, **kwargs: made.append(1) or from_masks(*args, **kwargs)
+        ibp.codecs.Codebook, "from_masks", lambda *args, **kwargs: made.append(1) or from_masks(*args, **kwargs)
     )
     monkeypatch.setattr(clusters_learning, "measure", lambda *args: measured.append(1) or measure(*args))
     x = prototypes(800, 16, kinds=64)
@@ -704,7 +709,7 @@ def test_more_sampled_rows_than_2_to_the_24():
 @pytest.mark.parametrize("clusters", [0, -1, 257, 10**9, "all", "2", ""], ids=repr)
 def test_clusters_out_of_range(clusters):
     x = torch.zeros(5, 4)
-    for call in (ibp.compress, ibp.compress_):
+    for call in (ibp.compress, compress_in_place):
         with pytest.raises(ValueError, match="clusters is .*wanted 1 to 256"):
             call(x, clusters=clusters, **ON_CPU)
     assert (x == 0).all()
@@ -713,7 +718,7 @@ def test_clusters_out_of_range(clusters):
 @pytest.mark.parametrize("clusters", [True, False, 2.0, [2], (2,), float("nan")], ids=repr)
 def test_clusters_that_are_no_number(clusters):
     x = torch.zeros(5, 4)
-    for call in (ibp.compress, ibp.compress_):
+    for call in (ibp.compress, compress_in_place):
         with pytest.raises(TypeError, match="clusters is .*wanted an int"):
             call(x, clusters=clusters, **ON_CPU)
     assert (x == 0).all()
@@ -721,7 +726,7 @@ def test_clusters_that_are_no_number(clusters):
 
 def masks(row_bytes=8, chunk_bytes=4, flag_all=False, seed=0):
     mask, bitval = random_bits(2, row_bytes, seed)
-    return ibp.Codebook.from_masks(mask, bitval & mask, chunk_bytes, flag_all)
+    return ibp.codecs.Codebook.from_masks(mask, bitval & mask, chunk_bytes, flag_all)
 
 
 def entries(*values, **changes):
@@ -737,7 +742,7 @@ def entries(*values, **changes):
         "closed": 0,
         "entries": torch.tensor([values or (126, 127)]),
     }
-    return ibp.PlanesCodebook(**{**fields, **changes})
+    return ibp.codecs.PlanesCodebook(**{**fields, **changes})
 
 
 def test_codebooks_that_fit():
@@ -750,7 +755,7 @@ def test_codebooks_that_fit():
         [entries(listed=True, default=7, entries=torch.tensor([[k, k]])) for k in range(5)],
         [entries(1, 2)] * 256,
     ):
-        codebook = ibp.ClusteredCodebook(codebooks)
+        codebook = ibp.codecs.ClusteredCodebook(codebooks)
         assert (
             codebook.row_bytes == 8
             and codebook.scheme == codebook.codebooks[0].scheme
@@ -788,7 +793,7 @@ def test_codebooks_that_fit():
         ["ab", "cd"],
         [1, 2],
         [torch.zeros(3), torch.zeros(3)],
-        [ibp.ClusteredCodebook([masks(), masks(seed=1)])] * 2,
+        [ibp.codecs.ClusteredCodebook([masks(), masks(seed=1)])] * 2,
         "ab",
         {0: 1, 1: 2},
     ],
@@ -796,28 +801,28 @@ def test_codebooks_that_fit():
 )
 def test_codebooks_that_do_not_fit(codebooks):
     with pytest.raises(ValueError, match="codebooks|do not fit"):
-        ibp.ClusteredCodebook(codebooks)
+        ibp.codecs.ClusteredCodebook(codebooks)
 
 
 def test_equality():
     a, b = masks(seed=1), masks(seed=2)
-    assert ibp.ClusteredCodebook([a, b]) == ibp.ClusteredCodebook((masks(seed=1), b)) and hash(
-        ibp.ClusteredCodebook([a, b])
-    ) == hash(ibp.ClusteredCodebook([a, b]))
-    assert ibp.ClusteredCodebook([a, b]) != ibp.ClusteredCodebook([b, a]) and ibp.ClusteredCodebook(
+    assert ibp.codecs.ClusteredCodebook([a, b]) == ibp.codecs.ClusteredCodebook((masks(seed=1), b)) and hash(
+        ibp.codecs.ClusteredCodebook([a, b])
+    ) == hash(ibp.codecs.ClusteredCodebook([a, b]))
+    assert ibp.codecs.ClusteredCodebook([a, b]) != ibp.codecs.ClusteredCodebook(
+        [b, a]
+    ) and ibp.codecs.ClusteredCodebook([a, b]) != ibp.codecs.ClusteredCodebook([a, b, b])
+    assert ibp.codecs.ClusteredCodebook([a, b]) != a and ibp.codecs.ClusteredCodebook(
         [a, b]
-    ) != ibp.ClusteredCodebook([a, b, b])
-    assert ibp.ClusteredCodebook([a, b]) != a and ibp.ClusteredCodebook([a, b]) != ibp.ClusteredCodebook(
-        [entries(), entries()]
-    )
+    ) != ibp.codecs.ClusteredCodebook([entries(), entries()])
 
 
 def test_repr():
-    codebook = ibp.ClusteredCodebook([masks(seed=1), masks(seed=2), masks(seed=3)])
+    codebook = ibp.codecs.ClusteredCodebook([masks(seed=1), masks(seed=2), masks(seed=3)])
     assert repr(codebook).startswith(
-        "ibp.ClusteredCodebook(3 of ibp.Codebook(row_bytes=8"
+        "ibp.codecs.ClusteredCodebook(3 of ibp.codecs.Codebook(row_bytes=8"
     ) and f"nbytes={codebook.nbytes})" in repr(codebook)
-    assert "expected_savings=12.3%" in repr(ibp.ClusteredCodebook([entries(), entries()], 0.1234))
+    assert "expected_savings=12.3%" in repr(ibp.codecs.ClusteredCodebook([entries(), entries()], 0.1234))
     _, table = local_table("planes")
     assert "expected_savings=" in repr(table.codebook) and "scheme='planes'" in repr(table)
 
@@ -864,14 +869,14 @@ def load_state(kind, state):
 def hostile_states():
     """States that nobody would write, as parameters of a test."""
     good = {"codebooks": (masks(seed=1), masks(seed=2)), "expected_savings": None}
-    unfinished = ibp.Codebook.__new__(ibp.Codebook)
+    unfinished = ibp.codecs.Codebook.__new__(ibp.codecs.Codebook)
     for name, codebooks in {
         "none": (),
         "one": good["codebooks"][:1],
         "too many": good["codebooks"] * 129,
         "of two schemes": (masks(), entries()),
         "of other rows": (masks(), masks(row_bytes=12)),
-        "nested": (ibp.ClusteredCodebook(good["codebooks"]),) * 2,
+        "nested": (ibp.codecs.ClusteredCodebook(good["codebooks"]),) * 2,
         "text": "ab",
         "a tensor": torch.zeros(2),
         "tensors": (torch.zeros(2), torch.zeros(2)),
@@ -891,17 +896,17 @@ def hostile_states():
 @pytest.mark.parametrize("state", list(hostile_states()))
 def test_hostile_states(state):
     with pytest.raises(ValueError):
-        load_state(ibp.ClusteredCodebook, state)
+        load_state(ibp.codecs.ClusteredCodebook, state)
 
 
 def test_tables_with_another_codebook():
     _, table = local_table("ibp")
     state, (_, other) = table.__getstate__(), local_table("planes")
-    wide = ibp.ClusteredCodebook([masks(row_bytes=65), masks(row_bytes=65, seed=1)])
+    wide = ibp.codecs.ClusteredCodebook([masks(row_bytes=65), masks(row_bytes=65, seed=1)])
     for codebook in (other.codebook, wide, None):
         with pytest.raises(ValueError, match="codebook"):
             load_state(ibp.CompressedTensor, {**state, "codebook": codebook})
-    fewer = ibp.ClusteredCodebook(table.codebook.codebooks[:2])
+    fewer = ibp.codecs.ClusteredCodebook(table.codebook.codebooks[:2])
     with pytest.raises(ibp.CorruptTableError):
         load_state(ibp.CompressedTensor, {**state, "codebook": fewer}).decompress()
 
@@ -1081,6 +1086,6 @@ def test_learning_on_gpu(cuda, scheme, clusters):
 def test_in_place_on_gpu(cuda, scheme):
     x = LOCAL[scheme](700, 16)
     for memory in (x.clone(), x.to(cuda, copy=True)):
-        table = ibp.compress_(memory, scheme=scheme, clusters=8, device=cuda)
+        table = ibp.compress(memory, scheme=scheme, clusters=8, device=cuda, inplace=True)
         assert num_clusters(table) > 1 and table.slots.data_ptr() == memory.data_ptr()
         assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)

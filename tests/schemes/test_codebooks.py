@@ -20,25 +20,29 @@ CPU = torch.device("cpu")
 def masks(row_bytes=64, invert=False):
     mask = torch.zeros(row_bytes, dtype=torch.uint8)
     mask[::4] = 255
-    return ibp.Codebook.from_masks(mask.flip(0) if invert else mask, torch.zeros(row_bytes, dtype=torch.uint8), 4)
+    return ibp.codecs.Codebook.from_masks(
+        mask.flip(0) if invert else mask, torch.zeros(row_bytes, dtype=torch.uint8), 4
+    )
 
 
 def many_masks():
     """More than 256 pairs: the index is of 16 bits."""
     mask = torch.arange(1200).mul(7).to(torch.uint8)
-    return ibp.Codebook.from_masks(mask, mask & 0x55, 2)
+    return ibp.codecs.Codebook.from_masks(mask, mask & 0x55, 2)
 
 
 def planes(*entries, row_bytes=64):
-    return ibp.PlanesCodebook(row_bytes, 2, 1, 8, (1, 1), False, False, 0, 0, torch.tensor([entries or (126, 127)]))
+    return ibp.codecs.PlanesCodebook(
+        row_bytes, 2, 1, 8, (1, 1), False, False, 0, 0, torch.tensor([entries or (126, 127)])
+    )
 
 
 KINDS = {
     "masks": masks,
     "masks, wide index": many_masks,
     "planes": planes,
-    "clusters of masks": lambda: ibp.ClusteredCodebook([masks(), masks(invert=True)]),
-    "clusters of planes": lambda: ibp.ClusteredCodebook([planes(1, 2), planes(3, 4)]),
+    "clusters of masks": lambda: ibp.codecs.ClusteredCodebook([masks(), masks(invert=True)]),
+    "clusters of planes": lambda: ibp.codecs.ClusteredCodebook([planes(1, 2), planes(3, 4)]),
 }
 
 
@@ -196,7 +200,7 @@ class BuildingPickler(pickle._Pickler):
 
 def test_a_file_cannot_rebuild_a_member():
     """A member of clusters that grows after they were checked would be read past its end."""
-    clusters = ibp.ClusteredCodebook([masks(), masks(invert=True)])
+    clusters = ibp.codecs.ClusteredCodebook([masks(), masks(invert=True)])
     file, module = io.BytesIO(), types.ModuleType("pickle")
     module.Pickler, module.dumps = BuildingPickler, pickle.dumps
     torch.save(Builds(clusters, clusters.codebooks[1], masks(row_bytes=272).__getstate__()), file, pickle_module=module)
@@ -207,12 +211,12 @@ def test_a_file_cannot_rebuild_a_member():
 
 
 def test_unfinished_members_are_refused():
-    for kind in (ibp.Codebook, ibp.PlanesCodebook):
+    for kind in (ibp.codecs.Codebook, ibp.codecs.PlanesCodebook):
         with pytest.raises(ValueError, match="finished"):
-            ibp.ClusteredCodebook([kind.__new__(kind)] * 2)
+            ibp.codecs.ClusteredCodebook([kind.__new__(kind)] * 2)
 
 
-@pytest.mark.parametrize("kind", [ibp.Codebook, ibp.PlanesCodebook, ibp.ClusteredCodebook])
+@pytest.mark.parametrize("kind", [ibp.codecs.Codebook, ibp.codecs.PlanesCodebook, ibp.codecs.ClusteredCodebook])
 def test_tables_refuse_unfinished_codebooks(kind):
     state = ibp.compress(
         torch.zeros(50, 16), scheme="ibp", layout="packed", device="cpu", pin_memory=False
@@ -224,7 +228,7 @@ def test_tables_refuse_unfinished_codebooks(kind):
 
 def test_names_do_not_depend_on_files(codebook):
     """Saved by one process, loaded by another that has imported nothing but ibp."""
-    assert type(codebook).__module__ == "ibp" and getattr(ibp, type(codebook).__name__) is type(codebook)
+    assert type(codebook).__module__ == "ibp.codecs" and getattr(ibp.codecs, type(codebook).__name__) is type(codebook)
     assert b"_schemes" not in pickle.dumps(codebook)
 
 
@@ -259,7 +263,7 @@ def test_relearning_keeps_the_form(make):
     x = make()
     rows = x.view(torch.uint8).reshape(-1)
     for name in ("ibp", "planes"):
-        one = ibp.analyze(x, scheme=name, device="cpu")
+        one = ibp.codecs.analyze(x, scheme=name, device="cpu")
         request = types.SimpleNamespace(tau=None)
         found = SCHEMES[name].relearn(one, rows, [20, 1, 29], request)
         assert [codebook.form for codebook in found] == [one.form] * 3

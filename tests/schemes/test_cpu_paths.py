@@ -116,10 +116,10 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_tables_are_the_same(name, scheme):
     x = TENSORS[name]()
-    codebook = ibp.analyze(x, scheme=scheme)
+    codebook = ibp.codecs.analyze(x, scheme=scheme)
 
     def compressed():
-        return ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
+        return ibp.compress(x, codebook=codebook, device="cpu", memory="host")
 
     plain = coded_with(0, compressed)
     ids = torch.tensor([0, len(x) - 1, 5, 5])
@@ -135,7 +135,7 @@ def test_encode_rows_names_the_bad_row(scheme, bad_rows, features, set_threads):
     """Also where several threads have rows, and in the middle of a thread's."""
     set_threads(3)
     x = spiky_rows(2000, 60)
-    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", memory="host")
     slots, overflow, *rest = table.arguments(torch.device("cpu"))
     data, fault = bytes_of(x).clone(), torch.zeros(4, dtype=torch.int64)
     for row in bad_rows:

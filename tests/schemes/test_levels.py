@@ -11,7 +11,7 @@ ROWS, COLUMNS = 512, 1024
 
 
 def compressed(x, **kwargs):
-    table = ibp.compress(x, device="cpu", pin_memory=False, **kwargs)
+    table = ibp.compress(x, device="cpu", memory="host", **kwargs)
     assert_same_bits(table.decompress(), x)
     return table
 
@@ -77,9 +77,9 @@ def test_rows_that_lack_what_the_sample_has_in_common(share):
 def test_a_sample_that_misleads():
     """The sampled rows hold BF16 values, most others do not."""
     x = normal().repeat(4, 1)
-    known = ibp.compress(x[:ROWS].bfloat16().float(), scheme="planes", device="cpu", pin_memory=False).codebook
+    known = ibp.compress(x[:ROWS].bfloat16().float(), scheme="planes", device="cpu", memory="host").codebook
     assert known.is_partial
-    table = ibp.compress(x, codebook=known, device="cpu", pin_memory=False)
+    table = ibp.compress(x, codebook=known, device="cpu", memory="host")
     assert table.scheme == "raw"
     assert compressed(x, scheme="planes").savings >= 0.16
 
@@ -97,7 +97,7 @@ def test_level_fast(dtype):
     table = compressed(x, level="fast")
     assert table.codebook.digit_bits == (4,) and table.codebook.first_symbol is not None
     assert 100 * table.savings >= FAST[dtype]
-    assert ibp.analyze(x, scheme="auto", level="fast", sample=None, device="cpu") == table.codebook
+    assert ibp.codecs.analyze(x, scheme="auto", level="fast", sample=None, device="cpu") == table.codebook
     assert ibp.estimate(x, level="fast", device="cpu")["planes"] == pytest.approx(table.savings, abs=0.01)
 
 
@@ -117,4 +117,4 @@ WRONG = {
 def test_wrong_levels(name):
     arguments, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        ibp.compress(normal(), device="cpu", pin_memory=False, **arguments)
+        ibp.compress(normal(), device="cpu", memory="host", **arguments)

@@ -190,12 +190,12 @@ def test_clusters_share_constant_columns():
     template = torch.zeros(12, dtype=torch.uint8)
     fields = {**FIELDS, "live_columns": torch.tensor([1, 2, 3]), "row_template": template, "invariant_bits": 2}
     books = [PlanesCodebook(**{**fields, "residual_bits": 6, "entries": torch.tensor([[a, 1]])}) for a in (0x7E, 0x30)]
-    codebook = ibp.ClusteredCodebook(books)
+    codebook = ibp.codecs.ClusteredCodebook(books)
     assert codebook.words("cpu").numel() == 2 * 16 + 2 * 2
     x = torch.zeros(500, 6, dtype=torch.int16)
     x[::2, 2], x[1::2, 3] = 0x7E << 6 - 1, 0x60 << 6
     x[::7, 0] = 5  # a constant column
-    table = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
+    table = ibp.compress(x, codebook=codebook, device="cpu", memory="host")
     assert_same_bits(table.decompress(), x)
     assert table.scheme == "planes" and (table.lengths.view(torch.int16)[::7] == 0).all()
 
@@ -476,7 +476,7 @@ def test_the_same_codebook_in_every_version(golden_codebooks, name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64], ids=str)
 def test_the_same_on_a_gpu(cuda, make, dtype):
     x = (make() * (1000 if dtype == torch.int64 else 1)).to(dtype)
-    here, there = (ibp.analyze(x.to(device), scheme="planes", sample=None) for device in ("cpu", cuda))
+    here, there = (ibp.codecs.analyze(x.to(device), scheme="planes", sample=None) for device in ("cpu", cuda))
     assert here == there and here.expected_savings == there.expected_savings
     assert torch.equal(there.words(cuda).cpu(), here.words("cpu"))
 

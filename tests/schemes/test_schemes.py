@@ -14,6 +14,7 @@ from helpers import (
     assert_same_bits,
     assert_same_table,
     bytes_of,
+    compress_in_place,
     embedding,
     make_tensor,
     one_hot_rows,
@@ -30,7 +31,7 @@ NAMED = ["raw", "ibp", "planes"]
 
 
 def compress(x, **arguments):
-    return ibp.compress(x, device="cpu", pin_memory=False, **arguments)
+    return ibp.compress(x, device="cpu", memory="host", **arguments)
 
 
 # ---- what auto chooses ---------------------------------------------------------------------------------------------
@@ -173,12 +174,12 @@ def test_chunk_bytes_and_tau_mean_masks():
             with pytest.raises(ValueError, match=f"'ibp', but scheme is '{scheme}'"):
                 compress(x, scheme=scheme, **arguments)
             with pytest.raises(ValueError, match=f"'ibp', but scheme is '{scheme}'"):
-                ibp.compress_(x.clone(), scheme=scheme, **arguments)
+                ibp.compress(x.clone(), scheme=scheme, **arguments, inplace=True)
             with pytest.raises(ValueError, match=f"'ibp', but scheme is '{scheme}'"):
-                ibp.analyze(x, scheme=scheme, **arguments)
+                ibp.codecs.analyze(x, scheme=scheme, **arguments)
 
 
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze])
+@pytest.mark.parametrize("function", [ibp.compress, compress_in_place, ibp.codecs.analyze])
 @pytest.mark.parametrize("scheme", ["zip", "", "IBP", None, 2])
 def test_unknown_schemes(function, scheme):
     for x in (embedding(100, 8), torch.zeros(0, 4)):
@@ -221,18 +222,23 @@ def test_estimate_takes_row_bytes():
 
 def test_analyze_by_scheme():
     x = embedding(1000, 128, torch.bfloat16)
-    assert isinstance(ibp.analyze(x), ibp.Codebook) and isinstance(ibp.analyze(x, scheme="ibp"), ibp.Codebook)
-    assert isinstance(ibp.analyze(x, scheme="planes"), ibp.PlanesCodebook) and ibp.analyze(x, scheme="raw") is None
-    assert isinstance(ibp.analyze(x, scheme="auto"), ibp.PlanesCodebook)
-    assert ibp.analyze(make_tensor((500, 64), torch.uint8, "random"), scheme="auto") is None
+    assert isinstance(ibp.codecs.analyze(x), ibp.codecs.Codebook) and isinstance(
+        ibp.codecs.analyze(x, scheme="ibp"), ibp.codecs.Codebook
+    )
+    assert (
+        isinstance(ibp.codecs.analyze(x, scheme="planes"), ibp.codecs.PlanesCodebook)
+        and ibp.codecs.analyze(x, scheme="raw") is None
+    )
+    assert isinstance(ibp.codecs.analyze(x, scheme="auto"), ibp.codecs.PlanesCodebook)
+    assert ibp.codecs.analyze(make_tensor((500, 64), torch.uint8, "random"), scheme="auto") is None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_analyze_gives_what_compress_uses(scheme):
     for x in (embedding(1000, 128, torch.bfloat16), spiky_rows(500, 60)):
-        codebook = ibp.analyze(x, scheme=scheme, sample=None, device="cpu")
+        codebook = ibp.codecs.analyze(x, scheme=scheme, sample=None, device="cpu")
         assert_same_table(compress(x, codebook=codebook), compress(x, scheme=scheme))
-        assert ibp.estimate(x, codebook, device="cpu") == compress(x, codebook=codebook).stored_bytes
+        assert ibp.estimate(x, codebook, device="cpu").stored_bytes == compress(x, codebook=codebook).stored_bytes
         assert codebook.expected_savings == pytest.approx(compress(x, codebook=codebook).savings, abs=0.01)
 
 
@@ -248,13 +254,13 @@ def test_compress_with_any_planes_codebook(kind):
             table = compress(x, codebook=codebook)
             assert table.scheme == "raw" or table.codebook is codebook
             assert_same_bits(table.decompress(), x)
-            assert ibp.estimate(x, codebook, device="cpu") == table.stored_bytes
+            assert ibp.estimate(x, codebook, device="cpu").stored_bytes == table.stored_bytes
 
 
 def test_a_codebook_goes_before_a_scheme():
     x = spiky_rows(500, 60)
     for scheme in ("ibp", "planes"):
-        codebook = ibp.analyze(x, scheme=scheme, device="cpu")
+        codebook = ibp.codecs.analyze(x, scheme=scheme, device="cpu")
         for asked in SCHEMES:
             assert compress(x, scheme=asked, codebook=codebook).scheme == scheme
 
@@ -264,7 +270,7 @@ def test_a_codebook_goes_before_a_scheme():
 def test_in_place_with_every_scheme(scheme, name):
     x = SETS[name]()
     mine = x.clone()
-    table = ibp.compress_(mine, scheme=scheme, device="cpu", pin_memory=False)
+    table = ibp.compress(mine, scheme=scheme, device="cpu", memory="host", inplace=True)
     assert table.scheme in (scheme, "raw") and table.slots.data_ptr() == mine.data_ptr()
     assert_same_bits(table.decompress(), x)
 
@@ -379,7 +385,7 @@ def test_other_entries(kind):
         fields["entries"] = torch.randint(
             0, 256, fields["entries"].shape, generator=torch.Generator().manual_seed(seed)
         )
-        codebook = ibp.PlanesCodebook.__new__(ibp.PlanesCodebook)
+        codebook = ibp.codecs.PlanesCodebook.__new__(ibp.codecs.PlanesCodebook)
         codebook.__setstate__(fields)
         other = ibp.CompressedTensor.__new__(ibp.CompressedTensor)
         other.__setstate__({**state, "codebook": codebook})
@@ -392,7 +398,7 @@ def test_other_entries(kind):
             fields["entries"].int(),
         ):
             with pytest.raises(ValueError, match="entries"):
-                ibp.PlanesCodebook.__new__(ibp.PlanesCodebook).__setstate__({**fields, "entries": change})
+                ibp.codecs.PlanesCodebook.__new__(ibp.codecs.PlanesCodebook).__setstate__({**fields, "entries": change})
 
 
 @pytest.mark.slow

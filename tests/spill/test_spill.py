@@ -1,4 +1,5 @@
-"""Tables with slots of a target size (ibp.place), and the profiles that targets come from, against plain tensors."""
+"""Tables with slots of a target size (ibp.spill.place), and the profiles that targets come from, against plain
+tensors."""
 
 import io
 import math
@@ -57,7 +58,7 @@ def row_bytes_of(table, row):
 @pytest.mark.parametrize("target", TARGETS)
 def test_targets(target):
     x = mixed()
-    table = ibp.place(x, target, device="cpu")
+    table = ibp.spill.place(x, target, device="cpu")
     assert_same_bits(table.decompress(), x)
     ids = torch.randint(len(x), (50,))
     assert_same_bits(table.index_select(ids), x[ids])
@@ -69,17 +70,17 @@ def test_targets(target):
 
 
 def test_progress_is_shown_only_if_asked_for(capfd):
-    ibp.place(mixed(), 2, device="cpu")
+    ibp.spill.place(mixed(), 2, device="cpu")
     assert capfd.readouterr() == ("", "")
-    ibp.place(mixed(), 2, device="cpu", progress=True)
+    ibp.spill.place(mixed(), 2, device="cpu", progress=True)
     assert capfd.readouterr().err
 
 
 def test_the_largest_target_within_a_threshold():
     x = torch.cat([rows(80, "sparse"), rows(20, "noise")])
-    assert ibp.place(x, device="cpu").slot_bytes < 192
-    assert ibp.place(x, threshold=0.1, device="cpu").slot_bytes == 192
-    zeros = ibp.place(torch.zeros(100, 50), device="cpu")
+    assert ibp.spill.place(x, device="cpu").slot_bytes < 192
+    assert ibp.spill.place(x, threshold=0.1, device="cpu").slot_bytes == 192
+    zeros = ibp.spill.place(torch.zeros(100, 50), device="cpu")
     assert zeros.slot_bytes == zeros.slots.numel() == zeros.overflow.numel() == 0
     assert_same_bits(zeros.decompress(), torch.zeros(100, 50))
 
@@ -87,10 +88,10 @@ def test_the_largest_target_within_a_threshold():
 def test_noise_keeps_its_target():
     """Rows that save nothing have slots of the target all the same, and the rest of them in overflow."""
     x = rows(100, "noise")
-    table = ibp.place(x, 2, device="cpu")
+    table = ibp.spill.place(x, 2, device="cpu")
     assert (table.slot_bytes, table.slots.numel(), table.overflow.numel()) == (96, 9600, 9600)
     assert_same_bits(table.decompress(), x)
-    whole = ibp.place(x, 1, device="cpu")
+    whole = ibp.spill.place(x, 1, device="cpu")
     assert whole.scheme == "raw" and whole.slot_bytes == 192
     assert_same_bits(whole.decompress(), x)
 
@@ -112,7 +113,7 @@ def test_noise_keeps_its_target():
 )
 def test_tensors_of_any_kind(x):
     for target in (None, 2, math.inf):
-        table = ibp.place(x, target, device="cpu")
+        table = ibp.spill.place(x, target, device="cpu")
         assert_same_bits(table.decompress(), x.detach().contiguous())
 
 
@@ -120,17 +121,17 @@ def test_tables_are_placed():
     """As they are coded; anew where the slots are to be others."""
     x = mixed()
     table = ibp.compress(x, scheme="planes", slot_bytes=96, device="cpu")
-    assert ibp.place(table, device="cpu") is table
-    again = ibp.place(table, 4, device="cpu")
+    assert ibp.spill.place(table, device="cpu") is table
+    again = ibp.spill.place(table, 4, device="cpu")
     assert again.codebook is table.codebook and again.slot_bytes == 32
     assert_same_bits(again.decompress(), x)
-    assert_same_bits(ibp.place(table, slot_bytes=64, device="cpu").decompress(), x)
+    assert_same_bits(ibp.spill.place(table, slot_bytes=64, device="cpu").decompress(), x)
 
 
 def test_what_place_refuses():
     x = mixed(50)
-    codebook = ibp.analyze(x, scheme="planes")
-    profile = ibp.profile([{"x": x}])["x"]
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    profile = ibp.spill.profile([{"x": x}])["x"]
     for error, match, arguments in (
         (ValueError, "target is 0.5", {"target": 0.5}),
         (ValueError, "target is nan", {"target": math.nan}),
@@ -144,14 +145,14 @@ def test_what_place_refuses():
         (ValueError, "target is a profile", {"target": profile, "slot_bytes": 32}),
     ):
         with pytest.raises(error, match=match):
-            ibp.place(x, device="cpu", **arguments)
+            ibp.spill.place(x, device="cpu", **arguments)
     with pytest.raises(TypeError, match="x is a list"):
-        ibp.place([1.0], device="cpu")
+        ibp.spill.place([1.0], device="cpu")
 
 
 def test_files_and_pickles(tmp_path):
     x = mixed()
-    table = ibp.place(x, 4, device="cpu").update_([3, 4], rows(2, "noise"))
+    table = ibp.spill.place(x, 4, device="cpu").update_([3, 4], rows(2, "noise"))
     x = table.decompress()
     ibp.save(tmp_path / "x.safetensors", {"x": table})
     file = io.BytesIO()
@@ -165,7 +166,7 @@ def test_files_and_pickles(tmp_path):
     ):
         assert read.slot_bytes == table.slot_bytes
         assert_same_bits(read.decompress(), x)
-        assert_same_bits(ibp.place(read, device="cpu").update_([0], x[1:2])[0], x[1])
+        assert_same_bits(ibp.spill.place(read, device="cpu").update_([0], x[1:2])[0], x[1])
 
 
 # ---- rows that change ----
@@ -183,7 +184,7 @@ CHANGES = st.lists(
 def test_changes_move_no_other_row(target, changes):
     torch.manual_seed(0)
     x = mixed(40)
-    table = ibp.place(x, target, device="cpu").update_([0], x[:1])  # from here on every row has a base of its own
+    table = ibp.spill.place(x, target, device="cpu").update_([0], x[:1])  # from here on every row has a base of its own
     slots_bytes = table.slots.numel()
     for change in changes:
         ids = torch.tensor([id for id, _ in change])
@@ -201,7 +202,7 @@ def test_changes_move_no_other_row(target, changes):
 
 def test_rows_that_shrink_return_to_their_slots():
     x = rows(60, "sparse")
-    table = ibp.place(x, 4 / 3, device="cpu")
+    table = ibp.spill.place(x, 4 / 3, device="cpu")
     assert int((stored(table) > table.slot_bytes).sum()) == 0
     table.update_(range(60), rows(60, "noise"))
     assert int((stored(table) > table.slot_bytes).sum()) == 60
@@ -219,7 +220,7 @@ def test_rows_that_shrink_return_to_their_slots():
 def test_placed_anew(level):
     """What `refit` makes of a table that spills to host memory."""
     x = torch.randn(400, 512)
-    table = ibp.place(x, 4 / 3, level=level, device="cpu")
+    table = ibp.spill.place(x, 4 / 3, level=level, device="cpu")
     anew = placed_anew(
         100 * x,
         table,
@@ -263,29 +264,31 @@ def test_the_cheapest_slots(row_bytes, options, data):
 
 def test_a_place_that_spills():
     x = mixed(100)
-    codebook = ibp.analyze(x, scheme="planes")
-    place = ibp.Place(codebook, 100, slot_bytes=32, overflow_bytes=100 * 192, device="cpu", spill="host")
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    place = ibp.CodedRows(
+        codebook, 100, slot_bytes=32, overflow_bytes=100 * 192, device="cpu", overflow_memory="pinned"
+    )
     ibp.encode_into(x, place)
-    assert place.spill == "host" and place.counts().lost == 0
+    assert place.overflow_memory == "host" and place.counts().lost == 0
     assert_same_bits(place.decode(dtype=torch.bfloat16), x)
     assert_same_bits(place.table(x.shape, x.dtype)[7], x[7])
-    short = ibp.Place(codebook, 100, slot_bytes=32, overflow_bytes=64, device="cpu", spill="host")
+    short = ibp.CodedRows(codebook, 100, slot_bytes=32, overflow_bytes=64, device="cpu", overflow_memory="pinned")
     ibp.encode_into(x, short)
     assert short.counts().lost > 0
     with pytest.raises(ValueError, match="lost"):
         short.decode()
     with pytest.raises(ValueError, match="overflow_bytes is -64; wanted 0 or more"):
-        ibp.Place(codebook, 1, slot_bytes=32, overflow_bytes=-64, device="cpu")
-    with pytest.raises(ValueError, match="spill is 'disk'; wanted 'host'"):
-        ibp.Place(codebook, 1, slot_bytes=32, overflow_bytes=64, device="cpu", spill="disk")
+        ibp.CodedRows(codebook, 1, slot_bytes=32, overflow_bytes=-64, device="cpu")
+    with pytest.raises(ValueError, match="overflow_memory is 'disk'; wanted 'pinned'"):
+        ibp.CodedRows(codebook, 1, slot_bytes=32, overflow_bytes=64, device="cpu", overflow_memory="disk")
 
 
 def test_pages_that_outgrow_their_slots():
     """A pool of small slots: no page is lost where overflow spills, and the pool counts slots alone."""
     pages = mixed(640).view(64, 10 * COLUMNS)
-    codebook = ibp.analyze(mixed(), scheme="planes")
-    options = {"page_bytes": 10 * 192, "num_pages": 64, "pool_bytes": 640 * 100, "device": "cpu", "storage": "device"}
-    store = ibp.KVStore(codebook, **options, spill="host")
+    codebook = ibp.codecs.analyze(mixed(), scheme="planes")
+    options = {"page_bytes": 10 * 192, "num_pages": 64, "pool_bytes": 640 * 100, "device": "cpu", "memory": "device"}
+    store = ibp.kv.KVStore(codebook, **options, overflow_memory="pinned")
     assert store.store(range(64), pages).lost() == []
     assert store.place.slot_bytes == 96 and store.pool_bytes == 640 * 96 and store.gain == 2
     assert "spills to host memory" in repr(store) and store.stats().spilled_rows > 0
@@ -298,19 +301,25 @@ def test_pages_that_outgrow_their_slots():
     store.compact()
     store.load(range(5), out[:5]).synchronize()
     assert_same_bits(out[:5], pages[:5])
-    assert ibp.KVStore(codebook, **options).store(range(64), pages).lost() != []
-    more = ibp.KVStore(codebook, **(options | {"num_pages": None}), slot_bytes=32, spill="host")
+    assert ibp.kv.KVStore(codebook, **options).store(range(64), pages).lost() != []
+    more = ibp.kv.KVStore(codebook, **(options | {"num_pages": None}), slot_bytes=32, overflow_memory="pinned")
     assert len(more) == 640 * 100 // 320
-    with pytest.raises(ValueError, match="spill is 'disk'"):
-        ibp.KVStore(codebook, **options, spill="disk")
+    with pytest.raises(ValueError, match="overflow_memory is 'disk'"):
+        ibp.kv.KVStore(codebook, **options, overflow_memory="disk")
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 32, 96, 160, 192])
 def test_pages_that_grow_again_and_again(slot_bytes):
     """Rows keep their parts of overflow: none is lost, whatever was there before."""
-    codebook = ibp.analyze(mixed(), scheme="planes")
-    store = ibp.KVStore(
-        codebook, page_bytes=10 * 192, num_pages=64, slot_bytes=slot_bytes, device="cpu", storage="device", spill="host"
+    codebook = ibp.codecs.analyze(mixed(), scheme="planes")
+    store = ibp.kv.KVStore(
+        codebook,
+        page_bytes=10 * 192,
+        num_pages=64,
+        slot_bytes=slot_bytes,
+        device="cpu",
+        memory="device",
+        overflow_memory="pinned",
     )
     out = torch.empty(64, 10 * COLUMNS, dtype=torch.bfloat16)
     for call, kind in enumerate(("sparse", "coded", "zeros", "noise", "coded", "noise")):
@@ -333,7 +342,7 @@ def test_profile_chooses_the_largest_ratio_within_the_threshold():
     snapshots = [{"x": torch.cat([rows(80 - 4 * k, "sparse"), rows(20 + 4 * k, "noise")])} for k in range(3)]
     for ratios in (ibp.spill._targets.RATIOS, None):
         for threshold in (0.1, 0.2, 0.25, 0.29, 1.0):
-            found = ibp.profile(snapshots, threshold, ratios=ratios, device="cpu")["x"]
+            found = ibp.spill.profile(snapshots, threshold, ratios=ratios, device="cpu")["x"]
             tables = [ibp.compress(of["x"], codebook=found.codebook, layout="packed") for of in snapshots]
             sizes = range(0, 193, 32) if ratios is None else [0, 32, 32, 96, 128, 192]
             allowed = [
@@ -346,10 +355,10 @@ def test_profile_chooses_the_largest_ratio_within_the_threshold():
 
 def test_a_profile_predicts_what_place_does():
     snapshots = [{"x": mixed(200), "zeros": torch.zeros(64, 64), "empty": torch.empty(0)} for _ in range(2)]
-    report = ibp.profile(iter(snapshots), device="cpu")
+    report = ibp.spill.profile(iter(snapshots), device="cpu")
     assert list(report) == ["x", "zeros"] and report.num_snapshots == 2
     assert report["zeros"].slot_bytes == 0 and report["zeros"].target == math.inf
-    table = ibp.place(snapshots[0]["x"], report["x"], device="cpu")
+    table = ibp.spill.place(snapshots[0]["x"], report["x"], device="cpu")
     spill = report["x"].spill(0)
     assert table.codebook is report["x"].codebook and table.slot_bytes == report["x"].slot_bytes
     assert table.overflow.numel() == spill.num_bytes
@@ -368,9 +377,9 @@ def test_a_profile_predicts_what_place_does():
 def test_a_profile_counts_the_bytes_of_overflow():
     """For slots of every size, those of the parts outside that `place` writes there."""
     x = mixed(200)
-    found = ibp.profile([{"x": x}], device="cpu")["x"]
+    found = ibp.spill.profile([{"x": x}], device="cpu")["x"]
     for slot_bytes in range(32, 193, 32):
-        table = ibp.place(x, codebook=found.codebook, slot_bytes=slot_bytes, device="cpu")
+        table = ibp.spill.place(x, codebook=found.codebook, slot_bytes=slot_bytes, device="cpu")
         spill = found.spill(0, slot_bytes)
         outside = (stored(table) - slot_bytes).clamp(min=0)
         assert spill.num_bytes == table.overflow.numel() == int(-(-outside // 32).sum()) * 32
@@ -386,7 +395,7 @@ def test_a_profile_keeps_tensors_that_change_in_place():
             yield {"x": x}
             x.copy_(rows(500, "noise"))
 
-    report = ibp.profile(run(), device="cpu", sample_bytes=200 * 192)["x"]
+    report = ibp.spill.profile(run(), device="cpu", sample_bytes=200 * 192)["x"]
     assert [sum(sectors) for sectors in report.histograms] == [200] * 3
     assert report.spill(0).rows == 0 and report.slot_bytes == 192
 
@@ -401,9 +410,9 @@ def test_what_profile_refuses():
         (ValueError, "threshold is 2", ([{"a": x}], 2)),
     ):
         with pytest.raises(error, match=match):
-            ibp.profile(*arguments, device="cpu")
+            ibp.spill.profile(*arguments, device="cpu")
     with pytest.raises(ValueError, match="target is 0"):
-        ibp.profile([{"a": x}], ratios=[0])
+        ibp.spill.profile([{"a": x}], ratios=[0])
     with pytest.raises(ValueError, match="sample_bytes"):
-        ibp.profile([{"a": x}], sample_bytes=0)
-    assert ibp.profile([{}]).ratio == 0 and "0 tensors" in repr(ibp.profile([{}]))
+        ibp.spill.profile([{"a": x}], sample_bytes=0)
+    assert ibp.spill.profile([{}]).ratio == 0 and "0 tensors" in repr(ibp.spill.profile([{}]))

@@ -41,8 +41,8 @@ def assert_spills(table, slot_bytes):
 @pytest.mark.parametrize("source", ["cuda", "cpu"])
 @pytest.mark.parametrize("level", ["default", "fast"])
 def test_targets(x, target, source, level):
-    table = ibp.place(x.to(source), target, device="cuda", level=level)
-    slot_bytes = ibp.place(x.cpu(), target, device="cpu", level=level).slot_bytes
+    table = ibp.spill.place(x.to(source), target, device="cuda", level=level)
+    slot_bytes = ibp.spill.place(x.cpu(), target, device="cpu", level=level).slot_bytes
     assert_spills(table, slot_bytes)
     assert_reads(table, x)
     assert "overflow in host memory" in repr(table)
@@ -50,7 +50,7 @@ def test_targets(x, target, source, level):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_changes(x, target):
-    table = ibp.place(x, target)
+    table = ibp.spill.place(x, target)
     device_bytes = None
     for count, kind in ((100, "noise"), (2000, "noise"), (500, "zeros"), (700, "sparse"), (2000, "coded")):
         ids = torch.randperm(len(x), device=x.device)[:count]
@@ -74,7 +74,7 @@ def test_changes(x, target):
 @pytest.mark.parametrize("level", ["default", "fast"])
 def test_refit_keeps_the_level(cuda, level):
     x = torch.randn(3000, 512, device=cuda)
-    table = ibp.place(x, 4 / 3, level=level)
+    table = ibp.spill.place(x, 4 / 3, level=level)
     table.update_(torch.arange(3000, device=cuda), 100 * x)
     table.refit()
     assert_reads(table, 100 * x)
@@ -83,7 +83,7 @@ def test_refit_keeps_the_level(cuda, level):
 
 def test_changes_behind_work_on_the_stream(x):
     """The overflow grows while the GPU still has changes to make."""
-    table = ibp.place(x, math.inf)
+    table = ibp.spill.place(x, math.inf)
     for step in range(20):
         table.update_(torch.arange(step, 2000, 20, device=x.device), rows(100, "noise").to(x.device))
         table.update_(torch.arange(step, 2000, 20, device=x.device), x[step::20])
@@ -91,7 +91,7 @@ def test_changes_behind_work_on_the_stream(x):
 
 
 def test_copies(x, tmp_path):
-    table = ibp.place(x, 4)
+    table = ibp.spill.place(x, 4)
     for other in (table.clone(), copy.copy(table), copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
         assert_spills(other, 32)
         other.update_([1, 2], x[[2, 3]])
@@ -105,13 +105,13 @@ def test_copies(x, tmp_path):
     assert torch.load(tmp_path / "x.pt", map_location="cpu", weights_only=True).device.type == "cpu"
     ibp.save(tmp_path / "x.safetensors", {"x": table})
     loaded = ibp.load(tmp_path / "x.safetensors")["x"]
-    placed = ibp.place(loaded, device="cuda")
+    placed = ibp.spill.place(loaded, device="cuda")
     assert_spills(placed, 32)
     assert_reads(placed, x)
-    near = ibp.place(table.cpu().cuda())
+    near = ibp.spill.place(table.cpu().cuda())
     assert_spills(near, 32)
     assert_reads(near, x)
-    assert ibp.place(table) is table
+    assert ibp.spill.place(table) is table
     with pytest.raises(RuntimeError, match="cannot be shared"):
         table.share()
 
@@ -121,7 +121,7 @@ def _read(connection, table):
 
 
 def test_another_process_gets_a_copy(x):
-    table = ibp.place(x[:20], 4)
+    table = ibp.spill.place(x[:20], 4)
     context = multiprocessing.get_context("spawn")
     mine, other = context.Pipe()
     process = context.Process(target=_read, args=(other, table))
@@ -134,8 +134,10 @@ def test_another_process_gets_a_copy(x):
 
 @pytest.mark.parametrize("slot_bytes", [0, 32, 128])
 def test_places(x, slot_bytes):
-    codebook = ibp.analyze(x, scheme="planes")
-    place = ibp.Place(codebook, len(x), slot_bytes=slot_bytes, overflow_bytes=len(x) * 192, spill="host")
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    place = ibp.CodedRows(
+        codebook, len(x), slot_bytes=slot_bytes, overflow_bytes=len(x) * 192, overflow_memory="pinned"
+    )
     assert place.slots.is_cuda and place.overflow.is_pinned()
     for _ in range(3):
         ibp.encode_into(x, place)
@@ -153,8 +155,8 @@ def test_places(x, slot_bytes):
     ids=["clone", "pickle", "cpu"],
 )  # fmt: skip
 def test_copies_wait_for_rows_that_are_being_coded(x, copied):
-    codebook = ibp.analyze(x, scheme="planes")
-    place = ibp.Place(codebook, len(x), slot_bytes=0, overflow_bytes=len(x) * 192, spill="host")
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    place = ibp.CodedRows(codebook, len(x), slot_bytes=0, overflow_bytes=len(x) * 192, overflow_memory="pinned")
     place.overflow.zero_()
     torch.cuda._sleep(50_000_000)
     ibp.encode_into(x, place)
@@ -163,23 +165,23 @@ def test_copies_wait_for_rows_that_are_being_coded(x, copied):
 
 
 def test_a_cache_of_rows_over_a_placed_table(x):
-    table = ibp.place(x, 4)
+    table = ibp.spill.place(x, 4)
     cache = ibp.RowCache(table, 1 << 17, torch.rand(len(x)))
     ids = torch.randint(len(x), (500,), device=x.device)
     assert_same_bits(cache.index_select(ids), x[ids])
 
 
 def test_profile_on_the_gpu(x):
-    found = ibp.profile([{"x": x}, {"x": x.flip(0)}])["x"]
-    table = ibp.place(x, found)
+    found = ibp.spill.profile([{"x": x}, {"x": x.flip(0)}])["x"]
+    table = ibp.spill.place(x, found)
     assert_spills(table, found.slot_bytes)
     assert table.overflow.numel() == found.spill(0).num_bytes
     assert_reads(table, x)
 
 
 def test_two_gpus(x, gpus):
-    table = ibp.place(x, 4)
-    for other in (table.to(gpus[1]), ibp.place(table, device=gpus[1])):
+    table = ibp.spill.place(x, 4)
+    for other in (table.to(gpus[1]), ibp.spill.place(table, device=gpus[1])):
         assert other.device == gpus[1]
         assert_spills(other, 32)
         assert_reads(other, x.to(gpus[1]))
@@ -190,9 +192,9 @@ def test_two_gpus(x, gpus):
 def test_pages_that_outgrow_their_slots(x):
     """More pages than a pool holds that has to keep them all: none is lost, and each comes back."""
     pages = x.view(200, 10 * 96)
-    codebook = ibp.analyze(x, scheme="planes")
-    store = ibp.KVStore(
-        codebook, page_bytes=10 * 192, num_pages=200, pool_bytes=2000 * 100, storage="device", spill="host"
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    store = ibp.kv.KVStore(
+        codebook, page_bytes=10 * 192, num_pages=200, pool_bytes=2000 * 100, memory="device", overflow_memory="pinned"
     )
     assert store.place.slots.is_cuda and store.place.overflow.is_pinned() and store.pool_bytes == 2000 * 96
     order = torch.randperm(200)
@@ -210,9 +212,9 @@ def test_pages_that_outgrow_their_slots(x):
 @pytest.mark.parametrize("slot_bytes", [0, 32, 96, 160, 192])
 def test_pages_that_grow_again_and_again(x, slot_bytes):
     """Rows keep their parts of overflow, also after `clear`: none is lost, whatever was there before."""
-    codebook = ibp.analyze(x, scheme="planes")
-    store = ibp.KVStore(
-        codebook, page_bytes=10 * 192, num_pages=64, slot_bytes=slot_bytes, storage="device", spill="host"
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    store = ibp.kv.KVStore(
+        codebook, page_bytes=10 * 192, num_pages=64, slot_bytes=slot_bytes, memory="device", overflow_memory="pinned"
     )
     out = torch.empty(64, 10 * 96, dtype=x.dtype, device=x.device)
     for call, kind in enumerate(("sparse", "coded", "zeros", "noise", "coded", "noise")):
@@ -241,7 +243,7 @@ def test_rows_of_many_sizes(cuda, row_bytes, level, dtype):
     x[kinds > 4] = noise.view(dtype)[kinds > 4]
     ids = torch.randint(count, (count // 2,), device=cuda)
     for target in (4 / 3, 2):
-        table = ibp.place(x, target, level=level)
+        table = ibp.spill.place(x, target, level=level)
         assert table.overflow.numel() > table.slots.numel() // 100
         for max_sms in (None, 5):
             assert_same_bits(table.decompress(max_sms=max_sms, check=True), x)

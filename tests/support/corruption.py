@@ -17,7 +17,7 @@ CANARY = 4096  # bytes in front of results and behind them
 WAYS, NUM_SETS, SLOT_BYTES = 32, 3, 64
 
 NUM_ROWS = 400
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
     "masks": lambda: ibp.compress(spiky_rows(NUM_ROWS, 60), scheme="ibp", slot_bytes=32, **ON_CPU),
     "masks in place": lambda: ibp.compress(spiky_rows(NUM_ROWS, 33), scheme="ibp", slot_bytes=132, **ON_CPU),
@@ -196,8 +196,8 @@ def corrupt_place(device, corruptions, seed=0):
     """Rows coded into a place whose index, rooms and counter are damaged."""
     rows = embedding(NUM_ROWS, 64).to(device)
     noise = torch.randint(0, 256, (NUM_ROWS, 256), dtype=U8, device=device).view(torch.float32)
-    place = ibp.Place(
-        ibp.analyze(rows, scheme="planes"), NUM_ROWS, slot_bytes=96, overflow_bytes=1 << 17, device=device
+    place = ibp.CodedRows(
+        ibp.codecs.analyze(rows, scheme="planes"), NUM_ROWS, slot_bytes=96, overflow_bytes=1 << 17, device=device
     )
     ibp.encode_into(rows, place)
     arrays = [place.slots, place.overflow, place.lengths, place.bases, place.rooms, place._used]
@@ -250,7 +250,7 @@ def corrupt_delta(device, corruptions, seed=0):
     base = embedding(NUM_ROWS, 256, torch.bfloat16).to(device)
     new = base.clone()
     new.view(-1)[::37] *= 2
-    delta = ibp.delta(new, base)
+    delta = ibp.deltas.make(new, base)
     table, whole, done, applied = delta.table, Whole(device), 0, 0
     damage = Damage([table.slots, table.overflow, table.lengths, table.bases], seed)
     while done < corruptions:

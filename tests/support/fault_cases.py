@@ -19,7 +19,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 
 
 @dataclasses.dataclass
@@ -81,7 +81,7 @@ LARGE = rows(8_000, seed=2)  # for more than one thread
 IDS = torch.tensor([3, 79, 0, 3, 41])
 CHANGED = torch.arange(10, 26)
 NEW = X.index_copy(0, CHANGED, OTHER)
-FINGERPRINT = torch.tensor(ibp.fingerprint(X) >> 1)
+FINGERPRINT = torch.tensor(ibp.deltas.fingerprint(X) >> 1)
 
 
 def table_of(x: torch.Tensor = X, **options: Any) -> ibp.CompressedTensor:
@@ -115,7 +115,7 @@ def compressing_in_place() -> Case:
 
     return Case(
         X.clone,
-        lambda x: ibp.compress_(x, scheme="planes", **ON_CPU),
+        lambda x: ibp.compress(x, scheme="planes", **ON_CPU, inplace=True),
         lambda _, table: assert_same_bits(table.decompress(), X),
         kept,
     )
@@ -171,7 +171,10 @@ def sharing() -> Case:
         assert_same_bits(opened.decompress(), X)
 
     return Case(
-        table_of, lambda table: ibp.open_shared(table.share_memory_().share()), check, lambda t, _: check(None, t)
+        table_of,
+        lambda table: ibp.distributed.open_shared(table.share_memory_().share()),
+        check,
+        lambda t, _: check(None, t),
     )
 
 
@@ -179,17 +182,17 @@ def coding_into_a_place() -> Case:
     codebook = table_of().codebook
     wanted = OTHER.view(torch.uint8)
 
-    def make() -> ibp.Place:
-        place = ibp.Place(codebook, 80, slot_bytes=96, device="cpu")
+    def make() -> ibp.CodedRows:
+        place = ibp.CodedRows(codebook, 80, slot_bytes=96, device="cpu")
         ibp.encode_into(X, place)
         return place
 
-    def check(place: ibp.Place, _: Any) -> None:
+    def check(place: ibp.CodedRows, _: Any) -> None:
         assert_same_bits(place.decode(CHANGED), wanted)
         assert_same_bits(place.decode(IDS), X[IDS].view(torch.uint8))
         place.check()
 
-    def kept(place: ibp.Place, _: BaseException) -> None:
+    def kept(place: ibp.CodedRows, _: BaseException) -> None:
         same(place.decode(CHANGED), X[CHANGED].view(torch.uint8), wanted)
         assert_same_bits(place.decode(IDS), X[IDS].view(torch.uint8))
 
@@ -203,25 +206,25 @@ PAGE_BYTES = PAGES[0].numel() * 2
 def keeping_pages() -> Case:
     """Pages 0 to 3 are stored; 2 to 5 are stored anew, and all are loaded."""
 
-    def make() -> ibp.KVStore:
-        store = ibp.KVStore(PAGES, num_pages=16, page_bytes=PAGE_BYTES, device="cpu")
+    def make() -> ibp.kv.KVStore:
+        store = ibp.kv.KVStore(PAGES, num_pages=16, page_bytes=PAGE_BYTES, device="cpu")
         store.store([0, 1, 2, 3], PAGES, [0, 1, 2, 3])
         return store
 
-    def loaded(store: ibp.KVStore, pages: list[int]) -> torch.Tensor:
+    def loaded(store: ibp.kv.KVStore, pages: list[int]) -> torch.Tensor:
         out = torch.zeros_like(PAGES)
         store.load(pages, out, list(range(len(pages)))).synchronize()
         return out[: len(pages)]
 
-    def call(store: ibp.KVStore) -> torch.Tensor:
+    def call(store: ibp.kv.KVStore) -> torch.Tensor:
         store.store([2, 3, 4, 5], PAGES, [4, 5, 6, 7])
         return loaded(store, [0, 1, 2, 3, 4, 5])
 
-    def check(store: ibp.KVStore, got: torch.Tensor) -> None:
+    def check(store: ibp.kv.KVStore, got: torch.Tensor) -> None:
         assert_same_bits(got, PAGES[[0, 1, 4, 5, 6, 7]])
         store.check()
 
-    def kept(store: ibp.KVStore, _: BaseException) -> None:
+    def kept(store: ibp.kv.KVStore, _: BaseException) -> None:
         assert_same_bits(loaded(store, [0, 1]), PAGES[:2])
         if all(store.is_stored([2, 3])):
             same(loaded(store, [2, 3]), PAGES[2:4], PAGES[4:6])
@@ -232,21 +235,21 @@ def keeping_pages() -> Case:
 def keeping_tokens() -> Case:
     tokens = torch.tensor([5, 1, 7, 1])
 
-    def make() -> ibp.KVRows:
-        kv = ibp.KVRows(PAGES[0], num_layers=1, num_tokens=64, num_heads=8, device="cpu", cache_bytes=4000)
-        kv.put(0, PAGES[0], torch.arange(2))
+    def make() -> ibp.kv.KVRows:
+        kv = ibp.kv.KVRows(PAGES[0], num_layers=1, num_tokens=64, num_heads=8, device="cpu", cache_bytes=4000)
+        kv.store(0, PAGES[0], torch.arange(2))
         return kv
 
-    def call(kv: ibp.KVRows) -> torch.Tensor:
-        kv.put(0, PAGES[1:4].flatten(0, 1), torch.arange(2, 8))
-        return kv.select(0, tokens)
+    def call(kv: ibp.kv.KVRows) -> torch.Tensor:
+        kv.store(0, PAGES[1:4].flatten(0, 1), torch.arange(2, 8))
+        return kv.load(0, tokens)
 
-    def check(kv: ibp.KVRows, got: torch.Tensor) -> None:
+    def check(kv: ibp.kv.KVRows, got: torch.Tensor) -> None:
         assert_same_bits(got, PAGES.flatten(0, 1)[tokens])
         kv.check()
 
-    def kept(kv: ibp.KVRows, _: BaseException) -> None:
-        assert_same_bits(kv.select(0, torch.arange(2)), PAGES[0])
+    def kept(kv: ibp.kv.KVRows, _: BaseException) -> None:
+        assert_same_bits(kv.load(0, torch.arange(2)), PAGES[0])
 
     return Case(make, call, check, kept)
 
@@ -268,7 +271,7 @@ class Folder:
     def is_one_of(self, *wanted: dict[str, Any]) -> None:
         """AssertionError unless there is one file, whole, with these tensors or those."""
         assert os.listdir(self.held.name) == [self.path.name]
-        found = ibp.load(self.path, verify=True, pin_memory=False)
+        found = ibp.load(self.path, verify=True, memory="host")
         same = [some for some in wanted if found.keys() == some.keys()]
         assert same, f"the file has {sorted(found)}"
         for name, value in same[0].items():
@@ -311,8 +314,8 @@ def compressing_a_checkpoint() -> Case:
 
     def call(folder: Folder) -> dict[str, Any]:
         output = Path(folder.held.name) / "out.safetensors"
-        ibp.compress_checkpoint(folder.path, output, device="cpu", jobs=1)
-        return ibp.load(output, verify=True, pin_memory=False)
+        ibp.checkpoints.compress(folder.path, output, device="cpu", jobs=1)
+        return ibp.load(output, verify=True, memory="host")
 
     def check(folder: Folder, found: dict[str, Any]) -> None:
         for name, wanted in (("a", LARGE[:700]), ("b", X), ("c", OTHER)):
@@ -322,20 +325,20 @@ def compressing_a_checkpoint() -> Case:
     def kept(folder: Folder, _: BaseException) -> None:
         output = Path(folder.held.name) / "out.safetensors"
         if output.exists():
-            check(folder, ibp.load(output, verify=True, pin_memory=False))
+            check(folder, ibp.load(output, verify=True, memory="host"))
 
     return Case(make, call, check, kept)
 
 
 def making_a_delta() -> Case:
     return Case(
-        lambda: None, lambda _: ibp.delta(NEW, X), lambda _, delta: assert_same_bits(delta.apply_(X.clone()), NEW)
+        lambda: None, lambda _: ibp.deltas.make(NEW, X), lambda _, delta: assert_same_bits(delta.apply_(X.clone()), NEW)
     )
 
 
 def applying_a_delta() -> Case:
     """The base is the old one or the new one; where it is the new one, it is put back for the next call."""
-    delta, back = ibp.delta(NEW, X), ibp.delta(X, NEW)
+    delta, back = ibp.deltas.make(NEW, X), ibp.deltas.make(X, NEW)
 
     def kept(base: torch.Tensor, _: BaseException) -> None:
         same(base, X, NEW)
@@ -352,7 +355,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "compress packed": lambda: compressing(layout="packed"),
     "compress raw": lambda: compressing(scheme="raw"),
     "compress at level fast": lambda: compressing(level="fast"),
-    "compress_": compressing_in_place,
+    "compress in place": compressing_in_place,
     "decompress": lambda: reading(X, lambda table: table.decompress()),
     "decompress packed": lambda: reading(X, lambda table: table.decompress(), slot_bytes=None, layout="packed"),
     "index_select": lambda: reading(X[IDS], lambda table: ibp.index_select(table, IDS)),
@@ -386,13 +389,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "KVStore": keeping_pages,
     "KVRows": keeping_tokens,
     "save": saving,
-    "load": lambda: loading(lambda path: ibp.load(path, verify=True, pin_memory=False)["old"].decompress()),
+    "load": lambda: loading(lambda path: ibp.load(path, verify=True, memory="host")["old"].decompress()),
     "open": lambda: loading(rows_of_a_file),
     "compress_checkpoint": compressing_a_checkpoint,
     "delta": making_a_delta,
     "Delta.apply_": applying_a_delta,
     "fingerprint": lambda: Case(
-        lambda: X, lambda x: torch.tensor(ibp.fingerprint(x) >> 1), lambda _, got: assert_same_bits(got, FINGERPRINT)
+        lambda: X,
+        lambda x: torch.tensor(ibp.deltas.fingerprint(x) >> 1),
+        lambda _, got: assert_same_bits(got, FINGERPRINT),
     ),
 }
 # Calls that several threads share.

@@ -191,6 +191,10 @@ def make_tensor(shape, dtype, kind="sparse", seed=0):
     return tensor_from(elements.reshape(-1), shape, dtype)
 
 
+def compress_in_place(x, **arguments):
+    return ibp.compress(x, inplace=True, **arguments)
+
+
 def embedding(num_rows, num_columns, dtype=torch.float32, seed=0):
     """Normal values of a small spread, as trained weights have them."""
     generator = torch.Generator().manual_seed(seed)
@@ -214,7 +218,7 @@ def planes_codebook(codebook):
     """A codebook of the numpy reference as the library's."""
     c = codebook
     entries = torch.from_numpy(c.entries.astype(np.uint64).view(np.int64))
-    return ibp.PlanesCodebook(
+    return ibp.codecs.PlanesCodebook(
         c.row_bytes,
         c.element_bytes,
         c.rotate,
@@ -302,7 +306,7 @@ def plain_table(table, codebook):
 
 def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
     """Puts an H200's calibration with changed rates in force on every device. Returns it."""
-    found = dataclasses.replace(ibp.H200, **changed)
+    found = dataclasses.replace(ibp.calibration.H200, **changed)
     if least_streamed_bytes is not None:
         gained_ns = 1 / found.read_gbps - 1 / found.copy_in_gbps
         found = dataclasses.replace(found, stream_start_us=(least_streamed_bytes + 0.5) * gained_ns / 1e3)
@@ -312,4 +316,4 @@ def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
 
 def default_of(codebook):
     """What a default row repeats."""
-    return reference_planes_codebook(codebook).default_row if isinstance(codebook, ibp.PlanesCodebook) else b"\0"
+    return reference_planes_codebook(codebook).default_row if isinstance(codebook, ibp.codecs.PlanesCodebook) else b"\0"

@@ -133,15 +133,15 @@ def while_it_changes(seconds):
     listed = torch.zeros(100, 4000, dtype=U8)
     listed[torch.rand(100, 4000) < 0.02] = 7
     dense = torch.randn(100, 1000).bfloat16()
-    sixteen = ibp.PlanesCodebook(2000, 2, 0, 0, (2, 2), False, False, 0, 0, (torch.arange(6) * 257).view(1, 6))
+    sixteen = ibp.codecs.PlanesCodebook(2000, 2, 0, 0, (2, 2), False, False, 0, 0, (torch.arange(6) * 257).view(1, 6))
     symbols = (torch.randint(0, 12, (100, 1000)) * 257).to(torch.int16)
     cases = [(listed, {"scheme": "planes"}), (dense, {"scheme": "planes"}), (symbols, {"codebook": sixteen}),
              (dense, {"scheme": "ibp"}), (spiky_rows(100, 60), {"scheme": "ibp"})]  # fmt: skip
     calls = 0
     for x, options in cases:
-        table = ibp.compress(x, device="cpu", pin_memory=False, **options)
+        table = ibp.compress(x, device="cpu", memory="host", **options)
         stored = table.slots if table.slots.numel() else table.overflow
-        again = {"device": "cpu", "pin_memory": False, "codebook": table.codebook}
+        again = {"device": "cpu", "memory": "host", "codebook": table.codebook}
         for memory, work in ((x, lambda: ibp.compress(x, **again)), (stored, table.decompress)):
             calls += change_while(bytes_of(memory), work, seconds / 2 / len(cases))
     return calls

@@ -1,4 +1,4 @@
-"""What compress, index_select, decompress, analyze, estimate and compress_ do, on the CPU."""
+"""What compress, index_select, decompress, analyze and estimate do, on the CPU."""
 
 import itertools
 import signal
@@ -68,7 +68,7 @@ def test_round_trip(x, arguments, scheme):
 def test_attributes(x, table):
     assert table.shape == x.shape and table.dtype == x.dtype and table.device == x.device
     assert table.layout == "slots" and table.codebook.scheme == table.scheme and table.codebook.row_bytes == 240
-    assert isinstance(table.codebook, {"ibp": ibp.Codebook, "planes": ibp.PlanesCodebook}[table.scheme])
+    assert isinstance(table.codebook, {"ibp": ibp.codecs.Codebook, "planes": ibp.codecs.PlanesCodebook}[table.scheme])
     assert table.row_bytes == 240 and table.num_rows == 500 and len(table) == 500
     assert table.slot_bytes % 32 == 0 and 0 < table.slot_bytes < 240
     assert table.slots.dtype == torch.uint8 and table.slots.numel() == 500 * table.slot_bytes
@@ -198,7 +198,7 @@ def test_default_rows():
 
 
 def test_pageable_on_request(x):
-    table = ibp.compress(x, pin_memory=False, device="cpu")
+    table = ibp.compress(x, memory="host", device="cpu")
     assert not table.is_pinned() and not table.slots.is_pinned()
 
 
@@ -236,7 +236,7 @@ def threshold(x, tau):
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])
 def test_analyze_with_a_threshold_is_the_papers(chunk_bytes, tau):
     x = embedding(777, 31)
-    codebook = ibp.analyze(x, sample=1.0, chunk_bytes=chunk_bytes, tau=tau, device="cpu")
+    codebook = ibp.codecs.analyze(x, sample=1.0, chunk_bytes=chunk_bytes, tau=tau, device="cpu")
     mask, bitval = threshold(x, tau)
     assert codebook.chunk_bytes == chunk_bytes and codebook.tau == tau and not codebook.flag_all
     np.testing.assert_array_equal(codebook.mask.numpy(), mask)
@@ -245,13 +245,17 @@ def test_analyze_with_a_threshold_is_the_papers(chunk_bytes, tau):
 
 def test_analyze_paper_flags_every_chunk_and_takes_the_best_tau():
     x = embedding(2000, 32)
-    codebook = ibp.analyze(x, sample=1.0, chunk_bytes=4, paper=True, device="cpu")
+    codebook = ibp.codecs.analyze(x, sample=1.0, chunk_bytes=4, paper=True, device="cpu")
     assert codebook.flag_all and 0.5 < codebook.tau <= 1
     np.testing.assert_array_equal(codebook.mask.numpy(), threshold(x, codebook.tau)[0])
-    best = ibp.estimate(x, codebook, device="cpu")
+    best = ibp.estimate(x, codebook, device="cpu").stored_bytes
     for tau in (0.7, 0.8, 0.9, 0.95):
         mask, bitval = (torch.from_numpy(array) for array in threshold(x, tau))
-        assert best <= 1.002 * ibp.estimate(x, ibp.Codebook.from_masks(mask, bitval, 4, flag_all=True), device="cpu")
+        assert (
+            best
+            <= 1.002
+            * ibp.estimate(x, ibp.codecs.Codebook.from_masks(mask, bitval, 4, flag_all=True), device="cpu").stored_bytes
+        )
 
 
 @pytest.mark.parametrize(
@@ -259,17 +263,19 @@ def test_analyze_paper_flags_every_chunk_and_takes_the_best_tau():
 )
 def test_the_sweep_beats_every_single_choice(make):
     x = make()
-    swept = ibp.estimate(x, ibp.analyze(x, sample=1.0, device="cpu"), device="cpu")
+    swept = ibp.estimate(x, ibp.codecs.analyze(x, sample=1.0, device="cpu"), device="cpu").stored_bytes
     for chunk_bytes in (1, 2, 4, 8):
         for tau in (0.7, 0.85, 0.95):
-            codebook = ibp.analyze(x, sample=1.0, chunk_bytes=chunk_bytes, tau=tau, device="cpu")
-            assert swept <= 1.005 * ibp.estimate(x, codebook, device="cpu"), f"chunks of {chunk_bytes}, tau {tau}"
+            codebook = ibp.codecs.analyze(x, sample=1.0, chunk_bytes=chunk_bytes, tau=tau, device="cpu")
+            assert swept <= 1.005 * ibp.estimate(x, codebook, device="cpu").stored_bytes, (
+                f"chunks of {chunk_bytes}, tau {tau}"
+            )
 
 
 def test_expected_savings(x):
-    codebook = ibp.analyze(x, sample=1.0, device="cpu")
-    assert codebook.expected_savings == pytest.approx(1 - ibp.estimate(x, codebook) / x.nbytes, abs=0.02)
-    sampled = ibp.analyze(one_hot_rows(20000, 60), sample=0.1, device="cpu")
+    codebook = ibp.codecs.analyze(x, sample=1.0, device="cpu")
+    assert codebook.expected_savings == pytest.approx(1 - ibp.estimate(x, codebook).stored_bytes / x.nbytes, abs=0.02)
+    sampled = ibp.codecs.analyze(one_hot_rows(20000, 60), sample=0.1, device="cpu")
     assert sampled.expected_savings == pytest.approx(codebook.expected_savings, abs=0.05)
 
 
@@ -284,19 +290,23 @@ def test_a_sample_loses_little(scheme):
 
 def test_estimate_is_exact(x):
     masks = [
-        ibp.analyze(x),
-        ibp.analyze(x, chunk_bytes=8, tau=0.9),
-        ibp.analyze(x, paper=True),
-        ibp.analyze(x, row_bytes=100),
+        ibp.codecs.analyze(x),
+        ibp.codecs.analyze(x, chunk_bytes=8, tau=0.9),
+        ibp.codecs.analyze(x, paper=True),
+        ibp.codecs.analyze(x, row_bytes=100),
     ]
-    for codebook in (*masks, ibp.analyze(x, scheme="planes"), ibp.analyze(x, scheme="planes", row_bytes=100)):
+    for codebook in (
+        *masks,
+        ibp.codecs.analyze(x, scheme="planes"),
+        ibp.codecs.analyze(x, scheme="planes", row_bytes=100),
+    ):
         table = ibp.compress(x, codebook=codebook)
-        assert ibp.estimate(x, codebook) == table.stored_bytes and table.codebook == codebook
+        assert ibp.estimate(x, codebook).stored_bytes == table.stored_bytes and table.codebook == codebook
 
 
 def test_a_codebook_of_another_tensor(x):
     """Codebooks are shared: they fit any tensor with rows of that size, of any dtype."""
-    for codebook in (ibp.analyze(x), ibp.analyze(x, scheme="planes")):
+    for codebook in (ibp.codecs.analyze(x), ibp.codecs.analyze(x, scheme="planes")):
         for other in (one_hot_rows(77, 60, seed=5), make_tensor((10, 120), torch.int16, "random"), embedding(40, 60)):
             table = ibp.compress(other, codebook=codebook, device="cpu")
             assert_same_bits(table.decompress(), other)
@@ -315,25 +325,27 @@ def test_codebook_from_masks():
         torch.tensor([255, 240, 0, 0, 255, 0], dtype=torch.uint8),
         torch.tensor([0, 64, 0, 0, 60, 0], dtype=torch.uint8),
     )
-    codebook = ibp.Codebook.from_masks(mask, bitval, 2)
+    codebook = ibp.codecs.Codebook.from_masks(mask, bitval, 2)
     assert (codebook.row_bytes, codebook.chunk_bytes, codebook.flag_all) == (6, 2, False)
     assert codebook.palette.shape == (3, 2, 2) and codebook.index.dtype == torch.uint8 and codebook.nbytes == 12 + 3
     assert torch.equal(codebook.mask, mask) and torch.equal(codebook.bitval, bitval)
-    assert codebook == ibp.Codebook.from_masks(mask, bitval, 2) and hash(codebook) == hash(
-        ibp.Codebook.from_masks(mask, bitval, 2)
+    assert codebook == ibp.codecs.Codebook.from_masks(mask, bitval, 2) and hash(codebook) == hash(
+        ibp.codecs.Codebook.from_masks(mask, bitval, 2)
     )
     others = [
-        ibp.Codebook.from_masks(mask, bitval, 1),
-        ibp.Codebook.from_masks(mask, bitval, 2, flag_all=True),
-        ibp.Codebook.from_masks(mask, bitval & 15, 2),
-        ibp.Codebook.from_masks(mask | 1, bitval, 2),
+        ibp.codecs.Codebook.from_masks(mask, bitval, 1),
+        ibp.codecs.Codebook.from_masks(mask, bitval, 2, flag_all=True),
+        ibp.codecs.Codebook.from_masks(mask, bitval & 15, 2),
+        ibp.codecs.Codebook.from_masks(mask | 1, bitval, 2),
     ]
     assert all(codebook != other for other in others) and codebook != "codebook"
     assert "row_bytes=6" in repr(codebook) and "chunk_bytes=2" in repr(codebook)
 
 
 def test_codebook_of_one_pair_has_no_index():
-    codebook = ibp.Codebook.from_masks(torch.full((40,), 255, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8), 4)
+    codebook = ibp.codecs.Codebook.from_masks(
+        torch.full((40,), 255, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8), 4
+    )
     assert len(codebook.palette) == 1 and codebook.index.numel() == 0 and codebook.nbytes == 8
 
 
@@ -341,19 +353,19 @@ def test_pairs_that_come_again_are_in_the_palette_once():
     """Also chunks of 8 bytes that differ in their values alone."""
     mask = torch.full((32,), 0xF0, dtype=torch.uint8)
     bitval = torch.tensor([0x10, 0x20, 0x10, 0x20], dtype=torch.uint8).repeat_interleave(8)
-    codebook = ibp.Codebook.from_masks(mask, bitval, 8)
+    codebook = ibp.codecs.Codebook.from_masks(mask, bitval, 8)
     assert len(codebook.palette) == 2 and codebook.index.tolist() == [0, 1, 0, 1]
 
 
 def test_codebook_of_many_pairs_has_a_wide_index():
     mask = make_tensor((2000,), torch.uint8, "random")
-    codebook = ibp.Codebook.from_masks(mask, mask & 0x55, 4)
+    codebook = ibp.codecs.Codebook.from_masks(mask, mask & 0x55, 4)
     assert codebook.index.dtype == torch.uint16 and len(codebook.palette) > 256
     assert codebook.nbytes == 8 * len(codebook.palette) + 2 * 500
 
 
 def test_row_codec(x):
-    codebook = ibp.analyze(x)
+    codebook = ibp.codecs.analyze(x)
     codec = ibp._core.RowCodec(codebook.mask.numpy(), codebook.bitval.numpy(), codebook.chunk_bytes, codebook.flag_all)
     plain = reference.make_codebook(
         codebook.mask.numpy(), codebook.bitval.numpy(), codebook.chunk_bytes, codebook.flag_all
@@ -481,7 +493,7 @@ def test_a_corrupt_table_is_reported_and_harmless(x, scheme):
         table.decompress()
 
 
-# ---- compress_ ----
+# ---- compress in place ----
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -491,7 +503,7 @@ def test_a_corrupt_table_is_reported_and_harmless(x, scheme):
 def test_compress_in_place(make, scheme):
     x = make()
     before, address = x.clone(), x.data_ptr()
-    table = ibp.compress_(x, scheme=scheme, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, device="cpu", memory="host", inplace=True)
     assert (
         table.scheme in ("ibp", "planes")
         and scheme in ("auto", table.scheme)
@@ -509,7 +521,7 @@ def test_compress_in_place(make, scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compress_in_place_keeps_the_memory_alive(scheme):
     before = one_hot_rows(500, 60)
-    table = ibp.compress_(before.clone(), scheme=scheme, device="cpu")
+    table = ibp.compress(before.clone(), scheme=scheme, device="cpu", inplace=True)
     assert_same_bits(table.decompress(), before)
 
 
@@ -517,7 +529,7 @@ def test_compress_in_place_keeps_the_memory_alive(scheme):
 def test_compress_in_place_of_noise_changes_nothing(scheme):
     x = make_tensor((100, 64), torch.uint8, "random")
     before = x.clone()
-    table = ibp.compress_(x, scheme=scheme, device="cpu")
+    table = ibp.compress(x, scheme=scheme, device="cpu", inplace=True)
     assert table.scheme == "raw" and table.slots.data_ptr() == x.data_ptr()
     assert_same_bits(x, before)
     assert_same_bits(table.decompress(), before)
@@ -543,11 +555,11 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
 
     x = one_hot_rows(1000, 60)
     before = x.clone()
-    codebook = ibp.analyze(x, scheme=scheme)
+    codebook = ibp.codecs.analyze(x, scheme=scheme)
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 96)
     monkeypatch.setattr("ibp._tables.compression.tqdm", Bar)
     with pytest.raises(Interrupted) as interruption:
-        ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+        ibp.compress(x, codebook=codebook, device="cpu", memory="host", inplace=True)
     table = interruption.value.table
     assert int((table.lengths != 0).sum()) <= 96 * blocks_done and not torch.equal(x, before)
     assert_same_bits(table.decompress(), before)
@@ -558,7 +570,7 @@ def in_blocks(monkeypatch):
     """200 rows in blocks of 96, and a codebook for them."""
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 96)
     x = one_hot_rows(200, 60)
-    return x, ibp.analyze(x, scheme="planes")
+    return x, ibp.codecs.analyze(x, scheme="planes")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -568,7 +580,7 @@ def test_compress_in_place_interrupted_at_every_moment(in_blocks):
     for moment in itertools.count():
         x = before.clone()
         table, raised = interrupt_at(
-            moment, None, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+            moment, None, lambda: ibp.compress(x, codebook=codebook, device="cpu", memory="host", inplace=True)
         )
         seen.add(assert_kept(table, x, before))
         if not raised:
@@ -586,7 +598,7 @@ def test_compress_in_place_interrupted_twice(in_blocks, stride):
         for point in itertools.count():
             x = before.clone()
             table, raised = interrupt_at(
-                moment, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+                moment, point, lambda: ibp.compress(x, codebook=codebook, device="cpu", memory="host", inplace=True)
             )
             seen.add(assert_kept(table, x, before))
             pairs += raised == 2
@@ -610,7 +622,7 @@ def test_compress_in_place_interrupted_at_every_operation(in_blocks, before_it):
             mode = InterruptedOperations([first, *others], before_it)
             try:
                 with mode:
-                    table = ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+                    table = ibp.compress(x, codebook=codebook, device="cpu", memory="host", inplace=True)
             except Interrupted as interruption:
                 table = getattr(interruption, "table", None)
             seen.add(assert_kept(table, x, before))
@@ -626,9 +638,9 @@ def test_compress_in_place_interrupted_at_every_operation(in_blocks, before_it):
 def test_compress_in_place_interrupted_by_a_signal(share, scheme, monkeypatch):
     monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 1 << 16)
     before = one_hot_rows(20000, 60)
-    codebook = ibp.analyze(before[:1000], scheme=scheme)
+    codebook = ibp.codecs.analyze(before[:1000], scheme=scheme)
     start = time.perf_counter()
-    ibp.compress_(before.clone(), codebook=codebook, device="cpu", pin_memory=False)
+    ibp.compress(before.clone(), codebook=codebook, device="cpu", memory="host", inplace=True)
     elapsed = time.perf_counter() - start
 
     def interrupt(number, frame):
@@ -638,7 +650,7 @@ def test_compress_in_place_interrupted_by_a_signal(share, scheme, monkeypatch):
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, share * elapsed)
-        table = ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+        table = ibp.compress(x, codebook=codebook, device="cpu", memory="host", inplace=True)
         signal.setitimer(signal.ITIMER_REAL, 0)
     except Interrupted as interruption:
         table = getattr(interruption, "table", table)
@@ -654,7 +666,7 @@ def test_compress_in_place_reads_its_own_table_only():
     x = tensor_from(one_hot_rows(500, 60).numpy().view(np.uint8).reshape(-1), (500, 60), torch.float32)
     data[0] = x
     with pytest.raises(ValueError, match="own"):
-        ibp.compress_(data[0])
+        ibp.compress(data[0], inplace=True)
     assert_same_bits(data[0], x)
     assert (data[1] == 0).all()
 

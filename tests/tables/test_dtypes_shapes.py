@@ -17,7 +17,7 @@ KINDS = ["sparse", "narrow", "random", "equal"]
 
 def check(x, **arguments):
     """Compresses, decompresses, and takes items out of x. Returns the table."""
-    table = ibp.compress(x, device="cpu", pin_memory=False, **arguments)
+    table = ibp.compress(x, device="cpu", memory="host", **arguments)
     assert table.shape == x.shape and table.dtype == x.dtype and table.scheme in ("ibp", "planes", "raw")
     assert arguments.get("scheme", "auto") in ("auto", table.scheme) or table.scheme == "raw"
     assert 0 <= table.stored_bytes <= x.numel() * x.element_size()
@@ -227,7 +227,7 @@ def test_strides_of_at_most_one_element(dtype, name):
     """Torch calls such a tensor contiguous, whatever its strides are."""
     x = AT_MOST_ONE_ELEMENT[name](torch.arange(64).to(dtype))
     check(x)
-    ibp.analyze(x, device="cpu")
+    ibp.codecs.analyze(x, device="cpu")
     assert ibp.estimate(x, device="cpu").original_bytes == x.numel() * x.element_size()
     alone = (
         torch.empty(0, dtype=dtype).set_(x.clone().untyped_storage(), 0, x.shape, x.stride())
@@ -235,7 +235,7 @@ def test_strides_of_at_most_one_element(dtype, name):
         else x.clone()
     )
     assert alone.stride() == x.stride()
-    assert_same_bits(ibp.compress_(alone, device="cpu", pin_memory=False).decompress(), x.clone())
+    assert_same_bits(ibp.compress(alone, device="cpu", memory="host", inplace=True).decompress(), x.clone())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -315,7 +315,10 @@ def test_every_bit_pattern_of_16_bits():
     for dtype in (torch.int16, torch.bfloat16, torch.float16):
         values = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(dtype)
         check(values.view(256, 256), scheme="planes", sample=0.05)
-        check(values.view(256, 256), codebook=ibp.analyze(torch.randn(2000, 256).to(torch.bfloat16), scheme="planes"))
+        check(
+            values.view(256, 256),
+            codebook=ibp.codecs.analyze(torch.randn(2000, 256).to(torch.bfloat16), scheme="planes"),
+        )
 
 
 def test_every_byte_value():

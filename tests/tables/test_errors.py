@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, make_tensor, one_hot_rows
+from helpers import assert_same_bits, compress_in_place, make_tensor, one_hot_rows
 
 
 @pytest.fixture(scope="module")
@@ -15,19 +15,19 @@ def x():
 
 @pytest.fixture(scope="module", params=["ibp", "planes"])
 def table(x, request):
-    return ibp.compress(x, scheme=request.param, device="cpu", pin_memory=False)
+    return ibp.compress(x, scheme=request.param, device="cpu", memory="host")
 
 
 @pytest.fixture(scope="module", params=["ibp", "planes"])
 def codebook(x, request):
-    return ibp.analyze(x, scheme=request.param, device="cpu")
+    return ibp.codecs.analyze(x, scheme=request.param, device="cpu")
 
 
 # ---- compress, analyze, estimate ----
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze])
+@pytest.mark.parametrize("function", [ibp.compress, compress_in_place, ibp.codecs.analyze])
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -92,11 +92,11 @@ def test_arguments_of_compress(x, arguments, message):
 ], ids=str)  # fmt: skip
 def test_arguments_of_analyze(x, arguments, message):
     with pytest.raises(ValueError, match=message):
-        ibp.analyze(x, **arguments)
+        ibp.codecs.analyze(x, **arguments)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that quantized tensors will go
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze, ibp.estimate])
+@pytest.mark.parametrize("function", [ibp.compress, compress_in_place, ibp.codecs.analyze, ibp.estimate])
 def test_quantized_tensors(function):
     x = torch.quantize_per_tensor(torch.zeros(3, 3), 0.1, 0, torch.quint8)
     with pytest.raises(TypeError, match="quint8.*quantized.*int_repr"):
@@ -120,7 +120,7 @@ WRONG_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze])
+@pytest.mark.parametrize("function", [ibp.compress, compress_in_place, ibp.codecs.analyze])
 @pytest.mark.parametrize("arguments, error, message", WRONG_TYPES, ids=str)
 def test_types_of_arguments(x, function, arguments, error, message):
     before = x.clone()
@@ -181,12 +181,12 @@ def test_cuda_without_cuda(x, table):
     for call in (
         lambda: ibp.compress(x, device="cuda"),
         lambda: table.decompress(device="cuda"),
-        lambda: ibp.analyze(x, device="cuda"),
+        lambda: ibp.codecs.analyze(x, device="cuda"),
         lambda: ibp.index_select(table, torch.tensor([0]), device="cuda"),
     ):
         with pytest.raises(ValueError, match="cuda"):
             call()
-    for call in (lambda: ibp.compress(x, pin_memory=True), lambda: ibp.compress(x).pin_memory()):
+    for call in (lambda: ibp.compress(x, memory="pinned"), lambda: ibp.compress(x).pin_memory()):
         with pytest.raises(RuntimeError, match="CUDA"):
             call()
 
@@ -209,7 +209,7 @@ BYTES = torch.zeros(8, dtype=torch.uint8)
 ])  # fmt: skip
 def test_codebook_from_masks(mask, bitval, chunk_bytes, error, message):
     with pytest.raises(error, match=message):
-        ibp.Codebook.from_masks(mask, bitval, chunk_bytes)
+        ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes)
 
 
 PAIR = torch.tensor([[[255], [1]], [[15], [0]]], dtype=torch.uint8)
@@ -227,14 +227,14 @@ PAIR = torch.tensor([[[255], [1]], [[15], [0]]], dtype=torch.uint8)
 ])  # fmt: skip
 def test_codebook_of_parts(palette, index, message):
     with pytest.raises(ValueError, match=message):
-        ibp.Codebook(4, 1, False, palette, index)
+        ibp.codecs.Codebook(4, 1, False, palette, index)
 
 
 def test_codebook_with_bits_past_the_row():
     palette = torch.tensor([[[255, 255], [0, 0]]], dtype=torch.uint8)
-    ibp.Codebook(4, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
+    ibp.codecs.Codebook(4, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
     with pytest.raises(ValueError, match="past the end"):
-        ibp.Codebook(3, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
+        ibp.codecs.Codebook(3, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
 
 
 def test_row_codec():
@@ -350,7 +350,7 @@ def test_a_list_that_is_iterated_ends(x, table):
     assert_same_bits(torch.stack(rows), x)
 
 
-# ---- compress_ ----
+# ---- compress in place ----
 
 
 @pytest.mark.parametrize("make, message", [
@@ -366,7 +366,7 @@ def test_compress_in_place_refuses(make, message):
     x = make()
     before = x.detach().clone()
     with pytest.raises(ValueError, match=message):
-        ibp.compress_(x)
+        ibp.compress(x, inplace=True)
     assert_same_bits(x.detach().contiguous(), before.contiguous())
 
 
@@ -384,9 +384,9 @@ def test_compress_in_place_refuses_bad_arguments_before_it_writes(codebook):
         {"sample": 9.0},
     ):
         with pytest.raises(ValueError):
-            ibp.compress_(x, **arguments)
+            ibp.compress(x, **arguments, inplace=True)
     with pytest.raises(TypeError):
-        ibp.compress_(x, codebook="codebook")
+        ibp.compress(x, codebook="codebook", inplace=True)
     assert_same_bits(x, before)
 
 
@@ -395,7 +395,7 @@ def test_compress_in_place_that_cannot_pin_leaves_x():
     x = one_hot_rows(50, 60)
     before = x.clone()
     with pytest.raises(RuntimeError, match="CUDA"):
-        ibp.compress_(x, pin_memory=True)
+        ibp.compress(x, memory="pinned", inplace=True)
     assert_same_bits(x, before)
 
 
@@ -403,7 +403,7 @@ def test_compress_in_place_that_cannot_pin_leaves_x():
 
 
 def test_ops_check_their_arguments(x):
-    table = ibp.compress(x, scheme="ibp", device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme="ibp", device="cpu", memory="host")
     ids, fault = torch.tensor([0]), torch.zeros(4, dtype=torch.int64)
     out = torch.zeros(240, dtype=torch.uint8)
     arguments = list(table.arguments(torch.device("cpu")))

@@ -36,12 +36,12 @@ def test_estimates_are_what_compress_does(name, arguments):
     estimate = ibp.estimate(x, device="cpu", **arguments)
     assert list(estimate) == ["raw", "ibp", "planes"] and len(estimate) == 3 and estimate["raw"] == 0
     for scheme, expected in estimate.schemes.items():
-        table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments)
+        table = ibp.compress(x, scheme=scheme, device="cpu", memory="host", **arguments)
         assert expected.stored_bytes == table.stored_bytes and expected.slot_bytes == table.slot_bytes
         assert expected.nbytes == table.nbytes and expected.link_bytes == table.link_bytes
         assert estimate[scheme] == expected.savings == pytest.approx(table.savings)
         assert expected.memory_savings == pytest.approx(1 - table.nbytes / x.nbytes)
-    auto = ibp.compress(x, device="cpu", pin_memory=False, **arguments)
+    auto = ibp.compress(x, device="cpu", memory="host", **arguments)
     assert auto.scheme == estimate.auto and (repr(estimate.auto) in estimate.advice or "raw rows" in estimate.advice)
     assert auto.scheme == "raw" or auto.nbytes < x.nbytes
 
@@ -68,7 +68,7 @@ def test_short_fp32_rows():
 
 def test_compress_in_place_goes_by_bytes():
     x = embedding(500, 48, torch.bfloat16)
-    table = ibp.compress_(x.clone(), device="cpu", pin_memory=False)
+    table = ibp.compress(x.clone(), device="cpu", memory="host", inplace=True)
     assert table.scheme == "planes" and table.savings > 0.3
     assert_same_bits(table.decompress(), x)
 
@@ -93,8 +93,10 @@ def test_an_estimate_is_printed_as_a_table():
 
 def test_estimates_with_a_codebook_are_bytes():
     x = one_hot_rows(100, 60)
-    codebook = ibp.analyze(x, device="cpu")
-    assert type(ibp.estimate(x, codebook, device="cpu")) is int
+    codebook = ibp.codecs.analyze(x, device="cpu")
+    found, table = ibp.estimate(x, codebook, device="cpu"), ibp.compress(x, codebook=codebook, device="cpu")
+    assert found.stored_bytes == table.stored_bytes and set(found) == {"raw", codebook.scheme}
+    assert found.auto == table.scheme and found[codebook.scheme] == pytest.approx(table.savings)
     for arguments in ({"layout": "packed"}, {"slot_bytes": 32}, {"row_bytes": codebook.row_bytes}):
         with pytest.raises(ValueError, match="without a codebook"):
             ibp.estimate(x, codebook, **arguments)
@@ -125,17 +127,23 @@ def test_sectors_of_raw_rows(num_bytes, row_bytes):
 
 def test_time_of_a_row():
     """Raw rows by their sectors, coded ones by those or by their decoder."""
-    assert choice.row_ns(None, 128, 128, 128, ibp.H200) == pytest.approx(128 / 51.4)
-    assert choice.row_ns(None, 16, 16, 32, ibp.H200) == 1.45
-    dense = ibp.analyze(embedding(500, 256, torch.bfloat16), scheme="planes", device="cpu")
-    assert choice.row_ns(dense, 512, 341, 352, ibp.H200) == pytest.approx(352 / (0.9 * 51.4))
+    assert choice.row_ns(None, 128, 128, 128, ibp.calibration.H200) == pytest.approx(128 / 51.4)
+    assert choice.row_ns(None, 16, 16, 32, ibp.calibration.H200) == 1.45
+    dense = ibp.codecs.analyze(embedding(500, 256, torch.bfloat16), scheme="planes", device="cpu")
+    assert choice.row_ns(dense, 512, 341, 352, ibp.calibration.H200) == pytest.approx(352 / (0.9 * 51.4))
     assert (
-        choice.row_ns(dense, 128, 86, 96, ibp.H200)
-        == ibp.H200.pairs.least_row_ns
-        > choice.row_ns(None, 128, 128, 128, ibp.H200)
+        choice.row_ns(dense, 128, 86, 96, ibp.calibration.H200)
+        == ibp.calibration.H200.pairs.least_row_ns
+        > choice.row_ns(None, 128, 128, 128, ibp.calibration.H200)
     )
-    masks = ibp.analyze(one_hot_rows(500, 60), device="cpu")
-    assert choice.row_ns(masks, 65536, 6600, 6624, ibp.H200) == pytest.approx(65536 / ibp.H200.masks.work_per_ns)
-    listed = ibp.analyze(spiky_rows(500, 60), scheme="planes", device="cpu")
-    assert listed.listed and choice.row_ns(listed, 8192, 4000, 4000, ibp.H200) == pytest.approx(4000 / 46.26)
-    assert choice.row_ns(listed, 4096, 3200, 32, ibp.H200) == pytest.approx(3200 / 4 / ibp.H200.listed.work_per_ns)
+    masks = ibp.codecs.analyze(one_hot_rows(500, 60), device="cpu")
+    assert choice.row_ns(masks, 65536, 6600, 6624, ibp.calibration.H200) == pytest.approx(
+        65536 / ibp.calibration.H200.masks.work_per_ns
+    )
+    listed = ibp.codecs.analyze(spiky_rows(500, 60), scheme="planes", device="cpu")
+    assert listed.listed and choice.row_ns(listed, 8192, 4000, 4000, ibp.calibration.H200) == pytest.approx(
+        4000 / 46.26
+    )
+    assert choice.row_ns(listed, 4096, 3200, 32, ibp.calibration.H200) == pytest.approx(
+        3200 / 4 / ibp.calibration.H200.listed.work_per_ns
+    )

@@ -63,7 +63,7 @@ def test_threads_read_a_table(x, scheme, set_threads):
 
 def test_threads_read_a_file(x, path):
     """Tables are made when they are first asked for, here by all threads at once."""
-    with ibp.open(path, pin_memory=False, verify=True) as file:
+    with ibp.open(path, memory="host", verify=True) as file:
         names = ["slots", "packed", "masks"]
         in_threads(*(reader(x, lambda name=name: file[name]) for name in names * 2))
         assert_same_bits(file["plain"], x)
@@ -83,9 +83,7 @@ def test_threads_compress_and_save(x, tmp_path):
         for _ in range(3):
             part = x[: 500 * (number + 1)]
             ibp.save(tmp_path / f"{number}.safetensors", ibp.compress(part, **ON_CPU))
-            assert_same_bits(
-                ibp.load(tmp_path / f"{number}.safetensors", pin_memory=False)["tensor"].decompress(), part
-            )
+            assert_same_bits(ibp.load(tmp_path / f"{number}.safetensors", memory="host")["tensor"].decompress(), part)
 
     in_threads(*(lambda number=number: work(number) for number in range(THREADS)))
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{number}.safetensors" for number in range(THREADS)]
@@ -95,7 +93,7 @@ def test_threads_save_to_one_path(x, path):
     """The file is one of those that were saved."""
     parts = [x[: 700 * (number + 1)] for number in range(THREADS)]
     in_threads(*(lambda part=part: ibp.save(path, ibp.compress(part, **ON_CPU)) for part in parts))
-    found = ibp.load(path, verify=True, pin_memory=False)["tensor"]
+    found = ibp.load(path, verify=True, memory="host")["tensor"]
     assert_same_bits(found.decompress(), x[: len(found)])
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
@@ -105,7 +103,7 @@ def test_bars_that_are_not_shown_take_no_lock(x, path):
 
     def work():
         ibp.save(path, ibp.compress(x, **ON_CPU))
-        assert_same_bits(ibp.load(path, verify=True, pin_memory=False)["tensor"].decompress(), x)
+        assert_same_bits(ibp.load(path, verify=True, memory="host")["tensor"].decompress(), x)
 
     with progress.tqdm(total=1, file=io.StringIO()).get_lock():
         in_threads(work)
@@ -118,7 +116,7 @@ def test_forked_processes_go_on(x, path):
     """After a table, a file and a cache have been used, and while a thread uses them."""
     table = ibp.compress(x, **ON_CPU)
     cache = ibp.RowCache(table, 60_000, torch.rand(NUM_ITEMS), devices="cpu")
-    opened = ibp.open(path, pin_memory=False)
+    opened = ibp.open(path, memory="host")
     users = [reader(x, lambda: table), reader(x, lambda: opened["slots"]), reader(x, lambda: cache)]
     for user in users:
         user()
@@ -166,7 +164,7 @@ import ibp
 torch.set_num_threads(2)
 sys.setswitchinterval(1e-6)
 x = torch.randn(400, 512).bfloat16()
-table, data = ibp.compress(x, scheme="planes", pin_memory=False), x.view(torch.uint8).reshape(-1).clone()
+table, data = ibp.compress(x, scheme="planes", memory="host"), x.view(torch.uint8).reshape(-1).clone()
 table.decompress()
 torch.randn(1000, 1000).sum()
 codec, words = table._coding(torch.device("cpu"))
@@ -206,7 +204,7 @@ def test_a_process_that_is_killed_stops_no_other(x, path):
 
     def work():
         while True:
-            ibp.load(path, verify=True, pin_memory=False)
+            ibp.load(path, verify=True, memory="host")
             ibp.compress(x[:50], **ON_CPU)
 
     for _ in range(8):
@@ -216,10 +214,10 @@ def test_a_process_that_is_killed_stops_no_other(x, path):
                 work()
             finally:
                 os._exit(1)
-        ibp.load(path, verify=True, pin_memory=False)
+        ibp.load(path, verify=True, memory="host")
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(status_of(child)) == -signal.SIGKILL
-    in_threads(reader(x, lambda: ibp.load(path, pin_memory=False)["slots"]))
+    in_threads(reader(x, lambda: ibp.load(path, memory="host")["slots"]))
 
 
 # ---- GPUs ----

@@ -65,14 +65,14 @@ def check_equal(loaded, table, x):
 @pytest.mark.parametrize("name, scheme, way", pairwise(list(TABLES), SCHEMES, list(WAYS)))
 def test_table(name, scheme, way):
     x, arguments = TABLES[name]()
-    table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments)
+    table = ibp.compress(x, scheme=scheme, device="cpu", memory="host", **arguments)
     check_equal(WAYS[way](table), table, x)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_codebook(way):
     for arguments in ({}, {"tau": 0.8, "chunk_bytes": 2}, {"paper": True}):
-        codebook = ibp.analyze(one_hot_rows(200, 60), **arguments)
+        codebook = ibp.codecs.analyze(one_hot_rows(200, 60), **arguments)
         loaded = WAYS[way](codebook)
         assert loaded == codebook and (loaded.tau, loaded.expected_savings) == (codebook.tau, codebook.expected_savings)
         assert_same_bits(loaded.palette, codebook.palette)
@@ -82,7 +82,7 @@ def test_codebook(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_codebook_with_a_wide_index(way):
     mask = make_tensor((2000,), torch.uint8, "random")
-    codebook = ibp.Codebook.from_masks(mask, mask & 0x55, 4)
+    codebook = ibp.codecs.Codebook.from_masks(mask, mask & 0x55, 4)
     assert codebook.index.dtype == torch.uint16
     assert WAYS[way](codebook) == codebook
 
@@ -91,7 +91,7 @@ def test_codebook_with_a_wide_index(way):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tables_inside_containers(scheme, way):
     x = spiky_rows(200, 60)
-    table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, device="cpu", memory="host")
     loaded = WAYS[way]({"features": table, "more": [table, torch.arange(3)]})
     check_equal(loaded["features"], table, x)
     check_equal(loaded["more"][0], table, x)
@@ -100,14 +100,14 @@ def test_tables_inside_containers(scheme, way):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_table_compressed_in_place(scheme):
     x = spiky_rows(200, 60)
-    table = ibp.compress_(x.clone(), scheme=scheme, device="cpu", pin_memory=False)
+    table = ibp.compress(x.clone(), scheme=scheme, device="cpu", memory="host", inplace=True)
     check_equal(through_pickle(table), table, x)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_file(tmp_path, scheme):
     x = spiky_rows(200, 60)
-    table = ibp.compress(x, scheme=scheme, layout="packed", device="cpu", pin_memory=False)
+    table = ibp.compress(x, scheme=scheme, layout="packed", device="cpu", memory="host")
     torch.save(table, tmp_path / "table.pt")
     assert (tmp_path / "table.pt").stat().st_size < x.nbytes / 2
     check_equal(torch.load(tmp_path / "table.pt"), table, x)
@@ -139,7 +139,7 @@ def load_state(kind, state):
 @pytest.fixture(params=["ibp", "planes"])
 def state(request):
     state = ibp.compress(
-        spiky_rows(200, 60), scheme=request.param, slot_bytes=32, device="cpu", pin_memory=False
+        spiky_rows(200, 60), scheme=request.param, slot_bytes=32, device="cpu", memory="host"
     ).__getstate__()
     assert all(state[name].numel() for name in TENSORS)
     return state
@@ -253,14 +253,18 @@ def test_truncated_overflow_is_found_when_it_is_read(state):
         ({"codebook": None}, "codebook.*None"),
         (
             {
-                "codebook": ibp.Codebook.from_masks(
+                "codebook": ibp.codecs.Codebook.from_masks(
                     torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), 4
                 )
             },
             "codebook.*240",
         ),
         (
-            {"codebook": ibp.PlanesCodebook(8, 4, 1, 24, (), False, False, 0, 0, torch.zeros(1, 0, dtype=torch.int64))},
+            {
+                "codebook": ibp.codecs.PlanesCodebook(
+                    8, 4, 1, 24, (), False, False, 0, 0, torch.zeros(1, 0, dtype=torch.int64)
+                )
+            },
             "codebook.*240",
         ),
         ({"codebook": "codebook"}, "codebook"),
@@ -276,7 +280,7 @@ def test_impossible_states(state, change, message):
 
 def test_a_codebook_of_another_scheme(state):
     other = {"ibp": "planes", "planes": "ibp"}[state["scheme"]]
-    codebook = ibp.analyze(spiky_rows(200, 60), scheme=other)
+    codebook = ibp.codecs.analyze(spiky_rows(200, 60), scheme=other)
     for change in ({"scheme": other}, {"codebook": codebook}):
         with pytest.raises(ValueError, match="codebook.*wanted one of scheme"):
             load_state(ibp.CompressedTensor, {**state, **change})
@@ -313,10 +317,10 @@ def test_states_of_the_wrong_types(state, change):
     ids=str,
 )
 def test_impossible_codebooks(change, message):
-    state = ibp.analyze(one_hot_rows(200, 60), chunk_bytes=4).__getstate__()
-    assert load_state(ibp.Codebook, dict(state)).row_bytes == 240
+    state = ibp.codecs.analyze(one_hot_rows(200, 60), chunk_bytes=4).__getstate__()
+    assert load_state(ibp.codecs.Codebook, dict(state)).row_bytes == 240
     with pytest.raises(ValueError, match=message):
-        load_state(ibp.Codebook, {**state, **change})
+        load_state(ibp.codecs.Codebook, {**state, **change})
 
 
 @pytest.mark.parametrize("seed", range(20))

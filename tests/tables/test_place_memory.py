@@ -17,61 +17,63 @@ def rows(request):
 
 
 def given_memory(codebook, device, **sizes):
-    return torch.full((ibp.Place.memory_bytes(codebook, NUM_ROWS, **sizes),), 0xA5, dtype=torch.uint8, device=device)
+    return torch.full(
+        (ibp.CodedRows.memory_bytes(codebook, NUM_ROWS, **sizes),), 0xA5, dtype=torch.uint8, device=device
+    )
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"slots {sizes.get('slot_bytes')}")
 def test_a_copy_of_the_memory_is_read(rows, sizes):
-    codebook = ibp.analyze(rows, scheme="planes")
+    codebook = ibp.codecs.analyze(rows, scheme="planes")
     memory = given_memory(codebook, rows.device, **sizes)
-    place = ibp.Place(codebook, NUM_ROWS, memory=memory, **sizes)
+    place = ibp.CodedRows(codebook, NUM_ROWS, buffer=memory, **sizes)
     assert place.device == rows.device
     ibp.encode_into(rows, place)
-    other = ibp.Place.over(memory.clone(), codebook, NUM_ROWS, **sizes)
+    other = ibp.CodedRows.over(memory.clone(), codebook, NUM_ROWS, **sizes)
     memory.fill_(0xA5)
     assert_same_bits(other.decode(dtype=torch.float32), rows)
     assert other.counts().lost == 0 and (other.counts().used_bytes > 0) == bool(sizes)
 
 
 def test_only_what_is_used_of_overflow_is_moved(rows):
-    codebook, sizes = ibp.analyze(rows, scheme="planes"), SIZES[0]
+    codebook, sizes = ibp.codecs.analyze(rows, scheme="planes"), SIZES[0]
     memory = given_memory(codebook, rows.device, **sizes)
-    place = ibp.Place(codebook, NUM_ROWS, memory=memory, **sizes)
+    place = ibp.CodedRows(codebook, NUM_ROWS, buffer=memory, **sizes)
     ibp.encode_into(rows, place)
     used = place.counts().used_bytes
     moved = memory[: memory.numel() - sizes["overflow_bytes"] + used].clone()
-    read = ibp.Place.over(moved, codebook, NUM_ROWS, slot_bytes=0, overflow_bytes=used)
+    read = ibp.CodedRows.over(moved, codebook, NUM_ROWS, slot_bytes=0, overflow_bytes=used)
     assert_same_bits(read.decode(dtype=torch.float32), rows)
-    lacking = ibp.Place.over(moved[:-64], codebook, NUM_ROWS, slot_bytes=0, overflow_bytes=used - 64)
+    lacking = ibp.CodedRows.over(moved[:-64], codebook, NUM_ROWS, slot_bytes=0, overflow_bytes=used - 64)
     with pytest.raises(ValueError, match="lost or is damaged"):
         lacking.decode()
 
 
 def test_memory_that_cannot_be_used():
-    codebook = ibp.analyze(embedding(NUM_ROWS, ROW_BYTES // 4), scheme="planes")
+    codebook = ibp.codecs.analyze(embedding(NUM_ROWS, ROW_BYTES // 4), scheme="planes")
     memory = given_memory(codebook, "cpu", **SIZES[1])
     for wrong in (memory[:-1], memory.view(2, -1).t(), memory.float(), torch.cat([memory, memory])[1:]):
-        with pytest.raises(ValueError, match="memory"):
-            ibp.Place(codebook, NUM_ROWS, memory=wrong, **SIZES[1])
-    with pytest.raises(ValueError, match="pinned"):
-        ibp.Place(codebook, NUM_ROWS, memory=memory, pinned=True, **SIZES[1])
-    with pytest.raises(TypeError, match="memory"):
-        ibp.Place(codebook, NUM_ROWS, memory=bytes(10), **SIZES[1])
+        with pytest.raises(ValueError, match="buffer"):
+            ibp.CodedRows(codebook, NUM_ROWS, buffer=wrong, **SIZES[1])
+    with pytest.raises(ValueError, match="a buffer is given"):
+        ibp.CodedRows(codebook, NUM_ROWS, buffer=memory, memory="pinned", **SIZES[1])
+    with pytest.raises(TypeError, match="buffer"):
+        ibp.CodedRows(codebook, NUM_ROWS, buffer=bytes(10), **SIZES[1])
 
 
 def test_host_memory(rows):
     """What spills lies in it, from its first byte on."""
-    codebook = ibp.analyze(rows, scheme="planes")
-    options = {"device": rows.device, "spill": "host", **SIZES[0]}
+    codebook = ibp.codecs.analyze(rows, scheme="planes")
+    options = {"device": rows.device, "overflow_memory": "pinned", **SIZES[0]}
     memory = ibp._machine.memory.empty(SIZES[0]["overflow_bytes"] + 64, torch.device("cpu"), rows.is_cuda)
-    place = ibp.Place(codebook, NUM_ROWS, **options, host_memory=memory)
+    place = ibp.CodedRows(codebook, NUM_ROWS, **options, host_buffer=memory)
     ibp.encode_into(rows, place)
     assert_same_bits(place.decode(dtype=torch.float32), rows)
     assert place.overflow.data_ptr() == memory.data_ptr() and place.overflow.numel() == SIZES[0]["overflow_bytes"]
 
 
 def test_host_memory_that_cannot_be_used(rows):
-    codebook = ibp.analyze(rows, scheme="planes")
+    codebook = ibp.codecs.analyze(rows, scheme="planes")
     size = SIZES[0]["overflow_bytes"]
     memory = ibp._machine.memory.empty(2 * size, torch.device("cpu"), rows.is_cuda)
     wrong = {
@@ -84,8 +86,10 @@ def test_host_memory_that_cannot_be_used(rows):
         wrong |= {"is on cuda": memory.cuda(), "is pageable": memory.clone()}
     for message, given in wrong.items():
         with pytest.raises(ValueError, match=message):
-            ibp.Place(codebook, NUM_ROWS, device=rows.device, spill="host", **SIZES[0], host_memory=given)
-    with pytest.raises(TypeError, match="host_memory is a list"):
-        ibp.Place(codebook, NUM_ROWS, device=rows.device, spill="host", **SIZES[0], host_memory=[0])
-    with pytest.raises(ValueError, match="host_memory is given"):
-        ibp.Place(codebook, NUM_ROWS, device=rows.device, **SIZES[0], host_memory=memory)
+            ibp.CodedRows(
+                codebook, NUM_ROWS, device=rows.device, overflow_memory="pinned", **SIZES[0], host_buffer=given
+            )
+    with pytest.raises(TypeError, match="host_buffer is a list"):
+        ibp.CodedRows(codebook, NUM_ROWS, device=rows.device, overflow_memory="pinned", **SIZES[0], host_buffer=[0])
+    with pytest.raises(ValueError, match="host_buffer is given"):
+        ibp.CodedRows(codebook, NUM_ROWS, device=rows.device, **SIZES[0], host_buffer=memory)

@@ -19,12 +19,12 @@ def rows(cuda):
 
 @pytest.fixture(scope="module")
 def codebook(rows):
-    return ibp.analyze(rows, scheme="planes")
+    return ibp.codecs.analyze(rows, scheme="planes")
 
 
 def place_of(codebook, num_rows=NUM_ROWS, **options):
     options = {"slot_bytes": 192, "overflow_bytes": num_rows * ROW_BYTES} | options
-    return ibp.Place(codebook, num_rows, **options)
+    return ibp.CodedRows(codebook, num_rows, **options)
 
 
 def assert_holds(place, rows):
@@ -36,7 +36,7 @@ def assert_holds(place, rows):
 @pytest.mark.parametrize("slot_bytes", [0, 96, 192, ROW_BYTES])
 @pytest.mark.parametrize("max_sms", [0, 1, 7])
 def test_rows_come_back(rows, codebook, slot_bytes, pinned, max_sms):
-    place = place_of(codebook, slot_bytes=slot_bytes, pinned=pinned)
+    place = place_of(codebook, slot_bytes=slot_bytes, memory="pinned" if pinned else "device")
     ibp.encode_into(rows, place, max_sms=max_sms)
     assert_holds(place, rows)
     counts = place.counts()
@@ -64,10 +64,10 @@ LONG_ROWS = {  # kinds of encoders: makers of rows, and the level
 def test_long_rows(cuda, kind, row_bytes, max_sms):
     make, level = LONG_ROWS[kind]
     x = make(300, row_bytes)
-    codebook = ibp.analyze(x, scheme="planes", level=level, row_bytes=row_bytes)
+    codebook = ibp.codecs.analyze(x, scheme="planes", level=level, row_bytes=row_bytes)
     lengths = []
     for device in (torch.device("cpu"), cuda):
-        place = ibp.Place(codebook, len(x), slot_bytes=2048, overflow_bytes=len(x) * row_bytes, device=device)
+        place = ibp.CodedRows(codebook, len(x), slot_bytes=2048, overflow_bytes=len(x) * row_bytes, device=device)
         rows = x.to(device)
         ibp.encode_into(rows, place, max_sms=max_sms)
         place.check()
@@ -275,15 +275,21 @@ def test_opcheck(rows, codebook):
 def test_host_memory_that_is_given(cuda, pinned):
     """Slots, where they are pinned, and overflow lie in it; what is too small is refused."""
     x = torch.randn(300, 512, device=cuda)
-    codebook = ibp.analyze(x, scheme="planes")
-    sizes = {"slot_bytes": 1024, "overflow_bytes": 300 * 1024, "device": cuda, "spill": "host", "pinned": pinned}
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    sizes = {
+        "slot_bytes": 1024,
+        "overflow_bytes": 300 * 1024,
+        "device": cuda,
+        "overflow_memory": "pinned",
+        "memory": "pinned" if pinned else "device",
+    }
     wanted = 300 * (2048 if pinned else 1024)
     memory = ibp._machine.memory.empty(wanted + 64, torch.device("cpu"), True)
-    place = ibp.Place(codebook, 300, **sizes, host_memory=memory)
+    place = ibp.CodedRows(codebook, 300, **sizes, host_buffer=memory)
     ibp.encode_into(x, place)
     assert torch.equal(place.decode(dtype=torch.float32), x) and place.counts().spilled == 300
     first = place.slots if pinned else place.overflow
     assert first.data_ptr() == memory.data_ptr()
     assert place.overflow.data_ptr() + place.overflow.numel() == memory.data_ptr() + wanted
-    with pytest.raises(ValueError, match="host_memory has 100"):
-        ibp.Place(codebook, 300, **sizes, host_memory=memory[:100])
+    with pytest.raises(ValueError, match="host_buffer has 100"):
+        ibp.CodedRows(codebook, 300, **sizes, host_buffer=memory[:100])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import ibp
 from helpers import assert_same_bits, embedding
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 IDS = torch.tensor([3, 99, 0, 3])
 
 
@@ -148,7 +148,7 @@ def test_compiled(x, function, request):
 
 @pytest.mark.parametrize("place", ["pinned", "device", "pageable"])
 def test_on_a_gpu(cuda, x, place):
-    table = ibp.compress(x.to(cuda) if place == "device" else x, pin_memory=place == "pinned")
+    table = ibp.compress(x.to(cuda) if place == "device" else x, memory={"pageable": "host"}.get(place, place))
     ids, given = IDS.to(cuda), torch.randn(3, 32, device=cuda)
     for result in (
         torch.index_select(table, 0, ids),

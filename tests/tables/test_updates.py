@@ -13,7 +13,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp._tables import changes
 
-ON_CPU = {"device": "cpu", "pin_memory": False}
+ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
     "slots": {"scheme": "planes", "slot_bytes": 96},
     "packed": {"scheme": "planes", "layout": "packed"},
@@ -273,7 +273,7 @@ def test_copies_do_not_change_with_a_table():
 
 def test_codebooks_are_shared_and_stay():
     x = tensor((100, 96))
-    codebook = ibp.analyze(x, scheme="planes")
+    codebook = ibp.codecs.analyze(x, scheme="planes")
     first, second = (ibp.compress(x, codebook=codebook, slot_bytes=128, **ON_CPU) for _ in range(2))
     words = codebook.words("cpu").clone()
     y = change(first, x, 50)
@@ -287,7 +287,7 @@ def test_codebooks_are_shared_and_stay():
 def test_a_table_in_a_tensors_memory():
     x = tensor((100, 96))
     held = x.clone()
-    table = ibp.compress_(held, **ON_CPU)
+    table = ibp.compress(held, **ON_CPU, inplace=True)
     y = change(table, x, 30)
     assert table.slots.data_ptr() == held.data_ptr()
     rows = rows_like(x, 5)
@@ -308,7 +308,7 @@ def test_shared_tables_are_refused():
     changed = table.clone()
     y = change(changed, x, 20)
     changed.append(x[:3])
-    assert_same_bits(ibp.open_shared(changed.share()).decompress(), torch.cat((y, x[:3])))
+    assert_same_bits(ibp.distributed.open_shared(changed.share()).decompress(), torch.cat((y, x[:3])))
 
 
 def test_files_of_changed_tables():
@@ -467,7 +467,7 @@ def home(request, cuda):
 def table_at(home, x, **options):
     if home == "on the GPU":
         return ibp.compress(x.cuda(), **options)
-    return ibp.compress(x, pin_memory=home == "pinned", **options)
+    return ibp.compress(x, memory={"pinned": "pinned", "pageable": "host"}.get(home), **options)
 
 
 def assert_reads_on_gpu(table, x, cuda):

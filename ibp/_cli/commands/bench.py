@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         threads, link = torch.get_num_threads(), None
         kinds = functools.partial(work.bar, arguments, "measuring")
         if device.type == "cuda":
-            link = ibp.calibrate(device, refresh=arguments.refresh, seconds=arguments.seconds / 2)
+            link = ibp.calibration.calibrate(device, refresh=arguments.refresh, seconds=arguments.seconds / 2)
             found = machine.of_gpu(device, arguments.seconds / 2, kinds)
         else:
             found = machine.of_cpu(arguments.seconds, kinds)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .. import inputs, output, parsing
 
 if TYPE_CHECKING:
-    from ibp import CheckpointReport
+    from ibp.checkpoints import CheckpointReport
 
 INTERRUPTED = 130  # the exit status
 HELP = "compress checkpoints and arrays"
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         work.threads(arguments.jobs),
     ):
         try:
-            report = ibp.compress_checkpoint(
+            report = ibp.checkpoints.compress(
                 given,
                 target,
                 scheme=arguments.scheme,

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         work.threads(arguments.jobs),
     ):
         checked = 0 if arguments.no_verify else work.verify_inputs(given, bars)
-        files = ibp.decompress_checkpoint(
+        files = ibp.checkpoints.decompress(
             given,
             target,
             format=arguments.format,

@@ -82,7 +82,7 @@ def _write(path: str, found: list[Change], deltas: dict[str, Any], new: Any) -> 
         if change.status in (comparing.NEW, comparing.REPLACED):
             deltas[change.name] = new.tensors[change.name].tensor()
     removed = [change.name for change in found if change.status == comparing.REMOVED]
-    ibp.save(path, ibp.CheckpointDelta(deltas, removed))
+    ibp.save(path, ibp.deltas.CheckpointDelta(deltas, removed))
     return work.size_of(path)
 
 

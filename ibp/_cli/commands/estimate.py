@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .. import inputs, output, parsing
 
 if TYPE_CHECKING:
-    from ibp import CheckpointEstimate
+    from ibp.checkpoints import CheckpointEstimate
 
 HELP = "say what each scheme would save, without writing anything"
 DESCRIPTION = """\
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import work
 
     with inputs.local(arguments.inputs) as given, work.threads(arguments.jobs):
-        found = ibp.estimate_checkpoint(
+        found = ibp.checkpoints.estimate(
             given,
             level=arguments.level,
             include=arguments.include or None,

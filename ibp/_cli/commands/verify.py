@@ -93,7 +93,7 @@ def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
     if name not in file.tables or file.fields(name).content is None:
         return None
     try:
-        return ibp.fingerprint(cast("ibp.CompressedTensor", file[name])) == file.fields(name).content
+        return ibp.deltas.fingerprint(cast("ibp.CompressedTensor", file[name])) == file.fields(name).content
     except (ibp.FileFormatError, ibp.CorruptTableError):
         return False
 

@@ -30,8 +30,8 @@ class MasksForm(NamedTuple):
 class Codebook(AnyCodebook):
     """The masks and bitvals of a row's chunks, each distinct pair stored once.
 
-    Made by `ibp.analyze`, by `ibp.compress`, or from masks by `Codebook.from_masks`. It never changes, and is shared
-    freely between tables; its tensors are copies of its own and must not be written to.
+    Made by `ibp.codecs.analyze`, by `ibp.compress`, or from masks by `Codebook.from_masks`. It never changes, and is
+    shared freely between tables; its tensors are copies of its own and must not be written to.
 
     Attributes:
         row_bytes: bytes of a row, 1 to 65,536.

@@ -64,8 +64,8 @@ class PlanesForm(NamedTuple):
 class PlanesCodebook(AnyCodebook):
     """How the elements of a row are split and which symbols are frequent.
 
-    Made by `ibp.analyze`, by `ibp.compress`, or from its fields. It never changes, and is shared freely between tables;
-    its entries are a copy of its own and must not be written to.
+    Made by `ibp.codecs.analyze`, by `ibp.compress`, or from its fields. It never changes, and is shared freely between
+    tables; its entries are a copy of its own and must not be written to.
 
     Attributes:
         row_bytes: bytes of a row, 1 to 65,536, a multiple of element_bytes.

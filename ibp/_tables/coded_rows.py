@@ -1,4 +1,4 @@
-"""Rows coded into memory that is there: `Place`, `Buffers`, `encode_into`."""
+"""Rows coded into memory that is there: `CodedRows`, `Buffers`, `encode_into`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._schemes import AnyCodebook
 from .._schemes.estimation import check_codebook
@@ -20,8 +21,8 @@ _INDEX_OUT_OF_RANGE = 2  # ibp_status
 _CPU = torch.device("cpu")
 
 
-class PlaceCounts(NamedTuple):
-    """What has become of the rows of a `Place`, over all calls.
+class RowCounts(NamedTuple):
+    """What has become of the rows of a `CodedRows`, over all calls.
 
     spilled: rows that were stored with a part in overflow.
     lost: rows for whose part there was no room: reading them raises.
@@ -33,31 +34,38 @@ class PlaceCounts(NamedTuple):
     used_bytes: int
 
 
-class Place:
+RowCounts.__module__ = "ibp"
+
+
+class CodedRows:
     """Memory for coded rows, which `ibp.encode_into` codes into, in any order and again and again.
 
     Every row has a slot of fixed size; what does not fit goes to a part of `overflow`, which is handed out on the
     device. Rows that were never coded read as default rows: zeros, or the codebook's default value.
 
     Args:
-        codebook: how rows are coded; made by `ibp.analyze` or taken from a table.
+        codebook: how rows are coded; made by `ibp.codecs.analyze` or taken from a table.
         num_rows: rows of codebook.row_bytes bytes.
         slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes, where no row ever overflows.
         overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
         device: where rows are coded and the index is; None: the memory's, else the current
             CUDA device if there is one, else the CPU.
-        pinned: slots and overflow are pinned host memory, which the GPU writes and reads over the link.
-        memory: uint8 [at least Place.memory_bytes(...)] on the device, contiguous, which the place lies in, from its
+        memory: of slots and overflow: "device", or "pinned", host memory that the GPU writes and reads over the link.
+            None: the device's. On a CPU all is in host memory.
+        overflow_memory: "pinned": overflow is in pinned host memory, so that the rows take no more of the GPU's memory
+            than their slots (see `ibp.spill.place`). None: it is where the slots are.
+        buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous, which all lies in, from its
             first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
-            `Place.over`. None: the place allocates.
-        spill: "host": overflow is in pinned host memory, so that the place takes no more of the GPU's memory than its
-            slots (see `ibp.place`); on a CPU all is in host memory. None: it is where the slots are.
-        host_memory: uint8 memory of the host, 1-D and contiguous, which slots lie in where `pinned` is set, and
-            overflow behind them: pinned, unless the place is on a CPU. None: the place allocates.
+            `CodedRows.over`. None: new memory.
+        host_buffer: uint8 memory of the host, 1-D and contiguous, which slots lie in where `memory` is "pinned", and
+            overflow behind them: pinned, unless the device is a CPU. None: new memory.
+
+    Attributes:
+        memory, overflow_memory: "device", "pinned", or "host" on a CPU.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
-        RuntimeError: torch sees no CUDA device, and pinned is set.
+        RuntimeError: the system does not pin memory.
     """
 
     __module__ = "ibp"
@@ -70,29 +78,30 @@ class Place:
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
         device: torch.device | str | int | None = None,
-        pinned: bool = False,
-        memory: torch.Tensor | None = None,
-        spill: str | None = None,
-        host_memory: torch.Tensor | None = None,
+        memory: str | None = None,
+        overflow_memory: str | None = None,
+        buffer: torch.Tensor | None = None,
+        host_buffer: torch.Tensor | None = None,
     ) -> None:
-        self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory, spill, host_memory)
+        sizes = (slot_bytes, overflow_bytes)
+        self._lay_out(codebook, num_rows, *sizes, device, memory, overflow_memory, buffer, host_buffer)
         self.clear()
 
     @classmethod
     def over(
         cls,
-        memory: torch.Tensor,
+        buffer: torch.Tensor,
         codebook: AnyCodebook,
         num_rows: int,
         *,
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
-    ) -> Place:
+    ) -> CodedRows:
         """A place over memory that holds the bytes of one with the same codebook and sizes, or will before it is read:
         nothing is cleared. Of overflow, which is last, only the bytes in use need to be there.
 
         Args:
-            memory: as of `Place`; the place's device is the memory's.
+            buffer: as of `CodedRows`; the device is the buffer's.
             codebook, num_rows, slot_bytes: of the place whose bytes they are.
             overflow_bytes: of overflow that are there.
 
@@ -100,7 +109,7 @@ class Place:
             TypeError, ValueError: an argument is not as described there.
         """
         place = cls.__new__(cls)
-        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory, None, None)
+        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, None, None, buffer, None)
         return place
 
     @staticmethod
@@ -110,7 +119,7 @@ class Place:
         """Bytes of memory that a place of these sizes lies in. Overflow is the last `overflow_bytes` of them.
 
         Raises:
-            TypeError, ValueError: an argument is not as described in `Place`.
+            TypeError, ValueError: an argument is not as described in `CodedRows`.
         """
         check_codebook(codebook)
         *others, overflow = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
@@ -123,29 +132,27 @@ class Place:
         slot_bytes: int | None,
         overflow_bytes: int | None,
         device: torch.device | str | int | None,
-        pinned: bool,
-        memory: torch.Tensor | None,
-        spill: str | None,
-        host_memory: torch.Tensor | None,
+        memory: str | None,
+        overflow_memory: str | None,
+        buffer: torch.Tensor | None,
+        host_buffer: torch.Tensor | None,
     ) -> None:
         """Checks what is given, and makes the tensors."""
         check_codebook(codebook)
         sizes = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
-        if memory is not None:
+        if buffer is not None:
             needed = self.memory_bytes(codebook, num_rows, slot_bytes=slot_bytes, overflow_bytes=overflow_bytes)
-            device = _check_memory(memory, needed, device, pinned)
+            device = _check_buffer(buffer, needed, device, memory, overflow_memory)
         self.device = _memory.usual(device)
-        if pinned and self.device.type != "cuda":
-            raise ValueError("pinned places are for a CUDA device to write to")
-        check_spill(spill, memory)
-        in_host = [pinned, pinned or spill == "host"]  # slots, overflow
-        if host_memory is not None:
+        self.memory = _memory.memory_read_by(self.device, memory, "device")
+        self.overflow_memory = overflow_memory_of(self.device, self.memory, overflow_memory)
+        in_host = [memory == "pinned", "pinned" in (memory, overflow_memory)]  # slots, overflow
+        if host_buffer is not None:
             needed = sum(size for size, is_there in zip(sizes[-2:], in_host) if is_there)
-            _check_host_memory(host_memory, needed, any(in_host), self.device)
+            _check_host_buffer(host_buffer, needed, any(in_host), self.device)
         self.num_rows, self.row_bytes = num_rows, codebook.row_bytes
         self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
-        self.pinned, self.spill = pinned, spill
-        parts = _allocated(sizes, self.device, in_host, host_memory) if memory is None else _carved(memory, sizes)
+        parts = _allocated(sizes, self.device, in_host, host_buffer) if buffer is None else _carved(buffer, sizes)
         counters, rooms, bases, lengths, self.slots, self.overflow = parts
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
@@ -179,10 +186,10 @@ class Place:
         for counter in (self._used, self._counts, self._fault):
             counter.zero_()
 
-    def counts(self) -> PlaceCounts:
+    def counts(self) -> RowCounts:
         """How many rows spilled and were lost. Waits for the work on the current stream."""
         spilled, lost = self._counts.tolist()
-        return PlaceCounts(spilled, lost, min(int(self._used), self.overflow.numel()))
+        return RowCounts(spilled, lost, min(int(self._used), self.overflow.numel()))
 
     def check(self) -> None:
         """Raises what calls of `encode_into` have noted. Waits for the work on the current stream.
@@ -276,55 +283,59 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _check_memory(
-    memory: torch.Tensor, needed: int, device: torch.device | str | int | None, pinned: bool
+def _check_buffer(
+    buffer: torch.Tensor,
+    needed: int,
+    device: torch.device | str | int | None,
+    memory: str | None,
+    overflow_memory: str | None,
 ) -> torch.device:
-    """The device of memory that is given to a place. TypeError, ValueError: it cannot be used."""
-    if not isinstance(memory, torch.Tensor):
-        raise TypeError(f"memory is a {type(memory).__name__}; wanted a tensor")
-    if pinned:
-        raise ValueError("memory is given, which is on the device; pinned places allocate")
-    if memory.dtype != torch.uint8 or not memory.is_contiguous() or memory.numel() < needed:
+    """The device of a buffer that is given for coded rows. TypeError, ValueError: it cannot be used."""
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"buffer is a {type(buffer).__name__}; wanted a tensor")
+    if memory in ("pinned", "host") or overflow_memory is not None:
+        raise ValueError("a buffer is given, which all rows lie in: memory and overflow_memory do not go with it")
+    if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() < needed:
         raise ValueError(
-            f"memory is {memory.dtype} {list(memory.shape)}; wanted contiguous torch.uint8 of {needed} bytes or more"
+            f"buffer is {buffer.dtype} {list(buffer.shape)}; wanted contiguous torch.uint8 of {needed} bytes or more"
         )
-    if memory.data_ptr() % _ALIGNMENT:
-        raise ValueError(f"memory begins at an address that is no multiple of {_ALIGNMENT}")
-    if device is not None and _memory.canonical(device) != memory.device:
-        raise ValueError(f"memory is on {memory.device}, device is {device}")
-    return memory.device
+    if buffer.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"buffer begins at an address that is no multiple of {_ALIGNMENT}")
+    if device is not None and _memory.canonical(device) != buffer.device:
+        raise ValueError(f"buffer is on {buffer.device}, device is {device}")
+    return buffer.device
 
 
-def _check_host_memory(host_memory: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
-    """TypeError, ValueError: host memory that is given to a place on a device cannot be used."""
-    if not isinstance(host_memory, torch.Tensor):
-        raise TypeError(f"host_memory is a {type(host_memory).__name__}; wanted a tensor")
+def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
+    """TypeError, ValueError: a buffer of the host that is given for coded rows on a device cannot be used."""
+    if not isinstance(host_buffer, torch.Tensor):
+        raise TypeError(f"host_buffer is a {type(host_buffer).__name__}; wanted a tensor")
     if not is_used:
-        raise ValueError("host_memory is given, but pinned is not set and spill is not 'host'")
-    if host_memory.dtype != torch.uint8 or host_memory.dim() != 1 or not host_memory.is_contiguous():
+        raise ValueError("host_buffer is given, but neither memory nor overflow_memory is 'pinned'")
+    if host_buffer.dtype != torch.uint8 or host_buffer.dim() != 1 or not host_buffer.is_contiguous():
         raise ValueError(
-            f"host_memory is {host_memory.dtype} {list(host_memory.shape)} with strides {list(host_memory.stride())}; "
+            f"host_buffer is {host_buffer.dtype} {list(host_buffer.shape)} with strides {list(host_buffer.stride())}; "
             "wanted contiguous torch.uint8 of one dimension"
         )
-    if host_memory.numel() < needed:
-        raise ValueError(f"host_memory has {host_memory.numel()} bytes; wanted {needed} or more")
-    if host_memory.device.type != "cpu":
-        raise ValueError(f"host_memory is on {host_memory.device}; wanted memory of the host")
-    if device.type == "cuda" and needed and not host_memory.is_pinned():
-        raise ValueError(f"host_memory is pageable; wanted pinned memory, which {device} reads")
+    if host_buffer.numel() < needed:
+        raise ValueError(f"host_buffer has {host_buffer.numel()} bytes; wanted {needed} or more")
+    if host_buffer.device.type != "cpu":
+        raise ValueError(f"host_buffer is on {host_buffer.device}; wanted memory of the host")
+    if device.type == "cuda" and needed and not host_buffer.is_pinned():
+        raise ValueError(f"host_buffer is pageable; wanted pinned memory, which {device} reads")
 
 
 def _allocated(
-    sizes: Sequence[int], device: torch.device, in_host: Sequence[bool], host_memory: torch.Tensor | None
+    sizes: Sequence[int], device: torch.device, in_host: Sequence[bool], host_buffer: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Tensors of so many bytes. in_host: whether slots and overflow are host memory, pinned for a GPU: host_memory, if
+    """Tensors of so many bytes. in_host: whether slots and overflow are host memory, pinned for a GPU: host_buffer, if
     there is one."""
     *index, slots, overflow = sizes
     parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
     start = 0
     for size, is_there in zip((slots, overflow), in_host):
-        if is_there and host_memory is not None:
-            parts.append(host_memory[start : start + size])
+        if is_there and host_buffer is not None:
+            parts.append(host_buffer[start : start + size])
             start += size
         else:
             parts.append(_memory.empty(size, _CPU if is_there else device, is_there and device.type == "cuda"))
@@ -377,11 +388,11 @@ class Buffers:
 
 def encode_into(
     x: torch.Tensor | Buffers | Sequence[torch.Tensor],
-    place: Place,
+    place: CodedRows,
     row_ids: torch.Tensor | None = None,
     *,
     first_row: int = 0,
-    max_sms: int = 0,
+    max_sms: int | None = None,
 ) -> None:
     """Codes the rows of a tensor into a place, on the current stream of its device, by one launch: without measuring
     them before, without allocating, waiting or asking the host. Can be captured in a CUDA graph.
@@ -395,21 +406,23 @@ def encode_into(
             A contiguous tensor may end with a short row, which zeros follow.
         row_ids: int64 [rows of x]: which rows of the place they become; all different. None: first_row and those
             behind it.
-        max_sms: at most this many multiprocessors are used; 0: all.
+        max_sms: keep at most this many multiprocessors busy; None: all.
 
     Raises:
         TypeError: place or x is of another type.
         RuntimeError: x, row_ids and the place contradict each other. Ids out of range are noted, and raised by
             `place.check()`.
     """
-    if not isinstance(place, Place):
-        raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.Place")
+    if not isinstance(place, CodedRows):
+        raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.CodedRows")
     if isinstance(x, torch.Tensor):
         layout, addresses = _in_memory_order(x.detach()), None
     else:
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
-    torch.ops.ibp.encode_into.default(*place.arguments, layout, addresses, row_ids, first_row, max_sms, place._fault)
+    torch.ops.ibp.encode_into.default(
+        *place.arguments, layout, addresses, row_ids, first_row, sms_of(max_sms), place._fault
+    )
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
@@ -420,11 +433,10 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
     return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
 
 
-def check_spill(spill: str | None, memory: torch.Tensor | None = None) -> None:
-    if spill not in (None, "host"):
-        raise ValueError(f"spill is {spill!r}; wanted 'host', or None")
-    if spill == "host" and memory is not None:
-        raise ValueError("spill is 'host', but memory is given, which overflow lies in too")
+def overflow_memory_of(device: torch.device, memory: str, overflow_memory: str | None) -> str:
+    """Where overflow is, behind slots that are in a memory. ValueError: the argument is none."""
+    _memory.check_memory(overflow_memory, "overflow_memory", among=("pinned",))
+    return memory if device.type == "cpu" or overflow_memory is None else overflow_memory
 
 
 def as_int16(number: int) -> int:

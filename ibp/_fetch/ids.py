@@ -1,0 +1,43 @@
+"""Ids as calls take them: tensors of integers, in range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+_WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+
+
+def tensor_of(values: Any, name: str) -> torch.Tensor:
+    """Ids or a mask, given as a sequence or an array, as a tensor; no values are int64."""
+    if not isinstance(values, (list, tuple, range, np.ndarray, np.generic)):
+        raise TypeError(
+            f"{name} is a {type(values).__name__}; wanted an integer tensor, a sequence of ints or a numpy array"
+        )
+    try:
+        # A copy of an array: of any strides, and writable.
+        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} is a {type(values).__name__} that is no array of integers: {error}") from error
+    return tensor if tensor.numel() else tensor.to(torch.int64)
+
+
+def checked_ids(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
+    """ids as int32 or int64; TypeError for what is no integer."""
+    if ids.dtype == torch.int64 or ids.dtype == torch.int32:
+        return ids
+    if ids.dtype in _WIDENED:
+        return ids.to(torch.int64)
+    raise TypeError(f"{name} has dtype {ids.dtype}; wanted torch.int32 or torch.int64 (shorter integers are widened)")
+
+
+def check_range(ids: torch.Tensor, num_items: int, least: int = 0) -> None:
+    """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
+    if ids.numel() == 0:
+        return
+    low, high = torch.aminmax(ids)
+    if low.item() < least or high.item() >= num_items:
+        position = int(((ids < least) | (ids >= num_items)).nonzero()[0])
+        raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted {least} to {num_items - 1}")
