@@ -385,7 +385,7 @@ class Offloaded:
 
     def __repr__(self) -> str:
         if self._is_removed:
-            return f"ibp.Offloaded({type(self._model).__name__}, removed)"
+            return f"ibp.Offloaded({type(self._model).__name__}, closed)"
         stats = self.stats()
         where = ", ".join(map(str, self._devices))
         return (

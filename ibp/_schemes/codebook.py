@@ -162,7 +162,7 @@ class AnyCodebook(ABC):
         parts = self._description() if self.is_finished else ["unfinished"]
         if self.is_finished and self.expected_savings is not None:
             parts.append(f"expected_savings={self.expected_savings:.1%}")
-        return f"ibp.{type(self).__name__}({', '.join(parts)})"
+        return f"{type(self).__module__}.{type(self).__name__}({', '.join(parts)})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AnyCodebook):

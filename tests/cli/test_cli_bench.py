@@ -45,7 +45,7 @@ def test_tables_are_coded_again_by_their_own_codebooks(monkeypatch):
     monkeypatch.setattr(ibp, "compress", lambda x, **options: asked.append(options) or compress(x, **options))
     noise = torch.randint(256, (100, 256), dtype=torch.uint8)
     for x in (machine.made("BF16 weights", 1 << 16), noise):
-        machine._again(compress(x, device="cpu", pin_memory=False), x)
+        machine._again(compress(x, device="cpu", memory="host"), x)
     assert asked[0]["codebook"] is not None and asked[1]["scheme"] == "raw" and "codebook" not in asked[1]
 
 

@@ -131,7 +131,7 @@ def test_prefetch_for_the_cpu():
     assert_same_bits(out, x[[3, 7]])
     handle.close()
     handle.close()
-    with pytest.raises(RuntimeError, match="released"):
+    with pytest.raises(RuntimeError, match="closed"):
         handle.wait()
     with table.prefetch() as whole:
         assert_same_bits(whole, x)

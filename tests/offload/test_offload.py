@@ -397,7 +397,7 @@ def test_remove():
     assert "21" not in repr(offloaded) and "removed" not in repr(offloaded)
     offloaded.close()
     offloaded.close()
-    assert "removed" in repr(offloaded)
+    assert "closed" in repr(offloaded)
     for name, value in model.named_parameters():
         assert_same_bits(value, before[name][0])
         assert value.requires_grad == before[name][1]

@@ -535,7 +535,7 @@ def train_in_parts(monkeypatch, device, memory="device"):
 
     monkeypatch.setattr(pool.memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
     if not is_cuda:
-        monkeypatch.setattr(_states, "Place", lambda *args, pinned, **options: ibp.CodedRows(*args, **options))
+        monkeypatch.setattr(_states, "CodedRows", lambda *args, memory, **options: ibp.CodedRows(*args, **options))
     shapes = [(200, 512)] * 4 + [(100, 30)] * 3
     torchs, ours = (parameters(device=device, shapes=shapes) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=300_000, memory=memory)
