@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .calls import check_out, check_table
 from .escapes import COLUMNS, Escapes, escapes_of
@@ -17,7 +20,7 @@ _SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it r
 
 def linear(
     x: torch.Tensor,
-    table: Table,
+    table: Table | Decodable,
     bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
@@ -41,7 +44,7 @@ def linear(
 
     Args:
         x: tensor [..., K].
-        table: of a matrix [N, K], of x's dtype.
+        table: of a matrix [N, K], of x's dtype; or anything else that decodes itself, such as an `ibp.RowCache`.
         bias: [N], of x's dtype and on its device.
         out: tensor [..., N] of the table's dtype, on x's device, to write to.
         check: wait for the result and raise here what went wrong, as in `index_select`.
@@ -55,15 +58,16 @@ def linear(
         CorruptTableError: the table's bytes contradict each other; where W is decoded for the call, a GPU reports it as
             `index_select` does.
     """
-    check_table(table)
+    if isinstance(table, torch.Tensor) or not isinstance(table, (Table, Decodable)):
+        check_table(table)
     _check_arguments(x, table, bias)
     shape = (*x.shape[:-1], table.shape[0])
     if out is not None:
         check_out(out, shape, table.dtype)
         if out.device != x.device:
             raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
-    escapes = escapes_of(table) if _may_fuse(x, table, bias) else None
-    if escapes is not None:
+    escapes = escapes_of(table) if isinstance(table, Table) and _may_fuse(x, table, bias) else None
+    if escapes is not None and isinstance(table, Table):
         result = _multiply(x, table, escapes, bias, shape, out)
         if check:
             torch.cuda.current_stream(x.device).synchronize()
@@ -81,7 +85,7 @@ def slot_bytes_for(columns: int) -> int | None:
     return min(2 * columns, -(-least // 32) * 32)
 
 
-def _check_arguments(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> None:
+def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None) -> None:
     for name, tensor in (("x", x), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._layout.geometry import check_tensor, given_tensor
+from .._rows.protocols import CachedRows
 from .._schemes import AnyCodebook, with_clusters
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
@@ -75,7 +77,11 @@ def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> 
     for name, given in (tensors if isinstance(tensors, Mapping) else {"tensor": tensors}).items():
         if not isinstance(name, str):
             raise TypeError(f"tensors has the key {name!r}; wanted names as text")
-        value = items[name] = given_tensor(given, repr(name))
+        value: Any = given_tensor(given, repr(name))
+        if isinstance(value, CachedRows):
+            value.flush()
+            value = value.view
+        items[name] = value
         if not isinstance(value, (CompressedTensor, WholeTensor, torch.Tensor, Delta)):
             got = type(value).__name__
             raise TypeError(

@@ -40,6 +40,12 @@ class Rows(Protocol):
 class Decodable(Protocol):
     """A tensor that is decoded whole: tables, caches of rows, tensors of general codecs."""
 
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
@@ -53,6 +59,9 @@ class CachedRows(Rows, Protocol):
 
     @property
     def view(self) -> Table: ...
+
+    def flush(self) -> None:
+        """Brings changed rows to the table."""
 
     def serves(self, device: torch.device) -> bool:
         """Whether rows are looked up and decoded on a device."""

@@ -1026,3 +1026,27 @@ def test_a_gpu_without_a_slab(gpus):
         wanted = x.clone()
         wanted[:5] = x[5:10]
         assert_same_bits(cache.index_select(torch.arange(NUM_ITEMS, device=gpus[1])).cpu(), wanted)
+
+
+def test_functions_of_tables_take_a_cache(tmp_path):
+    """index_select, decompress, embedding_bag, linear and save take whatever has rows."""
+    x = torch.randn(300, 64)
+    cache = ibp.RowCache(ibp.compress(x, device="cpu", memory="host"), 1 << 14, torch.arange(300), devices="cpu")
+    ids, bags = torch.tensor([3, 299, 3]), torch.tensor([0, 2])
+    out = torch.empty(3, 64)
+    assert ibp.index_select(cache, ids, out=out) is out
+    assert_same_bits(out, x[ids])
+    assert_same_bits(ibp.index_select(cache, ids.tolist(), device="cpu", check=True), x[ids])
+    assert_same_bits(ibp.decompress(cache), x)
+    assert_same_bits(ibp.decompress([cache, cache.table])[0], x)
+    assert_same_bits(ibp.embedding_bag(cache, ids, bags), torch.nn.functional.embedding_bag(ids, x, bags))
+    assert_same_bits(ibp.linear(x[:5], cache), torch.nn.functional.linear(x[:5], x))
+    ibp.save(tmp_path / "x.safetensors", cache)
+    assert_same_bits(ibp.load(tmp_path / "x.safetensors")["tensor"].decompress(), x)
+    with pytest.raises(ValueError, match="path is for tables"):
+        ibp.index_select(cache, ids, path="cpu")
+    for wrong in (x, "x"):
+        with pytest.raises(TypeError, match="wanted an ibp.CompressedTensor"):
+            ibp.index_select(wrong, ids)
+        with pytest.raises(TypeError, match="wanted an ibp.CompressedTensor"):
+            ibp.linear(x[:5], wrong)

@@ -13,8 +13,8 @@ from ibp.kv._decoder import HostTokenDecoder
 from ibp.kv._history import History
 from ibp.optim._chunks import NAMES
 from ibp.optim._transfers import StateTransfers
+from kv_blocks import Raw, any_changes
 from stream_clocks import Gpu, clock_copies, clocked_gpu
-from test_kv_blocks import Raw, any_changes
 
 CPU = torch.device("cpu")
 

@@ -218,9 +218,7 @@ def test_unfinished_members_are_refused():
 
 @pytest.mark.parametrize("kind", [ibp.codecs.Codebook, ibp.codecs.PlanesCodebook, ibp.codecs.ClusteredCodebook])
 def test_tables_refuse_unfinished_codebooks(kind):
-    state = ibp.compress(
-        torch.zeros(50, 16), scheme="ibp", layout="packed", device="cpu", memory="host"
-    ).__getstate__()
+    state = ibp.compress(torch.zeros(50, 16), scheme="ibp", layout="packed", device="cpu", memory="host").__getstate__()
     made = ibp.CompressedTensor.__new__(ibp.CompressedTensor)
     with pytest.raises(ValueError, match="codebook is .*wanted one of scheme"):
         made.__setstate__({**state, "codebook": kind.__new__(kind)})

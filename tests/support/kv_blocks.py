@@ -1,0 +1,82 @@
+"""Coded tokens of a KV-cache beside raw tensors, which go through the same changes."""
+
+import torch
+
+from helpers import assert_same_bits
+from ibp.kv._coding import Form, Options
+from ibp.kv._decoder import decoder_for
+from ibp.kv._history import History
+
+HEADS, BLOCK = 2, 4
+CPU = torch.device("cpu")
+
+
+def options(**changed):
+    given = {"block": BLOCK, "window": 0, "memory": "pinned", "scheme": "planes", "level": "default"}
+    return Options(**(given | {"codebooks": None, "sms": 0} | changed))
+
+
+def tokens(count, batch, dtype=torch.bfloat16, device=CPU, scale=0.02, dims=(8, 16)):
+    return [(torch.randn(batch, HEADS, count, dim) * scale).to(device, dtype) for dim in dims]
+
+
+class Raw:
+    """What a history should hold, and the history."""
+
+    def __init__(self, device=CPU, dtype=torch.bfloat16, **changed):
+        self.options, self.dtype = options(**changed), dtype
+        self.decoder = decoder_for(device, self.options)
+        forms = [Form.of(x, BLOCK, None) for x in tokens(1, 1, dtype)]
+        self.history = History(*forms, self.options, self.decoder.new_arena(), self.decoder.device)
+        self.right, self.batch = [], 3
+
+    def add(self, num_blocks, scale=0.02, sequences=None):
+        """Codes blocks; sequences: which change places before they are stored."""
+        new = tokens(num_blocks * BLOCK, self.batch, self.dtype, self.decoder.device, scale)
+        pending = self.history.encode(*new)
+        if sequences is not None:
+            pending.take(sequences)
+            self.take(sequences)
+            new = [x[sequences] for x in new]
+        self.decoder.store(self.history, pending)
+        self.right = [torch.cat(pair, dim=2) for pair in zip(self.right, new)] if self.right else new
+
+    def take(self, sequences):
+        self.history.take(sequences)
+        self.right = [x[sequences] for x in self.right]
+        self.batch = len(sequences)
+
+    def truncate(self, num_blocks):
+        self.history.truncate(num_blocks)
+        self.right = [x[:, :, : num_blocks * BLOCK] for x in self.right]
+
+    def check(self, first=0, last=None):
+        """Whether blocks first to last - 1 are right, with room behind them left alone."""
+        blocks = range(first, self.history.num_blocks if last is None else last)
+        count = len(blocks) * BLOCK
+        got = self.decoder.fetch(self.history, count + 3, blocks).wait()
+        for tensor, right in zip(got, self.right):
+            assert_same_bits(tensor[:, :, :count].cpu(), right[:, :, first * BLOCK :][:, :, :count].cpu())
+
+
+def any_changes(raw, seed, steps):
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(end):
+        return int(torch.randint(end, (1,), generator=generator))
+
+    for step in range(steps):
+        kind = number(6) if step else 0
+        if kind <= 2:
+            sequences = torch.randint(raw.batch, (raw.batch,), generator=generator).to(raw.decoder.device)
+            raw.add(1 + number(5), 10.0 ** number(6), sequences if kind == 2 else None)
+        elif raw.history.num_blocks:
+            if kind <= 4:
+                raw.take(torch.randint(raw.batch, (1 + number(5),), generator=generator).to(raw.decoder.device))
+            else:
+                raw.truncate(number(raw.history.num_blocks + 1))
+                raw.right = raw.right if raw.history.num_blocks else []
+        if raw.history.num_blocks:
+            raw.check()
+            first = number(raw.history.num_blocks)
+            raw.check(first, first + 1 + number(raw.history.num_blocks - first))
