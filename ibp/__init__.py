@@ -119,15 +119,34 @@ def __getattr__(name: str) -> _Any:
 
 
 def cuda_is_available() -> bool:
-    """Whether this build of ibp has CUDA kernels and torch can see a CUDA device."""
+    """Whether this build of ibp has CUDA kernels and torch can see a CUDA device.
+
+    Example:
+        >>> device = "cuda" if ibp.cuda_is_available() else "cpu"
+        >>> table = ibp.compress(torch.ones(1000, 1024))
+        >>> ibp.index_select(table, [0, 999], device=device).shape
+        torch.Size([2, 1024])
+    """
     return ops.cuda_is_available()
 
 
 def get_include() -> str:
-    """The directory of ibp.h, ibp_cuda.h, format.h and FORMAT.md, for programs that link the core."""
+    """The directory of ibp.h, ibp_cuda.h, format.h and FORMAT.md, for programs that link the core.
+
+    Example:
+        >>> from pathlib import Path
+        >>> Path(ibp.get_include(), "ibp.h").exists()
+        True
+    """
     return str(_Path(__file__).parent / "include")
 
 
 def get_library_dir() -> str:
-    """The directory of libibp.so, the core library."""
+    """The directory of libibp.so, the core library.
+
+    Example:
+        >>> flags = f"-I{ibp.get_include()} -L{ibp.get_library_dir()} -libp"
+        >>> flags
+        '-I.../include -L.../_lib -libp'
+    """
     return str(_Path(__file__).parent / "_lib")

@@ -71,6 +71,16 @@ class ActivationOffload:
     It keeps what it learns: codebooks, sizes, the order in which the backward pass asks, pinned memory. Some tensors
     stay as they are: tensors saved during a backward pass (by double backward, or computed again by
     `torch.utils.checkpoint`) or while a CUDA graph is captured, and tensor subclasses.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(1024, 1024), torch.randn(8, 1024, requires_grad=True)
+        >>> offload = ibp.offload_activations(device="cpu", least_bytes=4096)
+        >>> for step in range(2):
+        ...     with offload:
+        ...         loss = layer(x).relu().sum()
+        ...     loss.backward()
+        >>> offload.stats().tensors, offload.is_settled
+        (6, True)
     """
 
     __module__ = "ibp"
@@ -298,14 +308,15 @@ def offload_activations(
     """A context for forward passes, in which tensors that autograd saves leave the device, coded, and come back before
     the backward pass needs them. Gradients are the same bit for bit.
 
-        offload = ibp.offload_activations()
-        for batch in batches:
-            with offload:
-                loss = model(batch)
-            loss.backward()
-            ...
-
     Bytes that several operations save leave once. Parameters, views of them and small tensors stay.
+
+    Example:
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
+        >>> with ibp.offload_activations(device="cpu", least_bytes=4096) as offload:
+        ...     loss = layers(torch.randn(8, 1024)).sum()
+        >>> loss.backward()
+        >>> offload.stats()
+        ActivationStats(tensors=4, ...)
 
     Args:
         memory: "pinned": tensors go to pinned host memory; "device": they stay on the device, coded, until the backward

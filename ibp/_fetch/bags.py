@@ -64,6 +64,12 @@ def embedding_bag(
     Bad ids are met as in `ibp.index_select`: on the CPU they raise IndexError at once; on a GPU their rows are zeros,
     and the next call on the table, `table.check()`, or this one with check=True, raises.
 
+    Example:
+        >>> x, ids = torch.randn(1000, 1024), torch.tensor([[1, 2, 3], [4, 5, 5]])
+        >>> bags = ibp.embedding_bag(ibp.compress(x), ids, mode="sum")
+        >>> torch.equal(bags, torch.nn.functional.embedding_bag(ids, x, mode="sum"))
+        True
+
     Args:
         source: a table [N, D] of float32, float16, bfloat16 or float64, or an `ibp.RowCache` over one.
         ids: int32 or int64 [K], or [B, L]: B bags of L ids each.

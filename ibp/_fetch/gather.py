@@ -54,6 +54,14 @@ def index_select(
     Table numbers on a GPU are waited for, those on the CPU are not. Such a call cannot be captured in a CUDA graph; bad
     CUDA ids and corrupt rows are raised by the next call on their table.
 
+    Example:
+        >>> x, ids = torch.randn(1000, 1024).bfloat16(), torch.tensor([3, 999, 3])
+        >>> table = ibp.compress(x)
+        >>> torch.equal(ibp.index_select(table, ids), x[ids])
+        True
+        >>> ibp.index_select([table, table], ids, table_numbers=[0, 1, 0]).shape
+        torch.Size([3, 1024])
+
     Args:
         table: a table of N items of shape [...]; or anything else that has rows, such as an `ibp.RowCache` or an
             `ibp.distributed.ShardedTable`: see its `index_select`. Or a list of T tables of one dtype and one shape of

@@ -42,6 +42,12 @@ def linear(
     decoded beside the list, and multiplied by torch; where they are more than one in 32, all of W is decoded for every
     call.
 
+    Example:
+        >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
+        >>> y = ibp.linear(x, ibp.compress(weight, level="fast"))
+        >>> torch.equal(y, torch.nn.functional.linear(x, weight))
+        True
+
     Args:
         x: tensor [..., K].
         table: of a matrix [N, K], of x's dtype; or anything else that decodes itself, such as an `ibp.RowCache`.

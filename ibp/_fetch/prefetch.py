@@ -17,10 +17,14 @@ class Prefetch:
     """What has been started to come to a device, on a stream of its own.
 
     `wait` lets the current stream wait for it, and not the host; `close` says that the current stream has been given
-    all work on it. As a context manager it does both:
+    all work on it. As a context manager it does both.
 
-        with table.prefetch(ids) as rows:
-            model(rows)
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> table = ibp.compress(x, device="cpu", memory="host")
+        >>> with table.prefetch([3, 1, 3]) as rows:
+        ...     torch.equal(rows, x[[3, 1, 3]])
+        True
     """
 
     __module__ = "ibp"

@@ -67,6 +67,14 @@ def decompress(
     for one tensor run while the one before is still being decoded, so that the link is busy from the first tensor to
     the last, however small they are. Arguments are checked before anything is written.
 
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> table = ibp.compress(x)
+        >>> torch.equal(ibp.decompress(table), x)
+        True
+        >>> [y.shape for y in ibp.decompress([table, table])]
+        [torch.Size([1000, 1024]), torch.Size([1000, 1024])]
+
     Args:
         table: a table made from a tensor x; or a tensor that decodes itself, such as an `ibp.codecs.WholeTensor` or an
             `ibp.RowCache`: see its `decompress`. Or several of them: a list, a tuple, an iterator.

@@ -80,6 +80,14 @@ class File(Mapping[str, Value]):
     A table or tensor is made when it is first asked for, and reads the file when its rows are read. What was made
     lives on after `close`. Values that are written to become memory of their own: the file stays as it is.
 
+    Example:
+        >>> ibp.save("model.safetensors", {"weight": ibp.compress(torch.ones(1000, 1024)), "bias": torch.ones(1000)})
+        >>> with ibp.open("model.safetensors") as file:
+        ...     list(file), file.tables, file["weight"][7].sum()
+        ...     file.info("bias")
+        (['weight', 'bias'], ('weight',), tensor(1024.))
+        TensorInfo(name='bias', dtype=torch.float32, shape=(1000,), ...)
+
     Attributes:
         path: that was opened.
         metadata: the user's, text by text.
@@ -385,6 +393,14 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     The system keeps them in memory once, however many processes read them. Tables can be changed, and tensors written
     to: what is changed gets memory of its own, and the file stays as it is.
 
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> ibp.save("embedding.safetensors", {"embedding": ibp.compress(x)})
+        >>> with ibp.open("embedding.safetensors") as file:
+        ...     rows = ibp.index_select(file["embedding"], [5, 900])
+        >>> torch.equal(rows, x[[5, 900]])
+        True
+
     Args:
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory of either. An
             ordinary file of safetensors is one whose tensors are all kept as they are.
@@ -430,6 +446,13 @@ def load(
     memory: str | None = None,
 ) -> dict[str, Value]:
     """Reads tables and tensors from a file into memory of their own.
+
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> ibp.save("model.safetensors", {"weight": ibp.compress(x), "bias": torch.ones(1000)})
+        >>> tensors = ibp.load("model.safetensors", memory="host")
+        >>> tensors["weight"].stored_bytes < x.nbytes, torch.equal(tensors["weight"].decompress(), x)
+        (True, True)
 
     Args:
         path: as of `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."), which is copied to a temporary

@@ -39,6 +39,12 @@ def save(
     The file appears under its name when it is whole and on disk; one that was there before is replaced then. What is
     on a GPU comes from there block by block.
 
+    Example:
+        >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16())
+        >>> ibp.save("model.safetensors", {"weight": table, "bias": torch.ones(1000)}, metadata={"step": "500"})
+        >>> ibp.open("model.safetensors").metadata
+        {'step': '500'}
+
     Args:
         path: of the file, "model.safetensors" in a directory, or a URL that fsspec knows ("s3://...", "memory://...").
         tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; one alone has

@@ -18,7 +18,13 @@ _CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # enum ibp_cpu_feature
 
 
 def show_config() -> None:
-    """Prints how ibp was built, what it runs on, and which paths rows can take to a GPU: for bug reports."""
+    """Prints how ibp was built, what it runs on, and which paths rows can take to a GPU: for bug reports.
+
+    Example:
+        >>> ibp.show_config()
+        ibp           ..., format version 1, in ...
+        torch         ...
+    """
     print(config_text())
 
 

@@ -58,6 +58,12 @@ CoderRates.__module__ = "ibp.calibration"  # which is not imported yet when data
 class Calibration:
     """Rates of one machine, with one of its GPUs. GB/s are 10^9 bytes a second, which is bytes a nanosecond.
 
+    Example:
+        >>> ibp.calibration.H200.copy_in_gbps
+        55.4
+        >>> ibp.calibration.H200.masks
+        CoderRates(decode_gbps=1740.0, ...)
+
     Attributes:
         gpu: its name.
         copy_in_gbps, copy_out_gbps: the copy engine, from pinned memory to the GPU and back.

@@ -122,6 +122,13 @@ def release_pinned(limit_bytes: int | None = None) -> int:
     GiB, or an eighth of the machine's memory where that is less. A new table takes what is kept if that is at most an
     eighth larger than what it needs, on the same NUMA node, once all GPUs are done with their work so far.
 
+    Example:
+        >>> table = ibp.compress(torch.ones(1000, 1024))
+        >>> del table
+        >>> given_back = ibp.release_pinned()  # the table's memory, where there is a GPU
+        >>> ibp.release_pinned()
+        0
+
     Args:
         limit_bytes: how much may be kept from now on, at least 0; 0 turns it off. None: as before.
 

@@ -66,6 +66,14 @@ def offload(
     Offloaded weights are frozen and cannot be written to; gradients flow through them to inputs and to other
     parameters.
 
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)).bfloat16().eval()
+        >>> offloaded = ibp.offload(model, "cpu")
+        >>> model(torch.ones(2, 1024, dtype=torch.bfloat16)).shape
+        torch.Size([2, 1024])
+        >>> offloaded.stats()
+        OffloadStats(uses=2, ..., weight_bytes=4194304, ...)
+
     Args:
         model: in eval mode, or in training mode with the weights to be offloaded frozen: parameters that require grad
             then stay on the device. Weights on the meta device are taken from `checkpoint`.
@@ -355,6 +363,15 @@ class Offloaded:
     """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `close` at the end.
 
     Several threads may call the model at once; weights that are in use are never overwritten.
+
+    Example:
+        >>> model = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16).eval()
+        >>> with ibp.offload(model, "cpu") as offloaded:
+        ...     y = model(torch.ones(2, 1024, dtype=torch.bfloat16))
+        ...     offloaded.stats().weight_bytes
+        2097152
+        >>> torch.equal(model(torch.ones(2, 1024, dtype=torch.bfloat16)), y)  # with its own weights again
+        True
     """
 
     __module__ = "ibp"

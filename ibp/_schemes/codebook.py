@@ -33,6 +33,11 @@ class AnyCodebook(ABC):
     A codebook is checked when it is made and cannot be changed afterwards: the coders rely on it. Its tensors are
     copies of its own, on the CPU, and must not be written to. Codebooks are shared freely between tables and threads.
 
+    Example:
+        >>> codebook = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu").codebook
+        >>> isinstance(codebook, ibp.codecs.AnyCodebook), codebook.scheme, codebook.row_bytes
+        (True, 'planes', 2048)
+
     Attributes:
         scheme: name of the scheme.
         row_bytes: bytes of a row, 1 to 65,536.

@@ -35,6 +35,13 @@ def analyze(
 ) -> AnyCodebook | None:
     """Learns a codebook from a sample of the rows of a tensor (the paper's sections 4.1 and, for samples, 6.1).
 
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
+        >>> codebook.row_bytes, codebook.digit_bits, f"{codebook.expected_savings:.0%}"
+        (2048, (2, 2, 2, 2), '34%')
+        >>> table = ibp.compress(x * 2, codebook=codebook)  # learned once, for all tensors of a kind
+
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
         scheme: "ibp", "planes", or "auto" for the better one, then None if raw rows are best.
@@ -164,6 +171,13 @@ def estimate(
     With a codebook all rows are measured: `stored_bytes` is exact, as `compress(x, codebook=codebook)` reports it, and
     x's own size where nothing would be saved. Without: what each scheme is expected to give, in coded bytes, in memory
     and over the link, measured on a sample of the rows, and which one `compress` takes.
+
+    Example:
+        >>> estimate = ibp.estimate(torch.randn(1000, 1024).bfloat16(), device="cpu")
+        >>> {scheme: round(savings, 2) for scheme, savings in estimate.items()}
+        {'raw': 0.0, 'ibp': 0.26, 'planes': 0.34}
+        >>> estimate.auto
+        'planes'
 
     Args:
         x: tensor [N, ...]; of one that requires grad the values are taken.

@@ -43,6 +43,14 @@ class CodedRows:
     Every row has a slot of fixed size; what does not fit goes to a part of `overflow`, which is handed out on the
     device. Rows that were never coded read as default rows: zeros, or the codebook's default value.
 
+    Example:
+        >>> x = torch.randn(100, 1024).bfloat16()
+        >>> codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
+        >>> rows = ibp.CodedRows(codebook, 500, slot_bytes=1408, overflow_bytes=4096, device="cpu")
+        >>> ibp.encode_into(x, rows, first_row=200)
+        >>> torch.equal(rows.table([500, 1024], torch.bfloat16)[200:300], x)
+        True
+
     Args:
         codebook: how rows are coded; made by `ibp.codecs.analyze` or taken from a table.
         num_rows: rows of codebook.row_bytes bytes.
@@ -355,6 +363,14 @@ class Buffers:
     """Tensors of one layout, coded by one launch: pages of a cache, layers of a model. Their addresses are copied to
     the device once.
 
+    Example:
+        >>> pages = [torch.randn(4, 1024).bfloat16() for _ in range(25)]
+        >>> codebook = ibp.codecs.analyze(torch.cat(pages), scheme="planes", device="cpu")
+        >>> rows = ibp.CodedRows(codebook, 100, slot_bytes=2048, device="cpu")
+        >>> ibp.encode_into(ibp.Buffers(pages), rows)
+        >>> torch.equal(rows.decode(torch.arange(8, 12), torch.bfloat16), pages[2])
+        True
+
     Args:
         tensors: at least one; all of one shape, dtype, strides and device.
 
@@ -398,6 +414,14 @@ def encode_into(
     them before, without allocating, waiting or asking the host. Can be captured in a CUDA graph.
 
     Where overflow has no room for a row, the row is lost: reading it raises, and `place.counts()` counts it.
+
+    Example:
+        >>> x = torch.randn(100, 1024).bfloat16()
+        >>> codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
+        >>> rows = ibp.CodedRows(codebook, 500, slot_bytes=1024, overflow_bytes=65536, device="cpu")
+        >>> ibp.encode_into(x, rows, torch.arange(0, 500, 5))
+        >>> rows.counts()
+        RowCounts(spilled=100, lost=0, used_bytes=...)
 
     Args:
         x: a tensor of any dtype on the place's device; `Buffers`, or a sequence of tensors, from which they are made.

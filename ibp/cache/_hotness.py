@@ -21,6 +21,10 @@ def count_accesses(
     """How often batches of ids ask for each item: what `ibp.RowCache` takes as hotness. Legion counts the accesses of a
     first epoch so (the paper's sections 5 and 6.2).
 
+    Example:
+        >>> ibp.cache.count_accesses([torch.tensor([0, 2, 2]), torch.tensor([2, 4])], num_items=5)
+        tensor([1, 0, 3, 0, 1])
+
     Args:
         batches: ids of one batch after the other, integers of any shape, on the CPU or a GPU.
         num_items: ids are in [0, num_items).

@@ -99,6 +99,13 @@ class RowCache(TensorManners):
     Threads may use a cache at the same time. What changes it (`update_`, `invalidate`, a cache that replaces rows) is
     put in order with its other work on whichever streams, but for the streams of CUDA graphs.
 
+    Example:
+        >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
+        >>> cache = ibp.RowCache(table, budget_bytes=2**18, hotness=torch.arange(1000), devices="cpu")
+        >>> rows = cache.index_select([999, 998, 0])
+        >>> cache.stats()
+        CacheStats(own_hits=2, ..., misses=1, ...)
+
     Args:
         table: an `ibp.CompressedTensor` whose items are whole rows, pinned or where the cache is; or an
             `ibp.CodedRows`, whose rows are the items: [num_rows, row_bytes] of uint8. After `ibp.encode_into` has coded

@@ -23,6 +23,12 @@ def calibrate(
 
     The GPU should be idle, and the host have some GiB of memory free: up to 2 GiB are pinned meanwhile.
 
+    Example:
+        >>> # needs a GPU
+        >>> rates = ibp.calibration.calibrate(seconds=0.5)
+        >>> rates.copy_in_gbps > 0
+        True
+
     Args:
         device: a CUDA device; None: the current one.
         refresh: measure, though there is a calibration in memory or on disk.

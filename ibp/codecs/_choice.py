@@ -51,6 +51,14 @@ def choose(
     timed; general codecs are candidates where their packages are installed. That takes from a tenth of a second to some
     seconds. Nothing else should run on the device meanwhile.
 
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> choice = ibp.codecs.choose(x, link_gbps=0.01, encode=False, schemes=["planes"])
+        >>> choice.scheme, choice.level, torch.equal(choice.compress(x).decompress(), x)
+        ('planes', 'default', True)
+        >>> choice.table[-1]
+        CodingCost(scheme='raw', ..., stored_bytes=2048000, ...)
+
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes.
         link_gbps: of the link, 10^9 bytes a second; None: that of the host to the GPU, by the calibration in force (see

@@ -97,6 +97,12 @@ def compress(
     interrupted after it, or the memory cannot be pinned, the exception has the table as its attribute `table`, and that
     table decompresses to x; without that attribute x is as it was.
 
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> table = ibp.compress(x)
+        >>> table.scheme, f"{table.savings:.0%}", torch.equal(table.decompress(), x)
+        ('planes', '34%', True)
+
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
             that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table. Or a numpy

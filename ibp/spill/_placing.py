@@ -42,6 +42,12 @@ def place(
     The table is used as any other. `table.device_bytes` and `table.host_bytes` say what it takes where. `to` another
     GPU moves the slots, `cpu` and files hold ordinary tables, which `place` moves back. On a CPU all is in host memory.
 
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> table = ibp.spill.place(x, 4 / 3, device="cpu")
+        >>> table.slot_bytes, torch.equal(table.decompress(), x)  # a slot has 3/4 of a row's 2,048 bytes
+        (1536, True)
+
     Args:
         x: tensor [N, ...]; or a table, whose rows are moved as they are coded, unless target or slot_bytes is given.
         target: how many times fewer bytes than x the slots take, at least 1, rounded to sectors of 32 bytes a row;

@@ -218,8 +218,12 @@ def profile(
     Rows of every snapshot are kept in host memory until the last one has been seen: then a codebook is learned from
     them, and what each takes is measured. Snapshots may be tensors that change in place, such as those of a model.
 
-        report = ibp.spill.profile(snapshots_of_a_run)
-        tables = {name: ibp.spill.place(x, report[name]) for name, x in tensors.items()}
+    Example:
+        >>> snapshots = [{"weight": torch.randn(1000, 1024).bfloat16()} for _ in range(3)]
+        >>> profile = ibp.spill.profile(snapshots, device="cpu")
+        >>> profile["weight"]
+        TensorProfile(name='weight', num_bytes=2048000, row_bytes=2048, slot_bytes=1536)
+        >>> tables = {name: ibp.spill.place(x, profile[name], device="cpu") for name, x in snapshots[-1].items()}
 
     Args:
         snapshots: mappings from names to tensors, such as 10 state_dicts; a tensor has one shape and dtype in all that

@@ -17,6 +17,13 @@ class ClusteredCodebook(AnyCodebook):
 
     Made by `ibp.compress(..., clusters=)` or from its parts. It never changes.
 
+    Example:
+        >>> x = torch.randn(200, 1024).bfloat16()
+        >>> x[100:] *= 0.001
+        >>> codebook = ibp.compress(x, scheme="planes", clusters=2, device="cpu").codebook
+        >>> type(codebook).__name__, len(codebook.codebooks)
+        ('ClusteredCodebook', 2)
+
     Attributes:
         codebooks: tuple of `Codebook` with equal chunk_bytes and flag_all, or of `PlanesCodebook` that differ in their
             entries only.

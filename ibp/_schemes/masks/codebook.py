@@ -33,6 +33,13 @@ class Codebook(AnyCodebook):
     Made by `ibp.codecs.analyze`, by `ibp.compress`, or from masks by `Codebook.from_masks`. It never changes, and is
     shared freely between tables; its tensors are copies of its own and must not be written to.
 
+    Example:
+        >>> x = torch.arange(64000, dtype=torch.int32).reshape(1000, 64)  # the two high bytes are always zero
+        >>> mask = torch.tensor([0, 0, 255, 255], dtype=torch.uint8).repeat(64)
+        >>> codebook = ibp.codecs.Codebook.from_masks(mask, torch.zeros_like(mask), chunk_bytes=4)
+        >>> f"{ibp.compress(x, codebook=codebook, device='cpu').savings:.0%}"
+        '47%'
+
     Attributes:
         row_bytes: bytes of a row, 1 to 65,536.
         chunk_bytes: bytes of a chunk: 1, 2, 4 or 8.

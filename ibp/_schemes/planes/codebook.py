@@ -67,6 +67,12 @@ class PlanesCodebook(AnyCodebook):
     Made by `ibp.codecs.analyze`, by `ibp.compress`, or from its fields. It never changes, and is shared freely between
     tables; its entries are a copy of its own and must not be written to.
 
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> codebook = ibp.compress(x, scheme="planes", device="cpu").codebook
+        >>> codebook.residual_bits, codebook.digit_bits  # sign and mantissa stay; an exponent has 1 to 4 digits
+        (8, (2, 2, 2, 2))
+
     Attributes:
         row_bytes: bytes of a row, 1 to 65,536, a multiple of element_bytes.
         element_bytes: 1, 2, 4 or 8.
