@@ -111,7 +111,7 @@ IBP_AVX512_INLINE __m512i pack(const packing *p, __m512i x)
 
 /* Rotations of the lanes of a vector. */
 typedef struct rotation {
-    __m512i left, right, low; /* bits to shift by; low: the bits that come from the right shift */
+    __m512i left, right, low; /* bits to shift by; low: mask of the bits that the right shift gives */
 } rotation;
 
 IBP_AVX512_INLINE rotation rotation_of(uint32_t left, uint32_t lane_bytes)
