@@ -28,8 +28,8 @@ struct PinnedSource {
     ibp_status (*free)(void *host, size_t num_bytes);
 };
 
-// Blocks that nobody uses, at most `limit` bytes of them: the blocks that were given first go back to the system.
-// Functions may be called by several threads at once.
+// Blocks that nobody uses, at most `limit` bytes of them: beyond that, the blocks that were given first go back to the
+// system. Functions may be called by several threads at once.
 //
 // GPUs may still read a block that is given back, on any stream: whoever is given a used block waits for them first.
 // A process that forks leaves its blocks to its parent: what the child has is a copy that is not pinned.
