@@ -28,8 +28,8 @@ struct PinnedSource {
     ibp_status (*free)(void *host, size_t num_bytes);
 };
 
-// Blocks that nobody uses, at most `limit` bytes of them: the system takes back those that were freed first. Functions
-// may be called by several threads at once.
+// Blocks that nobody uses, at most `limit` bytes of them: beyond that, the blocks that were given first go back to the
+// system. Functions may be called by several threads at once.
 //
 // GPUs may still read a block that is given back, on any stream: whoever is given a used block waits for them first.
 // A process that forks leaves its blocks to its parent: what the child has is a copy that is not pinned.
@@ -101,7 +101,7 @@ class PinnedPool {
         return kept_bytes_;
     }
 
-    // Frees blocks, those that were given first, until at most most_bytes are kept. @return the bytes freed.
+    // Frees the blocks that were given first until at most most_bytes are kept. @return the bytes freed.
     size_t release(size_t most_bytes)
     {
         size_t freed_bytes = 0;

@@ -28,7 +28,7 @@ class ReadyCache {
     using Memory = std::vector<std::pair<uintptr_t, int64_t>>; // (address, bytes)
 
     // kept: what owns the memory. maps, slabs: one of each slab. counts: address of a struct ibp_cache_counts. stamps,
-    // clock, slot_bytes: of a cache that replaces rows (struct ibp_lru), of which there is one slab; else 0.
+    // clock, slot_bytes: of a cache that replaces rows (struct ibp_lru) and has one slab; else 0.
     ReadyCache(py::object kept, const Memory &maps, uint32_t ways, const Memory &slabs, uintptr_t counts,
                uintptr_t stamps, uintptr_t clock, uint32_t slot_bytes)
         : kept_(std::move(kept)), counts_(reinterpret_cast<ibp_cache_counts *>(counts))

@@ -199,7 +199,7 @@ class ReadyTable {
         return torch_.is_cuda.of(tensor).ptr() == Py_True && torch_.get_device.number(tensor) == device_;
     }
 
-    // Whether so many bytes of a contiguous tensor are in its storage, which can have been resized.
+    // Whether num_bytes bytes of a contiguous tensor are in its storage, which can have been resized.
     bool is_held(py::handle tensor, int64_t num_bytes, int64_t element_bytes) const
     {
         const int64_t storage_bytes = torch_.nbytes.number(torch_.storage.call(tensor));

@@ -263,7 +263,7 @@ void select_rows(const TableArguments &arguments, const Tensor &ids, int64_t fir
                  const Tensor &bases_out, const Tensor &rows_out, const Tensor &taken, const Tensor &fault)
 {
     constexpr int64_t kGroup = IBP_ROWS_PER_BASE;
-    constexpr int64_t kLengthBytes = 256; // a length at a random place takes as long to come as so many bytes in order
+    constexpr int64_t kLengthBytes = 256; // a length at a random place takes as long to read as these bytes in order
     const Device device(ids, arguments, lengths_out, bases_out, rows_out, taken, fault);
     const ibp_table table = arguments.table();
     const int64_t row_bytes = table.codebook.row_bytes, item_bytes = table.item_bytes;

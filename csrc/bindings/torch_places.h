@@ -32,8 +32,8 @@ struct Dimension {
     int64_t size, stride;
 };
 
-// The dimensions of a tensor from the innermost on, those that continue each other as one; of bytes: the first one is
-// the bytes that lie one after the other.
+// The dimensions of a tensor in bytes, from the innermost on; dimensions that continue each other are merged. The first
+// one is the bytes that lie one after the other.
 inline std::vector<Dimension> dimensions_of(const Tensor &x)
 {
     const auto element_bytes = static_cast<int64_t>(x.element_size());

@@ -15,8 +15,8 @@ inline constexpr int64_t kLeastSharedBytes =
     1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while
 
 // Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the
-// fault with the lowest position. bytes_each: what one step reads or writes. work returns a status, of which
-// IBP_INVALID_ARGUMENT raises. All memory is there before the first range begins: without it nothing is done.
+// fault with the lowest position. bytes_each: what one step reads or writes. work returns a status;
+// IBP_INVALID_ARGUMENT raises an error. All memory is there before the first range begins: without it nothing is done.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {

@@ -49,7 +49,7 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->cluster_flags = data + 3 * num_words;
 }
 
-// Where the constant columns of scheme planes stand in `words`, the first of which is aligned to 16 bytes: the row
+// Where the constant columns of scheme planes stand in `words`, which begins at a multiple of 16 bytes: the row
 // template, and from the next multiple of 16 on the live columns. Returns the bytes up to the next multiple of 16.
 inline int64_t read_constants(const uint8_t *words, int64_t num_bytes, uint32_t row_bytes, ibp_planes *planes)
 {
@@ -201,8 +201,8 @@ inline ibp_ids ids_of(const Tensor &ids)
     return items;
 }
 
-// Ids with the positions of out that their items go to: any of those that out has room for; without positions one
-// after the other.
+// Ids with the positions of out that their items go to: any positions that out has room for; without positions, items
+// go one after the other.
 inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out,
                              int64_t item_bytes)
 {

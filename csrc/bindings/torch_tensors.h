@@ -99,7 +99,7 @@ inline int64_t total_bytes(int64_t count, int64_t each_bytes, const char *name)
     return bytes;
 }
 
-// Items of item_bytes in num_bytes, of which the last may be short. num_bytes >= 0.
+// How many items of item_bytes bytes num_bytes bytes make; the last item may be short. num_bytes >= 0.
 inline int64_t divide_up(int64_t num_bytes, int64_t item_bytes)
 {
     return num_bytes / item_bytes + (num_bytes % item_bytes != 0);

@@ -80,8 +80,8 @@ IBP_INLINE int64_t ibp_home_of_hash(uint64_t hash, int64_t num_sets)
     return (int64_t)((hash >> 32) * (uint64_t)num_sets >> 32);
 }
 
-/* From a row's home on every so many sets is searched: that full sets lie apart keeps a map of high load short of
- * searches (double hashing). All sets of a map with few. */
+/* How many sets further on a search for a row looks next, from its home on (double hashing): full sets then lie apart,
+ * and searches stay short in a map of high load. 1 in a map of few sets, which is searched whole. */
 IBP_INLINE int64_t ibp_step_of_hash(uint64_t hash, int64_t num_sets)
 {
     if (num_sets <= (int64_t)IBP_SEARCHED_WAYS) return 1;

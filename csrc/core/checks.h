@@ -22,14 +22,14 @@ bool ibp_is_row_source(const ibp_row_source *source, uint32_t row_bytes);
 }
 #endif
 
-/* Whether there may be rows of so many bytes in so many bytes of data. */
+/* Whether num_bytes bytes of data may have rows of row_bytes bytes. */
 IBP_INLINE bool ibp_are_sizes(int64_t num_bytes, uint32_t row_bytes)
 {
     return num_bytes >= 0 && num_bytes <= INT64_MAX / (int64_t)IBP_OVERFLOW_ALIGN && row_bytes >= 1 &&
            row_bytes <= IBP_MAX_ROW_BYTES;
 }
 
-/* Whether there may be so many items of so many bytes. */
+/* Whether there may be num_items items of item_bytes bytes. */
 IBP_INLINE bool ibp_are_items(int64_t num_items, int64_t item_bytes)
 {
     const int64_t most = INT64_MAX / (int64_t)IBP_OVERFLOW_ALIGN;

@@ -24,7 +24,7 @@ typedef struct adding {
     bool subtracts;
 } adding;
 
-/* The words of a row, of which `first` is the number of the first one; bytes past its end count as zeros. */
+/* Adds a row's differences word by word. first: number of its first word. Bytes past its end count as zeros. */
 static void add_row(adding *add, uint8_t *base, const uint8_t *differences, uint32_t num_bytes, uint64_t first)
 {
     for (uint32_t at = 0; at < num_bytes; at += 8) {

@@ -303,7 +303,7 @@ bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, 
 
 /* ---- checksums ---- */
 
-/* The bytes of a block, of which the fields of ibp.checks give the size. */
+/* Reads how many bytes a block has from the fields of ibp.checks. */
 static ibp_status read_block_bytes(const ibp_file *file, uint64_t *block_bytes)
 {
     ibp_text fields;

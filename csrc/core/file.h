@@ -12,8 +12,8 @@ ibp_status ibp_find_metadata(const ibp_file *file, const char *prefix, const cha
 
 /* Bits of an element of a dtype; 0 for one that is not known. */
 uint32_t ibp_bits_of_dtype(ibp_text dtype);
-/* Bytes of so many elements of a dtype, along num_dims dimensions. @return false if they are no whole number, or if the
- * bits are too many for an int64_t, each size 0 taken as 1. */
+/* Bytes of a tensor of num_dims dimensions whose elements have `bits` bits. @return false if they are no whole number,
+ * or if the bits are too many for an int64_t, each size 0 taken as 1. */
 bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes);
 
 #endif

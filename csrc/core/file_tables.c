@@ -436,7 +436,7 @@ static bool note_part(const ibp_file_tensor *tensor, file_part *part)
     return is_new && element_bytes != 0 && tensor->num_dims == 1;
 }
 
-/* Whether a part has just so many numbers of that size, and the zeros that files are padded with. */
+/* Whether a part has count numbers of element_bytes bytes, and then only the zeros that files are padded with. */
 static bool holds(const file_part *part, uint64_t count, uint32_t element_bytes)
 {
     const uint64_t num_bytes = count * element_bytes;
@@ -639,7 +639,7 @@ static ibp_status check_part(const file_part *part, int64_t count, uint32_t elem
     return is_aligned && holds(part, (uint64_t)count, element_bytes) ? IBP_OK : IBP_BAD_FILE;
 }
 
-/* The arrays of a table. Those that a table of its sizes does not have are not read. */
+/* The arrays of a table. Arrays that a table of its sizes does not have are not read. */
 static ibp_status place_parts(const ibp_file_table *found, const file_part *parts, ibp_table *table)
 {
     const int64_t num_bytes = ibp_bytes_of_table(table), num_rows = ibp_rows_of_bytes(num_bytes, found->row_bytes),

@@ -64,8 +64,8 @@ IBP_INLINE uint32_t ibp_min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; 
 /* The lowest run of ones in x, as a mask. */
 IBP_INLINE uint32_t ibp_lowest_run(uint32_t x) { return x & ~(x + (x & (0u - x))); }
 
-/* The bits of word from bit `start` on, of which only its low 5 bits count, moved up to make room for gap, a run of
- * ones that begins there, or for no gap, 0. The gap's bits become 0. */
+/* Moves the bits of word from bit start % 32 on up to make room for gap, a run of ones that begins there; for no gap,
+ * 0, none moves. The gap's bits become 0. */
 IBP_INLINE uint32_t ibp_insert_gap(uint32_t word, uint32_t gap, uint32_t start)
 {
 #if defined(__CUDA_ARCH__)
@@ -222,7 +222,7 @@ IBP_INLINE ibp_position_form ibp_list_form(uint32_t k, uint32_t columns, uint32_
     const ibp_position_form form = {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
     return form;
 }
-/* Whether so many are listed, and so many not, that a bitmap is the shortest form: each list of m positions has at
+/* Whether both k and columns - k are large enough that a bitmap is the shortest form: each list of m positions has at
  * least m * (l + 1) + (columns - 1) / 2^l bits, which is more than columns. */
 IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
@@ -272,8 +272,8 @@ IBP_INLINE const uint8_t *ibp_template_of(const ibp_codebook *codebook)
     return has_constants ? codebook->planes.row_template : NULL;
 }
 
-/* The entry of lengths of a row that takes so many bytes as coded: 0, for raw, unless they are fewer, and not as many
- * as mark a default row. */
+/* The entry of lengths of a row whose coded form has coded_bytes bytes: these, if they are fewer than valid_bytes and
+ * than the length that marks a default row; else 0, for raw. */
 IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, uint32_t valid_bytes)
 {
     return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;

@@ -13,7 +13,7 @@ static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
                               : IBP_LOAD_ONCE(((const int32_t *)ids->data)[k]);
 }
 
-/* Positions of the output: those that are asked for. */
+/* How many positions the output has: out_items where ids go to positions, else one for each id. */
 IBP_INLINE int64_t ibp_num_positions(const ibp_ids *ids) { return ids->positions ? ids->out_items : ids->count; }
 
 /* Whether a strided output has room for the positions, and their numbers and places are numbers; whether nothing but

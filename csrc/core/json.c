@@ -50,7 +50,7 @@ static uint32_t take_escape(const char **at, const char *end, uint8_t utf8[4])
     return 0;
 }
 
-/* A character of several bytes, of which *at is the second: neither longer than it need be nor half of one. */
+/* Takes a character of several bytes; *at is the second. Refuses longer ones than need be, and surrogate halves. */
 static uint32_t take_long(uint8_t first, const char **at, const char *end, uint8_t utf8[4])
 {
     const uint32_t num_bytes = first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;

@@ -23,8 +23,7 @@ bool ibp_is_at_end(const ibp_json *json);
 uint32_t ibp_take_character(ibp_text *text, uint8_t utf8[4]);
 /* Takes a text in UTF-8 if it comes next. */
 bool ibp_take_prefix(ibp_text *text, const char *utf8);
-/* Takes decimal digits, the first of which is 0 only if it is the last one. @return whether there are such, and their
- * number is at most UINT64_MAX. */
+/* Takes a decimal number without leading zeros. @return whether there is one, and it is at most UINT64_MAX. */
 bool ibp_take_number(ibp_text *text, uint64_t *number);
 
 #endif

@@ -65,7 +65,8 @@ typedef struct digit_list {
     uint8_t widths[IBP_MAX_PLANES];
 } digit_list;
 
-/* Rows that code all elements, or those that differ from a default, or that do in other bits than the highest. */
+/* Which elements rows code: all; the ones that differ from a default; or the ones that differ from it in other bits
+ * than the highest. */
 typedef enum listing { DENSE, LISTED, LISTED_SIGNED } listing;
 
 /* Elements whose cost is looked for: all elements of dense rows, or those listed. */
@@ -386,7 +387,7 @@ static uint32_t column_of(const search *s, size_t i)
     return ibp_min_u32(IBP_LOAD_ONCE(s->live_columns[i]), s->row_bytes / s->element_bytes - 1);
 }
 
-/* Each step-th one of those that are coded, without their invariant bits. elements: room for a whole row. */
+/* Loads each step-th coded element of a row, without its invariant bits. elements: room for a whole row. */
 static void load_row(const search *s, size_t row, uint32_t step, uint64_t *elements)
 {
     const uint32_t count = (s->columns + step - 1) / step;
@@ -551,8 +552,8 @@ static void add_options(const search *s, const values *v, const room *r, option 
 
 /* ---- entries a column -------------------------------------------------------------------------------------------- */
 
-/* The symbols that columns choose from. Short ones are looked up by themselves, long ones by a hash of them: the place
- * of one that has it, to be compared. */
+/* The symbols that columns choose from. A short symbol is itself the index into places; a long one's hash is, and the
+ * symbol at the place found has to be compared. */
 typedef struct dictionary {
     uint32_t size, symbol_bits;
     uint8_t *places; /* of every symbol or hash; size if it is none */
@@ -747,7 +748,7 @@ static bool is_sample(const ibp_sample *sample)
     return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= MOST_SAMPLED_BYTES / row_bytes;
 }
 
-/* Rows between those that are counted, and how many these are. */
+/* The distance between counted rows, and the number of counted rows. */
 static size_t step_of(const ibp_sample *sample)
 {
     const size_t columns = sample->row_bytes / sample->element_bytes;

@@ -72,7 +72,7 @@ static const uint8_t *address_of(const ibp_row_source *source, uint32_t row_byte
     return from + i * source->strides[0];
 }
 
-/* Row i of a source as a row of the table, of which `valid` bytes count: where it lies, or in the workspace. */
+/* Row i of a source as a row of the table, with `valid` valid bytes: where it lies, or a copy in the workspace. */
 static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_bytes, int64_t i, uint32_t valid,
                                  const ibp_workspace *work)
 {

@@ -59,8 +59,8 @@ static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_cod
     return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
 }
 
-/* Codes a row, of which valid_bytes count, into dst. work: opened for coded rows. @return its entry of lengths; where
- * that is 0 or the default row's, dst means nothing. */
+/* Codes a row, whose first valid_bytes bytes count, into dst. work: opened for coded rows. @return its entry of
+ * lengths; where that is 0 or the default row's, dst means nothing. */
 static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid_bytes,
                                     const ibp_workspace *work, uint8_t *dst, size_t dst_bytes)
 {

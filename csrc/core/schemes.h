@@ -61,7 +61,7 @@ typedef struct ibp_scheme_row {
     /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, with IBP_CPU_AVX512 too. All NULL: the scheme has
      * no coded rows. */
     const ibp_row_coder *plain, *avx2, *avx512;
-    /* Whether the scheme's own fields of a codebook fit each other and its row_bytes; called when those that all
+    /* Whether the scheme's own fields of a codebook fit each other and its row_bytes; called when the fields that all
      * schemes have do. */
     ibp_status (*check_fields)(const ibp_codebook *codebook);
     /* Whether the arrays of a codebook without clusters, whose fields are checked, hold what they should. */

@@ -10,7 +10,7 @@ _Static_assert(IBP_ROWS_PER_BASE == 32, "FORMAT.md section 2");
  * foresee: while one is coded, a row some bytes ahead is prefetched. */
 enum { BYTES_AHEAD = 2048, LINE_BYTES = 64 };
 
-/* BYTES_AHEAD in rows, or items, of so many bytes. */
+/* BYTES_AHEAD as a number of rows, or items, of step_bytes bytes. */
 static int64_t steps_ahead(int64_t step_bytes) { return step_bytes > 0 ? 1 + BYTES_AHEAD / step_bytes : 1; }
 
 static void prefetch(const void *src, uint32_t num_bytes)
@@ -89,7 +89,7 @@ ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t r
     return IBP_OK;
 }
 
-/* slots, overflow: the table's, or those that are written. */
+/* slots, overflow: the table's, or the ones that are being written. */
 static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slots, const uint8_t *overflow)
 {
     ibp_row_place place;

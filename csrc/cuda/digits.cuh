@@ -60,10 +60,10 @@ __device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order)
 
 struct Cursor {
     const uint32_t *words;
-    uint32_t shift; // bits, of which only the low five count
+    uint32_t shift; // in bits; only its low five bits count
 
     static __device__ __forceinline__ Cursor at(uint32_t byte) { return {&shared_word(byte / 4u), 8u * byte}; }
-    // The word that is i words further on, the 32 bits that are so many bits further on.
+    // word: the 32 bits that begin i words further on. bits: the 32 bits that begin `further` bits further on.
     __device__ __forceinline__ uint32_t word(uint32_t i) const
     {
         return __funnelshift_r(words[i], words[i + 1u], shift);

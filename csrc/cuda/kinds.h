@@ -8,8 +8,8 @@
 
 namespace ibp {
 
-// Fields of a codebook of scheme planes that not every kernel knows. A kernel names those that it does; rows of a
-// codebook that has others are none that it takes.
+// Fields of a codebook of scheme planes that not every kernel knows. A kernel names the fields that it knows, and takes
+// no rows of a codebook that has others.
 enum PlanesField : uint32_t {
     kInvariantBits = 1,
     kConsecutive = 2,

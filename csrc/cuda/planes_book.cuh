@@ -223,7 +223,7 @@ template <typename T> struct WordJoin {
     {
         return turned((symbols << symbol_at) + (residuals << residual_at));
     }
-    // Rotates elements back, of which the lowest invariant bits are 0.
+    // Rotates elements back. Their lowest bits, the invariant ones, are 0 before the call.
     __device__ __forceinline__ uint32_t turned(uint32_t elements) const
     {
         return select_bits(kept, elements >> rotate, (elements << to_top & top) | invariant);

@@ -10,7 +10,7 @@ namespace ibp {
 constexpr uint32_t kListForms = IBP_MAX_LOW_BITS + 1u, kPositionForms = 1u + 2u * kListForms;
 static_assert(kPositionForms <= kWarp, "a lane looks at a form");
 
-// Form number i of those that ibp_choose_position_form tries, in its order.
+// Form number i of the forms that ibp_choose_position_form tries, in its order.
 __device__ __forceinline__ ibp_position_form position_form_at(uint32_t i, uint32_t k, uint32_t columns)
 {
     if (i == 0u) return ibp_bitmap_form(k, columns);

@@ -157,7 +157,7 @@ struct Window {
     uint8_t *dst;
     uint32_t low, high;
 
-    // Whether all of the row is wanted, and can be stored in units of so many bytes.
+    // Whether all of the row is wanted, and can be stored in units of unit_bytes bytes.
     __device__ __forceinline__ bool is_units(uint32_t row_bytes, uint32_t unit_bytes) const
     {
         return low == 0u && high == row_bytes && row_bytes % unit_bytes == 0u && aligned(dst, unit_bytes);

@@ -1,8 +1,8 @@
 /* ibp.h - public C API of the ibp core: codebooks, rows and tables in host memory. C11 and C++17.
  *
  * Lossless compression of tensors whose rows decode alone. The bytes are specified in FORMAT.md, to whose sections the
- * headers refer. This header includes the others, each of which may also be included alone; the rules below hold for
- * all of them. The CUDA twins, with device pointers and a stream, are in ibp_cuda.h, files in ibp_file.h.
+ * headers refer. This header includes the others; each may also be included alone. The rules below hold for all of
+ * them. The CUDA twins, with device pointers and a stream, are in ibp_cuda.h, files in ibp_file.h.
  *
  *     bool is_current(void) // whether the library that is linked has what this header declares
  *     {

@@ -44,8 +44,8 @@ extern "C" {
  * A lookup takes two steps: find turns ids into the entries of their rows, a gather takes these as a further source of
  * rows' bytes. Caches are for tables whose items are whole rows: item_bytes is a multiple of row_bytes.
  *
- * Nothing of a cache is trusted. An entry that lies outside its slab is a corrupt row; a map that holds anything gives
- * wrong rows, and is left as soon as so many ways as a row may be found in have been looked at. */
+ * Nothing of a cache is trusted. An entry that lies outside its slab is a corrupt row. A map with arbitrary contents
+ * gives wrong rows; a search in it ends after as many ways as a row may be found in. */
 #define IBP_MAX_SLABS 8u
 #define IBP_ENTRY_OFFSET_BITS 40u
 #define IBP_ENTRY_SLAB_SHIFT 40u
@@ -108,8 +108,8 @@ typedef struct ibp_row_query {
 } ibp_row_query;
 
 /* entries[k * rows_per_item + r] = entry of row r of item ids[k], 0 where no map has it, for first <= k < last.
- * maps: num_maps of them, at most IBP_MAX_SLABS; a row is looked up in that of its owner among num_maps. counts, which
- * may be NULL, is added to, in one piece, so that threads may share it. */
+ * maps: num_maps of them, at most IBP_MAX_SLABS; a row is looked up in the map of its owner among num_maps. counts,
+ * which may be NULL, is added to, in one piece, so that threads may share it. */
 IBP_API ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                    int64_t first, int64_t last, uint64_t *entries, ibp_cache_counts *counts);
 
@@ -136,8 +136,8 @@ typedef struct ibp_cache_slab {
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
                                  int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
 
-/* A cache whose rows are replaced by those that are asked for. Sets have IBP_SEARCHED_WAYS ways, and a row lies in its
- * home set; way i of the map owns slot_bytes bytes of the slab from i * slot_bytes on. */
+/* A cache that replaces its rows by the rows that are asked for. Sets have IBP_SEARCHED_WAYS ways, and a row lies in
+ * its home set; way i of the map owns slot_bytes bytes of the slab from i * slot_bytes on. */
 typedef struct ibp_lru {
     ibp_cache_slab slab;
     uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */

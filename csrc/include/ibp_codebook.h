@@ -49,7 +49,7 @@ typedef struct ibp_planes {
     uint32_t invariant_bits; /* 0 to 8 * element_bytes: the lowest bits of every element */
     uint64_t invariant_value; /* what they are */
     uint64_t first_symbol;    /* read where entries are consecutive */
-    /* Constant columns: those that are not live. Where there are any, per_column counts live ones. */
+    /* Constant columns: all columns that are not live. Where there are any, per_column counts live columns only. */
     uint32_t num_constant;        /* 0: the following are not read; else fewer than there are columns */
     const uint16_t *live_columns; /* the others, in increasing order */
     const uint8_t *row_template;  /* row_bytes bytes: the default row, which is default_value in the live columns */

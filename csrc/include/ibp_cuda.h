@@ -1,6 +1,6 @@
 /* ibp_cuda.h - the CUDA twins of ibp.h: same verbs, same bytes, device pointers, the stream last.
  *
- * This header includes the others of CUDA, each of which may also be included alone; the rules below hold for all of
+ * This header includes the other headers of CUDA; each may also be included alone. The rules below hold for all of
  * them.
  *
  *     bool can_use_gpu(void)

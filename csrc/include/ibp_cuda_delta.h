@@ -46,8 +46,8 @@ IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
 #define IBP_DELTA_COUNTS 8u /* numbers of a row that measuring leaves for coding */
 
 /* Measures the differences newer - base, element by element modulo 2^w, of all tensors: lengths[r], as
- * ibp_measure_rows, for the num_rows rows of the sequence, a multiple of IBP_ROWS_PER_BASE; those that no tensor has
- * are default rows. The codebook's entries are -1, 1, -2, 2, ..., which is not looked at. counts: num_rows *
+ * ibp_measure_rows, for the num_rows rows of the sequence, a multiple of IBP_ROWS_PER_BASE; rows that belong to no
+ * tensor are default rows. The codebook's entries are -1, 1, -2, 2, ..., which is not looked at. counts: num_rows *
  * IBP_DELTA_COUNTS entries, for ibp_cuda_encode_deltas. sums[2 * k] and sums[2 * k + 1], set to 0 by the caller, become
  * the sums of words of tensor k's base and of its newer version. */
 IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,

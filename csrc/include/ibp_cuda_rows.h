@@ -54,9 +54,9 @@ IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *d
  * fault, and it is counted. A source row with fewer bytes than the table's row has zeros behind them; of one with more
  * the first are taken. Bytes of a slot or room behind a row's own are zeros up to a multiple of IBP_OVERFLOW_ALIGN, or
  * stay as they were.
- * row_ids: an id outside the table is noted as IBP_INDEX_OUT_OF_RANGE, and its row left out. Ids must differ: where the
- * table has bases, one of equal ones wins, and those that come while it is being coded are left out and noted as
- * IBP_INVALID_ARGUMENT; without bases the row holds anything. No other row is harmed.
+ * row_ids: an id outside the table is noted as IBP_INDEX_OUT_OF_RANGE, and its row left out. Ids must differ. If some
+ * are equal and the table has bases, the row is coded for one of them, and equal ids whose turn comes meanwhile are
+ * left out and noted as IBP_INVALID_ARGUMENT; without bases the row holds anything. No other row is harmed.
  * lengths, bases and rooms of the place are not trusted: a part that does not lie in overflow is none.
  * fault: device-accessible, or NULL. max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,

@@ -69,8 +69,8 @@ typedef struct ibp_file {
  * one of a newer format: file->release then says which release of the library reads it. */
 IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file);
 
-/* The next entry of the metadata, of which those that begin with "ibp." are the format's. *cursor: 0 before the first
- * call. @return IBP_NOT_IN_FILE after the last one. */
+/* The next entry of the metadata. Keys that begin with "ibp." belong to the format. *cursor: 0 before the first call.
+ * @return IBP_NOT_IN_FILE after the last one. */
 IBP_API ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key, ibp_text *value);
 
 /* The name of the next table; otherwise likewise. */
@@ -86,8 +86,8 @@ typedef struct ibp_file_tensor {
     size_t num_bytes;
 } ibp_file_tensor;
 
-/* The next of the tensors that are stored, in the order of the header: plain ones and those that tables, codebooks and
- * checksums consist of (ibp_is_part). *cursor: 0 before the first call. @return IBP_NOT_IN_FILE after the last one. */
+/* The next stored tensor, in the order of the header: a plain one, or a part of a table, of a codebook or of the
+ * checksums (ibp_is_part). *cursor: 0 before the first call. @return IBP_NOT_IN_FILE after the last one. */
 IBP_API ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor);
 
 /* Whether a tensor is a part of a table whose fields are in this file, or one of the format's own ("ibp.checks"). */

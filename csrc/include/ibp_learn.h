@@ -36,8 +36,8 @@ IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows,
 
 /* For each of the chunks first_chunk to last_chunk - 1 of a row the mask that saves most bits on the given rows, found
  * greedily: bits are added in the order in which most of the rows that still match agree on them, and the best mask on
- * the way is kept; none where nothing pays for the participation bit. Beyond the paper, whose threshold asks each bit
- * by itself. mask, bitval: row_bytes bytes each, written where the chunks are. */
+ * the way is kept; none where nothing pays for the participation bit. This goes beyond the paper, whose threshold looks
+ * at each bit alone. mask, bitval: row_bytes bytes each, written where the chunks are. */
 IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
                                     uint32_t first_chunk, uint32_t last_chunk, uint8_t *mask, uint8_t *bitval);
 

@@ -27,9 +27,10 @@ extern "C" {
 #endif
 
 /* Pages on their way between the blocks of paged tensors and a place: page k of the transfer is page pages[k] of the
- * place and block blocks[k] of `tensors` tensors. A page has a block of each of num_tensors tensors, of which those
- * from first_tensor on are moved. A block of a tensor is `pieces` pieces of memory of one size; the place has
- * ids_per_block rows, or items, for it, a whole number for each piece. Page numbers and block numbers may be any. */
+ * place and block blocks[k] of `tensors` tensors. A page has a block of each of num_tensors tensors; the transfer moves
+ * the blocks of `tensors` tensors from first_tensor on. A block of a tensor is `pieces` pieces of memory of one size;
+ * the place has ids_per_block rows, or items, for it, a whole number for each piece. Page numbers and block numbers may
+ * be any. */
 typedef struct ibp_page_transfer {
     const int64_t *pages, *blocks;
     int64_t count, num_pages, num_blocks; /* of the transfer, of the place, of each tensor */
@@ -37,7 +38,7 @@ typedef struct ibp_page_transfer {
     const uint64_t *starts;       /* [tensors * pieces]: where the pieces of block 0 begin */
     const uint64_t *block_starts; /* NULL, or [num_blocks]: what is added to starts for each block */
     int64_t block_stride;         /* else its number times these bytes */
-    uint64_t scratch;             /* address of a piece that nobody uses, for those that are not there */
+    uint64_t scratch;             /* address of a piece that nobody uses: it stands in for missing pieces */
 } ibp_page_transfer;
 
 /* Works out ids, count * tensors * ids_per_block of them: those of the place, in the order of pages, tensors and bytes,

@@ -68,8 +68,8 @@ typedef struct ibp_row_source {
 
 /* Codes the rows first to last - 1 of a source into a place: row i becomes row row_ids[i] of the table, or
  * first_row + i where row_ids is NULL. Threads may each take rows of one source; the order in which parts are handed
- * out says where they lie, and nothing else. Otherwise as ibp_cuda_encode_into (ibp_cuda.h), of which this is the host
- * twin, for host pointers: rows that are lost, equal ids, bytes behind a row's own, what is not trusted.
+ * out says where they lie, and nothing else. This is the host twin of ibp_cuda_encode_into (ibp_cuda.h), for host
+ * pointers, and otherwise does the same with lost rows, equal ids, bytes behind a row's own and untrusted fields.
  * @return the first fault's status, noted in *fault if that is still clear, or IBP_OK; lost rows are counted only. */
 IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                    int64_t first_row, int64_t first, int64_t last, void *scratch, size_t scratch_bytes,

@@ -58,8 +58,8 @@ IBP_API const char *ibp_status_string(ibp_status status);
 
 /* Scratch for rows of row_bytes bytes. The most is what the AVX2 decoder of scheme planes takes for elements of one
  * byte: three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits), and
- * seven rows of levels, symbols and listed elements, bitmaps included; a row of the live columns; and two rows for
- * those that lie in two parts, or are wanted in part. The rest is alignment and padding. */
+ * seven rows of levels, symbols and listed elements, bitmaps included; a row of the live columns; and two rows for a
+ * row that lies in two parts, or is wanted in part. The rest is alignment and padding. */
 #define IBP_SCRATCH_BYTES(row_bytes) (14 * (size_t)(row_bytes) + 4096)
 #define IBP_MAX_SCRATCH_BYTES IBP_SCRATCH_BYTES(IBP_MAX_ROW_BYTES)
 

@@ -134,8 +134,8 @@ IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, u
 
 /* Puts ids in the order of the windows of 2^window_bits items that they lie in, so that a gather goes through the table
  * once: sorted_ids[k] = ids[positions[k]], sorted_ids of the type of ids; inside a window their order is kept. An id
- * out of range counts to the nearest window. ids->positions is not read. Where ids change meanwhile, positions still
- * are the numbers 0 to count - 1, each once, and a sorted id is any of those that were at its position.
+ * out of range counts to the nearest window. ids->positions is not read. If ids change during the call, positions still
+ * holds each of the numbers 0 to count - 1 once, and each sorted id is one of the values that stood at its position.
  * @return IBP_INVALID_ARGUMENT for more than UINT32_MAX ids, more than IBP_MAX_WINDOWS windows or a negative num_items.
  */
 IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,

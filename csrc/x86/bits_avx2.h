@@ -61,7 +61,7 @@ static inline uint32_t ibp_position_mask(uint32_t num_flags)
     return num_flags == 0 ? 0 : UINT32_MAX >> __builtin_clz(num_flags);
 }
 
-/* A copy of a coded row that has zeros after it: `padding` bytes, and so many that least_bytes can be read. */
+/* A copy of a coded row with zeros after it: at least `padding` bytes, and enough that least_bytes can be read. */
 static inline const uint8_t *ibp_pad_row(const uint8_t *src, size_t src_bytes, size_t least_bytes, size_t padding,
                                          ibp_scratch *scratch)
 {
@@ -117,8 +117,9 @@ IBP_AVX2_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_
     return num_bytes;
 }
 
-/* The inverse of ibp_unpack_fields, to dst from a byte on, of which there are dst_bytes: fields past them are lost.
- * lanes has n of them and is readable to a multiple of 8 bytes; lanes past n are 0. Writes zeros after the fields. */
+/* The inverse of ibp_unpack_fields: writes to dst from byte `at` on. dst has dst_bytes bytes; fields past them are
+ * lost. lanes has n of them and is readable to a multiple of 8 bytes; lanes past n are 0. Writes zeros after the
+ * fields. */
 IBP_AVX2_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst,
                                      size_t at, size_t dst_bytes)
 {

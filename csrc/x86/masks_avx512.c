@@ -29,7 +29,7 @@ IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t
         const uint64_t flagged = _mm512_test_epi32_mask(words, _mm512_set1_epi32(1 << (IBP_FLAG_POS_BITS + chunk)));
         b.flagged |= _pdep_u64(flagged, ~(uint64_t)0 / ((1u << chunks) - 1) << chunk);
     }
-    if (chunk_bytes == 8) b.flagged = _pext_u64(b.flagged, 0x5555); /* those that start in a word's first half */
+    if (chunk_bytes == 8) b.flagged = _pext_u64(b.flagged, 0x5555); /* a chunk's flag is in the first of two words */
     return b;
 }
 

@@ -121,7 +121,7 @@ IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 #define LANE_BITS 64
 #include "planes_avx2_lanes.h"
 
-/* The function of planes_avx2_lanes.h for lanes of so many bytes. */
+/* The function `name` of planes_avx2_lanes.h for lanes of lane_bytes bytes. */
 #define FOR_LANES(lane_bytes, name) \
     ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
 
@@ -137,7 +137,8 @@ void ibp_restore_elements_avx2(const ibp_planes *planes, uint32_t n, uint8_t *el
 /* A bitmap of n bits, in whole words. */
 static uint64_t *take_bitmap(ibp_scratch *scratch, uint32_t n) { return ibp_take(scratch, (size_t)(n + 63) / 64 * 8); }
 
-/* As name_symbols16 where all columns have the same entries: 16 entries at a time, each byte of them by itself. */
+/* As name_symbols16 where all columns have the same entries: 16 entries at a time, their low bytes apart from their
+ * high ones. */
 IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint8_t *const entries = planes->entries;
@@ -237,7 +238,7 @@ typedef struct value_bytes {
     const uint8_t *residuals, *digits[IBP_MAX_PLANES + 1];
 } value_bytes;
 
-/* Level 0 in levels[0], all of which have room for what is built in them. */
+/* Builds level 0 in levels[0]. Each of levels has room for what is built in it. */
 IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                   uint8_t *const levels[3])
 {

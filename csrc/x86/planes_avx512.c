@@ -1,11 +1,11 @@
 /* planes_avx512.c - dense rows of scheme planes whose symbols are bytes from one set of entries, with AVX-512: the
  * bytes and statuses of planes.c. Other rows go to planes_avx2.c.
  *
- * Residuals, digits and raw symbols all are fields of so many bits, and all are unpacked to lanes and packed from them
- * 64 bytes of lanes at a time: eight 64-bit words, each with the fields of its lanes one after the other. Between
- * digits and symbols stand *levels*: level p has a byte for each element with a digit in plane p, the last level one
- * for each raw symbol. A decoder reads the digits of all levels from the first on and turns them into symbols from the
- * last on; an encoder strips a level of ranks (which entry a symbol is) to the next one. */
+ * Residuals, digits and raw symbols all are fields of a fixed number of bits. All are unpacked to lanes, and packed
+ * from lanes, 64 bytes of lanes at a time: eight 64-bit words, each with the fields of its lanes one after the other.
+ * Between digits and symbols stand *levels*: level p has a byte for each element with a digit in plane p, the last
+ * level one for each raw symbol. A decoder reads the digits of all levels from the first on and turns them into symbols
+ * from the last on; an encoder strips a level of ranks (which entry a symbol is) to the next one. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -111,7 +111,7 @@ IBP_AVX512_INLINE __m512i pack(const packing *p, __m512i x)
 
 /* Rotations of the lanes of a vector. */
 typedef struct rotation {
-    __m512i left, right, low; /* by so many bits; those that come from the right shift */
+    __m512i left, right, low; /* bits to shift by; low: mask of the bits that the right shift gives */
 } rotation;
 
 IBP_AVX512_INLINE rotation rotation_of(uint32_t left, uint32_t lane_bytes)
@@ -128,7 +128,7 @@ IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
 
 /* ---- decoding ---- */
 
-/* A level of n digits of so many bits. Padded. @return how many have all bits set. */
+/* Unpacks a level of n digits of `bits` bits. Padded. @return how many have all bits set. */
 IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
 {
     const unpacking digits = unpacking_of(bits, 1);

@@ -1,5 +1,5 @@
-/* planes_coded.h - what is coded of elements that have invariant bits, for the coders of scheme planes: these know
- * elements that are not rotated, of lanes whose highest bits are 0. */
+/* planes_coded.h - the coded bits of elements that have invariant bits, for the coders of scheme planes: these take
+ * elements that are not rotated, in lanes whose highest bits are 0. */
 #ifndef IBP_PLANES_CODED_H
 #define IBP_PLANES_CODED_H
 

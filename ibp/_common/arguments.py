@@ -40,7 +40,7 @@ def number(name: str, value: SupportsFloat) -> float:
 
 
 def near(value: object, known: Iterable[str]) -> str:
-    """What a sentence about a name that is none of the known ones goes on with: those that are spelt nearly so."""
+    """The end of a sentence about an unknown name: the known names that are spelt nearly so."""
     found = difflib.get_close_matches(str(value).lower(), known)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 

@@ -41,7 +41,7 @@ def found(name: str) -> Any:
     """What a name that the root lacks stood for, where pickles of ibp 0.2 hold it, with a DeprecationWarning.
 
     Raises:
-        AttributeError: for all other names; of those that ibp 0.2 had, with the new one.
+        AttributeError: for all other names; for a name that ibp 0.2 had, with the new one.
     """
     if name in _MODULE_OF:
         moved = f"ibp.{name} is ibp.{_MODULE_OF[name]}.{name} now"

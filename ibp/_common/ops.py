@@ -41,9 +41,9 @@ current. `stream_bytes` is decode_bytes from pinned host memory by the copy engi
 memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
 `encode_packed`, for the CPU alone, codes a block of rows in one pass and on one thread, back to back to `out`, which
 has as many bytes as data or more; lengths uint16 [rows], `stored` int64 [1]: how many bytes it wrote.
-`gather_into` is gather_items to an out of any strides, the first outer_dims dimensions of which number its items; ids
-None: all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the
-tensors that they are in. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and
+`gather_into` is gather_items to an out of any strides, whose first outer_dims dimensions number its items; ids None:
+all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the tensors
+that they are in. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and
 blocks int64 [pages], starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses
 int64. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it sees
 them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct
@@ -69,10 +69,10 @@ have entries from their slabs. Maps and slabs may be on other devices than the r
 `counts`, int64 [10], is added to: hits of slabs 0 to 7, misses, and bytes of missed rows in whole sectors of 32.
 `owners_of_rows` says, as uint8, which slab's map is to hold a row. `fill_slab` copies `rows`, int64, to `offsets`,
 int64, of a slab and puts them into its map, if that is not empty; negative ones are left out. `claim_cached` is
-find_cached of a cache whose rows used longest ago, in slots of cache_slot_bytes, one a way, make room for those that
-are missing; ways is 32.
+find_cached of a cache in which missing rows replace the rows used longest ago, in slots of cache_slot_bytes, one a way;
+ways is 32.
 `drop_cached` takes rows out of a map; `set_cached` says that rows of it were written anew: with `lengths`, uint16
-[rows], or, where there are none, those that they had, and `dirty`, whether the table's own rows are older.
+[rows], or, where there are none, the lengths that they had, and `dirty`, whether the table's own rows are older.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Plots of reports: the entropy of bits, what is done with them, and what each tensor saves. Needs matplotlib."""
+"""Plots of reports: the entropy of bits, how they are stored, and how much each tensor saves. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def require_matplotlib() -> Any:
 
 
 def plain(name: str, most: int) -> str:
-    """A name in one printable line of at most so many characters, cut in its middle."""
+    """A name in one printable line of at most `most` characters, cut in its middle."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in name)
     half = (most - 1) // 2
     return shown if len(shown) <= most else f"{shown[:half]}\u2026{shown[-half:]}"

@@ -132,7 +132,7 @@ class FileReport:
 
 def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
     """Ranges [first, last) of the rows to look at, spread evenly over the table: all rows of a small one. A range
-    begins at a multiple of 32 where the table has so many rows."""
+    begins at a multiple of 32 where the table has enough rows."""
     wanted = max(_RUNS, SAMPLE_BYTES // max(1, row_bytes))
     if num_rows <= wanted:
         return [(0, num_rows)] if num_rows else []

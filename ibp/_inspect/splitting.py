@@ -195,7 +195,7 @@ def _split_values(ranks: np.ndarray, coded: np.ndarray, codebook: PlanesCodebook
 
 
 def _field_bytes(counts: np.ndarray, bits: int) -> int:
-    """Bytes of fields of so many bits, a row's together."""
+    """Bytes of fields of `bits` bits; a row's fields are together rounded up to whole bytes."""
     return int((-(-counts * bits // 8)).sum())
 
 

@@ -85,7 +85,7 @@ def cheapest_slots(
         overflow_cost: of a byte in overflow, in bytes of slots.
         part_cost: of a row that has a part in overflow, besides its bytes.
         most_overflow: bytes of overflow of a mean row, at most.
-        near: the largest slots are taken of those that cost at most so many times the least.
+        near: of all slots that cost at most this many times the least, the largest are taken.
     """
     rows = sectors.to(torch.float64)
     slots = torch.arange(len(rows), dtype=torch.float64) * SECTOR_BYTES

@@ -120,8 +120,8 @@ class Calibration:
 
     @property
     def least_staging_threads(self) -> int:
-        """Threads of the CPU from which on rows that they gather come faster than those that a GPU reads in order: they
-        fill half of the link."""
+        """From this many threads on, rows that the CPU gathers come faster than rows that a GPU reads in order: the
+        threads fill half of the link."""
         return math.ceil(0.5 * self.copy_in_gbps / self.gather_gbps)
 
     def __repr__(self) -> str:
@@ -243,7 +243,7 @@ def _key(device: torch.device) -> dict[str, Any]:
 
 
 def _read(device: torch.device) -> Calibration | None:
-    """The calibration on disk; None where there is none, or what is there cannot be used: said once."""
+    """The calibration on disk; None where there is none, or it cannot be used, which is said once."""
     path = cache_file(device)
     if path is None or not path.is_file():
         return None

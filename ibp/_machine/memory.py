@@ -24,7 +24,7 @@ class PinningError(RuntimeError):
     __module__ = "ibp"
 
 
-_LEAST_HUGE_BYTES = 4 << 20  # of memory that is to have huge pages, of which one has 2 MiB
+_LEAST_HUGE_BYTES = 4 << 20  # of memory that is to have huge pages of 2 MiB
 _has_warned = False
 _has_warned_of_copy = False
 

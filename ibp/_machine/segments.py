@@ -111,7 +111,7 @@ class Segment:
         self.pin = True
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """A table's tensors in the memory, of so many elements each."""
+        """A table's tensors in the memory. sizes: how many elements each has."""
         made, start = {}, 0
         for name, dtype in _DTYPES.items():
             count = sizes[name]

@@ -51,7 +51,7 @@ class Decodable(Protocol):
 
 @runtime_checkable
 class CachedRows(Rows, Protocol):
-    """Rows of a table of which some are held nearer to the device that asks.
+    """Rows of a table; some are held nearer to the device that asks.
 
     Attributes:
         view: the table, which has the rows that are not held.

@@ -17,7 +17,7 @@ _NO_BASE = -1  # IBP_NO_BASE of ibp.h: a row that owns no overflow part
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
 _GROWTH = 1.5  # of arrays that have become too small
 
-Empty = Callable[[int], torch.Tensor]  # new memory of so many bytes, where a table lives
+Empty = Callable[[int], torch.Tensor]  # allocates a number of bytes where a table lives
 
 
 class Index(NamedTuple):
@@ -114,8 +114,8 @@ class Room:
         return index
 
     def with_overflow(self, num_bytes: int, empty: Empty) -> Room:
-        """The room in which so many more bytes of overflow can be handed out: itself, if it has them. Only where that
-        is not known the GPU is waited for."""
+        """A room in which num_bytes more bytes of overflow can be handed out: itself, if it has them. Waits for the GPU
+        only where that is not known."""
         if self.most_used + num_bytes <= self.overflow.numel():
             return self
         newest = self.index if self.current is None else self.copies[self.current]
@@ -131,7 +131,7 @@ class Room:
         return replace(self, overflow=larger)
 
     def with_rows(self, num_rows: int, slot_bytes: int, empty: Empty) -> Room:
-        """The room that has capacity for so many rows: itself, if it has."""
+        """A room with capacity for num_rows rows: itself, if it has that."""
         if num_rows <= self.capacity:
             return self
         self.settle()

@@ -54,8 +54,8 @@ class Table(TensorManners):
     item_bytes: int
     item_shape: tuple[int, ...]
     _room: Room | None = None  # of a table whose rows have changed
-    _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and of which state of the rows
-    _escapes_of_graphs: tuple = ()  # those that CUDA graphs were captured with, which go on reading them
+    _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
+    _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
     version = 0  # how often rows have changed in place, which what holds copies of them must know
     _is_live: bool = False  # rows may be coded into its memory at any time, as `CodedRows.table` says
     _is_aliased: bool = False  # another table may have the same memory
@@ -227,7 +227,7 @@ class Table(TensorManners):
         return self._is_pinned
 
     def pin_memory(self, *, numa: _numa.Numa = None) -> Table:
-        """Moves the rows to pinned host memory, so that GPUs fetch them by themselves. Returns the table itself.
+        """Moves the rows to pinned host memory, so that GPUs fetch them without the CPU. Returns the table itself.
 
         torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by
         `compress(inplace=True)`, and one that is shared with other processes, is pinned where it is, the latter for
@@ -485,8 +485,8 @@ class Table(TensorManners):
 
     def fault_on(self, device: torch.device, of_selections: bool = False) -> torch.Tensor:
         """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time.
-        of_selections: for those that read selections of the table's items (see host_gather), which do not know the
-            items' ids."""
+        of_selections: for work that reads selections of the table's items (see host_gather) and does not know their
+            ids."""
         if of_selections not in self._faults.get(device, ()):
             _refuse_capture(device)
             host = memory.empty(32, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
@@ -655,7 +655,7 @@ def _refuse_capture(device: torch.device) -> None:
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where it is a part of a larger one, all of which would be written to files."""
+    """The tensor, or a copy where it is a part of a larger one, which would be written to files as a whole."""
     return tensor if tensor.untyped_storage().nbytes() == _nbytes(tensor) else tensor.clone()
 
 

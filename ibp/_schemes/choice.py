@@ -123,9 +123,8 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
     """The best of what `compare` found.
 
     In place: the one of fewest stored bytes. Packed: likewise, or raw rows where the index takes what is saved. Slots:
-        the one that fetches the
-    fewest bytes, of those that a GPU fetches faster than raw rows, or as fast and from less memory; raw rows if there
-    is none.
+    the one that fetches the fewest bytes, among candidates that a GPU fetches faster than raw rows, or as fast and from
+    less memory; raw rows if there is none.
     """
     raw, coded = candidates[0], candidates[1:]
     if in_place:

@@ -101,7 +101,7 @@ class AnyCodebook(ABC):
 
     @property
     def is_partial(self) -> bool:
-        """Whether there are rows without a coded form: those that lack what all analysed rows have in common."""
+        """Whether there are rows without a coded form: rows that lack what all analysed rows have in common."""
         return False
 
     def words(self, device: torch.device | str) -> torch.Tensor:

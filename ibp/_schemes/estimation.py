@@ -115,7 +115,7 @@ class Estimate(Mapping[str, float]):
         shape, dtype, original_bytes: of the tensor.
         layout, row_bytes: that were asked for.
         schemes: dict from scheme to `SchemeEstimate`.
-        auto: the scheme that `compress` takes by itself for this layout.
+        auto: the scheme that `compress` chooses for this layout.
         advice: a sentence about what it takes, and what would help where that is raw rows.
     """
 

@@ -38,5 +38,5 @@ class Learned(NamedTuple):
     savings: float
 
     def fits(self, savings: float, loss: float = CLEARLY_LESS) -> bool:
-        """Whether a tensor, of which the codebook saves this share, needs no codebook of its own."""
+        """Whether a tensor needs no codebook of its own if this codebook saves the given share of it."""
         return savings > self.savings - loss

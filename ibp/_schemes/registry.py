@@ -89,7 +89,7 @@ def check_scheme(scheme: str, **options: object) -> None:
 
 
 def scheme_of(options: Mapping[str, object]) -> str | None:
-    """The scheme that the given options, those that are not None or False, belong to; None if none is given."""
+    """The scheme that the given options belong to; None if none is given. None and False are no given options."""
     return next((_owner(name).name for name in _given(options)), None)
 
 

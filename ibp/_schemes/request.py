@@ -32,7 +32,7 @@ class Request:
         clusters: how many codebooks; "auto"; None or 1: one.
         progress: whether to show progress bars.
         level: option of scheme "planes" (see `ibp.compress`).
-        codes_invariant: whether codebooks have a coded form for every row, also for those that lack what all sampled
+        codes_invariant: whether codebooks have a coded form for every row, also for rows that lack what all sampled
             rows have in common.
     """
 

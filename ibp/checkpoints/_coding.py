@@ -85,7 +85,7 @@ def _sum_words(data: torch.Tensor, start: int, total: torch.Tensor) -> None:
 
 
 class CpuCoder:
-    """Codes blocks on threads, each of which reads, codes and fingerprints one block at a time."""
+    """Codes blocks on threads; each thread reads, codes and fingerprints one block at a time."""
 
     block_bytes = 4 << 20  # smaller ones cost more in Python, larger ones fall out of a core's caches
 

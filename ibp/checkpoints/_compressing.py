@@ -68,8 +68,8 @@ def compress(
     their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. What does not
     get smaller, or is smaller than 4 KiB, is kept as it is. Each table has its fingerprint.
 
-    The output appears under its name when it is whole. Of a set of files those that are finished wait in a directory
-    beside it, `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
+    The output appears under its name when it is whole. Finished files of a set wait in a directory beside it,
+    `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
 
     Args:
         inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,

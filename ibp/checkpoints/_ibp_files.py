@@ -29,7 +29,7 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
 
     Raises:
         ibp.FileFormatError: it is none.
-        SourceFormatError: it holds a delta, which is no tensor by itself.
+        SourceFormatError: it holds a delta, which is no tensor without its base.
     """
     file = open_file(path, memory="host")
     try:
@@ -114,12 +114,12 @@ class JoinedTensor(SourceTensor):
 
 
 def rows_entry(first: int, last: int, items: int) -> str:
-    """The text of metadata of a table that holds items first to last - 1 of a tensor of so many."""
+    """The text of metadata of a table that holds items first to last - 1 of a tensor of `items` items."""
     return f"first={first} last={last} items={items}"
 
 
 def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], path: object) -> dict[str, SourceTensor]:
-    """The tensors, with those that lie in tables of their items as one."""
+    """The tensors; a tensor that lies in several tables of its items becomes one."""
     pieces: dict[str, list[tuple[int, int, int, str]]] = {}
     for key, text in metadata.items():
         if key.startswith(ROWS_KEY):

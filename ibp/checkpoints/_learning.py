@@ -70,7 +70,7 @@ class CheckpointLearning:
         return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
-        """A codebook for a tensor of which the sample is some rows; None where raw rows are best.
+        """A codebook for a tensor, learned from a sample of its rows; None where raw rows are best.
 
         Args:
             sample: uint8 [n * row_bytes].
@@ -98,7 +98,7 @@ class Codebooks:
         learning: how they are learned.
         tensors: all of the checkpoint.
         kept: names of tensors that are not to be coded.
-        group: processes that share codebooks, each of which has the same tensors; None: this one alone.
+        group: processes that share codebooks and have the same tensors; None: this one alone.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Codebooks:
             self._learn_together(group)
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int) -> None:
-        """Learns the codebooks of tensors: of kinds first, then, by several threads, of those that need one of their
-        own."""
+        """Learns the codebooks of tensors: first one for each kind, then, by several threads, one for each tensor that
+        needs its own."""
         for tensor in tensors:
             if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))

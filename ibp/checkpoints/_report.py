@@ -18,8 +18,8 @@ def share_saved(num_bytes: int, stored_bytes: int) -> float:
 
     Args:
         num_bytes: of tensors before coding.
-        stored_bytes: of the whole checkpoint that of its files, with headers, codebooks and checksums; of one tensor
-            what its file has for it.
+        stored_bytes: bytes of the files of a whole checkpoint, with headers, codebooks and checksums; or of what the
+            file has for one tensor.
     """
     return 1 - stored_bytes / num_bytes if num_bytes else 0.0
 
@@ -114,7 +114,7 @@ class PeakMemory:
         self.look()
 
     def passed(self, num_bytes: int) -> None:
-        """Looks now and then, as so many bytes of data pass."""
+        """Looks now and then; called when num_bytes more bytes of data have passed."""
         self._passed_bytes += num_bytes
         if self._passed_bytes >= self._BETWEEN_BYTES:
             self._passed_bytes = 0

@@ -1,4 +1,4 @@
-"""What a file of tensors is to those that read it: names, shapes, dtypes, and bytes by ranges."""
+"""What readers see of a file of tensors: names, shapes, dtypes, and bytes by ranges."""
 
 from __future__ import annotations
 

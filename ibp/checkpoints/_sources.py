@@ -197,7 +197,7 @@ def _open_url(url: str) -> Source:
 
 
 def _open_directory(path: str) -> Source:
-    """All files of tensors in a directory: those that its index names, if it has one."""
+    """All files of tensors in a directory, or the files that its index names, if it has one."""
     names = sorted(os.listdir(path))
     indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
     if len(indices) > 1:

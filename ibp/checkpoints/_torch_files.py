@@ -57,7 +57,7 @@ def _reason(error: Exception) -> str:
 
 
 def _load(path: str) -> Any:
-    """Mapped, where the file is one of those that torch maps."""
+    """Loads the file, mapped if torch can map it."""
     with os.fdopen(open_regular(path), "rb") as file:
         is_archive = file.read(4) == b"PK\3\4"
     if is_archive:

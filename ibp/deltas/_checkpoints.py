@@ -111,7 +111,7 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
             raise TypeError(f"base is a {type(base).__name__}, which cannot change; the delta adds or removes names")
 
     def _whole_tensors(self, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The new tensors, on the devices of those that they replace, or of any."""
+        """The new tensors, each on the device of the tensor that it replaces, or of any."""
         others = {tensor.device for tensor in base.values() if isinstance(tensor, torch.Tensor)}
         whole = {}
         for name in self.new:

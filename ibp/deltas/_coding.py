@@ -34,8 +34,8 @@ def integers_of(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def known_codebook(element_bytes: int) -> PlanesCodebook:
-    """Listed rows of small numbers: of -1, 1, -2, 2, ... the first ones have the shortest digits; those that have none
-    are kept whole."""
+    """Listed rows of small numbers: of -1, 1, -2, 2, ... the first ones have the shortest digits; numbers that have
+    none are kept whole."""
     width = 8 * element_bytes
     numbers = [number for size in range(1, _NUM_ENTRIES // 2 + 1) for number in (-size, size)]
     symbols = [number % 2**width if width < 64 else number for number in numbers]

@@ -45,7 +45,7 @@ def make(
 
     Returns:
         `ibp.deltas.Delta` of two tensors. `ibp.deltas.CheckpointDelta` of two mappings: tensors with equal bits take
-        nothing, those that are new, or have another shape or dtype than before, are kept whole.
+        nothing; tensors that are new, or have another shape or dtype than before, are kept whole.
 
     Raises:
         TypeError: an argument is none of these, or the dtypes differ.

@@ -48,7 +48,7 @@ class InPlace:
             self._add(True)
 
     def _add(self, subtracts: bool) -> tuple[int, bool]:
-        """What that adds to the fingerprint, and whether no row is corrupt; those that are change nothing."""
+        """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
         change, fault = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
         width = _coding.element_bytes_of(self._delta.dtype)
         arguments = self._table.arguments(torch.device("cpu"))

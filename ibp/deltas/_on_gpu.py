@@ -42,7 +42,7 @@ class DeltaRows(NamedTuple):
 
 
 def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[DeltaRows], int]:
-    """The rows of tensors of so many bytes, and how many rows the sequence has."""
+    """The rows of tensors with these sizes in bytes, and how many rows the sequence has."""
     rows, first = [], 0
     for num_bytes in sizes:
         rows.append(DeltaRows(first, -(-num_bytes // row_bytes)))

@@ -74,7 +74,7 @@ struct Tally {
     uint64_t missed_bytes;
     uint32_t hits, misses;
 
-    // By all lanes of a warp together. slab: below num_slabs, of rows that were found. stored: of those that were not.
+    // All lanes of a warp call it together. slab: of a found row, below num_slabs. stored: bytes of a missed row.
     __device__ __forceinline__ void add(bool found, uint32_t slab, uint32_t num_slabs, bool missed, uint32_t stored)
     {
         for (uint32_t s = 0; s < num_slabs; s++) {
@@ -417,7 +417,7 @@ struct Claimed {
     bool is_new;
 };
 
-// Gives a row a way of its set, which is locked. By all lanes of a warp together, each of which looks at a way.
+// Gives a row a way of its set, which is locked. All lanes of a warp call it together; each looks at one way.
 __device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, int64_t row, int64_t set, uint32_t length,
                                              uint32_t now)
 {

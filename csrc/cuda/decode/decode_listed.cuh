@@ -88,8 +88,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- ranks ----
 
-    // Ranks of the elements of plane 0 whose digits are given; those that escape are listed. plane: bit of the plane's
-    // first digit. Returns how many there are.
+    // Finds the ranks of the elements of plane 0 whose digits are given, and lists the elements that escape. plane: bit
+    // of the plane's first digit. Returns how many escape.
     __device__ __forceinline__ uint32_t name_first(uint32_t plane, DigitRange range, uint32_t num_bits) const
     {
         const uint32_t n = range.to - range.from;
@@ -338,15 +338,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // Columns of a row, of which a lane has 32 in the bitmap.
+    // Columns of a row; each lane has 32 of them in the bitmap.
     struct Tile {
         uint32_t first, held; // columns
         uint32_t listed;      // a bit each of the lane's own
         uint32_t before;      // listed ones of the batch before the lane's
         uint32_t earlier;     // and of the row before the batch
     };
-    // The 16 bytes of elements of which `mask` says which are listed; rank: the first one's in the batch. signs: the
-    // highest bits of those that are not, where the default has any.
+    // 16 bytes of elements. mask: which ones are listed; rank: the first listed one's in the batch. signs: the highest
+    // bits of the unlisted ones, with SIGNED.
     template <bool SIGNED>
     __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
     {

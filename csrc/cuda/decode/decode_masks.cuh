@@ -8,9 +8,8 @@ namespace ibp {
 
 // A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all
 // steps side by side.
-// MOVES: bits are deposited in five steps, each of which moves some by 1, 2, 4, 8 or 16 places (Warren, Hacker's
-// Delight, section 7-5). Which ones, a block works out once for every word. Otherwise gaps are inserted one after the
-// other.
+// MOVES: bits are deposited in five steps; each step moves some by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight,
+// section 7-5). Which ones, a block works out once for every word. Otherwise gaps are inserted one after the other.
 template <int WORDS, bool MOVES, class G> struct MasksDecoder {
     static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
     using Group = G;
@@ -55,7 +54,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
 #pragma unroll
             for (uint32_t i = 0; i < kMoves; i++) {
                 uint32_t odd =
-                    removed; // where an odd number of bits are removed below, of those that are left to consider
+                    removed; // where an odd number of bits are removed below, counted among the bits left to consider
 #pragma unroll
                 for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
                 const uint32_t moved = odd & keep;

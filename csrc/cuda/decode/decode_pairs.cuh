@@ -5,12 +5,12 @@
 // and 1, two bits each, and names the few elements that come further, one at a time:
 //   tail     planes 2, 3 and raw symbols: the symbols of all elements of plane 2, and a list of those still open
 // Up again, digits are spread to nibbles, which select bytes of a plane's entries (`prmt`); escaped elements
-// take the bytes of the level below, of which a prefix sum over nibbles says which:
+// take bytes of the level below; a prefix sum over nibbles says which bytes:
 //   plane 1  16 digits a lane
 //   plane 0  16 bytes of output a lane and step, joined with their residuals
 // Where entries are a column's, all this is done with ranks; symbols are looked up, and raw ones put in, at the end.
-// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element,
-// of which 3.0 a cycle are issued of the 4 that an SM can, and on all SMs by device memory.
+// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element;
+// an SM issues 3.0 a cycle and can issue 4. On all SMs together it is bound by device memory.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
@@ -23,8 +23,8 @@ namespace ibp {
 template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
     using Group = G;
-    // Of groups for rows of any length there is room for two in shared memory, so that they can have more registers;
-    // those that fit 72 get more warps; of groups of a whole block there is room for one.
+    // Shared memory has room for two groups for rows of any length, so these can have more registers; it has room for
+    // one group of a whole block. Decoders that fit 72 registers get more warps.
     static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
                                              : G::kWarps > 8              ? 1024
                                              : sizeof(T) == 2 && !COLUMNS ? 896
@@ -126,9 +126,9 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
 
     // ---- the tail ----
 
-    // Puts the symbols of n elements of plane 2 or 3 into level 2: FIRST: of the first ones there, otherwise of those
-    // listed. Those that escape are listed. digit: number of the first element's, of the plane that begins with the
-    // shared byte `plane`; entries: the plane's. Returns how many have escaped.
+    // Puts the symbols of n elements of plane 2 or 3 into level 2. FIRST: the first n elements there, otherwise the
+    // listed ones. Lists the elements that escape. digit: number of the first element's digit in the plane, which
+    // begins with the shared byte `plane`; entries: the plane's. Returns how many have escaped.
     template <bool FIRST>
     __device__ __forceinline__ uint32_t name(uint32_t plane, uint32_t digit, uint32_t n, uint32_t entries) const
     {
@@ -148,7 +148,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
         return num_escaped;
     }
-    // Likewise the raw symbols of n elements, of which the first begins with a bit.
+    // Likewise the raw symbols of n elements. position: the bit with which the first symbol begins.
     __device__ __forceinline__ void name_raw(uint32_t position, uint32_t n) const
     {
         __syncwarp(); // the list is there
@@ -237,8 +237,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                    << s % kFields * kField;
         tile.num_escaped = number(counts, level1(), tile.before);
     }
-    // Numbers elements of a tile from `first` on, of which a lane has as many in step s as field s of counts says.
-    // before: those of its first ones. Returns how many there are.
+    // Numbers elements of a tile from `first` on. counts: how many a lane has in step s, in field s. before: the number
+    // of the lane's first element in each step. Returns how many elements there are.
     static __device__ __forceinline__ uint32_t number(const uint32_t (&counts)[kScans], uint32_t first,
                                                       uint32_t (&before)[kSteps])
     {
@@ -338,7 +338,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
                              permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
     }
-    // Puts raw symbols, of which the first begins with a bit, where the ranks say so.
+    // Puts raw symbols where the ranks say so. position: the bit with which the next raw symbol begins.
     __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
     {
         for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
@@ -368,7 +368,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
-    // 16 bytes of elements, of which the first one's residual is `bits` bits after a cursor. SIMPLE: is_simple.
+    // Joins 16 bytes of elements. The first one's residual is `bits` bits after a cursor. SIMPLE: is_simple.
     template <bool SIMPLE>
     __device__ __forceinline__ void join(const WordJoin<T> &with, uint4 symbols, const Cursor &residuals, uint32_t bits,
                                          uint32_t (&words)[4]) const

@@ -2,8 +2,8 @@
 // bytes are.
 //
 // A group of threads takes a row a job. The lanes of its warp look up the warp's next rows together, one each; then
-// the groups go through them, each decoding a row while the bytes of its next one are on their way to registers: those
-// of its slot, and those that lie in overflow, which may be memory that is far away. Irregular rows are fetched when
+// the groups go through them, each decoding a row while the bytes of its next one are on their way to registers: the
+// bytes in its slot and the bytes in overflow, which may be memory that is far away. Irregular rows are fetched when
 // their turn comes, by functions of their own.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
@@ -35,7 +35,7 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
 }
 
 // Where a position begins in a strided output, as ibp_offset_of_position says. The divisions have 32 bits and are not
-// inlined: in the loop over rows they take so many registers that others are spilled.
+// inlined: in the loop over rows they would take registers, and others would be spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;

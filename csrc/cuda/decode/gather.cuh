@@ -36,8 +36,9 @@ template <class G> struct EvenTurns {
     }
 };
 
-// Of rows that take their time, as those that the link brings do, warps of a block take what they get done: turns that
-// follow each other, about half of an equal share of those that are left, so that all of them end together.
+// For slow rows, such as rows that come over the link. A warp of a block claims its next turns when it has done the
+// last ones: turns that follow each other, about half of an equal share of the turns left, so that all warps end
+// together.
 template <class G> struct ClaimedTurns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
     uint32_t num_turns, num_claimed, first, i; // num_turns: of the block

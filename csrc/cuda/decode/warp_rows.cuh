@@ -11,8 +11,8 @@
 
 namespace ibp {
 
-// Kinds of coded rows: those of scheme ibp, dense and listed ones of scheme planes. A kernel that names only those
-// that it will meet is smaller and compiles faster.
+// Kinds of coded rows: rows of scheme ibp, dense rows and listed rows of scheme planes. A kernel that names only the
+// kinds that it will meet is smaller and compiles faster.
 enum RowKinds : uint32_t { kMaskRows = 1, kDenseRows = 2, kListedRows = 4, kAllRows = 7 };
 
 // Calls use.with<Decoder>() with the decoder of a codebook. Returns false if it is of none of the kinds.
@@ -147,8 +147,7 @@ __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, 
 //
 // table: as for ibp_cuda_gather_items, best a __grid_constant__ parameter of the kernel; all else as in
 // warp_decode_coded.
-// row: table.codebook.row_bytes bytes; of the last row of a table, which may be short, only those that there are are
-// written.
+// row: table.codebook.row_bytes bytes. The last row of a table may be short; only the bytes that it has are written.
 // @return also IBP_INDEX_OUT_OF_RANGE, and row_bytes zeros, if the table has no such row.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, int64_t number, uint8_t *row,

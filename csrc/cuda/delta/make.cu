@@ -150,7 +150,8 @@ template <typename T> struct DeltaRows {
 
     // ---- coding ----
 
-    // Listed elements and their columns, in order: as many as a step has besides those that wait for a whole warp's.
+    // Listed elements and their columns, in order: room for the elements of a step besides the ones that wait until a
+    // whole warp has one each.
     static constexpr uint32_t kRing = 2u * kStep / sizeof(T);
     struct Ring {
         T *elements;

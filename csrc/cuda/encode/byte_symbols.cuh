@@ -75,7 +75,7 @@ template <typename T> struct ByteSymbols {
         return differ;
     }
 
-    // Appends those of four symbols of which a bit is set in `escaped`.
+    // Appends every one of four symbols whose byte in `escaped` is not 0.
     static __device__ __forceinline__ void append(uint8_t *&to, uint32_t symbols, uint32_t escaped)
     {
 #pragma unroll

@@ -37,8 +37,8 @@ template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
     }
     __device__ __forceinline__ FastEncoder of_cluster(const ibp_codebook &, uint32_t) const { return *this; }
 
-    // The digits of four symbols, a byte each, and the highest bit of the bytes of those that escape. BYTES: symbols
-    // have 8 bits.
+    // The digits of four symbols, a byte each. escaped: the highest bit of a byte is set where its symbol escapes.
+    // BYTES: symbols have 8 bits.
     template <bool BYTES = false>
     __device__ __forceinline__ uint32_t digits_of(uint32_t symbols, uint32_t &escaped) const
     {
@@ -109,7 +109,7 @@ template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
         }
         for (uint32_t i = 0; i < (lane.num + 1u) / 2u; i++) to[i] = static_cast<uint8_t>(lane.digits >> 8u * i);
     }
-    // Appends the symbols of a step that escape to a list of so many. Returns how many it has then.
+    // Appends the symbols of a step that escape to a list of num_listed symbols. Returns how many it has then.
     static __device__ __forceinline__ uint32_t list_escaped(const Lane (&lanes)[kSteps], uint8_t *list,
                                                             uint32_t num_listed)
     {
@@ -210,7 +210,7 @@ template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, L
             *reinterpret_cast<uint16_t *>(to_digits) = static_cast<uint16_t>(digits);
         }
     }
-    // Appends the symbols of a step that escape to those at `to`, if there is room for so many. Returns how many.
+    // Puts the symbols of a step that escape at `to` if there is room for all of them. Returns how many escape.
     static __device__ __noinline__ uint32_t append_escaped(uint4 symbols, uint4 escaped, uint8_t *to, uint32_t room)
     {
         static_assert(kSteps * kWords <= 4u, "a vector holds them");

@@ -215,7 +215,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             all_before += total[0];
         }
     }
-    // Positions first + the ones of `named`, of which the first has a rank: their upper bits lie in 64 at most.
+    // Puts the positions first + i for every bit i of `named`. rank: the first one's. Their upper bits lie in 64 bits
+    // at most.
     static __device__ __forceinline__ void put_list(const BitStage &stage, const ibp_position_form &form,
                                                     uint32_t start, uint32_t named, uint32_t first, uint32_t rank)
     {

@@ -195,8 +195,7 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// 16 bytes from any address on, of which num_bytes are valid; zeros behind them. Reads no 4-byte word that has no
-// valid byte.
+// 16 bytes from any address on: num_bytes valid ones, then zeros. Reads no 4-byte word without a valid byte.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};

@@ -308,7 +308,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return static_cast<T>(planes.residual_bits >= kBits ? ~uint64_t{0}
                                                             : (uint64_t{1} << planes.residual_bits) - 1u);
     }
-    // The codes of a lane's elements, 0 for those that are not coded. Returns their sum's escapes.
+    // The codes of a lane's elements, 0 for elements that are not coded. Returns the escapes of the codes' sum.
     __device__ __forceinline__ uint32_t find_codes(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         if (has_all) {

@@ -134,7 +134,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         else
             stage.or_bits(position, low_bits(bits, num * r));
     }
-    // The low R bits of each of eight words, side by side: six words, of which the last one may be filled in part.
+    // The low R bits of each of eight words, side by side: six words; the last one may be filled in part.
     template <uint32_t R>
     static __device__ __forceinline__ void put_fields(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kWords])
@@ -271,8 +271,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             }
     }
 
-    // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, and those that are left as
-    // they are.
+    // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, and puts the remaining
+    // symbols as they are.
     __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
                                                  Symbol *list) const
     {
@@ -289,7 +289,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]));
         return end;
     }
-    // One plane of the list, four symbols a lane. Those that escape become the list. Returns how many there are.
+    // Codes one plane of the list, four symbols a lane. The symbols that escape become the list. Returns how many
+    // escape.
     __device__ __forceinline__ uint32_t put_plane(const BitStage &stage, uint32_t p, uint32_t width, uint32_t n,
                                                   uint32_t at, Symbol *list) const
     {

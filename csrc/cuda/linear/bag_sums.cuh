@@ -174,9 +174,10 @@ struct TeamMemory {
 };
 static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
 
-// The sums of a team's bags. The least power of two of threads that a row has units for, or all of them, share a bag:
-// each takes a unit of the row, or UNITS, and every so many-th bag is theirs. Rounds are not inlined, and keep nothing
-// in registers from one to the next: so decoders have these for themselves, and all kernels share the code.
+// The sums of a team's bags. The least power of two of threads that gives each unit of a row a thread, or all threads
+// of the team, share a bag: each takes a unit of the row, or UNITS. Bags are dealt to these groups of threads in turn.
+// Rounds are not inlined, and keep nothing in registers from one to the next: so decoders have the registers for
+// themselves, and all kernels share the code.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
     static constexpr uint32_t kWords = 2u + 2u * UNITS; // of TeamMemory

@@ -104,7 +104,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (
 #endif
 }
 
-// Of NUM_THREADS threads of the block, whole warps, some of which wait until all have arrived.
+// A barrier of NUM_THREADS threads of the block, whole warps: some wait until all have arrived, the others only arrive.
 template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void await_barrier()
 {
 #ifdef __CUDACC__

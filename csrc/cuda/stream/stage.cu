@@ -22,8 +22,9 @@ namespace ibp {
 constexpr int kPlaces = 12;
 constexpr int64_t kBlockBytes = 64 << 10; // of slots, about: a thread's work of some 10 microseconds
 constexpr int64_t kLeastChunks = 16;      // of a call: with fewer, gathering, copying and decoding hardly overlap
-// Calls of so many rings, at most, write past the caches: on 16 cores of a Xeon 100,000 rows of 512 bytes come at 60
-// GB/s so and at 45 through the caches, 1,000,000, which use each place 17 times and more, at 60 and 70.
+// Calls that fill the ring at most this many times write past the caches. On 16 cores of a Xeon, 100,000 rows of 512
+// bytes come at 60 GB/s past the caches and at 45 through them; 1,000,000 rows, which use each place 17 times and more,
+// come at 60 and 70.
 constexpr int64_t kStreamedRings = 3;
 
 static int64_t round_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }

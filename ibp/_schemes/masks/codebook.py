@@ -169,7 +169,7 @@ class Codebook(AnyCodebook):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of a row, the last of which may be short."""
+        """Chunks of a row; the last may be short."""
         return -(-self.row_bytes // self.chunk_bytes)
 
     @property

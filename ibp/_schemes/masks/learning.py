@@ -1,6 +1,6 @@
 """Which bits are invariant: codebooks of scheme ibp learned from rows (the paper's sections 4.1 and 6.1).
 
-Learning runs on groups of rows, each of which gets a codebook of its own: the whole sample for a table, its clusters
+Learning runs on groups of rows, and each group gets a codebook of its own: the whole sample for a table, its clusters
 for several. Below, K is a number of groups. Bits of rows are counted by the operations; what is small, masks and sums a
 group, is kept in numpy arrays for all groups at once.
 """
@@ -90,7 +90,7 @@ class _Masks(NamedTuple):
 
 
 class _Sweep:
-    """Thresholds and chunk sizes tried on the same sampled rows, for every group by itself.
+    """Thresholds and chunk sizes tried on the same sampled rows, for every group apart.
 
     Args:
         rows: uint8 [n * row_bytes], whole rows on the device that does the work, those of a group next to each other.
@@ -127,7 +127,7 @@ class _Sweep:
         ]
 
     def thresholds(self, taus: tuple[float, ...]) -> list[_Masks]:
-        """The masks of thresholds, without those that are the same as of the threshold before in every group."""
+        """The masks of thresholds, without masks that equal the ones of the threshold before in every group."""
         found: list[_Masks] = []
         for tau in taus:
             if tau not in self._thresholds:

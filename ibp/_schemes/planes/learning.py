@@ -24,7 +24,7 @@ class LearnedPlanes:
 
     Attributes:
         codebook: with expected_savings.
-        lengths: int64 [n], the bytes of the sample's rows as coded with it, row_bytes for those that are stored raw.
+        lengths: int64 [n], the bytes of the sample's rows as coded with it, row_bytes for rows that are stored raw.
     """
 
     codebook: PlanesCodebook
@@ -38,7 +38,7 @@ def check_level(level: str) -> None:
 
 
 def learn(request: Request) -> PlanesCodebook:
-    """The best codebook of scheme planes for a table, of those that the device can code rows with."""
+    """The best codebook of scheme planes that the device can code a table's rows with."""
     codebook = _learn(request, request.codes_invariant)
     is_plain = not codebook.is_partial and codebook.first_symbol is None
     return codebook if is_plain or _can_code(codebook, request.device) else _learn(request, True)
