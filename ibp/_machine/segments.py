@@ -29,6 +29,14 @@ class SharedHandle:
     """What another process needs to open a shared table: plain data, to be pickled and sent in any way. Made by
     `CompressedTensor.share`, for `ibp.distributed.open_shared`.
 
+    Example:
+        >>> table = ibp.compress(torch.ones(1000, 64), device="cpu", memory="host")
+        >>> handle = table.share()
+        >>> handle.num_bytes >= table.nbytes
+        True
+        >>> ibp.distributed.open_shared(handle)[17, 0]  # in this process or another one
+        tensor(1.)
+
     Attributes:
         process: number of the process that shares the table; it must live until the handle has been opened.
         num_bytes: of the shared memory; 0 of a table on a GPU.

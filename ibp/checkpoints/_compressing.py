@@ -71,6 +71,14 @@ def compress(
     The output appears under its name when it is whole. Finished files of a set wait in a directory beside it,
     `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
 
+    Example:
+        >>> torch.save({"w": torch.arange(1000.0).repeat(100, 1)}, "model.pt")
+        >>> report = ibp.checkpoints.compress("model.pt", "model.ibp", device="cpu")
+        >>> report.savings > 0.5
+        True
+        >>> ibp.load("model.ibp", device="cpu")["w"][0, :3]
+        tensor([0., 1., 2.])
+
     Args:
         inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
             checkpoints of torch.save (read with weights_only), files of ibp.

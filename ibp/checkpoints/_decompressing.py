@@ -35,6 +35,14 @@ def decompress(
     Tensors are decoded and written block by block. Each file appears under its name when it is whole. A set of files
     becomes a set of as many safetensors files, and its index.
 
+    Example:
+        >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
+        >>> report = ibp.checkpoints.compress("model.pt", "model.ibp", device="cpu")
+        >>> ibp.checkpoints.decompress("model.ibp", "again.pt")
+        ['again.pt']
+        >>> torch.load("again.pt")["w"][:3]
+        tensor([0., 1., 2.])
+
     Args:
         inputs: as of `ibp.checkpoints.compress`; usually a file of ibp, an index or a directory of them.
         output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec.

@@ -26,6 +26,13 @@ from ._sources import AnyPath, open_sources
 class TensorEstimate:
     """What a tensor would become.
 
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> for tensor in ibp.checkpoints.estimate("model.pt").tensors:
+        ...     print(tensor.name, tensor.num_bytes, tensor.best)
+        w 1024000 planes
+        b 1024 None
+
     Attributes:
         name, dtype, shape, num_bytes: of the tensor.
         savings: by scheme, the share of its bytes that a table would save, its index counted; empty for a tensor that
@@ -51,6 +58,12 @@ class TensorEstimate:
 @dataclass(frozen=True)
 class CheckpointEstimate:
     """What `compress` would do to a checkpoint.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> estimate = ibp.checkpoints.estimate("model.pt")
+        >>> f"{estimate.savings:.0%} of {estimate.num_bytes:,} bytes"
+        '16% of 1,025,024 bytes'
 
     Attributes:
         tensors: a `TensorEstimate` for each tensor.
@@ -102,6 +115,12 @@ def estimate(
     progress: bool = False,
 ) -> CheckpointEstimate:
     """What `compress` would make of a checkpoint, by rows that are sampled; nothing is written.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256)}, "model.pt")
+        >>> estimate = ibp.checkpoints.estimate("model.pt")
+        >>> {scheme: f"{savings:.0%}" for scheme, savings in estimate.tensors[0].savings.items()}
+        {'ibp': '13%', 'planes': '17%'}
 
     Args:
         inputs: as of `compress`.

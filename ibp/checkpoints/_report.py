@@ -28,6 +28,13 @@ def share_saved(num_bytes: int, stored_bytes: int) -> float:
 class TensorReport:
     """A tensor of a compressed checkpoint.
 
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> for tensor in ibp.checkpoints.compress("model.pt", "model.ibp", device="cpu").tensors:
+        ...     print(tensor.name, tensor.scheme, f"{tensor.savings:.0%}")
+        w planes 17%
+        b None 0%
+
     Attributes:
         name: in the checkpoint.
         dtype, shape: of the tensor.
@@ -65,6 +72,12 @@ class TensorReport:
 @dataclass(frozen=True)
 class CheckpointReport:
     """What `compress` wrote.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> report = ibp.checkpoints.compress("model.pt", "model.ibp", device="cpu")
+        >>> report.path, report.num_bytes, f"{report.savings:.0%}"
+        ('model.ibp', 1025024, '16%')
 
     Attributes:
         path: what to open: the file, or the index of a set of files; text, of a URL the URL.

@@ -20,6 +20,15 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
     and to whole tensors where there was none before or it had another shape or dtype. Made by `ibp.deltas.make`; it
     never changes. What is in neither did not change.
 
+    Example:
+        >>> old = {"w": torch.zeros(1000, 64), "b": torch.zeros(64), "head": torch.zeros(64)}
+        >>> new = {"w": torch.ones(1000, 64), "b": torch.zeros(64), "tail": torch.zeros(64)}
+        >>> change = ibp.deltas.make(new, old, device="cpu")
+        >>> change.changed, change.new, change.removed
+        (('w',), ('tail',), ('head',))
+        >>> change.original_bytes, change.stored_bytes < 1000
+        (256256, True)
+
     Args:
         changes: what changed: an `ibp.deltas.Delta`, a tensor or a table for each name.
         removed: names that are gone.

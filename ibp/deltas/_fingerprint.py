@@ -29,6 +29,13 @@ def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
     dtype count. It finds accidents, not forgeries. Worked out where the tensor is; a table, and a tensor that is not
     contiguous, block by block.
 
+    Example:
+        >>> x = torch.arange(4)
+        >>> ibp.deltas.fingerprint(x)
+        18026350550619423833
+        >>> ibp.deltas.fingerprint(x + 1) == ibp.deltas.fingerprint(x)
+        False
+
     Args:
         x: tensor of elements of 1, 2, 4 or 8 bytes on the CPU or a CUDA device, an `ibp.CompressedTensor`, or an
             `ibp.codecs.WholeTensor`, which is decoded as a whole.

@@ -38,6 +38,13 @@ def make(
     zeros. The fewer elements changed, and the less, the smaller it is; a delta in which everything changed is right
     too.
 
+    Example:
+        >>> old = {"w": torch.zeros(1000, 64)}
+        >>> new = {"w": torch.ones(1000, 64)}
+        >>> change = ibp.deltas.make(new, old, device="cpu")
+        >>> change.apply_(old)["w"][0, 0]
+        tensor(1.)
+
     Args:
         new, base: two versions of a tensor, of one shape and dtype, contiguous or not; or mappings from names to
             tensors, such as two state dicts. `ibp.CompressedTensor`s are taken in place of tensors.

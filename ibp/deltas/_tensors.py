@@ -19,6 +19,15 @@ class Delta:
     The table holds new - base for each element: integers of its width, of the elements' bits, modulo 2^w (of complex
     numbers two each). Elements that did not change take next to nothing. It never changes.
 
+    Example:
+        >>> old = torch.zeros(1000, 64)
+        >>> new = old.index_fill(0, torch.tensor([17]), 1)
+        >>> delta = ibp.deltas.make(new, old, device="cpu")
+        >>> delta.original_bytes, delta.stored_bytes < 1000
+        (256000, True)
+        >>> delta.apply(old)[16:19, 0]
+        tensor([0., 1., 0.])
+
     Args:
         table: the differences, of the tensor's shape and dtype.
         base, result: fingerprints (`ibp.deltas.fingerprint`) of what the delta is applied to, and of what that becomes.

@@ -65,6 +65,14 @@ def share_table(
     The table is moved to shared memory (see `CompressedTensor.share_memory_`). Each process pins it for its GPU when
     it first fetches from it.
 
+    Example:
+        >>> # on each rank of a group
+        >>> is_first = torch.distributed.get_rank() == 0
+        >>> table = ibp.compress(torch.ones(1000, 64), device="cpu", memory="host") if is_first else None
+        >>> table = ibp.distributed.share_table(table)
+        >>> table[17, 0]
+        tensor(1.)
+
     Args:
         table: in host memory, on rank src; other ranks give None.
         group: a process group of torch.distributed, all on one machine; None: the default group.
@@ -118,6 +126,14 @@ def broadcast_delta(
     Moved are the coded bytes, in one broadcast of torch.distributed: through NCCL from GPU to GPU, through gloo over
     host memory. Which tensors they are of goes before, as an object.
 
+    Example:
+        >>> # on each rank of a group
+        >>> old = {"w": torch.zeros(1000, 64)}
+        >>> new = {"w": torch.ones(1000, 64)}  # which rank 0 alone needs
+        >>> change = ibp.deltas.make(new, old, device="cpu") if torch.distributed.get_rank() == 0 else None
+        >>> ibp.distributed.broadcast_delta(change, device="cpu").apply_(old)["w"][0, 0]
+        tensor(1.)
+
     Args:
         delta: on rank src; other ranks give None.
         src: the rank in the group that has the delta.
@@ -154,6 +170,14 @@ def all_gather_into_tensor(
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments, measure the link,
     learn a codec from samples of their tensors, and try out what is fastest. Some later calls compare whether it still
     fits.
+
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> whole = torch.empty(2000, 64)
+        >>> ibp.distributed.all_gather_into_tensor(whole, torch.full((1000, 64), float(rank)))
+        >>> whole[[3, 1003], 0]
+        tensor([0., 1.])
 
     Args:
         output_tensor: contiguous, as many elements as the input tensors of all ranks. The input may be this rank's part
@@ -196,6 +220,14 @@ def all_to_all_single(
     See `all_gather_into_tensor` for how, for the other arguments and what is raised. Parts travel in one
     piece; unless a level or codec is given, raw where they are so small that coding them does not pay.
 
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> output = torch.empty(2000, 64)
+        >>> ibp.distributed.all_to_all_single(output, torch.full((2000, 64), float(rank)))
+        >>> output[[3, 1003], 0]  # the first half is from rank 0
+        tensor([0., 1.])
+
     Args:
         output, input: contiguous, of one dtype and device.
         output_split_sizes, input_split_sizes: items of dimension 0 from and to each rank; None: equal parts.
@@ -218,6 +250,14 @@ def broadcast(
     """`torch.distributed.broadcast`, with a tensor that travels coded where that is faster.
 
     See `all_gather_into_tensor` for how, for the other arguments and what is raised.
+
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()
+        >>> weights = torch.full((1000, 64), float(rank))
+        >>> ibp.distributed.broadcast(weights, src=1)
+        >>> weights[0, 0]
+        tensor(1.)
 
     Args:
         tensor: contiguous; sent by the source, written by the others.
@@ -244,6 +284,16 @@ def send(
 
     The first tensor of a kind is raw, and behind it travels how the next ones are coded, unless a codec is given. A
     tensor to the same rank before that is waited for first. See `all_gather_into_tensor` for the other arguments.
+
+    Example:
+        >>> # on each rank of a group
+        >>> weights = torch.full((1000, 64), float(torch.distributed.get_rank()))
+        >>> if torch.distributed.get_rank() == 1:
+        ...     ibp.distributed.send(weights, dst=0)
+        ... elif torch.distributed.get_rank() == 0:
+        ...     ibp.distributed.recv(weights, src=1)
+        >>> weights[0, 0]
+        tensor(1.)
 
     Args:
         tensor: contiguous.
@@ -274,6 +324,16 @@ def recv(
 ) -> Work | None:
     """`torch.distributed.recv` from a rank that calls `send` of this module with the same arguments.
 
+    Example:
+        >>> # on each rank of a group
+        >>> weights = torch.full((1000, 64), float(torch.distributed.get_rank()))
+        >>> if torch.distributed.get_rank() == 0:
+        ...     ibp.distributed.recv(weights, src=1)
+        ... elif torch.distributed.get_rank() == 1:
+        ...     ibp.distributed.send(weights, dst=0)
+        >>> weights[0, 0]
+        tensor(1.)
+
     Args:
         tensor: contiguous, which is written.
         src, group_src: the sender's rank among all, or in the group: one of them.
@@ -291,15 +351,20 @@ def compress_all_gather(
 ) -> int:
     """Lets the all-gathers of FSDP2 travel coded, where that is faster. Training gives the same bits.
 
-        for layer in model.layers: fully_shard(layer)
-        fully_shard(model)
-        ibp.distributed.compress_all_gather(model)
-
     Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
     Before later forward passes of `module`, ranks see together which modules' parameters fit into their messages, so
     that the host waits for no all-gather by itself: it looks at the end of the forward pass and of the backward pass
     whether all of them did fit. Parameters that are written in between to values that do not fit make that pass raise
     RuntimeError on all ranks.
+
+    Example:
+        >>> # on each rank of a group
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
+        >>> layers = [fully_shard(layer) for layer in model]
+        >>> model = fully_shard(model)
+        >>> ibp.distributed.compress_all_gather(model)  # the layers, and what is around them
+        3
 
     Args:
         module: sharded by `torch.distributed.fsdp.fully_shard`, itself or parts of it.
@@ -319,6 +384,11 @@ def compress_all_gather(
 def measure_link(group: ProcessGroup | None = None, *, refresh: bool = False) -> Link:
     """How fast all-gathers of a group are, which level="auto" reckons with: measured once, by the first call that needs
     it. A collective call.
+
+    Example:
+        >>> # on each rank of a group
+        >>> ibp.distributed.measure_link().gbps > 0
+        True
 
     Args:
         group: of torch.distributed; None: the default one.

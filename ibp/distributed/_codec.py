@@ -34,6 +34,14 @@ class Codec:
     A message holds a slot for each row of 4,096 bytes, and overflow for what does not fit, which is bounded. Ranks that
     exchange tensors need equal ones.
 
+    Example:
+        >>> x = torch.randn(1000, 1024)
+        >>> codec = ibp.distributed.Codec.learn(x)
+        >>> codec.message_bytes(1000) < x.nbytes  # 1000 rows of 4,096 bytes
+        True
+        >>> f"{codec.savings:.0%}"
+        '15%'
+
     Attributes:
         codebook: how rows are coded.
         slot_bytes: bytes of a row's slot.

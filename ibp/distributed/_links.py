@@ -33,6 +33,11 @@ _CODING_AT_ONCE = 2  # ranks on a machine's CPU, where one alone was measured
 class Link:
     """What an all-gather of a group moves.
 
+    Example:
+        >>> link = ibp.distributed.Link(gbps=12.5)
+        >>> f"{4e9 / (link.gbps * 1e9):.2f} s"  # for 4 GB
+        '0.32 s'
+
     Attributes:
         gbps: bytes that arrive at a rank, 10^9 a second.
     """

@@ -48,6 +48,14 @@ class ShardedTable(TensorManners):
     get what they have asked for. Where a rank has ended, the others raise once the group notices, at the latest after
     its timeout.
 
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> part = torch.full((1000, 64), float(rank))
+        >>> table = ibp.distributed.ShardedTable.from_local(part, device="cpu")
+        >>> table.index_select(torch.tensor([3, 1003]))[:, 0]
+        tensor([0., 1.])
+
     Args:
         local_table: this rank's part, whose items are whole rows. It may be changed by its own verbs as long as its
             shape and codebook stay.

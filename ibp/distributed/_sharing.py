@@ -19,6 +19,13 @@ def open_shared(handle: SharedHandle, *, memory: str | None = None) -> Compresse
     Several calls in a process map the memory once. Where GPUs fetch rows from it, a process pins it for itself, once,
     when it first uses a GPU for it or calls `pin_memory`.
 
+    Example:
+        >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
+        >>> table = ibp.compress(rows, device="cpu", memory="host")
+        >>> shared = ibp.distributed.open_shared(table.share())  # in this process or another one
+        >>> shared[17, 0]
+        tensor(17.)
+
     Args:
         handle: from `table.share()` of a process of this machine, of the same user and in the same container, that
             lives and has the table. A handle of a table on a GPU is opened once, and in another process.

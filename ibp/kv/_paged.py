@@ -13,6 +13,14 @@ class PagedTensors:
     """Tensors [num_blocks, ...] of a paged cache, such as those of its layers: a page is block b of all of them. Make
     it once and use it for all transfers: addresses are copied to the device then.
 
+    Example:
+        >>> layers = [torch.randn(100, 16, 128) for _ in range(4)]
+        >>> cache = ibp.kv.PagedTensors(layers)
+        >>> cache.num_blocks, cache.block_bytes
+        (100, 8192)
+        >>> store = ibp.kv.KVStore(layers[0], page_bytes=8192, num_tensors=4, num_pages=10, device="cpu")
+        >>> store.store([0], cache, blocks=[42]).wait()  # page 0 becomes block 42 of all four layers
+
     Args:
         tensors: one, or several of one shape, dtype, strides and device. Blocks may lie any number of bytes apart, and
             may be strided themselves; each is taken in the order of its elements.

@@ -26,6 +26,14 @@ class KVRowsStats(NamedTuple):
     link_bytes: of the missed ones, in whole 32-byte sectors.
     spilled_rows, lost_rows: of all that were stored: those with a part in overflow; those that found no room there.
     used_overflow_bytes: of overflow that have been handed out.
+
+    Example:
+        >>> k = torch.randn(64, 1, 128, dtype=torch.bfloat16)  # [tokens, heads, dim]
+        >>> keys = ibp.kv.KVRows(k, num_layers=1, num_tokens=64, cache_bytes=1 << 20, device="cpu")
+        >>> keys.store(0, k, torch.arange(64))
+        >>> rows = keys.load(0, torch.tensor([3, 60]))
+        >>> keys.stats()
+        KVRowsStats(hits=0, misses=2, ...)
     """
 
     hits: int
@@ -44,13 +52,17 @@ class KVRows:
     chosen anew for every token that is generated (top-k sparse attention; InfiniGen). Rows that were loaded last stay
     on the GPU, coded too, in a cache of given size.
 
-        keys = ibp.kv.KVRows(k[:, :256], num_layers=32, num_tokens=131_072, num_heads=8, cache_bytes=64 << 20)
-        keys.store(layer, k_new, positions)              # [tokens, heads, dim], as the model makes them
-        k = keys.load(layer, chosen, per_head=True)  # chosen: [heads, k]; k: [heads, k, dim]
-
     All work is on the current stream; nothing there waits for the host. With token numbers on the GPU both can be
     captured in a CUDA graph, after a call of each outside it. A token number is a place: for sequences of a batch give
     them ranges of it, and use those of tokens that are gone again. Rows that were never stored are zeros.
+
+    Example:
+        >>> k = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)  # [layers, tokens, heads, dim]
+        >>> keys = ibp.kv.KVRows(k[0], num_layers=2, num_tokens=1024, num_heads=8, device="cpu")
+        >>> keys.store(1, k[1], torch.arange(64))
+        >>> chosen = torch.arange(16).view(8, 2)  # two tokens for each head
+        >>> torch.equal(keys.load(1, chosen, per_head=True)[7], k[1, 14:16, 7])
+        True
 
     Args:
         codebook: how rows are coded; or a sample [..., dim] of rows, from which a codebook and sizes are learned. For

@@ -39,6 +39,13 @@ class KVStoreStats(NamedTuple):
     used_overflow_bytes: of overflow that have been handed out; `compact` takes back what no row needs any more.
     overflow_bytes: of all overflow.
     spilled_rows, lost_rows: over all calls of `store`: rows with a part in overflow; rows that found no room there.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
+        >>> store = ibp.kv.KVStore(kv, page_bytes=kv[0].nbytes, num_pages=100, device="cpu")
+        >>> store.store([7, 8], kv, blocks=[3, 5]).wait()
+        >>> store.stats()
+        KVStoreStats(stored_pages=2, pool_bytes=..., lost_rows=0)
     """
 
     stored_pages: int
@@ -54,6 +61,14 @@ KVStoreStats.__module__ = "ibp.kv"
 
 class Transfer:
     """Pages on their way, on a stream beside the current one.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
+        >>> store = ibp.kv.KVStore(kv, page_bytes=kv[0].nbytes, num_pages=100, device="cpu")
+        >>> transfer = store.store([7, 8], kv, blocks=[3, 5])
+        >>> transfer.synchronize()
+        >>> transfer.num_bytes, transfer.is_done(), transfer.lost()
+        (32768, True, [])
 
     Attributes:
         num_bytes: original bytes of the pages.
@@ -124,14 +139,18 @@ class KVStore:
     layers. Every row of a page has a slot of fixed size; what does not fit takes a part of an overflow area that all
     pages share. Where that is full the page is not stored, and `Transfer.lost`, `is_stored` and a later `load` say so.
 
-        store = ibp.kv.KVStore(kv[:64], page_bytes=kv[0].nbytes, num_pages=10_000)
-        store.store([7, 8], kv, blocks=[3, 5])              # pages 7 and 8 become what blocks 3 and 5 hold
-        store.load([8], kv, blocks=[11]).wait()             # block 11 becomes page 8
-
     Transfers run on streams of the store, behind what the current stream has been given, and beside each other unless
     they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the GPU; on the GPU they
     are checked there, and `check` raises what was wrong. With numbers on the GPU transfers can be captured in a CUDA
     graph, after one outside it: they are then on the current stream, and the caller orders them.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
+        >>> store = ibp.kv.KVStore(kv, page_bytes=kv[0].nbytes, num_pages=100, device="cpu")
+        >>> store.store([7, 8], kv, blocks=[3, 5]).wait()  # pages 7 and 8 become what blocks 3 and 5 hold
+        >>> store.load([8], kv, blocks=[11]).wait()  # block 11 becomes page 8
+        >>> torch.equal(kv[11], kv[5])
+        True
 
     Args:
         codebook: how rows are coded; or a sample of blocks, from which a codebook and the sizes are learned.

@@ -142,6 +142,13 @@ class EmbeddingCollection(torch.nn.Module):
     Tables of one width are one compressed table, one after the other, so that a call launches as much for a hundred of
     them as for one. Results have the bits of torch.nn.EmbeddingBag's of each table, on the same device.
 
+    Example:
+        >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
+        >>> collection = ibp.nn.EmbeddingCollection({"user": rows, "item": -rows}, device="cpu")
+        >>> pooled = collection({"user": torch.tensor([[3, 5]]), "item": torch.tensor([[7]])})
+        >>> pooled["user"][0, 0], pooled["item"][0, 0]
+        (tensor(8.), tensor(-7.))
+
     Args:
         tables: what there is under each name: a table or tensor [num_embeddings, embedding_dim], a
             torch.nn.EmbeddingBag, or (num_embeddings, embedding_dim) for new weights, N(0, 1). All of one dtype.

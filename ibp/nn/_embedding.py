@@ -88,6 +88,12 @@ class Embedding(_Rows):
     that they fetch themselves. Rows that train are changed by the optimizers of `ibp.optim`; `parameters()` does not
     list them.
 
+    Example:
+        >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
+        >>> embedding = ibp.nn.Embedding(ibp.compress(rows, device="cpu"))
+        >>> embedding(torch.tensor([3, 5]))[:, 0]
+        tensor([3., 5.])
+
     Args:
         table: [num_embeddings, embedding_dim]; or num_embeddings, for new weights, N(0, 1).
         embedding_dim, device, dtype: of new weights; device: the CPU, pinned where there is a GPU, unless given.
@@ -140,6 +146,12 @@ class EmbeddingBag(_Rows):
 
     Results have the bits of torch's on the same device. Rows that train are changed by the optimizers of `ibp.optim`;
     `parameters()` does not list them.
+
+    Example:
+        >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
+        >>> bags = ibp.nn.EmbeddingBag(ibp.compress(rows, device="cpu"), mode="sum")
+        >>> bags(torch.tensor([3, 5, 7]), offsets=torch.tensor([0, 2]))[:, 0]  # rows 3 and 5, row 7
+        tensor([8., 7.])
 
     Args:
         table, embedding_dim, device, dtype, trainable, cache: as in `Embedding`.

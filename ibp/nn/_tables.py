@@ -122,6 +122,13 @@ class Linear(TableModule):
 
     Where the input requires grad, autograd keeps the decoded weights until backward.
 
+    Example:
+        >>> dense = torch.nn.Linear(256, 128)
+        >>> linear = ibp.nn.Linear.from_linear(dense, fused=False)
+        >>> x = torch.randn(4, 256)
+        >>> torch.equal(linear(x), dense(x))
+        True
+
     Args:
         table: [out_features, in_features].
         bias: [out_features], an ordinary parameter; None: none.
@@ -189,6 +196,12 @@ def dense_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     It takes the memory of all uncompressed weights. The tables of an `EmbeddingCollection` are named as torchrec's
     EmbeddingBagCollection names them, `embedding_bags.NAME.weight`.
+
+    Example:
+        >>> embedding = ibp.nn.Embedding(1000, 64, device="cpu")
+        >>> weights = ibp.nn.dense_state_dict(embedding)
+        >>> torch.nn.Embedding(1000, 64).load_state_dict(weights)
+        <All keys matched successfully>
     """
     dense: dict[str, torch.Tensor] = {}
     split = {

@@ -36,6 +36,14 @@ class Usage(NamedTuple):
     device_bytes: of the slots and the index, on the parameters' devices.
     host_bytes: of the room in host memory: what is left for rows that outgrow their slots, and all of them with
         memory="pinned".
+
+    Example:
+        >>> weights = torch.nn.Parameter(torch.randn(512, 512))
+        >>> optimizer = ibp.optim.AdamW([weights], lr=1e-3)
+        >>> weights.sigmoid().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.memory()["exp_avg"].savings > 0.1
+        True
     """
 
     original_bytes: int

@@ -127,6 +127,14 @@ class SGD(RowOptimizer):
 
     Rows have the bits that torch.optim.SGD gives them on the CPU, those that no forward pass has looked up too.
 
+    Example:
+        >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
+        >>> optimizer = ibp.optim.SGD(embedding, lr=0.5)
+        >>> embedding(torch.tensor([3])).sum().backward()
+        >>> optimizer.step()
+        >>> embedding(torch.tensor([3, 4]))[:, 0].tolist()
+        [-0.5, 0.0]
+
     Args:
         modules: a module, several, or dicts of "params" and options; all `ibp.nn` modules in them that train.
         lr: the learning rate.
@@ -154,6 +162,14 @@ class Adagrad(RowOptimizer):
     Rows have the bits that torch.optim.Adagrad gives them on the CPU, those that no forward pass has looked up too. The
     states are a table of the weights' dtype, beside the weights; rows that have not trained take no bytes but the
     index's, others the bytes of a row until `refit`.
+
+    Example:
+        >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
+        >>> optimizer = ibp.optim.Adagrad(embedding, lr=0.5)
+        >>> embedding(torch.tensor([3])).sum().backward()
+        >>> optimizer.step()
+        >>> embedding(torch.tensor([3, 4]))[:, 0].tolist()
+        [-0.5, 0.0]
 
     Args:
         modules, weight_decay: as in `SGD`.
@@ -217,6 +233,14 @@ class RowWiseAdagrad(RowOptimizer):
 
     The states are a float32 tensor, 4 bytes a row, on the device that trains.
 
+    Example:
+        >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
+        >>> optimizer = ibp.optim.RowWiseAdagrad(embedding, lr=0.5)
+        >>> embedding(torch.tensor([3])).sum().backward()
+        >>> optimizer.step()
+        >>> embedding(torch.tensor([3, 4]))[:, 0].tolist()
+        [-0.5, 0.0]
+
     Args:
         modules, weight_decay: as in `SGD`.
         lr: the learning rate.
@@ -260,6 +284,15 @@ def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> N
 
     Each process has a module of its own with the same rows; steps then change all of them alike. Gradients of rows that
     several processes have are added in the order of the ranks, so that all get the same bits.
+
+    Example:
+        >>> # on each rank of a group
+        >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
+        >>> (embedding(torch.tensor([3])).sum() * torch.distributed.get_rank()).backward()
+        >>> ibp.optim.average_gradients(embedding)  # of two ranks: the mean of 0 and 1
+        >>> ibp.optim.SGD(embedding, lr=0.5).step()
+        >>> embedding(torch.tensor([3]))[0, 0].item()
+        -0.25
 
     Args:
         modules: as the optimizers take them, in the same order on all ranks.
