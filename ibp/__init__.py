@@ -131,7 +131,7 @@ def cuda_is_available() -> bool:
 
 
 def get_include() -> str:
-    """The directory of ibp.h, ibp_cuda.h, the headers that they include, and FORMAT.md, for programs that link the core.
+    """The directory of ibp.h, ibp_cuda.h, the headers they include, and FORMAT.md, for programs that link the core.
 
     Example:
         >>> from pathlib import Path
