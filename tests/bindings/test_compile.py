@@ -42,7 +42,9 @@ def compiled(request, place):
 
 def make_table(x, scheme, place, device):
     x = x.to(device) if place == "device" else x
-    table = ibp.compress(x, scheme=scheme, memory="pinned" if place == "pinned" else None, device=device)
+    table = ibp.compress(
+        x, scheme=scheme, memory={"pinned": "pinned", "cpu": "host", "device": None}[place], device=device
+    )
     assert table.device.type == ("cuda" if place == "device" else "cpu") and table.is_pinned() == (place == "pinned")
     return table
 

@@ -309,7 +309,7 @@ def make_table(x, scheme, place, cuda, **arguments):
     table = ibp.compress(
         x.to(cuda) if place == "device" else x,
         scheme=scheme,
-        memory="pinned" if place == "pinned" else None,
+        memory={"pinned": "pinned", "pageable": "host", "device": None}[place],
         device=cuda,
         **arguments,
     )

@@ -25,7 +25,9 @@ def vectors(count, columns, device="cpu", dtype=torch.bfloat16):
 
 def coded(weight, **options):
     options.setdefault("slot_bytes", linear.slot_bytes_for(weight.shape[1]))
-    return ibp.compress(weight, level="fast", device=weight.device, memory="host", **options)
+    return ibp.compress(
+        weight, level="fast", device=weight.device, memory=None if weight.is_cuda else "host", **options
+    )
 
 
 # ---- by torch's function ----
@@ -282,7 +284,7 @@ def test_irregular_rows(cuda, fused):
     weight, codebook = uneven(device=cuda)
     x, bias = vectors(8, 2048, cuda), vectors(1, 96, cuda)[0]
     for slot_bytes in (3072, 3072 + 64, 4096):
-        table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, memory="host")
+        table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes)
         check_products(x, weight, bias, ibp.linear(x, table, bias))
         for column in (0, 50, 100, 2047):
             one = torch.zeros(1, 2048, dtype=torch.bfloat16, device=cuda)
@@ -293,7 +295,7 @@ def test_irregular_rows(cuda, fused):
 def test_many_irregular_rows_are_decoded(cuda):
     weight, codebook = uneven(device=cuda)
     weight[80] = 0
-    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, memory="host")
+    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136)
     x = vectors(8, 2048, cuda)
     assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
 
@@ -347,7 +349,7 @@ def test_rows_that_change(cuda, fused):
     check_products(x, torch.cat((changed, weight[:40])), None, ibp.linear(x, table))
     table = coded(weight)
     ibp.linear(x, table)
-    other = ibp.compress(changed, codebook=table.codebook, slot_bytes=table.slot_bytes, memory="host")
+    other = ibp.compress(changed, codebook=table.codebook, slot_bytes=table.slot_bytes)
     table.slots.copy_(other.slots)
     table.lengths.view(torch.int16).copy_(other.lengths.view(torch.int16))
     check_products(x, changed, None, ibp.linear(x, table))

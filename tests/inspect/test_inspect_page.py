@@ -261,7 +261,7 @@ def test_a_plot_of_many_tensors_is_one_page():
 @pytest.mark.slow
 def test_nothing_is_plotted_of_empty_tensors():
     pytest.importorskip("matplotlib")
-    empty = report.report_table("empty", ibp.compress(torch.empty(0, 4), pin_memory=False))
+    empty = report.report_table("empty", ibp.compress(torch.empty(0, 4), memory="host"))
     for reports in ([], [empty]):
         with pytest.raises(ValueError, match="nothing to plot"):
             drawing.draw(reports, "empty")
