@@ -137,7 +137,7 @@ def main(argv=None):
         columns = rows.row_bytes // rows.dtype.itemsize
         x = inputs.normal_rows(near_bytes, rows.dtype, DEVIATION, run.device, columns=columns)
         host = x[: host_bytes // rows.row_bytes]
-        table, raw = (ibp.compress(x, scheme=scheme, memory="host") for scheme in ("planes", "raw"))
+        table, raw = (ibp.compress(x, scheme=scheme) for scheme in ("planes", "raw"))
         tables = {
             name: ibp.compress(host.cpu(), scheme=scheme, memory=None if run.on_gpu else "host")
             for name, scheme in (("raw", "raw"), ("ibp", "planes"))

@@ -112,7 +112,7 @@ def measured(found, cost, x, what):
     alone = ibp.codecs.Choice(found.num_bytes, found.link_gbps, found.encode, found.rows, (cost,))
 
     def encode():
-        return alone.compress(x, device=x.device, memory="host")
+        return alone.compress(x, device=x.device, memory=None if x.is_cuda else "host")
 
     coded, encode_s = choosing.timed(encode, x.device, BUDGET_S)
     out = torch.empty_like(x)

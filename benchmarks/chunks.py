@@ -55,7 +55,7 @@ def time_decoding(run, case, copy_gbps):
     for chunk_bytes in CHUNK_BYTES:
         with run.cell(f"{case.name}, chunks of {chunk_bytes} B"):
             codebook = codebook_of(rows, chunk_bytes, RATE_TAU, run.device)
-            table = ibp.compress(x, codebook=codebook, layout="slots", memory="host")
+            table = ibp.compress(x, codebook=codebook, layout="slots")
             harness.poison(outs[0])
             harness.check_bits(ibp.decompress(table, out=outs[0]), x, f"chunks of {chunk_bytes} B")
             seconds = run.seconds([lambda out=out: ibp.decompress(table, out=out) for out in outs])

@@ -85,7 +85,15 @@ def seeded():
 
 def measure(x, scheme, clusters, device):
     """(savings, bytes of the codebooks)."""
-    table = ibp.compress(x, scheme=scheme, clusters=clusters, sample=1.0, layout="packed", device=device, memory="host")
+    table = ibp.compress(
+        x,
+        scheme=scheme,
+        clusters=clusters,
+        sample=1.0,
+        layout="packed",
+        device=device,
+        memory=None if x.is_cuda else "host",
+    )
     harness.check_bits(table.decompress(), x, f"{scheme}, {clusters} clusters")
     return table.savings, table.codebook.nbytes if table.codebook else 0
 

@@ -212,7 +212,7 @@ def missed_rows(cache, num_rows, device):
 
 def run_scheme(run, case, scheme, x, buffers, rates, hotness, every):
     """All arms of raw or coded rows. rates: of every lookup, by arm."""
-    small = ibp.compress(x, scheme=scheme, layout="slots", memory="host")
+    small = ibp.compress(x, scheme=scheme, layout="slots")
     tables = Tables(run, case, x, small, buffers[0], hotness)
     is_raw = scheme == "raw"
     cache = is_missed = None

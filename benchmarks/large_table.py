@@ -216,7 +216,7 @@ def run_table(run, buffer, gib, row_bytes, numbers_of_ids):
     x = inputs.normal_rows(num_distinct * row_bytes, DTYPE, 0.02, run.device, columns=row_bytes // DTYPE.itemsize)
     every = [Fetches(run, gib, x, num_rows, num_ids) for num_ids in numbers_of_ids]
     for scheme in ("raw", "planes"):
-        small = ibp.compress(x, scheme=scheme, layout="slots", memory="host")
+        small = ibp.compress(x, scheme=scheme, layout="slots")
         ideals = [
             ideal.gather_gbps(
                 fetches.output_bytes * NUM_SETS, ideal.row_sectors(small, fetches.distinct_rows()), run.memset_gbps

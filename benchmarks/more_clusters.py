@@ -71,7 +71,15 @@ def estimate(x, count):
 
 def measure(x, count):
     """The same of what the library makes."""
-    table = ibp.compress(x, scheme="ibp", clusters=count, sample=1.0, layout="packed", device=x.device, memory="host")
+    table = ibp.compress(
+        x,
+        scheme="ibp",
+        clusters=count,
+        sample=1.0,
+        layout="packed",
+        device=x.device,
+        memory=None if x.is_cuda else "host",
+    )
     harness.check_bits(table.decompress(), x, f"{count} clusters")
     num_bytes = x.numel() * x.element_size()
     numbers = 0 if count == 1 else len(x) / num_bytes

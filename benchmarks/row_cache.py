@@ -218,7 +218,7 @@ def measure_zipf(case):
 def tables_of(one, x):
     """The set in device memory, raw and coded."""
     coded = "planes" if one.columns == 64 else "auto"  # which keeps rows of 128 B raw
-    return [ibp.compress(x, scheme=scheme, layout="slots", memory="host") for scheme in ("raw", coded)]
+    return [ibp.compress(x, scheme=scheme, layout="slots") for scheme in ("raw", coded)]
 
 
 def run_set(run, rates, one, data_dir):

@@ -76,7 +76,7 @@ def measure_rows(case, arm, **options):
     harness.check_bits(call(0), torch.index_select(case.x, 0, fetches.ids[0]), f"{case.name}, {arm}")
     encode_s = None
     if arm != RAW_ROWS:
-        encode_s = run.seconds([lambda: ibp.compress(case.x, layout="slots", memory="host", **options)], wall=True)
+        encode_s = run.seconds([lambda: ibp.compress(case.x, layout="slots", **options)], wall=True)
     case.add(
         arm,
         rows=len(fetches.ids[0]),
