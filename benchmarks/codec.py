@@ -231,7 +231,11 @@ def measure_host(case, codebook):
         calls = {
             "to(cuda)": lambda: x.to(run.device, non_blocking=True),
             "compress": lambda: ibp.compress(
-                x, codebook=codebook, layout="slots", device=run.device, memory="pinned" if place == "pinned" else None
+                x,
+                codebook=codebook,
+                layout="slots",
+                device=run.device,
+                memory={"pinned": "pinned", "pageable": "host"}[place],
             ),
             "analyze": lambda: ibp.codecs.analyze(x, **ONE_THRESHOLD, device=run.device),
         }

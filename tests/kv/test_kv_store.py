@@ -435,6 +435,8 @@ def test_transfers_follow_the_current_stream_and_each_other(cuda, near):
         store.load(range(64), out).wait()
         assert_same_bits(out, near.roll(shift, 0))
     own = torch.cuda.Stream(cuda)
+    with torch.cuda.stream(own):
+        torch.cuda._sleep(50_000_000)  # what does not wait reads what was there before
     store.load([3], out, [0], stream=own, max_sms=1).wait()
     assert_same_bits(out[0], near.roll(5, 0)[3])
     with pytest.raises(ValueError, match="stream is of"):
