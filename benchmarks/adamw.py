@@ -216,7 +216,7 @@ class Arm:
         raw = 2 * sum(param.numel() * param.element_size() for param in self.params)
         if self.name in (TORCH, RAW):
             return 0.0, 0.0, *((raw, 0) if self.name == TORCH else (NUM_NEAR * CHUNK_BYTES, raw))
-        usages = self.optimizer.memory().values()
+        usages = self.optimizer.stats().values()
         return (
             *(usage.savings for usage in usages),
             sum(u.device_bytes for u in usages),

@@ -42,7 +42,7 @@ class Usage(NamedTuple):
         >>> optimizer = ibp.optim.AdamW([weights], lr=1e-3)
         >>> weights.sigmoid().sum().backward()
         >>> optimizer.step()
-        >>> optimizer.memory()["exp_avg"].savings > 0.1
+        >>> optimizer.stats()["exp_avg"].savings > 0.1
         True
     """
 

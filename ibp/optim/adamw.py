@@ -134,7 +134,7 @@ class _CodedStates(torch.optim.Adam):
             raise
         self._chunks.append([])
 
-    def memory(self) -> dict[str, Usage]:
+    def stats(self) -> dict[str, Usage]:
         """What the states take by now: {"exp_avg": usage, "exp_avg_sq": usage}, see `Usage`."""
         found = dict.fromkeys(NAMES, Usage(0, 0, 0))
         for run in (run for chunk in self._all_chunks() for run in chunk.runs):
@@ -449,7 +449,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         >>> optimizer = ibp.optim.AdamW(model.parameters(), lr=1e-3)  # in place of torch.optim.AdamW
         >>> model(torch.randn(8, 512)).square().mean().backward()
         >>> optimizer.step()
-        >>> all(usage.savings > 0.1 for usage in optimizer.memory().values())  # exp_avg, exp_avg_sq
+        >>> all(usage.savings > 0.1 for usage in optimizer.stats().values())  # exp_avg, exp_avg_sq
         True
 
     Args:

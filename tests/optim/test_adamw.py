@@ -100,11 +100,11 @@ def test_memory():
     """States of normal gradients shrink; those of rows without gradients take almost nothing."""
     (weight,) = ours = parameters(shapes=[(1 << 12, 512)])
     optimizer = ibp.optim.AdamW(ours)
-    assert optimizer.memory() == dict.fromkeys(("exp_avg", "exp_avg_sq"), ibp.optim.Usage(0, 0, 0))
+    assert optimizer.stats() == dict.fromkeys(("exp_avg", "exp_avg_sq"), ibp.optim.Usage(0, 0, 0))
     for number in range(3):
         give_gradients(ours, number)
         optimizer.step()
-    for usage in optimizer.memory().values():
+    for usage in optimizer.stats().values():
         assert usage.original_bytes == 4 * weight.numel() and 0.12 < usage.savings < 0.3
         assert usage.host_bytes + usage.device_bytes < 1.01 * usage.original_bytes
     optimizer = ibp.optim.AdamW(ours)
@@ -112,7 +112,7 @@ def test_memory():
         weight.grad = torch.zeros_like(weight)
         weight.grad[::1000] = 1.5
         optimizer.step()
-    for usage in optimizer.memory().values():
+    for usage in optimizer.stats().values():
         assert usage.savings > 0.95
 
 
@@ -143,7 +143,7 @@ def test_states_that_do_not_shrink(monkeypatch):
     train(torchs, ours, optimizers, range(5))
     check_states(*optimizers)
     raw = sum(param.nbytes for param in ours)
-    for usage in optimizers[1].memory().values():
+    for usage in optimizers[1].stats().values():
         assert usage.original_bytes == raw and usage.device_bytes % ROW_BYTES == 0
         assert 0 <= usage.device_bytes - raw < ROW_BYTES + 64 * len(SHAPES)
 
@@ -215,7 +215,7 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
         patch.setattr(_states.CodedState, "_new_place", refuse)
         train(torchs, ours, optimizers, range(5, 18))
     check_states(*optimizers)
-    assert all(usage.savings > 0 for usage in optimizers[1].memory().values())
+    assert all(usage.savings > 0 for usage in optimizers[1].stats().values())
 
 
 def step_without_memory(optimizer, params, number, stays):
@@ -415,7 +415,7 @@ def test_parameters_alike_share_a_run(monkeypatch):
         assert [run.start >> 16 for run in runs] == [0, 1, 2]
         assert runs[0].state.codebook is runs[2].state.codebook is not runs[1].state.codebook
         assert sum(run.state.num_bytes for run in runs) == sum(param.nbytes for param in ours)
-    for usage in optimizers[1].memory().values():
+    for usage in optimizers[1].stats().values():
         assert usage.savings > 0.14
 
 
@@ -1047,7 +1047,7 @@ def test_no_bit_is_lost_on_a_gpu(cuda):
     torchs, ours = (parameters(device=cuda, shapes=[(4096, 512)]) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
     train(torchs, ours, optimizers, range(2))
-    before = optimizers[1].memory()["exp_avg"]
+    before = optimizers[1].stats()["exp_avg"]
     assert before.savings > 0.1 and before.host_bytes + before.device_bytes < 1.05 * before.original_bytes
     bits = torch.randint(0x20000000, 0x5F000000, (4096, 512), dtype=torch.int32, device=cuda).view(torch.float32)
     torchs[0].grad, ours[0].grad = bits.clone(), bits.clone()
