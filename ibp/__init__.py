@@ -113,7 +113,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "integrations":  # each of which imports its framework when it is first named
+    if name == "integrations":  # its modules import their frameworks when they are first named
         return _import_module("ibp.integrations")
     return _moved.found(name)
 

@@ -54,7 +54,7 @@ template <typename... Parts> void require(bool condition, const Parts &...parts)
 } // namespace ibp_torch
 
 #if !defined(TORCH_ERROR_CODE_CHECK) || !defined(STD_TORCH_CHECK)
-#error "torch's headers check errors by other macros than those that are replaced here"
+#error "torch's headers check errors by macros that this file does not replace"
 #endif
 #undef TORCH_ERROR_CODE_CHECK
 #define TORCH_ERROR_CODE_CHECK(call)          \

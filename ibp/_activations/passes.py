@@ -26,7 +26,7 @@ class ForwardPass:
         note_outgrown: called with the bytes of regions or pieces that outgrew their room.
 
     Attributes:
-        numbers: how many regions there were, those that stay as they are counted.
+        numbers: how many regions there were, including regions that stay as they are.
         is_used: whether anything was asked for since the pass began.
         uses: numbers of regions in the order of their first use.
     """

@@ -58,7 +58,7 @@ class ActivationPolicy:
         self._sizes = {}
 
     def _that_fit(self, sizes: list[_RegionSize]) -> list[int]:
-        """Numbers of the regions that stay: those that shrink most leave first, until the others fit the budget."""
+        """Numbers of the regions that stay: regions that shrink most leave first, until the others fit the budget."""
         assert self._options.device_bytes is not None
         left, staying = sum(size.num_bytes for size in sizes), []
         for size in sorted(sizes):

@@ -27,8 +27,8 @@ class Change:
         dtype: of the later one, or of the one that is gone.
         shape: likewise.
         num_elements, num_bytes: likewise.
-        changed: elements whose bits differ; of those that are new or replaced, all.
-        delta_bytes: that a delta takes for it; None where that was not asked for.
+        changed: how many elements have other bits; all elements of a new or replaced tensor.
+        delta_bytes: what a delta takes for the tensor; None where no delta was asked for.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Change:
 
     @property
     def share(self) -> float:
-        """Of the elements, those that changed."""
+        """The share of the elements that changed."""
         return self.changed / self.num_elements if self.num_elements else 0.0
 
     def document(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Weighing(Protocol):
 def changes(
     base: Mapping[str, SourceTensor], new: Mapping[str, SourceTensor], names: Iterable[str], weigh: Weighing | None
 ) -> Iterator[Change]:
-    """What became of the tensors of these names. weigh: called for those that changed; None: nothing is weighed."""
+    """What became of each named tensor. weigh: called for the tensors that changed; None: nothing is weighed."""
     for name in names:
         if name not in new:
             yield _whole(name, REMOVED, base[name], 0, 0)

@@ -128,7 +128,7 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """Whether what is there is replaced."""
+    """Adds the options that say whether to replace an existing OUT."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-f", "--force", action="store_true", help="replace what is at OUT")
     group.add_argument("-k", "--keep", action="store_true", help="do nothing where OUT is there already")

@@ -37,7 +37,7 @@ def group(arguments: argparse.Namespace) -> Iterator[ProcessGroup | None]:
     try:
         if dist.get_rank() != 0:
             arguments.quiet, arguments.json, arguments.verify = True, False, False
-        dist.barrier()  # none writes before all have looked at what is there
+        dist.barrier()  # no rank writes before all ranks have looked which files exist
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ def device_of(arguments: argparse.Namespace) -> torch.device:
 
 @contextlib.contextmanager
 def threads(jobs: int | None) -> Iterator[None]:
-    """So many threads of the CPU meanwhile; None: as many as torch takes."""
+    """Lets torch use `jobs` threads of the CPU inside the context; None: as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(jobs or before)
     try:

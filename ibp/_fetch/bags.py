@@ -79,7 +79,7 @@ def embedding_bag(
         per_sample_weights: of the shape of ids and the dtype of the table; each row is multiplied by its weight. For
             mode "sum" only. The result is differentiable by them.
         padding_idx: an id, from the end if it is negative, that counts as absent from every bag.
-        include_last_offset: offsets has B + 1 elements, of which the last is K.
+        include_last_offset: offsets has B + 1 elements; the last one is K.
         device: where the result goes; None: out's device, else the ids'.
         out: tensor [B, D] of the table's dtype to write to.
         check: wait for the result and raise here what went wrong.
@@ -186,7 +186,7 @@ def checked_padding(padding_idx: int | None, num_items: int) -> int | None:
 
 
 def _check_offsets(bags: Bags) -> None:
-    """Raises ValueError for CPU offsets of which no bags can be made."""
+    """Raises ValueError for CPU offsets that describe no bags."""
     offsets, num_ids = bags.offsets, bags.ids.numel()
     if offsets is None or offsets.is_cuda or offsets.numel() == 0:
         return

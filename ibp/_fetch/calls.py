@@ -90,8 +90,8 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def spread_dims(out: torch.Tensor, item_bytes: int) -> int | None:
-    """Dimensions of a tensor that number its contiguous items of so many bytes; None where it is contiguous itself, or
-    they are too many, or there are no such items."""
+    """How many first dimensions of a tensor number its contiguous items of `item_bytes`; None where the whole tensor is
+    contiguous, the dimensions are too many, or there are no such items."""
     if torch.compiler.is_compiling() or out.is_contiguous() or out.numel() == 0:
         return None
     num_bytes, dims = out.element_size(), out.dim()

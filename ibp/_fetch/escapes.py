@@ -11,7 +11,7 @@ from .._rows.table import Table
 from .._schemes import PlanesCodebook
 from .streaming import decode_items
 
-COLUMNS = 32  # of which the kernel takes a multiple
+COLUMNS = 32  # the kernel takes rows of a multiple of this many columns
 MOST_OF_A_ROW = 64  # escapes; one warp adds those of 16 rows, four of each at a time
 _LEAST_ROWS = 16
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape

@@ -46,13 +46,13 @@ def index_select(
     item is zeros, and the first bad one met raises in the next call on the table, in `table.check()`, or here with
     check=True.
 
-    Inside torch.compile, fullgraph=True too, it works after one call outside; there CPU ids are checked like CUDA ones,
-    without check=True or path="cpu".
+    Inside torch.compile, with fullgraph=True too, the call works after one call outside, but without check=True and
+    path="cpu". There, CPU ids are checked like CUDA ones.
 
-    Items of several tables, such as a model's embeddings, come by one call too: item ids[k] of table[table_numbers[k]],
-    for every k. The ids are put in the order of the tables, and a kernel a table writes its items where they belong.
-    Table numbers on a GPU are waited for, those on the CPU are not. Such a call cannot be captured in a CUDA graph; bad
-    CUDA ids and corrupt rows are raised by the next call on their table.
+    One call can take items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]], for
+    every k. The ids are put in the order of the tables, and one kernel per table writes its items to their places. The
+    call waits for table numbers on a GPU, but not for table numbers on the CPU. It cannot be captured in a CUDA graph;
+    bad CUDA ids and corrupt rows are raised by the next call on their table.
 
     Example:
         >>> x, ids = torch.randn(1000, 1024).bfloat16(), torch.tensor([3, 999, 3])
@@ -301,7 +301,7 @@ class _Cpu(ItemPath):
         table = request.table
         if request.ids.numel() * table.item_bytes < LEAST_STAGED_BYTES:
             return 4.0
-        if request.worker.type == "cpu":  # not pinned: the GPU cannot fetch by itself
+        if request.worker.type == "cpu":  # not pinned: the GPU cannot fetch
             return 0.25
         machine = calibration.in_force(request.target)
         has_threads = torch.get_num_threads() >= machine.least_staging_threads
@@ -340,8 +340,8 @@ def refuse(path: ItemPath, request: GatherRequest) -> None:
 
 
 def bucketed_sms(table: Table, device: torch.device) -> int:
-    """SMs that path "bucketed" takes by itself: with more, the rows that are fetched at the same time lie farther
-    apart. 0: all, for decoders that are slower than the link with few."""
+    """How many SMs path "bucketed" takes by default: with more, the rows that are fetched at the same time lie farther
+    apart. 0: all, since the decoder on few SMs would be slower than the link."""
     return calibration.in_force(device).bucketed_sms if table.codebook is None or table.codebook.is_fast else 0
 
 

@@ -83,8 +83,8 @@ def linear(
 
 
 def slot_bytes_for(columns: int) -> int | None:
-    """`slot_bytes` of a table of BF16 at level "fast" in which rows of so many columns have room for 32 escapes. None:
-    the kernel takes no such rows."""
+    """`slot_bytes` of a BF16 table at level "fast" whose rows have `columns` columns and room for 32 escapes. None: the
+    kernel takes no such rows."""
     if columns == 0 or columns % COLUMNS:
         return None
     least = columns // 2 * 3 + _SYMBOL_BYTES

@@ -18,7 +18,7 @@ class Path(Generic[Request]):
     that module's `PATHS`.
 
     Attributes:
-        name: what callers ask for it by (`path=`); None: taken by itself only.
+        name: callers ask for the path by this name (`path=`); None: they cannot, only the library chooses it.
     """
 
     name: str | None = None

@@ -73,7 +73,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a GPU that prefetches take by themselves."""
+    """The stream of a GPU that prefetches take by default."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]

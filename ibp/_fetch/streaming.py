@@ -23,7 +23,7 @@ from .paths import Path, choose, is_capturing, named
 # longer one that begins in a gap between two kernels holds the next one up.
 STREAM_SMS = 32
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, kept for a stream's next request
-_SPARE_SMS = 1.75  # times those that decode at the rate of the copy engine: chunks begin late, and end unevenly
+_SPARE_SMS = 1.75  # times the SMs that decode at the rate of the copy engine: chunks begin late, and end unevenly
 
 
 @overload
@@ -113,7 +113,7 @@ def _decode_several(
     max_sms: int | None,
     path: str | None,
 ) -> list[torch.Tensor]:
-    """The tensors of tables, in order: those that come over the link to one GPU as one stream."""
+    """The tensors of tables, in order; the tables that cross the link to one GPU come as one stream."""
     outs = [None] * len(tables) if out is None else list(out)
     if len(outs) != len(tables):
         raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")

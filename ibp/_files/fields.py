@@ -57,7 +57,7 @@ class FileFormatError(ValueError):
 
 
 class ChecksumError(FileFormatError):
-    """Bytes of a file are not those that were written."""
+    """Bytes of a file differ from the bytes that were written."""
 
     __module__ = "ibp"
 
@@ -82,7 +82,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def write_fields(fields: Mapping[str, object]) -> str:
-    """`key=value` pairs; those that are None are left out."""
+    """`key=value` pairs; fields that are None are left out."""
     return " ".join(f"{key}={_written(value)}" for key, value in fields.items() if value is not None)
 
 

@@ -100,7 +100,7 @@ def header_of(file: BinaryIO, name: str) -> Header:
 
 
 def parse_header(text: bytes, file_bytes: int, name: str) -> Header:
-    """The header whose JSON is `text`, of a file of so many bytes. FileFormatError if it is none."""
+    """The header with the JSON `text`, of a file of `file_bytes` bytes. FileFormatError if `text` is no header."""
     parsed = _parsed(text, name)
     metadata = parsed.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

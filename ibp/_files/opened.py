@@ -91,7 +91,7 @@ class File(Mapping[str, Value]):
     Attributes:
         path: that was opened.
         metadata: the user's, text by text.
-        tables: names of those that are compressed.
+        tables: names of the compressed tensors.
         removed: in the delta of a checkpoint, names of tensors that are gone.
     """
 
@@ -259,11 +259,11 @@ class File(Mapping[str, Value]):
 
     @property
     def has_checksums(self) -> bool:
-        """Whether all files of the set have checksums, as those that ibp writes have."""
+        """Whether all files of the set have checksums. Every file that ibp writes has them."""
         return all(file.checks is not None for file in self._files.values())
 
     def verify(self, names: Iterable[str] | None = None, *, content: bool = False, progress: bool = False) -> int:
-        """Compares the checksums of the file's bytes with those that were written.
+        """Compares checksums of the file's bytes with the checksums that were written.
 
         Args:
             names: tensors whose blocks are read; None: all, and whatever else is in the file.
@@ -404,16 +404,16 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     Args:
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory of either. An
             ordinary file of safetensors is one whose tensors are all kept as they are.
-        verify: compare the checksum of the header now, and those of a tensor's bytes when it is first asked for, which
-            reads all of them. Not unless asked for, since a checksum is one of 1 MiB: rows of some hundred bytes, which
-            the CPU and GPUs read from the map as they need them, would each wait for as much.
-        memory: "pinned": GPUs read rows themselves, from where a table is mapped, which is pinned when it is first
-            asked for, or copied to pinned memory where the system refuses, of which a RuntimeWarning tells once a
-            process. "host": rows come by way of the CPU. None: pinned when a GPU first fetches from a table.
-        share: where the system does not pin what is mapped, the processes of this machine and user that open the file
-            so have one pinned copy of a table together, in place of one each. It ends with the last of them; such a
-            table cannot be changed. Where they cannot meet, in `$XDG_RUNTIME_DIR` or the directory of temporary files,
-            a RuntimeWarning says so, and each has its own.
+        verify: compare the header's checksum now, and a tensor's checksums when it is first asked for, which reads all
+            of its bytes. False by default, since a checksum covers 1 MiB: rows of some hundred bytes, which the CPU
+            and GPUs read from the map as they need them, would each wait for 1 MiB.
+        memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when it is first asked for; where
+            the system refuses, the table is copied to pinned memory, and a RuntimeWarning says so once a process.
+            "host": rows pass through the CPU. None: pinned when a GPU first fetches from a table.
+        share: where the system does not pin mapped memory, the processes of this machine and user that open the file
+            with share=True use one pinned copy of a table together, in place of one each. The copy ends with the last
+            of them; such a table cannot be changed. The processes meet in `$XDG_RUNTIME_DIR` or the directory of
+            temporary files; where they cannot, a RuntimeWarning says so, and each has a copy of its own.
 
     Returns:
         `ibp.File`, a mapping from names to tables and tensors.

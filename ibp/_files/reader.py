@@ -86,7 +86,8 @@ class BlockPlace:
 
 
 class OpenFile:
-    """One file, open until `close`: whatever becomes of its name, its bytes are those that its header speaks of.
+    """One file, open until `close`. Its bytes stay the ones that its header describes, even if another file takes its
+    name.
 
     Args:
         path: of the file.
@@ -202,7 +203,7 @@ class OpenFile:
         self._codebooks.clear()
 
     def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """A plain tensor. take: gives the bytes from a place in the file on, so many."""
+        """A plain tensor. take: gives bytes of the file, by the place where they start and their number."""
         entry = self.header.tensors[name]
         dtype = dtype_of(entry.dtype)
         if dtype.itemsize * math.prod(entry.shape) != entry.num_bytes:
@@ -501,7 +502,7 @@ def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
 
 
 def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry | None) -> int:
-    """Bytes of a table's part without padding (FORMAT.md sections 1 to 3); of overflow those that it has."""
+    """Bytes of a table's part without padding (FORMAT.md sections 1 to 3); for overflow, the bytes in the file."""
     is_raw = fields.scheme == "raw"
     if part == "slots":
         return slots.slots_size(geometry, fields.slot_bytes)

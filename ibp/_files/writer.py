@@ -250,7 +250,7 @@ class FileWriter:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors of the file so far, but those that belong to the file itself."""
+        """Names of the tensors in the file so far, without the tensors that belong to the file itself."""
         return [name for name in self._entries if not name.startswith(_RESERVED)]
 
     @property
@@ -455,7 +455,7 @@ class _FileOutput:
         sync_directory(self._path.parent)
 
     def discard(self) -> None:
-        """Removes what is there under the temporary name, and closes the file."""
+        """Removes the temporary file, if it exists, and closes it."""
         self._hashers.shutdown()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._temporary)

@@ -342,7 +342,7 @@ function bitsOf(tensor, title) {
   const width = tensor.entropy.length;
   const all = chartWidth();
   const step = (all - MARGIN) / width;
-  const svg = chart(all, 196, "entropy of each bit, and what is done with it");
+  const svg = chart(all, 196, "entropy of each bit, and how it is coded");
   const used = new Set();
   tensor.entropy.forEach((entropy, bit) => {
     const [left, ranked] = [(tensor.leftOut || [])[bit] || 0, (tensor.ranked || [])[bit] || 0];
@@ -368,7 +368,7 @@ function bitsOf(tensor, title) {
     label(svg, x + (start ? 3 : 1), 190, room < 8 * field.length ? field[0] : field);
     if (start) svg.append(drawn("line", { x1: x, x2: x, y1: 12, y2: 190, stroke: "currentColor" }));
   });
-  const said = "A column is a bit, the most significant one first. Above: its entropy. Below: the share of elements of which";
+  const said = "A column is a bit, the most significant one first. Above: its entropy. Below: in what share of elements";
   const legend = keys([["entropy", "amount"], ...USES.filter((_, use) => used.has(use))]);
   return [element("h3", {}, title), caption(`${said} it is kept, part of a ranked symbol, or left out.`), svg, legend];
 }

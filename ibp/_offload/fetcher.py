@@ -15,8 +15,8 @@ from .arena import WeightArena, overlap
 from .groups import Group
 from .weights import Weight
 
-# Of the ring that a stream of tables goes through: the copy engine pauses for 3 microseconds between two of its chunks,
-# of which it holds four.
+# Sizes of the ring that a stream of tables goes through. The ring holds four chunks; the copy engine pauses for 3
+# microseconds between two of them.
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20
 
 
@@ -227,7 +227,7 @@ class CudaWeightFetcher(WeightFetcher):
                     weight.table.raise_pending(self.device)
         except CorruptTableError:
             if not group.uses:
-                self.drop(group)  # what is there is not the weights; the next use fetches them again
+                self.drop(group)  # its memory does not hold the weights; the next use fetches them again
             raise
 
     def begin_use(self, group: Group) -> None:

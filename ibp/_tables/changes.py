@@ -81,7 +81,7 @@ def append(table: Table, rows: torch.Tensor) -> None:
 
 
 def reserve(table: Table, num_items: int) -> None:
-    """Makes room for so many items, so that `append` moves no row until there are more."""
+    """Makes room for `num_items` items, so that `append` moves no row until the table has more."""
     _make_room(table)
     geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
     table.set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
@@ -211,7 +211,7 @@ class _Row:
 
 
 def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
-    """What makes memory of so many bytes for slots, where a table lives."""
+    """A function that allocates bytes for slots where the table lives."""
     return lambda num_bytes: memory.empty(num_bytes, table.device, table.is_pinned())
 
 

@@ -336,8 +336,8 @@ def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, de
 def _allocated(
     sizes: Sequence[int], device: torch.device, in_host: Sequence[bool], host_buffer: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Tensors of so many bytes. in_host: whether slots and overflow are host memory, pinned for a GPU: host_buffer, if
-    there is one."""
+    """Tensors of these sizes in bytes. in_host: whether slots and overflow are host memory, pinned for a GPU; they are
+    parts of host_buffer, if there is one."""
     *index, slots, overflow = sizes
     parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
     start = 0
@@ -351,7 +351,7 @@ def _allocated(
 
 
 def _carved(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Tensors of so many bytes in memory, one behind the other."""
+    """Tensors of these sizes in bytes, one behind the other in memory."""
     parts, start = [], 0
     for size in sizes:
         parts.append(memory.view(-1)[start : start + size])

@@ -119,8 +119,8 @@ class Learning:
     def coding_in_slots(
         self, data: torch.Tensor, geometry: _rows.Geometry, worker: torch.device, progress: bool
     ) -> Coding:
-        """How the bytes are coded where slots are smaller than rows: with a codebook in any case, as rows of which
-        every one is raw have parts in overflow too. The tensor is not empty."""
+        """How the bytes are coded where slots are smaller than rows: always with a codebook, since even a table whose
+        rows are all raw has parts in overflow. The tensor is not empty."""
         codebook = self.codebook
         if codebook is None:
             request = Request(

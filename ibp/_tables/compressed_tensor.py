@@ -41,7 +41,7 @@ class CompressedTensor(Table):
         >>> torch.equal(table[[3, 1, 3]], x[[3, 1, 3]])
         True
 
-    Attributes (none of which can be set):
+    Attributes (none can be set):
         shape, dtype: of the original tensor.
         device: where the coded rows are.
         scheme: "ibp", "planes", or "raw" where compression would have saved nothing.
@@ -247,20 +247,20 @@ class CompressedTensor(Table):
     def update_(self, ids: gather.Ids, rows: torch.Tensor) -> CompressedTensor:
         """x[ids] = rows: codes rows with the table's codebook and puts them in place of others. Returns self.
 
-        The rows that are not named stay where they are and are not read. Their codebook does not change: rows unlike
-        those that it was learned from save less, or are kept raw (`refit` learns anew). A row that no longer fits takes
-        a new part of the overflow, which grows as needed: an update never fails for lack of room, and what rows leave
-        is free after `refit`.
+        Rows that are not named stay where they are and are not read. The codebook does not change: rows unlike the rows
+        that it was learned from save less, or are kept raw (`refit` learns a new codebook). A row that no longer fits
+        takes a new part of the overflow, which grows as needed: an update never fails for lack of room. `refit` frees
+        the parts that rows have left.
 
-        The first change copies the index, to which every row adds 12 bytes; a packed table stays packed, its changed
-        rows elsewhere in the overflow. Later ones cost what the rows do, but for items that share a row with others,
-        which is decoded and coded again. Rows of a table on a GPU are coded there on its current stream, in order with
-        reads on that stream; other streams wait for an event, and the next change for theirs. Rows of a pinned table
-        are coded by the GPU that they are on, or that the table was used on last, and reads by the CPU wait for it. ids
-        on a GPU are waited for. CUDA graphs that read the table are captured anew after the overflow has grown, and
-        after `append` and `refit`.
+        The first change copies the index and adds 12 bytes a row to it; a packed table stays packed, its changed rows
+        elsewhere in the overflow. A later change costs what its rows do; where several items share a row, the whole row
+        is decoded and coded again. Rows of a table on a GPU are coded there on its current stream, in order with reads
+        on that stream; other streams wait for an event, and the next change for theirs. New rows of a pinned table
+        are coded by the GPU that holds them, or else by the GPU that last used the table; reads by the CPU wait for it.
+        The call waits for ids on a GPU. CUDA graphs that read the table have to be captured again after the overflow
+        has grown, and after `append` and `refit`.
 
-        Interrupted, or refused, the table holds the old rows or the new ones, all of them.
+        If the call is interrupted or refused, the table holds either all old rows or all new ones.
 
         Args:
             ids: items to change, int32 or int64 [K]; of equal ones the last one counts.

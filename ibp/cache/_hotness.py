@@ -48,8 +48,8 @@ def count_accesses(
 
 
 def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
-    """Ids of items from the hottest on, int64: of a number an item all of them, equal ones in their order; of a list
-    those that it has, each once.
+    """Ids of items, the hottest first, int64. Of a number for each item: all ids, equally hot ones in increasing order.
+    Of a list of ids: the ids of the list, each once.
 
     Raises:
         TypeError, ValueError: hotness is neither.

@@ -221,8 +221,8 @@ class RowCache(TensorManners):
         return sum(int(rows.sum()) for rows in present)
 
     def cached_ids(self) -> torch.Tensor:
-        """Items of which all rows are cached: int64 on the CPU, in increasing order. Waits for the work on the cache's
-        devices."""
+        """Ids of the items whose rows are all cached: int64 on the CPU, in increasing order. Waits for the work on the
+        cache's devices."""
         with self._state.lock:
             self._state.synchronize()
             maps = [slab.map.cpu() for _, slab in self._state.generation]
@@ -386,7 +386,7 @@ class RowCache(TensorManners):
         entries: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> None:
-        """Looks items up in a cache that replaces rows, and makes room for those that it lacks."""
+        """Looks items up in a cache that replaces rows, and makes room for the items that it lacks."""
         slab = generation.slabs[0]
         fault = torch.zeros(4, dtype=torch.int64, device=ids.device)  # what is corrupt, the gather notes too
         torch.ops.ibp.claim_cached.default(

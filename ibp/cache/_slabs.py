@@ -24,7 +24,7 @@ MAX_SLABS = 8
 # Of a map that is filled once: ways of a set, a sector of memory, and the share of all ways that rows take. Fewer than
 # one row in a thousand finds no way in the sets that are searched, and is not cached.
 STATIC_WAYS, STATIC_LOAD = 2, 0.85
-_SETS, _ROWS = 10, 17  # so many sets for so many rows
+_SETS, _ROWS = 10, 17  # ten sets of STATIC_WAYS ways have room for 17 rows at STATIC_LOAD
 LRU_WAYS = 32  # a warp looks at a set
 WAY_BYTES, STAMP_BYTES = 16, 4
 READ_AHEAD_BYTES = 16  # behind the last row, which may be read and mean nothing
@@ -201,7 +201,7 @@ def in_sectors(num_bytes: int) -> int:
 
 
 def sets_for(num_rows: Any) -> Any:
-    """Sets of a map that is filled once with so many rows; an int, or a tensor of them."""
+    """How many sets a map needs to be filled once with num_rows rows; an int, or a tensor of them."""
     return (num_rows * _SETS + _ROWS - 1) // _ROWS
 
 
@@ -236,7 +236,7 @@ def plan_slabs(
     """(what each slab holds of rows in the order of their hotness, whether maps are copied near). rows: on a device of
     the cache.
 
-    Rows without bytes are left out, which the index answers, and those that do not fit a slot.
+    Rows without bytes are left out, since the index answers them, and so are rows that do not fit a slot.
     """
     sizes = stored_bytes(table, rows)
     fits = sizes > 0 if slot_bytes == 0 else (sizes > 0) & (sizes <= slot_bytes)
@@ -287,8 +287,8 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
 
 
 def replacing_slab(slot_bytes: int, budget_bytes: int, num_rows: int, device: torch.device) -> Slab:
-    """An empty slab whose rows replace each other: as many sets as a budget holds, at most what a table of so many rows
-    fills by half."""
+    """An empty slab whose rows replace each other. It has as many sets as the budget holds, but no more than a table of
+    num_rows rows fills by half."""
     set_bytes = LRU_WAYS * (slot_bytes + WAY_BYTES + STAMP_BYTES) + STAMP_BYTES
     num_sets = min(max(0, budget_bytes - FIXED_BYTES) // set_bytes, -(-2 * num_rows // LRU_WAYS))
     num_ways = num_sets * LRU_WAYS

@@ -14,12 +14,12 @@ from . import _measuring
 def calibrate(
     device: torch.device | str | int | None = None, *, refresh: bool = False, seconds: float = 4.0
 ) -> Calibration:
-    """What this machine does with one of its GPUs: measured once, in a few seconds, and kept.
+    """Measures once, in a few seconds, what this machine does with one of its GPUs, and keeps the result.
 
-    From then on it is what `ibp.compress` reckons with in choosing a scheme, and the calls that fetch in choosing a
-    path, in this process and, for the same GPU, driver and version of ibp, in every later one: it is written to
-    `ibp/` in the directory that XDG_CACHE_HOME names, or in `~/.cache`. Where it was never called, an H200's rates
-    stand in; ibp never measures by itself.
+    From then on `ibp.compress` uses the result to choose a scheme, and the calls that fetch use it to choose a path: in
+    this process and, for the same GPU, driver and version of ibp, in every later one. It is written to `ibp/` in the
+    directory that XDG_CACHE_HOME names, or in `~/.cache`. Where `calibrate` was never called, an H200's rates stand in;
+    ibp never measures unasked.
 
     The GPU should be idle, and the host have some GiB of memory free: up to 2 GiB are pinned meanwhile.
 

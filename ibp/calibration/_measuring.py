@@ -46,7 +46,7 @@ _CPU = torch.device("cpu")
 
 
 def measure(device: torch.device, seconds: float) -> Calibration:
-    """The calibration of a CUDA device, measured in about so many seconds, on a stream of its own."""
+    """The calibration of a CUDA device, measured in about `seconds` seconds, on a stream of its own."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / _NUM_MEASUREMENTS)
         rates = _of_link(clock) | _of_device(clock)
@@ -204,7 +204,7 @@ def _large_bytes() -> int:
 
 
 def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
-    """Of which rows of a sector come as fast as from the smallest table; no more than was looked at."""
+    """Bytes of the largest measured table whose rows of a sector come as fast as the rows of the smallest table."""
     size, reached = _NEAR_BYTES, _NEAR_BYTES
     least_ns = _row_ns(clock, _raw_table(host[:size], _SECTOR_BYTES))
     while 2 * size <= host.numel():
@@ -252,7 +252,7 @@ class _Family(NamedTuple):
     codebook: Callable[[int], AnyCodebook]
 
     def table(self, row_bytes: int, num_bytes: int, device: torch.device) -> CompressedTensor:
-        """The first so many bytes as a table on a device; pinned, where that is the CPU."""
+        """The first num_bytes bytes as a table on a device; pinned, where the device is the CPU."""
         rows = self.rows.view(-1)[: num_bytes // self.rows.itemsize].view(-1, row_bytes // self.rows.itemsize)
         return compress_rows(rows.to(device), codebook=self.codebook(row_bytes), device=self.rows.device)
 
@@ -274,7 +274,7 @@ def _families(clock: Clock) -> dict[str, _Family]:
 
 
 def _exponents(rows: torch.Tensor, residual_bits: int, listed: bool) -> torch.Tensor:
-    """How often each one comes, in floats whose signs and mantissas have so many bits; listed: but in zeros."""
+    """How often each exponent occurs in floats with residual_bits bits of sign and mantissa; listed: without zeros."""
     width = 8 * rows.itemsize
     elements = rows.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]).view(-1)
     elements = elements[elements != 0] if listed else elements
@@ -296,7 +296,7 @@ def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
 
 
 def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...], listed: bool = False) -> _Family:
-    """Scheme planes of floats whose signs and mantissas have so many bits: the most frequent exponents."""
+    """Scheme planes of floats with `residual_bits` bits of sign and mantissa: the most frequent exponents."""
     ranked = _exponents(rows, residual_bits, listed).argsort(descending=True)
     num_entries = sum(2**bits - 1 for bits in digit_bits)
     entries = ranked[torch.arange(num_entries).clamp(max=len(ranked) - 1)].cpu().view(1, -1)

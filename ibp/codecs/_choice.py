@@ -23,7 +23,7 @@ from ._whole import CODECS, WholeTensor, codec_of, is_general
 
 _GPU_SAMPLE_BYTES = 256 << 20  # several times a GPU's cache; enough chunks to fill it
 _CPU_SAMPLE_BYTES = 16 << 20  # for each thread, which codes blocks of 2 MiB
-_LEAST_PARTED_BYTES = 4 << 20  # of a sample of which a part is looked at first
+_LEAST_PARTED_BYTES = 4 << 20  # a sample of at least this size is looked at in part first
 _PIECE_BYTES = 4 << 20  # of the tensor in one piece: general codecs look back so far
 _FIRST_SHARE = 4  # of the sample: the part that is looked at first
 _SHORT_SHARE = 2  # of the sample: the part that says what a call costs besides its bytes, itself beyond a GPU's cache
@@ -98,7 +98,7 @@ def choose(
 def _candidates(
     schemes: Iterable[str] | None, dtype: torch.dtype, device: torch.device, rows: bool
 ) -> list[tuple[str, str]]:
-    """(scheme, level) of what is measured. Those that are named must be there."""
+    """(scheme, level) of each candidate to measure. Schemes that the caller names must be installed."""
     if schemes is None:
         general = [] if rows else [name for name, codec in CODECS.items() if codec.device_type == device.type]
         there = (name for name in general if _is_there(name))
@@ -159,7 +159,7 @@ class _Sample(NamedTuple):
 
 
 def _pieces(x: torch.Tensor, limit: int) -> list[torch.Tensor]:
-    """Pieces of a tensor, spread evenly over its items, of so many bytes in all."""
+    """Pieces of a tensor, `limit` bytes in all, spread evenly over its items."""
     item_bytes = x.nbytes // len(x)
     count = max(1, limit // max(_PIECE_BYTES, item_bytes))
     length = max(1, limit // count // item_bytes)
@@ -210,7 +210,7 @@ class _Candidate:
         self.timed.append(found)
 
     def cost(self, num_bytes: int) -> CodingCost:
-        """Of a tensor of so many bytes."""
+        """What coding a tensor of num_bytes bytes costs."""
         last = self.timed[-1]
         stored_bytes = round(last.stored_bytes * (num_bytes / last.num_bytes))
         encode_s, decode_s = (
@@ -221,8 +221,8 @@ class _Candidate:
 
 
 def _measured(candidates: list[tuple[str, str]], sample: _Sample, rows: bool) -> list[CodingCost]:
-    """What each candidate takes for the whole tensor; those that save nothing are left out. What is beaten on the first
-    part of the sample is not looked at further."""
+    """What each candidate takes for the whole tensor. Candidates that save nothing are left out, and a candidate that
+    is beaten on the first part of the sample is not measured further."""
     found: list[_Candidate] = []
     for scheme, level in candidates:
         codebook = None if is_general(scheme) else _learned(scheme, level, sample)
@@ -247,8 +247,8 @@ def _learned(scheme: str, level: str, sample: _Sample) -> AnyCodebook | None:
 
 
 def _extrapolated(timed: list[tuple[int, float]], num_bytes: int) -> float:
-    """Seconds for so many bytes by (bytes, seconds) of one size, or of the last two: what a call takes, and what each
-    byte does."""
+    """Seconds for num_bytes bytes, from the (bytes, seconds) of one size or of the last two: what a call takes, and
+    what each byte takes."""
     size, seconds = timed[-1]
     a_byte = seconds / size
     if len(timed) > 1:
@@ -259,7 +259,7 @@ def _extrapolated(timed: list[tuple[int, float]], num_bytes: int) -> float:
 
 
 class _Timed(NamedTuple):
-    """What coding so many bytes took."""
+    """What coding num_bytes bytes took."""
 
     num_bytes: int
     stored_bytes: int

@@ -1,4 +1,4 @@
-"""What a codec of whole tensors is: bytes are cut into blocks, and each is coded by itself (FORMAT.md section 9)."""
+"""A codec of whole tensors cuts bytes into blocks, and codes each block alone (FORMAT.md section 9)."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class GeneralCodec(ABC):
         level: int | None,
         on_bytes: OnBytes,
     ) -> list[torch.Tensor]:
-        """The coded blocks of bytes, on the device that codes; a block that would not shrink as it is.
+        """The coded blocks of bytes, on the device that codes; a block that would not shrink is kept as it is.
 
         Args:
             data: uint8 [bytes], at least one, on any device.
             worker: the device that codes.
-            level: of those that the codec has; None: its default.
+            level: one of the codec's levels; None: its default.
         """
 
     @abstractmethod

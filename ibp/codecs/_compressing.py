@@ -107,17 +107,18 @@ def compress(
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
             that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table. Or a numpy
             array, also of ml_dtypes' bfloat16 and float8, as the tensor of the same bytes.
-        scheme: "auto", the best for the layout on a sample of rows: for slots the one that fetches the fewest bytes, of
-            those that a GPU fetches and decodes faster than raw rows; for packed rows the one of fewest bytes. Or
-            "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to gather them by
-            the same kernels). Or a general codec, for tensors that are only wanted whole, by its optional package:
-            "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans" (of floats as
-            such or as bytes, whichever takes less of a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose),
-            "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
-            "nvcomp:zstd". The result is then an `ibp.codecs.WholeTensor`; the arguments for rows are refused. Or an
-            `ibp.codecs.Choice` (see `ibp.codecs.choose`), which says how x is coded: packed, unless it is for rows.
-        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given. Of general codecs
-            chunk_bytes are coded by themselves: 64 KiB with nvCOMP, else 2 MiB.
+        scheme: "auto", the best for the layout on a sample of rows: for slots the scheme that fetches the fewest bytes,
+            among the schemes that a GPU fetches and decodes faster than raw rows; for packed rows the scheme of fewest
+            bytes. Or "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to
+            gather them by the same kernels). Or a general codec, for tensors that are only wanted whole, by its
+            optional package: "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's
+            "nvcomp:ans" (of floats as such or as bytes, whichever takes less of a sample; "nvcomp:ans:floats" and
+            "nvcomp:ans:bytes" choose), "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate",
+            "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The result is then an `ibp.codecs.WholeTensor`; the
+            arguments for rows are refused. Or an `ibp.codecs.Choice` (see `ibp.codecs.choose`), which says how x is
+            coded: packed, unless it is for rows.
+        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given. A general codec codes
+            each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
         sample: fraction of the rows to learn the codebook from; None: as many as hold 2^19 elements, and of scheme
             "ibp" as fit 64 MiB (16 MiB without a GPU).

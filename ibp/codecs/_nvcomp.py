@@ -177,7 +177,7 @@ class Coder:
         self._configuration = functools.lru_cache(64)(self._configured)
 
     def _configured(self, num_bytes: int) -> tuple[Any, Any]:
-        """(for coding, for decoding) so many bytes. Nothing is read from coded bytes."""
+        """(configuration for coding, configuration for decoding) of num_bytes bytes. Coded bytes are not read."""
         coding = self._codec.compression_config(num_bytes)
         return coding, self._codec.decompression_config(coding)
 
@@ -191,7 +191,7 @@ class Coder:
         """Bytes coded, at the beginning of the room. Waits for their size."""
         with self._lock:
             coding, _ = self._configuration(data.numel())
-            out = self._array(room)  # of which nvCOMP notes the size; of a tensor it does not
+            out = self._array(room)  # nvCOMP notes the size of an array of its own, but not of a tensor
             self._codec.encode(self._array(data.view(self._words)), out=out, compression_config=coding)
             return room[: out.buffer_size]
 

@@ -24,8 +24,8 @@ _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offse
 
 
 class WholeTensor(TensorManners):
-    """A tensor coded as a whole by a general codec, in blocks that decode by themselves. Made by `ibp.compress` with a
-    scheme such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
+    """A tensor coded as a whole by a general codec, in blocks that decode alone. Made by `ibp.compress` with a scheme
+    such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
 
     It has no rows: `ibp.decompress` gives the whole tensor; `index_select`, `update_`, `prefetch` and caches refuse
     it. `==` and `hash` go by identity.

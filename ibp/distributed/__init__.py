@@ -352,9 +352,9 @@ def compress_all_gather(
     """Lets the all-gathers of FSDP2 travel coded, where that is faster. Training gives the same bits.
 
     Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
-    Before later forward passes of `module`, ranks see together which modules' parameters fit into their messages, so
-    that the host waits for no all-gather by itself: it looks at the end of the forward pass and of the backward pass
-    whether all of them did fit. Parameters that are written in between to values that do not fit make that pass raise
+    Before later forward passes of `module`, ranks check together which modules' parameters fit into their messages.
+    The host then does not wait for each all-gather: at the end of the forward pass and of the backward pass it checks
+    whether all parameters did fit. If parameters are written in between to values that do not fit, that pass raises
     RuntimeError on all ranks.
 
     Example:

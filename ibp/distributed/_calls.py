@@ -398,4 +398,4 @@ def _copy_own(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _ignore(work: dist.Work | None) -> None:
-    """Of a call that has waited by itself."""
+    """Drops the work of a call that has already waited."""

@@ -93,12 +93,12 @@ class Codec:
         return int.from_bytes(content.digest(), "little") >> 1
 
     def sizes(self, num_rows: int) -> dict[str, int]:
-        """Of the `CodedRows` that a message of so many rows is."""
+        """Sizes of the `CodedRows` for a message of num_rows rows."""
         slack = int(num_rows * self.overflow_bytes) + _LEAST_OVERFLOW
         return {"slot_bytes": self.slot_bytes, "overflow_bytes": -(-slack // 64) * 64}
 
     def message_bytes(self, num_rows: int) -> int:
-        """Of a message of so many rows."""
+        """Bytes of a message of num_rows rows."""
         return -(-CodedRows.memory_bytes(self.codebook, num_rows, **self.sizes(num_rows)) // 64) * 64
 
     @property
@@ -108,7 +108,7 @@ class Codec:
 
 
 def rows_of(num_bytes: int) -> int:
-    """Rows of so many bytes; the last one can be short."""
+    """How many rows num_bytes bytes make; the last row can be short."""
     return -(-num_bytes // ROW_BYTES)
 
 
@@ -121,7 +121,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:
-    """At most so many whole rows of x, on the CPU: uint8 [n, 4096], spread over all of them."""
+    """At most num_rows whole rows, spread over all of x, on the CPU: uint8 [n, 4096]."""
     data = as_bytes(x.resolve_conj().resolve_neg().contiguous())
     there_are = data.numel() // ROW_BYTES
     rows = data[: there_are * ROW_BYTES].view(there_are, ROW_BYTES)

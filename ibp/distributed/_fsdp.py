@@ -100,7 +100,7 @@ class Shards:
         return gather(output_tensor, input_tensor, group, async_op, True, is_known_to_fit=True, **options)
 
     def _is_same(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Whether the call is one of those that `Rooms` has looked at."""
+        """Whether `Rooms` has looked at a call like this one."""
         kind = self.kind
         if kind is None or group is not self.group() or (kind.numel, kind.dtype) != (x.numel(), x.dtype):
             return False

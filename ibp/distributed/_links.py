@@ -127,7 +127,7 @@ def piece_counts(rates: Rates, load: Load) -> tuple[int, ...]:
 
 
 def _exposed_s(rates: Rates, load: Load, count: int) -> float:
-    """Seconds of coding and decoding that so many pieces do not hide: of the first and of the last one."""
+    """Seconds of coding and decoding that `count` pieces do not hide: coding the first, and decoding the last one."""
     if count == 1 or not rates.hides:
         return _coding_s(rates, load)
     shares = shares_of(count)
@@ -135,8 +135,8 @@ def _exposed_s(rates: Rates, load: Load, count: int) -> float:
 
 
 def gain(codec: Codec, rates: Rates, link: Link, load: Load, count: int | None = None) -> float:
-    """How many times as fast as a raw one a coded call is expected to be, of so many pieces, or of `num_pieces`; 0
-    where the link is so fast that coding hides behind it in part only: then the coders and the link take
+    """How many times as fast as a raw call a coded one is expected to be, in `count` pieces (None: in `num_pieces`). 0
+    where the link is so fast that coding hides behind it only in part: the coders and the link then take
     multiprocessors and memory from each other."""
     if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
         return 0.0
@@ -147,8 +147,8 @@ def gain(codec: Codec, rates: Rates, link: Link, load: Load, count: int | None =
 
 
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Of so many messages to other ranks, and from them, the least size where coding them all pays: `start`, or a power
-    of two times that."""
+    """The least size of a message where coding pays, if `count` messages go to other ranks and `count` come from them:
+    `start`, or a power of two times that."""
     size = start
     while size < _MOST_LEAST_BYTES and not pays(
         gain(codec, rates, link, Load(size * count, size * count, size * count))
@@ -166,7 +166,7 @@ def pays(expected_gain: float) -> bool:
 
 
 def calls_to_try(link: Link, load: Load) -> tuple[int, int]:
-    """(in a row, rows) of calls that tell how fast they are, so many that it takes no long time."""
+    """(calls in a row, rows of calls) that show how fast calls are; few enough not to take long."""
     raw_s = load.moved / link.gbps / 1e9
     return max(1, min(_IN_A_ROW, int(_ROW_S / raw_s))), _REPEATS if raw_s < 4 * _ROW_S else _REPEATS - 1
 

@@ -49,8 +49,8 @@ class Status:
     """What has become of each message of a call, for the host to look at.
 
     Attributes:
-        rows: int64 [8] of each message: the rows that were spilled and those that were lost where it was coded, and
-            last the codec's fingerprint. Ranks can send each other theirs.
+        rows: int64 [8] of each message, from its coder: how many rows were spilled, how many were lost, and last the
+            codec's fingerprint. Ranks can send each other theirs.
         all_rows: all of these, one tensor.
         faults: int64 [4] of each message, where it was decoded.
         heads: the fingerprints, a view.

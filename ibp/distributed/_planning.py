@@ -182,8 +182,8 @@ class State:
         self.plans.pop(kind, None)
 
     def _compare(self, members: _group.RankGroup, kind: Kind, call: Call) -> None:
-        """Raises on all ranks unless they make the same call by the same plan: gloo ends a process that is sent more
-        bytes than it expects, NCCL waits for those that are missing."""
+        """Raises on all ranks unless they make the same call by the same plan. Without this check, gloo would end a
+        process that is sent more bytes than it expects, and NCCL would wait for the missing ones."""
         try:
             call.check()
             mine = _number_of(kind, self.plans.get(kind))

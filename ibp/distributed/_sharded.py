@@ -36,8 +36,8 @@ _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a co
 
 
 class ShardedTable(TensorManners):
-    """A table [N, ...] of which every rank of a process group has a part: the rows of rank 0 first, then those of rank
-    1, and so on. Ranks may have different numbers of items, or none.
+    """A table [N, ...] whose rows are spread over the ranks of a process group: first the rows of rank 0, then the rows
+    of rank 1, and so on. Ranks may have different numbers of items, or none.
 
     Rows are sent as they are stored, compressed, by all_to_all over the group, and decoded by the rank that asks: over
     gloo from host memory, over NCCL from the GPUs. All shards are coded with one codebook; a shard that saves nothing
@@ -374,7 +374,7 @@ class ShardedTable(TensorManners):
             return None
 
     def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_Received]:
-        """Rows of this rank's items, in parts of so many items. Raises IndexError or CorruptTableError."""
+        """Rows of this rank's items, in parts of `counts` items. Raises IndexError or CorruptTableError."""
         table, device = self.local_table, self._group.device
         if ids.numel() == 0:
             nothing = torch.empty(0, dtype=torch.uint8, device=device)

@@ -63,7 +63,7 @@ class MessageSlots:
             self._ended.record(self._last)
 
     def take(self, num_bytes: int) -> Slot:
-        """A slot with at least so many bytes."""
+        """A slot of at least num_bytes bytes."""
         if not self.on_gpu:
             return Slot(self._empty(num_bytes))
         free = [slot for slot in self._slots if not slot.is_taken]

@@ -45,7 +45,7 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: st
 
     Raises:
         IndexError: a CPU id is out of range (see `ibp.index_select` for those on a GPU).
-        RuntimeError: this is a worker process of a data loader, and the rows would come by a GPU.
+        RuntimeError: this is a worker process of a data loader, and a GPU would fetch the rows.
     """
     refuse_cuda_in_worker(table, device, what)
     try:

@@ -28,12 +28,12 @@ __all__ = ["CompressedWeights"]
 class CompressedWeights(Mapping[str, torch.Tensor]):
     """The weights of a model by name, compressed in host memory, each decoded when it is asked for.
 
-    For `accelerate.cpu_offload(model, execution_device, state_dict=weights)`, and for a model of which a part stays on
-    GPUs `accelerate.dispatch_model(model, device_map, state_dict=weights, offload_index={})`. Any other code that wants
-    a mapping from names to tensors can take it, too.
+    For `accelerate.cpu_offload(model, execution_device, state_dict=weights)`. If part of a model stays on GPUs, for
+    `accelerate.dispatch_model(model, device_map, state_dict=weights, offload_index={})`. Any other code that wants a
+    mapping from names to tensors can take it, too.
 
-    A tensor that several names share is stored once. Tensors of less than 4 KiB, and of subclasses, are kept raw. What
-    was given is not held: a checkpoint can be passed shard by shard, as pairs.
+    A tensor that several names share is stored once. Tensors of less than 4 KiB, and of subclasses, are kept raw. The
+    given tensors are not held: a checkpoint can be passed shard by shard, as pairs.
 
     Args:
         weights: a state dict, or pairs (name, tensor).

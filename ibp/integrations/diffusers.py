@@ -46,7 +46,7 @@ def compress_groups(
     pinned copies besides. While a group is offloaded its parameters keep their shape, dtype and device, but take no
     memory and are NaN (integers 0); `model.state_dict()` has their values nevertheless, decoded. Called again, it
     compresses groups that are not compressed yet. When diffusers removes its hooks, as it does to load LoRAs, the
-    parameters come back by themselves: call it again afterwards.
+    parameters come back uncompressed: call it again afterwards.
 
     Args:
         model: a module whose groups are offloaded to the CPU. Of a pipeline: each of its models.

@@ -1,4 +1,4 @@
-"""FlexGen (0.1.8) with compressed weights: those that it keeps in host memory are coded, and decoded on the GPU.
+"""FlexGen (0.1.8) with compressed weights: weights in host memory are coded, and decoded on the GPU.
 
     import ibp.integrations.flexgen
 

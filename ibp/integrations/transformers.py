@@ -246,7 +246,7 @@ class CompressedLayer(DynamicLayer):
     # ---- ahead of use ----
 
     def fetch_ahead(self, new_tokens: int) -> None:
-        """Begins to bring what the next call needs if it has so many new tokens."""
+        """Begins to bring what the next call needs if it has `new_tokens` new tokens."""
         if not self.is_initialized or self._fetch is not None:
             return
         self.store(wait=self.is_coding_much())
@@ -259,7 +259,7 @@ class CompressedLayer(DynamicLayer):
         self.fetch_ahead(1)
 
     def offload(self) -> None:
-        """Does nothing: older tokens leave the GPU by themselves, newer ones stay."""
+        """Does nothing: older tokens have left the GPU already, newer ones stay."""
 
     # ---- changes ----
 
@@ -394,7 +394,7 @@ class CompressedCache(DynamicCache):
         codebooks: those of keys and of values to begin with, for all layers, made by `ibp.codecs.analyze` of tensors
             whose rows are whole tokens of a head, one or more; None: learned, which takes some
             milliseconds each (of scheme "ibp" a hundred).
-        max_sms: at most so many multiprocessors decode; None: all, but 32 where tokens come over the link and a
+        max_sms: at most this many multiprocessors decode; None: all, but 32 where tokens come over the link and a
             codebook has the same entries for every column.
 
     Raises:

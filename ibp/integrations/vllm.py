@@ -361,8 +361,8 @@ class IBPOffloadingWorker(OffloadingWorker):
             job.events[1].record()
 
     def _load_raw(self, part: _PagePart) -> _PagePart:
-        """Copies the pages that are not coded, on the current stream. Returns the part of those that are, with blocks
-        that are all different: only vLLM's null block, which nobody reads, may come several times."""
+        """Copies the pages that are not coded, on the current stream. Returns the part with the coded pages. Its blocks
+        are all different: only vLLM's null block, which nobody reads, may come several times."""
         raw, tensors = part.span.pool.raw, part.span.paged.tensors
         page_of = dict(zip(part.blocks, part.pages))
         for block, page in page_of.items():

@@ -292,7 +292,7 @@ class TokenCodec:
     Args:
         form: how they are cut.
         options: of the cache.
-        given: the codebook to begin with; None: it is learned from what is coded first.
+        given: the codebook to begin with; None: it is learned from the first keys or values that are coded.
         device: where they are coded and decoded.
     """
 

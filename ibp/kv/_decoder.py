@@ -10,7 +10,7 @@ from ._arena import DeviceTokenArena, PinnedTokenArena, TokenArena
 from ._coding import Options
 from ._history import History, Pending
 
-_SLACK = 8  # a buffer that grows is larger than the layer by one part in so many
+_SLACK = 8  # a buffer that grows becomes an eighth larger than the layer
 
 
 class Fetch:
@@ -102,7 +102,7 @@ class TokenDecoder:
         memory.copy_(data)
 
     def fetch(self, history: History, num_tokens: int, blocks: range | None = None) -> Fetch:
-        """Begins to decode blocks (None: all) to the first of so many tokens of new keys and values."""
+        """Begins to decode blocks (None: all) to the first of `num_tokens` tokens of new keys and values."""
         blocks = range(history.num_blocks) if blocks is None else blocks
         keys, values = history.empty(num_tokens)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])

@@ -18,10 +18,10 @@ class Batch:
     """Blocks that were coded by one call.
 
     Attributes:
-        num_blocks: those that are left of them.
-        num_coded: those that there were.
+        num_blocks: how many of the blocks are left.
+        num_coded: how many blocks the call coded.
         batch_size: sequences of a block.
-        start: of their bytes in the arena.
+        start: where their bytes start in the arena.
     """
 
     num_blocks: int

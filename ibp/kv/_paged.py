@@ -69,7 +69,7 @@ class PagedTensors:
 
 
 class PageList:
-    """Tensors that are a page each, all of which are meant: as `PagedTensors`, with as many blocks as tensors."""
+    """Tensors that are one page each; a call takes all. Used as `PagedTensors`, with as many blocks as tensors."""
 
     def __init__(self, tensors: Buffers) -> None:
         self.tensors = tensors.tensors

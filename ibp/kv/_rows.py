@@ -22,10 +22,10 @@ _INDEX_OUT_OF_RANGE = 2  # ibp_status
 class KVRowsStats(NamedTuple):
     """What a `KVRows` has done.
 
-    hits, misses: rows that `load` found in the cache, and that came from where the rows are.
-    link_bytes: of the missed ones, in whole 32-byte sectors.
-    spilled_rows, lost_rows: of all that were stored: those with a part in overflow; those that found no room there.
-    used_overflow_bytes: of overflow that have been handed out.
+    hits, misses: rows that `load` found in the cache, and rows that it fetched from where they are stored.
+    link_bytes: of the missed rows, in whole 32-byte sectors.
+    spilled_rows, lost_rows: stored rows that have a part in overflow; stored rows that found no room there.
+    used_overflow_bytes: bytes of overflow that have been handed out.
 
     Example:
         >>> k = torch.randn(64, 1, 128, dtype=torch.bfloat16)  # [tokens, heads, dim]
@@ -292,7 +292,7 @@ class KVRows:
         return layer
 
     def _tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token numbers on the device, int64; those that the host knows are checked."""
+        """Token numbers on the device, int64; numbers that the host knows are checked."""
         if not isinstance(tokens, torch.Tensor) or tokens.dtype not in (torch.int32, torch.int64):
             what = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
             raise TypeError(f"tokens are {what}; wanted a tensor of int32 or int64")

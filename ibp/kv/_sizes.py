@@ -90,7 +90,7 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
 
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
-    """The largest slots with which so many rows fit a pool, 2 % of it left for overflow unless that is elsewhere."""
+    """The largest slots with which num_rows rows fit a pool. 2 % of it is for overflow, unless that is elsewhere."""
     per_row = pool_bytes / max(1, num_rows)
     if per_row >= row_bytes:
         return Sizes(row_bytes, 0.0)

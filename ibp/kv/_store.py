@@ -354,11 +354,11 @@ class KVStore:
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> Transfer:
-        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. Pages of which one of
-        these tensors is not stored come as zeros, in all of them, and raise when the transfer is waited for by
-        `Transfer.synchronize`, or by `check`.
+        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. If one of these tensors
+        of a page is not stored, all of them come as zeros for that page, and `Transfer.synchronize`, which waits for
+        the transfer, or `check` raises.
 
-        Args and Raises: as in `store`, but that the blocks have to be different, and not the pages.
+        Args and Raises: as in `store`, except that the blocks must differ from each other, and the pages need not.
         """
         call = self._call(pages, tensors, blocks, first_tensor, "blocks")
         with self._lock, self._on_stream(stream, False, call):
@@ -525,8 +525,8 @@ class KVStore:
     def _plan(
         self, call: _StoreCall, ids_per_block: int, stored: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows or pieces of a call's pages, -1 for those that are not there or not stored; addresses of the pieces of
-        its blocks)."""
+        """(rows or pieces of a call's pages, -1 for pages that do not exist or are not stored; addresses of the pieces
+        of its blocks)."""
         of, count = call.tensors, call.near.numel()
         ids, addresses = (
             torch.empty(count * number, dtype=torch.int64, device=self.device)
@@ -547,7 +547,8 @@ class KVStore:
 
 
 class _StoreCall(NamedTuple):
-    """Pages and blocks of a transfer. near: page numbers on the device; host: those that the host knows, or None."""
+    """Pages and blocks of a transfer. near: page numbers on the device; host: page numbers, or None if the host does
+    not know them."""
 
     near: torch.Tensor
     host: frozenset[int] | None

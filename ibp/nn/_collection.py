@@ -87,8 +87,8 @@ class _Group(RowsModule):
         """[bags, embedding_dim]. Lengths that do not fit the ids raise ValueError on the CPU; on a GPU they make all
         ids bad.
 
-        On the CPU each part is pooled by itself: torch adds gradients of one row in an order that depends on what else
-        is in the call, and they are to have the bits that a module of its own gives them."""
+        On the CPU each part is pooled alone: torch adds gradients of one row in an order that depends on what else is
+        in the call, and the gradients must have the bits that a separate module for each part would give."""
         ids = jagged.ids.to(torch.int64)
         offsets = torch.cat((jagged.lengths.new_zeros(1), jagged.lengths.cumsum(0)))
         is_wrong = (jagged.lengths < 0).any() | (offsets[-1] != ids.numel())
@@ -124,7 +124,7 @@ class _Group(RowsModule):
 
 
 def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each of so many bags begin and end."""
+    """(begin, end) of each part, from the number of bags of each."""
     ends = list(accumulate(counts))
     return list(zip([0, *ends], ends))
 

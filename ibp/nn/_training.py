@@ -101,7 +101,7 @@ class RowsModule(TableModule):
         return LookedUp(rows, places[: ids.numel()].view(ids.shape), padding)
 
     def _refusal(self, wrong: int) -> str:
-        """What is said of an id that is out of range."""
+        """The message for an id that is out of range."""
         return f"ids hold {wrong}; wanted 0 to {self.num_embeddings - 1}"
 
     def rows_at(self, ids: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
@@ -245,7 +245,7 @@ class RowsModule(TableModule):
 
 
 def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowCache | None:
-    """The cache of a table; of so many bytes one that is made here."""
+    """The cache of a table; an int makes a new cache of that many bytes."""
     if cache is None:
         return None
     if isinstance(cache, int) and not isinstance(cache, bool):
@@ -258,7 +258,7 @@ def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowC
 
 
 def _check_offsets(offsets: torch.Tensor, num_ids: int) -> None:
-    """ValueError for offsets of which no bags can be made: torch's kernels trust them on a GPU, which is waited for."""
+    """Raises ValueError for offsets that describe no bags, since torch's kernels trust them. Waits for a GPU."""
     if offsets.dim() != 1:
         raise ValueError(f"offsets has shape {list(offsets.shape)}; wanted one dimension")
     if offsets.numel() == 0:

@@ -113,7 +113,7 @@ class Chunk:
         return self._views[1]
 
     def unfit(self) -> list[Run]:
-        """Those that want a codebook."""
+        """The runs that want a codebook."""
         return [run for run in self.runs if run.state.wants_fit]
 
     def fit(self, run: Run, work: Work, growth: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""Which rows share a codebook: those that take as many bytes by it as the rows that it was learned from, `grouped`."""
+"""Which rows share a codebook (`grouped`): rows that take as many bytes by it as the rows that taught it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Family:
     keys: set[Hashable] = field(default_factory=set)
 
     def suits(self, section: Section, mean_bytes: float) -> bool:
-        """Whether a section is one of them, whose rows take so many bytes by the codebook. Fewer bytes may be by far
-        too many for values of another kind, but not for others of the same ones."""
+        """Whether a section belongs to the family, by the mean bytes that its rows take by the family's codebook. A
+        section of other values must not take far fewer bytes either; a section of the same values may."""
         more = mean_bytes - self.mean_bytes
         return more <= _AS_GOOD and (more >= -_AS_GOOD or section.key in self.keys)
 
@@ -81,14 +81,14 @@ def grouped(
     Args:
         rows: [n, ROW_BYTES / itemsize], contiguous.
         sections: of all rows, in their order.
-        families: that may take sections; those that are founded here are added.
+        families: that may take sections; families that are founded here are added.
         learn: gives a codebook for rows.
     """
     measured: list[_Measured] = []  # by the number of the family, as far as they were asked
     takers: dict[int, int] = {}  # the number of the family, by that of the section
 
     def offer(found: _Measured) -> None:
-        """Gives the next family the sections that it suits, of those that are left."""
+        """Gives the next family the sections that suit it and have no family yet."""
         measured.append(found)
         family = families[len(measured) - 1]
         for i, section in enumerate(sections):

@@ -55,7 +55,7 @@ def _sample_of(rows: torch.Tensor, growth: float) -> torch.Tensor:
 
 
 def _is_paired(codebook: AnyCodebook) -> bool:
-    """Whether a codebook is one of those that `_pairs` makes."""
+    """Whether a codebook is of the kind that `_pairs` makes."""
     return isinstance(codebook, PlanesCodebook) and _has_digits_of_pairs(codebook) and codebook.symbol_bits == 8
 
 

@@ -15,11 +15,11 @@ class Reserve(Pool):
         self._rows_to_come = 0
 
     def expect(self, num_rows: int) -> None:
-        """There will be states of so many rows more, each of which takes a part."""
+        """Announces states that have num_rows rows in all; each state takes a part later."""
         self._rows_to_come += num_rows
 
     def take_first(self, num_rows: int, bytes_per_row: int) -> torch.Tensor:
-        """As `take`, for a state of so many rows that was expected."""
+        """As `take`, for a state of num_rows rows that `expect` has announced."""
         others = max(0, self._rows_to_come - num_rows)
         part = self.take(num_rows * bytes_per_row, others=others * bytes_per_row)
         self._rows_to_come = others

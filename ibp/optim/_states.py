@@ -22,9 +22,9 @@ _MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
 _CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
-_LEARNING_STEPS = 4  # one step in so many learns codebooks, of those that are not the first
-_LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # in it one of so many codebooks is replaced, at least so many
-_WATCHED_STEPS = 16  # the first ones; of the others one in so many as one learns codebooks
+_LEARNING_STEPS = 4  # every fourth step learns codebooks in place of earlier ones
+_LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # such a step replaces a quarter of the codebooks, but at least two
+_WATCHED_STEPS = 16  # the first steps are all watched, later ones as often as steps learn codebooks
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
@@ -219,7 +219,7 @@ class CodedState:
             self.write(data.view(torch.uint8).view(-1))
 
     def note_overflow(self, num_bytes: int, steps: int) -> None:
-        """Notes that so many bytes of overflow are in use, in each of so many steps."""
+        """Notes that num_bytes bytes of overflow are in use, in each of `steps` steps."""
         self._crowded_bytes += max(0.0, num_bytes - self._expected_bytes) * steps
 
     def _with_host_memory(self, slot_bytes: int) -> int:
@@ -295,8 +295,8 @@ def free_overflow(states: list[CodedState]) -> None:
 
 
 def choose_learners(states: list[CodedState]) -> None:
-    """Lets states learn codebooks in the step that follows, if it is one of those that do: of the codebooks that are to
-    be replaced a few, which want it the most, so that no step takes many times as long as another."""
+    """Lets states learn codebooks in the next step, if codebooks are learned in it. Only the few states that want a new
+    codebook the most learn one, so that no step takes many times as long as another."""
     if (max((state.stores for state in states), default=0) + 1) % _LEARNING_STEPS:
         return
     families: dict[int, list[CodedState]] = {}

@@ -92,8 +92,8 @@ class _StepPlan:
 
 
 class _CodedStates(torch.optim.Adam):
-    """What Adam and AdamW share. `self.state` has the steps alone; the other states are in chunks, of which each
-    parameter group has a list."""
+    """What Adam and AdamW share. `self.state` has the steps alone; the other states are in chunks, and each parameter
+    group has a list of chunks."""
 
     _step_supports_amp_scaling = True  # of a GradScaler, by torch's kernel
 

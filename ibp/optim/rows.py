@@ -125,7 +125,7 @@ class RowOptimizer(torch.optim.Optimizer):
 class SGD(RowOptimizer):
     """Stochastic gradient descent: w -= lr * grad.
 
-    Rows have the bits that torch.optim.SGD gives them on the CPU, those that no forward pass has looked up too.
+    Rows have the bits that torch.optim.SGD gives them on the CPU, even rows that no forward pass has looked up.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -159,9 +159,9 @@ class Adagrad(RowOptimizer):
     """Adagrad with a state for each weight (Duchi, Hazan and Singer, 2011): sum += grad^2,
     w -= lr / (1 + step * lr_decay) * grad / (sqrt(sum) + eps).
 
-    Rows have the bits that torch.optim.Adagrad gives them on the CPU, those that no forward pass has looked up too. The
-    states are a table of the weights' dtype, beside the weights; rows that have not trained take no bytes but the
-    index's, others the bytes of a row until `refit`.
+    Rows have the bits that torch.optim.Adagrad gives them on the CPU, even rows that no forward pass has looked up. The
+    states are a table of the weights' dtype, beside the weights. A row that has not trained takes only its bytes in the
+    index; any other takes the bytes of a row until `refit`.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)

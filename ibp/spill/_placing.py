@@ -31,7 +31,7 @@ def place(
     device: torch.device | str | int | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
-    """A table of which a fixed part is on a GPU and the rest in pinned host memory, from where the GPU reads it as it
+    """A table with a fixed part on a GPU and the rest in pinned host memory; the GPU reads the rest from there as it
     decodes (Buddy Compression, ISCA 2020).
 
     Every row has a slot on the device. A row that takes more, as stored, has the rest of its bytes in host memory; so

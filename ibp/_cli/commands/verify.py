@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is said of one file."""
+    """What the command reports on one file."""
     import ibp
 
     from .. import work
@@ -71,8 +71,8 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
-    """Names of the tensors that are damaged, and of those that share a block with damaged bytes and may be. A table
-    that decodes to what was compressed is neither."""
+    """Names of damaged tensors, and of tensors that may be, since they share a block with damaged bytes. A table
+    that decodes to what was compressed is in neither list."""
     import ibp
 
     found: dict[str, list[str]] = {"damaged": [], "suspect": []}
