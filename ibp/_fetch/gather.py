@@ -70,12 +70,12 @@ def index_select(
             int64 are taken as they are, shorter ones are widened), a sequence of ints or a numpy array.
         table_numbers: integers [K] in [0, T), with a list of tables.
         device: where the result goes; None: out's device, else the ids'. Of a list of tables the ids'.
-        out: tensor of the table's dtype to write to: [K, ...], or more dimensions than one whose sizes make K. Of any
-            strides: where its items are contiguous, as those of a cache [B, H, T, D] at a t, they are written where
-            they belong. With a list of tables: contiguous.
+        out: tensor of the table's dtype to write to: [K, ...], or with several dimensions in place of K, whose product
+            is K. Any strides will do: contiguous items, such as the items at one t of a cache [B, H, T, D], are written
+            straight to their places. With a list of tables: contiguous.
         check: wait for the result and raise here what went wrong.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" few (16 on
-            an H200) where these decode as fast as the link brings rows.
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, except that path "bucketed" takes
+            few (16 on an H200) where few decode as fast as the link brings rows.
         path: how items come from host memory to a GPU; None chooses by the sizes. All give the same bits.
             "gpu": the GPU fetches them in the order given.
             "bucketed": the GPU first puts the ids in the order of windows of the table, then fetches in that order: for

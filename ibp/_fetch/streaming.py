@@ -55,17 +55,17 @@ def decompress(
     max_sms: int | None = None,
     path: str | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """The whole tensor again.
+    """The tensor that a table was made from.
 
-    From pinned host memory to a GPU the stored bytes are moved by the copy engine into a ring of staging buffers of 32
-    MiB, and decoded there meanwhile, on streams beside the current one, which waits for them; less than 64 MiB is
-    fetched by a kernel itself. With out on the GPU and the table pinned or on that GPU, the call does not synchronise
-    and can be captured in a CUDA graph (after one call outside it), which then keeps the ring. Inside torch.compile,
-    after one call outside it, a kernel fetches.
+    From pinned host memory to a GPU, the copy engine moves the stored bytes into a ring of staging buffers of 32 MiB.
+    The GPU decodes them there meanwhile, on streams beside the current one, which waits for them. Less than 64 MiB is
+    fetched by one kernel instead. With out on the GPU and the table pinned or on that GPU, the call does not
+    synchronise and can be captured in a CUDA graph (after one call outside it), which then keeps the ring. Inside
+    torch.compile, after one call outside it, a kernel fetches.
 
-    Of a list of tables those in pinned host memory that go to one GPU come as one stream through one ring: the copies
-    for one tensor run while the one before is still being decoded, so that the link is busy from the first tensor to
-    the last, however small they are. Arguments are checked before anything is written.
+    Several tables in pinned host memory that go to one GPU come as one stream through one ring: the copies for one
+    tensor run while the tensor before it is still being decoded, so that the link is busy from the first tensor to the
+    last, however small they are. Arguments are checked before anything is written.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -81,16 +81,16 @@ def decompress(
         device: where the result goes; None: out's device, else the table's.
         out: tensor of x's shape and dtype to write to, of any strides. For several tables: a tensor or None for each.
         check: as in `index_select`.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "copy" no more than
-            keep up with the link beside work that fills the others (32, or more where decoding is slow).
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, except that path "copy" takes only
+            as many as keep up with the link while other work fills the rest (32, or more where decoding is slow).
         path: how rows come from pinned host memory to a GPU; None chooses by the size. All give the same bits.
-            "copy": the copy engine moves them into the ring. The fastest on a GPU that has multiprocessors free; beside
-                kernels that keep all of them busy, every chunk waits for some.
-            "gpu": one kernel fetches them itself, and keeps the multiprocessors that it has once been given: beside
-                such kernels take this.
+            "copy": the copy engine moves them into the ring. It is the fastest on a GPU with free multiprocessors;
+                beside kernels that keep all of them busy, every chunk waits for some.
+            "gpu": one kernel fetches them, and keeps the multiprocessors that it was once given: take this path beside
+                kernels that keep all of them busy.
 
     Returns:
-        Tensor of x's shape and dtype; out if it was given. Of several tables a list of tensors, one a table.
+        Tensor of x's shape and dtype; out if it was given. For several tables a list of tensors, one for each table.
 
     Raises:
         TypeError, ValueError: out does not fit, or `path` cannot be taken; there are not as many outs as tables.

@@ -56,15 +56,14 @@ def offload(
     paper's sections 2.1 and 6.4).
 
     Every weight is compressed once, into pinned host memory of its compressed size. While one part of the model
-    computes, the copy engine brings the next ones and the GPU decodes them into a small arena: the same bits as before.
-    The order of use is taken from the model at first and then learned, call by call. `torch.nn.Embedding` fetches the
-    rows that it looks up and nothing else. All other parameters and buffers move to the device.
+    computes, the copy engine brings the next weights and the GPU decodes them into a small arena: the same bits as
+    before. The order of use is taken from the model at first and then learned, call by call. `torch.nn.Embedding`
+    fetches only the rows that it looks up. All other parameters and buffers move to the device.
 
     The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU. Between calls a weight
-    has its shape, dtype and device; whoever asks for its values, a module that it does not belong to or a user, gets a
-    decoded copy, and a module that asks while the model runs has the weight brought to it from the next call on.
-    Offloaded weights are frozen and cannot be written to; gradients flow through them to inputs and to other
-    parameters.
+    has its shape, dtype and device. A user who asks for its values gets a decoded copy, and so does a module that does
+    not own it; if such a module asks while the model runs, the weight is brought to it from the next call on. Offloaded
+    weights are frozen and cannot be written to; gradients flow through them to inputs and to other parameters.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)).bfloat16().eval()
@@ -77,18 +76,18 @@ def offload(
     Args:
         model: in eval mode, or in training mode with the weights to be offloaded frozen: parameters that require grad
             then stay on the device. Weights on the meta device are taken from `checkpoint`.
-        device: where the model computes. Several: the blocks of its outermost `ModuleList` take turns, so that every
-            device's link is busy; blocks must follow each other, and what else there is runs on the first device. None:
-            the current CUDA device if there is one, else the CPU.
+        device: where the model computes. Several: the blocks of the model's outermost `ModuleList` take turns, so that
+            every device's link is busy; blocks must follow each other, and all other modules run on the first device.
+            None: the current CUDA device if there is one, else the CPU.
         checkpoint: a .safetensors file, a directory of them (with or without an index), an index, a mapping, or pairs
             of names and tensors: read one tensor at a time, each converted to its parameter's dtype as
-            `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`), or in a mapping,
-            become the weights' own as they are, pinned for a GPU, where the dtype is the parameter's and the scheme
-            the one that is asked for; else they are decoded.
-        resident_bytes: bytes of weights, counted before compression, that stay on the device, on each of several. None:
-            none of them, or all with `resident="compressed"`.
-        resident: "raw", they stay as they are; "compressed", they stay as coded rows and are decoded before use, so
-            that a model half as large again fits.
+            `load_state_dict` does. Tables, of a compressed checkpoint (`ibp.checkpoints.compress`) or in a mapping,
+            become the weights' own as they are, pinned for a GPU, if they have the parameter's dtype and the scheme
+            that is asked for; else they are decoded.
+        resident_bytes: bytes of weights, counted before compression, that stay on the device; with several devices, on
+            each. None: no weights stay, or all with `resident="compressed"`.
+        resident: "raw": weights that stay on the device stay as they are; "compressed": they stay as coded rows and are
+            decoded before use, so that a model half as large again fits.
         max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32 while the link brings
             the bytes, all for coded rows on the device.
         lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU, 1 if all weights are

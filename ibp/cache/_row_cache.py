@@ -52,12 +52,12 @@ Device = torch.device | str | int
 
 
 class CacheStats(NamedTuple):
-    """What lookups have met since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
+    """What lookups found since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
 
-    own_hits, peer_hits: rows that were in the slab of the device that asked, and in another device's.
+    own_hits, peer_hits: rows that were in the slab of the device that asked; rows in the slab of another device.
     hits_of_slabs: rows that each slab has answered, whoever asked.
     misses: rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
-    link_bytes: of missed rows, in whole 32-byte sectors.
+    link_bytes: bytes of missed rows, in whole 32-byte sectors.
     capacity: rows that the cache has room for.
     raw_capacity: raw rows that the same bytes would hold, without any map.
     """
@@ -77,7 +77,7 @@ class CacheStats(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        """Hits of all rows that have bytes; 0 where none were asked for."""
+        """Share of the rows with bytes that were hits; 0 where no rows were asked for."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
 
@@ -87,17 +87,17 @@ CacheStats.__module__ = "ibp.cache"
 
 class RowCache(TensorManners):
     """Hot rows of a table, kept as they are stored in the memory of one or more GPUs (Legion's cache in the paper's
-    section 5): the same bytes hold as many times more rows as they compress.
+    section 5). If rows compress to half their size, twice as many fit.
 
     `index_select` answers hits from the GPU's own memory, hits of other GPUs over NVLink and misses from the table, in
-    one call and to one output. Nothing there waits for the host, and it can be captured in a CUDA graph after one call
-    outside it. With devices="cpu" all of it is the CPU's work.
+    one call and to one output. The call does not wait for the host, and it can be captured in a CUDA graph after one
+    call outside it. With devices="cpu" the CPU does all of the work.
 
-    The cache serves wherever a table is read: `ibp.integrations` take it for one. It holds the table. On devices that
-    have no slab rows come from the table; so they do of slabs of GPUs that the asking one cannot read.
+    A cache can stand wherever a table is read: `ibp.integrations` take it for one. It holds the table. A device without
+    a slab gets all rows from the table; a GPU gets from the table the rows in slabs that it cannot read.
 
-    Threads may use a cache at the same time. What changes it (`update_`, `invalidate`, a cache that replaces rows) is
-    put in order with its other work on whichever streams, but for the streams of CUDA graphs.
+    Threads may use a cache at the same time. Calls that change it (`update_`, `invalidate`, and lookups in a cache that
+    replaces rows) are put in order with its other work on any stream, except the streams of CUDA graphs.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
@@ -110,20 +110,21 @@ class RowCache(TensorManners):
         table: an `ibp.CompressedTensor` whose items are whole rows, pinned or where the cache is; or an
             `ibp.CodedRows`, whose rows are the items: [num_rows, row_bytes] of uint8. After `ibp.encode_into` has coded
             rows of a place anew, `invalidate` them.
-        budget_bytes: device memory of each slab, with its map and all else that the cache keeps there; 0 or more. What
-            the table itself keeps on a GPU, its index, is not counted. `refill` takes it once more until it is done.
-        hotness: what to hold: a number an item, [num_items], the larger the hotter (degrees,
-            `ibp.cache.count_accesses`), or a list of ids from the hottest on. None: nothing until `refill`, or until
+        budget_bytes: device memory of each slab, with its map and everything else that the cache keeps there; 0 or
+            more. The index that the table keeps on a GPU is not counted. Until `refill` is done it takes this much a
+            second time.
+        hotness: what to hold. Either a number for each item, [num_items], the larger the hotter (degrees,
+            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing until `refill`, or until
             rows are asked for with "lru".
-        devices: a device or several, at most 8: one slab each, a row in the one that the hash of its number says.
-            None: the current GPU, or the place's device; the CPU where there is no GPU.
-        policy: "static": what `refill` puts there stays; "lru": rows that are asked for take the place of those used
-            longest ago; on one device.
-        writable: `update_` changes cached rows in their slots, and the table's own only at `flush`. Static caches only.
-        group: a process group of torch.distributed whose ranks are processes of one machine, at most 8: each has a slab
-            on one device, and reads those of the others, by CUDA IPC. All give the same table, shared or not, the same
-            budget and hotness. Making such a cache and `refill` are collective calls; the others are not. Before
-            processes end: `refill([])`, or a barrier. Static caches that are not writable only.
+        devices: one device or several, at most 8, with one slab each; the hash of a row's number says which slab holds
+            it. None: the current GPU, or the device of the `ibp.CodedRows`; the CPU where there is no GPU.
+        policy: "static": what `refill` puts there stays; "lru": rows that are asked for replace the rows used longest
+            ago; on one device.
+        writable: `update_` changes cached rows in their slots; `flush` changes them in the table. Static caches only.
+        group: a process group of torch.distributed whose ranks are processes of one machine, at most 8. Each rank has a
+            slab on one device, and reads the slabs of the others by CUDA IPC. All give the same table, shared or not,
+            the same budget and the same hotness. Making such a cache and `refill` are collective calls; the others are
+            not. Before processes end: `refill([])`, or a barrier. Only for static caches that are not writable.
         slot_bytes: of a row of a cache that is writable or replaces rows, a multiple of 32; rows that do not fit are
             not cached. None: what 99.9 % of the table's rows fit, and a sixteenth more where they change; a whole row
             where there are none yet.

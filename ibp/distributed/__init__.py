@@ -60,7 +60,7 @@ def share_table(
     src: int = 0,
     memory: str | None = None,
 ) -> CompressedTensor:
-    """One rank's table in the memory of all processes of a machine, which is there once. A collective call.
+    """Puts one rank's table in memory that all processes of a machine share, once for all. A collective call.
 
     The table is moved to shared memory (see `CompressedTensor.share_memory_`). Each process pins it for its GPU when
     it first fetches from it.
@@ -77,10 +77,10 @@ def share_table(
         table: in host memory, on rank src; other ranks give None.
         group: a process group of torch.distributed, all on one machine; None: the default group.
         src: the rank in the group that has the table.
-        memory: "pinned": GPUs read rows from the memory themselves; "host": not; None: as on rank src.
+        memory: "pinned": GPUs read rows from the memory themselves; "host": they do not; None: as on rank src.
 
     Returns:
-        The table of rank src: there itself, elsewhere a table in the same memory.
+        The table of rank src: on that rank itself, on the others a table in the same memory.
 
     Raises:
         TypeError, ValueError: table is none, or on a GPU; ranks are on several machines or differ in src.
@@ -163,13 +163,13 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """`torch.distributed.all_gather_into_tensor`, with tensors that travel coded where that is faster.
 
-    The bits of the result are torch's. A tensor is divided into pieces: while one travels, the next is coded and the
-    one before it decoded. A tensor for which a codec has too little room is sent again, raw. A CUDA graph captures
-    torch's own call.
+    The bits of the result are torch's. A tensor is divided into pieces: while one piece travels, the next is coded and
+    the one before it decoded. If a codec has too little room for a tensor, the tensor is sent again, raw. A CUDA graph
+    captures torch's own call.
 
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments, measure the link,
-    learn a codec from samples of their tensors, and try out what is fastest. Some later calls compare whether it still
-    fits.
+    learn a codec from samples of their tensors, and try out what is fastest. Some later calls check whether that choice
+    still fits.
 
     Example:
         >>> # on each rank of a group
@@ -184,13 +184,13 @@ def all_gather_into_tensor(
             of it.
         input_tensor: contiguous, of any dtype, on the CPU or a GPU; of one shape and dtype on all ranks.
         group: of torch.distributed; None: the default one.
-        async_op: return work at once, and the result with its `wait()`. On a GPU that waits on the host until all ranks
+        async_op: return work at once; its `wait()` gives the result. On a GPU `wait()` blocks the host until all ranks
             have coded their tensors, and lets the current stream wait for the rest; ranks wait in the order in which
             they call.
         codec: how to code, equal on all ranks; None: learned from the tensors of all ranks.
         level: "auto": as fast as can be by the measured link, raw where that is fastest; "default", "fast": coded at
             this level (see `ibp.compress`), unless that saves nothing.
-        name: calls of one name and dtype share a codec: give tensors that differ in their distribution other names.
+        name: calls of one name and dtype share a codec: give another name to tensors of another distribution.
 
     Returns:
         Work where async_op is set, else None.
@@ -217,8 +217,8 @@ def all_to_all_single(
 ) -> Work | None:
     """`torch.distributed.all_to_all_single`, with tensors that travel coded where that is faster.
 
-    See `all_gather_into_tensor` for how, for the other arguments and what is raised. Parts travel in one
-    piece; unless a level or codec is given, raw where they are so small that coding them does not pay.
+    See `all_gather_into_tensor` for how, for the other arguments and for the errors. Parts travel in one piece. Unless
+    a level or codec is given, parts that are too small for coding to pay travel raw.
 
     Example:
         >>> # on each rank of a group
@@ -249,7 +249,7 @@ def broadcast(
 ) -> Work | None:
     """`torch.distributed.broadcast`, with a tensor that travels coded where that is faster.
 
-    See `all_gather_into_tensor` for how, for the other arguments and what is raised.
+    See `all_gather_into_tensor` for how, for the other arguments and for the errors.
 
     Example:
         >>> # on each rank of a group
@@ -282,8 +282,8 @@ def send(
     """`torch.distributed.send`, with a tensor that travels coded where that is faster. Its twin is `recv` of this
     module, with the same arguments.
 
-    The first tensor of a kind is raw, and behind it travels how the next ones are coded, unless a codec is given. A
-    tensor to the same rank before that is waited for first. See `all_gather_into_tensor` for the other arguments.
+    Unless a codec is given, the first tensor of a kind travels raw, and behind it travels the codec of the next ones.
+    The call waits first for an earlier tensor to the same rank. See `all_gather_into_tensor` for the other arguments.
 
     Example:
         >>> # on each rank of a group
@@ -335,12 +335,12 @@ def recv(
         tensor(1.)
 
     Args:
-        tensor: contiguous, which is written.
+        tensor: contiguous; it is written.
         src, group_src: the sender's rank among all, or in the group: one of them.
         tag, async_op, codec, level, name: as in `send`.
 
     Raises:
-        ValueError: besides, the sender's tensor is of another kind.
+        TypeError, ValueError, RuntimeError: as in `send`; ValueError also if the sender's tensor is of another kind.
     """
     way = _pairs.Way(group, False, _calls.root_of(src, group_src, group), tag)
     return _pairs.transfer(tensor, way, _pairs.PairOptions(async_op, codec, level, name))

@@ -133,16 +133,17 @@ class Transfer:
 
 
 class KVStore:
-    """A pool of pages of a KV-cache, coded in pinned host memory or on the GPU: what serving engines offload.
+    """A pool of pages of a KV-cache, coded in pinned host memory or on the GPU. Serving engines offload to it.
 
-    A page is block b of a paged cache: of one tensor, or of several of the same shape at once, such as those of all
-    layers. Every row of a page has a slot of fixed size; what does not fit takes a part of an overflow area that all
-    pages share. Where that is full the page is not stored, and `Transfer.lost`, `is_stored` and a later `load` say so.
+    A page is block b of a paged cache: of one tensor, or of several of the same shape at once, such as the tensors of
+    all layers. Every row of a page has a slot of fixed size; bytes that do not fit go to an overflow area that all
+    pages share. Where the overflow area is full the page is not stored, and `Transfer.lost`, `is_stored` and a later
+    `load` say so.
 
-    Transfers run on streams of the store, behind what the current stream has been given, and beside each other unless
-    they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the GPU; on the GPU they
-    are checked there, and `check` raises what was wrong. With numbers on the GPU transfers can be captured in a CUDA
-    graph, after one outside it: they are then on the current stream, and the caller orders them.
+    Transfers run on streams of the store, after the work that the current stream has already been given, and beside
+    each other unless they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the
+    GPU. The GPU checks numbers on the GPU, and `check` raises what was wrong. With numbers on the GPU transfers can be
+    captured in a CUDA graph, after one outside it: they are then on the current stream, and the caller orders them.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -154,25 +155,25 @@ class KVStore:
 
     Args:
         codebook: how rows are coded; or a sample of blocks, from which a codebook and the sizes are learned.
-        page_bytes: of a block of one tensor.
+        page_bytes: bytes of a block of one tensor.
         num_pages: how many pages there are; None: as many as fit pool_bytes.
-        pool_bytes: of slots and overflow together, of slots alone where overflow spills to host memory; None: what
-            num_pages need. With num_pages: the largest slots that fit.
-        num_tensors: how many tensors a page has a block of.
-        row_bytes: of a row, which lies in one piece of a block; None: 1 to 2 KiB where page_bytes allow. Not with a
-            codebook, which says it.
+        pool_bytes: bytes of slots and overflow together; of slots alone where overflow spills to host memory. None:
+            what num_pages need. With num_pages: the largest slots that fit.
+        num_tensors: how many tensors a page takes a block from.
+        row_bytes: bytes of a row, which lies in one piece of a block; None: 1 to 2 KiB where page_bytes allow. Not with
+            a codebook, which has its own.
         slot_bytes, overflow_bytes: instead of what the sample says: slots for 99.9 % of the rows, and overflow of at
             least 2 % of them.
-        level: of the codebook that is learned, see `ibp.compress`.
+        level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
-        memory: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a CPU all is in host
-            memory.
-        overflow_memory: "pinned": of pages on the device what does not fit slots is in pinned host memory, which has
-            room for all rows as they are unless overflow_bytes says otherwise: slots may be smaller than most rows
-            need, and no page is lost. None: overflow is where the slots are.
+        memory: where pages are: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a
+            CPU all pages are in host memory.
+        overflow_memory: "pinned": pages are on the device, and bytes that do not fit their slots are in pinned host
+            memory. It has room for all rows as they are unless overflow_bytes says otherwise: slots may be smaller than
+            most rows need, and no page is lost. None: overflow is where the slots are.
 
     Attributes:
-        place: what the rows are in (`ibp.CodedRows`).
+        place: the `ibp.CodedRows` that hold the rows.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
@@ -324,12 +325,12 @@ class KVStore:
         """Codes blocks of a paged cache into pages, by one launch.
 
         Args:
-            pages: which pages they become: all different.
-            tensors: [num_blocks, ...], or several: as `PagedTensors`, or what they are made of. Where a page has one
-                tensor, a sequence of tensors or `ibp.Buffers` are pages, one each.
+            pages: which pages the blocks become: all different.
+            tensors: [num_blocks, ...], or several: `PagedTensors`, or what `PagedTensors` takes. Where a page has one
+                tensor, each tensor of a sequence of tensors or of `ibp.Buffers` is a page.
             blocks: which blocks; None: all of them, in order.
-            first_tensor: which of a page's tensors the first one given is, where not all are given.
-            stream: of the store's device; None: one of the store's own, beside the current one.
+            first_tensor: which of a page's tensors the first given tensor is, where not all are given.
+            stream: a stream of the store's device; None: one of the store's own, beside the current one.
             max_sms: keep at most this many multiprocessors busy; None: as many as keep up with the link.
 
         Raises:

@@ -84,9 +84,8 @@ class _Rows(RowsModule):
 class Embedding(_Rows):
     """`torch.nn.Embedding` over compressed rows, which are decoded when they are looked up.
 
-    Results are on the device of the ids, wherever the table is: a table in pinned host memory serves GPUs with rows
-    that they fetch themselves. Rows that train are changed by the optimizers of `ibp.optim`; `parameters()` does not
-    list them.
+    Results are on the device of the ids, wherever the table is: GPUs fetch rows of a table in pinned host memory
+    themselves. The optimizers of `ibp.optim` change rows that train; `parameters()` does not list them.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
@@ -95,14 +94,14 @@ class Embedding(_Rows):
         tensor([3., 5.])
 
     Args:
-        table: [num_embeddings, embedding_dim]; or num_embeddings, for new weights, N(0, 1).
-        embedding_dim, device, dtype: of new weights; device: the CPU, pinned where there is a GPU, unless given.
+        table: a table [num_embeddings, embedding_dim]; or the number num_embeddings, for new weights from N(0, 1).
+        embedding_dim, device, dtype: of new weights. device None: the CPU, in pinned memory where there is a GPU.
         padding_idx: a row that gets no gradient, zeros in new weights; negative: from the end.
         trainable: whether rows get gradients; None: new weights do, a table's do not.
-        stays: the table stays where it is, and as it is, when the module is moved or converted; None: if it trains or
+        stays: the table keeps its place and its dtype when the module is moved or converted; None: yes if it trains or
             has a cache.
-        cache: of the table, or device memory for one, in bytes: one that fills itself with the rows used last, or
-            where rows train one that `cache.refill` fills, and that has changed rows until `flush`.
+        cache: a cache of the table, or bytes of device memory for a new one. A new cache fills itself with the rows
+            used last; where rows train, `cache.refill` fills it instead, and it holds changed rows until `flush`.
 
     Raises:
         TypeError: table is neither, or does not hold floating-point rows and is to train.

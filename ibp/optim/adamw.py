@@ -434,15 +434,16 @@ class AdamW(_CodedStates, torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter, 2019) with coded states: weights have the bits that
     `torch.optim.AdamW(fused=True)` gives them.
 
-    exp_avg and exp_avg_sq are kept coded in slots on the parameters' device, of one size where values are alike; rows
-    that outgrow them are kept, in part, in pinned host memory, which has room for all that slots do not hold: however
-    badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that all chunks share, calls
-    torch's fused kernel, and codes them again. It waits for the device only where codebooks are learned: all of them in
-    the first step, and those of a few parameters in a later one, each ever more rarely, or where many rows have
-    outgrown their slots.
+    exp_avg and exp_avg_sq are kept coded in slots on the parameters' device; states with similar values have slots of
+    one size. Rows that outgrow their slots are kept, in part, in pinned host memory, which has room for everything that
+    slots do not hold: however badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that
+    all chunks share, calls torch's fused kernel, and codes them again. It waits for the device only where many rows
+    have outgrown their slots, or where codebooks are learned: all codebooks in the first step, those of a few
+    parameters in a later step, for each parameter ever more rarely.
 
-    It takes the place of torch's: learning-rate schedulers, parameter groups, closures, `torch.amp.GradScaler`, hooks
-    and `state_dict()` are the same, and each loads the states of the other. Pickled and copied it holds decoded states.
+    It replaces torch's optimizer: learning-rate schedulers, parameter groups, closures, `torch.amp.GradScaler`, hooks
+    and `state_dict()` work the same way, and each optimizer loads the states of the other. Pickles and copies hold
+    decoded states.
 
     Example:
         >>> model = torch.nn.Linear(512, 512)
@@ -453,16 +454,16 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         True
 
     Args:
-        params: as of torch: parameters of FP16, BF16, FP32 or FP64, which are dense in memory.
-        lr, betas, eps, weight_decay, maximize: as of torch.
+        params: as for torch: parameters of FP16, BF16, FP32 or FP64, which are dense in memory.
+        lr, betas, eps, weight_decay, maximize: as for torch.
         amsgrad, capturable, differentiable: not offered.
         foreach, fused: None, or as they are: foreach=False and fused=True.
         level: "default", the codebooks that save the most for the time that coding takes; or "fast", which saves less
             and codes faster: see `ibp.compress`.
-        memory: of coded states: "device"; or "pinned", host memory that the device reads and writes, so that the device
-            has their index alone. None: the device's.
-        chunk_bytes: of the raw states of a chunk, at least 8,192; None: an eighth of the states', 16 to 256 MiB. As
-            much of each device's memory is taken to work in, and with memory="pinned" four times as much besides.
+        memory: where coded states are: "device"; or "pinned", host memory that the device reads and writes, so that
+            only their index is on the device. None: on the device.
+        chunk_bytes: bytes of the raw states of a chunk, at least 8,192; None: an eighth of all states' bytes, 16 to 256
+            MiB. Each device needs as much memory again to work in, and with memory="pinned" four times as much besides.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -506,7 +507,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
 
 class Adam(_CodedStates):
     """Adam (Kingma and Ba, 2015) with coded states: weights have the bits that `torch.optim.Adam(fused=True)` gives
-    them. All as `AdamW`, but weight_decay, 0 if not given, is added to the gradient, times the weight.
+    them. Like `AdamW`, except that weight_decay, 0 if not given, times the weight is added to the gradient.
 
     Example:
         >>> weights = torch.nn.Parameter(torch.ones(256, 256))
