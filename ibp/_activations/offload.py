@@ -305,10 +305,10 @@ def offload_activations(
     window_bytes: int = WINDOW_BYTES,
     device: torch.device | str | int | None = None,
 ) -> ActivationOffload:
-    """A context for forward passes, in which tensors that autograd saves leave the device, coded, and come back before
-    the backward pass needs them. Gradients are the same bit for bit.
+    """A context for forward passes. The tensors that autograd saves in it are coded and leave the device, and come back
+    before the backward pass needs them. Gradients are the same bit for bit.
 
-    Bytes that several operations save leave once. Parameters, views of them and small tensors stay.
+    Bytes that several operations save leave once. Parameters, views of them and small tensors stay on the device.
 
     Example:
         >>> layers = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
@@ -321,12 +321,13 @@ def offload_activations(
     Args:
         memory: "pinned": tensors go to pinned host memory; "device": they stay on the device, coded, until the backward
             pass has decoded them.
-        device_bytes: of saved tensors that may stay on each device during a pass. All leave in the first step; later
-            ones keep tensors by the sizes of the step before, and the most compressible leave first.
-        coded: False: tensors go as they are.
+        device_bytes: bytes of saved tensors that may stay on each device during a pass. In the first step all tensors
+            leave; later steps keep tensors by the sizes of the step before, and the most compressible leave first.
+        coded: False: tensors leave uncompressed.
         least_bytes: smaller tensors stay as they are.
-        window_bytes: of device memory that may be on its way to the host, and as much on its way back. Two pieces of
-            64 MiB may be in any case; with memory="device" no more than two wait until the host knows their size.
+        window_bytes: bytes of device memory that may be on its way to the host, and as many on their way back. Two
+            pieces of 64 MiB may be in any case; with memory="device" no more than two wait until the host knows their
+            size.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 

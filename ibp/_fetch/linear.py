@@ -28,19 +28,19 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
-    Up to 8 vectors on a GPU are multiplied by a kernel that decodes W in registers, reading its coded bytes alone:
+    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 8 vectors. It runs
     where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least
-    3 K / 2, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. Products are added in float, in
-    an order of its own that depends on K alone, so that bits differ from those of torch's function, whose bits differ
-    by shape and GPU, too. Up to 24 vectors are multiplied by that kernel eight at a time. All else is torch's function
-    on W, decoded on x's device for the time of the call.
+    1.5 K, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. The kernel adds products in float, in
+    an order that depends on K alone, so that its bits differ from the bits of torch's function, which differ by shape
+    and GPU, too. It multiplies up to 24 vectors eight at a time. In all other cases torch's function multiplies by W,
+    decoded on x's device for the time of the call.
 
-    The first call with a table decodes it once, to list the few weights that its digits do not give, and synchronises;
-    the list counts in the table's `nbytes`, and is made anew after the table has changed. What is captured in a CUDA
-    graph or compiled before that call decodes W every time; a graph captured after it keeps the list of its time:
-    capture it anew after the table has changed. Rows that are stored raw, or have more than 64 such weights, are kept
-    decoded beside the list, and multiplied by torch; where they are more than one in 32, all of W is decoded for every
-    call.
+    The first call with a table decodes it once, to list the few escaped weights, which its digits do not give, and
+    synchronises. The list counts in the table's `nbytes`, and is made anew after the table has changed. A CUDA graph
+    that was captured before that call, or a function that was compiled before it, decodes W every time. A graph that
+    was captured later keeps the list that it was captured with: capture it again after the table has changed. Rows that
+    are stored raw, or have more than 64 escaped weights, are kept decoded beside the list, and torch multiplies by
+    them; where more than one row in 32 is such a row, all of W is decoded for every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()

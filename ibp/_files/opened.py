@@ -77,8 +77,8 @@ class TensorInfo:
 class File(Mapping[str, Value]):
     """A file, or a set of files, opened by `ibp.open`: its tables, tensors and deltas by name, over the mapped file.
 
-    A table or tensor is made when it is first asked for, and reads the file when its rows are read. What was made
-    lives on after `close`. Values that are written to become memory of their own: the file stays as it is.
+    A table or tensor is made when it is first asked for, and reads the file when its rows are read. It lives on after
+    `close`. A value that is written to gets memory of its own: the file stays as it is.
 
     Example:
         >>> ibp.save("model.safetensors", {"weight": ibp.compress(torch.ones(1000, 1024)), "bias": torch.ones(1000)})
@@ -89,8 +89,8 @@ class File(Mapping[str, Value]):
         TensorInfo(name='bias', dtype=torch.float32, shape=(1000,), ...)
 
     Attributes:
-        path: that was opened.
-        metadata: the user's, text by text.
+        path: the path that was opened.
+        metadata: the user's texts, by keys that are texts.
         tables: names of the compressed tensors.
         removed: in the delta of a checkpoint, names of tensors that are gone.
     """
@@ -212,10 +212,10 @@ class File(Mapping[str, Value]):
     # ---- what the file says ----
 
     def info(self, name: str) -> TensorInfo:
-        """What the file says of a tensor, without reading its bytes.
+        """What the file says about a tensor, without reading its bytes.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no tensor of that name.
             FileFormatError: this ibp does not understand its fields.
             ValueError: the file is closed.
         """
@@ -266,7 +266,7 @@ class File(Mapping[str, Value]):
         """Compares checksums of the file's bytes with the checksums that were written.
 
         Args:
-            names: tensors whose blocks are read; None: all, and whatever else is in the file.
+            names: tensors whose blocks are read; None: all tensors, and everything else in the file.
             content: also decode tables and compare the fingerprints of the tensors, where they were written.
             progress: show a bar.
 
@@ -455,10 +455,10 @@ def load(
         (True, True)
 
     Args:
-        path: as of `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."), which is copied to a temporary
-            file meanwhile.
-        device: where to; None: host memory, or with memory="device" the current CUDA device.
-        names: which; None: all.
+        path: as for `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."); its file is copied to a
+            temporary file for the time of the call.
+        device: where tables and tensors go; None: host memory, or with memory="device" the current CUDA device.
+        names: names of the tensors to read; None: all.
         verify: compare the checksums of the header and of the bytes that are read, as they are read. Files without
             checksums, as other libraries write them, are read as they are.
         memory: where tables and tensors live: "device", on the device; "pinned", in host memory that GPUs read; "host",

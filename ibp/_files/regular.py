@@ -17,10 +17,10 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a regular file, or of what a symbolic link to one names, for reading.
+    """A descriptor of a regular file, or of the one that a symbolic link names, for reading.
 
     Raises:
-        OSError: the path names something else, such as a pipe, or cannot be opened. Nothing is waited for.
+        OSError: the path names something else, such as a pipe, or cannot be opened. The call never blocks.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

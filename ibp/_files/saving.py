@@ -34,10 +34,11 @@ def save(
     content: bool = False,
     progress: bool = False,
 ) -> None:
-    """Writes tables and tensors to a file that `ibp.load` and `ibp.open` read, and that readers of safetensors list.
+    """Writes tables and tensors to a file. `ibp.load` and `ibp.open` read it, and readers of safetensors list its
+    contents.
 
-    The file appears under its name when it is whole and on disk; one that was there before is replaced then. What is
-    on a GPU comes from there block by block.
+    The file appears under its name when it is whole and on disk, and only then replaces an earlier file. Bytes on a GPU
+    come from there block by block.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16())
@@ -47,12 +48,12 @@ def save(
 
     Args:
         path: of the file, "model.safetensors" in a directory, or a URL that fsspec knows ("s3://...", "memory://...").
-        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; one alone has
-            the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors has; arrays are
-            read as tensors. Of an `ibp.deltas.CheckpointDelta` the
-            file also keeps which names are gone (`File.removed`).
-        metadata: kept with them: text by text; no key begins with "ibp.".
-        shard_bytes: the most bytes of data of a file, unless one table has more: a larger whole becomes a set of files,
+        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; a single one
+            without a name gets the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors
+            has; arrays are read as tensors. For an `ibp.deltas.CheckpointDelta` the file also keeps the names of
+            tensors that are gone (`File.removed`).
+        metadata: texts by keys that are texts, kept in the file; no key begins with "ibp.".
+        shard_bytes: the most bytes of data in a file, unless one table has more. Larger data becomes a set of files,
             `<stem>-00001-of-00003.safetensors` and so on, and their index `<stem>.safetensors.index.json`. None: one
             file.
         content: also keep the fingerprint of each table's tensor, for which tables are decoded once.
@@ -60,8 +61,8 @@ def save(
 
     Raises:
         TypeError, ValueError: a name, a tensor, metadata or shard_bytes is none that a file can have.
-        OSError: the file cannot be written; there is no new file then. It names the file, and of a full disk says how
-            many bytes are wanted.
+        OSError: the file cannot be written; there is no new file then. The error names the file, and if the disk is
+            full it says how many bytes are wanted.
     """
     items = _checked(tensors)
     removed = tensors.removed if isinstance(tensors, CheckpointDelta) else ()

@@ -82,7 +82,7 @@ class _Record(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes) -> _Record:
-        """Empty if the file is new, or whoever wrote it was killed."""
+        """Empty if the file is new, or its writer was killed."""
         try:
             name, num_bytes, holders = json.loads(text)
             return cls(str(name), int(num_bytes), [(int(process), int(file)) for process, file in holders])

@@ -1,4 +1,4 @@
-"""Memory that several processes map: one copy of a table's bytes, whoever reads them.
+"""Memory that several processes map: one copy of a table's bytes for all readers.
 
 The memory is a file without a name (memfd_create): it ends with the last process that has it, however that ends, and
 nothing is left to clean up. Another process opens it by way of a process that has it, as /proc/<pid>/fd/<number>.

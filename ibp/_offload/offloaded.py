@@ -181,16 +181,16 @@ class OffloadStats:
     """What an offloaded model has done since it was made, or since `reset_stats`.
 
     Attributes:
-        uses: times that a module used a group of weights.
-        misses: those of them whose weights were not even on their way: the first ones, and after a change of order.
+        uses: how many times a module used a group of weights.
+        misses: uses whose weights were not even on their way: the first uses, and uses after a change of order.
         fetched_bytes: bytes of weights, as the model uses them, brought to the device.
-        link_bytes: of those, what crossed the link: coded rows from host memory.
+        link_bytes: bytes of their coded rows that crossed the link from host memory.
         seconds: from the first use to the last one, on the host's clock.
         waited_seconds: that modules waited for their weights, on the GPU's clock and without their last uses; without a
             GPU, the time of decoding. Close to `seconds` where the link binds.
-        weight_bytes: of all offloaded weights, as the model has them.
-        host_bytes: host memory that they take, index and codebooks counted.
-        device_bytes: device memory that they take: what is resident, the arena, the ring, the index.
+        weight_bytes: bytes of all offloaded weights, uncompressed.
+        host_bytes: host memory of the offloaded weights, index and codebooks counted.
+        device_bytes: device memory for the offloaded weights: resident weights, the arena, the ring, the index.
     """
 
     uses: int
@@ -422,7 +422,7 @@ class Offloaded:
     # ---- what the user asks ----
 
     def stats(self) -> OffloadStats:
-        """What has been done, and the memory that it takes."""
+        """What the offloaded model has done, and the memory that its weights take."""
         with self._lock:
             tables = [weight.table for weight in self._division.weights if weight.table is not None]
             on_host = [table for table in tables if table.device.type == "cpu"]
@@ -452,11 +452,11 @@ class Offloaded:
             fetcher.waited_s = 0.0
 
     def close(self) -> None:
-        """Gives the model its weights back as plain tensors, on the devices that they were on, and removes all hooks.
-        No-op if that is done.
+        """Gives the model its weights back as plain tensors, on the devices that they were on, and removes all hooks. A
+        second call does nothing.
 
-        Weights are decoded one at a time, and the coded rows of each are given up. If memory runs out on the way, what
-        is not yet decoded stays offloaded and `close` can be called again.
+        Weights are decoded one at a time, and the coded rows of each are given up. If memory runs out on the way, the
+        weights that are not yet decoded stay offloaded and `close` can be called again.
 
         Raises:
             RuntimeError: called from within a call of the model.

@@ -122,9 +122,9 @@ def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
 def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
     """The best of what `compare` found.
 
-    In place: the one of fewest stored bytes. Packed: likewise, or raw rows where the index takes what is saved. Slots:
-    the one that fetches the fewest bytes, among candidates that a GPU fetches faster than raw rows, or as fast and from
-    less memory; raw rows if there is none.
+    In place: the scheme of fewest stored bytes. Packed: likewise, or raw rows where the index takes as many bytes as
+    the scheme saves. Slots: the scheme that fetches the fewest bytes, among candidates that a GPU fetches faster than
+    raw rows, or as fast and from less memory; raw rows if there is none.
     """
     raw, coded = candidates[0], candidates[1:]
     if in_place:

@@ -44,10 +44,11 @@ def analyze(
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
-        scheme: "ibp", "planes", or "auto" for the better one, then None if raw rows are best.
-        sample: fraction of the rows to look at, in (0, 1]; at least 1,024 rows are. None: what `compress` looks at.
+        scheme: "ibp", "planes", or "auto" for the better one; with "auto" the result is None if raw rows are best.
+        sample: fraction of the rows to look at, in (0, 1]; at least 1,024 rows are. None: as many as `compress` looks
+            at.
         chunk_bytes: 1, 2, 4 or 8; None takes the best. Scheme ibp only.
-        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None sweeps 0.55 to 1 and takes the best one of
+        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None tries 0.55 to 1 and takes the best for
             each chunk.
         paper: sweep one threshold for all chunks, and give every chunk a participation bit: the paper's own choice and
             bytes.
@@ -168,9 +169,9 @@ def estimate(
 ) -> Estimate:
     """What compressing x would give, without compressing it.
 
-    With a codebook all rows are measured: `stored_bytes` is exact, as `compress(x, codebook=codebook)` reports it, and
-    x's own size where nothing would be saved. Without: what each scheme is expected to give, in coded bytes, in memory
-    and over the link, measured on a sample of the rows, and which one `compress` takes.
+    With a codebook all rows are measured: `stored_bytes` is exactly what `compress(x, codebook=codebook)` reports, or
+    x's own size where nothing would be saved. Without a codebook a sample of the rows is measured: how much each scheme
+    should save in coded bytes, in memory and over the link, and which scheme `compress` takes.
 
     Example:
         >>> estimate = ibp.estimate(torch.randn(1000, 1024).bfloat16(), device="cpu")
@@ -180,7 +181,7 @@ def estimate(
         'planes'
 
     Args:
-        x: tensor [N, ...]; of one that requires grad the values are taken.
+        x: tensor [N, ...]; a tensor that requires grad is measured by its values.
         codebook: from `analyze`, `Codebook.from_masks` or a table; x is cut into rows of `codebook.row_bytes`.
         layout, slot_bytes, level, row_bytes: as in `compress`; not with a codebook.
         device: where rows are measured, as in `analyze`.
@@ -188,7 +189,7 @@ def estimate(
 
     Returns:
         `Estimate`, a mapping: {"raw": 0.0, "ibp": 0.23, "planes": 0.33}, 1 - stored / original bytes by scheme. With a
-        codebook: of raw rows and of its scheme.
+        codebook: for raw rows and for its scheme.
 
     Raises:
         TypeError, ValueError: as `compress`.

@@ -129,7 +129,7 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
     ordered, order = ids.sort(stable=True)
     is_last = torch.ones_like(ids, dtype=torch.bool)
     is_last[:-1] = ordered[1:] != ordered[:-1]
-    low, high, count = torch.stack((ordered[0], ordered[-1], is_last.sum())).tolist()  # what a GPU is waited for
+    low, high, count = torch.stack((ordered[0], ordered[-1], is_last.sum())).tolist()  # waits for a GPU
     if low < 0 or high >= num_items:
         check_range(ids.cpu(), num_items)
     if count == ids.numel():

@@ -38,10 +38,10 @@ RowCounts.__module__ = "ibp"
 
 
 class CodedRows:
-    """Memory for coded rows, which `ibp.encode_into` codes into, in any order and again and again.
+    """Memory for coded rows. `ibp.encode_into` codes rows into it, in any order and as often as needed.
 
-    Every row has a slot of fixed size; what does not fit goes to a part of `overflow`, which is handed out on the
-    device. Rows that were never coded read as default rows: zeros, or the codebook's default value.
+    Every row has a slot of fixed size; bytes that do not fit go to a part of `overflow`, which the device hands out.
+    Rows that were never coded read as default rows: zeros, or the codebook's default value.
 
     Example:
         >>> x = torch.randn(100, 1024).bfloat16()
@@ -53,18 +53,18 @@ class CodedRows:
 
     Args:
         codebook: how rows are coded; made by `ibp.codecs.analyze` or taken from a table.
-        num_rows: rows of codebook.row_bytes bytes.
+        num_rows: how many rows of codebook.row_bytes bytes there are.
         slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes, where no row ever overflows.
         overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
         device: where rows are coded and the index is; None: the memory's, else the current
             CUDA device if there is one, else the CPU.
-        memory: of slots and overflow: "device", or "pinned", host memory that the GPU writes and reads over the link.
-            None: the device's. On a CPU all is in host memory.
+        memory: where slots and overflow are: "device", or "pinned", host memory that the GPU writes and reads over the
+            link. None: on the device. On a CPU they are in host memory.
         overflow_memory: "pinned": overflow is in pinned host memory, so that the rows take no more of the GPU's memory
-            than their slots (see `ibp.spill.place`). None: it is where the slots are.
-        buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous, which all lies in, from its
-            first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
-            `CodedRows.over`. None: new memory.
+            than their slots (see `ibp.spill.place`). None: overflow is where the slots are.
+        buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous. It holds, from its first byte
+            on: counters, rooms, bases, lengths, slots, overflow. `CodedRows.over` reads a copy of these bytes. None:
+            new memory.
         host_buffer: uint8 memory of the host, 1-D and contiguous, which slots lie in where `memory` is "pinned", and
             overflow behind them: pinned, unless the device is a CPU. None: new memory.
 
@@ -410,8 +410,9 @@ def encode_into(
     first_row: int = 0,
     max_sms: int | None = None,
 ) -> None:
-    """Codes the rows of a tensor into a place, on the current stream of its device, by one launch: without measuring
-    them before, without allocating, waiting or asking the host. Can be captured in a CUDA graph.
+    """Codes the rows of a tensor into an `ibp.CodedRows`, on the current stream of its device, by one launch. It does
+    not measure the rows first, allocates nothing, does not wait and asks the host nothing. Can be captured in a CUDA
+    graph.
 
     Where overflow has no room for a row, the row is lost: reading it raises, and `place.counts()` counts it.
 
@@ -424,12 +425,12 @@ def encode_into(
         RowCounts(spilled=100, lost=0, used_bytes=...)
 
     Args:
-        x: a tensor of any dtype on the place's device; `Buffers`, or a sequence of tensors, from which they are made.
-            Its elements in their order are the rows, of place.row_bytes bytes each; one with dimensions permuted but
-            dense, such as channels_last, is coded in the order of its memory. A slice needs rows that lie in one piece.
-            A contiguous tensor may end with a short row, which zeros follow.
-        row_ids: int64 [rows of x]: which rows of the place they become; all different. None: first_row and those
-            behind it.
+        x: a tensor of any dtype on the place's device; or `Buffers`, or a sequence of tensors, from which `Buffers` are
+            made. The elements of x in their order are the rows, of place.row_bytes bytes each. A dense tensor with
+            permuted dimensions, such as channels_last, is coded in the order of its memory. Each row of a slice must
+            lie in one piece. A contiguous tensor may end with a short row; zeros follow it.
+        row_ids: int64 [rows of x]: which rows of the place the rows of x become, all different. None: first_row and the
+            rows behind it.
         max_sms: keep at most this many multiprocessors busy; None: all.
 
     Raises:

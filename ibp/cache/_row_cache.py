@@ -55,7 +55,7 @@ class CacheStats(NamedTuple):
     """What lookups found since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
 
     own_hits, peer_hits: rows that were in the slab of the device that asked; rows in the slab of another device.
-    hits_of_slabs: rows that each slab has answered, whoever asked.
+    hits_of_slabs: rows that each slab has answered, for any device.
     misses: rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
     link_bytes: bytes of missed rows, in whole 32-byte sectors.
     capacity: rows that the cache has room for.
@@ -90,11 +90,11 @@ class RowCache(TensorManners):
     section 5). If rows compress to half their size, twice as many fit.
 
     `index_select` answers hits from the GPU's own memory, hits of other GPUs over NVLink and misses from the table, in
-    one call and to one output. The call does not wait for the host, and it can be captured in a CUDA graph after one
+    one call and to one output. No GPU waits for the host, and the call can be captured in a CUDA graph after one
     call outside it. With devices="cpu" the CPU does all of the work.
 
-    A cache can stand wherever a table is read: `ibp.integrations` take it for one. It holds the table. A device without
-    a slab gets all rows from the table; a GPU gets from the table the rows in slabs that it cannot read.
+    A cache can stand wherever a table is read: `ibp.integrations` accept it as a table. It holds the table. A device
+    without a slab gets all rows from the table; a GPU gets from the table the rows in slabs that it cannot read.
 
     Threads may use a cache at the same time. Calls that change it (`update_`, `invalidate`, and lookups in a cache that
     replaces rows) are put in order with its other work on any stream, except the streams of CUDA graphs.
@@ -269,14 +269,15 @@ class RowCache(TensorManners):
         check: bool = False,
         max_sms: int | None = None,
     ) -> torch.Tensor:
-        """The table's items ids, as `ibp.index_select(table, ids)`, from the cache where it has their rows.
+        """Items of the table, as `ibp.index_select(table, ids)`. Rows that the cache has come from the cache.
 
         Args:
             ids: integers [K] in [0, N), on the CPU or a GPU.
             device: where the result goes; None: out's device, else the ids'.
-            out: tensor of the table's dtype to write to; of a cache of a place, of any dtype and the same bytes.
-            check: wait for the result and raise here what went wrong. Else bad CUDA ids and corrupt rows are raised by
-                the next call.
+            out: tensor of the table's dtype to write to; for a cache of an `ibp.CodedRows`, of any dtype and the same
+                bytes.
+            check: wait for the result and raise here what went wrong. Otherwise the next call raises for bad CUDA ids
+                and corrupt rows.
             max_sms: keep at most this many of the GPU's multiprocessors busy; None: all.
 
         Returns:
@@ -442,15 +443,15 @@ class RowCache(TensorManners):
     def refill(self, hotness: Hotness) -> RowCache:
         """Fills the cache anew. Returns the cache.
 
-        The new rows are copied beside the old ones, on a stream of their own, and take their place when they are there:
-        readers go on meanwhile, and the call comes back then. CUDA graphs that were captured before go on reading the
-        old rows, whose memory is kept for them; capture them anew. A writable cache is flushed first.
+        The new rows are copied beside the old ones, on a stream of their own. Readers use the old rows until all new
+        ones are there; then the new rows replace them and the call returns. CUDA graphs that were captured before go on
+        reading the old rows, whose memory is kept for them: capture them again. A writable cache is flushed first.
 
         Args:
             hotness: as for the constructor.
 
-        Of a cache with a group this is a collective call: all ranks give the same hotness (sum counts of accesses by
-        `torch.distributed.all_reduce`), and where one fails all raise, and all caches are as they were.
+        With a group this is a collective call: all ranks give the same hotness (sum counts of accesses by
+        `torch.distributed.all_reduce`). If one rank fails, all ranks raise, and all caches are as they were.
 
         Raises:
             TypeError, ValueError, IndexError: hotness does not fit the table, or is not the same on all ranks.
@@ -535,8 +536,8 @@ class RowCache(TensorManners):
         del old
 
     def invalidate(self, ids: Ids | None = None) -> None:
-        """Forgets the rows of items, which come from the table from now on, with changes that have not been flushed;
-        for rows that the table, or a place, has changed itself.
+        """Forgets the rows of items, and their changes that have not been flushed; the rows come from the table from
+        now on. Call it when the table or the `ibp.CodedRows` itself has changed the rows.
 
         Args:
             ids: integers [K] in [0, N), on the CPU or a GPU; None: all items. Ids outside have no effect on a GPU.
@@ -566,9 +567,9 @@ class RowCache(TensorManners):
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
         """table[ids] = rows, as `CompressedTensor.update_`. Returns the cache.
 
-        In a writable cache cached rows are coded into their slots, with the codebook that the table has, and the table
-        has the old ones until `flush`; rows that are not cached, or no longer fit their slots, go to the table. Other
-        caches write all to the table and forget the rows. ids on a GPU are waited for.
+        A writable cache codes cached rows into their slots, with the table's codebook, and the table keeps the old rows
+        until `flush`. Rows that are not cached, or no longer fit their slots, go to the table. Other caches write all
+        rows to the table and forget them. The call waits for ids on a GPU.
 
         Args:
             ids: items to change, int32 or int64 [K]; of equal ones the last one counts.
@@ -586,7 +587,7 @@ class RowCache(TensorManners):
         return self
 
     def flush(self) -> None:
-        """Writes changed rows back to the table. They stay cached. No-op where none have changed.
+        """Writes changed rows back to the table. They stay cached. Does nothing where no rows have changed.
 
         Raises:
             RuntimeError: the table is shared with other processes.

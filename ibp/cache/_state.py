@@ -68,7 +68,7 @@ class CacheState:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Work on streams of the cache's own, behind that of the current ones, which is waited for at the end."""
+        """Work on the cache's own streams, after the work of the current streams. At the end the host waits for it."""
         with ExitStack() as stack:
             for device in self.workers:
                 if device.type != "cuda":

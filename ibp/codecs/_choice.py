@@ -29,7 +29,7 @@ _FIRST_SHARE = 4  # of the sample: the part that is looked at first
 _SHORT_SHARE = 2  # of the sample: the part that says what a call costs besides its bytes, itself beyond a GPU's cache
 _BEATEN = 4.0  # times the seconds of another one: short parts count what a call costs more than the whole does
 _BUDGET_S, _MOST_REPEATS = 4e-3, 12  # of a measurement
-_ROUNDS = 3  # in which candidates are timed in turn: what else the machine does then slows all of them
+_ROUNDS = 3  # candidates are timed in turn in each round, so that other work on the machine slows all of them
 _LONG_S = 1.0  # of a call that is timed once
 _STEADY_S = 20e-3  # of calls that are not timed again: little beside them is the machine's doing
 _Result = TypeVar("_Result")
@@ -280,7 +280,7 @@ class _Timed(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether what else the machine does counts beside it."""
+        """Whether the times are so short that other work on the machine distorts them."""
         return self.encode_s + self.decode_s < _STEADY_S
 
 

@@ -123,8 +123,8 @@ def broadcast_delta(
 ) -> Delta | CheckpointDelta:
     """Brings one rank's delta to all ranks of a group. A collective call.
 
-    Moved are the coded bytes, in one broadcast of torch.distributed: through NCCL from GPU to GPU, through gloo over
-    host memory. Which tensors they are of goes before, as an object.
+    One broadcast of torch.distributed moves the coded bytes: NCCL from GPU to GPU, gloo over host memory. An object
+    that describes the tensors is sent before them.
 
     Example:
         >>> # on each rank of a group
@@ -138,8 +138,8 @@ def broadcast_delta(
         delta: on rank src; other ranks give None.
         src: the rank in the group that has the delta.
         group: a process group of torch.distributed; None: the default group.
-        device: where the delta is to be; None: on rank src where it is, elsewhere where it has arrived: on the current
-            CUDA device with NCCL, else on the CPU.
+        device: where the delta goes. None: on rank src it stays where it is; on the other ranks it stays where it
+            arrives: on the current CUDA device with NCCL, else on the CPU.
 
     Returns:
         The delta of rank src.
@@ -382,8 +382,8 @@ def compress_all_gather(
 
 
 def measure_link(group: ProcessGroup | None = None, *, refresh: bool = False) -> Link:
-    """How fast all-gathers of a group are, which level="auto" reckons with: measured once, by the first call that needs
-    it. A collective call.
+    """Measures how fast all-gathers of a group are, for the choices of level="auto". The first call that needs the
+    result measures it, once. A collective call.
 
     Example:
         >>> # on each rank of a group

@@ -17,7 +17,7 @@ from ._planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_
 
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # of calls whose ranks send each other what they like
 _MOST_MESSAGES = 64  # layouts that a plan keeps
-_PIECES = 2  # of all_to_all_single on GPUs: as many on all ranks, which know nothing of the messages of others
+_PIECES = 2  # of all_to_all_single on GPUs: the same on all ranks, which do not know the messages of other ranks
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 
 

@@ -78,8 +78,8 @@ class CodedWork(Work):
     """
 
     def __init__(self, job: Job, slots: MessageSlots, is_async: bool) -> None:
-        """Starts the call. is_async: it is waited for later: the current stream has other work meanwhile, and on the
-        CPU all that has to be waited for is left to `wait()`."""
+        """Starts the call. is_async: the caller waits later. The current stream has other work meanwhile, and on the
+        CPU `wait()` does all of the waiting."""
         super().__init__()
         self._job: Job | None = None
         self._slots, self._pending = slots, deque[tuple[ExchangePiece, Slot, dist.Work | None]]()

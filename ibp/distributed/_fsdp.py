@@ -61,7 +61,7 @@ class Shards:
 
     Attributes:
         kind, state, plan: of the last all-gather that was agreed on; None: there was none.
-        status: where all-gathers that are not waited for note what is lost.
+        status: where all-gathers note lost rows if the host does not wait for them.
         is_seen: the rows were seen to have room before this pass, on all ranks.
         is_raw: they were not, and the codec is not learned anew.
     """

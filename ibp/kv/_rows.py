@@ -48,13 +48,13 @@ KVRowsStats.__module__ = "ibp.kv"
 
 
 class KVRows:
-    """Keys or values of tokens, a row a head, coded in pinned host memory: for attention that looks at few tokens,
-    chosen anew for every token that is generated (top-k sparse attention; InfiniGen). Rows that were loaded last stay
-    on the GPU, coded too, in a cache of given size.
+    """Keys or values of tokens, one row for each head, coded in pinned host memory: for attention that looks at few
+    tokens, chosen anew for every generated token (top-k sparse attention; InfiniGen). A cache of given size keeps the
+    rows that were loaded last, coded too, on the GPU.
 
-    All work is on the current stream; nothing there waits for the host. With token numbers on the GPU both can be
-    captured in a CUDA graph, after a call of each outside it. A token number is a place: for sequences of a batch give
-    them ranges of it, and use those of tokens that are gone again. Rows that were never stored are zeros.
+    All work is on the current stream and does not wait for the host. With token numbers on the GPU, `store` and `load`
+    can be captured in a CUDA graph, after a call of each outside it. A token number is a place: give each sequence of a
+    batch a range of numbers, and use the numbers of tokens that are gone again. Rows that were never stored are zeros.
 
     Example:
         >>> k = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)  # [layers, tokens, heads, dim]
@@ -67,19 +67,20 @@ class KVRows:
     Args:
         codebook: how rows are coded; or a sample [..., dim] of rows, from which a codebook and sizes are learned. For
             keys and for values make a `KVRows` each; for latents of all heads (MLA) one, with num_heads 1.
-        num_layers, num_tokens: layers, and tokens of each.
-        num_heads: rows of a token.
+        num_layers, num_tokens: how many layers there are, and how many tokens each has.
+        num_heads: how many rows a token has.
         dtype: of the rows; None: the sample's.
-        cache_bytes: device memory of the cache, of all layers; 0: none.
-        slot_bytes, overflow_bytes: of a row's slot, and of overflow of each layer, instead of what the sample says.
-        level: of the codebook that is learned, see `ibp.compress`.
+        cache_bytes: device memory of the cache, for all layers together; 0: no cache.
+        slot_bytes, overflow_bytes: of a row's slot, and of each layer's overflow, in place of sizes learned from the
+            sample.
+        level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
-        memory: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a CPU all is in host
-            memory.
+        memory: where rows are: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a CPU
+            all rows are in host memory.
 
     Attributes:
-        places: the rows of each layer (`ibp.CodedRows`): row token * num_heads + head.
-        caches: of each layer (`ibp.RowCache`), or none.
+        places: the rows of each layer (`ibp.CodedRows`); row token * num_heads + head is that head of the token.
+        caches: the cache of each layer (`ibp.RowCache`), or none.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
@@ -161,11 +162,11 @@ class KVRows:
     # ---- rows ----
 
     def store(self, layer: int, rows: torch.Tensor, tokens: torch.Tensor, *, max_sms: int | None = None) -> None:
-        """Codes rows of tokens, in place of what was there: of a prompt, or of a token that was generated.
+        """Codes rows of tokens, of a prompt or of a generated token, in place of the rows that were there.
 
         Args:
-            layer: which one.
-            rows: [tokens, num_heads, dim] of dtype on the device, of any strides but for those of dim; or
+            layer: number of the layer.
+            rows: [tokens, num_heads, dim] of dtype on the device; dim is contiguous, the other strides are free. Or
                 [tokens, dim] where a token has one row.
             tokens: int32 or int64 [tokens], all different, on the CPU or the device.
             max_sms: keep at most this many multiprocessors busy; None: all.
@@ -200,12 +201,12 @@ class KVRows:
         out: torch.Tensor | None = None,
         max_sms: int | None = None,
     ) -> torch.Tensor:
-        """Rows of tokens: the bits that were put.
+        """Rows of tokens: the bits that were stored.
 
         Args:
-            layer: which one.
-            tokens: int32 or int64 [...], on the CPU or the device; with per_head [..., num_heads, k], of each head its
-                own.
+            layer: number of the layer.
+            tokens: int32 or int64 [...], on the CPU or the device; with per_head [..., num_heads, k], the tokens of
+                each head.
             per_head: whether every head has tokens of its own.
             out: contiguous tensor to write to.
             max_sms: as in `store`.

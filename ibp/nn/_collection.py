@@ -455,7 +455,7 @@ def _described(value: Any) -> str:
 
 
 def _divided(whole: _Jagged, by_group: Sequence[Sequence[int]]) -> list[_Jagged]:
-    """The bags of each group that has some. On a GPU, the lengths are waited for."""
+    """The bags of each group that has some. Waits for lengths on a GPU."""
     lengths = whole.lengths.view(len(whole.parts), -1)
     counts = lengths.sum(1).tolist()
     if min(counts) < 0 or sum(counts) != whole.ids.numel():

@@ -143,7 +143,7 @@ class Embedding(_Rows):
 class EmbeddingBag(_Rows):
     """`torch.nn.EmbeddingBag` over compressed rows: sums, means or maxima of bags of rows.
 
-    Results have the bits of torch's on the same device. Rows that train are changed by the optimizers of `ibp.optim`;
+    Results have the bits of torch's on the same device. The optimizers of `ibp.optim` change rows that train;
     `parameters()` does not list them.
 
     Example:

@@ -84,7 +84,7 @@ class RowsModule(TableModule):
         return self._source.index_select(ids)
 
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
-        """The rows of ids of any shape. IndexError for ids out of range, also on a GPU, which is waited for."""
+        """The rows of ids of any shape. IndexError for ids out of range. Waits for ids on a GPU."""
         flat = ids.reshape(-1).to(torch.int64)
         if padding_idx is not None:
             flat = torch.cat((flat, flat.new_tensor([padding_idx])))

@@ -136,9 +136,10 @@ class SGD(RowOptimizer):
         [-0.5, 0.0]
 
     Args:
-        modules: a module, several, or dicts of "params" and options; all `ibp.nn` modules in them that train.
+        modules: a module, several modules, or dicts of "params" and options. All `ibp.nn` modules in them that train
+            are optimized.
         lr: the learning rate.
-        weight_decay: is added to the gradient, times the row: of rows with a gradient, not of others.
+        weight_decay: this times the row is added to the gradient, only for rows with a gradient.
 
     Raises:
         TypeError, ValueError: a module has no rows to train, or an option is negative.
@@ -174,7 +175,7 @@ class Adagrad(RowOptimizer):
     Args:
         modules, weight_decay: as in `SGD`.
         lr: the learning rate.
-        lr_decay: how fast it falls with the steps.
+        lr_decay: how fast the learning rate falls with the steps.
         initial_accumulator_value: what sum begins with.
         eps: is added to the denominator.
 
