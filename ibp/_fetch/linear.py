@@ -29,8 +29,8 @@ def linear(
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
     On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 8 vectors. It runs
-    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least
-    1.5 K, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. The kernel adds products in float, in
+    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least 1.5
+    K, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. The kernel adds products in float, in
     an order that depends on K alone, so that its bits differ from the bits of torch's function, which differ by shape
     and GPU, too. It multiplies up to 24 vectors eight at a time. In all other cases torch's function multiplies by W,
     decoded on x's device for the time of the call.
