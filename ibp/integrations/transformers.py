@@ -259,7 +259,7 @@ class CompressedLayer(DynamicLayer):
         self.fetch_ahead(1)
 
     def offload(self) -> None:
-        """Does nothing: older tokens have left the GPU already, newer ones stay."""
+        """Does nothing: older tokens leave the GPU without it, newer ones stay."""
 
     # ---- changes ----
 

@@ -1,4 +1,4 @@
-"""Which rows share a codebook (`grouped`): rows that take as many bytes by it as the rows that taught it."""
+"""Which rows share a codebook (`grouped`): rows that take as many bytes by it as the rows it was learned from."""
 
 from __future__ import annotations
 
