@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: this module's default arguments keep one for as long as it lives
 
 from ibp._machine import calibration
 

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +151,30 @@ def test_one_process_of_several(tmp_path):
     measured = json.loads(found.read_text())
     assert measured["batches"] == gnn.QUICK_EPOCH and measured["row_bytes"] == 96 and measured["seconds"] > 0
     assert measured["rows"] > measured["batches"] * gnn_parallel.QUICK_BATCH
+
+
+GROUP_AND_OPTIMIZER = """
+import pathlib, sys, torch
+from benchmarks import harness
+
+def names():
+    return {(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()}
+
+with harness.process_group("cpu", sys.argv[1], 0, 1):
+    torch.optim.Adam([torch.ones(1, requires_grad=True)])
+    assert "gloo_tcp_loop" in names(), names()
+assert "gloo_tcp_loop" not in names(), names()
+"""
+
+
+def test_a_group_ends_with_its_threads(tmp_path):
+    """A thread of gloo that is left when the interpreter ends may abort the process. Optimizers import modules of
+    torch.distributed that keep a group which is there already."""
+    if not dist.is_available() or not dist.is_gloo_available() or not Path("/proc/self/task").exists():
+        pytest.skip("this torch has no gloo, or this system no /proc")
+    command = [sys.executable, "-c", GROUP_AND_OPTIMIZER, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
