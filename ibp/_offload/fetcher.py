@@ -192,8 +192,8 @@ class WeightFetcher:
 
 
 class CudaWeightFetcher(WeightFetcher):
-    """A GPU. Groups are fetched on a stream beside the caller's: those in pinned host memory by the copy engine through
-    one ring, from one group into the next without a pause; those in device memory by a kernel.
+    """A GPU. Groups are fetched on a stream beside the caller's, by the copy engine through one ring, without a pause
+    between two groups.
 
     No call waits for the GPU. A use waits, on its stream, for the event that follows the fetch; a fetch waits, on its
     stream, for the events that follow the uses of what lay in its place.
@@ -210,8 +210,8 @@ class CudaWeightFetcher(WeightFetcher):
         return super().device_bytes + (self._from_host.ring_bytes if self._from_host is not None else 0)
 
     def start(self, groups: Sequence[Group]) -> None:
-        streamed = [group.stored_bytes for group in groups if not group.on_device]
-        self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * max(streamed, default=0)))
+        largest = max((group.stored_bytes for group in groups), default=0)
+        self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * largest))
         self._stream.wait_stream(self._current())  # which gave the arena and filled the tables
         self.memory.record_stream(self._stream)  # a fetch ahead may still go on when the model is dropped
 
@@ -276,8 +276,6 @@ class CudaWeightFetcher(WeightFetcher):
 
     def _decoder(self, group: Group) -> Decoder:
         """What decodes a group on the stream of the fetches."""
-        if group.on_device:
-            return KERNEL
         if any(weight.table is not None and not weight.table.serves(self.device) for weight in group.weights):
             return ON_HOST
         if self._from_host is None:
@@ -286,7 +284,7 @@ class CudaWeightFetcher(WeightFetcher):
 
     def _prepared(self, group: Group, place: _GroupPlace, decoder: Decoder) -> Sequence[tuple[Any, ...]]:
         """What the decoder issues to bring the group to its place, made once a place."""
-        sms = self.max_sms or (0 if group.on_device else STREAM_SMS)
+        sms = self.max_sms or STREAM_SMS
         if not place.prepared or place.decoder is not decoder or place.sms != sms:
             place.decoder, place.sms = decoder, sms
             place.prepared = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,6 @@ class Group:
         offsets: where each begins, in bytes from the group's start.
         num_bytes: of all, as the model uses them.
         stored_bytes: of the coded rows: what a fetch moves. 0 until the tables are made.
-        on_device: whether their tables lie in device memory instead of host memory.
 
     What follows changes while the model runs, under the lock of `Offloaded`; `fetcher.py` says how.
 
@@ -52,7 +51,6 @@ class Group:
             end = start + weight.num_bytes
         self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
         self.stored_bytes = 0
-        self.on_device = False
         self.uses = 0
         self.is_loaded = self.is_ahead = False
         self.region: Region | None = None
@@ -274,18 +272,18 @@ def _once(weights: Iterator[Weight]) -> list[Weight]:
     return list(dict.fromkeys(weights))
 
 
-def spread(groups: Sequence[Group], num_bytes: int, cost: Callable[[Group], int]) -> list[Group]:
+def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
     """Groups of at most num_bytes in all, at even distances, so that what is between them can be fetched meanwhile."""
-    total, chosen, left = sum(map(cost, groups)), [], num_bytes
-    due = 0.0
+    share = min(1.0, num_bytes / max(1, sum(group.num_bytes for group in groups)))
+    chosen, left, due = [], num_bytes, 0.0
     for group in groups:
-        due += cost(group) * min(1.0, num_bytes / total) if total else 0.0
-        if cost(group) <= left and due >= cost(group) * 0.5:
+        due += group.num_bytes * share
+        if group.num_bytes <= left and due >= group.num_bytes * 0.5:
             chosen.append(group)
-            left -= cost(group)
-            due -= cost(group)
+            left -= group.num_bytes
+            due -= group.num_bytes
     for group in groups:  # what evenness left over
-        if group not in chosen and cost(group) <= left:
+        if group not in chosen and group.num_bytes <= left:
             chosen.append(group)
-            left -= cost(group)
+            left -= group.num_bytes
     return chosen

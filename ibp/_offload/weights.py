@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._common.states import SavedTensor
 from .._files.header import find_files, read_header
 from .._files.opened import open as open_file
 from .._files.sets import INDEX_SUFFIX
@@ -40,6 +41,7 @@ class Weight:
         table: coded rows of `x.permute(order)`; None until it is stored, and after it is restored.
         blank: what the tensors hold between uses: the right shape, dtype and device, and no values.
         group: of weights that it is fetched with; None if its rows are looked up where they lie.
+        saved: what state_dict() has of it.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -55,6 +57,7 @@ class Weight:
         self.blank: torch.Tensor | None = None
         self._stride = tensor.stride()
         self.group: Group | None = None
+        self.saved = SavedTensor()
 
     @property
     def name(self) -> str:

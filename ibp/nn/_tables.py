@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from .._common.states import SavedTensor
 from .._fetch.linear import linear, slot_bytes_for
 from .._machine import memory
 from .._schemes import PlanesCodebook
@@ -33,27 +32,7 @@ class SharedTable:
     old one for all of them."""
 
     def __init__(self, table: CompressedTensor) -> None:
-        self.table = table
-        self._saved: tuple[weakref.ref[Any], weakref.ref[torch.Tensor]] | None = None
-
-    def saved_in(self, state: dict[str, Any], is_saved: bool) -> torch.Tensor:
-        """The weights on the CPU: the same tensor for all modules that write into one state_dict().
-
-        Args:
-            state: the state_dict().
-            is_saved: whether it has weights of the module from an earlier call, which may be old.
-        """
-        if self._saved is not None and self._saved[0]() is state and not is_saved:
-            tensor = self._saved[1]()
-            if tensor is not None:
-                return tensor
-        tensor = self.table.decompress(device="cpu")
-        if isinstance(state, OrderedDict):  # as torch makes it; a dict has no weak references
-            self._saved = weakref.ref(state), weakref.ref(tensor)
-        return tensor
-
-    def __reduce__(self) -> tuple[type, tuple[CompressedTensor]]:
-        return SharedTable, (self.table,)
+        self.table, self.saved = table, SavedTensor()
 
 
 class TableModule(torch.nn.Module):
@@ -106,8 +85,14 @@ class TableModule(torch.nn.Module):
         if saves_tables():
             state[prefix + _TRANSPOSED if self.transposed else key] = table
         else:
-            tensor = self._shared.saved_in(state, key in state)
-            state[key] = tensor.t().contiguous() if self.transposed else tensor
+            if key in state:  # by an earlier state_dict(): the tensor that was made for it may be old
+                self._shared.saved = SavedTensor()
+            state[key] = self._shared.saved.of(state, self._plain)
+
+    def _plain(self) -> torch.Tensor:
+        """The weights on the CPU."""
+        weight = self.weight.decompress(device="cpu")
+        return weight.t().contiguous() if self.transposed else weight
 
     def current_table(self) -> CompressedTensor:
         """The table, with all rows as they are now."""
