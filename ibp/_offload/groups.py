@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from .._fetch.streaming import Decoder
 from .arena import Region
 from .weights import Weight, can_be_stored
 
@@ -15,6 +17,27 @@ _ALIGNMENT = 256  # bytes, of weights within a group: what cuBLAS wants of matri
 
 # Modules of torch that look at the weights of modules below them to choose how they compute.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass(eq=False)
+class Place:
+    """Memory for a group of weights.
+
+    Attributes:
+        region: of the arena; None: the memory is the group's own, since the arena had no room.
+        memory: uint8, all of it.
+        data: the bytes of each weight.
+        values: the same as the model's tensors.
+        decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place.
+    """
+
+    region: Region | None
+    memory: torch.Tensor
+    data: list[torch.Tensor]
+    values: list[torch.Tensor]
+    decoder: Decoder | None = None
+    sms: int = 0
+    prepared: Sequence[tuple[Any, ...]] = ()
 
 
 class Group:
@@ -32,10 +55,9 @@ class Group:
 
     Attributes:
         uses: calls that use the weights right now.
-        is_loaded: whether the weights are where `region` or `spare` says, or will be once `ready` is reached.
+        is_loaded: whether the weights are where `place` says, or will be once `ready` is reached.
         is_ahead: whether they were fetched before a use that has not come yet.
-        region: of the arena, where they are or were last.
-        spare: memory of their own, where the arena had no room.
+        place: where they are or were last.
         ready: event after which the weights are there (CUDA).
         done: events after which nothing reads them any more, by stream (CUDA).
     """
@@ -53,18 +75,17 @@ class Group:
         self.stored_bytes = 0
         self.uses = 0
         self.is_loaded = self.is_ahead = False
-        self.region: Region | None = None
-        self.spare: torch.Tensor | None = None
+        self.place: Place | None = None
         self.ready: torch.cuda.Event | None = None
         self.done: dict[int, torch.cuda.Event] = {}
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
 
-    def parts(self, memory: torch.Tensor) -> Iterator[tuple[Weight, torch.Tensor]]:
-        """(weight, its bytes) in memory, uint8 of at least num_bytes."""
-        for weight, start in zip(self.weights, self.offsets):
-            yield weight, memory[start : start + weight.num_bytes]
+    @property
+    def region(self) -> Region | None:
+        """Of the arena, where the weights are or were last."""
+        return None if self.place is None else self.place.region
 
 
 @dataclass(eq=False)

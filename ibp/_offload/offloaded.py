@@ -659,7 +659,7 @@ class Offloaded:
                     group.uses -= 1
                 raise
             for group in begun:
-                for weight, value in zip(group.weights, self._fetchers[group.device_number].values(group)):
+                for weight, value in zip(group.weights, self._fetchers[group.device_number].place_of(group).values):
                     weight.bind(value)
             self._calls().append(_Call(use, begun, self._saving()))
             self._fetch_ahead()

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._common.states import SavedTensor
-from .._files.header import find_files, read_header
 from .._files.opened import open as open_file
-from .._files.sets import INDEX_SUFFIX
 from .._layout.geometry import DTYPES
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import memory_order
@@ -166,67 +164,24 @@ def can_be_stored(tensor: torch.Tensor) -> bool:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
-    """Names and tensors of a checkpoint, or tables of a compressed one, one at a time.
+    """Names and tensors of a checkpoint, or tables of a compressed one, one at a time, over the mapped file.
 
     Args:
         checkpoint: a file, or a directory of them, of safetensors or ibp; the index of a set; a mapping, or pairs.
 
     Raises:
         FileNotFoundError: there is no such file, or the directory holds none.
-        ImportError: the path of a file that is not compressed is given, and safetensors is not installed.
-        ibp.FileFormatError: a file is damaged, or of a newer format.
+        ibp.FileFormatError: a file is damaged, of a newer format, or no such file.
         TypeError: the checkpoint holds a delta.
     """
-    if isinstance(checkpoint, Mapping):
-        yield from checkpoint.items()
-    elif isinstance(checkpoint, (str, Path)):
-        shards = _shards(Path(checkpoint))
-        if any(not read_header(shard).is_plain for shard in shards):
-            yield from _compressed(checkpoint)
-        else:
-            yield from _plain(shards)
-    else:
-        yield from checkpoint
-
-
-def _compressed(path: str | Path) -> Iterator[tuple[str, Value]]:
-    """Tables over the mapped file, and the tensors that are kept as they are."""
-    with open_file(path) as file:
+    if not isinstance(checkpoint, (str, Path)):
+        yield from checkpoint.items() if isinstance(checkpoint, Mapping) else checkpoint
+        return
+    index = Path(checkpoint) / _INDEX_NAME  # of which a directory may have others, of other precisions
+    with open_file(index if index.is_file() else checkpoint) as file:
         for name, value in file.items():
             if not isinstance(value, (torch.Tensor, CompressedTensor)):
-                raise TypeError(f"{name!r} in {str(path)!r} is a delta; wanted tensors: apply it to its base first")
+                raise TypeError(
+                    f"{name!r} in {str(checkpoint)!r} is a delta; wanted tensors: apply it to its base first"
+                )
             yield name, value
-
-
-def _plain(shards: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise ImportError("reading a checkpoint needs the package safetensors: pip install safetensors") from None
-    for path in shards:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                yield name, file.get_tensor(name)
-
-
-def _shards(path: Path) -> list[Path]:
-    if path.name.endswith(INDEX_SUFFIX) and path.is_file():
-        return list(find_files(path).files.values())
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"checkpoint {str(path)!r} is neither a file nor a directory")
-    index = path / _INDEX_NAME
-    if index.is_file():
-        import json
-
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        shards = [path / name for name in names]
-        for shard in shards:
-            if not shard.is_file():
-                raise FileNotFoundError(f"{index} names {shard.name}, which is not there")
-        return shards
-    shards = sorted(path.glob("*.safetensors"))
-    if not shards:
-        raise FileNotFoundError(f"directory {str(path)!r} holds no .safetensors file")
-    return shards

@@ -978,9 +978,9 @@ def test_checkpoints_that_do_not_fit(tmp_path):
             offload(meta_net(), checkpoint=wrong)
     with pytest.raises(RuntimeError, match="meta device: give its values as checkpoint="):
         offload(meta_net())
-    with pytest.raises(FileNotFoundError, match="neither a file nor a directory"):
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
         offload(meta_net(), checkpoint=tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match="holds no .safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"has no files \*.safetensors"):
         offload(meta_net(), checkpoint=tmp_path)
     model = meta_net()
     model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
