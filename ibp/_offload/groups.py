@@ -108,6 +108,23 @@ class Lookup:
 
 
 @dataclass(eq=False)
+class Other:
+    """A parameter or buffer that is not offloaded.
+
+    Attributes:
+        tensor: itself.
+        device_number: of the device of the first module that has it.
+        home: where it was; the CPU for a tensor that a checkpoint brings.
+        names: in state_dict().
+    """
+
+    tensor: torch.Tensor
+    device_number: int
+    home: torch.device
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Division:
     """What a model consists of.
 
@@ -115,7 +132,7 @@ class Division:
         weights: all that are offloaded.
         groups: in the order of the modules.
         uses, lookups: the modules that need them.
-        others: (module, attribute, tensor) of all other parameters and buffers, each tensor once.
+        others: all other parameters and buffers, each tensor once.
         device_numbers: of the device of every module.
         blocks: the repeated modules that devices take turns with.
         nested_bytes: by number of the device, of groups that are in use while modules below theirs use others.
@@ -125,7 +142,7 @@ class Division:
     groups: list[Group] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
-    others: list[torch.Tensor] = field(default_factory=list)
+    others: list[Other] = field(default_factory=list)
     device_numbers: dict[nn.Module, int] = field(default_factory=dict)
     blocks: list[nn.Module] = field(default_factory=list)
     nested_bytes: dict[int, int] = field(default_factory=dict)
@@ -186,9 +203,10 @@ def _find_tensors(
     """Fills in the weights and the other tensors. Returns the weights of each module itself, by attribute."""
     found: dict[nn.Module, list[tuple[str, Weight]]] = {}
     known: dict[object, Weight] = {}
-    others: set[int] = set()
+    others: dict[int, Other] = {}
     for prefix, module in model.named_modules():
         for attribute, tensor, is_parameter in _tensors_of(module):
+            name = f"{prefix}.{attribute}" if prefix else attribute
             is_trained = tensor.requires_grad and module.training
             is_weight = (
                 (is_parameter or buffers)
@@ -197,17 +215,19 @@ def _find_tensors(
                 and tensor.numel() * tensor.element_size() >= min_bytes
             )
             if not is_weight:
-                if id(tensor) not in others:
-                    others.add(id(tensor))
-                    division.others.append(tensor)
+                home = torch.device("cpu") if tensor.is_meta else tensor.device
+                other = others.setdefault(id(tensor), Other(tensor, division.device_numbers[module], home))
+                if attribute not in module._non_persistent_buffers_set:
+                    other.names.append(name)
                 continue
             weight = known.get(id(tensor)) or known.get(_place_of(tensor))
             if weight is None:
                 weight = Weight(tensor)
                 division.weights.append(weight)
             known[id(tensor)] = known[_place_of(tensor)] = weight
-            weight.add(module, attribute, f"{prefix}.{attribute}" if prefix else attribute, tensor)
+            weight.add(module, attribute, name, tensor)
             found.setdefault(module, []).append((attribute, weight))
+    division.others = list(others.values())
     return found
 
 

@@ -375,7 +375,6 @@ class Offloaded:
         self._uses_of: dict[nn.Module, Use] = {}
         self._parents = {child: module for module in model.modules() for child in module.children()}
         self._users: dict[Weight, nn.Module] = {}  # modules that were found to use weights that are not their own
-        self._homes = [(tensor, _CPU if tensor.is_meta else tensor.device) for tensor in division.others]
         self._kept: list[Weight] = []  # weights that stay on a device as they are
         self._is_removed = False
         self._is_short = False  # of room for what is expected next: the end of a use makes some
@@ -459,9 +458,9 @@ class Offloaded:
                 weight.release()
             for weight in self._kept:
                 weight.bind(weight.tensors[0].data.to(weight.home))
-            for tensor, home in self._homes:
-                if not tensor.is_meta:  # else the checkpoint did not get to it
-                    tensor.data = tensor.data.to(home)
+            for other in self._division.others:
+                if not other.tensor.is_meta:  # else the checkpoint did not get to it
+                    other.tensor.data = other.tensor.data.to(other.home)
             for weight in self._division.weights:
                 for tensor, requires_grad in zip(weight.tensors, weight.requires_grad):
                     tensor.requires_grad_(requires_grad)
@@ -504,7 +503,7 @@ class Offloaded:
                 weight.bind(x.to(device, copy=checkpoint is not None))
                 self._kept.append(weight)
             else:
-                stored = weight.in_memory_order(x.to(_CPU))
+                stored = x.to(_CPU).permute(weight.order)
                 row_bytes = {"row_bytes": None} if weight in looked_up else {}  # its own rows, to be fetched one by one
                 weight.table = compressor.compress(weight.name, stored, device=device, **row_bytes)
             weight.freeze()
@@ -527,8 +526,8 @@ class Offloaded:
         for group in self._groups:
             tables = [weight.table for weight in group.weights if weight.table is not None]
             group.stored_bytes = sum(table.resident_bytes for table in tables)
-        for tensor, number in self._others_with_devices():
-            tensor.data = tensor.data.to(devices[number])
+        for other in division.others:
+            other.tensor.data = other.tensor.data.to(devices[other.device_number])
         self._install()
         for number, fetcher in enumerate(self._fetchers):
             fetcher.start([group for group in self._groups if group.device_number == number])
@@ -552,7 +551,7 @@ class Offloaded:
                 yield weight, weight.tensors[0].data
             return
         by_name: dict[str, Weight] = {name: weight for weight in weights for name in weight.names}
-        others = self._state_of_others()
+        others = {name: other.tensor for other in self._division.others for name in other.names}
         seen: set[int] = set()
         for name, x in read_checkpoint(checkpoint):
             target = by_name.get(name, others.get(name))
@@ -578,25 +577,6 @@ class Offloaded:
                     f"buffer {name} is on the meta device and no checkpoint holds it: make the model with its buffers, "
                     "for example under accelerate.init_empty_weights()"
                 )
-
-    def _state_of_others(self) -> dict[str, torch.Tensor]:
-        """By name, the tensors that state_dict() has besides the weights; tied ones by every name."""
-        known = {id(tensor) for tensor in self._division.others}
-        state: dict[str, torch.Tensor] = {}
-        for prefix, module in self._model.named_modules():
-            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or id(tensor) not in known or attribute in module._non_persistent_buffers_set:
-                    continue
-                state[f"{prefix}.{attribute}" if prefix else attribute] = tensor
-        return state
-
-    def _others_with_devices(self) -> Iterable[tuple[torch.Tensor, int]]:
-        known = {id(tensor) for tensor in self._division.others}
-        for module, number in self._division.device_numbers.items():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and id(tensor) in known:
-                    known.discard(id(tensor))
-                    yield tensor, number
 
     def _install(self) -> None:
         streamed = set(self._groups)

@@ -34,6 +34,7 @@ class Weight:
         tensors: the parameters or buffers themselves, each once.
         shape, dtype, num_bytes: of all of them.
         order: dimensions in the order in which memory holds them: `x.permute(order)` is contiguous if x is dense.
+        stride: how the values lie in memory: as the weight's did; of a weight that left gaps, as if it were contiguous.
         home: device before it was offloaded; the CPU for tensors that a checkpoint brings.
         requires_grad: of each tensor before it was offloaded.
         table: coded rows of `x.permute(order)`; None until it is stored, and after it is restored.
@@ -49,11 +50,12 @@ class Weight:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
         self.order = memory_order(tensor)
+        is_dense = tensor.permute(self.order).is_contiguous()
+        self.stride = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
         self.requires_grad: list[bool] = []
         self.table: CompressedTensor | None = None
         self.blank: torch.Tensor | None = None
-        self._stride = tensor.stride()
         self.group: Group | None = None
         self.saved = SavedTensor()
 
@@ -69,18 +71,13 @@ class Weight:
             self.tensors.append(tensor)
             self.requires_grad.append(tensor.requires_grad)
 
-    def in_memory_order(self, x: torch.Tensor) -> torch.Tensor:
-        """x [shape] as what the table holds: a view if x is dense and in the weight's own order."""
-        return x.permute(self.order)
-
     def like(self) -> torch.Tensor:
         """A tensor without memory that lies as the weight did."""
-        return torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
     def view(self, data: torch.Tensor) -> torch.Tensor:
         """The weight's bytes, uint8 [num_bytes], as the tensor that the model had: shape, dtype and order of memory."""
-        stored = data.view(self.dtype).view([self.shape[dim] for dim in self.order])
-        return stored.permute([self.order.index(dim) for dim in range(len(self.order))])
+        return data.view(self.dtype).as_strided(self.shape, self.stride)
 
     def bind(self, value: torch.Tensor) -> None:
         """Makes value the content of the model's tensors."""
@@ -135,7 +132,7 @@ class Weight:
     def data(self, device: torch.device | str) -> torch.Tensor:
         """The weight's bytes in the order of memory, uint8 [num_bytes], in memory of their own on a device."""
         if self.table is None:
-            return self.in_memory_order(self.tensors[0].detach().to(device)).reshape(-1).view(torch.uint8)
+            return self.tensors[0].detach().to(device).permute(self.order).reshape(-1).view(torch.uint8)
         return self.table.decompress(device=device).reshape(-1).view(torch.uint8)
 
     def value(self, device: torch.device | str) -> torch.Tensor:
