@@ -92,9 +92,7 @@ class Group:
 class Use:
     """A module whose call uses groups of weights."""
 
-    name: str
     module: nn.Module
-    device_number: int
     groups: list[Group] = field(default_factory=list)
 
 
@@ -295,12 +293,12 @@ class _Divider:
         these."""
         if not weights:
             return []
-        device_number = self._division.device_numbers[module]
         new = [weight for weight in weights if weight.group is None]
         if new:
-            self._division.groups.append(Group(name or type(module).__name__, device_number, new))
+            number = self._division.device_numbers[module]
+            self._division.groups.append(Group(name or type(module).__name__, number, new))
         groups = list(dict.fromkeys(weight.group for weight in weights if weight.group is not None))
-        self._division.uses.append(Use(name, module, device_number, groups))
+        self._division.uses.append(Use(module, groups))
         return groups
 
 

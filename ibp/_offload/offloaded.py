@@ -22,6 +22,7 @@ from .._rows.table import CorruptTableError
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
+from ..nn._tables import TableModule
 from .fetcher import CudaWeightFetcher, WeightFetcher
 from .groups import Division, Group, Lookup, Use, divide, spread
 from .resting import Resting
@@ -206,26 +207,8 @@ class _Hook:
         raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 
-class _UseHook(_Hook):
-    """Brings groups of weights to a module for the time of a call.
-
-    Args:
-        use: the module and its groups.
-        enter, leave: of the `Offloaded`, which torch.compile leaves alone.
-    """
-
-    def __init__(self, use: Use, enter: Callable[[Use], None], leave: Callable[[Use], None]) -> None:
-        self._use, self._enter, self._leave = use, enter, leave
-
-    def before(self, module: nn.Module, args: tuple) -> None:
-        self._enter(self._use)
-
-    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._leave(self._use)
-
-
-class _ModelHook(_Hook):
-    """Says when the whole model is called."""
+class _CallHook(_Hook):
+    """Says when a module is called. start, end: what is told; torch.compile leaves both alone."""
 
     def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
         self._start, self._end = start, end
@@ -580,19 +563,16 @@ class Offloaded:
 
     def _install(self) -> None:
         streamed = set(self._groups)
-        start, end, look_up = map(torch.compiler.disable, (self._start, self._stop, _RowsForward.look_up))
-        self._enter_disabled, self._leave_disabled = map(torch.compiler.disable, (self._enter, self._leave))
         for use in self._division.uses:
             use.groups = [group for group in use.groups if group in streamed]
             if use.groups:
                 self._install_use(use)
+        look_up = torch.compiler.disable(_RowsForward.look_up)
         for lookup in self._division.lookups:
             if lookup.weight.table is not None:
                 lookup.module.forward = _RowsForward(lookup, look_up)
                 self._undo.append(functools.partial(vars(lookup.module).pop, "forward"))
-        hook = _ModelHook(start, end)
-        self._hook(self._model.register_forward_pre_hook(hook.before, prepend=True))
-        self._hook(self._model.register_forward_hook(hook.after, always_call=True))
+        self._hook_calls(self._model, self._start, self._stop)
         if len(self._devices) > 1:
             self._install_moves()
         holds: dict[nn.Module, list[tuple[str, Weight]]] = {}
@@ -607,16 +587,23 @@ class Offloaded:
             self._hook(module.register_load_state_dict_pre_hook(state.before_load))
 
     def _install_use(self, use: Use) -> None:
-        hook = _UseHook(use, self._enter_disabled, self._leave_disabled)
         self._uses_of[use.module] = use
-        self._hook(use.module.register_forward_pre_hook(hook.before, prepend=True))
-        self._hook(use.module.register_forward_hook(hook.after, always_call=True))
+        self._hook_calls(use.module, lambda: self._enter(use), lambda: self._leave(use))
+
+    def _hook_calls(self, module: nn.Module, start: Callable[[], None], end: Callable[[], None]) -> None:
+        hook = _CallHook(torch.compiler.disable(start), torch.compiler.disable(end))
+        self._hook(module.register_forward_pre_hook(hook.before, prepend=True))
+        self._hook(module.register_forward_hook(hook.after, always_call=True))
 
     def _install_moves(self) -> None:
         numbers, blocks = self._division.device_numbers, self._division.blocks
         within = {part for block in blocks for part in block.modules()}
         outside = [module for module in numbers if module not in within]
-        others = [module for module in outside if any(True for _ in module.parameters(recurse=False))]
+        others = [
+            module
+            for module in outside
+            if any(True for _ in module.parameters(recurse=False)) or isinstance(module, TableModule)
+        ]
         for module in [*blocks, *others]:
             move = _MoveHook(self._devices[numbers[module]])
             self._hook(module.register_forward_pre_hook(move.before, prepend=True, with_kwargs=True))
@@ -716,7 +703,7 @@ class Offloaded:
     def _add_use(self, module: nn.Module, group: Group) -> None:
         use = self._uses_of.get(module)
         if use is None:
-            use = Use("", module, self._division.device_numbers[module])
+            use = Use(module)
             self._install_use(use)
         if group not in use.groups:
             use.groups = [*use.groups, group]

@@ -518,13 +518,8 @@ def test_arguments_are_brought_to_the_device_of_their_module():
 def test_a_damaged_table():
     model = Net()
     with torch.no_grad():
-        offload(model, lookahead=1)
-        (weight,) = [
-            weight
-            for hook in model.blocks[2].up._forward_pre_hooks.values()
-            for group in hook.__self__._use.groups
-            for weight in group.weights
-        ]
+        offloaded = offload(model, lookahead=1)
+        (weight,) = [weight for group in offloaded._uses_of[model.blocks[2].up].groups for weight in group.weights]
         kept = weight.table.lengths.clone()
         weight.table.lengths.fill_(1)
         for _ in range(2):
