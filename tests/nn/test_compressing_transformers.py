@@ -151,5 +151,5 @@ def test_adapters_train_on_coded_weights():
 def test_on_a_gpu(name, cuda):
     plain, model = make(name).to(cuda), make(name)
     compress(model)
-    torch.testing.assert_close(outputs(model.to(cuda), cuda), outputs(plain, cuda), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(outputs(model.to(cuda), cuda), outputs(plain, cuda), rtol=0.1, atol=0.2)
     model.generate(IDS.to(cuda), max_new_tokens=5, do_sample=False)
