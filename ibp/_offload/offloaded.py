@@ -25,7 +25,7 @@ from .._tables.weights import WeightCompressor
 from ..nn._tables import TableModule
 from .fetcher import CudaWeightFetcher, WeightFetcher
 from .groups import Division, Group, Lookup, Use, divide, spread
-from .resting import Resting
+from .resting import NotCopied, Resting
 from .schedule import Schedule
 from .weights import Checkpoint, Weight, put, read_checkpoint
 
@@ -197,17 +197,7 @@ class OffloadStats:
         return self.fetched_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
-class _Hook:
-    """What a module's hooks belong to. It can be neither copied nor saved with the module: it is about that one."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
-
-
-class _CallHook(_Hook):
+class _CallHook(NotCopied):
     """Says when a module is called. start, end: what is told; torch.compile leaves both alone."""
 
     def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
@@ -220,7 +210,7 @@ class _CallHook(_Hook):
         self._end()
 
 
-class _MoveHook(_Hook):
+class _MoveHook(NotCopied):
     """Brings a module's arguments to the device that it is on."""
 
     def __init__(self, device: torch.device) -> None:
@@ -241,7 +231,7 @@ class _MoveHook(_Hook):
         return value
 
 
-class _StateHook(_Hook):
+class _StateHook(NotCopied):
     """Puts a module's weights into its state_dict, and refuses to load others."""
 
     def __init__(self, holds: list[tuple[str, Weight]]) -> None:
@@ -264,7 +254,7 @@ class _StateHook(_Hook):
                 raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
 
 
-class _RowsForward(_Hook):
+class _RowsForward(NotCopied):
     """The forward of a module that looks rows up: its own, with a table in the place of the weight."""
 
     def __init__(self, lookup: Lookup, look_up: Callable[..., Any]) -> None:
@@ -496,13 +486,8 @@ class Offloaded:
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)
 
-        with tqdm(
-            total=sum(weight.num_bytes for weight in division.weights),
-            desc="offload",
-            unit="B",
-            unit_scale=True,
-            disable=not progress,
-        ) as bar:
+        total = sum(weight.num_bytes for weight in division.weights)
+        with tqdm(total=total, desc="offload", unit="B", unit_scale=True, disable=not progress) as bar:
             for weight, x in self._sources(checkpoint):
                 store(weight, x)
                 bar.update(weight.num_bytes)
