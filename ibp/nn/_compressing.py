@@ -88,8 +88,8 @@ def compress(
     min_bytes: int = 1 << 20,
     progress: bool = False,
 ) -> ModelReport:
-    """Replaces the matrices of a model by tables, in place and one after the other: at its peak, memory holds the coded
-    model and one plain weight.
+    """Replaces the matrices of a model by tables, in place. Each plain weight is gone before the next one is coded, so
+    that memory holds at most one table more than the plain model.
 
     Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, and transformers'
     `Conv1D` an `ibp.nn.Conv1D`. Subclasses of these, modules with hooks and modules whose forward was replaced stay as

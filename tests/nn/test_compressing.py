@@ -357,7 +357,7 @@ def test_on_a_gpu(cuda):
 
 @torch.no_grad()
 def test_gpu_memory(cuda):
-    """The plain weights go one by one: memory never holds all of them and their tables."""
+    """The plain weights go one by one: memory never holds all weights and all tables."""
     layers = [nn.Linear(2048, 2048, dtype=torch.bfloat16, device=cuda) for _ in range(16)]
     model = nn.Sequential(*layers).eval()
     del layers
