@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from .._tables.compression import compress_rows
 from .._tables.weights import is_worth_coding
 from ..checkpoints._source import is_chosen
 from ._embedding import Embedding
-from ._tables import Conv1D, Linear, TableModule, matrix_table
+from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table
 
 _LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
@@ -136,24 +137,98 @@ def compress(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
     min_bytes = whole_number("min_bytes", min_bytes, 0)
-    if level not in ("fast", "default"):
-        raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
-    weights, plain = _find(model, _Choice(model, include, exclude), min_bytes)
-    if not weights and _TRAINS in plain.values():
-        raise ValueError("the weights of the model train: call model.eval() or model.requires_grad_(False) first")
-    coded: list[str] = []
-    num_bytes = nbytes = 0
-    total = sum(weight.num_bytes for weight in weights)
-    with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
-        for weight in weights:
-            table_bytes = _convert(model, weight, level, fused)
-            bar.update(weight.num_bytes)
-            if table_bytes is None:
-                plain.update(dict.fromkeys(weight.names, _NO_GAIN))
-                continue
-            coded += weight.names
-            num_bytes, nbytes = num_bytes + weight.num_bytes, nbytes + table_bytes
-    return ModelReport(tuple(coded), plain, num_bytes, nbytes)
+    plan = Plan(model, include=include, exclude=exclude, level=level, fused=fused, min_bytes=min_bytes)
+    plan.check_values()
+    plan.code_all(progress=progress)
+    return plan.report()
+
+
+class Plan:
+    """What `compress` does to a model, weight by weight. A loader makes one of a model on the meta device, and gives the
+    values as it reads them. Arguments are those of `compress`; `min_bytes` is checked."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        level: str = "fast",
+        fused: bool = True,
+        min_bytes: int = 1 << 20,
+    ) -> None:
+        if level not in ("fast", "default"):
+            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
+        self._model, self._level, self._fused = model, level, fused
+        self._weights, self._plain = _find(model, _Choice(model, include, exclude), min_bytes)
+        if not self._weights and _TRAINS in self._plain.values():
+            raise ValueError("the weights of the model train: call model.eval() or model.requires_grad_(False) first")
+        self._of = {f"{name}.weight": weight for weight in self._weights for name in weight.names}
+        self._coded: list[str] = []
+        self._num_bytes = self._nbytes = 0
+
+    def check_values(self) -> None:
+        """Raises ValueError where a weight to code has no values yet."""
+        for key in self._of:
+            if self._model.get_parameter(key).is_meta:
+                raise ValueError(f"{key} is on the meta device: load the model's weights first")
+
+    def has(self, key: str) -> bool:
+        """Whether a parameter, of this name in the model's state, is to be coded."""
+        return key in self._of
+
+    def is_shared(self, key: str) -> bool:
+        """Whether several modules hold such a parameter."""
+        return len(self._of[key].names) > 1
+
+    def takes(self, key: str, table: CompressedTensor) -> bool:
+        """Whether a table has the form that the modules of a parameter want; else a table is made of its values."""
+        modules = self._modules(self._of[key])
+        if table.dim() != 2 or not all(map(_has_rows, modules)):
+            return False
+        is_looked_up = any(isinstance(module, torch.nn.Embedding) for module in modules)
+        is_multiplied = not all(isinstance(module, torch.nn.Embedding) for module in modules)
+        if is_looked_up and table.item_bytes != table.row_bytes:
+            return False
+        return not is_multiplied or self._level == "default" or is_fast_matrix(table)
+
+    def table_of(self, key: str, values: torch.Tensor) -> CompressedTensor:
+        """A table of a parameter's values, where they are."""
+        return _table_of(self._modules(self._of[key]), self._level, values)
+
+    def put(self, key: str, table: CompressedTensor) -> bool:
+        """Puts modules over a table in the place of all modules that hold a parameter. False: the table is not small
+        enough, and nothing has changed."""
+        return self._put(self._of[key], table)
+
+    def code_all(
+        self, tables: Mapping[str, CompressedTensor] = MappingProxyType({}), *, progress: bool = False
+    ) -> None:
+        """Codes all weights that still are plain, one after the other. tables: that are known of parameters."""
+        left = [weight for weight in self._weights if weight.names[0] not in self._coded]
+        total = sum(weight.num_bytes for weight in left)
+        with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
+            for weight in left:
+                known = [tables[key] for key in (f"{name}.weight" for name in weight.names) if key in tables]
+                table = known[0] if known else _table_of(self._modules(weight), self._level)
+                self._put(weight, table)
+                bar.update(weight.num_bytes)
+
+    def report(self) -> ModelReport:
+        """What is coded by now."""
+        return ModelReport(tuple(self._coded), dict(self._plain), self._num_bytes, self._nbytes)
+
+    def _modules(self, weight: _Weight) -> list[torch.nn.Module]:
+        return [self._model.get_submodule(name) for name in weight.names]
+
+    def _put(self, weight: _Weight, table: CompressedTensor) -> bool:
+        if table.nbytes > weight.num_bytes * (1 - _LEAST_SAVINGS):
+            self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
+            return False
+        _replace(self._model, weight.names, table, self._fused)
+        self._coded += weight.names
+        self._num_bytes, self._nbytes = self._num_bytes + weight.num_bytes, self._nbytes + table.nbytes
+        return True
 
 
 class _Choice:
@@ -201,8 +276,6 @@ def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list
                 weight.stays, weight.reason = True, reason
                 continue
             weight.num_bytes = parameter.numel() * parameter.element_size()
-            if parameter.is_meta:
-                raise ValueError(f"{name}.weight is on the meta device: load the model's weights first")
             if not name:
                 raise ValueError(
                     f"model is a {type(module).__name__}, which cannot be replaced in place: wanted one around it, "
@@ -246,26 +319,21 @@ def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int)
 # ---- what is replaced ----
 
 
-def _convert(model: torch.nn.Module, weight: _Weight, level: str, fused: bool) -> int | None:
-    """Puts modules over one table in the place of all modules that hold a weight. Returns the table's bytes; None: it
-    is not small enough, and nothing has changed."""
-    modules = {name: model.get_submodule(name) for name in weight.names}
-    table = _table_of(list(modules.values()), level)
-    if table.nbytes > weight.num_bytes * (1 - _LEAST_SAVINGS):
-        return None
+def _replace(model: torch.nn.Module, names: Iterable[str], table: CompressedTensor, fused: bool) -> None:
+    """Puts modules over one table in the place of modules."""
     made: dict[torch.nn.Module, TableModule] = {}
-    for name, module in modules.items():
+    for name, module in [(name, model.get_submodule(name)) for name in names]:
         if module not in made:
             made[module] = _module_over(table, module, fused)
             made[module].share_table(next(iter(made.values())))
             made[module].train(module.training)
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, made[module])
-    return table.nbytes
 
 
-def _table_of(modules: list[torch.nn.Module], level: str) -> CompressedTensor:
-    weight = cast(torch.Tensor, modules[0].weight).detach()
+def _table_of(modules: list[torch.nn.Module], level: str, values: torch.Tensor | None = None) -> CompressedTensor:
+    """A table for modules of the values; None: of the weight that they hold."""
+    weight = (cast(torch.Tensor, modules[0].weight) if values is None else values).detach()
     if all(isinstance(module, torch.nn.Embedding) for module in modules):
         return compress_rows(weight.contiguous())
     return matrix_table((weight if _has_rows(modules[0]) else weight.t()).contiguous(), level=level)

@@ -148,7 +148,7 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
     at its level; of a table, it shares the memory at most until one of the two changes."""
     if isinstance(weight, torch.Tensor):
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
-        if isinstance(held.codebook, PlanesCodebook) and held.codebook.first_symbol is not None:
+        if _is_fast(held):
             options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
         table = compress_rows(weight.detach(), **options, memory=None if weight.is_cuda else "host").to(held.device)
     else:
@@ -157,6 +157,19 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
     if held.is_pinned():
         memory.pin_if_possible(table)
     return table
+
+
+def _is_fast(table: CompressedTensor) -> bool:
+    """Whether a table was coded at level "fast"."""
+    return isinstance(table.codebook, PlanesCodebook) and table.codebook.first_symbol is not None
+
+
+def is_fast_matrix(table: CompressedTensor) -> bool:
+    """Whether a table has the form that `matrix_table` gives at level "fast"."""
+    if not _is_fast(table) or table.layout != "slots" or table.item_bytes != table.row_bytes:
+        return False
+    least = slot_bytes_for(table.shape[1]) if table.dtype == torch.bfloat16 else None
+    return least is None or table.slot_bytes >= least
 
 
 def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
