@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,7 +15,7 @@ import ibp
 from ibp._common.progress import tqdm
 from ibp._files.paths import file_system, path_text, target_of
 from ibp._files.sets import INDEX_SUFFIX
-from ibp.checkpoints import _journal, _outputs, _sources
+from ibp.checkpoints import _journal, _model_files, _outputs, _sources
 from ibp.checkpoints import _source as source_names
 
 from . import inputs, output
@@ -63,12 +64,21 @@ def may_write(arguments: argparse.Namespace, target: str) -> bool:
     nothing says what becomes of it."""
     if target == inputs.STREAM and arguments.json:
         raise output.Failure("--json and -o - both write to stdout; wanted one of them")
-    if target == inputs.STREAM or arguments.force or not _is_there(target):
+    if target == inputs.STREAM or arguments.force:
+        return True
+    there = [target] if _is_there(target) else [os.fspath(path) for path in copies(arguments, target) if path.exists()]
+    if not there:
         return True
     if arguments.keep:
-        output.note(arguments, f"{target} is there already, and is kept")
+        output.note(arguments, f"{there[0]} is there already, and is kept")
         return False
-    raise output.Failure(f"{target} is there already: --force replaces it, --keep leaves it as it is")
+    raise output.Failure(f"{there[0]} is there already: --force replaces it, --keep leaves it as it is")
+
+
+def copies(arguments: argparse.Namespace, target: str) -> list[Path]:
+    """Where files are copied to that lie beside the weights of a directory, if it becomes one."""
+    given = getattr(arguments, "inputs", [])
+    return [] if target == inputs.STREAM else list(_model_files.files_beside(given, target).values())
 
 
 def _is_there(target: str) -> bool:

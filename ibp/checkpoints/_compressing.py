@@ -30,6 +30,7 @@ from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal
 from ._learning import CheckpointLearning, Codebooks
+from ._model_files import copy_files_beside
 from ._outputs import SUFFIXES
 from ._planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
@@ -67,6 +68,9 @@ def compress(
     Tensors are read, coded and written block by block, in bounded memory: some 100 MB besides 2 bytes a row, whatever
     their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. What does not
     get smaller, or is smaller than 4 KiB, is kept as it is. Each table has its fingerprint.
+
+    A directory that becomes a directory keeps its other files: they are copied, and a config.json of transformers says
+    that its weights are coded. Where `ibp.integrations.transformers` is imported, `from_pretrained` loads it.
 
     The output appears under its name when it is whole. Finished files of a set wait in a directory beside it,
     `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
@@ -131,8 +135,11 @@ def compress(
 
         job, source, target, shards = _on_all(ranks, prepare)
         if ranks is None and len(shards) == 1:
-            return job.one_file(target, shards[0])
-        return job.files(source, target, shards, restart, ranks, stack)
+            report = job.one_file(target, shards[0])
+        else:
+            report = job.files(source, target, shards, restart, ranks, stack)
+        _on_all(ranks, lambda: copy_files_beside(inputs, output, is_coded=True) if not ranks or not ranks.rank else None)
+        return report
 
 
 def _learning(

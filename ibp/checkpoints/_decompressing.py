@@ -13,6 +13,7 @@ import numpy as np
 from .._common.progress import tqdm
 from .._files.paths import is_url, path_text, written_to
 from .._files.sets import index_of, names_of_set, write_index
+from ._model_files import copy_files_beside
 from ._outputs import FORMATS, SUFFIXES
 from ._source import Source, SourceTensor, chosen
 from ._sources import AnyPath, open_sources
@@ -33,7 +34,8 @@ def decompress(
     """Writes the tensors of a checkpoint as they were: names, shapes, dtypes, bytes and metadata.
 
     Tensors are decoded and written block by block. Each file appears under its name when it is whole. A set of files
-    becomes a set of as many safetensors files, and its index.
+    becomes a set of as many safetensors files, and its index. A directory that becomes a directory keeps its other
+    files, and config.json says again what it said before it was compressed.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
@@ -65,7 +67,9 @@ def decompress(
         source = opened.only(chosen(opened.tensors, include, exclude))
         if opened.tensors and not source.tensors:
             raise ValueError(f"{opened.path} has no tensor whose name the patterns choose")
-        return write_source(source, output, format, "decompress", progress)
+        written = write_source(source, output, format, "decompress", progress)
+    copy_files_beside(inputs, output, is_coded=False)
+    return written
 
 
 def write_source(source: Source, output: AnyPath, format: str | None, what: str, progress: bool) -> list[str]:

@@ -28,6 +28,8 @@ __all__ = [
     "SourceTensor",
     "expand",
     "format_of",
+    "holds_something_else",
+    "is_named_as_tensors",
     "is_url",
     "local_path",
     "open_source",
@@ -42,6 +44,7 @@ _OPENERS: dict[str, Callable[[AnyPath], Source]] = {
     "torch": open_torch,
 }
 _SUFFIXES = (SUFFIX, ".ibp", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
+_OF_ANY_BYTES = ".bin"  # a suffix that tokenizers have for files of theirs, too
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
 _START_BYTES = 16
 _PICKLE = re.compile(rb"\x80[\x02-\x05]")  # what torch.save wrote before it wrote archives
@@ -91,7 +94,8 @@ def format_of(path: str) -> str:
         return "safetensors"
     if _PICKLE.match(start):
         return "torch"
-    raise SourceFormatError(f"{path} has no format that is known; wanted one of {_READ}")
+    kind = NotTensorsError if path.endswith(_OF_ANY_BYTES) else SourceFormatError
+    raise kind(f"{path} has no format that is known; wanted one of {_READ}")
 
 
 def open_sources(inputs: AnyPath | Iterable[AnyPath]) -> Source:
@@ -211,9 +215,38 @@ def _open_directory(path: str) -> Source:
         return source
     if not files:
         raise FileNotFoundError(f"{path}: the directory has no file of tensors ({', '.join(_SUFFIXES)})")
-    source = _opened(path, files, _open_if_tensors)
+    seen: set[str] = set()
+
+    def open_new(file: str) -> Source | None:
+        source = _open_if_tensors(file)
+        if source is None:
+            return None
+        if source.format in ("safetensors", "ibp") or not seen.issuperset(source.tensors):
+            seen.update(source.tensors)
+            return source
+        source.close()
+        warnings.warn(f"left out: {file}, whose tensors the safetensors files beside it have", stacklevel=2)
+        return None
+
+    source = _opened(path, sorted(files, key=lambda file: (not file.endswith(SUFFIX), file)), open_new)
     source.path = path
     return source
+
+
+def is_named_as_tensors(name: str) -> bool:
+    """Whether a file of a directory is opened, by its name."""
+    return name.endswith(_SUFFIXES)
+
+
+def holds_something_else(path: str) -> bool:
+    """Whether a file that is named as one of tensors holds none, such as the state of random numbers."""
+    try:
+        with open_source(path) as source:
+            return not source.tensors
+    except NotTensorsError:
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def _open_if_tensors(path: str) -> Source | None:

@@ -177,10 +177,6 @@ class Plan:
         """Whether a parameter, of this name in the model's state, is to be coded."""
         return key in self._of
 
-    def is_shared(self, key: str) -> bool:
-        """Whether several modules hold such a parameter."""
-        return len(self._of[key].names) > 1
-
     def takes(self, key: str, table: CompressedTensor) -> bool:
         """Whether a table has the form that the modules of a parameter want; else a table is made of its values."""
         modules = self._modules(self._of[key])
@@ -204,14 +200,14 @@ class Plan:
     def code_all(
         self, tables: Mapping[str, CompressedTensor] = MappingProxyType({}), *, progress: bool = False
     ) -> None:
-        """Codes all weights that still are plain, one after the other. tables: that are known of parameters."""
+        """Codes all weights that still are plain, one after the other. tables: of the same values, by parameter; they
+        are taken where they have the form that is wanted."""
         left = [weight for weight in self._weights if weight.names[0] not in self._coded]
         total = sum(weight.num_bytes for weight in left)
         with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
             for weight in left:
-                known = [tables[key] for key in (f"{name}.weight" for name in weight.names) if key in tables]
-                table = known[0] if known else _table_of(self._modules(weight), self._level)
-                self._put(weight, table)
+                known = self._known(weight, tables)
+                self._put(weight, _table_of(self._modules(weight), self._level) if known is None else known)
                 bar.update(weight.num_bytes)
 
     def report(self) -> ModelReport:
@@ -220,6 +216,14 @@ class Plan:
 
     def _modules(self, weight: _Weight) -> list[torch.nn.Module]:
         return [self._model.get_submodule(name) for name in weight.names]
+
+    def _known(self, weight: _Weight, tables: Mapping[str, CompressedTensor]) -> CompressedTensor | None:
+        held = cast(torch.Tensor, self._modules(weight)[0].weight)
+        for key in (f"{name}.weight" for name in weight.names):
+            table = tables.get(key)
+            if table is not None and (table.shape, table.dtype) == (held.shape, held.dtype) and self.takes(key, table):
+                return table.to(held.device)
+        return None
 
     def _put(self, weight: _Weight, table: CompressedTensor) -> bool:
         if table.nbytes > weight.num_bytes * (1 - _LEAST_SAVINGS):

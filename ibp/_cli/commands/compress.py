@@ -18,10 +18,13 @@ Compress checkpoints and arrays into files whose tensors decode alone.
 
 Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
 block by block. What does not become smaller stays as it is; names, metadata and
-every bit are kept. Several inputs become one file or one set of files."""
+every bit are kept. Several inputs become one file or one set of files. From a
+directory to a directory, all other files are copied, and config.json says that
+the weights are coded: a model directory stays one."""
 EPILOG = """\
 examples:
   ibp compress model.safetensors -o model.ibp.safetensors
+  ibp compress model/ -o small/
   ibp compress checkpoint/ -o compressed/ --shard-bytes 2G
   ibp compress 'shards/*.npy' -o features.safetensors --verify
   cat x.npy | ibp compress - -o - > x.safetensors
@@ -121,6 +124,8 @@ def _verified(path: str, arguments: argparse.Namespace) -> int:
 
 
 def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[object]:
+    from .. import work
+
     parts: list[object] = [_tensors(report), ""] if arguments.verbose else []
     coded = sum(tensor.scheme is not None for tensor in report.tensors)
     parts.append(
@@ -128,6 +133,9 @@ def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: in
         f"{output.show_size(report.num_bytes)} became {output.show_size(report.file_bytes)}, "
         f"{output.show_saved(report.savings)}."
     )
+    copied = work.copies(arguments, arguments.output)
+    if copied:
+        parts.append(f"{output.show_count(len(copied), 'other file')} {'was' if len(copied) == 1 else 'were'} copied.")
     if report.file_bytes > report.num_bytes:
         parts.append(
             "The file is larger than its tensors: what they got smaller by is less than its header and checksums."
