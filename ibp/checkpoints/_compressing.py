@@ -138,7 +138,8 @@ def compress(
             report = job.one_file(target, shards[0])
         else:
             report = job.files(source, target, shards, restart, ranks, stack)
-        _on_all(ranks, lambda: copy_files_beside(inputs, output, is_coded=True) if not ranks or not ranks.rank else None)
+        if ranks is None or ranks.rank == 0:
+            copy_files_beside(inputs, output, is_coded=True)
         return report
 
 

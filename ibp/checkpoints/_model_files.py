@@ -23,8 +23,8 @@ _OF_OTHERS = (".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pdpara
 
 
 def files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath) -> dict[Path, Path]:
-    """Which files are copied where, if one directory becomes another on this machine: all but weights, hidden files, and
-    links to nothing. Empty where anything else is compressed or decompressed."""
+    """Which files are copied where, if one directory becomes another on this machine: all but weights, hidden files
+    and links to nothing. Empty where anything else is compressed or decompressed."""
     folder, target = _directory(inputs), _target(output)
     if folder is None or target is None or folder.resolve() == target.resolve():
         return {}
@@ -33,8 +33,8 @@ def files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath) -> dict[P
 
 
 def copy_files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath, *, is_coded: bool) -> None:
-    """Copies these files. config.json of the copy says whether weights are coded, for transformers. A warning names weights
-    that stay behind: in formats that `ibp.checkpoints` does not read, and in directories inside."""
+    """Copies these files. config.json of the copy says whether weights are coded, for transformers. A warning names
+    weights that stay behind: in formats that `ibp.checkpoints` does not read, and in directories inside."""
     for source, copy in files_beside(inputs, output).items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)

@@ -1,4 +1,10 @@
-"""KV-caches of Hugging Face transformers whose older tokens are compressed, losslessly.
+"""Models of Hugging Face transformers with coded weights, and KV-caches whose older tokens are compressed, losslessly.
+
+    from ibp.integrations.transformers import IbpConfig
+
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=IbpConfig())
+
+Matrices become tables while the model is loaded; so do those of directories that `ibp compress` or `save_coded` wrote.
 
     from ibp.integrations.transformers import CompressedCache
 
@@ -27,8 +33,9 @@ from .._schemes import AnyCodebook, check_scheme
 from ..kv._coding import Form, Options
 from ..kv._decoder import Fetch, TokenDecoder, decoder_for
 from ..kv._history import History, Pending
+from ._transformers_weights import IbpConfig, IbpQuantizer, save_coded
 
-__all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
+__all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer", "IbpConfig", "IbpQuantizer", "save_coded"]
 
 _SCHEMES = ("planes", "ibp", "raw")
 

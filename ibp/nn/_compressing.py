@@ -137,15 +137,15 @@ def compress(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
     min_bytes = whole_number("min_bytes", min_bytes, 0)
-    plan = Plan(model, include=include, exclude=exclude, level=level, fused=fused, min_bytes=min_bytes)
+    plan = ModelPlan(model, include=include, exclude=exclude, level=level, fused=fused, min_bytes=min_bytes)
     plan.check_values()
     plan.code_all(progress=progress)
     return plan.report()
 
 
-class Plan:
-    """What `compress` does to a model, weight by weight. A loader makes one of a model on the meta device, and gives the
-    values as it reads them. Arguments are those of `compress`; `min_bytes` is checked."""
+class ModelPlan:
+    """What `compress` does to a model, weight by weight. A loader makes one of a model on the meta device, and gives
+    the values as it reads them. Arguments are those of `compress`; `min_bytes` is checked."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Plan:
         if table.nbytes > weight.num_bytes * (1 - _LEAST_SAVINGS):
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
             return False
-        _replace(self._model, weight.names, table, self._fused)
+        _put_over(self._model, weight.names, table, self._fused)
         self._coded += weight.names
         self._num_bytes, self._nbytes = self._num_bytes + weight.num_bytes, self._nbytes + table.nbytes
         return True
@@ -323,7 +323,7 @@ def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int)
 # ---- what is replaced ----
 
 
-def _replace(model: torch.nn.Module, names: Iterable[str], table: CompressedTensor, fused: bool) -> None:
+def _put_over(model: torch.nn.Module, names: Iterable[str], table: CompressedTensor, fused: bool) -> None:
     """Puts modules over one table in the place of modules."""
     made: dict[torch.nn.Module, TableModule] = {}
     for name, module in [(name, model.get_submodule(name)) for name in names]:

@@ -1,4 +1,4 @@
-"""Directories of models: compressing one copies what lies beside the weights, and decompressing gives all of it back."""
+"""Directories of models: compressing one copies the files beside the weights, and decompressing gives all back."""
 
 import json
 
@@ -87,7 +87,14 @@ def test_weights_that_are_not_read_stay_behind(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", ["[1]", "{}", "no JSON", '{"quantization_config": {"quant_method": "fp8"}}', '{"quantization_config": {"quant_method": "ibp"}}']
+    "config",
+    [
+        "[1]",
+        "{}",
+        "no JSON",
+        '{"quantization_config": {"quant_method": "fp8"}}',
+        '{"quantization_config": {"quant_method": "ibp"}}',
+    ],
 )
 def test_configs_of_other_kinds_stay(model, tmp_path, config):
     (model / "config.json").write_text(config)

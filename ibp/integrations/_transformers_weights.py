@@ -1,0 +1,446 @@
+"""Models of transformers with coded weights: the quantizer that `from_pretrained` calls, and files of such weights."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_utils
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    revert_weight_conversion,
+)
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .._common.arguments import whole_number
+from .._files.fields import dtype_name
+from .._files.header import FORMAT
+from .._files.saving import save
+from .._files.sets import index_of
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
+from .._tables.weights import is_worth_coding
+from ..checkpoints._ibp_files import DecodedTensor, open_ibp
+from ..checkpoints._model_files import METHOD, WEIGHTS
+from ..checkpoints._planning import SHARD_BYTES
+from ..checkpoints._source import SourceTensor
+from ..nn import ModelReport, coded_state_dict
+from ..nn._compressing import ModelPlan
+from ..nn._tables import TableModule
+
+_CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
+_INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
+_without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save no weights
+
+
+# ---- the configuration ----
+
+
+@register_quantization_config(METHOD)
+class IbpConfig(QuantizationConfigMixin):
+    """`quantization_config` of `from_pretrained`: matrices of the model become tables while they are loaded.
+
+    It does to the model what `ibp.nn.compress` does, weight by weight as they are read: memory holds the coded model
+    and one plain weight. Weights that several modules share, as a tied head and its embedding, are loaded plain and
+    coded afterwards. Results on the CPU have the bits of the plain model. `model.hf_quantizer.report` says what is
+    coded, and what stays plain and why.
+
+    A directory of coded weights, as `ibp compress model/ -o small/` and `save_coded` write it, needs no argument once
+    this module is imported: `from_pretrained("small/")`. Its config.json has these fields, which are in force then.
+    Tables go to the device as coded bytes. What `save_coded` wrote at this level stays as it is; tables of other forms,
+    as `ibp compress` writes them, are decoded there and coded again.
+
+    `model.save_pretrained` writes plain weights and a plain config.json, which load without ibp.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+        >>> from ibp.integrations.transformers import IbpConfig
+        >>> config = LlamaConfig(vocab_size=2048, hidden_size=512, intermediate_size=1024, num_hidden_layers=1)
+        >>> LlamaForCausalLM(config).bfloat16().save_pretrained("plain")
+        >>> model = AutoModelForCausalLM.from_pretrained("plain", quantization_config=IbpConfig())
+        >>> len(model.hf_quantizer.report.coded), model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape
+        (5, torch.Size([1, 5]))
+
+    Args:
+        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are those of the model's modules.
+        quant_method: "ibp", as config.json has it.
+
+    Raises:
+        TypeError, ValueError: an argument is not of its type, or outside its range.
+    """
+
+    __module__ = "ibp.integrations.transformers"
+
+    def __init__(
+        self,
+        *,
+        level: str = "fast",
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        fused: bool = True,
+        min_bytes: int = 1 << 20,
+        quant_method: str = METHOD,
+    ) -> None:
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method is {quant_method!r}; wanted {METHOD!r}")
+        if level not in ("fast", "default"):
+            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
+        self.quant_method = quant_method
+        self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
+        self.include = None if include is None else _names(include)
+        self.exclude = _names(exclude)
+
+    def plan(self, model: torch.nn.Module) -> ModelPlan:
+        """What is to be done to a model."""
+        return ModelPlan(
+            model,
+            include=self.include,
+            exclude=self.exclude,
+            level=self.level,
+            fused=self.fused,
+            min_bytes=self.min_bytes,
+        )
+
+
+def _names(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+# ---- loading ----
+
+
+@register_quantizer(METHOD)
+class IbpQuantizer(HfQuantizer):
+    """What transformers calls while it loads a model with an `IbpConfig`.
+
+    Attributes:
+        report: what is coded, and what stays plain and why; None while the model is loaded.
+    """
+
+    __module__ = "ibp.integrations.transformers"
+
+    quantization_config: IbpConfig
+
+    def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.report: ModelReport | None = None
+        self._plan: ModelPlan | None = None
+        self._tied: set[str] = set()  # names of weights that are loaded plain, since modules may share them
+        self._tables: dict[str, CompressedTensor] = {}  # of these weights, as the checkpoint has them
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
+        """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
+        places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
+        refused = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
+        for key, place in places.items():
+            if place in refused:
+                raise ValueError(
+                    f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would "
+                    "bring weights that they do not know. Load on the CPU the part that fits the GPU as tables, by "
+                    "IbpConfig(include=...), and call ibp.offload(model)"
+                )
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes that an element takes, coded: for the choice of a device map."""
+        is_smaller = param.dtype == torch.bfloat16 and self.param_needs_quantization(model, param_name)
+        return param.element_size() * (_CODED_SHARE if is_smaller else 1)
+
+    def param_needs_quantization(self, model: PreTrainedModel | None, param_name: str, **options: Any) -> bool:
+        """Whether a parameter is coded when it is loaded; tied ones are coded when transformers has tied them."""
+        return self._plan is not None and self._plan.has(param_name) and param_name not in self._tied
+
+    def get_quantize_ops(self) -> _Coding:
+        return _Coding(self)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Called for each tensor of a coded checkpoint, before it is read: says which form it is to have."""
+        if isinstance(param, _CodedEntry):
+            converter.quantization_operation = self.get_quantize_ops()
+            if isinstance(converter, WeightRenaming):
+                param.wanted = self, converter.target_patterns[0]
+        return super().get_new_dtype(converter, param, dtype)
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **options: Any
+    ) -> None:
+        model.eval()  # as from_pretrained does later: in training mode weights would train
+        self.pre_quantized = any(map(_is_coded, checkpoint_files or ()))
+        self._plan = self.quantization_config.plan(model)
+        self._tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+
+    def table_of(self, key: str, table: CompressedTensor, device: Any, dtype: torch.dtype | None) -> Any:
+        """A table of a checkpoint as the model holds it: a table, or a plain tensor."""
+        assert self._plan is not None
+        dtype = table.dtype if dtype is None else dtype
+        is_coded = self.param_needs_quantization(None, key)
+        if is_coded and dtype == table.dtype and self._plan.takes(key, table):
+            return table.to(device)
+        if key in self._tied:
+            self._tables[key] = table
+        values = table.decompress(device=device).to(dtype)
+        return self._plan.table_of(key, values) if is_coded else values
+
+    def put(self, model: PreTrainedModel, key: str, value: Any) -> torch.Tensor | None:
+        """Puts a weight in its modules, coded. Returns it if it is to be a plain parameter."""
+        assert self._plan is not None
+        if not self.param_needs_quantization(model, key):
+            return value
+        if isinstance(value, torch.Tensor):
+            if not is_worth_coding(value):
+                return value
+            table = self._plan.table_of(key, value)
+        else:
+            table = value
+        if self._plan.put(key, table):
+            setattr(table, _INITIALIZED, True)  # or transformers would fill it with random numbers
+            return None
+        return value if isinstance(value, torch.Tensor) else table.decompress()
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+        assert self._plan is not None
+        loaded, rest = self._plan.report(), self.quantization_config.plan(model)
+        rest.code_all(self._tables)
+        self._plan, self._tied, self._tables = None, set(), {}
+        _forget_ties(model)
+        for module in model.modules():
+            if isinstance(module, TableModule):
+                vars(module.weight).pop(_INITIALIZED, None)
+        self.report = _joined(loaded, rest.report())
+        del model.config.quantization_config  # what save_pretrained writes is plain
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        return ({} if _without_weights.get() else None), {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: gradients reach adapters through coded weights."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+class _Coding(ConversionOps):
+    """What becomes of tensors of a checkpoint after transformers' own conversions: a weight to code goes to its
+    modules, and is a parameter no longer."""
+
+    def __init__(self, quantizer: IbpQuantizer) -> None:
+        self._quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        model: PreTrainedModel,
+        missing_keys: set[str] | None = None,
+        **options: Any,
+    ) -> dict[str, torch.Tensor]:
+        plain = {}
+        for key, value in input_dict.items():
+            left = self._quantizer.put(model, key, value[0] if isinstance(value, list) else value)
+            if left is not None:
+                plain[key] = left
+            elif missing_keys is not None:
+                missing_keys.discard(key)
+        return plain
+
+
+def _forget_ties(model: PreTrainedModel) -> None:
+    """Takes coded weights from transformers' lists of tied parameters: their modules share a table."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.all_tied_weights_keys = {
+                target: source
+                for target, source in module.all_tied_weights_keys.items()
+                if not any(isinstance(_owner(module, key), TableModule) for key in (target, source))
+            }
+
+
+def _owner(model: torch.nn.Module, key: str) -> torch.nn.Module:
+    return model.get_submodule(key.rpartition(".")[0])
+
+
+def _joined(first: ModelReport, second: ModelReport) -> ModelReport:
+    coded = (*first.coded, *second.coded)
+    plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}
+    return ModelReport(coded, plain, first.num_bytes + second.num_bytes, first.nbytes + second.nbytes)
+
+
+# ---- files of coded weights ----
+
+
+class _CodedEntry:
+    """A tensor of a coded file, as transformers reads one of safetensors: `entry[...].to(device, dtype)`.
+
+    Attributes:
+        wanted: the quantizer that says which form the tensor is to have, and the name of its parameter; None: plain.
+    """
+
+    def __init__(self, tensor: SourceTensor) -> None:
+        self._tensor = tensor
+        self.wanted: tuple[IbpQuantizer, str] | None = None
+
+    def get_dtype(self) -> str:
+        return dtype_name(self._tensor.dtype)
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, items: Any) -> Any:
+        if items is Ellipsis and isinstance(self._tensor, DecodedTensor):
+            return _Coming(self._tensor.table, self.wanted)
+        return self._tensor.tensor()[items]
+
+
+class _Coming:
+    """A table of a file on its way to a device."""
+
+    def __init__(self, table: CompressedTensor, wanted: tuple[IbpQuantizer, str] | None) -> None:
+        self._table, self._wanted = table, wanted
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Any:
+        device = "cpu" if device is None else device
+        if self._wanted is not None:
+            quantizer, key = self._wanted
+            return quantizer.table_of(key, self._table, device, dtype)
+        return self._table.decompress(device=device).to(dtype or self._table.dtype)
+
+
+class _CodedFile:
+    """A coded file as transformers reads those of safetensors."""
+
+    def __init__(self, path: str) -> None:
+        self._source = open_ibp(path)
+
+    def keys(self) -> list[str]:
+        return list(self._source.tensors)
+
+    def metadata(self) -> dict[str, str]:
+        return dict(self._source.metadata)
+
+    def get_slice(self, name: str) -> _CodedEntry:
+        return _CodedEntry(self._source.tensors[name])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._source.tensors[name].tensor()
+
+    def __enter__(self) -> _CodedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._source.close()
+
+
+_safe_open = transformers.modeling_utils.safe_open
+
+
+def _is_coded(path: str) -> bool:
+    if not path.endswith(".safetensors"):
+        return False
+    with _safe_open(path, framework="pt") as file:
+        return FORMAT in (file.metadata() or {})
+
+
+def _open_either(path: str, *args: Any, **options: Any) -> Any:
+    """In place of `safe_open` where transformers reads checkpoints: no hook of a quantizer sees names of a file."""
+    return _CodedFile(path) if _is_coded(os.fspath(path)) else _safe_open(path, *args, **options)
+
+
+transformers.modeling_utils.safe_open = _open_either
+
+
+def save_coded(
+    model: PreTrainedModel, directory: str | os.PathLike[str], *, shard_bytes: int | None = SHARD_BYTES
+) -> None:
+    """Writes a model to a directory, its tables as they are: `from_pretrained(directory)` takes them without coding.
+
+    The directory has what `model.save_pretrained` writes, with a file of ibp, or a set of them, for its weights:
+    `ibp decompress` makes plain ones. Parameters that are plain in the model stay plain.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from ibp.integrations.transformers import save_coded
+        >>> config = LlamaConfig(vocab_size=2048, hidden_size=512, intermediate_size=1024, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(config).bfloat16().eval()
+        >>> report = ibp.nn.compress(model)
+        >>> save_coded(model, "small")
+        >>> loaded = LlamaForCausalLM.from_pretrained("small")
+        >>> torch.equal(loaded(torch.tensor([[1, 2]])).logits, model(torch.tensor([[1, 2]])).logits)
+        True
+
+    Args:
+        model: of transformers; of `from_pretrained` with an `IbpConfig`, or after `ibp.nn.compress`.
+        directory: is made if it is not there.
+        shard_bytes: the most bytes of weights in a file, unless one tensor has more. None: one file.
+
+    Raises:
+        TypeError: model is no model of transformers.
+        OSError: a file cannot be written.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model is a {type(model).__name__}; wanted a transformers.PreTrainedModel")
+    quantizer = getattr(model, "hf_quantizer", None)
+    config = quantizer.quantization_config if isinstance(quantizer, IbpQuantizer) else IbpConfig()
+    target = Path(directory) / WEIGHTS
+    with _set(model.config, quantization_config=config.to_dict()), _no_weights():
+        model.save_pretrained(directory, state_dict={})
+    for stale in (target, index_of(target)):
+        stale.unlink(missing_ok=True)
+    save(target, _in_file(model), metadata={"format": "pt"}, shard_bytes=shard_bytes)
+
+
+def _in_file(model: PreTrainedModel) -> dict[str, Any]:
+    """Tables and tensors by the names that the model's checkpoint has for them, each once."""
+    held: dict[object, str] = {}
+    state = {}
+    for key, value in coded_state_dict(model).items():
+        is_table = isinstance(value, CompressedTensor)
+        place = id(value) if is_table else (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if held.setdefault(place, key) != key and (is_table or value.numel()):
+            continue
+        if key.endswith("weight_transposed"):
+            key = key.removesuffix("_transposed")
+            value = compress_rows(value.decompress().t().contiguous(), layout="packed")
+        state[key] = value if isinstance(value, CompressedTensor) else value.contiguous()
+    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    if any(isinstance(conversion, WeightConverter) for conversion in conversions):
+        return state  # these compute with tensors; transformers loads the model's own names, too
+    return revert_weight_conversion(model, state)
+
+
+@contextlib.contextmanager
+def _set(config: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a config, for a time."""
+    before = {name: getattr(config, name) for name in values if hasattr(config, name)}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            setattr(config, name, before[name]) if name in before else delattr(config, name)
+
+
+@contextlib.contextmanager
+def _no_weights() -> Iterator[None]:
+    """Where `save_pretrained` writes all but weights."""
+    token = _without_weights.set(True)
+    try:
+        yield
+    finally:
+        _without_weights.reset(token)
