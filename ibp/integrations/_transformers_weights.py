@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,19 @@ from transformers.core_model_loading import (
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .._common.arguments import whole_number
 from .._files.fields import dtype_name
 from .._files.header import FORMAT
 from .._files.saving import save
 from .._files.sets import index_of
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
-from .._tables.weights import is_worth_coding
 from ..checkpoints._ibp_files import DecodedTensor, open_ibp
 from ..checkpoints._model_files import METHOD, WEIGHTS
 from ..checkpoints._planning import SHARD_BYTES
 from ..checkpoints._source import SourceTensor
 from ..nn import ModelReport, coded_state_dict
-from ..nn._compressing import ModelPlan
 from ..nn._tables import TableModule
+from ._loading import CodingFields, Loading
 
 _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
@@ -47,7 +45,7 @@ _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False
 
 
 @register_quantization_config(METHOD)
-class IbpConfig(QuantizationConfigMixin):
+class IbpConfig(CodingFields, QuantizationConfigMixin):
     """`quantization_config` of `from_pretrained`: matrices of the model become tables while they are loaded.
 
     It does to the model what `ibp.nn.compress` does, weight by weight as they are read: memory holds the coded model
@@ -81,40 +79,6 @@ class IbpConfig(QuantizationConfigMixin):
 
     __module__ = "ibp.integrations.transformers"
 
-    def __init__(
-        self,
-        *,
-        level: str = "fast",
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] = (),
-        fused: bool = True,
-        min_bytes: int = 1 << 20,
-        quant_method: str = METHOD,
-    ) -> None:
-        if quant_method != METHOD:
-            raise ValueError(f"quant_method is {quant_method!r}; wanted {METHOD!r}")
-        if level not in ("fast", "default"):
-            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
-        self.quant_method = quant_method
-        self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
-        self.include = None if include is None else _names(include)
-        self.exclude = _names(exclude)
-
-    def plan(self, model: torch.nn.Module) -> ModelPlan:
-        """What is to be done to a model."""
-        return ModelPlan(
-            model,
-            include=self.include,
-            exclude=self.exclude,
-            level=self.level,
-            fused=self.fused,
-            min_bytes=self.min_bytes,
-        )
-
-
-def _names(given: str | Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
-
 
 # ---- loading ----
 
@@ -134,9 +98,7 @@ class IbpQuantizer(HfQuantizer):
     def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.report: ModelReport | None = None
-        self._plan: ModelPlan | None = None
-        self._tied: set[str] = set()  # names of weights that are loaded plain, since modules may share them
-        self._tables: dict[str, CompressedTensor] = {}  # of these weights, as the checkpoint has them
+        self._loading: Loading | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
         """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
@@ -157,7 +119,7 @@ class IbpQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel | None, param_name: str, **options: Any) -> bool:
         """Whether a parameter is coded when it is loaded; tied ones are coded when transformers has tied them."""
-        return self._plan is not None and self._plan.has(param_name) and param_name not in self._tied
+        return self._loading is not None and self._loading.codes(param_name)
 
     def get_quantize_ops(self) -> _Coding:
         return _Coding(self)
@@ -166,8 +128,8 @@ class IbpQuantizer(HfQuantizer):
         """Called for each tensor of a coded checkpoint, before it is read: says which form it is to have."""
         if isinstance(param, _CodedEntry):
             converter.quantization_operation = self.get_quantize_ops()
-            if isinstance(converter, WeightRenaming):
-                param.wanted = self, converter.target_patterns[0]
+            if isinstance(converter, WeightRenaming) and self._loading is not None:
+                param.wanted = self._loading, converter.target_patterns[0]
         return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(
@@ -175,47 +137,25 @@ class IbpQuantizer(HfQuantizer):
     ) -> None:
         model.eval()  # as from_pretrained does later: in training mode weights would train
         self.pre_quantized = any(map(_is_coded, checkpoint_files or ()))
-        self._plan = self.quantization_config.plan(model)
-        self._tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        tied = model.all_tied_weights_keys
+        self._loading = Loading(self.quantization_config, model, later={*tied, *tied.values()})
 
-    def table_of(self, key: str, table: CompressedTensor, device: Any, dtype: torch.dtype | None) -> Any:
-        """A table of a checkpoint as the model holds it: a table, or a plain tensor."""
-        assert self._plan is not None
-        dtype = table.dtype if dtype is None else dtype
-        is_coded = self.param_needs_quantization(None, key)
-        if is_coded and dtype == table.dtype and self._plan.takes(key, table):
-            return table.to(device)
-        if key in self._tied:
-            self._tables[key] = table
-        values = table.decompress(device=device).to(dtype)
-        return self._plan.table_of(key, values) if is_coded else values
-
-    def put(self, model: PreTrainedModel, key: str, value: Any) -> torch.Tensor | None:
-        """Puts a weight in its modules, coded. Returns it if it is to be a plain parameter."""
-        assert self._plan is not None
-        if not self.param_needs_quantization(model, key):
-            return value
-        if isinstance(value, torch.Tensor):
-            if not is_worth_coding(value):
-                return value
-            table = self._plan.table_of(key, value)
-        else:
-            table = value
-        if self._plan.put(key, table):
-            setattr(table, _INITIALIZED, True)  # or transformers would fill it with random numbers
-            return None
-        return value if isinstance(value, torch.Tensor) else table.decompress()
+    def put(self, key: str, value: Any) -> Any:
+        """Puts a weight in its modules, coded. Returns it if it is to be a plain parameter, else None."""
+        assert self._loading is not None
+        held = self._loading.put(key, value)
+        if isinstance(held, torch.Tensor):
+            return held
+        setattr(held, _INITIALIZED, True)  # or transformers would fill it with random numbers
+        return None
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-        assert self._plan is not None
-        loaded, rest = self._plan.report(), self.quantization_config.plan(model)
-        rest.code_all(self._tables)
-        self._plan, self._tied, self._tables = None, set(), {}
+        assert self._loading is not None
+        self.report, self._loading = self._loading.finish(), None
         _forget_ties(model)
         for module in model.modules():
             if isinstance(module, TableModule):
                 vars(module.weight).pop(_INITIALIZED, None)
-        self.report = _joined(loaded, rest.report())
         del model.config.quantization_config  # what save_pretrained writes is plain
         return model
 
@@ -246,13 +186,12 @@ class _Coding(ConversionOps):
         self,
         input_dict: dict[str, Any],
         *,
-        model: PreTrainedModel,
         missing_keys: set[str] | None = None,
         **options: Any,
     ) -> dict[str, torch.Tensor]:
         plain = {}
         for key, value in input_dict.items():
-            left = self._quantizer.put(model, key, value[0] if isinstance(value, list) else value)
+            left = self._quantizer.put(key, value[0] if isinstance(value, list) else value)
             if left is not None:
                 plain[key] = left
             elif missing_keys is not None:
@@ -275,12 +214,6 @@ def _owner(model: torch.nn.Module, key: str) -> torch.nn.Module:
     return model.get_submodule(key.rpartition(".")[0])
 
 
-def _joined(first: ModelReport, second: ModelReport) -> ModelReport:
-    coded = (*first.coded, *second.coded)
-    plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}
-    return ModelReport(coded, plain, first.num_bytes + second.num_bytes, first.nbytes + second.nbytes)
-
-
 # ---- files of coded weights ----
 
 
@@ -288,12 +221,12 @@ class _CodedEntry:
     """A tensor of a coded file, as transformers reads one of safetensors: `entry[...].to(device, dtype)`.
 
     Attributes:
-        wanted: the quantizer that says which form the tensor is to have, and the name of its parameter; None: plain.
+        wanted: what says which form the tensor is to have, and the name of its parameter; None: plain.
     """
 
     def __init__(self, tensor: SourceTensor) -> None:
         self._tensor = tensor
-        self.wanted: tuple[IbpQuantizer, str] | None = None
+        self.wanted: tuple[Loading, str] | None = None
 
     def get_dtype(self) -> str:
         return dtype_name(self._tensor.dtype)
@@ -310,14 +243,14 @@ class _CodedEntry:
 class _Coming:
     """A table of a file on its way to a device."""
 
-    def __init__(self, table: CompressedTensor, wanted: tuple[IbpQuantizer, str] | None) -> None:
+    def __init__(self, table: CompressedTensor, wanted: tuple[Loading, str] | None) -> None:
         self._table, self._wanted = table, wanted
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Any:
         device = "cpu" if device is None else device
         if self._wanted is not None:
-            quantizer, key = self._wanted
-            return quantizer.table_of(key, self._table, device, dtype)
+            loading, key = self._wanted
+            return loading.value_of(key, self._table, device, dtype)
         return self._table.decompress(device=device).to(dtype or self._table.dtype)
 
 

@@ -177,6 +177,10 @@ class ModelPlan:
         """Whether a parameter, of this name in the model's state, is to be coded."""
         return key in self._of
 
+    def is_transposed(self, key: str) -> bool:
+        """Whether a table holds the transposed parameter."""
+        return not _has_rows(self._modules(self._of[key])[0])
+
     def takes(self, key: str, table: CompressedTensor) -> bool:
         """Whether a table has the form that the modules of a parameter want; else a table is made of its values."""
         modules = self._modules(self._of[key])

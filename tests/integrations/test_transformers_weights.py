@@ -279,6 +279,26 @@ def test_tied_weights_that_differ_in_the_checkpoint(tmp_path):
     assert_same_bits(outputs(model), wanted)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_shapes_that_do_not_fit(tmp_path, name):
+    torch.manual_seed(0)
+    make = MODELS[name][0]
+    made = make().bfloat16()
+    made.save_pretrained(tmp_path / "plain")
+    ibp.checkpoints.compress(tmp_path / "plain", f"{tmp_path / 'small'}/", device="cpu")
+    shutil.copy(tmp_path / "plain" / "config.json", tmp_path / "small")
+    wrong = {"intermediate_size": 384} if name == "llama" else {"n_inner": 384}
+    for folder in ("plain", "small"):
+        options = {"quantization_config": IbpConfig(min_bytes=LEAST), **wrong}
+        with pytest.raises(RuntimeError, match="mismatch"):
+            type(made).from_pretrained(tmp_path / folder, **options)
+        model, info = type(made).from_pretrained(
+            tmp_path / folder, ignore_mismatched_sizes=True, output_loading_info=True, **options
+        )
+        assert len(info["mismatched_keys"]) == 2 * 3 and num_tables(model) == MODELS[name][1]
+        assert outputs(model).isfinite().all()
+
+
 def test_parts_off_the_device_are_refused(llama):
     folder, _ = llama
     for device_map, where in [({"model": 0, "lm_head": "cpu"}, "cpu"), ({"": "disk"}, "disk")]:

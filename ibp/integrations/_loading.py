@@ -1,0 +1,112 @@
+"""What the quantizers of transformers and diffusers share: their configuration, and weights that are coded as they are
+read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .._common.arguments import whole_number
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.weights import is_worth_coding
+from ..checkpoints._model_files import METHOD
+from ..nn import ModelReport
+from ..nn._compressing import ModelPlan
+
+
+class CodingFields:
+    """The fields of a configuration: arguments of `ibp.nn.compress`, as JSON has them."""
+
+    def __init__(
+        self,
+        *,
+        level: str = "fast",
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        fused: bool = True,
+        min_bytes: int = 1 << 20,
+        quant_method: str = METHOD,
+    ) -> None:
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method is {quant_method!r}; wanted {METHOD!r}")
+        if level not in ("fast", "default"):
+            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
+        self.quant_method = quant_method
+        self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
+        self.include = None if include is None else _names(include)
+        self.exclude = _names(exclude)
+
+    def plan(self, model: torch.nn.Module) -> ModelPlan:
+        """What is to be done to a model."""
+        return ModelPlan(
+            model,
+            include=self.include,
+            exclude=self.exclude,
+            level=self.level,
+            fused=self.fused,
+            min_bytes=self.min_bytes,
+        )
+
+
+def _names(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+class Loading:
+    """A model whose weights are read from a checkpoint, and coded one after the other.
+
+    Args:
+        fields: what to do to the model.
+        model: on the meta device, in eval mode.
+        later: names of weights that are loaded plain and coded at the end, since modules may share them.
+    """
+
+    def __init__(self, fields: CodingFields, model: torch.nn.Module, later: Iterable[str] = ()) -> None:
+        self._fields, self._model, self._later = fields, model, set(later)
+        self._plan = fields.plan(model)
+        self._tables: dict[str, CompressedTensor] = {}  # of these weights, as the checkpoint has them
+
+    def codes(self, key: str) -> bool:
+        """Whether a parameter, of this name in the model, is coded when it is read."""
+        return self._plan.has(key) and key not in self._later
+
+    def value_of(
+        self, key: str, table: CompressedTensor, device: Any, dtype: torch.dtype | None
+    ) -> CompressedTensor | torch.Tensor:
+        """A table of a checkpoint as the model is to hold it, on a device: a table, or a plain tensor."""
+        dtype = table.dtype if dtype is None else dtype
+        if self.codes(key) and dtype == table.dtype and self._plan.takes(key, table):
+            return table.to(device)
+        if key in self._later:
+            self._tables[key] = table
+        values = table.decompress(device=device).to(dtype)
+        return self._plan.table_of(key, values) if self.codes(key) else values
+
+    def put(self, key: str, value: CompressedTensor | torch.Tensor) -> CompressedTensor | torch.Tensor:
+        """Puts a weight in its modules, coded, and returns its table; or the plain tensor that is to be a parameter."""
+        if isinstance(value, torch.Tensor) and not (self.codes(key) and is_worth_coding(value.detach())):
+            return value
+        if value.shape != self._shape_of(key, value):
+            self._later.add(key)  # the framework refuses it, or fills the weight with other values
+            return value if isinstance(value, torch.Tensor) else value.decompress()
+        table = self._plan.table_of(key, value) if isinstance(value, torch.Tensor) else value
+        if self._plan.put(key, table):
+            return table
+        return value if isinstance(value, torch.Tensor) else value.decompress()
+
+    def _shape_of(self, key: str, value: CompressedTensor | torch.Tensor) -> torch.Size:
+        """The shape that a value is to have: a table of `Conv1D` holds the transposed weight."""
+        shape = self._model.get_parameter(key).shape
+        is_transposed = not isinstance(value, torch.Tensor) and self._plan.is_transposed(key)
+        return torch.Size(reversed(shape)) if is_transposed else shape
+
+    def finish(self) -> ModelReport:
+        """Codes what is left to be coded, when the checkpoint is read."""
+        rest = self._fields.plan(self._model)
+        rest.code_all(self._tables)
+        first, second = self._plan.report(), rest.report()
+        coded = (*first.coded, *second.coded)
+        plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}
+        return ModelReport(coded, plain, first.num_bytes + second.num_bytes, first.nbytes + second.nbytes)
