@@ -30,7 +30,7 @@ from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal
 from ._learning import CheckpointLearning, Codebooks
-from ._model_files import copy_files_beside
+from ._model_files import copy_files_beside, weights_of
 from ._outputs import SUFFIXES
 from ._planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
@@ -86,7 +86,8 @@ def compress(
     Args:
         inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
             checkpoints of torch.save (read with weights_only), files of ibp.
-        output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec, which the files are
+        output: path of the file; a directory, for "model.safetensors" in it, or for the name that diffusers has for a
+            file of its own; or a URL of fsspec, which the files are
             copied to when they are whole.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
         row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
@@ -115,6 +116,7 @@ def compress(
         OSError: a file cannot be read or written, or another call writes the same set of files at this moment.
     """
     ranks = None if group is None else RankGroup(group)
+    target_path = weights_of(inputs, output)
     with contextlib.ExitStack() as stack:
 
         def prepare() -> tuple[_BlockJob, Source, Path, list[Shard]]:
@@ -122,12 +124,12 @@ def compress(
             threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
             most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
             checked = checked_metadata(metadata)
-            shown = path_text(output)
+            shown = path_text(target_path)
             if ranks is not None and is_url(shown):
                 raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
             _check_name(shown)
             source = stack.enter_context(open_sources(inputs))
-            target = stack.enter_context(written_to(output))
+            target = stack.enter_context(written_to(target_path))
             _check_dtypes(source)
             kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
             shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)

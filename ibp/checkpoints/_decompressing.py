@@ -13,7 +13,7 @@ import numpy as np
 from .._common.progress import tqdm
 from .._files.paths import is_url, path_text, written_to
 from .._files.sets import index_of, names_of_set, write_index
-from ._model_files import copy_files_beside
+from ._model_files import copy_files_beside, weights_of
 from ._outputs import FORMATS, SUFFIXES
 from ._source import Source, SourceTensor, chosen
 from ._sources import AnyPath, open_sources
@@ -67,7 +67,7 @@ def decompress(
         source = opened.only(chosen(opened.tensors, include, exclude))
         if opened.tensors and not source.tensors:
             raise ValueError(f"{opened.path} has no tensor whose name the patterns choose")
-        written = write_source(source, output, format, "decompress", progress)
+        written = write_source(source, weights_of(inputs, output), format, "decompress", progress)
     copy_files_beside(inputs, output, is_coded=False)
     return written
 

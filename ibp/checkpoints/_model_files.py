@@ -16,10 +16,17 @@ from .._files.writer import write_whole
 from ._sources import AnyPath, holds_something_else, is_named_as_tensors
 
 METHOD = "ibp"  # quant_method of quantization_config, by which transformers finds `ibp.integrations.transformers`
-WEIGHTS = "model.safetensors"
+WEIGHTS, _OF_DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safetensors"
 _CONFIG, _FIELD = "config.json", "quantization_config"
 _INSERTED = f',\n  "{_FIELD}": {{\n    "quant_method": "{METHOD}"\n  }}'
 _OF_OTHERS = (".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pdparams", ".tflite")  # weights, too
+
+
+def weights_of(inputs: AnyPath | Iterable[AnyPath], output: AnyPath) -> AnyPath:
+    """The output; where a directory of a model of diffusers becomes a directory, the file that diffusers looks for."""
+    folder, target = _directory(inputs), _target(output)
+    is_there = folder is not None and any((folder / f"{_OF_DIFFUSERS}{end}").exists() for end in ("", INDEX_SUFFIX))
+    return target / _OF_DIFFUSERS if is_there and target is not None else output
 
 
 def files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath) -> dict[Path, Path]:
@@ -58,9 +65,11 @@ def _shown_files(folder: Path, target: Path) -> list[Path]:
 
 def _directory(inputs: AnyPath | Iterable[AnyPath]) -> Path | None:
     """The directory of this machine that is the only input."""
-    given = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
-    texts = [path_text(path) for path in given]
-    return Path(texts[0]) if len(texts) == 1 and not is_url(texts[0]) and os.path.isdir(texts[0]) else None
+    given = inputs[0] if isinstance(inputs, (list, tuple)) and len(inputs) == 1 else inputs
+    if not isinstance(given, (str, os.PathLike)):
+        return None
+    text = path_text(given)
+    return Path(text) if not is_url(text) and os.path.isdir(text) else None
 
 
 def _target(output: AnyPath) -> Path | None:

@@ -3,12 +3,16 @@ read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from .._common.arguments import whole_number
+from .._files.header import FORMAT
+from .._files.paths import SUFFIX
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import is_worth_coding
 from ..checkpoints._model_files import METHOD
@@ -110,3 +114,24 @@ class Loading:
         coded = (*first.coded, *second.coded)
         plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}
         return ModelReport(coded, plain, first.num_bytes + second.num_bytes, first.nbytes + second.nbytes)
+
+
+def check_device_map(device_map: object) -> None:
+    """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
+    places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
+    refused = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
+    for key, place in places.items():
+        if place in refused:
+            raise ValueError(
+                f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would "
+                "bring weights that they do not know. Load on the CPU the part that fits the GPU as tables, by "
+                "IbpConfig(include=...), and call ibp.offload(model)"
+            )
+
+
+def is_coded(path: str | os.PathLike[str]) -> bool:
+    """Whether a file of a checkpoint is one of ibp."""
+    if not os.fspath(path).endswith(SUFFIX):
+        return False
+    with safe_open(path, framework="pt") as file:
+        return FORMAT in (file.metadata() or {})

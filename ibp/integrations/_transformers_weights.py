@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .._files.fields import dtype_name
-from .._files.header import FORMAT
 from .._files.saving import save
 from .._files.sets import index_of
 from .._tables.compressed_tensor import CompressedTensor
@@ -34,7 +33,7 @@ from ..checkpoints._planning import SHARD_BYTES
 from ..checkpoints._source import SourceTensor
 from ..nn import ModelReport, coded_state_dict
 from ..nn._tables import TableModule
-from ._loading import CodingFields, Loading
+from ._loading import CodingFields, Loading, check_device_map, is_coded
 
 _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
@@ -102,15 +101,7 @@ class IbpQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
         """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
-        places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
-        refused = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
-        for key, place in places.items():
-            if place in refused:
-                raise ValueError(
-                    f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would "
-                    "bring weights that they do not know. Load on the CPU the part that fits the GPU as tables, by "
-                    "IbpConfig(include=...), and call ibp.offload(model)"
-                )
+        check_device_map(device_map)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Bytes that an element takes, coded: for the choice of a device map."""
@@ -136,7 +127,7 @@ class IbpQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **options: Any
     ) -> None:
         model.eval()  # as from_pretrained does later: in training mode weights would train
-        self.pre_quantized = any(map(_is_coded, checkpoint_files or ()))
+        self.pre_quantized = any(map(is_coded, checkpoint_files or ()))
         tied = model.all_tied_weights_keys
         self._loading = Loading(self.quantization_config, model, later={*tied, *tied.values()})
 
@@ -282,16 +273,9 @@ class _CodedFile:
 _safe_open = transformers.modeling_utils.safe_open
 
 
-def _is_coded(path: str) -> bool:
-    if not path.endswith(".safetensors"):
-        return False
-    with _safe_open(path, framework="pt") as file:
-        return FORMAT in (file.metadata() or {})
-
-
 def _open_either(path: str, *args: Any, **options: Any) -> Any:
     """In place of `safe_open` where transformers reads checkpoints: no hook of a quantizer sees names of a file."""
-    return _CodedFile(path) if _is_coded(os.fspath(path)) else _safe_open(path, *args, **options)
+    return _CodedFile(path) if is_coded(path) else _safe_open(path, *args, **options)
 
 
 transformers.modeling_utils.safe_open = _open_either

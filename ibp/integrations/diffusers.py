@@ -1,4 +1,10 @@
-"""Hugging Face diffusers' group offloading with compressed weights.
+"""Models of Hugging Face diffusers with coded weights, and its group offloading with compressed weights.
+
+    from ibp.integrations.diffusers import IbpConfig
+
+    DiTTransformer2DModel.from_pretrained(name, quantization_config=IbpConfig(), torch_dtype=torch.bfloat16)
+
+Matrices become tables while the model is loaded. Or they rest in host memory:
 
     from diffusers.hooks import apply_group_offloading
     from ibp.integrations.diffusers import compress_groups
@@ -23,8 +29,9 @@ from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
 from .._fetch.streaming import decompress
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
+from ._diffusers_weights import IbpConfig, IbpQuantizer
 
-__all__ = ["GroupBytes", "close", "compress_groups"]
+__all__ = ["GroupBytes", "IbpConfig", "IbpQuantizer", "close", "compress_groups"]
 
 _STATE_HOOK = "_ibp_state_hook"  # attribute of a model: what removes its hook
 

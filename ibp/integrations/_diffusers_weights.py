@@ -1,0 +1,172 @@
+"""Models of diffusers with coded weights: the quantizer that `from_pretrained` calls."""
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import FrozenDict
+from diffusers.quantizers import auto
+from diffusers.quantizers.base import DiffusersQuantizer
+from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+
+from .._files.reader import part_names
+from ..checkpoints._ibp_files import DecodedTensor, open_ibp
+from ..checkpoints._model_files import METHOD
+from ..checkpoints._source import SourceTensor
+from ..nn import ModelReport
+from ._loading import CodingFields, Loading, check_device_map, is_coded
+
+
+class _Method(str, Enum):
+    IBP = METHOD
+
+
+class IbpConfig(CodingFields, QuantizationConfigMixin):
+    """`quantization_config` of `from_pretrained` of a model of diffusers: its matrices become tables while they are
+    loaded, as `ibp.nn.compress` makes them.
+
+    Of a pipeline, load the model so and give it to the pipeline. Memory holds the coded model and one file of plain
+    weights, mapped. `model.save_pretrained` writes plain weights and a plain config.json. A directory that
+    `ibp compress` wrote needs no argument once this module is imported. `model.hf_quantizer.report` says what is coded.
+
+    Example:
+        >>> from diffusers import DiTTransformer2DModel
+        >>> from ibp.integrations.diffusers import IbpConfig
+        >>> sizes = {"num_attention_heads": 4, "attention_head_dim": 64, "in_channels": 4, "sample_size": 8}
+        >>> DiTTransformer2DModel(**sizes, num_layers=1, norm_num_groups=1).bfloat16().save_pretrained("dit")
+        >>> model = DiTTransformer2DModel.from_pretrained(
+        ...     "dit", quantization_config=IbpConfig(min_bytes=1 << 16), torch_dtype=torch.bfloat16
+        ... )
+        >>> len(model.hf_quantizer.report.coded) > 5
+        True
+
+    Args:
+        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are those of the model's modules.
+        quant_method: "ibp", as config.json has it.
+
+    Raises:
+        TypeError, ValueError: an argument is not of its type, or outside its range.
+    """
+
+    __module__ = "ibp.integrations.diffusers"
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.quant_method = _Method.IBP
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The fields, of which the class's `repr` tells."""
+        return self.to_dict()
+
+
+class IbpQuantizer(DiffusersQuantizer):
+    """What diffusers calls while it loads a model with an `IbpConfig`.
+
+    Attributes:
+        report: what is coded, and what stays plain and why; None while the model is loaded.
+    """
+
+    __module__ = "ibp.integrations.diffusers"
+
+    use_keep_in_fp32_modules = True
+
+    def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.report: ModelReport | None = None
+        self._loading: Loading | None = None
+        self._coded: dict[str, SourceTensor] = {}  # of files of ibp
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
+        """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
+        check_device_map(device_map)
+
+    @property
+    def supports_parallel_loading(self) -> bool:
+        return False
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: Iterable[Any]) -> list[str]:
+        """Names of the tensors in coded files, in place of names of parts of tables."""
+        for path in checkpoint_files:
+            if is_coded(path):
+                with open_ibp(path) as source:
+                    self._coded.update(source.tensors)
+        return list(self._coded) or loaded_keys
+
+    def maybe_update_state_dict(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of a coded file by their names. A table that its module wants is on the meta device for now."""
+        if not self._coded:
+            return state_dict
+        tensors = {}
+        for name, tensor in self._coded.items():
+            if name in state_dict:
+                tensors[name] = state_dict[name]
+            elif any(part in state_dict for part in part_names(name)):
+                tensors[name] = self._placeholder(tensor) if self._is_table(name) else tensor.tensor()
+        return tensors
+
+    def _placeholder(self, tensor: SourceTensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def _is_table(self, name: str) -> bool:
+        return (
+            self._loading is not None and self._loading.codes(name) and isinstance(self._coded.get(name), DecodedTensor)
+        )
+
+    def check_if_quantized_param(
+        self, model: Any, param_value: Any, param_name: str, state_dict: dict[str, Any], **options: Any
+    ) -> bool:
+        return self._loading is not None and self._loading.codes(param_name)
+
+    def create_quantized_param(
+        self,
+        model: torch.nn.Module,
+        param_value: torch.Tensor,
+        param_name: str,
+        target_device: Any,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        """Puts a weight that was read in its modules, coded; or as a parameter, where it would not get smaller."""
+        assert self._loading is not None
+        source = self._coded.get(param_name)
+        if param_value.is_meta and isinstance(source, DecodedTensor):
+            value = self._loading.value_of(param_name, source.table, target_device, param_value.dtype)
+        else:
+            value = param_value.to(target_device)
+        held = self._loading.put(param_name, value)
+        if isinstance(held, torch.Tensor):
+            path, _, name = param_name.rpartition(".")
+            setattr(model.get_submodule(path), name, torch.nn.Parameter(held, requires_grad=False))
+
+    def _process_model_before_weight_loading(self, model: torch.nn.Module, **options: Any) -> None:
+        model.eval()  # as from_pretrained does later: in training mode weights would train
+        self._loading = Loading(self.quantization_config, model)
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        assert self._loading is not None
+        self.report, self._loading, self._coded = self._loading.finish(), None, {}
+        fields = {key: value for key, value in model.config.items() if key != "quantization_config"}
+        model._internal_dict = FrozenDict(fields)  # what save_pretrained writes is plain
+        return model
+
+    @property
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: gradients reach adapters through coded weights."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+# diffusers has no function to register a quantizer, but reads these when it loads a model.
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = IbpConfig
+auto.AUTO_QUANTIZER_MAPPING[METHOD] = IbpQuantizer

@@ -1,0 +1,82 @@
+"""Diffusion transformers whose weights are coded while diffusers loads them."""
+
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits
+from ibp.nn._tables import TableModule
+
+pytestmark = pytest.mark.frameworks
+diffusers = pytest.importorskip("diffusers")
+IbpConfig = pytest.importorskip("ibp.integrations.diffusers").IbpConfig
+LEAST = 1 << 14
+
+
+def dit():
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 32, "in_channels": 4, "sample_size": 8, "num_layers": 2}
+    return diffusers.DiTTransformer2DModel(**sizes, out_channels=4, norm_num_groups=1)
+
+
+def sd3():
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 32, "in_channels": 4, "sample_size": 8, "num_layers": 2}
+    more = {"joint_attention_dim": 64, "caption_projection_dim": 128, "pooled_projection_dim": 64, "out_channels": 4}
+    return diffusers.SD3Transformer2DModel(**sizes, **more)
+
+
+@torch.no_grad()
+def outputs(model):
+    torch.manual_seed(1)
+    x, time = torch.randn(2, 4, 8, 8).bfloat16(), torch.tensor([3, 7])
+    if isinstance(model, diffusers.DiTTransformer2DModel):
+        return model(x, timestep=time, class_labels=torch.tensor([1, 2])).sample
+    texts, pooled = torch.randn(2, 5, 64).bfloat16(), torch.randn(2, 64).bfloat16()
+    return model(x, encoder_hidden_states=texts, pooled_projections=pooled, timestep=time).sample
+
+
+@pytest.fixture(params=[dit, sd3], ids=["dit", "sd3"])
+def saved(request, tmp_path):
+    """(directory, plain model)"""
+    torch.manual_seed(0)
+    made = request.param().bfloat16()
+    for parameter in made.parameters():
+        parameter.data.normal_(0, 0.02)  # some are zeros at first
+    made.save_pretrained(tmp_path / "plain", max_shard_size="500KB")
+    return tmp_path / "plain", load(made, tmp_path / "plain")
+
+
+def load(like, folder, **options):
+    return type(like).from_pretrained(folder, torch_dtype=torch.bfloat16, **options)
+
+
+def num_tables(model):
+    return sum(isinstance(module, TableModule) for module in model.modules())
+
+
+def test_plain_checkpoints(saved, tmp_path):
+    folder, plain = saved
+    model = load(plain, folder, quantization_config=IbpConfig(min_bytes=LEAST))
+    assert num_tables(model) == len(model.hf_quantizer.report.coded) > 15 and model.hf_quantizer.report.savings > 0.1
+    assert_same_bits(outputs(model), outputs(plain))
+    model.save_pretrained(tmp_path / "again")
+    again = load(plain, tmp_path / "again")
+    assert num_tables(again) == 0 and not hasattr(again, "hf_quantizer")
+    assert_same_bits(outputs(again), outputs(plain))
+    partly = load(plain, folder, quantization_config=IbpConfig(min_bytes=LEAST, include="transformer_blocks.0"))
+    assert 0 < num_tables(partly) < num_tables(model)
+    with pytest.raises(ValueError, match="ibp.offload"):
+        load(plain, folder, quantization_config=IbpConfig(), device_map={"": "disk"})
+
+
+def test_compressed_directories(saved, tmp_path):
+    folder, plain = saved
+    small = tmp_path / "small"
+    ibp.checkpoints.compress(folder, f"{small}/", device="cpu", shard_bytes=400_000)
+    config = (small / "config.json").read_text()
+    (small / "config.json").write_text(config.replace('"ibp"', f'"ibp", "min_bytes": {LEAST}'))
+    model, info = load(plain, small, output_loading_info=True)
+    assert not any(info.values()) and num_tables(model) > 15
+    assert_same_bits(outputs(model), outputs(plain))
+    ibp.checkpoints.decompress(small, f"{tmp_path / 'back'}/")
+    assert num_tables(load(plain, tmp_path / "back")) == 0
+    assert_same_bits(outputs(load(plain, tmp_path / "back")), outputs(plain))
