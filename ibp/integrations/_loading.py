@@ -69,12 +69,19 @@ class Loading:
 
     def __init__(self, fields: CodingFields, model: torch.nn.Module, later: Iterable[str] = ()) -> None:
         self._fields, self._model, self._later = fields, model, set(later)
-        self._plan = fields.plan(model)
+        self._plan, self._away = fields.plan(model), frozenset[str]()
         self._tables: dict[str, CompressedTensor] = {}  # of these weights, as the checkpoint has them
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Leaves modules of these names plain, and all modules below them. Called before the first weight is read."""
+        self._away = frozenset(names)
 
     def codes(self, key: str) -> bool:
         """Whether a parameter, of this name in the model, is coded when it is read."""
-        return self._plan.has(key) and key not in self._later
+        return self._plan.has(key) and key not in self._later and not self._is_away(key)
+
+    def _is_away(self, key: str) -> bool:
+        return any(key.startswith(f"{name}.") for name in self._away)
 
     def value_of(
         self, key: str, table: CompressedTensor, device: Any, dtype: torch.dtype | None
@@ -109,7 +116,7 @@ class Loading:
     def finish(self) -> ModelReport:
         """Codes what is left to be coded, when the checkpoint is read."""
         rest = self._fields.plan(self._model)
-        rest.code_all(self._tables)
+        rest.code_all(self._tables, but=self._is_away)
         first, second = self._plan.report(), rest.report()
         coded = (*first.coded, *second.coded)
         plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}
@@ -118,15 +125,23 @@ class Loading:
 
 def check_device_map(device_map: object) -> None:
     """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
-    places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
-    refused = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
-    for key, place in places.items():
-        if place in refused:
-            raise ValueError(
-                f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would "
-                "bring weights that they do not know. Load on the CPU the part that fits the GPU as tables, by "
-                "IbpConfig(include=...), and call ibp.offload(model)"
-            )
+    for key, place in away_of(device_map).items():
+        raise ValueError(
+            f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would bring "
+            "weights that they do not know: load the model without quantization_config and device_map, and call "
+            "ibp.offload(model)"
+        )
+
+
+def away_of(device_map: object) -> dict[str, str]:
+    """The parts of a model that a device map leaves off the devices that compute, each with its place."""
+    places = _places(device_map)
+    names = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
+    return {key: place for key, place in places.items() if place in names}
+
+
+def _places(device_map: object) -> dict[str, str]:
+    return {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
 
 
 def is_coded(path: str | os.PathLike[str]) -> bool:

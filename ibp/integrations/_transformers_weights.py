@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .._files.fields import dtype_name
 from .._files.saving import save
 from .._files.sets import index_of
+from .._offload.offloaded import Offloaded, offload
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..checkpoints._ibp_files import DecodedTensor, open_ibp
@@ -33,7 +34,7 @@ from ..checkpoints._planning import SHARD_BYTES
 from ..checkpoints._source import SourceTensor
 from ..nn import ModelReport, coded_state_dict
 from ..nn._tables import TableModule
-from ._loading import CodingFields, Loading, check_device_map, is_coded
+from ._loading import CodingFields, Loading, away_of, is_coded
 
 _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
@@ -56,6 +57,9 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
     this module is imported: `from_pretrained("small/")`. Its config.json has these fields, which are in force then.
     Tables go to the device as coded bytes. What `save_coded` wrote at this level stays as it is; tables of other forms,
     as `ibp compress` writes them, are decoded there and coded again.
+
+    `device_map="auto"` counts coded sizes. Where it leaves a part of the model on "cpu" or "disk", and one GPU
+    computes, that part goes to host memory under `ibp.offload`, which brings it to the GPU; the rest is coded there.
 
     `model.save_pretrained` writes plain weights and a plain config.json, which load without ibp.
 
@@ -88,6 +92,7 @@ class IbpQuantizer(HfQuantizer):
 
     Attributes:
         report: what is coded, and what stays plain and why; None while the model is loaded.
+        offloaded: what `ibp.offload` returned, where a device map leaves a part of the model off the GPU.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -97,11 +102,37 @@ class IbpQuantizer(HfQuantizer):
     def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.report: ModelReport | None = None
+        self.offloaded: Offloaded | None = None
         self._loading: Loading | None = None
+        self._away: tuple[str, ...] = ()  # modules that a device map leaves off the device that computes
+        self._device: torch.device | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
-        check_device_map(device_map)
+        """Called with a device map of the user, and with the one that "auto" became: then it is changed here."""
+        if self._loading is not None and away_of(device_map):
+            kept = self.update_device_map(device_map)
+            self._loading.leave(self._away)
+            device_map.clear()
+            device_map.update(kept)
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """A map with parts on "cpu" or "disk" becomes one that loads the model to host memory, for `ibp.offload`.
+
+        Raises:
+            ValueError: no GPU, or more than one, would compute.
+        """
+        away = away_of(device_map)
+        if not away:
+            return device_map
+        devices = {str(place) for place in device_map.values()}.difference(away.values())
+        if len(devices) != 1:
+            part, place = next(iter(away.items()))
+            raise ValueError(
+                f"the device map puts {part or 'the model'!r} on {place!r} and others on {sorted(devices)}; wanted "
+                "one device that computes"
+            )
+        self._away, self._device = tuple(away), _device_of(devices.pop())
+        return {"": "cpu"}
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Bytes that an element takes, coded: for the choice of a device map."""
@@ -130,6 +161,7 @@ class IbpQuantizer(HfQuantizer):
         self.pre_quantized = any(map(is_coded, checkpoint_files or ()))
         tied = model.all_tied_weights_keys
         self._loading = Loading(self.quantization_config, model, later={*tied, *tied.values()})
+        self._loading.leave(self._away)
 
     def put(self, key: str, value: Any) -> Any:
         """Puts a weight in its modules, coded. Returns it if it is to be a plain parameter, else None."""
@@ -148,6 +180,11 @@ class IbpQuantizer(HfQuantizer):
             if isinstance(module, TableModule):
                 vars(module.weight).pop(_INITIALIZED, None)
         del model.config.quantization_config  # what save_pretrained writes is plain
+        if self._device is not None:
+            for module in model.modules():
+                if isinstance(module, TableModule):
+                    module.to(self._device)
+            self.offloaded = offload(model, self._device, min_bytes=self.quantization_config.min_bytes)
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict[str, str]]:
@@ -164,6 +201,11 @@ class IbpQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _device_of(place: str) -> torch.device:
+    """A device of a map, which has numbers for GPUs."""
+    return torch.device("cuda", int(place)) if place.isdigit() else torch.device(place)
 
 
 class _Coding(ConversionOps):
@@ -297,7 +339,7 @@ def save_coded(
         >>> report = ibp.nn.compress(model)
         >>> save_coded(model, "small")
         >>> loaded = LlamaForCausalLM.from_pretrained("small")
-        >>> torch.equal(loaded(torch.tensor([[1, 2]])).logits, model(torch.tensor([[1, 2]])).logits)
+        >>> sorted(loaded.hf_quantizer.report.coded) == sorted(report.coded)
         True
 
     Args:

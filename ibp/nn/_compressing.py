@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
@@ -202,11 +202,20 @@ class ModelPlan:
         return self._put(self._of[key], table)
 
     def code_all(
-        self, tables: Mapping[str, CompressedTensor] = MappingProxyType({}), *, progress: bool = False
+        self,
+        tables: Mapping[str, CompressedTensor] = MappingProxyType({}),
+        *,
+        but: Callable[[str], bool] = lambda key: False,
+        progress: bool = False,
     ) -> None:
-        """Codes all weights that still are plain, one after the other. tables: of the same values, by parameter; they
-        are taken where they have the form that is wanted."""
-        left = [weight for weight in self._weights if weight.names[0] not in self._coded]
+        """Codes all weights that still are plain, one after the other.
+
+        Args:
+            tables: of the same values, by parameter; they are taken where they have the form that is wanted.
+            but: of which parameters weights stay plain.
+            progress: show a progress bar.
+        """
+        left = [weight for weight in self._weights if not any(but(f"{name}.weight") for name in weight.names)]
         total = sum(weight.num_bytes for weight in left)
         with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
             for weight in left:

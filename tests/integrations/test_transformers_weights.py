@@ -1,5 +1,7 @@
 """`from_pretrained` with coded weights: models of many families load, compute, generate and are saved as plain ones."""
 
+import doctest
+import inspect
 import json
 import shutil
 
@@ -185,6 +187,16 @@ def test_compressed_directories(saved, tmp_path):
 # ---- one model ----
 
 
+@pytest.mark.parametrize("shown", [IbpConfig, save_coded])
+def test_examples(shown, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"torch": torch, "ibp": ibp}
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(shown), names, shown.__name__, None, None)
+    report = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert not doctest.DocTestRunner(optionflags=flags).run(example, out=report.append).failed, "".join(report)
+
+
 @pytest.fixture
 def llama(tmp_path):
     """(directory, plain model) of a Llama."""
@@ -299,13 +311,33 @@ def test_shapes_that_do_not_fit(tmp_path, name):
         assert outputs(model).isfinite().all()
 
 
-def test_parts_off_the_device_are_refused(llama):
+def test_parts_off_the_device_are_offloaded(llama, tmp_path, monkeypatch):
+    """Here the CPU stands for the GPU that computes."""
+    folder, plain = llama
+    device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.norm": 0, "model.rotary_emb": 0}
+    device_map |= {"model.layers.1": "cpu", "lm_head": "disk"}
+    monkeypatch.setattr("ibp.integrations._transformers_weights._device_of", lambda place: torch.device("cpu"))
+    infer = lambda *arguments, **options: dict(device_map)  # noqa: E731
+    monkeypatch.setattr("transformers.integrations.accelerate.infer_auto_device_map", infer)
+    save_coded(load(folder, IbpConfig(min_bytes=LEAST)), tmp_path / "small")
+    for place in (dict(device_map), "auto"):
+        for options in ({"quantization_config": IbpConfig(min_bytes=LEAST)}, {}):
+            model = load(folder if options else tmp_path / "small", device_map=place, **options)
+            report = model.hf_quantizer.report
+            assert num_tables(model) == len(report.coded) == 8 and not any("layers.1" in name for name in report.coded)
+            assert model.hf_quantizer.offloaded.stats().weight_bytes > 0
+            assert_same_bits(outputs(model), outputs(plain))
+            assert torch.equal(tokens(model), tokens(plain))
+    assert device_map["lm_head"] == "disk"
+
+
+def test_device_maps_that_are_refused(llama):
     folder, _ = llama
-    for device_map, where in [({"model": 0, "lm_head": "cpu"}, "cpu"), ({"": "disk"}, "disk")]:
-        with pytest.raises(ValueError, match=f"on '{where}'.*ibp.offload"):
+    for device_map in ({"model": 0, "lm_head": "cpu", "x": 1}, {"": "disk"}):
+        with pytest.raises(ValueError, match="wanted one device that computes"):
             load(folder, IbpConfig(), device_map=device_map)
     model = load(folder, IbpConfig(min_bytes=LEAST), device_map={"": "cpu"})
-    assert num_tables(model) == MODELS["llama"][1]
+    assert num_tables(model) == MODELS["llama"][1] and model.hf_quantizer.offloaded is None
 
 
 def test_assisted_decoding(llama):
@@ -334,6 +366,15 @@ def test_adapters_are_put_on_coded_weights(llama):
             optimizer.step()
             losses[-1].append(loss.item())
     assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]
+
+
+def test_a_part_off_the_gpu(llama, cuda):
+    folder, plain = llama
+    device_map = {"model": 0, "model.layers.1": "cpu", "lm_head": 0}
+    model = load(folder, IbpConfig(min_bytes=LEAST), device_map=device_map)
+    assert num_tables(model) == 9 and model.model.layers[0].mlp.up_proj.weight.device.type == "cuda"
+    torch.testing.assert_close(model(IDS.to(cuda)).logits.cpu(), outputs(plain), rtol=0.1, atol=0.2)
+    model.generate(IDS.to(cuda), max_new_tokens=3, do_sample=False)
 
 
 def test_on_a_gpu(llama, tmp_path, cuda):
