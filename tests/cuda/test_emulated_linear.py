@@ -1,5 +1,5 @@
-"""The kernels of linear.cu and many.cu in csrc/cuda/linear as C++, run without a GPU, lane by lane, against products of decoded
-rows.
+"""The kernels of linear.cu and many.cu in csrc/cuda/linear as C++, run without a GPU, lane by lane, against products of
+decoded rows.
 """
 
 import pytest

@@ -189,7 +189,8 @@ struct StripStep {
     static constexpr uint32_t kDigitsStart = kStripRows * kStepColumns, kBytes = kDigitsStart / 2u * 3u;
 
     // Begins to copy a strip's bytes from `column` on to byte `to` of shared memory, by a warp.
-    static __device__ __forceinline__ void begin_copy(const LinearJob &job, uint32_t strip, uint32_t column, uint32_t to)
+    static __device__ __forceinline__ void begin_copy(const LinearJob &job, uint32_t strip, uint32_t column,
+                                                      uint32_t to)
     {
         const uint32_t lane = lane_id(), row = lane / 8u, vector = lane % 8u, g = lane / 4u, t = lane % 4u;
         const uint64_t pitch = job.matrix.slot_bytes;

@@ -150,10 +150,11 @@ __device__ __forceinline__ void publish_vectors()
 #define IBP_OPERANDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 __device__ __forceinline__ void multiply_group(float (&d)[8], const uint32_t (&a)[4], uint64_t b)
 {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, "
-                 "1, 1, 1, 0;"
-                 : IBP_FLOATS_8(0)
-                 : IBP_OPERANDS);
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, "
+        "1, 1, 1, 0;"
+        : IBP_FLOATS_8(0)
+        : IBP_OPERANDS);
 }
 __device__ __forceinline__ void multiply_group(float (&d)[16], const uint32_t (&a)[4], uint64_t b)
 {
@@ -183,8 +184,8 @@ struct GroupProducts {
     {
 #ifdef __CUDACC__
         // Vectors 128 bytes apart by halves of 8 columns, 256 by 8 vectors.
-        const uint64_t b = uint64_t{(shared_address(vectors) & 0x3ffffu) >> 4} | uint64_t{128u >> 4} << 16 |
-                           uint64_t{256u >> 4} << 32;
+        const uint64_t b =
+            uint64_t{(shared_address(vectors) & 0x3ffffu) >> 4} | uint64_t{128u >> 4} << 16 | uint64_t{256u >> 4} << 32;
         multiply_group(sums, a, b);
 #else
         const uint32_t g = lane_id() / 4u, t = lane_id() % 4u;
@@ -259,9 +260,9 @@ template <class Block> struct GroupMultiplier {
     __device__ __forceinline__ GroupMultiplier(const LinearJob &linear, const Place &of)
         : job(linear), place(of), warp(threadIdx.x / kWarp), group(threadIdx.x / Block::kGroup),
           stages(warp * Block::kStages * StripStep::kBytes),
-          first_piece((place.part * Block::kGroups + group) * Block::kGroupPieces), begin(piece_begin(job, first_piece)),
-          end(piece_begin(job, first_piece + Block::kGroupPieces)), copied_tile(place.first_tile), copied_step(begin),
-          copied_stage(0)
+          first_piece((place.part * Block::kGroups + group) * Block::kGroupPieces),
+          begin(piece_begin(job, first_piece)), end(piece_begin(job, first_piece + Block::kGroupPieces)),
+          copied_tile(place.first_tile), copied_step(begin), copied_stage(0)
     {
     }
     __device__ __forceinline__ void begin_copies()
