@@ -1,5 +1,5 @@
-// digits.cuh - what the kernels that multiply vectors with a coded matrix of BF16 share: how bytes come to shared memory,
-// how elements become operands of tensor cores, in which order products are added, and the products of escapes.
+// digits.cuh - what the kernels that multiply vectors with a coded matrix of BF16 share: how bytes come to shared
+// memory, how elements become operands of tensor cores, in which order products are added, and the products of escapes.
 #ifndef IBP_DIGITS_CUH
 #define IBP_DIGITS_CUH
 
@@ -113,8 +113,9 @@ template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void arr
 
 constexpr uint32_t kStripRows = 16, kStepColumns = 128;
 
-// Columns are cut into 16 pieces of whole steps. The products of a piece are added one after the other, and the sums of
-// pieces in pairs, pairs of pairs and so on: every kernel adds in this order, however many blocks and vectors there are.
+// Columns are cut into 16 pieces of whole steps. The products of a piece are added one after the other, and the sums
+// of pieces in pairs, pairs of pairs and so on: every kernel adds in this order, however many blocks and vectors there
+// are.
 constexpr uint32_t kPieces = 16;
 
 __host__ __device__ __forceinline__ uint32_t num_steps(const LinearJob &job)
@@ -169,8 +170,8 @@ struct Exponents {
     }
 };
 
-// The operand of 16 columns of a lane's elements of two rows, of which there are 8. Of four elements in a row of columns,
-// 0 and 2 make a word and 1 and 3: exponents of them are neighbours. number: a constant after unrolling.
+// One of the 8 operands of 16 columns that a lane's elements of two rows make. Of four elements in a row of columns, 0
+// and 2 make a word and 1 and 3: exponents of them are neighbours. number: a constant after unrolling.
 __device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements (&rows)[2], uint32_t number,
                                              uint32_t firsts)
 {
@@ -221,8 +222,8 @@ struct StripStep {
 
 // ---- escapes ----
 
-// The products of a row's escapes with vectors first, first + 2, ...: of what they were multiplied as like other digits,
-// and of what they are.
+// The products of a row's escapes with vectors first, first + 2, ...: of the weights that they were multiplied as like
+// other digits, and of the right weights.
 template <uint32_t VECTORS> struct Corrections {
     static constexpr uint32_t kTogether = 4; // entries whose loads are under way together
 

@@ -1,5 +1,5 @@
-// linear.cu - ibp_cuda_linear: which matrices and vectors it takes, which kernel multiplies them, and the launch of the one
-// for few.
+// linear.cu - ibp_cuda_linear: which matrices and vectors it takes, which kernel multiplies them, and the launch of the
+// one for few.
 #include "linear.cuh"
 #include "many.h"
 

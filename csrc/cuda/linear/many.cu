@@ -1,5 +1,5 @@
-// many.cu - the launch of the kernel that multiplies up to 64 vectors. Compiled for the architecture-specific features of
-// compute capability 9.0 where the library is compiled for 9.0.
+// many.cu - the launch of the kernel that multiplies up to 64 vectors. Where the library is compiled for 9.0, this file
+// is compiled for the features that compute capability 9.0 has alone.
 #include "many.h"
 
 #include "many.cuh"

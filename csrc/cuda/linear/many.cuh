@@ -1,13 +1,13 @@
-// many.cuh - products of up to 64 vectors with a coded matrix of BF16, for GPUs of compute capability 9.0: an element is
-// decoded once for all vectors, as an operand of `wgmma` in registers.
+// many.cuh - products of up to 64 vectors with a coded matrix of BF16, for GPUs of compute capability 9.0: an element
+// is decoded once for all vectors, as an operand of `wgmma` in registers.
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other. Each block has a part of the columns: its vectors'
 // elements stay in its shared memory, in the order that the digits make cheap, so that of the L2 cache only weights are
-// wanted. Two groups of four warps multiply, each by half of the part's pieces (digits.cuh): bytes of the coming steps,
+// wanted. Two groups of four warps multiply, each half of the part's pieces (digits.cuh): bytes of the coming steps,
 // those of the next tile among them, are copied to shared memory while one is multiplied. The sums of a tile lie in
-// shared memory, where the finishers of all blocks of the cluster read them, each for its part of the vectors: four warps
-// a block, which also take away and add the products of escapes, as in linear.cuh. Sums are added in the order that
-// linear.cuh has: their bits are the same.
+// shared memory, where the finishers of all blocks of the cluster read them, each for its part of the vectors: four
+// warps a block, which also take away and add the products of escapes, as in linear.cuh. Sums are added in the order
+// that linear.cuh has: their bits are the same.
 // Bound by device memory.
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
@@ -424,8 +424,8 @@ template <class Block> struct Finishers {
     }
 };
 
-// Brings the elements of the block's part of the columns: a thread those of a vector for one pair of operands at a time,
-// of all four lanes.
+// Brings the elements of the block's part of the columns: a thread those of a vector for one pair of operands at a
+// time, of all four lanes.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
 {
     const uint32_t begin = Block::part_begin(job, part), steps = Block::part_begin(job, part + 1u) - begin;
