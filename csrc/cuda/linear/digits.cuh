@@ -239,22 +239,29 @@ template <uint32_t VECTORS> struct Corrections {
         return {ibp_min_u32(words.x, job.columns() - 1u), static_cast<uint16_t>(words.y),
                 static_cast<uint16_t>(words.y >> 16)};
     }
-    // Adds the products of entries with a vector. Of what they were multiplied as there are none where x is infinite or
-    // NaN: both weights have the same sign, and the sum of the row is infinite or NaN already, as it is to be.
-    static __device__ __forceinline__ void add_entries(const LinearJob &job, const ibp_escape (&entries)[kTogether],
-                                                       uint32_t num_entries, uint32_t vector, float *taken,
-                                                       float *right)
+    // Adds the products of entries. All loads are under way together: those of vectors that are not there are of others.
+    // Of what weights were multiplied as there are no products where x is infinite or NaN: both weights have the same
+    // sign, and the sum of the row is infinite or NaN already, as it is to be.
+    __device__ __forceinline__ void add_entries(const LinearJob &job, const ibp_escape (&entries)[kTogether],
+                                                uint32_t num_entries, uint32_t first_vector)
     {
-        float x[kTogether];
+        float x[VECTORS][kTogether];
 #pragma unroll
-        for (uint32_t j = 0; j < kTogether; j++) x[j] = j < num_entries ? x_at(job, vector, entries[j].column) : 0.0f;
+        for (uint32_t i = 0; i < VECTORS; i++) {
+            const uint32_t vector = ibp_min_u32(first_vector + 2u * i, job.num_vectors - 1u);
 #pragma unroll
-        for (uint32_t j = 0; j < kTogether; j++) {
-            if (j >= num_entries) continue;
-            const float finite = fabsf(x[j]) <= FLT_MAX ? x[j] : 0.0f;
-            *taken = fmaf(float_of_bits(static_cast<uint32_t>(entries[j].taken) << 16), finite, *taken);
-            *right = fmaf(float_of_bits(static_cast<uint32_t>(entries[j].weight) << 16), x[j], *right);
+            for (uint32_t j = 0; j < kTogether; j++)
+                x[i][j] = j < num_entries ? x_at(job, vector, entries[j].column) : 0.0f;
         }
+#pragma unroll
+        for (uint32_t i = 0; i < VECTORS; i++)
+#pragma unroll
+            for (uint32_t j = 0; j < kTogether; j++) {
+                const float finite = fabsf(x[i][j]) <= FLT_MAX ? x[i][j] : 0.0f;
+                if (j >= num_entries) continue;
+                taken[i] = fmaf(float_of_bits(static_cast<uint32_t>(entries[j].taken) << 16), finite, taken[i]);
+                right[i] = fmaf(float_of_bits(static_cast<uint32_t>(entries[j].weight) << 16), x[i][j], right[i]);
+            }
     }
     __device__ __forceinline__ void add_row(const LinearJob &job, uint32_t row, uint32_t first_vector)
     {
@@ -265,10 +272,7 @@ template <uint32_t VECTORS> struct Corrections {
 #pragma unroll
             for (uint32_t j = 0; j < kTogether; j++)
                 if (j < num_entries) entries[j] = entry_at(job, first + j);
-#pragma unroll
-            for (uint32_t i = 0; i < VECTORS; i++)
-                if (first_vector + 2u * i < job.num_vectors)
-                    add_entries(job, entries, num_entries, first_vector + 2u * i, &taken[i], &right[i]);
+            add_entries(job, entries, num_entries, first_vector);
         }
     }
     // sum: of the products of vector `number`. In this order an element alone, multiplied by one, comes out exactly.
@@ -278,10 +282,15 @@ template <uint32_t VECTORS> struct Corrections {
     }
 };
 
-__device__ __forceinline__ void store_sum(const LinearJob &job, uint32_t vector, uint32_t row, float sum)
+__device__ __forceinline__ float bias_of(const LinearJob &job, uint32_t row)
 {
-    if (job.bias != nullptr) sum += float_of_bits(static_cast<uint32_t>(job.bias[row]) << 16);
-    job.y[uint64_t{vector} * job.rows() + row] = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
+    return job.bias != nullptr ? float_of_bits(static_cast<uint32_t>(job.bias[row]) << 16) : 0.0f;
+}
+__device__ __forceinline__ void store_sum(const LinearJob &job, uint32_t vector, uint32_t row, float sum, float bias)
+{
+    if (job.bias != nullptr) sum += bias;
+    if (vector < job.num_vectors)
+        job.y[uint64_t{vector} * job.rows() + row] = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
 }
 
 } // namespace ibp

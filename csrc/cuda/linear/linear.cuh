@@ -154,6 +154,7 @@ template <class Block> __device__ __forceinline__ void finish_strips(const Linea
         const uint32_t to_row = first_row(job, strip) + row;
         Corrections<kVectors> corrections;
         corrections.add_row(job, to_row, first_vector);
+        const float bias = bias_of(job, to_row);
         Block::await_written(turn);
 #pragma unroll
         for (uint32_t i = 0; i < kVectors; i++) {
@@ -162,7 +163,7 @@ template <class Block> __device__ __forceinline__ void finish_strips(const Linea
             float sums[Block::kWarps];
 #pragma unroll
             for (uint32_t warp = 0; warp < Block::kWarps; warp++) sums[warp] = Block::sum(turn, warp, vector, row);
-            store_sum(job, vector, to_row, corrections.corrected(sum_in_pairs(sums), i));
+            store_sum(job, vector, to_row, corrections.corrected(sum_in_pairs(sums), i), bias);
         }
         if (strip + 2u * gridDim.x < num_strips(job)) Block::say_read(turn);
     }

@@ -396,18 +396,18 @@ template <class Block> struct Finishers {
         if (thread < Block::kParts) Read<Block>::arrive_after_reading(thread);
     }
     // A store waits for all that its sum was read from: only then is the room free.
-    __device__ __forceinline__ void store_sums(uint32_t to_row, const Corrections<Block::kFinished> &corrections) const
+    __device__ __forceinline__ void store_sums(uint32_t to_row, float bias,
+                                               const Corrections<Block::kFinished> &corrections) const
     {
+        float sums[Block::kFinished][Block::kParts];
 #pragma unroll
-        for (uint32_t i = 0; i < Block::kFinished; i++) {
-            const uint32_t vector = first_vector + 2u * i;
-            if (vector >= job.num_vectors) continue;
-            float sums[Block::kParts];
+        for (uint32_t part = 0; part < Block::kParts; part++)
 #pragma unroll
-            for (uint32_t part = 0; part < Block::kParts; part++)
-                sums[part] = float_in(part, Block::sum_at(vector, row));
-            store_sum(job, vector, to_row, corrections.corrected(sum_in_pairs(sums), i));
-        }
+            for (uint32_t i = 0; i < Block::kFinished; i++)
+                sums[i][part] = float_in(part, Block::sum_at(first_vector + 2u * i, row));
+#pragma unroll
+        for (uint32_t i = 0; i < Block::kFinished; i++)
+            store_sum(job, first_vector + 2u * i, to_row, corrections.corrected(sum_in_pairs(sums[i]), i), bias);
     }
     __device__ __forceinline__ void run()
     {
@@ -417,8 +417,9 @@ template <class Block> struct Finishers {
                            to_row = first_row(job, strip) + row % kStripRows;
             Corrections<Block::kFinished> corrections;
             corrections.add_row(job, to_row, first_vector);
+            const float bias = bias_of(job, to_row);
             say_written(turn);
-            store_sums(to_row, corrections);
+            store_sums(to_row, bias, corrections);
             say_read(tile + place.tiles_apart >= Block::num_tiles(job));
         }
     }
