@@ -222,10 +222,46 @@ struct StripStep {
 
 // ---- escapes ----
 
+// The escapes of a row: where they are in the list, and the first of them. Their loads can be under way long before
+// they are used: first where they begin and end, then the entries.
+struct RowEscapes {
+    static constexpr uint32_t kTogether = 4; // entries whose loads are under way together
+
+    uint32_t first = 0, end = 0;
+    ibp_escape entries[kTogether] = {};
+
+    __device__ __forceinline__ void find(const LinearJob &job, uint32_t row)
+    {
+        first = __ldg(job.matrix.starts + row);
+        end = ibp_min_u32(__ldg(job.matrix.starts + row + 1u), job.matrix.num_escapes);
+    }
+    __device__ __forceinline__ void load(const LinearJob &job)
+    {
+#pragma unroll
+        for (uint32_t j = 0; j < kTogether; j++) {
+            const bool wanted = first < end && j < end - first;
+            const uint2 words =
+                wanted ? __ldg(reinterpret_cast<const uint2 *>(job.matrix.escapes + first + j)) : make_uint2(0, 0);
+            entries[j] = {ibp_min_u32(words.x, job.columns() - 1u), static_cast<uint16_t>(words.y),
+                          static_cast<uint16_t>(words.y >> 16)};
+        }
+    }
+    __device__ __forceinline__ uint32_t num_loaded() const
+    {
+        return first < end ? ibp_min_u32(end - first, kTogether) : 0u;
+    }
+    // Goes on to the entries behind those that are loaded.
+    __device__ __forceinline__ void load_next(const LinearJob &job)
+    {
+        first += num_loaded();
+        load(job);
+    }
+};
+
 // The products of a row's escapes with vectors first, first + 2, ...: of the weights that they were multiplied as like
 // other digits, and of the right weights.
 template <uint32_t VECTORS> struct Corrections {
-    static constexpr uint32_t kTogether = 4; // entries whose loads are under way together
+    static constexpr uint32_t kTogether = RowEscapes::kTogether;
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
 
@@ -233,18 +269,14 @@ template <uint32_t VECTORS> struct Corrections {
     {
         return float_of_bits(static_cast<uint32_t>(job.x[uint64_t{vector} * job.columns() + column]) << 16);
     }
-    static __device__ __forceinline__ ibp_escape entry_at(const LinearJob &job, uint32_t i)
-    {
-        const uint2 words = __ldg(reinterpret_cast<const uint2 *>(job.matrix.escapes + i));
-        return {ibp_min_u32(words.x, job.columns() - 1u), static_cast<uint16_t>(words.y),
-                static_cast<uint16_t>(words.y >> 16)};
-    }
-    // Adds the products of entries. All loads are under way together: those of vectors that are not there are of others.
+    // Adds the products of the loaded entries. All loads are under way together: for vectors that are not there others
+    // are loaded.
     // Of what weights were multiplied as there are no products where x is infinite or NaN: both weights have the same
     // sign, and the sum of the row is infinite or NaN already, as it is to be.
-    __device__ __forceinline__ void add_entries(const LinearJob &job, const ibp_escape (&entries)[kTogether],
-                                                uint32_t num_entries, uint32_t first_vector)
+    __device__ __forceinline__ void add_loaded(const LinearJob &job, const RowEscapes &escapes, uint32_t first_vector)
     {
+        const ibp_escape(&entries)[kTogether] = escapes.entries;
+        const uint32_t num_entries = escapes.num_loaded();
         float x[VECTORS][kTogether];
 #pragma unroll
         for (uint32_t i = 0; i < VECTORS; i++) {
@@ -263,17 +295,10 @@ template <uint32_t VECTORS> struct Corrections {
                 right[i] = fmaf(float_of_bits(static_cast<uint32_t>(entries[j].weight) << 16), x[i][j], right[i]);
             }
     }
-    __device__ __forceinline__ void add_row(const LinearJob &job, uint32_t row, uint32_t first_vector)
+    // escapes: with those first loaded.
+    __device__ __forceinline__ void add(const LinearJob &job, RowEscapes &escapes, uint32_t first_vector)
     {
-        const uint32_t end = ibp_min_u32(__ldg(job.matrix.starts + row + 1u), job.matrix.num_escapes);
-        for (uint32_t first = __ldg(job.matrix.starts + row); first < end; first += kTogether) {
-            ibp_escape entries[kTogether] = {};
-            const uint32_t num_entries = ibp_min_u32(end - first, kTogether);
-#pragma unroll
-            for (uint32_t j = 0; j < kTogether; j++)
-                if (j < num_entries) entries[j] = entry_at(job, first + j);
-            add_entries(job, entries, num_entries, first_vector);
-        }
+        for (; escapes.num_loaded() != 0u; escapes.load_next(job)) add_loaded(job, escapes, first_vector);
     }
     // sum: of the products of vector `number`. In this order an element alone, multiplied by one, comes out exactly.
     __device__ __forceinline__ float corrected(float sum, uint32_t number) const

@@ -152,8 +152,10 @@ template <class Block> __device__ __forceinline__ void finish_strips(const Linea
     await_work_before();
     for (uint32_t strip = blockIdx.x, turn = 0; strip < num_strips(job); strip += gridDim.x, turn++) {
         const uint32_t to_row = first_row(job, strip) + row;
+        RowEscapes escapes;
+        escapes.find(job, to_row), escapes.load(job);
         Corrections<kVectors> corrections;
-        corrections.add_row(job, to_row, first_vector);
+        corrections.add(job, escapes, first_vector);
         const float bias = bias_of(job, to_row);
         Block::await_written(turn);
 #pragma unroll

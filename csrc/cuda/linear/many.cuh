@@ -409,15 +409,27 @@ template <class Block> struct Finishers {
         for (uint32_t i = 0; i < Block::kFinished; i++)
             store_sum(job, first_vector + 2u * i, to_row, corrections.corrected(sum_in_pairs(sums[i]), i), bias);
     }
+    // The row of y in a tile; of the last tile, where there is none.
+    __device__ __forceinline__ uint32_t row_of(uint32_t tile) const
+    {
+        const uint32_t strip = ibp_min_u32(tile, Block::num_tiles(job) - 1u) * (Block::kTileRows / kStripRows);
+        return first_row(job, strip + row / kStripRows) + row % kStripRows;
+    }
+    // While a tile is multiplied, loads are under way of the entries of the next one and of where those of the tile
+    // after it begin.
     __device__ __forceinline__ void run()
     {
+        RowEscapes escapes, next;
+        escapes.find(job, row_of(place.first_tile)), next.find(job, row_of(place.first_tile + place.tiles_apart));
+        escapes.load(job);
         for (uint32_t tile = place.first_tile, turn = 0; tile < Block::num_tiles(job);
              tile += place.tiles_apart, turn++) {
-            const uint32_t strip = tile * (Block::kTileRows / kStripRows) + row / kStripRows,
-                           to_row = first_row(job, strip) + row % kStripRows;
+            const uint32_t to_row = row_of(tile);
             Corrections<Block::kFinished> corrections;
-            corrections.add_row(job, to_row, first_vector);
+            corrections.add(job, escapes, first_vector);
             const float bias = bias_of(job, to_row);
+            escapes = next, escapes.load(job);
+            next.find(job, row_of(tile + 2u * place.tiles_apart));
             say_written(turn);
             store_sums(to_row, bias, corrections);
             say_read(tile + place.tiles_apart >= Block::num_tiles(job));
