@@ -22,7 +22,7 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from ..deltas._fingerprint import fingerprint
-from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
+from .fields import ChecksumError, FileFormatError, TableFields, dtype_of
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
 from .reader import (
@@ -245,7 +245,7 @@ class File(Mapping[str, Value]):
 
     def fields(self, name: str) -> TableFields:
         """The fields of a table, checked. KeyError, FileFormatError as `info`."""
-        return table_fields(name, self._owners[name].tables[name])
+        return self._owners[name].fields(name)
 
     def _parts(self, name: str) -> list[BlockPlace]:
         """Where the bytes of a tensor are, those of its codebook apart."""

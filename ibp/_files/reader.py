@@ -31,14 +31,14 @@ from .fields import (
     CODEC_PARTS,
     TABLE_PARTS,
     ChecksumError,
-    Fields,
     FileFormatError,
     TableFields,
     dtype_of,
     read_codebook,
+    refused,
     table_fields,
 )
-from .header import SHAPE_BITS, Entry, header_of, is_shape
+from .header import Entry, header_of
 from .regular import open_regular
 from .writer import CHECKS, PREFIX
 
@@ -118,6 +118,10 @@ class OpenFile:
         if self.header.is_plain:
             return dict(self.header.metadata)
         return {key: text for key, text in self.header.metadata.items() if not key.startswith(PREFIX)}
+
+    def fields(self, name: str) -> TableFields:
+        """The fields of a table, checked."""
+        return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
         """Whether a tensor belongs to the file itself: padding, checksums, codebooks."""
@@ -221,11 +225,11 @@ class OpenFile:
             self._codebooks[number] = read_codebook(number, self._codebook_line, self._codebook_part)
         return self._codebooks[number]
 
-    def _codebook_line(self, number: int) -> str:
+    def _codebook_line(self, number: int) -> tuple[str, str]:
         line = self.header.metadata.get(f"{_CODEBOOK}{number}")
         if line is None:
             raise FileFormatError(f"{self.path} has no codebook {number}")
-        return line
+        return f"{self.path}: codebook {number}", line
 
     def _codebook_part(self, number: int, part: str, dtype: str, count: int) -> np.ndarray:
         name = f"{_CODEBOOK}{number}:{part}"
@@ -251,17 +255,11 @@ class Checks:
     """The checksums of a file, themselves checked, and which blocks have been."""
 
     def __init__(self, file: OpenFile) -> None:
-        fields = Fields(f"{file.path}: {CHECKS}", file.header.metadata[CHECKS])
-        self.block_bytes, self.hash = fields.number("block_bytes", 2**40), fields.text("hash")
-        if self.hash != checks.HASH or self.block_bytes < 1 or self.block_bytes & (self.block_bytes - 1):
-            raise fields.error(f"its blocks of {self.block_bytes} bytes or its hash {self.hash!r} are none it can have")
-        entry = file.header.tensors[CHECKS]
+        found, entry = file.header.checks, file.header.tensors[CHECKS]
+        if not isinstance(found, tuple):
+            raise FileFormatError(f"{file.path}: {CHECKS}: {found}")
+        self.block_bytes, self.num_blocks = found
         self.start, self.end = file.header.num_bytes, entry.start
-        self.num_blocks = -(-(self.end - self.start) // self.block_bytes)
-        if entry.dtype != "U64" or entry.shape != (self.num_blocks + 2,) or entry.start % 8:
-            raise fields.error(f"it is {entry.dtype} {list(entry.shape)}; wanted U64 [{self.num_blocks + 2}]")
-        if any(other.end > entry.end for other in file.header.tensors.values()):
-            raise fields.error("tensors follow it; wanted it behind all others")
         self._file = file
         self._hashes = np.frombuffer(file.bytes_at(entry.start, entry.num_bytes), "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
@@ -400,8 +398,7 @@ def read_table(
     Raises:
         FileFormatError: fields or parts are none of a table.
     """
-    fields = table_fields(name, file.tables[name])
-    what = f"{file.path}: table {name!r}"
+    what, fields = f"{file.path}: table {name!r}", file.fields(name)
     dtype = dtype_of(fields.dtype)
     geometry = _geometry(fields, dtype, what)
     tensors = {}
@@ -416,7 +413,7 @@ def read_table(
         elif entry is not None:
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
         tensors[part] = data.view(_DTYPES[part])
-    try:
+    with refused(what):
         table = CompressedTensor(
             shape=fields.shape,
             dtype=dtype,
@@ -426,11 +423,7 @@ def read_table(
             codebook=None if fields.codebook is None else file.codebook(fields.codebook),
             **tensors,
         )
-        return table, fields
-    except FileFormatError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise FileFormatError(f"{what}: {error}") from error
+    return table, fields
 
 
 def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], pin: bool | None) -> WholeTensor:
@@ -444,8 +437,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
         FileFormatError: fields or parts are none of such a table, or the codec is not there.
         ChecksumError: blocks of a codec that is not safe with any bytes are damaged.
     """
-    fields = table_fields(name, file.tables[name])
-    what = f"{file.path}: table {name!r}"
+    what, fields = f"{file.path}: table {name!r}", file.fields(name)
     codec = CODECS.get(fields.codec or "")
     if codec is None:
         raise FileFormatError(f"{what} is coded by {str(fields.codec)[:40]!r}, which this ibp lacks")
@@ -454,8 +446,6 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
     except ImportError as error:
         raise FileFormatError(f"{what}: {error}") from error
     geometry = _geometry(fields, dtype_of(fields.dtype), what)
-    if fields.block_bytes < 1:
-        raise FileFormatError(f"{what} has blocks of {fields.block_bytes} bytes: no table can")
     parts: dict[str, torch.Tensor] = {}
     num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
     for part in ("offsets", "blocks"):
@@ -469,8 +459,8 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
             data = read_new(owner, start, num_bytes, pin if part == "blocks" else False)
         parts[part] = data
         num_bytes = int(parts["offsets"].view(torch.int64)[-1])
-    try:
-        whole = WholeTensor(
+    with refused(what):
+        return WholeTensor(
             shape=fields.shape,
             dtype=geometry.dtype,
             codec=codec.name,
@@ -479,9 +469,6 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
             blocks=parts["blocks"],
             offsets=parts["offsets"].view(torch.int64),
         )
-    except ValueError as error:
-        raise FileFormatError(f"{what}: {error}") from error
-    return whole
 
 
 def _check_blocks(place: BlockPlace, what: str) -> None:
@@ -494,10 +481,8 @@ def _check_blocks(place: BlockPlace, what: str) -> None:
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
-    if dtype not in DTYPES or (fields.codec is None and fields.row_bytes < 1):
-        raise FileFormatError(f"{what} has {fields.dtype} in rows of {fields.row_bytes} bytes: no table can")
-    if not is_shape(fields.shape, 8 * dtype.itemsize):
-        raise FileFormatError(f"{what} has shape {list(fields.shape)}: wanted at most {SHAPE_BITS}")
+    if dtype not in DTYPES:
+        raise FileFormatError(f"{what} has {fields.dtype}, which tables cannot have")
     return Geometry(torch.Size(fields.shape), dtype, fields.row_bytes)
 
 
