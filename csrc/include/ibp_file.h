@@ -188,8 +188,8 @@ typedef struct ibp_field {
 #define IBP_TABLE_FIELDS 13u
 #define IBP_CODEBOOK_FIELDS 21u
 
-/* The fields that a table can have, from the value of the key "ibp.table.<name>": just the right ones are given. A table
- * may have a codec, or a dtype that is not known. table: what the fields say.
+/* The fields that a table can have, from the value of the key "ibp.table.<name>": just the right ones are given. It may
+ * have a codec, or a dtype that is not known. table: what the fields say.
  * @return IBP_BAD_FILE, or IBP_UNSUPPORTED_TABLE for a field or a scheme that this library does not know. */
 IBP_API ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp_file_table *table);
 

@@ -31,7 +31,7 @@ from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal
 from ._learning import CheckpointLearning, Codebooks
 from ._outputs import SUFFIXES
-from ._planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
+from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from ._source import SourceTensor, chosen
 from ._sources import AnyPath, Source, open_sources
@@ -245,7 +245,7 @@ class _BlockJob:
 
     def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
         """Names of those of the tensors, or of the items of one, that are not to be coded."""
-        return frozenset(tensor.name for tensor in tensors if name_of_whole(tensor) in self.kept)
+        return frozenset(tensor.name for tensor in tensors if (tensor.whole or tensor).name in self.kept)
 
     def _options(self) -> dict[str, Any]:
         fields = {key: value for key, value in vars(self.learning).items() if key != "device"}

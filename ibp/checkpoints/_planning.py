@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from .. import _core
 from .._files import checks
@@ -49,21 +47,16 @@ class Shard:
         return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
 
 
-class ItemsOf(SourceTensor):
+def items_of(whole: SourceTensor, first: int, last: int) -> SourceTensor:
     """Some items of a tensor, as a tensor."""
-
-    def __init__(self, whole: SourceTensor, first: int, last: int) -> None:
-        super().__init__(f"{whole.name}.rows-{first}", whole.dtype, (last - first, *whole.shape[1:]))
-        self.whole, self._start = whole, first * (whole.num_bytes // whole.shape[0])
-        self.has_items = whole.has_items
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        return self.whole.read(self._start + start_byte, self._start + end_byte)
-
-
-def name_of_whole(tensor: SourceTensor) -> str:
-    """The name that a tensor, or the one that it holds items of, has in its checkpoint."""
-    return tensor.whole.name if isinstance(tensor, ItemsOf) else tensor.name
+    start = first * (whole.num_bytes // whole.shape[0])
+    return replace(
+        whole,
+        name=f"{whole.name}.rows-{first}",
+        shape=(last - first, *whole.shape[1:]),
+        read=lambda start_byte, end_byte: whole.read(start + start_byte, start + end_byte),
+        whole=whole,
+    )
 
 
 def shards_of(
@@ -153,7 +146,7 @@ def _cut(tensors: list[SourceTensor], shard_bytes: int | None) -> list[list[Sour
     return parts
 
 
-def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[ItemsOf, str]]:
+def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[SourceTensor, str]]:
     """The items of each rank of a checkpoint of one tensor, and what metadata says of them; none where one rank takes
     all."""
     if num_ranks == 1 or len(tensors) != 1 or not tensors[0].shape or tensors[0].shape[0] < num_ranks:
@@ -161,5 +154,5 @@ def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[ItemsOf, 
     items = tensors[0].shape[0]
     bounds = [items * rank // num_ranks for rank in range(num_ranks + 1)]
     return [
-        (ItemsOf(tensors[0], first, last), rows_entry(first, last, items)) for first, last in zip(bounds, bounds[1:])
+        (items_of(tensors[0], first, last), rows_entry(first, last, items)) for first, last in zip(bounds, bounds[1:])
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from .._files.fields import FileFormatError, dtype_of
 from .._files.header import Header, read_header
 from ._maps import map_file
-from ._source import MappedTensor, Source
+from ._source import Source, mapped_tensor
 
 
 def open_safetensors(path: str | os.PathLike[str], header: Header | None = None) -> Source:
@@ -22,5 +22,5 @@ def open_safetensors(path: str | os.PathLike[str], header: Header | None = None)
     for name, entry in header.tensors.items():
         if entry.end > data.size:
             raise FileFormatError(f"{path} has changed since it was opened")
-        tensors[name] = MappedTensor(name, dtype_of(entry.dtype), entry.shape, data[entry.start : entry.end])
+        tensors[name] = mapped_tensor(name, dtype_of(entry.dtype), entry.shape, data[entry.start : entry.end])
     return Source(os.fspath(path), "safetensors", tensors, header.metadata)
