@@ -344,36 +344,30 @@ def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, nu
     return entry.start
 
 
-class MappedParts:
-    """Gives parts of a table as they are in the page cache.
+Take = Callable[["OpenFile", int, int, str], torch.Tensor]  # (file, start, bytes, part): the bytes of a table's part
 
-    Attributes:
-        pages: the memory of the rows, slots and overflow, so far.
-    """
 
-    def __init__(self) -> None:
-        self.pages: list[_core.FilePages] = []
+def mapped_parts(pages: list[_core.FilePages]) -> Take:
+    """Gives parts as they are in the page cache. pages: takes the memory of the rows, slots and overflow."""
 
-    def take(self, file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
-        pages = file.pages(start, num_bytes)
+    def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
+        mapped = file.pages(start, num_bytes)
         if part in _ROWS:
-            self.pages.append(pages)
-        return torch.frombuffer(pages, dtype=torch.uint8)
+            pages.append(mapped)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    return take
 
 
-class ReadParts:
-    """Gives parts of a table in memory of their own. pin: whether rows are in pinned memory; None: where the system
+def read_parts(pin: bool | None) -> Take:
+    """Gives parts in memory of their own. pin: whether rows and blocks are in pinned memory; None: where the system
     lets."""
-
-    def __init__(self, pin: bool | None) -> None:
-        self._pin = pin
-
-    def take(self, file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
-        return read_new(file, start, num_bytes, self._pin if part in _ROWS else False)
+    pinned = (*_ROWS, "blocks")
+    return lambda file, start, num_bytes, part: read_new(file, start, num_bytes, pin if part in pinned else False)
 
 
 def read_new(file: OpenFile, start: int, num_bytes: int, pin: bool | None) -> torch.Tensor:
-    """Bytes of the file in new memory. pin: as of ReadParts."""
+    """Bytes of the file in new memory. pin: as of `read_parts`."""
     if pin is False:
         return file.read(start, memory.empty_pageable(num_bytes))
     (target,), _ = memory.empty_parts([num_bytes], torch.device("cpu"), pin)
@@ -386,14 +380,14 @@ def part_names(table: str) -> list[str]:
 
 
 def read_table(
-    file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], parts: MappedParts | ReadParts
+    file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], take: Take
 ) -> tuple[CompressedTensor, TableFields]:
     """A table and its fields.
 
     Args:
         file: that has its line.
         find: where a part is.
-        parts: gives the parts' bytes.
+        take: gives the parts' bytes.
 
     Raises:
         FileFormatError: fields or parts are none of a table.
@@ -404,14 +398,10 @@ def read_table(
     tensors = {}
     for part in TABLE_PARTS:
         place = find(f"{name}:{part}")
-        owner, entry = (file, None) if place is None else (place.file, place.entry)
-        data = torch.empty(0, dtype=torch.uint8)
-        num_bytes = _part_bytes(part, fields, geometry, entry)
-        if num_bytes:
-            start = start_of_part(owner, f"{name}:{part}", entry, TABLE_PARTS[part], num_bytes)
-            data = parts.take(owner, start, num_bytes, part)
-        elif entry is not None:
+        num_bytes = _part_bytes(part, fields, geometry, None if place is None else place.entry)
+        if place is not None and not num_bytes:
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
+        data = _taken(file, place, f"{name}:{part}", TABLE_PARTS[part], num_bytes, take)
         tensors[part] = data.view(_DTYPES[part])
     with refused(what):
         table = CompressedTensor(
@@ -431,7 +421,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
 
     Args:
         file, find: as of `read_table`.
-        pin: as of ReadParts.
+        pin: as of `read_parts`.
 
     Raises:
         FileFormatError: fields or parts are none of such a table, or the codec is not there.
@@ -452,12 +442,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
         place = find(f"{name}:{part}")
         if place is not None and not codec.is_safe:
             _check_blocks(place, what)
-        owner, entry = (file, None) if place is None else (place.file, place.entry)
-        data = torch.empty(0, dtype=torch.uint8)
-        if num_bytes:
-            start = start_of_part(owner, f"{name}:{part}", entry, CODEC_PARTS[part], num_bytes)
-            data = read_new(owner, start, num_bytes, pin if part == "blocks" else False)
-        parts[part] = data
+        parts[part] = _taken(file, place, f"{name}:{part}", CODEC_PARTS[part], num_bytes, read_parts(pin))
         num_bytes = int(parts["offsets"].view(torch.int64)[-1])
     with refused(what):
         return WholeTensor(
@@ -469,6 +454,15 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
             blocks=parts["blocks"],
             offsets=parts["offsets"].view(torch.int64),
         )
+
+
+def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_bytes: int, take: Take) -> torch.Tensor:
+    """The bytes of a part, without padding. file: to which it belongs, wherever its place is."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    owner, entry = (file, None) if place is None else (place.file, place.entry)
+    start = start_of_part(owner, name, entry, dtype, num_bytes)
+    return take(owner, start, num_bytes, name.rpartition(":")[2])
 
 
 def _check_blocks(place: BlockPlace, what: str) -> None:

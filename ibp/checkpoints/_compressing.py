@@ -19,7 +19,7 @@ from .._common import ops
 from .._common.arguments import whole_number
 from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
-from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
+from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
 from .._files.paths import SUFFIX, is_url, path_text, written_to
 from .._files.sets import index_of, write_index
 from .._files.writer import FileWriter, checked_metadata, sync_directory
@@ -323,16 +323,15 @@ class _Writing:
             index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
             with writer.part(f"{tensor.name}:bases", "U64") as sink:
                 sink.write(index[:-1])
-        writer.table(
-            tensor.name,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            scheme=codebook.scheme,
-            row_bytes=codebook.row_bytes,
-            slot_bytes=0,
+        fields = TableFields(
+            dtype_name(tensor.dtype),
+            tensor.shape,
+            codebook.scheme,
+            codebook.row_bytes,
             codebook=number,
             content=finished(words, tensor.num_bytes),
         )
+        writer.table(tensor.name, fields)
 
     def _write_blocks(
         self,

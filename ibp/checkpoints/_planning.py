@@ -11,7 +11,7 @@ from typing import Any
 from .. import _core
 from .._files import checks
 from .._files.paths import SUFFIX
-from .._files.sets import names_of_set
+from .._files.sets import cut, names_of_set
 from .._files.writer import codebook_bytes, header_room, rounded_up
 from .._schemes import AnyCodebook, with_clusters
 from ._ibp_files import ROWS_KEY, rows_entry
@@ -66,7 +66,7 @@ def shards_of(
     cut between tensors, and one tensor that ranks share between items."""
     contents: list[tuple[list[SourceTensor], Mapping[str, str]]] = []
     for tensors, texts in _files_of(source):
-        contents += [(part, texts) for part in _cut(tensors, shard_bytes)]
+        contents += [(part, texts) for part in cut(tensors, lambda tensor: tensor.num_bytes, shard_bytes)]
     pieces = _pieces(contents[0][0], num_ranks) if len(contents) == 1 else []
     if pieces:
         texts = contents[0][1]
@@ -132,18 +132,6 @@ def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str
     if len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts):
         return [(list(part.tensors.values()), part.metadata) for part in source.parts]
     return [(list(source.tensors.values()), source.metadata)]
-
-
-def _cut(tensors: list[SourceTensor], shard_bytes: int | None) -> list[list[SourceTensor]]:
-    parts: list[list[SourceTensor]] = [[]]
-    used = 0
-    for tensor in tensors:
-        if shard_bytes is not None and parts[-1] and used + tensor.num_bytes > shard_bytes:
-            parts.append([])
-            used = 0
-        parts[-1].append(tensor)
-        used += tensor.num_bytes
-    return parts
 
 
 def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[SourceTensor, str]]:
