@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from .. import _core
+from .._common.sequences import ahead
 from .._layout import slots
 from .._layout.geometry import DTYPES, Geometry
 from .._machine import memory
@@ -71,10 +72,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         yield from map(function, items)
         return
     with ThreadPoolExecutor(min(THREADS, len(items))) as threads:
-        try:
-            yield from threads.map(function, items)
-        finally:
-            threads.shutdown(cancel_futures=True)
+        yield from ahead(threads, function, items, len(items))
 
 
 @dataclass(frozen=True)

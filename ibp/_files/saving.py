@@ -12,6 +12,7 @@ import torch
 
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
+from .._common.sequences import cut
 from .._layout.geometry import check_tensor, given_tensor
 from .._rows.protocols import CachedRows
 from .._schemes import AnyCodebook, with_clusters
@@ -21,7 +22,7 @@ from ..deltas import CheckpointDelta, Delta
 from ..deltas._fingerprint import fingerprint
 from .opened import Value
 from .paths import PathLike, written_to
-from .sets import cut, names_of_set, write_index
+from .sets import names_of_set, write_index
 from .writer import FileWriter, checked_metadata, header_room, write_plain, write_table, write_whole_tensor
 
 

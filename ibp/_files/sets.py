@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from .writer import write_whole
 
 INDEX_SUFFIX = ".index.json"
-
-Item = TypeVar("Item")
 
 
 def names_of_set(path: Path, count: int) -> list[str]:
@@ -34,17 +31,3 @@ def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> 
     """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
     write_whole(index_of(path), json.dumps(index, ensure_ascii=False, indent=2).encode())
-
-
-def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None) -> list[list[Item]]:
-    """The items of each file: as many as have `most` bytes together, in their order; None: all in one."""
-    parts: list[list[Item]] = [[]]
-    used = 0
-    for item in items:
-        num_bytes = size_of(item)
-        if most is not None and used and used + num_bytes > most:
-            parts.append([])
-            used = 0
-        parts[-1].append(item)
-        used += num_bytes
-    return parts

@@ -33,8 +33,8 @@ from ._learning import CheckpointLearning, Codebooks
 from ._outputs import SUFFIXES
 from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
-from ._source import SourceTensor, chosen
-from ._sources import AnyPath, Source, open_sources
+from ._source import Source, SourceTensor, chosen
+from ._sources import AnyPath, open_sources
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

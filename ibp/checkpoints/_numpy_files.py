@@ -19,8 +19,7 @@ from typing import IO, cast
 import numpy as np
 import torch
 
-from ._maps import map_file
-from ._source import Source, SourceFormatError, SourceTensor, mapped_tensor
+from ._source import Source, SourceFormatError, SourceTensor, map_file, mapped_tensor
 
 _LOCAL_HEADER_BYTES = 30  # of a member of an archive, in front of its name; the lengths that follow are at 26 and 28
 _MOST_HEADER_BYTES = 1 << 16

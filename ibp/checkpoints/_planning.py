@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
+from .._common.sequences import cut
 from .._files import checks
 from .._files.paths import SUFFIX
-from .._files.sets import cut, names_of_set
+from .._files.sets import names_of_set
 from .._files.writer import codebook_bytes, header_room, rounded_up
 from .._schemes import AnyCodebook, with_clusters
 from ._ibp_files import ROWS_KEY, rows_entry

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import torch
+
+from .. import _core
+from .._files.regular import open_regular
 
 _BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
 
@@ -86,6 +90,15 @@ def mapped_tensor(
 ) -> SourceTensor:
     """A tensor that lies in a map of its file."""
     return SourceTensor(name, dtype, shape, lambda start, end: data[start:end], has_items)
+
+
+def map_file(path: str | os.PathLike[str]) -> np.ndarray:
+    """The bytes of a file, uint8 [size], read-only: pages come when they are read, and count as no process's own
+    memory. The map lives as long as any view of it."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        pages = memoryview(_core.FilePages(file.fileno(), 0, num_bytes)) if num_bytes else memoryview(b"")
+        return np.frombuffer(pages.toreadonly(), np.uint8)
 
 
 class Source:
