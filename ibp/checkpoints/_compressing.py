@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ from .._common import ops
 from .._common.arguments import whole_number
 from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
+from .._common.sequences import ahead
 from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
 from .._files.paths import SUFFIX, is_url, path_text, written_to
 from .._files.sets import index_of, write_index
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NAME = "compress"
+_AHEAD = 2  # blocks that wait to be written
 
 
 def compress(
@@ -271,7 +273,6 @@ class _Writing:
 
     def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, on_bytes: Callable[[int], object]) -> None:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
-        self._output = _Output()
         self.peak = PeakMemory()
 
     def write(self, path: Path, shard: Shard) -> dict[str, Any]:
@@ -280,7 +281,7 @@ class _Writing:
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
             coming = self._coder.coded(self._blocks(shard))
-            with contextlib.closing(coming), self._output:
+            with contextlib.closing(coming), ThreadPoolExecutor(1, "ibp-writer") as self._thread:
                 reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
             fields = {"names": writer.names, "data_bytes": writer.data_bytes}
         return {**fields, "tensors": [report.as_dict() for report in reports]}
@@ -340,55 +341,23 @@ class _Writing:
         coming: Iterator[CodedBlock],
         write: Callable[[Any], None],
     ) -> tuple[list[np.ndarray], int]:
-        """Writes the blocks of a tensor as they come. Returns the lengths of their rows, and the sum of words."""
-        parts, words = [], 0
-        for block in blocks_of(tensor, codebook, self._coder.block_bytes):
-            coded = next(coming)
-            self._output.write(write, coded)
-            parts.append(coded.lengths)
-            words += coded.words
-            self._on_bytes(block.end - block.start)
-            self.peak.passed(block.end - block.start)
-        self._output.finish()
-        return parts, words
+        """Writes the blocks of a tensor as they come, on a thread, while the next ones are brought. Returns the lengths
+        of their rows, and the sum of words."""
 
-
-class _Output:
-    """Writes blocks on a thread of its own, while the next ones are brought. A context: leaving it ends the thread."""
-
-    _AHEAD = 2  # blocks that wait for it
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._writing: deque[Future[None]] = deque()
-
-    def write(self, write: Callable[[Any], None], coded: CodedBlock) -> None:
-        """Has a block written by `write`, after those before it."""
-        assert self._pool is not None
-
-        def work() -> None:
+        def put(coded: CodedBlock) -> CodedBlock:
             write(coded.data)
             coded.release()
+            return coded
 
-        self._writing.append(self._pool.submit(work))
-        if len(self._writing) > self._AHEAD:
-            self._writing.popleft().result()
-
-    def finish(self) -> None:
-        """Waits until all is written. Raises what a write has raised."""
-        while self._writing:
-            self._writing.popleft().result()
-
-    def __enter__(self) -> _Output:
-        self._pool = ThreadPoolExecutor(1, "ibp-writer")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for future in self._writing:
-            future.cancel()
-        self._writing.clear()
-        assert self._pool is not None
-        self._pool.shutdown()
+        blocks = list(blocks_of(tensor, codebook, self._coder.block_bytes))
+        parts, words = [], 0
+        with contextlib.closing(ahead(self._thread, put, itertools.islice(coming, len(blocks)), _AHEAD)) as written:
+            for block, coded in zip(blocks, written):
+                parts.append(coded.lengths)
+                words += coded.words
+                self._on_bytes(block.end - block.start)
+                self.peak.passed(block.end - block.start)
+        return parts, words
 
 
 def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:
