@@ -58,6 +58,28 @@ class Kind(NamedTuple):
     root: int = -1
 
 
+class Options(NamedTuple):
+    """How tensors are coded: arguments of `ibp.distributed.all_gather_into_tensor`."""
+
+    codec: Codec | None
+    level: str
+    name: str
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """Raises TypeError, ValueError for wrong ones, and for what are no tensors."""
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            raise TypeError(f"codec is a {type(self.codec).__name__}; wanted an ibp.distributed.Codec")
+        if self.level not in LEVELS:
+            raise ValueError(f"level is {self.level!r}; wanted one of {list(LEVELS)}")
+
+    def kind_of(self, what: str, x: torch.Tensor, root: int = -1) -> Kind:
+        fingerprint = None if self.codec is None else self.codec.fingerprint
+        return Kind(what, x.numel(), x.dtype, x.device.type, self.level, self.name, fingerprint, root)
+
+
 class Call(NamedTuple):
     """One call.
 
@@ -326,8 +348,22 @@ def _key_of(kind: Kind) -> tuple:
     return kind.dtype, kind.device, kind.level, kind.name, kind.codec
 
 
-def measured_link(group: dist.ProcessGroup | None, refresh: bool) -> Link:
-    """See `ibp.distributed.measure_link`."""
+def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = False) -> Link:
+    """Measures how fast all-gathers of a group are, for the choices of level="auto". The first call that needs the
+    result measures it, once. A collective call.
+
+    Example:
+        >>> # on each rank of a group
+        >>> ibp.distributed.measure_link().gbps > 0
+        True
+
+    Args:
+        group: of torch.distributed; None: the default one.
+        refresh: measure again.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or a rank does not take part.
+    """
     return state_of(group).measure(_group.RankGroup(group), refresh)
 
 
