@@ -17,7 +17,6 @@ PIECE_BYTES = 64 << 20  # about a millisecond of the link: the first is on its w
 COUNTERS_BYTES = 64  # int64: bytes of overflow in use; rows spilled, and lost; 4 for a fault; 1 unused
 _ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
-_GOLDEN = 0.6180339887498949  # multiples of it are spread evenly over [0, 1) whatever their number
 _FIRST_MARGIN = 1 / 32  # of room, over what a sample took
 _LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # over what was needed
 _CHANGES = 4  # times the last change, which a margin has room for
@@ -177,25 +176,15 @@ def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
 
 def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None) -> ActivationRecipe | None:
     """A recipe for data, uint8 [num_bytes], elements of dtype."""
-    total = data.numel() // ROW_BYTES
-    if total == 0:
+    rows = geometry.sample(data, ROW_BYTES, _SAMPLE_BYTES // ROW_BYTES)
+    if not rows.numel():
         return None
-    rows = data[: total * ROW_BYTES].view(total, ROW_BYTES)[_places(total, data.device)]
-    shape = geometry.Geometry(torch.Size((len(rows), ROW_BYTES // dtype.itemsize)), dtype, ROW_BYTES)
-    request = Request(rows.view(-1), shape, rows.device, slot_bytes=0, codes_invariant=True)
-    codebook = choice.learn("planes", request)
+    shape = geometry.Geometry(torch.Size((rows.numel() // dtype.itemsize,)), dtype, ROW_BYTES)
+    codebook = choice.learn("planes", Request(rows, shape, rows.device, slot_bytes=0, codes_invariant=True))
     if codebook is None:
         return None
-    share = _stored_share(rows.view(-1), codebook)
+    share = _stored_share(rows, codebook)
     return ActivationRecipe(codebook, share, origin) if share < 1 else None
-
-
-def _places(total: int, device: torch.device) -> torch.Tensor:
-    """Numbers of rows for a sample of total rows: one in each of equal parts, at places that differ from part to part.
-    At equal distances they could all be the same part of an image."""
-    count = min(total, _SAMPLE_BYTES // ROW_BYTES)
-    parts = torch.arange(count, dtype=torch.float64)
-    return ((parts + parts * _GOLDEN % 1) * (total / count)).long().clamp_(max=total - 1).to(device)
 
 
 def _stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:

@@ -202,13 +202,13 @@ def sample_of(
     parts: int = 1,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Whole rows of tensors of one geometry, uint8 [n * row_bytes], drawn evenly from up to 8 of them; a tensor of one
-    short row gives that row, with zeros.
+    """Whole rows of tensors of one geometry, uint8 [n * row_bytes], of up to 8 of them; a tensor of one short row gives
+    that row, with zeros.
 
     Args:
         num_bytes: of the sample; None: 2^19 elements.
         parts: of how many such samples this is one.
-        seed: of the drawing.
+        seed: of the first tensor's rows.
     """
     row_bytes = geometry.row_bytes
     wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
@@ -221,12 +221,11 @@ def sample_of(
         row = np.zeros(row_bytes, np.uint8)
         row[: geometry.num_bytes] = chosen[0].read(0, geometry.num_bytes)
         return torch.from_numpy(row)
-    generator = np.random.default_rng(seed)
-    bounds = np.linspace(0, num_rows, min(wanted, num_rows) + 1).astype(np.int64)
-    sample = np.empty((len(chosen), len(bounds) - 1, row_bytes), np.uint8)
+    sample = np.empty((len(chosen), min(wanted, num_rows), row_bytes), np.uint8)
     for rows, tensor in zip(sample, chosen):
-        for row, number in zip(rows, generator.integers(bounds[:-1], bounds[1:])):
-            row[:] = tensor.read(int(number) * row_bytes, (int(number) + 1) * row_bytes)
+        for row, number in zip(rows, _rows.sampled(num_rows, wanted, seed).tolist()):
+            row[:] = tensor.read(number * row_bytes, (number + 1) * row_bytes)
+        seed += parts
     return torch.from_numpy(sample.reshape(-1))
 
 

@@ -122,11 +122,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:
     """At most num_rows whole rows, spread over all of x, on the CPU: uint8 [n, 4096]."""
-    data = as_bytes(x.resolve_conj().resolve_neg().contiguous())
-    there_are = data.numel() // ROW_BYTES
-    rows = data[: there_are * ROW_BYTES].view(there_are, ROW_BYTES)
-    step = max(1, there_are // num_rows)
-    return rows[::step][:num_rows].cpu()
+    return _rows.sample(_rows.bytes_of(x), ROW_BYTES, num_rows).view(-1, ROW_BYTES).cpu()
 
 
 def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:

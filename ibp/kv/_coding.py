@@ -389,12 +389,7 @@ def _signed(tensor: torch.Tensor) -> torch.Tensor:
 def _sampled(items: torch.Tensor) -> torch.Tensor:
     """Some items, from anywhere among them: uint8 on the CPU."""
     num_blocks, batch, heads, elements = items.shape
-    total = num_blocks * batch * heads
-    wanted = max(1, _LEARN_ELEMENTS // elements)
-    ids = torch.arange(total)
-    if total > wanted:
-        ids = torch.randint(total, (wanted,), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(items.device)
+    ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
     taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
     return taken.cpu().view(-1)
 

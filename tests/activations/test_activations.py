@@ -212,16 +212,6 @@ def test_samples_are_not_of_one_part_of_every_image():
     assert recipe.needed_share == pytest.approx(22 / 64, abs=0.05)
 
 
-def test_samples_have_a_row_of_each_part():
-    """All rows where they are few."""
-    cpu = torch.device("cpu")
-    for total in (1, 2, 200):
-        assert coding._places(total, cpu).tolist() == [*range(total)]
-    total = 10 * coding._SAMPLE_BYTES // coding.ROW_BYTES
-    places = coding._places(total, cpu)
-    assert (places // 10).tolist() == [*range(total // 10)] and places.remainder(10).unique().tolist() == [*range(10)]
-
-
 def view_of(x):
     return spans.SpanView(x.dtype, x.shape, x.stride(), 0)
 
