@@ -21,7 +21,6 @@ _FIRST_MARGIN = 1 / 32  # of room, over what a sample took
 _LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # over what was needed
 _CHANGES = 4  # times the last change, which a margin has room for
 _SPARE_BYTES = 4096
-_OUTDATED, _SPARE_SHARE = 1.1, 0.02
 
 
 class ActivationRecipe:
@@ -34,7 +33,7 @@ class ActivationRecipe:
     """
 
     def __init__(self, codebook: AnyCodebook, share: float, origin: IndexOrigin | None = None) -> None:
-        self.codebook, self.learned_share, self.needed_share = codebook, share, share
+        self.codebook, self.needed_share = codebook, share
         self.codec, self.origin = codebook.codec, origin
         self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
         self._change, self._has_needed = 0.0, False  # of the needed share, as a share of it; whether it was noted yet
@@ -78,11 +77,6 @@ class ActivationRecipe:
     def note(self, num_bytes: int, used_bytes: int) -> None:
         """Notes the overflow that a piece of num_bytes used."""
         self._noted_share = max(self._noted_share, used_bytes / num_bytes)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether activations take clearly more than when the recipe was learned."""
-        return self.needed_share > _OUTDATED * self.learned_share + _SPARE_SHARE
 
 
 def pieces(num_bytes: int) -> list[tuple[int, int]]:

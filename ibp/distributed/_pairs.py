@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .._common import wire
+from .._schemes.kinds import Learner
 from . import _planning
 from ._calls import check_tensors, finished, movable, pieces_of_one, root_of, run, travels_raw
 from ._codec import Codec, as_bytes, sample_of
@@ -192,7 +193,7 @@ def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: K
     """A raw tensor, and how those after it travel."""
     old = pair.plans.get(kind)
     if way.is_out:
-        codec = _codec_for(tensor, state, kind, old)
+        codec = _codec_for(tensor, state, kind, old, pair.learners.setdefault(kind, Learner()))
         note = _note(kind, codec).to(tensor.device)
         pair.plans[kind] = _plan(codec if int(note[:_LENGTH_BYTES].view(torch.int64)) else None, tensor, old)
         return NotedWork([way.move(movable(tensor)), way.move(note)], None)
@@ -204,24 +205,25 @@ def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: K
     return NotedWork([way.move(movable(tensor)), way.move(note)], read)
 
 
-def _codec_for(tensor: torch.Tensor, state: State, kind: Kind, old: Plan | None) -> Codec | None:
+def _codec_for(
+    tensor: torch.Tensor, state: State, kind: Kind, old: Plan | None, learner: Learner[Codec]
+) -> Codec | None:
     """The sender's choice; None where raw tensors come sooner, or it is not known how fast the link is: on the CPU
     all-gathers do not tell that."""
-    if old is not None and not old.has_lost:
+    learner.has_drifted = old is not None and old.has_lost
+    if old is not None and not learner.has_drifted:
         return old.codec
-    if (old is not None and old.times >= _planning.MOST_TIMES) or (
-        kind.level == "auto" and (state.link is None or kind.device == "cpu")
-    ):
+    if learner.is_hopeless or (kind.level == "auto" and (state.link is None or kind.device == "cpu")):
         return None
     link = state.link if kind.level == "auto" else None
-    return _planning.choose(kind, sample_of(tensor), tensor.device, _load(tensor), link)
+    learner.take(_planning.choose(kind, sample_of(tensor), tensor.device, _load(tensor), link))
+    return learner.found
 
 
 def _plan(codec: Codec | None, tensor: torch.Tensor, old: Plan | None) -> Plan:
     if codec is None:
         return RAW
-    calls, times = (1, 0) if old is None else (old.num_calls, old.times + old.has_lost)
-    return Plan(codec, _num_pieces(tensor), num_calls=calls, times=times)
+    return Plan(codec, _num_pieces(tensor), num_calls=1 if old is None else old.num_calls)
 
 
 def _load(tensor: torch.Tensor) -> Load:

@@ -137,7 +137,7 @@ class Chunk:
             else:
                 states = self._split(run, rows, groups)
         except (torch.OutOfMemoryError, MemoryError, PinningError):
-            if run.state.fitted_at == 0:
+            if run.state.learner.learned_at == 0:
                 raise
         for state in states:
             state.settle()

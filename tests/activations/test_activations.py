@@ -474,7 +474,7 @@ def test_one_context_around_all_steps():
     with offload:
         for _ in range(3):
             assert_same_gradients(gradients(net, x), wanted)
-        assert len(offload._policy._recipes) <= offload._pass.numbers
+        assert len(offload._policy._learners) <= offload._pass.numbers
 
 
 def test_nothing_outlives_the_graph():
