@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 
 from .._layout import geometry, slots
-from .._machine.calibration import Calibration
 from .._schemes import AnyCodebook, Request, choice, measure
 from .origin import IndexOrigin
 from .spans import SpanView, element_type
@@ -186,9 +185,3 @@ def _stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:
     stored = slots.stored_sizes(measure(rows, codebook, rows.device), ROW_BYTES, ROW_BYTES)
     sectors = (stored + slots.SECTOR_BYTES - 1) // slots.SECTOR_BYTES
     return float(sectors.sum()) * slots.SECTOR_BYTES / rows.numel()
-
-
-def coder_ns(codebook: AnyCodebook, machine: Calibration) -> float:
-    """Time to code and decode a byte, in ns."""
-    rates = choice.coder_rates(codebook, machine)
-    return 1 / rates.encode_gbps + 1 / rates.decode_gbps

@@ -80,10 +80,4 @@ def _worth(sample: torch.Tensor, codebook: AnyCodebook, machine: Calibration) ->
     """Bytes that a codebook saves of a row for each nanosecond that a byte takes."""
     lengths = measure(geometry.bytes_of(sample), codebook, sample.device)
     stored = slots.survey(lengths, geometry.Geometry.of(sample, ROW_BYTES)).stored
-    return (ROW_BYTES - stored / len(sample)) / ns_of(codebook, machine)
-
-
-def ns_of(codebook: AnyCodebook, machine: Calibration) -> float:
-    """Nanoseconds that a byte takes to be decoded and coded."""
-    rates = choice.coder_rates(codebook, machine)
-    return 1 / rates.decode_gbps + 1 / rates.encode_gbps
+    return (ROW_BYTES - stored / len(sample)) / choice.coder_ns(codebook, machine)

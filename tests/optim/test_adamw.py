@@ -722,7 +722,7 @@ def test_many_runs_are_queued_by_one_call(monkeypatch):
     monkeypatch.setattr(_replay, "_captured", lambda *args: recorded.append(Recording(*args)) or recorded[-1])
     optimizers, chunk = train_with_many_runs(monkeypatch, "cpu")
     assert 4 <= len(recorded) <= 16 and all(len(recording.calls) == 10 for recording in recorded)
-    assert chunk._loads._graph is recorded[-2] and chunk._writes._graph is recorded[-1]
+    assert [replay._graph for replay in chunk._replays.values()] == recorded[-2:]
 
 
 def test_work_is_captured_where_it_lasts(monkeypatch):
@@ -748,7 +748,7 @@ def test_many_runs_that_cannot_be_captured(monkeypatch):
 
 def test_many_runs_are_queued_by_one_call_on_a_gpu(cuda, monkeypatch):
     optimizers, chunk = train_with_many_runs(monkeypatch, cuda)
-    assert chunk._loads._graph is not None and chunk._writes._graph is not None
+    assert all(replay._graph is not None for replay in chunk._replays.values())
 
 
 def test_damaged_states_are_seen():
