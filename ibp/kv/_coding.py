@@ -403,10 +403,4 @@ def _learned(sample: torch.Tensor, form: Form, options: Options, num_rows: int) 
 
 def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:
     """The share of the sample's bytes that a codebook saves."""
-    if codebook is None:
-        return 0.0
-    geometry = _rows.Geometry(
-        torch.Size((sample.numel() // codebook.row_bytes, codebook.row_bytes)), torch.uint8, codebook.row_bytes
-    )
-    lengths = _schemes.measure(sample, codebook, torch.device("cpu"))
-    return 1 - _schemes.total_stored(lengths, geometry) / max(1, sample.numel())
+    return 0.0 if codebook is None else 1 - _schemes.stored_share(sample, codebook)
