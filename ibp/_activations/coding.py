@@ -7,9 +7,10 @@ from __future__ import annotations
 import torch
 
 from .._layout import geometry, slots
-from .._schemes import AnyCodebook, Request, choice, measure
+from .._schemes import AnyCodebook, measure
+from .._schemes.kinds import learned_from
 from .origin import IndexOrigin
-from .spans import SpanView, element_type
+from .spans import SpanView
 
 ROW_BYTES = 4096
 PIECE_BYTES = 64 << 20  # about a millisecond of the link: the first is on its way while the next is coded
@@ -164,7 +165,7 @@ def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
         rest, _ = origin.narrow(data)
         if (recipe := _learned(rest, origin.dtype, origin)) is not None:
             return recipe
-    return _learned(data, element_type(view.dtype), None)
+    return _learned(data, view.dtype, None)
 
 
 def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None) -> ActivationRecipe | None:
@@ -172,8 +173,7 @@ def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None)
     rows = geometry.sample(data, ROW_BYTES, _SAMPLE_BYTES // ROW_BYTES)
     if not rows.numel():
         return None
-    shape = geometry.Geometry(torch.Size((rows.numel() // dtype.itemsize,)), dtype, ROW_BYTES)
-    codebook = choice.learn("planes", Request(rows, shape, rows.device, slot_bytes=0, codes_invariant=True))
+    codebook = learned_from(rows, ROW_BYTES, dtype)
     if codebook is None:
         return None
     share = _stored_share(rows, codebook)

@@ -14,6 +14,11 @@ from typing import Generic, TypeVar
 
 import torch
 
+from .._layout.geometry import Geometry
+from .codebook import AnyCodebook
+from .registry import SCHEMES
+from .request import Request
+
 ROW_BYTES = 4096  # of weights: longer rows save 0.1 % more and keep fewer warps of a multiprocessor busy
 LEAST_BYTES = 4096  # a smaller tensor is one row, whose fetch costs the same whatever its bytes
 CLEARLY_LESS = 0.01  # of the original bytes
@@ -30,6 +35,28 @@ def kind_of(name: str, shape: torch.Size, dtype: torch.dtype) -> Kind:
     """The kind of a tensor: its shape, dtype, and its name without the numbers between dots, so that
     `layers.0.fc1.weight` and `layers.1.fc1.weight` are of one kind."""
     return _NUMBER.sub("#", name), shape, dtype
+
+
+def learned_from(
+    rows: torch.Tensor,
+    row_bytes: int,
+    dtype: torch.dtype,
+    *,
+    scheme: str = "planes",
+    level: str = "default",
+    num_rows: int | None = None,
+) -> AnyCodebook | None:
+    """A codebook for data of a kind that come later: every row has a coded form, also rows that lack what the sample's
+    have in common. None: raw rows are best.
+
+    Args:
+        rows: uint8 [n * row_bytes], a sample.
+        dtype: of the elements.
+        num_rows: over which the codebook's own bytes are spread; None: the sample's.
+    """
+    num_rows = rows.numel() // row_bytes if num_rows is None else num_rows
+    geometry = Geometry(torch.Size((num_rows, row_bytes // dtype.itemsize)), dtype, row_bytes)
+    return SCHEMES[scheme].learn(Request(rows, geometry, rows.device, level=level, codes_invariant=True))
 
 
 @dataclass

@@ -12,8 +12,9 @@ import torch
 from .._common import wire
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._schemes import SCHEMES, AnyCodebook, Request, measure
+from .._schemes import AnyCodebook, measure
 from .._schemes.estimation import check_codebook
+from .._schemes.kinds import learned_from
 from .._tables.coded_rows import CodedRows
 
 ROW_BYTES = 4096  # of messages
@@ -22,7 +23,6 @@ _SECTOR = slots.SECTOR_BYTES  # of slots and of parts of overflow
 _SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
 _LEAST_OVERFLOW = 4096  # bytes
 _NEAR_BEST = 1.01  # of the least bytes: among such slots the largest is taken, from which the fewest rows spill
-_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _LEAST_SAVINGS = 0.02  # a codec that saves less is none
 
 
@@ -129,16 +129,12 @@ def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     """A codec for rows like these, uint8 [n, 4096] on the CPU; None where they would not be 2 % smaller."""
     if not len(rows):
         return None
-    dtype = _PARTS.get(dtype, dtype)
-    dtype = dtype if dtype in _rows.DTYPES else torch.uint8
-    x = rows.contiguous().view(dtype)
-    geometry = _rows.Geometry.of(x, ROW_BYTES)
-    # Rows that come later may have other constant columns and bits than those of the sample: they have a coded form.
-    request = Request(as_bytes(x), geometry, x.device, None, None, None, level=level, codes_invariant=True)
-    codebook = SCHEMES["planes"].learn(request)
+    is_known = dtype in _rows.DTYPES or dtype.is_complex
+    data = rows.reshape(-1)
+    codebook = learned_from(data, ROW_BYTES, dtype if is_known else torch.uint8, level=level)
     if codebook is None:
         return None
-    survey = slots.survey(measure(as_bytes(x), codebook, x.device), geometry)
+    survey = slots.survey(measure(data, codebook, rows.device), _rows.Geometry.of(rows, ROW_BYTES))
     slot_bytes, mean_overflow = slots.cheapest_slots(survey.sectors, ROW_BYTES, near=_NEAR_BEST)
     if slot_bytes == ROW_BYTES:
         return None

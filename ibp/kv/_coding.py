@@ -12,8 +12,7 @@ from .._fetch.streaming import STREAM_SMS
 from .._layout import geometry as _rows
 from .._schemes import AnyCodebook, PlanesCodebook
 from .._schemes.estimation import check_codebook
-from .._schemes.kinds import CLEARLY_LESS, Learner
-from .._schemes.planes.learning import learn_planes
+from .._schemes.kinds import CLEARLY_LESS, Learner, learned_from
 
 _SECTOR = _core.SECTOR_BYTES
 _MOST_ROW_BYTES = 8192  # a row wastes 16 bytes on average, the rest of its last sector
@@ -319,7 +318,14 @@ class TokenCodec:
     def _look(self, items: torch.Tensor) -> None:
         """Takes the codebook of some items where it saves more than the present one; none where it saves nothing."""
         sample, codebook = _sampled(items), self._learner.found
-        learned = _learned(sample, self.form, self._options, items[..., 0].numel() * self.form.rows_per_item)
+        learned = learned_from(
+            sample,
+            self.form.row_bytes,
+            self.form.dtype,
+            scheme=self._options.scheme,
+            level=self._options.level,
+            num_rows=items[..., 0].numel() * self.form.rows_per_item,
+        )
         found = _saved(sample, learned)
         if codebook is None or found > _saved(sample, codebook) + CLEARLY_LESS:
             codebook = None if found < _LEAST_SAVINGS else learned
@@ -388,17 +394,6 @@ def _sampled(items: torch.Tensor) -> torch.Tensor:
     ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
     taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
     return taken.cpu().view(-1)
-
-
-def _learned(sample: torch.Tensor, form: Form, options: Options, num_rows: int) -> AnyCodebook | None:
-    """A codebook for rows like the sample's, num_rows of them for now."""
-    if options.scheme == "planes":
-        return learn_planes(
-            sample, form.row_bytes, num_rows, form.dtype, level=options.level, codes_invariant=True
-        ).codebook
-    rows = _rows.Geometry(torch.Size((sample.numel() // form.row_bytes, form.row_bytes)), torch.uint8, form.row_bytes)
-    request = _schemes.Request(sample, rows, torch.device("cpu"), 1.0)
-    return _schemes.learn(options.scheme, replace(request, codes_invariant=True))
 
 
 def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:
