@@ -547,7 +547,11 @@ class AdamW(Adam, torch.optim.AdamW):
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    _check_options(group)
+    """TypeError, ValueError: a parameter cannot be coded, or an option is not offered."""
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if group.get(name):
+            raise ValueError(f"{name} is {group[name]}; coded states are without it")
+    _check_kernel(group.get("foreach"), group.get("fused"))
     for param in group["params"]:
         if not param.is_floating_point() or param.dtype.itemsize not in (2, 4, 8):
             raise TypeError(f"a parameter is {param.dtype}; wanted floating-point elements of 2, 4 or 8 bytes")
@@ -556,14 +560,6 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(
                 f"a parameter of shape {list(own.shape)} has strides {own.stride()}; wanted one that is dense"
             )
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    """ValueError: an option is not offered."""
-    for name in ("amsgrad", "capturable", "differentiable"):
-        if group.get(name):
-            raise ValueError(f"{name} is {group[name]}; coded states are without it")
-    _check_kernel(group.get("foreach"), group.get("fused"))
 
 
 def _check_kernel(foreach: bool | None, fused: bool | None) -> bool:
