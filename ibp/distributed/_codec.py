@@ -15,10 +15,10 @@ from .._layout import slots
 from .._schemes import AnyCodebook, measure
 from .._schemes.estimation import check_codebook
 from .._schemes.kinds import learned_from
+from .._schemes.planes.learning import check_level
 from .._tables.coded_rows import CodedRows
 
 ROW_BYTES = 4096  # of messages
-LEVELS = ("default", "fast")
 _SECTOR = slots.SECTOR_BYTES  # of slots and of parts of overflow
 _SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
 _LEAST_OVERFLOW = 4096  # bytes
@@ -79,8 +79,7 @@ class Codec:
         """
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is a {type(x).__name__}; wanted a tensor")
-        if level not in LEVELS:
-            raise ValueError(f"level is {level!r}; wanted one of {list(LEVELS)}")
+        check_level(level)
         return learned(sample_of(x), x.dtype, level)
 
     @functools.cached_property

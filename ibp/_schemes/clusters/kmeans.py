@@ -48,8 +48,9 @@ def _far_seeds(bits: torch.Tensor, norms: torch.Tensor, count: int) -> torch.Ten
     """Rows to start from, each drawn with a probability that grows with its distance to those before (k-means++),
     seeded."""
     generator = torch.Generator().manual_seed(0)
-    some = sampled(len(bits), _MOST_SEEDS).to(bits.device)
-    bits, norms = bits[some], norms[some]
+    if len(bits) > _MOST_SEEDS:
+        some = sampled(len(bits), _MOST_SEEDS).to(bits.device)
+        bits, norms = bits[some], norms[some]
     chosen = [int(torch.randint(len(bits), (1,), generator=generator))]
     nearest = _distances(bits, norms, bits[chosen]).squeeze(1)
     while len(chosen) < min(count, len(bits)) and float(nearest.max()) > 0:
