@@ -9,7 +9,7 @@ Modules import only those before them in this list:
     planes      scheme "planes": codebook, learning
     registry    the table of schemes
     clusters    several codebooks for one table: codebook, kmeans, learning
-    kinds       tensors that share a codebook, and when one needs another
+    kinds       data that share a codebook, and when it is learned anew
     choice      the scheme and codebook that `auto` takes
     estimation  what rows would take: `ibp.estimate`
 
