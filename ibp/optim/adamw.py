@@ -398,9 +398,6 @@ class Adam(torch.optim.Adam):
             return {**super().__getstate__(), **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_storage" in state:  # as ibp 0.2 pickled it
-            memory = "pinned" if state["_storage"] == "host" else "device"
-            state = {name: value for name, value in state.items() if name != "_storage"} | {"_memory": memory}
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(fused=True, foreach=None, capturable=False, differentiable=False)
