@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_in_place, compress_rows
 from ._whole import CODECS, WholeTensor, compress_whole, is_general
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @runtime_checkable
 class Chosen(Protocol):
@@ -24,45 +27,35 @@ class Chosen(Protocol):
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor: ...
 
 
+class CompressOptions(TypedDict, total=False):
+    """The arguments of `compress` besides x and scheme."""
+
+    chunk_bytes: int | None
+    tau: float | None
+    codebook: AnyCodebook | None
+    sample: float | None
+    clusters: int | str | None
+    level: str
+    layout: str
+    slot_bytes: int | None
+    row_bytes: int | None
+    device: torch.device | str | int | None
+    memory: str | None
+    numa: _numa.Numa
+    inplace: bool
+    progress: bool
+
+
 @overload
 def compress(
     x: torch.Tensor | np.ndarray,
     *,
     scheme: Literal["auto", "ibp", "planes", "raw"] = "auto",
-    chunk_bytes: int | None = None,
-    tau: float | None = None,
-    codebook: AnyCodebook | None = None,
-    sample: float | None = None,
-    clusters: int | str | None = None,
-    level: str = "default",
-    layout: str = "slots",
-    slot_bytes: int | None = None,
-    row_bytes: int | None = None,
-    device: torch.device | str | int | None = None,
-    memory: str | None = None,
-    numa: _numa.Numa = None,
-    inplace: bool = False,
-    progress: bool = False,
+    **options: Unpack[CompressOptions],
 ) -> CompressedTensor: ...
 @overload
 def compress(
-    x: torch.Tensor | np.ndarray,
-    *,
-    scheme: str | Chosen,
-    chunk_bytes: int | None = None,
-    tau: float | None = None,
-    codebook: AnyCodebook | None = None,
-    sample: float | None = None,
-    clusters: int | str | None = None,
-    level: str = "default",
-    layout: str = "slots",
-    slot_bytes: int | None = None,
-    row_bytes: int | None = None,
-    device: torch.device | str | int | None = None,
-    memory: str | None = None,
-    numa: _numa.Numa = None,
-    inplace: bool = False,
-    progress: bool = False,
+    x: torch.Tensor | np.ndarray, *, scheme: str | Chosen, **options: Unpack[CompressOptions]
 ) -> CompressedTensor | WholeTensor: ...
 def compress(
     x: torch.Tensor | np.ndarray,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._machine import staging
-from ._codec import GeneralCodec, OnBytes, package
+from ._codec import BlockCoding, GeneralCodec, OnBytes, package
 
 _CHUNK, _TYPE = "codec_chunk_bytes", "codec_data_type"
 _ALGORITHMS = {  # by the names of schemes
@@ -112,35 +112,22 @@ class NvComp(GeneralCodec):
         return self.block_bytes // int(options[_CHUNK]) * int(options[_CHUNK])
 
     def encode(
-        self,
-        data: torch.Tensor,
-        worker: torch.device,
-        block_bytes: int,
-        options: Mapping[str, str],
-        level: int | None,
-        on_bytes: OnBytes,
+        self, data: torch.Tensor, worker: torch.device, how: BlockCoding, on_bytes: OnBytes
     ) -> list[torch.Tensor]:
         pieces = []
         with torch.cuda.device(worker):
-            coder = self.coder(worker, options)
-            for part in data.split(block_bytes):
+            coder = self.coder(worker, how.options)
+            for part in data.split(how.block_bytes):
                 near = aligned(staging.to_device(part, worker))
                 coded = coder.encode(near, coder.room(near))
                 pieces.append(_padded(coded) if coded.numel() + _ALIGNMENT < near.numel() else near.clone())
                 on_bytes(part.numel())
         return pieces
 
-    def decode(
-        self,
-        blocks: torch.Tensor,
-        offsets: Sequence[int],
-        block_bytes: int,
-        options: Mapping[str, str],
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
         with torch.cuda.device(out.device):
-            coder = self.coder(out.device, options)
-            for number, target in enumerate(out.split(block_bytes)):
+            coder = self.coder(out.device, how.options)
+            for number, target in enumerate(out.split(how.block_bytes)):
                 coded = blocks[offsets[number] : offsets[number + 1]]
                 if coded.numel() == target.numel():
                     target.copy_(coded)

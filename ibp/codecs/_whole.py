@@ -14,7 +14,7 @@ from .._layout.geometry import DTYPES, bytes_of, check_tensor
 from .._layout.manners import TensorManners
 from .._machine import memory, staging
 from . import _host, _nvcomp
-from ._codec import MAX_BLOCK_BYTES, GeneralCodec
+from ._codec import MAX_BLOCK_BYTES, BlockCoding, GeneralCodec
 
 CODECS: Mapping[str, GeneralCodec] = {
     codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())
@@ -219,7 +219,7 @@ class WholeTensor(TensorManners):
         near = staging.to_host if out.device == _CPU else lambda data: staging.to_device(data, out.device)
         offsets = [offset - start for offset in self._starts[first : last + 1]]
         self._codec.require()
-        self._codec.decode(near(self.blocks[start:end]), offsets, self.block_bytes, self.options, out)
+        self._codec.decode(near(self.blocks[start:end]), offsets, BlockCoding(self.block_bytes, self.options), out)
 
     def _bytes(self, start: int, end: int) -> torch.Tensor:
         """Bytes [start, end) of the tensor, in host memory; blocks without any of them are not decoded."""
@@ -298,8 +298,9 @@ def compress_whole(
     worker = codec.worker(asked or x.device, x.device)
     data = bytes_of(x)
     options = codec.suited(options, x.dtype, data, worker)
+    how = BlockCoding(block_bytes, options, level)
     with tqdm(total=data.numel(), desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
-        pieces = codec.encode(data, worker, block_bytes, options, level, bar.update) if data.numel() else []
+        pieces = codec.encode(data, worker, how, bar.update) if data.numel() else []
     blocks, offsets = _joined(pieces, x.device, pin, node)
     return WholeTensor(
         shape=tuple(x.shape),
