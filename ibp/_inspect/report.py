@@ -126,6 +126,17 @@ class FileReport:
         """`share_saved`: 1 - stored_bytes / original_bytes."""
         return share_saved(self.original_bytes, self.stored_bytes)
 
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        names = ("file_bytes", "metadata", "original_bytes", "stored_bytes", "savings")
+        return {
+            "path": self.path,
+            "format": self.format,
+            "estimate": self.is_estimate,
+            **{name: getattr(self, name) for name in names},
+            "tensors": [{**vars(tensor), "savings": tensor.savings} for tensor in self.tensors],
+        }
+
 
 # ---- samples of rows ----
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import inputs, output, parsing
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
     _check_names(arguments, files)
     _write_pictures(arguments, files)
-    output.report(arguments, {"files": [_document(file) for file in files]}, *_parts(arguments, files))
+    output.report(arguments, {"files": [file.as_dict() for file in files]}, *_parts(arguments, files))
     return status
 
 
@@ -92,20 +92,6 @@ def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> N
         write_whole(Path(arguments.html), page.make_page(files).encode("utf-8", "backslashreplace"))
     if arguments.plot:
         write_whole(Path(arguments.plot), drawing.draw(tensors, ", ".join(file.path for file in files)))
-
-
-def _document(file: FileReport) -> dict[str, Any]:
-    return {
-        "path": file.path,
-        "format": file.format,
-        "estimate": file.is_estimate,
-        "file_bytes": file.file_bytes,
-        "metadata": file.metadata,
-        "original_bytes": file.original_bytes,
-        "stored_bytes": file.stored_bytes,
-        "savings": file.savings,
-        "tensors": [{**vars(tensor), "savings": tensor.savings} for tensor in file.tensors],
-    }
 
 
 # ---- what is printed ----
