@@ -17,7 +17,7 @@ import torch
 
 from .. import _core
 from .._common import wire
-from .memory import PinningError
+from .memory import pinning
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
 _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
@@ -109,13 +109,9 @@ class Segment:
         return self.pages.is_pinned
 
     def pin_here(self) -> None:
-        """Pins the memory for this process, once. RuntimeError if there is no CUDA device or the system refuses."""
-        if torch.cuda.is_available():
-            torch.cuda.init()
-        try:
+        """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
+        with pinning(f"{self.num_bytes:,} bytes of shared memory"):
             self.pages.pin()
-        except RuntimeError as error:
-            raise PinningError(f"{self.num_bytes:,} bytes of shared memory cannot be pinned ({error})") from error
         self.pin = True
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -149,13 +145,9 @@ class FileRows:
 
     def pin_here(self) -> None:
         """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
-        if torch.cuda.is_available():
-            torch.cuda.init()
-        try:
+        with pinning("a mapped file"):
             for pages in self.pages:
                 pages.pin()
-        except RuntimeError as error:
-            raise PinningError(f"a mapped file cannot be pinned ({error})") from error
         self.pin = True
 
 
