@@ -14,9 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import output
+from . import output, parsing
 from .commands import COMMANDS
-from .parsing import Parser
 
 DONE, WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 1, 2, 130, 141, 143  # exit statuses
 
@@ -36,15 +35,17 @@ exit status:
 ibp COMMAND --help says more about a command."""
 
 
-def make_parser() -> Parser:
+def make_parser() -> parsing.Parser:
     """The parser of the whole command line."""
-    parser = Parser(prog="ibp", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = parsing.Parser(prog="ibp", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"ibp {version()}", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
     for name in COMMANDS:
         module = _module(name)
         command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, epilog=module.EPILOG)
         module.add(command)
+        if name != "completion":  # which prints its script alone
+            parsing.add_common(command)
     return parser
 
 

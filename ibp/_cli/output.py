@@ -11,7 +11,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,31 +70,23 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     names there is no head."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_header=any(columns))
     for number, name in enumerate(columns):
         justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
         made.add_column(name.lstrip(">"), justify=justify, overflow="fold", no_wrap=number > 0)
     for row in rows:
-        made.add_row(*map(_cell, row))
+        made.add_row(*(Text(shown(str(value))) for value in row))
     return made
-
-
-def _cell(value: object) -> Any:
-    from rich.text import Text
-
-    return Text(shown(value if isinstance(value, str) else str(value)))
 
 
 def shown(name: str) -> str:
     """Text of a file, a tensor's name for instance, as a terminal may have it: what controls one is escaped."""
-    safe = "".join(c if unicodedata.category(c)[0] not in "CZ" or c == " " else _escaped(c) for c in name)
+    are_safe = ((c, unicodedata.category(c)[0] not in "CZ" or c == " ") for c in name)
+    safe = "".join(c if is_safe else c.encode("unicode_escape").decode("ascii") for c, is_safe in are_safe)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return safe.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def one_line(text: str) -> str:

@@ -98,10 +98,6 @@ def add_level(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-v", "--verbose", action="store_true", help="list every tensor")
-
-
 def add_names(parser: argparse.ArgumentParser, take: str = "take") -> None:
     """Which tensors, by patterns of their names."""
     for option, what in (("--include", f"{take} only"), ("--exclude", f"do not {take}")):

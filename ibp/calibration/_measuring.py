@@ -1,15 +1,8 @@
-"""How a calibration is measured: every rate by the calls that it is used for, on data made for it.
-
-Tables are several times what a GPU's L2 cache holds. Work of the GPU is timed by events, behind a head start that hides
-how long the calls take to be issued; work that the host takes part in by the clock.
-"""
+"""How a calibration is measured: every rate by the calls that it is used for, on data made for it."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,13 +15,13 @@ from .._fetch.gather import index_select
 from .._fetch.streaming import decompress
 from .._machine import memory as _memory
 from .._machine.calibration import FEW_SMS, H200, Calibration, CoderRates
+from .._machine.timing import Clock, free_host_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 from .._schemes.choice import work_of
 from .._tables.coded_rows import CodedRows, encode_into
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 
-_TABLE_BYTES = 128 << 20  # of a table that coders are timed on
 _NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
 _LARGE_BYTES = 2 << 30  # pinned, to see how far it reaches
 _STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed
@@ -40,7 +33,6 @@ _SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that 
 _PAYS = 0.9  # of a time, for what costs the host calls besides
 _SPREAD = 1.08  # times a short row's time: codebooks of a family differ, and none may be slower than raw rows
 _LINK_BOUND = 1.1  # times what the link takes: rows that come so have no slower decoder
-_HEAD_START_S = 2e-3
 _NUM_MEASUREMENTS = 60  # that share the time given
 _CPU = torch.device("cpu")
 
@@ -58,53 +50,6 @@ def measure(device: torch.device, seconds: float) -> Calibration:
         large = _of_large_table(clock)
     _memory.release_pinned()
     return replace(known, **coders, **large)
-
-
-class Clock:
-    """Times calls on a device.
-
-    Args:
-        device: a CUDA device, whose current stream the calls use.
-        budget_s: seconds that one measurement may take, about.
-    """
-
-    def __init__(self, device: torch.device, budget_s: float) -> None:
-        self.device, self._budget_s = device, budget_s
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-        self.table_bytes = max(1 << 20, min(_TABLE_BYTES, free_bytes // 32))
-        self._scratch = torch.empty(self.table_bytes, dtype=torch.uint8, device=device)
-        self._zeros = 0  # of the scratch, for the head start
-        once_s = self.gpu_s(self._scratch.zero_)
-        self._zeros = int(_HEAD_START_S / once_s) + 1
-
-    def wall_s(self, call: Callable[[], object]) -> float:
-        """Median of the seconds until a call's work is done, its host part too."""
-        self._once(call)
-        return statistics.median(self._once(call) for _ in range(self._repeats(self._once(call))))
-
-    def gpu_s(self, call: Callable[[], object]) -> float:
-        """Median of the seconds that a call's work takes on the GPU. The call must not wait for it."""
-        self._once(call)
-        repeats = self._repeats(self._once(call))
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for _ in range(self._zeros):
-            self._scratch.zero_()
-        for start, end in events:
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize(self.device)
-        return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
-
-    def _once(self, call: Callable[[], object]) -> float:
-        torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize(self.device)
-        return max(time.perf_counter() - start, 1e-9)
-
-    def _repeats(self, seconds: float) -> int:
-        return max(3, min(15, int(self._budget_s / seconds)))
 
 
 # ---- the link and device memory ------------------------------------------------------------------------------------
@@ -199,8 +144,7 @@ def _of_large_table(clock: Clock) -> dict[str, Any]:
 
 def _large_bytes() -> int:
     """At most an eighth of the host's free memory."""
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(2 * _NEAR_BYTES, min(_LARGE_BYTES, free_bytes // 8) // _ROW_BYTES * _ROW_BYTES)
+    return max(2 * _NEAR_BYTES, min(_LARGE_BYTES, free_host_bytes() // 8) // _ROW_BYTES * _ROW_BYTES)
 
 
 def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:

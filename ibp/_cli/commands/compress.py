@@ -57,8 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-restart", action="store_true", help="begin anew, though a run was interrupted")
     parsing.add_force(parser)
-    parsing.add_verbose(parser)
-    parsing.add_common(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="list every tensor")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -35,7 +35,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parsing.add_names(parser)
     parsing.add_work(parser)
     parsing.add_force(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

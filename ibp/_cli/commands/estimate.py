@@ -28,7 +28,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parsing.add_level(parser)
     parsing.add_names(parser)
     parsing.add_jobs(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

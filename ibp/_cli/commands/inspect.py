@@ -40,7 +40,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     for argument in (plot, page):
         parsing.path(argument)
     parsing.add_names(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
