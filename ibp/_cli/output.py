@@ -10,8 +10,8 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,6 +81,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     return made
 
 
+def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> Table:
+    """A table with a row an item. columns: by name, what a column says of an item."""
+    return table(list(columns), ([say(item) for say in columns.values()] for item in items))
+
+
 def shown(name: str) -> str:
     """Text of a file, a tensor's name for instance, as a terminal may have it: what controls one is escaped."""
     are_safe = ((c, unicodedata.category(c)[0] not in "CZ" or c == " ") for c in name)
@@ -117,6 +122,13 @@ def show_size(num_bytes: float) -> str:
     while abs(num_bytes) >= 999.5 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
     return f"{num_bytes:,.0f} {_UNITS[unit]}" if abs(num_bytes) >= 99.95 else f"{num_bytes:.1f} {_UNITS[unit]}"
+
+
+def show_dtype(tensor: Any) -> str:
+    """The dtype of a tensor, in short, as headers of safetensors name it."""
+    from ibp._files.fields import dtype_name
+
+    return dtype_name(tensor.dtype)
 
 
 def show_share(share: float) -> str:
