@@ -206,7 +206,7 @@ def report_table(
         raw_rows=found.raw_rows,
         default_rows=found.default_rows,
         sampled_rows=len(rows),
-        clusters=_clusters(table.codebook),
+        clusters=len(table.codebook) if isinstance(table.codebook, ClusteredCodebook) else int(bool(table.codebook)),
         codebook=repr(table.codebook) if table.codebook else "",
         entropy=bit_entropy(rows, width // 8),
         left_out=_rounded(coded_share * left_out + default_share),
@@ -233,7 +233,7 @@ def report_whole(name: str, whole: WholeTensor) -> TensorContents:
 
 def report_plain(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> TensorContents:
     """The report of a tensor that the file has as it is."""
-    geometry = _natural_geometry(shape, dtype)
+    geometry = Geometry.of(torch.empty(shape, dtype=dtype, device="meta"))
     rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
     return TensorContents(
         **_identity(name, geometry, "plain", "plain"),
@@ -290,14 +290,6 @@ def _identity(name: str, geometry: Geometry, kind: str, scheme: str) -> dict[str
         "scheme": scheme,
         "original_bytes": geometry.num_bytes,
     }
-
-
-def _natural_geometry(shape: tuple[int, ...], dtype: torch.dtype) -> Geometry:
-    return Geometry.of(torch.empty(shape, dtype=dtype, device="meta"))
-
-
-def _clusters(codebook: AnyCodebook | None) -> int:
-    return 0 if codebook is None else len(codebook) if isinstance(codebook, ClusteredCodebook) else 1
 
 
 def _element_bytes(geometry: Geometry) -> int:
