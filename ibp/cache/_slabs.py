@@ -140,16 +140,16 @@ class Generation:
             return
         maps, slabs = self.view_of(device)
         first = self.slabs[0]
-        lru = first.stamps is not None and first.clock is not None
+        stamps, clock = (0 if held is None else held.data_ptr() for held in (first.stamps, first.clock))
         self.ready[device] = _core.ReadyCache(
             (maps, slabs, counts, first),
             [(held.data_ptr(), 8 * held.numel()) for held in maps],
             self.ways,
             [(held.data_ptr(), held.numel()) for held in slabs],
             counts.data_ptr(),
-            first.stamps.data_ptr() if first.stamps is not None and lru else 0,
-            first.clock.data_ptr() if first.clock is not None and lru else 0,
-            self.slot_bytes if lru else 0,
+            stamps,
+            clock,
+            0 if first.stamps is None else self.slot_bytes,
         )
 
     @property

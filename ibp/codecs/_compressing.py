@@ -9,7 +9,6 @@ import torch
 
 from .._common.arguments import near
 from .._layout import geometry as _rows
-from .._machine import memory as _memory
 from .._machine import numa as _numa
 from .._schemes import SCHEMES, AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
@@ -161,7 +160,8 @@ def compress(
         return scheme.compress(x, device=device, memory=memory, numa=numa, progress=progress)
     if is_general(scheme):
         _refuse(f"{scheme!r} codes whole tensors", inplace=inplace or None, **of_rows)
-        return _compress_whole(x, scheme, chunk_bytes, device, memory, _numa.node_of(numa), progress)
+        where: dict[str, Any] = {"device": device, "where": memory, "numa": numa, "progress": progress}
+        return compress_whole(x, scheme, chunk_bytes=chunk_bytes, **where)
     if isinstance(scheme, str) and scheme not in (known := ["auto", *SCHEMES]):
         hint = near(scheme, [*known, *CODECS])
         raise ValueError(f"scheme is {scheme!r}{hint}; wanted one of {known}, or a general codec of {sorted(CODECS)}")
@@ -182,24 +182,6 @@ def compress(
         _refuse("inplace=True keeps every row where it is", layout=of_rows["layout"], slot_bytes=slot_bytes, numa=numa)
         return compress_in_place(x, **common)
     return compress_rows(x, layout=layout, slot_bytes=slot_bytes, numa=numa, **common)
-
-
-def _compress_whole(
-    x: torch.Tensor,
-    scheme: str,
-    chunk_bytes: int | None,
-    device: torch.device | str | int | None,
-    memory: str | None,
-    node: int,
-    progress: bool,
-) -> WholeTensor:
-    home, pin = _memory.home_of(x, memory, _rows.working_device(x, device))
-    made_pinned = pin if home == x.device else False
-    whole = compress_whole(
-        x, scheme, chunk_bytes=chunk_bytes, device=device, pin=made_pinned, node=node, progress=progress
-    )
-    moved = whole.to(home)
-    return moved.pin_memory() if pin and moved is not whole else moved
 
 
 def _refuse(why: str, **options: object) -> None:

@@ -10,9 +10,10 @@ import torch
 from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
 from .._fetch.calls import check_out, target_of
-from .._layout.geometry import DTYPES, bytes_of, check_tensor
+from .._layout.geometry import DTYPES, bytes_of, working_device
 from .._layout.manners import TensorManners
 from .._machine import memory, staging
+from .._machine.numa import Numa, node_of
 from . import _host, _nvcomp
 from ._codec import MAX_BLOCK_BYTES, BlockCoding, GeneralCodec
 
@@ -269,19 +270,14 @@ def compress_whole(
     x: torch.Tensor,
     scheme: str,
     *,
-    chunk_bytes: int | None = None,
-    device: torch.device | str | int | None = None,
-    pin: bool | None = False,
-    node: int = -1,
-    progress: bool = False,
+    chunk_bytes: int | None,
+    device: torch.device | str | int | None,
+    where: str | None,
+    numa: Numa,
+    progress: bool,
 ) -> WholeTensor:
-    """See `ibp.compress`.
-
-    Args:
-        pin: whether coded bytes in host memory are pinned; None: where the system lets.
-        node: the NUMA node of pinned memory.
-    """
-    check_tensor(x)
+    """See `ibp.compress`, whose argument `memory` is `where` here."""
+    (home, pin), node = memory.home_of(x, where, working_device(x, device)), node_of(numa)
     codec, level = codec_of(scheme)
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
     options = codec.options(x.dtype, level, chunk_bytes)
@@ -296,8 +292,8 @@ def compress_whole(
     how = BlockCoding(block_bytes, options, level)
     with tqdm(total=data.numel(), desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
         pieces = codec.encode(data, worker, how, bar.update) if data.numel() else []
-    blocks, offsets = _joined(pieces, x.device, pin, node)
-    return WholeTensor(
+    blocks, offsets = _joined(pieces, x.device, pin if home == x.device else False, node)
+    whole = WholeTensor(
         shape=tuple(x.shape),
         dtype=x.dtype,
         codec=codec.name,
@@ -306,6 +302,8 @@ def compress_whole(
         blocks=blocks,
         offsets=offsets,
     )
+    moved = whole.to(home)
+    return moved.pin_memory() if pin and moved is not whole else moved
 
 
 def _joined(
