@@ -88,8 +88,8 @@ class Segment:
         num_bytes = sum(_rounded_up(tensor.numel() * tensor.element_size()) for tensor in tensors.values())
         segment = cls.new(max(num_bytes, _ALIGNMENT), node)
         copies = segment.tensors({name: tensor.numel() for name, tensor in tensors.items()})
-        for name, copy in copies.items():
-            copy.view(torch.uint8).copy_(tensors[name].view(torch.uint8))
+        for name, tensor in tensors.items():
+            copies[name].view(torch.uint8).copy_(tensor.view(torch.uint8))
         return segment, copies
 
     @classmethod
@@ -115,10 +115,10 @@ class Segment:
         self.pin = True
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """A table's tensors in the memory. sizes: how many elements each has."""
+        """A table's tensors in the memory. sizes: how many elements each has; 0 where it is not named."""
         made, start = {}, 0
         for name, dtype in _DTYPES.items():
-            count = sizes[name]
+            count = sizes.get(name, 0)
             made[name] = (
                 torch.frombuffer(self.pages, dtype=dtype, count=count, offset=start)
                 if count
