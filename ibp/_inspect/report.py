@@ -175,14 +175,8 @@ def reader_of(x: torch.Tensor | CompressedTensor) -> Read:
 def report_table(
     name: str, table: CompressedTensor, *, kind: str = "table", codebook_share: float = 1.0
 ) -> TensorContents:
-    """The report of a table.
-
-    Args:
-        name: of the tensor.
-        table: on any device.
-        kind: see `TensorContents`.
-        codebook_share: of the codebook's bytes that are this table's; less than 1 where others have the same one.
-    """
+    """The report of a table on any device. codebook_share: of the codebook's bytes that are this table's; less than 1
+    where others have the same one."""
     geometry, found = table.geometry, _count_rows(table)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
     rows = read_rows(reader_of(table), geometry, runs)
@@ -255,14 +249,8 @@ def report_estimate(
     *,
     codebook_share: float = 1.0,
 ) -> TensorContents:
-    """What a tensor would be as a packed table: the report of a table of a sample of its rows, for as many as it has.
-
-    Args:
-        name, shape, dtype: of the tensor, which is not empty.
-        read: reads bytes of it.
-        codebook: of the table.
-        codebook_share: as in `report_table`.
-    """
+    """What a tensor, which is not empty, would be as a packed table: the report of a table of a sample of its rows, for
+    as many as it has."""
     geometry = Geometry(torch.Size(shape), dtype, codebook.row_bytes)
     rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
     is_whole = len(rows) == geometry.num_rows

@@ -32,13 +32,8 @@ class Split:
 
 
 def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> Split:
-    """What the coded forms of rows consist of.
-
-    Args:
-        rows: uint8 [n, row_bytes], n > 0, decoded; none that is stored raw or in no bytes.
-        codebook: of one cluster.
-        element_bytes: of an element whose bits are told apart; scheme planes has its own.
-    """
+    """What the coded forms of rows consist of: uint8 [n, row_bytes], n > 0, of one cluster, decoded; none that is
+    stored raw or in no bytes. element_bytes: of an element whose bits are told apart; scheme planes has its own."""
     if isinstance(codebook, PlanesCodebook):
         return _split_planes(rows, codebook)
     assert isinstance(codebook, Codebook)

@@ -169,12 +169,8 @@ class CompressedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values, [B, heads, new tokens, head_dim], and gives those of all tokens.
-
-        Raises:
-            RuntimeError: the keys require grad, a CUDA graph is being captured, or coded tokens were damaged.
-            ValueError: the keys are on neither a CPU nor a CUDA device, or do not fit the codebooks.
-        """
+        """Adds keys and values, [B, heads, new tokens, head_dim], and gives those of all tokens. Raises what
+        `CompressedCache.update` does."""
         _check_call(key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
