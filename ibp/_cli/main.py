@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -118,10 +119,8 @@ def _is_damage(error: BaseException) -> bool:
 
 
 def _complain(line: str, status: int) -> int:
-    try:
+    with contextlib.suppress(BrokenPipeError):
         print(line, file=sys.stderr)
-    except BrokenPipeError:
-        pass
     return status
 
 
@@ -131,10 +130,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: objec
 
 def _forget_stdout() -> None:
     """The reader has gone: what is still buffered goes nowhere, also when the process ends."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # stdout is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # stdout is no file
-        pass
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

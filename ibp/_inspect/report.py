@@ -411,12 +411,7 @@ def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
     """Shannon's entropy of each bit of the elements of rows, in bits, from the most significant bit on."""
     if not rows.size or rows.shape[1] % element_bytes:
         return []
-    elements = rows.reshape(-1, element_bytes)
-    ones = []
-    for byte in range(element_bytes)[::-1]:
-        counts = np.bincount(elements[:, byte], minlength=256)
-        ones += [counts[np.arange(256) >> bit & 1 == 1].sum() for bit in range(8)[::-1]]
-    p = np.array(ones) / len(elements)
+    p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
     return _rounded(np.nan_to_num(entropy))

@@ -13,12 +13,14 @@ from .. import _core
 from .._fetch import host_gather
 from .._fetch.gather import index_select
 from .._fetch.streaming import decompress
+from .._layout.geometry import Geometry
 from .._machine import memory as _memory
 from .._machine.calibration import FEW_SMS, H200, Calibration, CoderRates
 from .._machine.timing import Clock, free_host_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 from .._schemes.choice import work_of
 from .._tables.coded_rows import CodedRows, encode_into
+from .._tables.coding import table_of
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 
@@ -93,18 +95,8 @@ def _of_device(clock: Clock) -> dict[str, Any]:
 
 def _raw_table(memory: torch.Tensor, row_bytes: int) -> CompressedTensor:
     """A table of raw rows over memory as it is."""
-    num_rows = memory.numel() // row_bytes
-    none = {"overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
-    return CompressedTensor(
-        shape=(num_rows, row_bytes),
-        dtype=torch.uint8,
-        scheme="raw",
-        row_bytes=row_bytes,
-        slot_bytes=row_bytes,
-        slots=memory[: num_rows * row_bytes],
-        codebook=None,
-        **{name: torch.empty(0, dtype=dtype) for name, dtype in none.items()},
-    )
+    rows = memory[: memory.numel() // row_bytes * row_bytes].view(-1, row_bytes)
+    return table_of(CompressedTensor, Geometry.of(rows, row_bytes), "raw", row_bytes, rows.view(-1), None, None)
 
 
 def _row_ns(

@@ -81,6 +81,19 @@ class _Decoders:
         return list(self._decoders.values())
 
 
+def _decoded(number: int, what: str) -> property:
+    """The property of a layer that is the keys, 0, or the values, 1, of all tokens."""
+
+    def decode(layer: CompressedLayer) -> torch.Tensor | None:
+        return layer._all()[number] if layer.raw else None
+
+    def refuse(layer: CompressedLayer, value: object) -> None:
+        if value is not None:
+            raise AttributeError("the keys and values of a compressed layer cannot be set; pass them to update()")
+
+    return property(decode, refuse, doc=what)
+
+
 class CompressedLayer(DynamicLayer):
     """One layer of full attention of a `CompressedCache`: whole blocks of the oldest tokens coded, the others raw.
 
@@ -107,30 +120,8 @@ class CompressedLayer(DynamicLayer):
 
     # ---- what it holds ----
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """All keys, decoded; None before the first ones."""
-        return self._whole(0)
-
-    @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
-        self._refuse_setting(value)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """All values, decoded; None before the first ones."""
-        return self._whole(1)
-
-    @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
-        self._refuse_setting(value)
-
-    def _refuse_setting(self, value: object) -> None:
-        if value is not None:
-            raise AttributeError("the keys and values of a compressed layer cannot be set; pass them to update()")
-
-    def _whole(self, number: int) -> torch.Tensor | None:
-        return self._all()[number] if self.raw else None
+    keys = _decoded(0, "All keys, decoded; None before the first ones.")
+    values = _decoded(1, "All values, decoded; None before the first ones.")
 
     def _all(self) -> tuple[torch.Tensor, ...]:
         """Keys and values of all tokens."""
