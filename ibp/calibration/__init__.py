@@ -5,7 +5,7 @@ print(calibration)
 """
 
 from .._machine.calibration import H200, Calibration, CoderRates
-from ._calibrating import calibrate
+from ._measuring import calibrate
 
 __all__ = ["H200", "Calibration", "CoderRates", "calibrate"]
 
