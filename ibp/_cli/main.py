@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from . import output, parsing
 from .commands import COMMANDS
 
-DONE, WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 1, 2, 130, 141, 143  # exit statuses
+WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143  # exit statuses, but 0: done
 
 _DESCRIPTION = """\
 Lossless compression of tensors.

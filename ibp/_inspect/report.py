@@ -26,7 +26,6 @@ SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
 _RUNS = 32  # places of a tensor that a sample comes from
 _BINS = 32  # of the histogram of lengths
 _BLOCK_ROWS = 1 << 22  # whose lengths are counted at once
-_CPU = torch.device("cpu")
 
 Read = Callable[[int, int], np.ndarray]  # bytes [start, end) of a tensor, uint8
 

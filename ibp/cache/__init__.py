@@ -1,9 +1,12 @@
 """Rows of a table as they are stored, kept in the memory of GPUs.
 
-hotness = ibp.cache.count_accesses(batches, len(table))
-cache   = ibp.RowCache(table, 1 << 30, hotness)       # 1 GiB of the hottest rows
-rows    = cache.index_select(ids)                     # from the cache, and from the table where it lacks them
-print(cache.stats().hit_rate)
+    hotness = ibp.cache.count_accesses(batches, len(table))
+    cache   = ibp.RowCache(table, 1 << 30, hotness)       # 1 GiB of the hottest rows
+    rows    = cache.index_select(ids)                     # from the cache, and from the table where it lacks them
+    print(cache.stats().hit_rate)
+
+`_hotness.py` counts what is hot, `_slabs.py` holds rows within a budget, `_peers.py` reads slabs of other processes,
+`_order.py` orders the streams that read and write them, and `_row_cache.py` is the cache itself.
 """
 
 from ._hotness import count_accesses

@@ -1,7 +1,10 @@
 """Tables whose slots are on a GPU, and whose overflow is in pinned host memory (Buddy Compression, ISCA 2020).
 
-profile = ibp.spill.profile(snapshots)               # how large slots have to be
-table   = ibp.spill.place(x, profile["weight"])      # slots of that size on the GPU, the rest in host memory
+    profile = ibp.spill.profile(snapshots)               # how large slots have to be
+    table   = ibp.spill.place(x, profile["weight"])      # slots of that size on the GPU, the rest in host memory
+
+`_targets.py` says how many bytes of a row stay on the GPU, `_profiling.py` finds it from snapshots of a run, and
+`_placing.py` moves tensors and tables.
 """
 
 from ._placing import place
