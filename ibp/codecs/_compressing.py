@@ -152,36 +152,25 @@ def compress(
         raise TypeError(f"x is a {type(x).__name__}; inplace=True wants a torch.Tensor, whose memory it takes")
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
-    of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
-    of_rows |= {"row_bytes": row_bytes, "level": None if level == "default" else level}
-    of_rows["layout"] = None if layout == "slots" else layout
+    place: dict[str, Any] = {"device": device, "memory": memory, "progress": progress}
+    of_rows: dict[str, Any] = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters}
+    of_rows |= {"level": level, "row_bytes": row_bytes}
+    slots = {"layout": None if layout == "slots" else layout, "slot_bytes": slot_bytes}
+    given = {**of_rows, **slots, "level": None if level == "default" else level, "inplace": inplace or None}
     if isinstance(scheme, Chosen):
-        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, inplace=inplace or None, **of_rows)
-        return scheme.compress(x, device=device, memory=memory, numa=numa, progress=progress)
+        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, **given)
+        return scheme.compress(x, numa=numa, **place)
     if is_general(scheme):
-        _refuse(f"{scheme!r} codes whole tensors", inplace=inplace or None, **of_rows)
-        where: dict[str, Any] = {"device": device, "where": memory, "numa": numa, "progress": progress}
-        return compress_whole(x, scheme, chunk_bytes=chunk_bytes, **where)
+        _refuse(f"{scheme!r} codes whole tensors", **given)
+        return compress_whole(x, scheme, chunk_bytes=chunk_bytes, numa=numa, **place)
     if isinstance(scheme, str) and scheme not in (known := ["auto", *SCHEMES]):
         hint = near(scheme, [*known, *CODECS])
         raise ValueError(f"scheme is {scheme!r}{hint}; wanted one of {known}, or a general codec of {sorted(CODECS)}")
-    common: dict[str, Any] = {
-        "scheme": scheme,
-        "chunk_bytes": chunk_bytes,
-        "tau": tau,
-        "codebook": codebook,
-        "sample": sample,
-        "clusters": clusters,
-        "level": level,
-        "row_bytes": row_bytes,
-        "device": device,
-        "memory": memory,
-        "progress": progress,
-    }
+    of_rows |= {"scheme": scheme, "chunk_bytes": chunk_bytes, **place}
     if inplace:
-        _refuse("inplace=True keeps every row where it is", layout=of_rows["layout"], slot_bytes=slot_bytes, numa=numa)
-        return compress_in_place(x, **common)
-    return compress_rows(x, layout=layout, slot_bytes=slot_bytes, numa=numa, **common)
+        _refuse("inplace=True keeps every row where it is", **slots, numa=numa)
+        return compress_in_place(x, **of_rows)
+    return compress_rows(x, layout=layout, slot_bytes=slot_bytes, numa=numa, **of_rows)
 
 
 def _refuse(why: str, **options: object) -> None:

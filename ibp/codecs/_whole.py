@@ -12,7 +12,8 @@ from .._common.progress import tqdm
 from .._fetch.calls import check_out, target_of
 from .._layout.geometry import DTYPES, bytes_of, working_device
 from .._layout.manners import TensorManners
-from .._machine import memory, staging
+from .._machine import memory as _memory
+from .._machine import staging
 from .._machine.numa import Numa, node_of
 from . import _host, _nvcomp
 from ._codec import MAX_BLOCK_BYTES, BlockCoding, GeneralCodec
@@ -152,7 +153,7 @@ class WholeTensor(TensorManners):
             device: where to.
             non_blocking: do not wait for copies from pinned memory to a GPU.
         """
-        target = memory.canonical(device)
+        target = _memory.canonical(device)
         if target == self.device:
             return self
         direct = non_blocking and self.is_pinned()
@@ -174,7 +175,7 @@ class WholeTensor(TensorManners):
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
         """
         if not self.is_cuda:
-            self.blocks = memory.to_pinned(self.blocks)
+            self.blocks = _memory.to_pinned(self.blocks)
         return self
 
     # ---- what can be asked of it ----
@@ -272,17 +273,17 @@ def compress_whole(
     *,
     chunk_bytes: int | None,
     device: torch.device | str | int | None,
-    where: str | None,
+    memory: str | None,
     numa: Numa,
     progress: bool,
 ) -> WholeTensor:
-    """See `ibp.compress`, whose argument `memory` is `where` here."""
-    (home, pin), node = memory.home_of(x, where, working_device(x, device)), node_of(numa)
+    """See `ibp.compress`."""
+    (home, pin), node = _memory.home_of(x, memory, working_device(x, device)), node_of(numa)
     codec, level = codec_of(scheme)
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
     options = codec.options(x.dtype, level, chunk_bytes)
     block_bytes = codec.blocks_of(options, chunk_bytes)
-    asked = None if device is None else memory.canonical(device)
+    asked = None if device is None else _memory.canonical(device)
     if asked is not None and asked.type != codec.device_type:
         raise ValueError(f"device is {str(asked)!r}, but {codec.name!r} codes on a {codec.device_type.upper()} device")
     codec.require()
@@ -315,7 +316,7 @@ def _joined(
     offsets = sizes.cumsum(0)
     if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":
         return pieces[0], offsets
-    (blocks,), _ = memory.empty_parts([int(offsets[-1])], home, pin, node)
+    (blocks,), _ = _memory.empty_parts([int(offsets[-1])], home, pin, node)
     for end in reversed(offsets[1:].tolist()):
         piece = pieces.pop()
         blocks[end - piece.numel() : end].copy_(staging.to_host(piece) if home.type == "cpu" else piece)
