@@ -65,20 +65,17 @@ class CompressedCacheStats:
         return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
 
-class _Decoders:
+class _Decoders(dict[torch.device, TokenDecoder]):
     """The decoders of a cache, one a device, made when they are first asked for."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._decoders: dict[torch.device, TokenDecoder] = {}
 
-    def of(self, device: torch.device) -> TokenDecoder:
-        if device not in self._decoders:
-            self._decoders[device] = decoder_for(device, self.options)
-        return self._decoders[device]
+    def __missing__(self, device: torch.device) -> TokenDecoder:
+        return self.setdefault(device, decoder_for(device, self.options))
 
     def all(self) -> list[TokenDecoder]:
-        return list(self._decoders.values())
+        return list(self.values())
 
 
 def _decoded(number: int, what: str) -> property:
@@ -142,7 +139,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def _decoder(self) -> TokenDecoder:
-        return self._decoders.of(self.device)
+        return self._decoders[self.device]
 
     # ---- new tokens ----
 
