@@ -66,8 +66,7 @@ def _print(parts: Iterable[object]) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table. Columns whose names begin with ">" stand to the right; the first one folds where a terminal's line is
-    full. Without
-    names there is no head."""
+    full. Without names there is no head."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

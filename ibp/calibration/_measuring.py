@@ -168,7 +168,9 @@ def _row_ns(
 
 
 def _of_large_table(clock: Clock) -> dict[str, Any]:
-    host = _memory.empty(_large_bytes(), _CPU, pin=True)
+    most_bytes = free_host_bytes() // 8
+    large_bytes = max(2 * _NEAR_BYTES, min(_LARGE_BYTES, most_bytes) // _ROW_BYTES * _ROW_BYTES)
+    host = _memory.empty(large_bytes, _CPU, pin=True)
     reach_bytes = _reach_bytes(clock, host)
     sectors, rows = _raw_table(host, _SECTOR_BYTES), _raw_table(host, _SHORT_ROW_BYTES)
     return {
@@ -179,11 +181,6 @@ def _of_large_table(clock: Clock) -> dict[str, Any]:
         "bucketed_sms": _bucketed_sms(clock, rows),
         "gather_gbps": _gather_gbps(clock, host),
     }
-
-
-def _large_bytes() -> int:
-    """At most an eighth of the host's free memory."""
-    return max(2 * _NEAR_BYTES, min(_LARGE_BYTES, free_host_bytes() // 8) // _ROW_BYTES * _ROW_BYTES)
 
 
 def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
