@@ -895,7 +895,7 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
         return take(*of)
 
     monkeypatch.setattr(way.buffers, "take", three)
-    monkeypatch.setattr(transfers._memory, "_has_warned", False)
+    monkeypatch.setattr(transfers._memory, "_warned", set())
     monkeypatch.setattr(Event, "query", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: recorded.append(of))
     with pytest.warns(RuntimeWarning, match="no memory is pinned"):
