@@ -53,7 +53,7 @@ def choose(
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
-        >>> choice = ibp.codecs.choose(x, link_gbps=0.01, encode=False, schemes=["planes"])
+        >>> choice = ibp.codecs.choose(x, link_gbps=0.0001, encode=False, schemes=["planes"])
         >>> choice.scheme, choice.level, torch.equal(choice.compress(x).decompress(), x)
         ('planes', 'default', True)
         >>> choice.table[-1]
