@@ -32,6 +32,18 @@ IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
     return (fields & ~known) == 0u;
 }
 
+// Calls use with a 0 of the unsigned integer that has an element's size.
+template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &use)
+{
+    switch (cb.planes.element_bytes) {
+    case 1: return use(uint8_t{0});
+    case 2: return use(uint16_t{0});
+    case 4: return use(uint32_t{0});
+    case 8: return use(uint64_t{0});
+    default: return IBP_INVALID_ARGUMENT;
+    }
+}
+
 // Codebooks of rows: with more than one, a coded row begins with the number of its own.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 

@@ -6,8 +6,9 @@
 // All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
 // taken back if that is not. A row that is corrupt changes nothing, both times.
 #include "../decode/decode_listed.cuh"
-#include "../encode/rows.cuh"
 #include "versions.cuh"
+
+#include <algorithm>
 
 namespace ibp {
 
@@ -348,61 +349,32 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     change.flush();
 }
 
-struct ApplyCall {
-    const ibp_delta_tensor *versions;
-    uint32_t num_versions;
-    int64_t num_rows;
-    DeltaState state;
-    ibp_stream stream;
-};
-
-template <typename T> struct Applying {
-    static ibp_status judge(const ApplyCall &call, bool is_applied)
-    {
-        return launch_kernel(judge_deltas, Launch{1, kJudgeThreads, 0, 1}, call.stream, call.versions,
-                             call.num_versions, is_applied, call.state);
-    }
-    static ibp_status sum(const ibp_codebook &cb, const ApplyCall &call)
-    {
-        Launch launch;
-        const ibp_status status =
-            plan_rows(reinterpret_cast<const void *>(sum_versions), kSumOfVersionsThreads, 0, call.num_rows, &launch);
-        if (status != IBP_OK) return status;
-        return launch_kernel(sum_versions, launch, call.stream, call.versions, call.num_versions, call.num_rows,
-                             cb.row_bytes, call.state);
-    }
-    static ibp_status add(const ibp_codebook &cb, const ApplyCall &call, bool takes_back)
-    {
-        ibp_status status = IBP_OK;
-        for (const Coded coded : {Coded::kShort, Coded::kLong}) {
-            const uint32_t warp_bytes = DeltaAdder<T>::shared_bytes_of(cb, coded),
-                           warps = std::min(kApplyThreads / kWarp, kMostSharedBytes / warp_bytes);
-            Launch launch{};
-            if (status == IBP_OK)
-                status = plan_rows(reinterpret_cast<const void *>(add_deltas<T>), warps * kWarp, warps * warp_bytes,
-                                   call.num_rows, &launch);
-            if (status == IBP_OK)
-                status = launch_kernel(add_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions,
-                                       call.num_rows, coded, takes_back, call.state);
-        }
-        return status;
-    }
-    static ibp_status launch(const ibp_codebook &cb, const ApplyCall &call, const bool &takes_back)
-    {
-        if (takes_back) return add(cb, call, true);
-        ibp_status status = sum(cb, call);
-        if (status == IBP_OK) status = judge(call, false);
-        if (status == IBP_OK) status = add(cb, call, false);
-        if (status == IBP_OK) status = judge(call, true);
-        return status == IBP_OK ? add(cb, call, true) : status;
-    }
-};
-
-ibp_status plan_rows(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_rows, Launch *launch)
+static ibp_status judge(const DeltaCall &call, const DeltaState &state, bool is_applied)
 {
-    const int64_t warps = num_threads / kWarp;
-    *launch = {0, num_threads, shared_bytes, 1};
-    return plan_blocks(kernel, num_threads, shared_bytes, (num_rows + warps - 1) / warps, 0, &launch->blocks);
+    return launch_kernel(judge_deltas, Launch{1, kJudgeThreads, 0, 1}, call.stream, call.versions, call.num_versions,
+                         is_applied, state);
+}
+template <typename T> static ibp_status add(const DeltaCall &call, const DeltaState &state, bool takes_back)
+{
+    ibp_status status = IBP_OK;
+    for (const Coded coded : {Coded::kShort, Coded::kLong}) {
+        const uint32_t warp_bytes = DeltaAdder<T>::shared_bytes_of(call.cb, coded),
+                       warps = std::min(kApplyThreads / kWarp, kMostSharedBytes / warp_bytes);
+        if (status == IBP_OK)
+            status = launch_rows(add_deltas<T>, warps * kWarp, warps * warp_bytes, call, call.cb, call.versions,
+                                 call.num_versions, call.num_rows, coded, takes_back, state);
+    }
+    return status;
+}
+template <typename T> static ibp_status apply(const DeltaCall &call, const DeltaState &state, bool takes_back)
+{
+    if (takes_back) return add<T>(call, state, true);
+    ibp_status status = launch_rows(sum_versions, kSumOfVersionsThreads, 0, call, call.versions, call.num_versions,
+                                    call.num_rows, call.cb.row_bytes, state);
+    if (status == IBP_OK) status = judge(call, state, false);
+    if (status == IBP_OK) status = add<T>(call, state, false);
+    if (status == IBP_OK) status = judge(call, state, true);
+    return status == IBP_OK ? add<T>(call, state, true) : status;
 }
 
 } // namespace ibp
@@ -417,7 +389,8 @@ ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_t
     if (!ibp_cuda_applies_deltas(codebook) || state == nullptr) return IBP_INVALID_ARGUMENT;
     if (num_rows == 0) return IBP_OK;
     if (!ibp::are_versions(versions, num_versions, num_rows)) return IBP_INVALID_ARGUMENT;
-    const ibp::ApplyCall call{versions, num_versions, num_rows, {state}, stream};
-    return ibp::by_element<ibp::Applying>(*codebook, call, takes_back);
+    const ibp::DeltaCall call{*codebook, versions, num_versions, num_rows, stream};
+    return ibp::by_element(
+        *codebook, [&](auto zero) { return ibp::apply<decltype(zero)>(call, ibp::DeltaState{state}, takes_back); });
 }
 }

@@ -4,8 +4,6 @@
 #include "../launch.cuh"
 #include "sums.cuh"
 
-#include <algorithm>
-
 namespace ibp {
 
 constexpr uint32_t kSumThreads = 256, kPairsAhead = 4; // pairs of words that a thread loads at once
@@ -50,8 +48,6 @@ extern "C" ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes,
     constexpr int64_t kBytesABlock = 16 * ibp::kPairsAhead * ibp::kSumThreads, kMostBlocks = 4096;
     if (num_bytes < 0 || sum == nullptr || !ibp::has_bytes(part, num_bytes)) return IBP_INVALID_ARGUMENT;
     if (num_bytes == 0) return IBP_OK;
-    const int64_t blocks = std::min<int64_t>(kMostBlocks, (num_bytes + kBytesABlock - 1) / kBytesABlock);
-    ibp::sum_words<<<static_cast<uint32_t>(blocks), ibp::kSumThreads, 0, stream>>>(
-        part, num_bytes, first_word, reinterpret_cast<unsigned long long *>(sum));
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::sum_words, ibp::plan_jobs(num_bytes, kBytesABlock, kMostBlocks, ibp::kSumThreads),
+                              stream, part, num_bytes, first_word, reinterpret_cast<unsigned long long *>(sum));
 }

@@ -10,9 +10,9 @@ template <uint32_t LANES> using Fast4 = FastEncoder<uint32_t, LANES>;
 template <uint32_t LANES> using PlainFast2 = PlainFastEncoder<uint16_t, LANES>;
 template <uint32_t LANES> using PlainFast4 = PlainFastEncoder<uint32_t, LANES>;
 
-template <class Call> static ibp_status launch(const ibp_codebook &codebook, const Call &call)
+template <class Call> static ibp_status launch(const Call &call)
 {
-    return codebook.planes.element_bytes == 2 ? launch_by_lanes<Fast2>(call) : launch_by_lanes<Fast4>(call);
+    return codebook_of(call).planes.element_bytes == 2 ? launch_by_lanes<Fast2>(call) : launch_by_lanes<Fast4>(call);
 }
 
 static bool is_plain(const ibp_codebook &cb)
@@ -21,11 +21,11 @@ static bool is_plain(const ibp_codebook &cb)
            cb.row_bytes % kVector == 0u;
 }
 
-ibp_status measure_fast(const Measure &measure) { return launch(measure.codebook, measure); }
+ibp_status measure_fast(const Measure &measure) { return launch(measure); }
 ibp_status encode_fast(const Encode &encode)
 {
-    const ibp_codebook &cb = encode.place.table.codebook;
-    if (!is_plain(cb)) return launch(cb, encode);
+    const ibp_codebook &cb = codebook_of(encode);
+    if (!is_plain(cb)) return launch(encode);
     return cb.planes.element_bytes == 2 ? launch_by_lanes<PlainFast2>(encode) : launch_by_lanes<PlainFast4>(encode);
 }
 

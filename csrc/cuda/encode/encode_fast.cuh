@@ -35,7 +35,7 @@ template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
           of_symbol(low_bits(0xffu, symbol_bits) * kBytes)
     {
     }
-    __device__ __forceinline__ FastEncoder of_cluster(const ibp_codebook &, uint32_t) const { return *this; }
+    __device__ __forceinline__ void select(const ibp_codebook &, uint32_t) {}
 
     // The digits of four symbols, a byte each. escaped: the highest bit of a byte is set where its symbol escapes.
     // BYTES: symbols have 8 bits.
@@ -172,8 +172,7 @@ template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, L
     static constexpr uint32_t kResidualBytes = sizeof(T) - 1u; // of an element
 
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
-    __device__ __forceinline__ PlainFastEncoder(const ibp_codebook &cb, uint32_t *table) : Base(cb, table) {}
-    __device__ __forceinline__ PlainFastEncoder of_cluster(const ibp_codebook &, uint32_t) const { return *this; }
+    using Base::Base;
 
     static __device__ __forceinline__ void split(const uint32_t (&word)[4], uint32_t (&symbols)[kWords],
                                                  uint32_t (&residuals)[3])

@@ -10,8 +10,8 @@ template <uint32_t LANES> using Pairs4 = PairsEncoder<uint32_t, LANES>;
 
 ibp_status encode_pairs(const Encode &encode)
 {
-    return encode.place.table.codebook.planes.element_bytes == 2 ? launch_by_lanes<Pairs2>(encode)
-                                                                 : launch_by_lanes<Pairs4>(encode);
+    return codebook_of(encode).planes.element_bytes == 2 ? launch_by_lanes<Pairs2>(encode)
+                                                         : launch_by_lanes<Pairs4>(encode);
 }
 
 } // namespace ibp

@@ -22,11 +22,6 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
     static constexpr uint32_t kWords = kPerLane / 4u; // that hold a byte of each element of a lane
 
     using Base::Base;
-    __device__ __forceinline__ explicit PairsEncoder(const Base &base) : Base(base) {}
-    __device__ __forceinline__ PairsEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
-    {
-        return PairsEncoder(Base::of_cluster(cb, k));
-    }
 
     // Shared memory of a group behind its stage: the list.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)

@@ -27,6 +27,9 @@ struct Encode {
     ibp_stream stream;
 };
 
+inline const ibp_codebook &codebook_of(const Measure &measure) { return measure.codebook; }
+inline const ibp_codebook &codebook_of(const Encode &encode) { return encode.place.table.codebook; }
+
 // The encoders, each in a translation unit of its own under encode/. encode.cu says which codebooks each one takes.
 ibp_status measure_masks(const Measure &measure);
 ibp_status encode_masks(const Encode &encode);

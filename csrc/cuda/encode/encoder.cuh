@@ -10,7 +10,7 @@
 //         static uint32_t table_bytes(const ibp_codebook &);
 //         static uint32_t scratch_bytes(const ibp_codebook &);
 //         SomeEncoder(const ibp_codebook &, uint32_t *table);
-//         SomeEncoder of_cluster(const ibp_codebook &, uint32_t k) const;
+//         void select(const ibp_codebook &, uint32_t k);
 //         uint32_t measure(const PlainRow &row) const;
 //         uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t most_bytes) const;
 //     };
@@ -20,7 +20,7 @@
 //     kFillsStage    whether encode writes every byte of the coded row, and reads none
 //     table_bytes    shared memory of a block, from byte 0 on, where `table` points; a multiple of 16
 //     scratch_bytes  shared memory of a group behind its stage; a multiple of 16
-//     of_cluster     the encoder for the rows of cluster k; k is 0 where there is one cluster
+//     select         makes it the encoder for rows of cluster k; k is 0 where there is one cluster
 //     measure        bits of the coded row
 //     encode         bytes with which the bits of the coded row end
 //

@@ -108,7 +108,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
             const uint32_t number = i / planes.num_entries, rank = i % planes.num_entries,
                            first = planes.per_column ? i - rank : 0u;
-            const PlanesEncoder one = of_cluster(cb, planes.per_column ? 0u : number);
+            PlanesEncoder one = *this;
+            one.select(cb, planes.per_column ? 0u : number);
             bool is_first = true;
             const T symbol = one.entry(first + rank);
             for (uint32_t q = 0; q < rank; q++) is_first = is_first && one.entry(first + q) != symbol;
@@ -143,12 +144,10 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return code;
     }
-    __device__ __forceinline__ PlanesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
+    __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
     {
-        PlanesEncoder one = *this;
-        one.entries += uint64_t{k} * cb.cluster_stride;
-        if (has_all) one.codes += k << symbol_bits;
-        return one;
+        entries += uint64_t{k} * cb.cluster_stride;
+        if (has_all) codes += k << symbol_bits;
     }
     __device__ __forceinline__ uint32_t code_of_rank(uint32_t rank) const
     {

@@ -44,13 +44,10 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             to[i] = path_of(low_bits(i, symbol_bits), table[i]);
         __syncthreads();
     }
-    __device__ __forceinline__ ValuesEncoder(const Base &base, const uint32_t *of_symbols)
-        : Base(base), paths(of_symbols)
+    __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
     {
-    }
-    __device__ __forceinline__ ValuesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
-    {
-        return ValuesEncoder(Base::of_cluster(cb, k), paths + (k << symbol_bits));
+        Base::select(cb, k);
+        paths += k << symbol_bits;
     }
     __device__ __forceinline__ uint32_t path_of(uint32_t symbol, uint32_t code) const
     {
@@ -333,11 +330,6 @@ template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<
     using Symbol = typename Base::Symbol;
 
     using Base::Base;
-    __device__ __forceinline__ explicit DenseValuesEncoder(const Base &base) : Base(base) {}
-    __device__ __forceinline__ DenseValuesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
-    {
-        return DenseValuesEncoder(Base::of_cluster(cb, k));
-    }
     // Shared memory of a group behind its stage: the list.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
