@@ -157,7 +157,9 @@ template <typename T> struct DeltaAdder {
         {
             uint64_t *const near = reinterpret_cast<uint64_t *>(bytes) + w;
             const uint64_t before = is_whole ? *near : load_any_word(bytes, valid, w),
-                           after = negates ? subtract_elements<T>(before, elements) : add_elements<T>(before, elements);
+                           highest = ibp_highest_bits(sizeof(T)),
+                           after = negates ? ibp_subtract_elements(before, elements, highest)
+                                           : ibp_add_elements(before, elements, highest);
             if (is_whole)
                 *near = after;
             else

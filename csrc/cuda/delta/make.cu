@@ -65,7 +65,7 @@ template <typename T> struct DeltaRows {
         for (uint32_t i = 0; i < 2u; i++) {
             loaded.newer[i] = newer[2 * i] | static_cast<uint64_t>(newer[2 * i + 1]) << 32;
             loaded.base[i] = base[2 * i] | static_cast<uint64_t>(base[2 * i + 1]) << 32;
-            loaded.words[i] = subtract_elements<T>(loaded.newer[i], loaded.base[i]);
+            loaded.words[i] = ibp_subtract_elements(loaded.newer[i], loaded.base[i], ibp_highest_bits(sizeof(T)));
         }
     }
     static __device__ __forceinline__ T element(const Loaded &loaded, uint32_t e)

@@ -30,25 +30,6 @@ __host__ __device__ __forceinline__ uint32_t most_stored(Coded coded, uint32_t r
     return coded == Coded::kShort ? ibp_min_u32(kShortCoded, row_bytes) : row_bytes;
 }
 
-// ---- elements of 64 bits ----
-
-// The highest bit of each element.
-template <typename T>
-constexpr uint64_t kHighest = ~uint64_t{0} / (sizeof(T) == 8 ? ~uint64_t{0} : (uint64_t{1} << 8 * sizeof(T) % 64) - 1)
-                              << (8 * sizeof(T) - 1);
-
-// Sums and differences modulo 2^w, each element for itself.
-template <typename T> __device__ __forceinline__ uint64_t add_elements(uint64_t a, uint64_t b)
-{
-    constexpr uint64_t kTop = kHighest<T>;
-    return ((a & ~kTop) + (b & ~kTop)) ^ ((a ^ b) & kTop);
-}
-template <typename T> __device__ __forceinline__ uint64_t subtract_elements(uint64_t a, uint64_t b)
-{
-    constexpr uint64_t kTop = kHighest<T>;
-    return ((a | kTop) - (b & ~kTop)) ^ ((a ^ ~b) & kTop);
-}
-
 // ---- the sequence of rows ----
 
 // Row `row` of a version: bytes from `start` on, `valid` of them; none of a row that no version has.

@@ -64,8 +64,7 @@ extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t
 {
     // The arrays that are written are those of the arguments: the table's own pointers are not read.
     if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
-    if (!ibp::has_bytes(slots, table->slots_bytes) || !ibp::has_bytes(overflow, table->overflow_bytes))
-        return IBP_INVALID_ARGUMENT;
+    if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);
     if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_num_rows(table);

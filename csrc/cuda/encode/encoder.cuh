@@ -56,12 +56,6 @@ namespace ibp {
 
 // Threads of a block: several blocks an SM, or a larger one where the SMs are limited.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
-// Bytes in whole sectors, the unit of overflow parts.
-__device__ __forceinline__ uint32_t to_sectors(uint32_t num_bytes)
-{
-    return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
-}
-__device__ __forceinline__ uint32_t to_sector(uint32_t num_bytes) { return to_sectors(num_bytes) * IBP_OVERFLOW_ALIGN; }
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 

@@ -106,7 +106,7 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
     }
     G::sync();
     const uint32_t stored = length != 0u ? length : valid;
-    pad<G>(stage, stored, to_sector(stored));
+    pad<G>(stage, stored, ibp_sector_bytes(stored));
     return length;
 }
 
@@ -130,7 +130,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     if (spills || claims) {
         if (G::lane() == 0u) {
             part = claims ? claim_part(place, row, valid) : part_of(place, row, IBP_LOAD_ONCE(place.bases[row]), valid);
-            if (part.base != kClaimed && part.sectors < to_sectors(in_overflow))
+            if (part.base != kClaimed && part.sectors < ibp_sectors_of(in_overflow))
                 part = take_part_for(place, part, in_overflow, valid);
         }
         part.base = G::broadcast(part.base);
@@ -142,9 +142,10 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     const bool lost = spills && part.base == IBP_NO_BASE;
     if (!lost) {
         const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
-        copy_out<G>(place.slots + slot, stage, 0,
-                    room_in(ibp_min_u32(to_sector(stored - in_overflow), table.slot_bytes), table.slots_bytes, slot));
-        copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, to_sector(in_overflow));
+        copy_out<G>(
+            place.slots + slot, stage, 0,
+            room_in(ibp_min_u32(ibp_sector_bytes(stored - in_overflow), table.slot_bytes), table.slots_bytes, slot));
+        copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, ibp_sector_bytes(in_overflow));
     }
     if (claims) __threadfence();
     G::sync(); // the row is there

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kIndexThreads)
 {
     __shared__ uint32_t rows[IBP_MAX_ROW_BYTES / IBP_OVERFLOW_ALIGN + 1];
     __shared__ unsigned long long bytes;
-    const uint32_t num_bins = (row_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN + 1u;
+    const uint32_t num_bins = ibp_sectors_of(row_bytes) + 1u;
     for (uint32_t i = threadIdx.x; i < num_bins; i += kIndexThreads) rows[i] = 0;
     if (threadIdx.x == 0) bytes = 0;
     __syncthreads();
@@ -68,8 +68,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r < num_rows; r += step) {
         const uint32_t own =
             ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r));
-        const uint32_t sectors =
-            ibp_min_u32((own + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN, num_bins - 1u); // of a corrupt length too
+        const uint32_t sectors = ibp_min_u32(ibp_sectors_of(own), num_bins - 1u); // of a corrupt length too
         if (sectors != bin) {
             if (count != 0u) atomicAdd(&rows[bin], count);
             bin = sectors, count = 0;
