@@ -47,6 +47,11 @@ template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &us
 // Codebooks of rows: with more than one, a coded row begins with the number of its own.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
+// What lists of decoders and encoders choose by.
+inline bool is_any(const ibp_codebook &) { return true; }
+inline bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
+inline bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
+
 // Whether all digits have two bits and all symbols a byte.
 IBP_INLINE bool are_pairs(const ibp_planes &planes)
 {

@@ -214,9 +214,10 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     // The bits from one on that an element is computed in.
     static __device__ __forceinline__ Word field(uint32_t position)
     {
-        Word bits = shared_bits(position);
-        if constexpr (sizeof(T) == 8) bits |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
-        return bits;
+        if constexpr (sizeof(T) == 8)
+            return shared_bits64(position);
+        else
+            return shared_bits(position);
     }
     // An element, of its coded bits.
     __device__ __forceinline__ T element_of(Word coded) const

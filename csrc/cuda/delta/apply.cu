@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
     sum_versions(const ibp_delta_tensor *versions, const uint32_t num_versions, const int64_t num_rows,
                  const uint32_t row_bytes, const DeltaState state)
 {
-    constexpr uint32_t kAhead = 4;
     const WarpRows mine;
     PlacedSum total;
 #pragma unroll 1
@@ -39,21 +38,8 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
         const ibp_delta_tensor &version = versions[row.version];
         const uint8_t *const from = version.base + row.start;
         const uint64_t first_word = static_cast<uint64_t>(row.start) / 8u;
-        uint64_t sum = 0;
         const uint32_t num_pairs = aligned(from, 16) ? row.valid / 16u : 0u;
-#pragma unroll 1
-        for (uint32_t p = lane_id(); p < num_pairs; p += kAhead * kWarp) {
-            ulonglong2 pairs[kAhead];
-#pragma unroll
-            for (uint32_t i = 0; i < kAhead; i++)
-                if (p + i * kWarp < num_pairs) pairs[i] = reinterpret_cast<const ulonglong2 *>(from)[p + i * kWarp];
-#pragma unroll
-            for (uint32_t i = 0; i < kAhead; i++) {
-                const uint64_t number = first_word + 2u * (p + i * kWarp);
-                if (p + i * kWarp < num_pairs)
-                    sum += ibp_mix_word(pairs[i].x, number) + ibp_mix_word(pairs[i].y, number + 1u);
-            }
-        }
+        uint64_t sum = sum_pairs(reinterpret_cast<const ulonglong2 *>(from), num_pairs, lane_id(), kWarp, first_word);
         for (uint32_t w = 2u * num_pairs + lane_id(); 8u * w < row.valid; w += kWarp)
             sum += ibp_mix_word(load_any_word(from, row.valid, w), first_word + w);
         __syncwarp();

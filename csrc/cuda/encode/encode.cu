@@ -6,9 +6,6 @@
 
 namespace ibp {
 
-static bool is_any(const ibp_codebook &) { return true; }
-static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
-static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pairs(cb.planes) && has_code_table(cb); }
 // Whether a row's list fits shared memory beside its stage, and no other encoder is faster.
 static bool has_values(const ibp_codebook &cb)
