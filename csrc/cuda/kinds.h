@@ -60,19 +60,13 @@ IBP_INLINE bool are_pairs(const ibp_planes &planes)
     return pairs;
 }
 // Whether dense rows are decoded by decode_pairs.cuh, which knows no constant columns, nor invariant bits of elements
-// of two bytes: that would cost the others registers,
+// of two bytes: that would cost the others registers.
 IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
 {
     if (!are_pairs(planes) || planes.element_bytes > 4 || planes.num_constant != 0u) return false;
     return planes.element_bytes == 1   ? !planes.per_column
            : planes.element_bytes == 2 ? planes.invariant_bits == 0u
                                        : true;
-}
-// and encoded by encode_pairs.cuh, if values.cuh does not: elements of two bytes, or of a byte besides three.
-IBP_INLINE bool has_pairs(const ibp_planes &planes)
-{
-    return are_pairs(planes) &&
-           (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
 }
 
 // Whether there is one plane of digits of four bits over consecutive symbols of up to a byte: what level="fast" makes.

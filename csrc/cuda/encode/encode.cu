@@ -6,13 +6,11 @@
 
 namespace ibp {
 
-static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pairs(cb.planes) && has_code_table(cb); }
-// Whether a row's list fits shared memory beside its stage, and no other encoder is faster.
+// Whether a row's list fits shared memory beside its stage and the tables, on any GPU.
 static bool has_values(const ibp_codebook &cb)
 {
-    constexpr uint32_t kLongest = 16384;
-    const bool of_pairs = cb.planes.element_bytes == 2u && cb.planes.residual_bits > 8u && has_pairs(cb.planes);
-    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest && !of_pairs;
+    constexpr uint32_t kLongest = 32768;
+    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest;
 }
 
 // A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored
@@ -30,7 +28,6 @@ static const Encoder kEncoders[] = {
     {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_listed},
     {IBP_SCHEME_PLANES, encodes_fast, kInvariantBits | kConsecutive, measure_fast, encode_fast},
     {IBP_SCHEME_PLANES, has_values, kConsecutive, measure_dense, encode_values},
-    {IBP_SCHEME_PLANES, is_of_pairs, kConsecutive, measure_dense, encode_pairs},
     {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_dense, encode_dense},
 };
 

@@ -1,4 +1,4 @@
-// encode_dense.cu - measures and encodes dense rows of scheme planes, of all kinds but those of encode_pairs.cu.
+// encode_dense.cu - measures and encodes dense rows of scheme planes, of all kinds; values.cu encodes most of them.
 #include "planes.cuh"
 #include "rows.cuh"
 
