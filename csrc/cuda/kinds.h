@@ -77,12 +77,6 @@ IBP_INLINE bool is_fast(const ibp_codebook &cb)
            planes.symbol_bytes == 1u && (planes.element_bytes == 2u || planes.element_bytes == 4u);
 }
 
-// Whether encode_fast.cuh takes it too: the residuals of the elements of 16 bytes are whole bytes.
-IBP_INLINE bool encodes_fast(const ibp_codebook &cb)
-{
-    return is_fast(cb) && 16u / cb.planes.element_bytes * cb.planes.residual_bits % 8u == 0u;
-}
-
 // Encoders look symbols up in a table of all there are, in shared memory, 4 bytes each, if they are not too many.
 constexpr uint32_t kMostCodes = 4096, kMostCodeBits = 12;
 

@@ -6,6 +6,11 @@
 
 namespace ibp {
 
+// Whether symbols are exponents of 8 bits, and rows whole vectors.
+static bool encodes_fast(const ibp_codebook &cb)
+{
+    return is_fast(cb) && cb.planes.rotate == 1u && bits_of_symbol(cb.planes) == 8u && cb.row_bytes % 16u == 0u;
+}
 // Whether a row's list fits shared memory beside its stage and the tables, on any GPU.
 static bool has_values(const ibp_codebook &cb)
 {
@@ -26,7 +31,7 @@ static const Encoder kEncoders[] = {
     {IBP_SCHEME_RAW, is_any, 0, nullptr, encode_masks},
     {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
     {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_listed},
-    {IBP_SCHEME_PLANES, encodes_fast, kInvariantBits | kConsecutive, measure_fast, encode_fast},
+    {IBP_SCHEME_PLANES, encodes_fast, kConsecutive, measure_fast, encode_fast},
     {IBP_SCHEME_PLANES, has_values, kConsecutive, measure_dense, encode_values},
     {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_dense, encode_dense},
 };
