@@ -186,32 +186,6 @@ template <typename T> struct DeltaAdder {
         uint32_t next[IBP_MAX_PLANES]; // elements that reached the further planes so far
         bool closed;
     };
-    // Element j, one a lane, of consecutive ones; planes that none of them reaches are not looked at. By all lanes
-    // together.
-    __device__ __forceinline__ T element_at(const Book &book, Values &values, uint32_t j, bool active) const
-    {
-        uint32_t at = j, rank = 0, open = kAllLanes; // open: lanes whose element is in a further plane
-        bool reaches = active;
-#pragma unroll
-        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= cb.planes.num_planes || open == 0u) continue;
-            const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u,
-                           digit = shared_bits(values.parts.digits[p] + (reaches ? at : 0u) * num_bits) & escape;
-            if (reaches) rank += digit;
-            reaches = reaches && digit == escape;
-            open = __ballot_sync(kAllLanes, reaches);
-            at = values.next[p] + ibp_popcount(open & Decoder::G::lanes_below());
-            values.next[p] += ibp_popcount(open);
-        }
-        const uint32_t r = cb.planes.residual_bits;
-        typename Decoder::Word symbol = decoder.entries()[rank];
-        if (open != 0u && reaches && r < kBits) {
-            const uint32_t raw = values.parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits;
-            symbol = low_bits(Decoder::field(raw), book.symbol_bits) << r;
-        }
-        if (r != 0u) symbol |= low_bits(Decoder::field(values.parts.residuals + j * r), r);
-        return decoder.element_of(symbol);
-    }
     // Adds n elements, from number `first` of the row on, whose columns are in decoder.numbers().
     __device__ __forceinline__ void add_batch(const Book &book, Values &values, uint32_t first, uint32_t n,
                                               Target &target) const
@@ -222,7 +196,9 @@ template <typename T> struct DeltaAdder {
             const uint32_t j = base + lane_id();
             const bool active = j < n;
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!values.closed) element = element_at(book, values, first + ibp_min_u32(j, n - 1u), active);
+            if (!values.closed)
+                element = decoder.template element_at<true>(book, values.parts, first + ibp_min_u32(j, n - 1u), active,
+                                                            values.next);
             add_elements_of(active ? decoder.numbers()[j] : 0u, element, active, target);
         }
     }

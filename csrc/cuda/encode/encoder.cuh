@@ -398,26 +398,6 @@ __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, ui
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
 }
 
-// put_bytes for any address and any number of bytes.
-static __device__ __noinline__ void put_each(uint8_t *to, uint4 words, uint32_t num_bytes)
-{
-    const uint32_t values[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (uint32_t i = 0; i < 16; i++)
-        if (i < num_bytes) to[i] = static_cast<uint8_t>(values[i / 4u] >> 8u * (i % 4u));
-}
-// Stores the first num_bytes of four words.
-__device__ __forceinline__ void put_bytes(uint8_t *to, const uint32_t (&words)[4], uint32_t num_bytes)
-{
-    if (num_bytes % 4u == 0u && aligned(to, 4)) {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++)
-            if (4u * i < num_bytes) reinterpret_cast<uint32_t *>(to)[i] = words[i];
-    } else {
-        put_each(to, make_uint4(words[0], words[1], words[2], words[3]), num_bytes);
-    }
-}
-
 // The parts of the contract that a compiler can see.
 template <class Encoder> constexpr bool is_encoder()
 {
