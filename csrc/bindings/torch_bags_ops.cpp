@@ -41,19 +41,19 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
-void sum_bags(const TableArguments &arguments, const Tensor &ids, const std::optional<Tensor> &entries,
+void sum_bags(const Table &handle, const Tensor &ids, const std::optional<Tensor> &entries,
               const std::vector<Tensor> &slabs, const std::optional<Tensor> &offsets,
               const std::optional<Tensor> &weights, int64_t reduction, int64_t padding_idx, int64_t kind,
               int64_t max_sms, const Tensor &out, const Tensor &fault)
 {
-    const Device device(out, arguments, ids, fault, entries, offsets, weights);
+    const Device device(out, handle, ids, fault, entries, offsets, weights);
     device.require_cuda();
     device.require_near(slabs);
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const ibp_ids items = ids_of(ids);
     const ibp_bags bags = bags_of(items, offsets, weights, reduction, padding_idx, kind, out);
-    uint8_t *const to = room_of(out, total_bytes(bags.num_bags, arguments.item_bytes, "bags"), "out");
-    Footprints memory = gather_footprints(arguments, table, items, out, fault);
+    uint8_t *const to = room_of(out, total_bytes(bags.num_bags, table.item_bytes, "bags"), "out");
+    Footprints memory = gather_footprints(handle, items, out, fault);
     memory.reads("offsets", offsets, "weights", weights);
     ibp_cache cache{};
     if (entries) {

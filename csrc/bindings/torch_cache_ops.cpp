@@ -107,17 +107,16 @@ Tensor owners_of_rows(const Tensor &rows, int64_t num_slabs)
 
 // ---- gather ----
 
-void gather_cached(const TableArguments &arguments, const Tensor &ids, const Tensor &entries,
-                   const std::vector<Tensor> &slabs, int64_t max_sms, const Tensor &out, const Tensor &fault,
-                   const std::optional<Tensor> &positions)
+void gather_cached(const Table &handle, const Tensor &ids, const Tensor &entries, const std::vector<Tensor> &slabs,
+                   int64_t max_sms, const Tensor &out, const Tensor &fault, const std::optional<Tensor> &positions)
 {
-    const Device device(out, arguments, ids, entries, fault, positions);
+    const Device device(out, handle, ids, entries, fault, positions);
     device.require_near(slabs);
-    const ibp_table table = arguments.table();
-    const ibp_ids items = placed_ids_of(ids, positions, out, arguments.item_bytes);
+    const ibp_table &table = handle.table();
+    const ibp_ids items = placed_ids_of(ids, positions, out, table.item_bytes);
     const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
     const ibp_cache cache = cache_of(entries, slabs, num_rows);
-    Footprints memory = gather_footprints(arguments, table, items, out, fault);
+    Footprints memory = gather_footprints(handle, items, out, fault);
     memory.reads("entries", entries);
     for (const Tensor &slab : slabs) memory.reads("slabs", slab);
     gather(device, table, items, &cache, room_of(out, 0, "out"), fault, sms_of(max_sms), "gather_cached");
@@ -125,16 +124,16 @@ void gather_cached(const TableArguments &arguments, const Tensor &ids, const Ten
 
 // ---- fill ----
 
-void fill_slab(const TableArguments &arguments, const Tensor &rows, const Tensor &offsets, int64_t number, int64_t ways,
+void fill_slab(const Table &handle, const Tensor &rows, const Tensor &offsets, int64_t number, int64_t ways,
                const Tensor &bytes, const Tensor &map, const Tensor &fault)
 {
-    const Device device(bytes, arguments, rows, offsets, map, fault);
-    const ibp_table table = arguments.table();
+    const Device device(bytes, handle, rows, offsets, map, fault);
+    const ibp_table &table = handle.table();
     const int64_t *const numbers = rows_of(rows), *const places = data_of<int64_t>(offsets, ScalarType::Long,
                                                                                    rows.numel(), "offsets");
     const ibp_cache_slab slab = slab_of(bytes, map, number, ways);
     rows_per_item_of(table);
-    Footprints memory = arguments.footprints(table);
+    Footprints memory = handle.footprints();
     memory.reads("rows", rows, "offsets", offsets);
     memory.writes("bytes", bytes, "map", map, "fault", fault);
     ibp_fault *const first_fault = fault_of(fault);
@@ -151,12 +150,12 @@ void fill_slab(const TableArguments &arguments, const Tensor &rows, const Tensor
 
 // ---- the least recently used ----
 
-void claim_cached(const TableArguments &arguments, const Tensor &ids, int64_t ways, int64_t slot_bytes,
-                  const Tensor &bytes, const Tensor &map, const Tensor &stamps, const Tensor &clock,
-                  const Tensor &entries, const std::optional<Tensor> &counts, const Tensor &fault)
+void claim_cached(const Table &handle, const Tensor &ids, int64_t ways, int64_t slot_bytes, const Tensor &bytes,
+                  const Tensor &map, const Tensor &stamps, const Tensor &clock, const Tensor &entries,
+                  const std::optional<Tensor> &counts, const Tensor &fault)
 {
-    const Device device(bytes, arguments, ids, map, stamps, clock, entries, fault, counts);
-    const ibp_table table = arguments.table();
+    const Device device(bytes, handle, ids, map, stamps, clock, entries, fault, counts);
+    const ibp_table &table = handle.table();
     const ibp_ids items = ids_of(ids);
     ibp_lru lru{slab_of(bytes, map, 0, ways), 0, nullptr, nullptr};
     ibp_cache_counts *const to_counts = cache_counts_of(counts);
@@ -170,7 +169,7 @@ void claim_cached(const TableArguments &arguments, const Tensor &ids, int64_t wa
     lru.clock = unsigned_longs_of(clock, 2, "clock");
     const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
     uint64_t *const to = unsigned_longs_of(entries, num_rows, "entries");
-    Footprints memory = arguments.footprints(table);
+    Footprints memory = handle.footprints();
     memory.reads("ids", ids);
     memory.writes("bytes", bytes, "map", map, "stamps", stamps, "clock", clock, "entries", entries, "fault", fault,
                   "counts", counts);

@@ -39,12 +39,12 @@ void sum_words(const Tensor &part, int64_t first_word, const Tensor &sum)
 // ---- deltas ----
 
 // base: memory of the table's tensor. change: int64 [1]. A corrupt row changes nothing and is noted in fault.
-void add_rows(const TableArguments &arguments, int64_t element_bytes, bool subtracts, const Tensor &base,
-              const Tensor &change, const Tensor &fault)
+void add_rows(const Table &handle, int64_t element_bytes, bool subtracts, const Tensor &base, const Tensor &change,
+              const Tensor &fault)
 {
-    const Device device(base, change, arguments, fault);
-    const ibp_table table = arguments.table();
-    Footprints memory = arguments.footprints(table);
+    const Device device(base, change, handle, fault);
+    const ibp_table &table = handle.table();
+    Footprints memory = handle.footprints();
     memory.writes("base", base, "change", change, "fault", fault);
     uint8_t *const to = room_of(base, ibp_bytes_of_table(&table), "base");
     const uint32_t width = to_u32(element_bytes, 1, 8, "element_bytes"), row_bytes = table.codebook.row_bytes;

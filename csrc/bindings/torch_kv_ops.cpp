@@ -33,9 +33,10 @@ struct TransferArguments {
     {
     }
 
-    std::array<const Tensor *, 4> tensors() const
+    bool is_on(const Tensor &other) const
     {
-        return {&pages, &blocks, &starts, block_starts ? &*block_starts : &starts};
+        return ibp_torch::is_on(pages, other) && ibp_torch::is_on(blocks, other) && ibp_torch::is_on(starts, other) &&
+               ibp_torch::is_on(block_starts, other);
     }
 
     // What ids and starts have for each page and tensor says how many there are.

@@ -15,6 +15,58 @@ namespace {
 
 using namespace ibp_torch;
 
+// ---- describing tables ----
+
+ibp::Range range_of(const Tensor &tensor, const char *name)
+{
+    const Memory memory = memory_of(tensor, name);
+    const auto first = reinterpret_cast<uintptr_t>(memory.data);
+    return {first, first + static_cast<uintptr_t>(memory.num_bytes)};
+}
+
+// Fills in the struct ibp::TableHandle at an address, which is trusted: calls check what else they are given. rooms,
+// used: of a place.
+void describe_table(int64_t address, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
+                    const Tensor &bases, const Tensor &codebook, const Codec &codec, int64_t slot_bytes,
+                    int64_t overflow_start, int64_t num_items, int64_t item_bytes, const std::optional<Tensor> &rooms,
+                    const std::optional<Tensor> &used)
+{
+    const Device device(slots, overflow, lengths, bases, codebook, rooms, used);
+    ibp::TableHandle handle{};
+    ibp_place &place = handle.place;
+    ibp_table &table = place.table;
+    const int64_t num_bytes = total_bytes(num_items, item_bytes, "num_items");
+    require(item_bytes <= kMaxBytes, "item_bytes is ", item_bytes);
+    table.num_items = num_items, table.item_bytes = item_bytes;
+    table.codebook = codebook_of(codebook, codec);
+    table.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
+    require(overflow_start >= 0, "overflow_start is ", overflow_start);
+    table.overflow_start = static_cast<uint64_t>(overflow_start);
+    const int64_t num_rows = divide_up(num_bytes, table.codebook.row_bytes);
+    table.slots = place.slots = bytes_of(slots, 0, "slots");
+    table.slots_bytes = slots.numel();
+    table.overflow = place.overflow = bytes_of(overflow, 0, "overflow");
+    table.overflow_bytes = overflow.numel();
+    table.lengths = place.lengths =
+        data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
+    table.bases = place.bases =
+        unsigned_longs_of(bases, bases.numel() ? divide_up(num_rows, IBP_ROWS_PER_BASE) : 0, "bases");
+    table.rows_per_base = bases.numel() == num_rows ? 1u : IBP_ROWS_PER_BASE; // the same for a table of one row
+    require(table.codebook.scheme != IBP_SCHEME_RAW || !table.lengths, "scheme raw has no lengths");
+    if (rooms) place.rooms = data_of<uint16_t>(*rooms, ScalarType::UInt16, rooms->numel() ? num_rows : 0, "rooms");
+    if (used) {
+        place.used = unsigned_longs_of(*used, 1, "used");
+        require(place.bases == nullptr || table.rows_per_base == 1u, "bases has ", bases.numel(),
+                " elements, one for each of ", num_rows, " rows is needed");
+    }
+    const std::optional<Tensor> parts[ibp::kNumParts] = {slots, overflow, lengths, bases, codebook, rooms, used};
+    for (size_t p = 0; p < ibp::kNumParts; p++)
+        if (parts[p]) handle.parts[p] = range_of(*parts[p], ibp::kPartNames[p]);
+    handle.device = device.is_cuda() ? slots.get_device_index() : -1;
+    handle.mark = ibp::TableHandle::kMark;
+    *reinterpret_cast<ibp::TableHandle *>(static_cast<uintptr_t>(address)) = handle;
+}
+
 // ---- measuring, indexing and coding rows ----
 
 Tensor measure_rows(const Tensor &data, const Tensor &codebook, const Codec &codec)
@@ -75,14 +127,15 @@ Tensor survey_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes)
     return found;
 }
 
-void encode_rows(const TableArguments &arguments, const Tensor &data, const Tensor &fault)
+void encode_rows(const Table &handle, const Tensor &data, const Tensor &fault)
 {
-    const Device device(data, arguments, fault);
-    const ibp_table table = arguments.table();
+    const Device device(data, handle, fault);
+    const ibp_table &table = handle.table();
     const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&table), "data");
-    arguments.check_writing(data, fault);
-    uint8_t *const to_slots = bytes_of(arguments.slots, 0, "slots"), *const to_overflow =
-                                                                         bytes_of(arguments.overflow, 0, "overflow");
+    Footprints memory = handle.footprints(Table::kRows);
+    memory.reads("data", data);
+    memory.writes("fault", fault);
+    uint8_t *const to_slots = handle.place.slots, *const to_overflow = handle.place.overflow;
     ibp_fault *const first_fault = fault_of(fault);
     if (device.is_cuda()) {
         check(ibp_cuda_encode_rows(&table, bytes, to_slots, to_overflow, first_fault, device.stream()), "encode_rows");
@@ -139,12 +192,14 @@ ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, 
     return source;
 }
 
-void encode_into(const TableArguments &arguments, const Tensor &rooms, const Tensor &used, const Tensor &counts,
-                 const Tensor &x, const std::optional<Tensor> &buffers, const std::optional<Tensor> &row_ids,
-                 int64_t first_row, int64_t max_sms, const Tensor &fault)
+void encode_into(const Table &handle, const Tensor &x, const std::optional<Tensor> &buffers,
+                 const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms, const Tensor &counts,
+                 const Tensor &fault)
 {
-    const Device device(x, arguments, rooms, used, counts, fault, buffers, row_ids);
-    const ibp_place place = place_of(arguments, rooms, used, counts);
+    const Device device(x, handle, counts, fault, buffers, row_ids);
+    ibp_place place = handle.place;
+    require(place.used != nullptr, "table is not described as a place");
+    place.counts = static_cast<ibp_place_counts *>(static_cast<void *>(unsigned_longs_of(counts, 2, "counts")));
     const uint32_t row_bytes = place.table.codebook.row_bytes;
     const ibp_row_source source = source_of(x, buffers, row_bytes);
     const int64_t num_rows = ibp_rows_of_bytes(ibp_bytes_of_table(&place.table), row_bytes);
@@ -158,10 +213,8 @@ void encode_into(const TableArguments &arguments, const Tensor &rooms, const Ten
         require(first_row >= 0 && first_row <= num_rows - source.num_rows, source.num_rows, " rows from row ",
                 first_row, " on are not among ", num_rows);
     }
-    Footprints memory;
-    memory.writes("slots", arguments.slots, "overflow", arguments.overflow, "lengths", arguments.lengths, "bases",
-                  arguments.bases, "rooms", rooms, "used", used, "counts", counts, "fault", fault);
-    memory.reads("codebook", arguments.codebook);
+    Footprints memory = handle.footprints(Table::kPlace);
+    memory.writes("counts", counts, "fault", fault);
     if (!buffers) memory.reads_bytes("x", source.data, extent_of(x, "x").num_bytes);
     memory.reads("buffers", buffers, "row_ids", row_ids);
     const int sms = sms_of(max_sms);
@@ -181,27 +234,27 @@ void encode_into(const TableArguments &arguments, const Tensor &rooms, const Ten
 
 // ---- gathering ----
 
-void gather_items(const TableArguments &arguments, const Tensor &ids, int64_t max_sms, const Tensor &out,
-                  const Tensor &fault, const std::optional<Tensor> &positions)
+void gather_items(const Table &handle, const Tensor &ids, int64_t max_sms, const Tensor &out, const Tensor &fault,
+                  const std::optional<Tensor> &positions)
 {
-    const Device device(out, arguments, ids, fault, positions);
-    const ibp_table table = arguments.table();
-    const ibp_ids items = placed_ids_of(ids, positions, out, arguments.item_bytes);
-    gather_footprints(arguments, table, items, out, fault);
+    const Device device(out, handle, ids, fault, positions);
+    const ibp_table &table = handle.table();
+    const ibp_ids items = placed_ids_of(ids, positions, out, table.item_bytes);
+    gather_footprints(handle, items, out, fault);
     gather(device, table, items, nullptr, room_of(out, 0, "out"), fault, sms_of(max_sms), "gather_items");
 }
 
 // The items at ids, or all of them, in the order of the first outer_dims dimensions of out, which may have any strides.
-void gather_into(const TableArguments &arguments, const std::optional<Tensor> &ids, int64_t max_sms, int64_t outer_dims,
+void gather_into(const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms, int64_t outer_dims,
                  const Tensor &out, const Tensor &fault)
 {
-    const Device device(out, arguments, fault, ids);
-    const ibp_table table = arguments.table();
+    const Device device(out, handle, fault, ids);
+    const ibp_table &table = handle.table();
     ibp_ids items{};
     if (ids) items = ids_of(*ids);
-    if (!ids) items.count = arguments.num_items;
-    const Memory memory = spread_over(out, outer_dims, arguments.item_bytes, &items);
-    Footprints footprints = arguments.footprints(table);
+    if (!ids) items.count = table.num_items;
+    const Memory memory = spread_over(out, outer_dims, table.item_bytes, &items);
+    Footprints footprints = handle.footprints();
     footprints.reads_bytes("ids", items.data, items.count * items.id_bytes);
     footprints.writes("out", memory, "fault", fault);
     const int sms = sms_of(max_sms);
@@ -209,27 +262,18 @@ void gather_into(const TableArguments &arguments, const std::optional<Tensor> &i
 }
 
 // Items whose places in memory are given: their addresses are trusted, like those of buffers.
-void gather_to(const TableArguments &arguments, const Tensor &ids, const Tensor &addresses, int64_t max_sms,
-               const Tensor &out, const Tensor &fault)
+void gather_to(const Table &handle, const Tensor &ids, const Tensor &addresses, int64_t max_sms, const Tensor &out,
+               const Tensor &fault)
 {
-    const Device device(out, arguments, ids, addresses, fault);
-    const ibp_table table = arguments.table();
+    const Device device(out, handle, ids, addresses, fault);
+    const ibp_table &table = handle.table();
     ibp_ids items = ids_of(ids);
     items.addresses = unsigned_longs_of(addresses, items.count, "addresses");
-    Footprints memory = arguments.footprints(table);
+    Footprints memory = handle.footprints();
     memory.reads_bytes("ids", items.data, items.count * items.id_bytes);
     memory.reads("addresses", addresses);
     memory.writes("fault", fault);
     gather(device, table, items, nullptr, nullptr, fault, sms_of(max_sms), "gather_to");
-}
-
-// Writes the table as a struct ibp_table to packed, on the CPU: for ibp._core, which knows no tensors.
-void pack_table(const TableArguments &arguments, const Tensor &packed)
-{
-    const Device device(arguments.slots, arguments);
-    require_cpu({&packed});
-    const ibp_table table = arguments.table();
-    std::memcpy(bytes_of(packed, sizeof table, "packed"), &table, sizeof table);
 }
 
 // ---- large tables ----
@@ -259,13 +303,13 @@ std::tuple<Tensor, Tensor> partition_ids(const Tensor &ids, int64_t num_items, i
 // The selection of the items at ids from position `first` on, as many as fit lengths (and bases) by their rows and
 // rows by their bytes, at least one; taken becomes [items, stored bytes]. Groups of the rows that share a base are
 // measured and then copied by torch's threads. Nothing is taken where there is a fault.
-void select_rows(const TableArguments &arguments, const Tensor &ids, int64_t first, const Tensor &lengths_out,
+void select_rows(const Table &handle, const Tensor &ids, int64_t first, const Tensor &lengths_out,
                  const Tensor &bases_out, const Tensor &rows_out, const Tensor &taken, const Tensor &fault)
 {
     constexpr int64_t kGroup = IBP_ROWS_PER_BASE;
     constexpr int64_t kLengthBytes = 256; // a length at a random place takes as long to read as these bytes in order
-    const Device device(ids, arguments, lengths_out, bases_out, rows_out, taken, fault);
-    const ibp_table table = arguments.table();
+    const Device device(ids, handle, lengths_out, bases_out, rows_out, taken, fault);
+    const ibp_table &table = handle.table();
     const int64_t row_bytes = table.codebook.row_bytes, item_bytes = table.item_bytes;
     require(item_bytes > 0 && item_bytes % row_bytes == 0, "items of ", item_bytes, " bytes are not whole rows of ",
             row_bytes);
@@ -281,7 +325,7 @@ void select_rows(const TableArguments &arguments, const Tensor &ids, int64_t fir
     const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups)); // read back, so in no tensor
     auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
-    Footprints memory = arguments.footprints(table);
+    Footprints memory = handle.footprints();
     memory.reads("ids", ids);
     memory.writes("lengths_out", lengths_out, "bases_out", bases_out, "rows_out", rows_out, "taken", taken, "fault",
                   fault);
@@ -328,18 +372,18 @@ void select_rows(const TableArguments &arguments, const Tensor &ids, int64_t fir
 
 // The items at ids, on the CPU, with torch's threads (ibp_cuda_stage_items). table: as out's device sees it;
 // host_slots: its slots as the CPU does. stager: address of an ibp_stager of out's device.
-void stage_items(const TableArguments &arguments, const Tensor &host_slots, const Tensor &ids, int64_t stager,
-                 int64_t max_sms, const Tensor &out, const Tensor &fault)
+void stage_items(const Table &handle, const Tensor &host_slots, const Tensor &ids, int64_t stager, int64_t max_sms,
+                 const Tensor &out, const Tensor &fault)
 {
-    const Device device(out, arguments, fault);
+    const Device device(out, handle, fault);
     device.require_cuda();
     require_cpu({&host_slots, &ids});
     require(stager != 0, "no stager");
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const ibp_ids items = ids_of(ids);
-    gather_footprints(arguments, table, items, out, fault);
-    uint8_t *const to = room_of(out, total_bytes(items.count, arguments.item_bytes, "items"), "out");
-    const uint8_t *const from = bytes_of(host_slots, arguments.slots.numel(), "host_slots");
+    gather_footprints(handle, items, out, fault);
+    uint8_t *const to = room_of(out, total_bytes(items.count, table.item_bytes, "items"), "out");
+    const uint8_t *const from = bytes_of(host_slots, table.slots_bytes, "host_slots");
     const ibp_run run = [](void *, int64_t count, void (*work)(void *, int64_t), void *state) {
         torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
             for (int64_t number = first; number < last; number++) work(state, number);
@@ -354,23 +398,22 @@ void stage_items(const TableArguments &arguments, const Tensor &host_slots, cons
 // ---- decoding ----
 
 // Bytes [start, end) must be in the table, and nothing of it where they go. Returns the memory of it all.
-Footprints check_decoding(const TableArguments &arguments, const ibp_table &table, int64_t start, int64_t end,
-                          const Tensor &out, const Tensor &fault)
+Footprints check_decoding(const Table &handle, int64_t start, int64_t end, const Tensor &out, const Tensor &fault)
 {
-    const int64_t num_bytes = ibp_bytes_of_table(&table);
+    const int64_t num_bytes = ibp_bytes_of_table(&handle.place.table);
     require(0 <= start && start <= end && end <= num_bytes, "bytes [", start, ", ", end, ") are not among the table's ",
             num_bytes);
-    Footprints memory = arguments.footprints(table);
+    Footprints memory = handle.footprints();
     memory.writes("out", out, "fault", fault);
     return memory;
 }
 
-void decode_bytes(const TableArguments &arguments, int64_t start, int64_t end, int64_t max_sms, const Tensor &out,
+void decode_bytes(const Table &handle, int64_t start, int64_t end, int64_t max_sms, const Tensor &out,
                   const Tensor &fault)
 {
-    const Device device(out, arguments, fault);
-    const ibp_table table = arguments.table();
-    check_decoding(arguments, table, start, end, out, fault);
+    const Device device(out, handle, fault);
+    const ibp_table &table = handle.table();
+    check_decoding(handle, start, end, out, fault);
     const int sms = sms_of(max_sms);
     uint8_t *const to = room_of(out, end - start, "out");
     ibp_fault *const first_fault = fault_of(fault);
@@ -392,19 +435,19 @@ void decode_bytes(const TableArguments &arguments, int64_t start, int64_t end, i
 
 // host_bases: the table's bases on the CPU. streamer: address of an ibp_streamer of out's device. begins, ends:
 // whether this is the first, the last table of a stream, all through the same ring.
-void stream_bytes(const TableArguments &arguments, const Tensor &host_bases, int64_t start, int64_t end,
-                  int64_t streamer, bool begins, bool ends, int64_t max_sms, const Tensor &ring, const Tensor &out,
-                  const Tensor &fault)
+void stream_bytes(const Table &handle, const Tensor &host_bases, int64_t start, int64_t end, int64_t streamer,
+                  bool begins, bool ends, int64_t max_sms, const Tensor &ring, const Tensor &out, const Tensor &fault)
 {
-    const Device device(out, arguments, ring, fault);
+    const Device device(out, handle, ring, fault);
     device.require_cuda();
     require_cpu({&host_bases});
-    require(host_bases.numel() == arguments.bases.numel(), "host_bases has ", host_bases.numel(), " elements, bases ",
-            arguments.bases.numel());
+    const ibp::Range &bases = handle.parts[ibp::kBases];
+    const auto num_bases = static_cast<int64_t>((bases.end - bases.first) / sizeof(uint64_t));
+    require(host_bases.numel() == num_bases, "host_bases has ", host_bases.numel(), " elements, bases ", num_bases);
     require(streamer != 0, "no streamer");
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const uint64_t *const starts = unsigned_longs_of(host_bases, 0, "host_bases");
-    check_decoding(arguments, table, start, end, out, fault).writes("ring", ring);
+    check_decoding(handle, start, end, out, fault).writes("ring", ring);
     uint8_t *const to = bytes_of(out, end - start, "out"), *const staging = bytes_of(ring, 0, "ring");
     auto *const stream = reinterpret_cast<ibp_streamer *>(static_cast<uintptr_t>(streamer));
     if (begins) check(ibp_cuda_begin_stream(stream, staging, ring.numel()), "begin_stream");
@@ -424,7 +467,7 @@ template <typename Library> void implement(Library &m)
     m.impl("gather_items", operation<gather_items>);
     m.impl("gather_into", operation<gather_into>);
     m.impl("gather_to", operation<gather_to>);
-    m.impl("pack_table", operation<pack_table>);
+    m.impl("describe_table", operation<describe_table>);
     m.impl("decode_bytes", operation<decode_bytes>);
     m.impl("partition_ids", operation<partition_ids>);
 }

@@ -79,25 +79,6 @@ inline ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
     return source;
 }
 
-inline ibp_place place_of(const TableArguments &arguments, const Tensor &rooms, const Tensor &used,
-                          const Tensor &counts)
-{
-    ibp_place p{};
-    p.table = arguments.table();
-    const int64_t num_rows = ibp_rows_of_bytes(ibp_bytes_of_table(&p.table), p.table.codebook.row_bytes);
-    p.slots = bytes_of(arguments.slots, 0, "slots");
-    p.overflow = bytes_of(arguments.overflow, 0, "overflow");
-    p.lengths = data_of<uint16_t>(arguments.lengths, ScalarType::UInt16, 0, "lengths");
-    p.bases = unsigned_longs_of(arguments.bases, 0, "bases");
-    p.rooms = data_of<uint16_t>(rooms, ScalarType::UInt16, rooms.numel() ? num_rows : 0, "rooms");
-    p.used = unsigned_longs_of(used, 1, "used");
-    p.counts = static_cast<ibp_place_counts *>(static_cast<void *>(unsigned_longs_of(counts, 2, "counts")));
-    const bool has_own_bases = p.bases == nullptr || p.table.rows_per_base == 1u;
-    require(has_own_bases, "bases has ", arguments.bases.numel(), " elements, one for each of ", num_rows,
-            " rows is needed");
-    return p;
-}
-
 } // namespace ibp_torch
 
 #endif

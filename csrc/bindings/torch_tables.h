@@ -1,5 +1,5 @@
-// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_common/ops.py), as the
-// structs of ibp.h. Every length is derived from what reads it; what the bytes say is for the core to distrust.
+// torch_tables.h - how a table, a codebook and ids are given to an operation, as the structs of ibp.h. Every length is
+// derived from what reads it; what the bytes say is for the core to distrust.
 #ifndef IBP_TORCH_TABLES_H
 #define IBP_TORCH_TABLES_H
 
@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <optional>
 
 namespace ibp_torch {
@@ -124,63 +125,31 @@ inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 
 // ---- tables ----
 
-// The arguments that describe a table, the same in every operation that takes one.
-struct TableArguments {
-    Tensor slots, overflow, lengths, bases, codebook;
-    Codec codec;
-    int64_t slot_bytes, overflow_start, num_items, item_bytes;
+// The argument `table` of an operation: a handle.
+struct Table : ibp::TableHandle {
+    Tensor tensor;
 
-    static constexpr uint64_t kValues = 10;
-    explicit TableArguments(Arguments &from)
-        : slots(from.take<Tensor>()), overflow(from.take<Tensor>()), lengths(from.take<Tensor>()),
-          bases(from.take<Tensor>()), codebook(from.take<Tensor>()), codec(from.take<Codec>()),
-          slot_bytes(from.take<int64_t>()), overflow_start(from.take<int64_t>()), num_items(from.take<int64_t>()),
-          item_bytes(from.take<int64_t>())
+    static constexpr uint64_t kValues = 1;
+    explicit Table(Arguments &from) : tensor(from.take<Tensor>())
     {
+        require_cpu({&tensor});
+        const uint8_t *const bytes = bytes_of(tensor, sizeof(ibp::TableHandle), "table");
+        std::memcpy(static_cast<ibp::TableHandle *>(this), bytes, sizeof(ibp::TableHandle));
+        require(mark == kMark, "table is not what describe_table has described");
     }
 
-    std::array<const Tensor *, 5> tensors() const { return {&slots, &overflow, &lengths, &bases, &codebook}; }
+    bool is_on(const Tensor &other) const { return device == (other.is_cuda() ? other.get_device_index() : -1); }
 
-    ibp_table table() const
-    {
-        ibp_table t{};
-        const int64_t num_bytes = total_bytes(num_items, item_bytes, "num_items");
-        require(item_bytes <= kMaxBytes, "item_bytes is ", item_bytes);
-        t.num_items = num_items;
-        t.item_bytes = item_bytes;
-        t.codebook = codebook_of(codebook, codec);
-        t.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
-        require(overflow_start >= 0, "overflow_start is ", overflow_start);
-        t.overflow_start = static_cast<uint64_t>(overflow_start);
-        const int64_t num_rows = divide_up(num_bytes, t.codebook.row_bytes);
-        t.slots = bytes_of(slots, 0, "slots");
-        t.slots_bytes = slots.numel();
-        t.overflow = bytes_of(overflow, 0, "overflow");
-        t.overflow_bytes = overflow.numel();
-        t.lengths = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
-        t.bases = unsigned_longs_of(bases, bases.numel() ? divide_up(num_rows, IBP_ROWS_PER_BASE) : 0, "bases");
-        t.rows_per_base = bases.numel() == num_rows ? 1u : IBP_ROWS_PER_BASE; // the same for a table of one row
-        require(t.codebook.scheme != IBP_SCHEME_RAW || !t.lengths, "scheme raw has no lengths");
-        return t;
-    }
+    static constexpr uint32_t kRows = 1u << ibp::kSlots | 1u << ibp::kOverflow,
+                              kPlace = ~(1u << ibp::kCodebook); // what coding rows into a table, into a place writes
 
-    // Where the table's rows are written, nothing else is.
-    void check_writing(const Tensor &data, const Tensor &fault) const
+    // The memory of the table. written: bits of the parts that the call writes.
+    Footprints footprints(uint32_t written = 0) const
     {
         Footprints memory;
-        memory.reads("lengths", lengths, "bases", bases, "codebook", codebook, "data", data);
-        memory.writes("slots", slots, "overflow", overflow, "fault", fault);
-    }
-
-    // The memory of a table that is read. t: table().
-    Footprints footprints(const ibp_table &t) const
-    {
-        Footprints memory;
-        memory.reads_bytes("slots", t.slots, t.slots_bytes);
-        memory.reads_bytes("overflow", t.overflow, t.overflow_bytes);
-        memory.reads_bytes("lengths", t.lengths, lengths.numel() * static_cast<int64_t>(sizeof *t.lengths));
-        memory.reads_bytes("bases", t.bases, bases.numel() * static_cast<int64_t>(sizeof *t.bases));
-        memory.reads("codebook", codebook);
+        memory.reads("table", tensor);
+        for (uint32_t p = 0; p < ibp::kNumParts; p++)
+            memory.add_range(ibp::kPartNames[p], parts[p], (written >> p & 1u) != 0);
         return memory;
     }
 };
@@ -218,10 +187,9 @@ inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &pos
 }
 
 // The memory of a gather to a contiguous output.
-inline Footprints gather_footprints(const TableArguments &arguments, const ibp_table &table, const ibp_ids &items,
-                                    const Tensor &out, const Tensor &fault)
+inline Footprints gather_footprints(const Table &table, const ibp_ids &items, const Tensor &out, const Tensor &fault)
 {
-    Footprints memory = arguments.footprints(table);
+    Footprints memory = table.footprints();
     memory.reads_bytes("ids", items.data, items.count * items.id_bytes);
     memory.reads_bytes("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
     memory.writes("out", out, "fault", fault);

@@ -10,6 +10,7 @@
 
 #include "ibp.h"
 #include "ibp_cuda.h"
+#include "table_handle.h"
 
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
@@ -182,6 +183,11 @@ class Footprints {
     {
         add({name, {const_cast<uint8_t *>(static_cast<const uint8_t *>(data)), num_bytes}, false});
     }
+    void add_range(const char *name, const ibp::Range &range, bool is_written)
+    {
+        const auto num_bytes = static_cast<int64_t>(range.end - range.first);
+        add({name, {reinterpret_cast<uint8_t *>(range.first), num_bytes}, is_written});
+    }
 
   private:
     struct Footprint {
@@ -226,10 +232,14 @@ inline int32_t device_type_of(const Tensor &tensor)
     return type;
 }
 
+// Whether an argument is on the device of a tensor.
 inline bool is_on(const Tensor &tensor, const Tensor &other)
 {
-    return device_type_of(tensor) == device_type_of(other) && tensor.get_device_index() == other.get_device_index();
+    return device_type_of(tensor) == device_type_of(other) &&
+           (!other.is_cuda() || tensor.get_device_index() == other.get_device_index());
 }
+inline bool is_on(const std::optional<Tensor> &tensor, const Tensor &other) { return !tensor || is_on(*tensor, other); }
+template <typename Group> bool is_on(const Group &group, const Tensor &other) { return group.is_on(other); }
 
 inline void require_cpu(std::initializer_list<const Tensor *> tensors)
 {
@@ -242,10 +252,10 @@ inline void require_cpu(std::initializer_list<const Tensor *> tensors)
 // object lives. Torch also calls operations whose tensors are on several devices.
 class Device {
   public:
-    // others: tensors, optional ones, and arguments of several tensors (TableArguments).
+    // others: tensors, optional ones, and structs of arguments that have is_on(tensor).
     template <typename... Others> explicit Device(const Tensor &first, const Others &...others) : first_(first)
     {
-        require_here(first);
+        if (!is_cuda_) require_cpu({&first});
         (require_here(others), ...);
         if (is_cuda_) guard_ = std::make_unique<DeviceGuard>(first.get_device_index());
     }
@@ -273,20 +283,10 @@ class Device {
     }
 
   private:
-    void require_here(const Tensor &tensor) const
+    template <typename Argument> void require_here(const Argument &argument) const
     {
-        if (is_cuda_)
-            require(is_on(tensor, first_), "all tensors must be on the same CUDA device");
-        else
-            require_cpu({&tensor});
-    }
-    void require_here(const std::optional<Tensor> &tensor) const
-    {
-        if (tensor) require_here(*tensor);
-    }
-    template <typename Group> void require_here(const Group &group) const
-    {
-        for (const Tensor *tensor : group.tensors()) require_here(*tensor);
+        require(is_on(argument, first_), is_cuda_ ? "all tensors must be on the same CUDA device"
+                                                  : "all tensors must be on the CPU, or all on one CUDA device");
     }
 
     const Tensor &first_;

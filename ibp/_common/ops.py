@@ -2,8 +2,11 @@
 
 The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no
 memory with anything else. Arguments that break these rules or contradict each other raise RuntimeError, whatever they
-are. Only a streamer's address, those of buffers and `addresses` are trusted.
+are. Only the bytes of `table`, a streamer's address, those of buffers and `addresses` are trusted.
 
+    table                         uint8 on the CPU: the handle of a table on the device of the other tensors, as
+                                  `_rows.handle` makes it by `describe_table`. It owns what it reads. An operation that
+                                  codes rows writes to it, as torch.compile sees it: its order among others counts
     slots, overflow, data, ring   uint8 [bytes]
     out                           any dtype and shape: the memory is written to
     lengths                       uint16 [rows]; empty: every row is raw
@@ -19,7 +22,8 @@ are. Only a streamer's address, those of buffers and `addresses` are trusted.
                                   closed, invariant_bits, invariant_value, consecutive, first_symbol, signed_default,
                                   num_constant, digit_bits ...]
     rooms, used, counts           uint16 [rows] or empty, int64 [1], int64 [2]: of struct ibp_place in ibp.h, whose
-                                  bases are int64 [rows], or empty where slots hold whole rows
+                                  bases are int64 [rows], or empty where slots hold whole rows. A table without `used`
+                                  is no place: `encode_into` refuses it
     x                             any dtype, shape and strides: its elements in their order are rows
     buffers                       int64 [buffers]: addresses of memory of the layout of x, coded instead of x
     row_ids                       int64 [rows of x or of all buffers]: which rows of the table they become
@@ -45,9 +49,8 @@ has as many bytes as data or more; lengths uint16 [rows], `stored` int64 [1]: ho
 all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the tensors
 that they are in. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and
 blocks int64 [pages], starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses
-int64. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it sees
-them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct
-ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
+int64. `stage_items` is gather_items of `host_ids`, whose threads gather `host_slots`, the slots as it sees
+them; `stager` is the address of a living `_core.Stager` of that device.
 
 `sum_bags`, for CUDA alone, sums bags of rows as struct ibp_bags of ibp_cuda.h says: one for each row of out. Bag b
 begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, which is not read; without offsets all bags
@@ -83,11 +86,15 @@ import torch
 from .. import _core
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
+_writing: list[str] = []  # names of operations that return nothing
 
 
 def _define(schema):
-    """Declares an operation. It writes to memory that it is given, which a graph of torch.jit.trace would leave out."""
-    name = _lib.define(schema)
+    """Declares an operation. It writes to memory that it is given, which a graph of torch.jit.trace would leave out.
+    inductor leaves operations that read a handle out of its CUDA graphs, which would go on using the same one."""
+    name = _lib.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if " table," in schema else ())
+    if schema.endswith("-> ()"):
+        _writing.append(name)
 
     def refuse(*args, **kwargs):
         raise RuntimeError(
@@ -97,15 +104,6 @@ def _define(schema):
 
     _lib.impl(name, refuse, "Tracer")
 
-
-# How a table is described to an operation; see struct ibp_table in ibp.h.
-_TABLE = (
-    "Tensor{0} slots, Tensor{1} overflow, Tensor{2} lengths, Tensor{3} bases, Tensor codebook, int[] codec, "
-    "int slot_bytes, int overflow_start, int num_items, int item_bytes"
-)
-_READ = _TABLE.format("", "", "", "")
-_WRITE = _TABLE.format("(a!)", "(b!)", "", "")
-_WRITE_ALL = _TABLE.format("(a!)", "(b!)", "(c!)", "(d!)")
 
 _define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
 _define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
@@ -121,23 +119,29 @@ _define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
 _define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
-_define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
+_define(
+    "describe_table(int address, Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, "
+    "int[] codec, int slot_bytes, int overflow_start, int num_items, int item_bytes, Tensor? rooms=None, "
+    "Tensor? used=None) -> ()"
+)
+_define("encode_rows(Tensor(a!) table, Tensor data, Tensor(b!) fault) -> ()")
 _define(
     "encode_packed(Tensor data, Tensor codebook, int[] codec, Tensor(a!) out, Tensor(b!) lengths, Tensor(c!) stored) "
     "-> ()"
 )
 _define(
-    f"encode_into({_WRITE_ALL}, Tensor(e!) rooms, Tensor(f!) used, Tensor(g!) counts, "
-    "Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, Tensor(h!) fault) -> ()"
+    "encode_into(Tensor(a!) table, Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, "
+    "Tensor(b!) counts, Tensor(c!) fault) -> ()"
 )
 _define(
-    f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
+    "gather_items(Tensor table, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) "
+    "-> ()"
 )
-_define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_define(f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_define("gather_into(Tensor table, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_define("gather_to(Tensor table, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _define(
-    f"sum_bags({_READ}, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, int reduction, "
-    "int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
+    "sum_bags(Tensor table, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, "
+    "int reduction, int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
 )
 _define(
     "linear(Tensor slots, int slot_bytes, int first_symbol, Tensor starts, Tensor entries, Tensor x, Tensor? bias, "
@@ -151,19 +155,19 @@ _define(f"plan_pages({_TRANSFER}, Tensor? stored, Tensor(a!) ids, Tensor(b!) add
 _define(
     "note_pages(Tensor ids, int ids_per_block, Tensor lengths, Tensor rooms, Tensor(a!) stored, Tensor(b!) seen) -> ()"
 )
-_define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
-_define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_define("decode_bytes(Tensor table, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _define(
-    f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
+    "stream_bytes(Tensor table, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
     "int max_sms, Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()"
 )
 _define(
-    f"stage_items({_READ}, Tensor host_slots, Tensor ids, int stager, int max_sms, Tensor(a!) out, Tensor(b!) fault) "
-    "-> ()"
+    "stage_items(Tensor table, Tensor host_slots, Tensor host_ids, int stager, int max_sms, Tensor(a!) out, "
+    "Tensor(b!) fault) -> ()"
 )
 _define("sum_words(Tensor part, int first_word, Tensor(a!) sum) -> ()")
 _define(
-    f"add_rows({_READ}, int element_bytes, bool subtracts, Tensor(a!) base, Tensor(b!) change, Tensor(c!) fault) -> ()"
+    "add_rows(Tensor table, int element_bytes, bool subtracts, Tensor(a!) base, Tensor(b!) change, Tensor(c!) fault) "
+    "-> ()"
 )
 _define(
     "measure_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor(a!) lengths, Tensor(b!) counts, "
@@ -178,7 +182,7 @@ _define(
 )
 _define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
 _define(
-    f"select_rows({_READ}, Tensor ids, int first, "
+    "select_rows(Tensor table, Tensor ids, int first, "
     "Tensor(a!) lengths_out, Tensor(b!) bases_out, Tensor(c!) rows_out, Tensor(d!) taken, Tensor(e!) fault) -> ()"
 )
 
@@ -189,15 +193,15 @@ _define(
 )
 _define("owners_of_rows(Tensor rows, int num_slabs) -> Tensor")
 _define(
-    f"gather_cached({_READ}, Tensor ids, Tensor entries, Tensor[] slabs, int max_sms, Tensor(a!) out, "
+    "gather_cached(Tensor table, Tensor ids, Tensor entries, Tensor[] slabs, int max_sms, Tensor(a!) out, "
     "Tensor(b!) fault, Tensor? positions=None) -> ()"
 )
 _define(
-    f"fill_slab({_READ}, Tensor rows, Tensor offsets, int slab, int ways, Tensor(a!) bytes, Tensor(b!) map, "
+    "fill_slab(Tensor table, Tensor rows, Tensor offsets, int slab, int ways, Tensor(a!) bytes, Tensor(b!) map, "
     "Tensor(c!) fault) -> ()"
 )
 _define(
-    f"claim_cached({_READ}, Tensor ids, int ways, int cache_slot_bytes, Tensor(a!) bytes, Tensor(b!) map, "
+    "claim_cached(Tensor table, Tensor ids, int ways, int cache_slot_bytes, Tensor(a!) bytes, Tensor(b!) map, "
     "Tensor(c!) stamps, Tensor(d!) clock, Tensor(e!) entries, Tensor(f!)? counts, Tensor(g!) fault) -> ()"
 )
 _define("drop_cached(Tensor rows, int ways, Tensor(a!) map) -> ()")
@@ -218,25 +222,30 @@ def _divide_up(amount, part):
     return -(-amount // part)
 
 
+_ON_THE_CPU = {"table", "host_bases", "host_slots", "host_ids"}  # tensors that always are
+
+
 def _fake(name):
     """Registers what an operation does with tensors without data: shapes, and that all tensors are on one device,
     as the real one requires."""
 
     def register(function):
         def fake(*args, **kwargs):
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            given = [value for position, value in enumerate(given) if position not in _ON_THE_CPU.get(name, ())]
-            if any(tensor.device != given[0].device for tensor in given):
-                where = sorted({str(tensor.device) for tensor in given})
+            given = dict(zip(called, args)) | kwargs
+            tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+            devices = {tensor.device for key, tensor in tensors.items() if key not in _ON_THE_CPU}
+            if len(devices) > 1:
+                where = sorted(map(str, devices))
                 raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {where}")
+            for key in tensors.keys() & _ON_THE_CPU:
+                if tensors[key].device.type != "cpu":
+                    raise RuntimeError(f"ibp: {key} given to {name} must be on the CPU")
             return function(*args, **kwargs)
 
+        called = [argument.name for argument in getattr(torch.ops.ibp, name).default._schema.arguments]
         torch.library.register_fake(f"ibp::{name}", fake, lib=_lib)
 
     return register
-
-
-_ON_THE_CPU = {"stream_bytes": (5,), "pack_table": (5,), "stage_items": (5, 6)}  # tensors that always are
 
 
 @_fake("codebook_words")
@@ -312,34 +321,7 @@ def _writes_only(*args, **options):
     return None
 
 
-for _name in (
-    "encode_rows",
-    "encode_packed",
-    "encode_into",
-    "gather_items",
-    "gather_into",
-    "gather_to",
-    "plan_pages",
-    "note_pages",
-    "sum_bags",
-    "linear",
-    "pack_table",
-    "stage_items",
-    "decode_bytes",
-    "stream_bytes",
-    "select_rows",
-    "add_rows",
-    "apply_deltas",
-    "encode_deltas",
-    "measure_deltas",
-    "sum_words",
-    "find_cached",
-    "gather_cached",
-    "fill_slab",
-    "claim_cached",
-    "drop_cached",
-    "set_cached",
-):
+for _name in _writing:
     _fake(_name)(_writes_only)
 
 

@@ -107,11 +107,11 @@ def _take(
     for number in used:
         tables[number].raise_pending(out.device)
         make_ready(tables[number], out.device)
-    ready = [tables[number]._ready[out.device] for number in used]
+    cores = [tables[number].handle(out.device).core for number in used]
     bounds = [*(starts[number] for number in used), starts[-1]]
     positions = order.to(torch.int32)
     with torch.cuda.device(out.device if out.is_cuda else -1):
-        if _core.ReadyTable.take_many(ready, bounds, ids, positions, out, sms):
+        if _core.TableHandle.take_many(cores, bounds, ids, positions, out, sms):
             return
     for number in used:  # what the operations say
         some = slice(starts[number], starts[number + 1])

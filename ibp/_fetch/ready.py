@@ -15,7 +15,7 @@ _MANY = 1 << 62  # bytes
 def make_ready(table: Table, worker: torch.device) -> None:
     """Readies a table for calls with ids on the device that decodes, where it is not; those of many items have a choice
     of paths."""
-    if worker in table._ready or table.item_bytes == 0 or (worker.type == "cuda" and is_capturing(worker)):
+    if table.is_ready(worker) or table.item_bytes == 0 or (worker.type == "cuda" and is_capturing(worker)):
         return
     most_items = LEAST_SHARED_BYTES // table.item_bytes
     if worker.type == "cuda":

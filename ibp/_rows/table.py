@@ -21,6 +21,7 @@ from .._machine import memory
 from .._machine import numa as _numa
 from .._machine.segments import FileRows, Segment
 from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
+from .handle import Handle, Parts
 from .room import Room
 
 _INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 1, 2, 3  # ibp_status
@@ -100,9 +101,8 @@ class Table(TensorManners):
             item_bytes=geometry.item_bytes,
             item_shape=tuple(geometry.shape[1:]),
         )
-        self._places: dict[torch.device, tuple] = {}
-        self._ready: dict[torch.device, _core.ReadyTable] = {}
-        self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see fault_on
+        self._handles: dict[torch.device, Handle] = {}
+        self._faults: dict[torch.device, tuple] = {}  # records, and the same as the device sees them: see fault_on
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made in place
         self._pinned_range: object = None
         self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
@@ -312,8 +312,7 @@ class Table(TensorManners):
         slots = room.slots[: _layout.slots_size(geometry, self.slot_bytes)]
         moved = slots.data_ptr() != self.slots.data_ptr()
         index = room.index.first(geometry.num_rows)
-        self._places.clear()
-        self._ready.clear()
+        self._handles.clear()
         vars(self).update(
             _room=room,
             _segment=None,
@@ -331,12 +330,11 @@ class Table(TensorManners):
         self._refresh()
         return room
 
-    def forget_places(self, changing: torch.device) -> None:
+    def forget_handles(self, changing: torch.device) -> None:
         """Forgets what depends on the rows, as the given device is about to change them."""
         self._stored_bytes = self._link_bytes = None
-        for device in [device for device in self._places if device != changing]:
-            del self._places[device]
-            self._ready.pop(device, None)
+        for device in [device for device in self._handles if device != changing]:
+            del self._handles[device]
 
     def note_change(self) -> None:
         """Counts a change of rows in place."""
@@ -344,8 +342,7 @@ class Table(TensorManners):
 
     def become(self, other: Table) -> None:
         """Takes the fields and the memory of another table of the same tensor, which nobody has, at once."""
-        self._places.clear()
-        self._ready.clear()
+        self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
             fields,
@@ -364,8 +361,7 @@ class Table(TensorManners):
         """Takes the bytes of its tensor, raw, as slots of whole rows."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         slots = memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
-        self._places.clear()
-        self._ready.clear()
+        self._handles.clear()
         vars(self).update(slots=slots, overflow=slots[:0], bases=none, slot_bytes=self.row_bytes, _segment=None)
         self._refresh()
 
@@ -404,8 +400,7 @@ class Table(TensorManners):
     def _refresh(self) -> None:
         """Forgets what was derived from the tensors."""
         self._stored_bytes = self._link_bytes = None
-        self._places.clear()
-        self._ready.clear()
+        self._handles.clear()
         if self._segment is not None:
             self._is_pinned = self._segment.pin and torch.cuda.is_available()
             return
@@ -415,11 +410,11 @@ class Table(TensorManners):
             self.device.type == "cpu" and torch.cuda.is_initialized() and all(tensor.is_pinned() for tensor in held)
         )
 
-    def arguments(self, device: torch.device) -> tuple:
-        """What every table operation starts with (see _ops). Made once a device: the index and the codebook are copied
-        to a GPU, pinned rows are mapped."""
-        if device in self._places:
-            return self._places[device]
+    def handle(self, device: torch.device) -> Handle:
+        """The table as the operations of a device take it. Made once a device: the index and the codebook are copied to
+        a GPU, pinned rows are mapped."""
+        if device in self._handles:
+            return self._handles[device]
         _refuse_capture(device)
         if device != self.device and self._segment is not None:
             with torch.cuda.device(device):
@@ -429,45 +424,22 @@ class Table(TensorManners):
             lengths, bases, _, _ = self._room.index_on(device).first(self.num_rows)
         slots, overflow = (memory.seen_from(device, part) for part in (slots, overflow))
         codec, words = self._coding(device)
-        place = (
-            slots,
-            overflow,
-            lengths.to(device),
-            bases.to(device),
-            words,
-            codec,
-            self.slot_bytes,
-            0,
-            self.num_items,
-            self.item_bytes,
-        )
-        self._places[device] = place
+        sizes = (self.slot_bytes, 0, self.num_items, self.item_bytes)
+        handle = Handle(Parts(slots, overflow, lengths.to(device), bases.to(device), words, codec, *sizes))
+        self._handles[device] = handle
         self.fault_on(device)  # compiled code and graphs find it made
-        return place
+        return handle
 
-    def _packed(self, device: torch.device) -> torch.Tensor:
-        """The table as operations on a device find it: a struct ibp_table, as bytes on the CPU."""
-        packed = torch.empty(_core.TABLE_BYTES, dtype=torch.uint8)
-        torch.ops.ibp.pack_table.default(*self.arguments(device), packed)
-        return packed
+    def is_ready(self, device: torch.device) -> bool:
+        """Whether `make_ready` has been called for the device since the table was made or changed."""
+        return device in self._handles and self._handles[device].core.is_ready
 
     def make_ready(self, device: torch.device, most_items: int) -> None:
         """Readies the table for calls with ids on the device that decodes. most_items: of such a call."""
-        tensors = [value for value in self.arguments(device) if isinstance(value, torch.Tensor)]
-        near = self.fault_on(device)
-        self._ready[device] = _core.ReadyTable(
-            packed=self._packed(device).numpy().data,
-            kept=(tensors, self._faults[device]),
-            ranges=[(tensor.data_ptr(), _nbytes(tensor)) for tensor in (*tensors, near)],
-            device=-1 if device.type == "cpu" else device.index,
-            torch_device=device,
-            faults=[record.ctypes.data for record, _ in self._faults[device].values()],
-            fault=near.data_ptr(),
-            item_shape=list(self.item_shape),
-            dtype=self.dtype,
-            is_complex=self.dtype.is_complex,
-            most_items=most_items,
-        )
+        core, near = self.handle(device).core, self.fault_on(device)
+        records = self._faults[device][0]
+        kind = list(self.item_shape), self.dtype, self.dtype.is_complex
+        core.make_ready((records, near), device, records.ctypes.data, near.data_ptr(), *kind, most_items)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
@@ -487,16 +459,15 @@ class Table(TensorManners):
         """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time.
         of_selections: for work that reads selections of the table's items (see host_gather) and does not know their
             ids."""
-        if of_selections not in self._faults.get(device, ()):
+        if device not in self._faults:
             _refuse_capture(device)
-            host = memory.empty(32, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
+            host = memory.empty(64, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
             near = memory.device_view(host, device) if device.type == "cuda" else host
-            self._faults.setdefault(device, {})[of_selections] = host.numpy(), near
-            self._ready.pop(device, None)  # which looks at all of them
-        return self._faults[device][of_selections][1]
+            self._faults[device] = host.view(2, 4).numpy(), (near[:4], near[4:])
+        return self._faults[device][1][of_selections]
 
     def raise_pending(self, device: torch.device) -> None:
-        for of_selections, (record, _) in self._faults.get(device, {}).items():
+        for of_selections, record in enumerate(self._faults[device][0] if device in self._faults else ()):
             if not record[0]:
                 continue
             status, position, value, taken = record.tolist()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import ibp
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 EMPTY, REMOVED = -1, -2
 CODED, PRESENT, DIRTY = 1 << 43, 1 << 60, 1 << 61
@@ -85,7 +86,7 @@ def table_of(name):
 
 def arguments_of(name, device=CPU):
     x, table = table_of(name)
-    return x, [value.to(device) if isinstance(value, torch.Tensor) else value for value in table.arguments(CPU)]
+    return x, [value.to(device) if isinstance(value, torch.Tensor) else value for value in values_of(table, CPU)]
 
 
 def stored_bytes(table):
@@ -200,7 +201,7 @@ def test_entries_are_those_of_the_documentation():
 def test_items_of_several_rows_positions_and_int32_ids():
     x = spiky_rows(90, 180)
     table = ibp.compress(x, scheme="planes", row_bytes=240, slot_bytes=64, device="cpu", memory="host")
-    arguments = table.arguments(CPU)
+    arguments = values_of(table, CPU)
     assert arguments[9] == 720 and arguments[5][1] == 240
     cache = Slabs(arguments, range(0, 270, 2), num_slabs=3)
     ids = torch.tensor([3, 89, 0, 3], dtype=torch.int32)
@@ -333,7 +334,7 @@ def test_lost_rows_are_noted_by_fill_and_claim():
     noise = make_tensor((8, 60), torch.int32, "random").view(torch.float32)
     ibp.encode_into(noise, place)
     assert place.counts().lost == 8
-    table, ids = place.table_arguments, torch.tensor([3, 5])
+    table, ids = list(place.handle.parts[:10]), torch.tensor([3, 5])
     noted, map_ = fault(), empty_map(1, 32)
     OPS.fill_slab(*table, ids, torch.tensor([0, 240]), 0, 32, torch.zeros(512, dtype=torch.uint8), map_, noted)
     assert noted.tolist()[:3] == [3, 0, 3] and not ways_of(map_)
@@ -643,7 +644,7 @@ def test_gpu_claims_many_equal_rows_of_few_sets(cuda):
     """Every way is taken once, whatever warps want it."""
     x = make_tensor((5000, 64), torch.int32, "random").view(torch.float32)
     table = ibp.compress(x, scheme="raw")
-    table = table.arguments(cuda)
+    table = values_of(table, cuda)
     cache = Lru(table, 8, 256, cuda)
     draws = torch.Generator().manual_seed(2)
     for call in range(6):
@@ -663,7 +664,7 @@ def test_gpu_rows_from_pinned_memory_in_a_graph(scheme, cuda):
     """Claim and gather are captured once; replays take other ids."""
     x = embedding(4000, 128)
     table = ibp.compress(x, scheme=scheme)
-    arguments = table.arguments(cuda)
+    arguments = values_of(table, cuda)
     cache = Lru(arguments, 8, 512, cuda)
     ids, out = torch.zeros(500, dtype=torch.int64, device=cuda), torch.zeros(500, 128, device=cuda)
     entries, noted = torch.zeros(500, dtype=torch.int64, device=cuda), fault(cuda)
@@ -690,7 +691,7 @@ def test_a_gpu_reads_slabs_of_its_peer(gpus):
     near, far = gpus
     ibp._core.enable_peer(0, 1)
     table = ibp.compress(x, scheme="planes")
-    arguments, of_peer = table.arguments(near), table.arguments(far)
+    arguments, of_peer = values_of(table, near), values_of(table, far)
     stored = stored_bytes(of_peer)
     maps, slabs = [], []
     for slab, (device, given) in enumerate(((near, arguments), (far, of_peer))):
