@@ -17,13 +17,6 @@ using namespace ibp_torch;
 
 // ---- describing tables ----
 
-ibp::Range range_of(const Tensor &tensor, const char *name)
-{
-    const Memory memory = memory_of(tensor, name);
-    const auto first = reinterpret_cast<uintptr_t>(memory.data);
-    return {first, first + static_cast<uintptr_t>(memory.num_bytes)};
-}
-
 // Fills in the struct ibp::TableHandle at an address, which is trusted: calls check what else they are given. rooms,
 // used: of a place.
 void describe_table(int64_t address, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
@@ -59,9 +52,15 @@ void describe_table(int64_t address, const Tensor &slots, const Tensor &overflow
         require(place.bases == nullptr || table.rows_per_base == 1u, "bases has ", bases.numel(),
                 " elements, one for each of ", num_rows, " rows is needed");
     }
-    const std::optional<Tensor> parts[ibp::kNumParts] = {slots, overflow, lengths, bases, codebook, rooms, used};
-    for (size_t p = 0; p < ibp::kNumParts; p++)
-        if (parts[p]) handle.parts[p] = range_of(*parts[p], ibp::kPartNames[p]);
+    const auto note = [&](ibp::TablePart part, const void *data, const Tensor &tensor) {
+        const auto first = reinterpret_cast<uintptr_t>(data);
+        handle.parts[part] = {first, first + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size()};
+    };
+    note(ibp::kSlots, place.slots, slots), note(ibp::kOverflow, place.overflow, overflow);
+    note(ibp::kLengths, place.lengths, lengths), note(ibp::kBases, place.bases, bases);
+    note(ibp::kCodebook, memory_of(codebook, "codebook").data, codebook);
+    if (rooms) note(ibp::kRooms, place.rooms, *rooms);
+    if (used) note(ibp::kUsed, place.used, *used);
     handle.device = device.is_cuda() ? slots.get_device_index() : -1;
     handle.mark = ibp::TableHandle::kMark;
     *reinterpret_cast<ibp::TableHandle *>(static_cast<uintptr_t>(address)) = handle;

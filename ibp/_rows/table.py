@@ -419,16 +419,21 @@ class Table(TensorManners):
         if device != self.device and self._segment is not None:
             with torch.cuda.device(device):
                 self._pin_segment()
-        slots, overflow, lengths, bases = self.slots, self.overflow, vars(self)["lengths"], vars(self)["bases"]
-        if self._room is not None:
-            lengths, bases, _, _ = self._room.index_on(device).first(self.num_rows)
-        slots, overflow = (memory.seen_from(device, part) for part in (slots, overflow))
-        codec, words = self._coding(device)
-        sizes = (self.slot_bytes, 0, self.num_items, self.item_bytes)
-        handle = Handle(Parts(slots, overflow, lengths.to(device), bases.to(device), words, codec, *sizes))
-        self._handles[device] = handle
+        handle = self._handles[device] = Handle(self.parts(device, self.geometry))
         self.fault_on(device)  # compiled code and graphs find it made
         return handle
+
+    def parts(self, device: torch.device, geometry: Geometry) -> Parts:
+        """The parts of the table's handle; or of one for as many items as a geometry has, where its room holds them. A
+        table with a room is a place too."""
+        (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
+        overflow = memory.seen_from(device, self.overflow)
+        if self._room is None:
+            lengths, bases = (vars(self)[name].to(device) for name in ("lengths", "bases"))
+            return Parts(memory.seen_from(device, self.slots), overflow, lengths, bases, words, codec, *sizes)
+        slots = memory.seen_from(device, self._room.slots[: _layout.slots_size(geometry, self.slot_bytes)])
+        lengths, bases, *place = self._room.index_on(device).first(geometry.num_rows)
+        return Parts(slots, overflow, lengths, bases, words, codec, *sizes, *place)
 
     def is_ready(self, device: torch.device) -> bool:
         """Whether `make_ready` has been called for the device since the table was made or changed."""

@@ -10,11 +10,10 @@ import torch
 
 from .. import _core
 from .._fetch.ids import check_range, checked_ids, tensor_of
-from .._layout import slots as _layout
 from .._layout.geometry import Geometry, bytes_of, rows_of
 from .._machine import memory
 from .._machine.segments import Segment
-from .._rows.handle import Handle, Parts
+from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
 from .._rows.table import Table
@@ -252,15 +251,12 @@ def _encode(
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.numel() // row_bytes) * (-(-(row_bytes - slot_bytes) // _SECTOR) * _SECTOR)
     room = table.set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
-    index = room.begin_change(worker).first(geometry.num_rows)
+    same = geometry is table.geometry
+    handle = table.handle(worker) if same else Handle(table.parts(worker, geometry))
+    index = room.begin_change(worker)
     table.forget_handles(worker)
     room.most_used += most_bytes
-    held = room.slots[: _layout.slots_size(geometry, slot_bytes)], room.overflow
-    slots, overflow = (memory.seen_from(worker, part) for part in held)
-    codec, words = table._coding(worker)
     fault, counts = (torch.zeros(count, dtype=torch.int64, device=worker) for count in (4, 2))
-    sizes = (slot_bytes, 0, geometry.num_items, geometry.item_bytes)
-    place = Parts(slots, overflow, index.lengths, index.bases, words, codec, *sizes, index.rooms, index.used)
-    Handle(place).encode(data, counts, fault, row_ids=numbers, first_row=first_row)
+    handle.encode(data, counts, fault, row_ids=numbers, first_row=first_row)
     if worker.type == "cpu":
         room.most_used = int(index.used)
