@@ -7,26 +7,6 @@
 
 namespace ibp_torch {
 
-// The bytes from a tensor's first element to its last one, which lie in its storage whatever its strides are.
-inline Memory extent_of(const Tensor &x, const char *name)
-{
-    const auto element_bytes = static_cast<int64_t>(x.element_size());
-    int64_t last = 0;
-    for (int64_t d = 0; d < x.dim(); d++) {
-        if (x.size(d) == 0) return {nullptr, 0};
-        int64_t step = 0;
-        const bool fits = x.stride(d) >= 0 && !__builtin_mul_overflow(x.size(d) - 1, x.stride(d), &step) &&
-                          !__builtin_add_overflow(last, step, &last);
-        require(fits, name, " has strides that are out of range");
-    }
-    int64_t storage_bytes = 0, offset = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &storage_bytes));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
-    const int64_t held = storage_bytes / element_bytes;
-    require(offset >= 0 && offset < held && last < held - offset, name, " has more elements than its storage");
-    return {static_cast<uint8_t *>(x.data_ptr()), (last + 1) * element_bytes};
-}
-
 // A dimension in which something is counted: how many there are, and how many bytes they are apart.
 struct Dimension {
     int64_t size, stride;
@@ -54,7 +34,7 @@ inline std::vector<Dimension> dimensions_of(const Tensor &x)
 inline ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
 {
     ibp_row_source source{};
-    const Memory memory = extent_of(x, "x");
+    const Memory memory = extent_of(x);
     source.data = memory.data;
     if (memory.data == nullptr) return source;
     std::vector<Dimension> dimensions = dimensions_of(x);

@@ -127,31 +127,40 @@ inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 
 // The argument `table` of an operation: a handle.
 struct Table : ibp::TableHandle {
-    Tensor tensor;
+    OnCpu tensor;
 
     static constexpr uint64_t kValues = 1;
-    explicit Table(Arguments &from) : tensor(from.take<Tensor>())
+    explicit Table(Arguments &from) : tensor(from.take<OnCpu>())
     {
-        require_cpu({&tensor});
+        require_cpu(tensor);
         const uint8_t *const bytes = bytes_of(tensor, sizeof(ibp::TableHandle), "table");
         std::memcpy(static_cast<ibp::TableHandle *>(this), bytes, sizeof(ibp::TableHandle));
         require(mark == kMark, "table is not what describe_table has described");
     }
 
-    bool is_on(const Tensor &other) const { return device == (other.is_cuda() ? other.get_device_index() : -1); }
+    void add_to(Given &given) const { add_parts(given, 0); }
 
-    static constexpr uint32_t kRows = 1u << ibp::kSlots | 1u << ibp::kOverflow,
-                              kPlace = ~(1u << ibp::kCodebook); // what coding rows into a table, into a place writes
-
-    // The memory of the table. written: bits of the parts that the call writes.
-    Footprints footprints(uint32_t written = 0) const
+  protected:
+    // written: bits of the parts that the operation writes.
+    void add_parts(Given &given, uint32_t written) const
     {
-        Footprints memory;
-        memory.reads("table", tensor);
         for (uint32_t p = 0; p < ibp::kNumParts; p++)
-            memory.add_range(ibp::kPartNames[p], parts[p], (written >> p & 1u) != 0);
-        return memory;
+            given.add_part(ibp::kPartNames[p], parts[p], (written >> p & 1u) != 0);
+        given.require_device(device);
+        given.add(tensor);
     }
+};
+
+// A table whose rows are written.
+struct TableOut : Table {
+    using Table::Table;
+    void add_to(Given &given) const { add_parts(given, 1u << ibp::kSlots | 1u << ibp::kOverflow); }
+};
+
+// A place that rows are coded into: all but the codebook is written.
+struct PlaceOut : Table {
+    using Table::Table;
+    void add_to(Given &given) const { add_parts(given, ~(1u << ibp::kCodebook)); }
 };
 
 inline ibp_fault *fault_of(const Tensor &fault)
@@ -184,16 +193,6 @@ inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &pos
     items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
     items.out_items = item_bytes ? memory_of(out, "out").num_bytes / item_bytes : 0;
     return items;
-}
-
-// The memory of a gather to a contiguous output.
-inline Footprints gather_footprints(const Table &table, const ibp_ids &items, const Tensor &out, const Tensor &fault)
-{
-    Footprints memory = table.footprints();
-    memory.reads_bytes("ids", items.data, items.count * items.id_bytes);
-    memory.reads_bytes("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
-    memory.writes("out", out, "fault", fault);
-    return memory;
 }
 
 inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
