@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .._machine import calibration
+from .._machine.memory import is_capturing
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
 from . import host_gather, many
 from .calls import check_table, produce, sms_of, target_of, worker_of
 from .ids import check_range, checked_ids, tensor_of
-from .paths import Path, choose, is_capturing, named
-from .ready import make_ready
+from .paths import Path, choose, named
 
 # A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
 # B come at 49 million rows a second, and at 370 to 400 when their ids are put in the order of windows of 64 KiB to 256
@@ -127,7 +127,7 @@ def index_select(
     if chosen is None:
         chosen = choose(PATHS, request)
         if not torch.compiler.is_compiling() and ids.device == worker == target:
-            make_ready(table, worker)
+            table.make_ready(worker)
     return produce(
         table,
         (ids.numel(), *table.item_shape),

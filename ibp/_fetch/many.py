@@ -12,7 +12,6 @@ from .._rows.protocols import Ids
 from .._rows.table import Table
 from .calls import check_out, check_table, sms_of, worker_of
 from .ids import checked_ids, tensor_of
-from .ready import make_ready
 
 
 def select(
@@ -106,7 +105,7 @@ def _take(
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
         tables[number].raise_pending(out.device)
-        make_ready(tables[number], out.device)
+        tables[number].make_ready(out.device)
     cores = [tables[number].handle(out.device).core for number in used]
     bounds = [*(starts[number] for number in used), starts[-1]]
     positions = order.to(torch.int32)

@@ -12,11 +12,12 @@ from .. import _core
 from .._layout.geometry import bytes_of
 from .._machine import calibration
 from .._machine.calibration import FEW_SMS
+from .._machine.memory import is_capturing
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .._schemes.choice import coder_rates
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .paths import Path, choose, is_capturing, named
+from .paths import Path, choose, named
 
 # Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
 # model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the

@@ -45,6 +45,10 @@ class Handle:
         self.core = _core.TableHandle(torch.ops.ibp.describe_table.default, parts)
         self.table = torch.frombuffer(self.core, dtype=torch.uint8)
 
+    def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
+        """A copy is described anew, with copies of the parts."""
+        return Handle, (self.parts,)
+
     def encode(
         self,
         x: torch.Tensor,

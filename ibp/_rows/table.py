@@ -17,7 +17,7 @@ from .. import _core
 from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
 from .._layout.manners import TensorManners
-from .._machine import memory
+from .._machine import calibration, memory
 from .._machine import numa as _numa
 from .._machine.segments import FileRows, Segment
 from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
@@ -27,6 +27,9 @@ from .room import Room
 _INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 1, 2, 3  # ibp_status
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
+_MANY_BYTES = 1 << 62
+
+LEAST_SHARED_BYTES = 1 << 19  # of items: fewer are one thread's work on the CPU (torch_ops.cpp)
 
 _TENSORS = ("slots", "overflow", "lengths", "bases")
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
@@ -435,12 +438,16 @@ class Table(TensorManners):
         lengths, bases, *place = self._room.index_on(device).first(geometry.num_rows)
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, *place)
 
-    def is_ready(self, device: torch.device) -> bool:
-        """Whether `make_ready` has been called for the device since the table was made or changed."""
-        return device in self._handles and self._handles[device].core.is_ready
-
-    def make_ready(self, device: torch.device, most_items: int) -> None:
-        """Readies the table for calls with ids on the device that decodes. most_items: of such a call."""
+    def make_ready(self, device: torch.device) -> None:
+        """Readies the table's handle for calls with ids on the device that decodes, where it is not; those of many
+        items have a choice of paths."""
+        if self.item_bytes == 0 or memory.is_capturing(device) or self.handle(device).core.is_ready:
+            return
+        most_items = LEAST_SHARED_BYTES // self.item_bytes
+        if device.type == "cuda":
+            machine = calibration.in_force(device)
+            is_large = self.device.type == "cpu" and self.resident_bytes >= machine.reach_bytes
+            most_items = machine.least_bucketed_ids - 1 if is_large else _MANY_BYTES // self.item_bytes
         core, near = self.handle(device).core, self.fault_on(device)
         records = self._faults[device][0]
         kind = list(self.item_shape), self.dtype, self.dtype.is_complex
@@ -620,14 +627,11 @@ def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
 
 
 def _refuse_capture(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    with torch.cuda.device(device):  # torch looks at the current device's stream
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
-                "call index_select or decompress once before capturing"
-            )
+    if memory.is_capturing(device):
+        raise RuntimeError(
+            f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
+            "call index_select or decompress once before capturing"
+        )
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,10 @@ from .._common.arguments import whole_number
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
 from .._fetch.ids import check_range, checked_ids, tensor_of
-from .._fetch.paths import is_capturing
-from .._fetch.ready import make_ready
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
+from .._machine.memory import is_capturing
 from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
@@ -304,7 +303,7 @@ class RowCache(TensorManners):
             ids = ids.cpu()
             check_range(ids, self.view.num_items)
         if ids.device == worker == target and not torch.compiler.is_compiling():
-            make_ready(self.view, worker)
+            self.view.make_ready(worker)
         ids = ids.to(worker)
         shape = (ids.numel(), *self.view.item_shape)
         given = out if out is None or not isinstance(self.table, CodedRows) else _as_bytes(out, shape)

@@ -13,8 +13,8 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._fetch.calls import sms_of
-from .._fetch.paths import is_capturing
 from .._machine import memory as _memory
+from .._machine.memory import is_capturing
 from .._rows.handle import Handle
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook

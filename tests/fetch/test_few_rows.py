@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
-from ibp._fetch import gather, ready
+from ibp._fetch import gather
+from ibp._rows.table import LEAST_SHARED_BYTES
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 CPU = torch.device("cpu")
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 def ready_table(x, **arguments):
     table = ibp.compress(x, **ON_CPU, **arguments)
     table.index_select(torch.tensor([0]))
-    assert table.is_ready(CPU)
+    assert table.handle(CPU).core.is_ready
     return table
 
 
@@ -114,7 +115,7 @@ def test_unusual_ids(table):
         ids.to("meta"),
         ids.as_subclass(Marked),
         torch.tensor(1),
-        torch.zeros(ready.LEAST_SHARED_BYTES, dtype=torch.int64),
+        torch.zeros(LEAST_SHARED_BYTES, dtype=torch.int64),
         resized(torch.tensor([1, 2])),
         [1, 2],
         None,
@@ -173,9 +174,9 @@ def test_corrupt_rows(x):
 def test_a_table_that_moves_is_made_ready_again(x):
     table = ready_table(x)
     table._refresh()
-    assert not table.is_ready(CPU)
+    assert not table.handle(CPU).core.is_ready
     assert_same_bits(table.index_select(torch.tensor([7])), x[[7]])
-    assert table.is_ready(CPU)
+    assert table.handle(CPU).core.is_ready
 
 
 def test_handles_are_checked(table):
