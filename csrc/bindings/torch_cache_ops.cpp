@@ -1,6 +1,7 @@
 // torch_cache_ops.cpp - the operations of a cache of rows (ibp.h) in torch.ops.ibp: tensors to pointers, nothing else.
 // Schemas and fake implementations are in ibp/_common/ops.py.
-#include "torch_gather.h"
+#include "torch_ranges.h"
+#include "torch_tables.h"
 
 #include <optional>
 #include <vector>
@@ -48,15 +49,6 @@ ibp_cache_counts *cache_counts_of(const std::optional<Tensor> &counts)
     return static_cast<ibp_cache_counts *>(static_cast<void *>(unsigned_longs_of(*counts, kNumbers, "counts")));
 }
 
-// Rows of an item; items must be whole rows.
-int64_t rows_per_item_of(const ibp_table &table)
-{
-    const int64_t row_bytes = table.codebook.row_bytes;
-    require(table.item_bytes > 0 && table.item_bytes % row_bytes == 0, "items of ", table.item_bytes,
-            " bytes are not whole rows of ", row_bytes, ", of which a cache is made");
-    return table.item_bytes / row_bytes;
-}
-
 const int64_t *rows_of(const Tensor &rows) { return data_of<int64_t>(rows, ScalarType::Long, 0, "rows"); }
 
 // ---- find ----
@@ -96,19 +88,6 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
                            : ibp_owners_of_rows(numbers, rows.numel(), slabs, owners),
           "owners_of_rows");
     return found;
-}
-
-// ---- gather ----
-
-void gather_cached(const Device &device, const Table &handle, const Tensor &ids, const Tensor &entries,
-                   const Near &slabs, int64_t max_sms, const Out &out, const Out &fault,
-                   const std::optional<Tensor> &positions)
-{
-    const ibp_table &table = handle.table();
-    const ibp_ids items = placed_ids_of(ids, positions, out, table.item_bytes);
-    const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
-    const ibp_cache cache = cache_of(entries, slabs, num_rows);
-    gather(device, table, items, &cache, room_of(out, 0, "out"), fault, sms_of(max_sms), "gather_cached");
 }
 
 // ---- fill ----
@@ -189,7 +168,6 @@ template <typename Library> void implement(Library &m)
 {
     operation<find_cached>(m, "find_cached", "ids rows_per_item row_bytes lengths maps ways entries counts");
     operation<owners_of_rows>(m, "owners_of_rows", "rows num_slabs");
-    operation<gather_cached>(m, "gather_cached", "table ids entries slabs max_sms out fault positions");
     operation<fill_slab>(m, "fill_slab", "table rows offsets slab ways bytes map fault");
     operation<claim_cached>(m, "claim_cached",
                             "table ids ways cache_slot_bytes bytes map stamps clock entries counts fault");

@@ -4,8 +4,8 @@
 // Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The
 // operations are public: arguments that contradict each other raise, whatever they are. One function serves the CPU and
 // CUDA, where both have the operation: it asks which of them its tensors are on.
-#include "torch_gather.h"
 #include "torch_places.h"
+#include "torch_ranges.h"
 
 #include <algorithm>
 #include <memory>
@@ -216,35 +216,55 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
 
 // ---- gathering ----
 
-void gather_items(const Device &device, const Table &handle, const Tensor &ids, int64_t max_sms, const Out &out,
-                  const Out &fault, const std::optional<Tensor> &positions)
-{
-    const ibp_table &table = handle.table();
-    const ibp_ids items = placed_ids_of(ids, positions, out, table.item_bytes);
-    gather(device, table, items, nullptr, room_of(out, 0, "out"), fault, sms_of(max_sms), "gather_items");
-}
-
-// The items at ids, or all of them, in the order of the first outer_dims dimensions of out, which may have any strides.
-void gather_into(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
-                 int64_t outer_dims, const Out &out, const Out &fault)
+// The items at ids, or all of them: one after the other, at positions of out, at addresses, which are trusted like
+// those of buffers, or in the order of the first outer_dims dimensions of out, which may have any strides then. Rows
+// that have entries come from slabs.
+void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
+                  const Out &out, const Out &fault, const std::optional<Tensor> &positions,
+                  const std::optional<Tensor> &addresses, const std::optional<int64_t> &outer_dims,
+                  const std::optional<Tensor> &entries, const std::optional<Near> &slabs)
 {
     const ibp_table &table = handle.table();
     ibp_ids items{};
+    items.count = table.num_items;
     if (ids) items = ids_of(*ids);
-    if (!ids) items.count = table.num_items;
-    const Memory memory = spread_over(out, outer_dims, table.item_bytes, &items);
+    require(positions.has_value() + addresses.has_value() + outer_dims.has_value() <= 1,
+            "positions, addresses and outer_dims do not go together");
+    uint8_t *to = nullptr;
+    if (addresses)
+        items.addresses = unsigned_longs_of(*addresses, items.count, "addresses");
+    else if (outer_dims)
+        to = spread_over(out, *outer_dims, table.item_bytes, &items).data;
+    else
+        to = room_of(out, positions ? 0 : total_bytes(items.count, table.item_bytes, "items"), "out");
+    if (positions) {
+        const auto *data = data_of<int32_t>(*positions, ScalarType::Int, items.count, "positions");
+        items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
+        items.out_items = table.item_bytes ? memory_of(out, "out").num_bytes / table.item_bytes : 0;
+    }
+    ibp_cache found{};
+    if (entries) {
+        require(slabs && !addresses && !outer_dims, "entries go with slabs, and with no addresses or outer_dims");
+        found = cache_of(*entries, *slabs, total_bytes(items.count, rows_per_item_of(table), "rows"));
+    }
+    const ibp_cache *const cache = entries ? &found : nullptr;
     const int sms = sms_of(max_sms);
-    if (memory.data != nullptr) gather(device, table, items, nullptr, memory.data, fault, sms, "gather_into");
-}
-
-// Items whose places in memory are given: their addresses are trusted, like those of buffers.
-void gather_to(const Device &device, const Table &handle, const Tensor &ids, const Tensor &addresses, int64_t max_sms,
-               const Out &, const Out &fault)
-{
-    const ibp_table &table = handle.table();
-    ibp_ids items = ids_of(ids);
-    items.addresses = unsigned_longs_of(addresses, items.count, "addresses");
-    gather(device, table, items, nullptr, nullptr, fault, sms_of(max_sms), "gather_to");
+    ibp_fault *const first_fault = fault_of(fault);
+    if (outer_dims && to == nullptr) return;
+    if (device.is_cuda()) {
+        const ibp_stream stream = device.stream();
+        check(cache ? ibp_cuda_gather_cached(&table, &items, cache, to, first_fault, sms, stream)
+                    : ibp_cuda_gather_items(&table, &items, to, first_fault, sms, stream),
+              "gather_items");
+        return;
+    }
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(items.count, std::max<int64_t>(table.item_bytes, table.codebook.row_bytes), scratch_bytes, first_fault,
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    return cache
+                               ? ibp_gather_cached(&table, &items, cache, first, last, to, scratch, scratch_bytes, mine)
+                               : ibp_gather_items(&table, &items, first, last, to, scratch, scratch_bytes, mine);
+                });
 }
 
 // ---- large tables ----
@@ -419,9 +439,8 @@ template <typename Library> void implement(Library &m)
     operation<survey_rows>(m, "survey_rows", "lengths num_bytes row_bytes");
     operation<encode_rows>(m, "encode_rows", "table data fault");
     operation<encode_into>(m, "encode_into", "table x buffers row_ids first_row max_sms counts fault");
-    operation<gather_items>(m, "gather_items", "table ids max_sms out fault positions");
-    operation<gather_into>(m, "gather_into", "table ids max_sms outer_dims out fault");
-    operation<gather_to>(m, "gather_to", "table ids addresses max_sms out fault");
+    operation<gather_items>(m, "gather_items",
+                            "table ids max_sms out fault positions addresses outer_dims entries slabs");
     operation<describe_table>(m, "describe_table",
                               "address slots overflow lengths bases codebook codec slot_bytes overflow_start num_items "
                               "item_bytes rooms used");

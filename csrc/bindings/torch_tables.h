@@ -179,22 +179,6 @@ inline ibp_ids ids_of(const Tensor &ids)
     return items;
 }
 
-// Ids with the positions of out that their items go to: any positions that out has room for; without positions, items
-// go one after the other.
-inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out,
-                             int64_t item_bytes)
-{
-    ibp_ids items = ids_of(ids);
-    if (!positions) {
-        room_of(out, total_bytes(items.count, item_bytes, "items"), "out");
-        return items;
-    }
-    const auto *data = data_of<int32_t>(*positions, ScalarType::Int, items.count, "positions");
-    items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
-    items.out_items = item_bytes ? memory_of(out, "out").num_bytes / item_bytes : 0;
-    return items;
-}
-
 inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
 // Where the items of a call go in a strided tensor, whose first outer_dims dimensions number them and whose others hold
@@ -236,6 +220,15 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
 }
 
 // ---- caches of rows ----
+
+// Rows of an item; items must be whole rows.
+inline int64_t rows_per_item_of(const ibp_table &table)
+{
+    const int64_t row_bytes = table.codebook.row_bytes;
+    require(table.item_bytes > 0 && table.item_bytes % row_bytes == 0, "items of ", table.item_bytes,
+            " bytes are not whole rows of ", row_bytes, ", of which a cache is made");
+    return table.item_bytes / row_bytes;
+}
 
 inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slabs, int64_t num_rows)
 {

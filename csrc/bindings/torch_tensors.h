@@ -251,19 +251,24 @@ class Device {
 // The arguments of an operation as torch gives them, taken one after the other.
 class Arguments;
 template <typename T> constexpr bool kIsGroup = std::is_constructible_v<T, Arguments &>;
+template <typename T, typename = void> constexpr bool kIsRole = false; // Out, OnCpu, Near
+template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> = true;
 
 // A tensor that the operation writes.
 struct Out : Tensor {
+    using Value = Tensor;
     explicit Out(const Tensor &tensor) : Tensor(tensor) {}
 };
 
 // A tensor on the CPU, wherever the others are.
 struct OnCpu : Tensor {
+    using Value = Tensor;
     explicit OnCpu(const Tensor &tensor) : Tensor(tensor) {}
 };
 
 // Tensors on any CUDA device, where the others are on one.
 struct Near : std::vector<Tensor> {
+    using Value = std::vector<Tensor>;
     explicit Near(const std::vector<Tensor> &tensors) : std::vector<Tensor>(tensors) {}
 };
 
@@ -399,14 +404,10 @@ class Arguments {
     {
         if constexpr (kIsGroup<T>)
             return T(*this);
-        else if constexpr (std::is_same_v<T, Out> || std::is_same_v<T, OnCpu>)
-            return T(take<Tensor>());
-        else if constexpr (std::is_same_v<T, Near>)
-            return T(take<std::vector<Tensor>>());
-        else if constexpr (std::is_same_v<T, std::optional<Out>>)
-            return optional_out(take<std::optional<Tensor>>());
+        else if constexpr (kIsRole<T>)
+            return T(take<typename T::Value>());
         else
-            return torch::stable::detail::to<T>(*next_++);
+            return next(static_cast<const T *>(nullptr));
     }
     template <typename T> static constexpr uint64_t count()
     {
@@ -417,9 +418,15 @@ class Arguments {
     }
 
   private:
-    static std::optional<Out> optional_out(const std::optional<Tensor> &tensor)
+    template <typename T> T next(const T *) { return torch::stable::detail::to<T>(*next_++); }
+    template <typename T> std::optional<T> next(const std::optional<T> *)
     {
-        return tensor ? std::optional<Out>(*tensor) : std::nullopt;
+        if constexpr (kIsRole<T>) {
+            const auto value = take<std::optional<typename T::Value>>();
+            return value ? std::optional<T>(*value) : std::nullopt;
+        } else {
+            return torch::stable::detail::to<std::optional<T>>(*next_++);
+        }
     }
 
     const StableIValue *next_;

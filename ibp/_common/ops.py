@@ -42,19 +42,19 @@ CPU implementations run on torch's intra-op threads where there is work for seve
 the tensors' device, without allocating or synchronising where they write to given tensors, and whatever device is
 current. `stream_bytes` is decode_bytes from pinned host memory by the copy engine, through `ring` on the device;
 `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
-memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
-`encode_packed`, for the CPU alone, codes a block of rows in one pass and on one thread, back to back to `out`, which
-has as many bytes as data or more; lengths uint16 [rows], `stored` int64 [1]: how many bytes it wrote.
-`gather_into` is gather_items to an out of any strides, whose first outer_dims dimensions number its items; ids None:
-all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the tensors
-that they are in. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and
-blocks int64 [pages], starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses
-int64. `stage_items` is gather_items of `host_ids`, whose threads gather `host_slots`, the slots as it sees
-them; `stager` is the address of a living `_core.Stager` of that device.
+memory is given as a tensor of the CUDA device (`_memory.device_view`). `encode_packed`, for the CPU alone, codes a
+block of rows in one pass and on one thread, back to back to `out`, which has as many bytes as data or more; lengths
+uint16 [rows], `stored` int64 [1]: how many bytes it wrote. `gather_items` takes all items where ids is None. With
+outer_dims, out has any strides and its first outer_dims dimensions number its items; with addresses, int64 [ids], item
+k goes to addresses[k], and out is the first of the tensors that they are in; with entries, rows that have one come from
+slabs. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and blocks int64 [pages],
+starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses int64. `stage_items` is
+gather_items of `host_ids`, whose threads gather `host_slots`, the slots as it sees them; `stager` is the address of a
+living `_core.Stager` of that device.
 
 `sum_bags`, for CUDA alone, sums bags of rows as struct ibp_bags of ibp_cuda.h says: one for each row of out. Bag b
 begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, which is not read; without offsets all bags
-have as many ids. Rows that have `entries` come from `slabs`, as in gather_cached. `reduction` and `kind` are numbers of
+have as many ids. Rows that have `entries` come from `slabs`, as in gather_items. `reduction` and `kind` are numbers of
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
 `linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h: starts and entries, the escapes of the table, are int32
@@ -67,15 +67,14 @@ are trusted; lengths, counts and bases are of the sequence of all tensors' rows;
 [1 + 3 n], both zeros at first.
 
 A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
-of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs; `gather_cached` is gather_items with the rows that
-have entries from their slabs. Maps and slabs may be on other devices than the rest, that can be read from it.
-`counts`, int64 [10], is added to: hits of slabs 0 to 7, misses, and bytes of missed rows in whole sectors of 32.
-`owners_of_rows` says, as uint8, which slab's map is to hold a row. `fill_slab` copies `rows`, int64, to `offsets`,
-int64, of a slab and puts them into its map, if that is not empty; negative ones are left out. `claim_cached` is
-find_cached of a cache in which missing rows replace the rows used longest ago, in slots of cache_slot_bytes, one a way;
-ways is 32.
-`drop_cached` takes rows out of a map; `set_cached` says that rows of it were written anew: with `lengths`, uint16
-[rows], or, where there are none, the lengths that they had, and `dirty`, whether the table's own rows are older.
+of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs, as `gather_items` takes them. Maps and slabs may be
+on other devices than the rest, that can be read from it. `counts`, int64 [10], is added to: hits of slabs 0 to 7,
+misses, and bytes of missed rows in whole sectors of 32. `owners_of_rows` says, as uint8, which slab's map is to hold a
+row. `fill_slab` copies `rows`, int64, to `offsets`, int64, of a slab and puts them into its map, if that is not empty;
+negative ones are left out. `claim_cached` is find_cached of a cache in which missing rows replace the rows used longest
+ago, in slots of cache_slot_bytes, one a way; ways is 32. `drop_cached` takes rows out of a map; `set_cached` says that
+rows of it were written anew: with `lengths`, uint16 [rows], or, where there are none, the lengths that they had, and
+`dirty`, whether the table's own rows are older.
 """
 
 import os
@@ -134,11 +133,9 @@ _define(
     "Tensor(b!) counts, Tensor(c!) fault) -> ()"
 )
 _define(
-    "gather_items(Tensor table, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) "
-    "-> ()"
+    "gather_items(Tensor table, Tensor? ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None, *, "
+    "Tensor? addresses=None, int? outer_dims=None, Tensor? entries=None, Tensor[]? slabs=None) -> ()"
 )
-_define("gather_into(Tensor table, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_define("gather_to(Tensor table, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _define(
     "sum_bags(Tensor table, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, "
     "int reduction, int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
@@ -192,10 +189,6 @@ _define(
     "Tensor(a!) entries, Tensor(b!)? counts) -> ()"
 )
 _define("owners_of_rows(Tensor rows, int num_slabs) -> Tensor")
-_define(
-    "gather_cached(Tensor table, Tensor ids, Tensor entries, Tensor[] slabs, int max_sms, Tensor(a!) out, "
-    "Tensor(b!) fault, Tensor? positions=None) -> ()"
-)
 _define(
     "fill_slab(Tensor table, Tensor rows, Tensor offsets, int slab, int ways, Tensor(a!) bytes, Tensor(b!) map, "
     "Tensor(c!) fault) -> ()"

@@ -235,7 +235,7 @@ class _Decode(ItemPath):
 
     def into(self, request: GatherRequest, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
         handle, ids = request.table.handle(request.worker), request.ids.to(request.worker)
-        torch.ops.ibp.gather_into.default(handle.table, ids, request.sms, outer_dims, result, fault)
+        torch.ops.ibp.gather_items.default(handle.table, ids, request.sms, result, fault, outer_dims=outer_dims)
 
 
 class _GpuGather(_Decode):

@@ -347,7 +347,7 @@ def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str 
 def _run(job: _DecodeJob, decoder: Decoder, sms: int) -> torch.Tensor:
     def into(result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
         handle = job.table.handle(job.worker)
-        torch.ops.ibp.gather_into.default(handle.table, None, sms, outer_dims, result, fault)
+        torch.ops.ibp.gather_items.default(handle.table, None, sms, result, fault, outer_dims=outer_dims)
 
     return produce(
         job.table,

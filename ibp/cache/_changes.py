@@ -206,7 +206,8 @@ def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device
     fault = torch.zeros(4, dtype=torch.int64, device=device)
     table = Handle(Parts(none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)).table
     ids = torch.arange(count, device=device)
-    torch.ops.ibp.gather_cached.default(table, ids, entries, generation.view_of(device)[1], 0, out, fault)
+    near = {"entries": entries, "slabs": generation.view_of(device)[1]}
+    torch.ops.ibp.gather_items.default(table, ids, 0, out, fault, **near)
     if int(fault[0]):
         raise CorruptTableError("a changed row of the cache is damaged: it cannot be written back")
     return out

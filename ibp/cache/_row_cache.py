@@ -340,7 +340,8 @@ class RowCache(TensorManners):
             return
         ids, positions = self._in_order(ids)
         with self.found(ids) as (handle, entries, slabs):
-            torch.ops.ibp.gather_cached.default(handle.table, ids, entries, slabs, sms, result, fault, positions)
+            near = {"entries": entries, "slabs": slabs}
+            torch.ops.ibp.gather_items.default(handle.table, ids, sms, result, fault, positions, **near)
 
     @contextmanager
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:

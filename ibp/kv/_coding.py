@@ -243,7 +243,7 @@ class TokenSpan:
             num_items, slots, overflow, index, row_bytes = self.num_items, self._none, staged, self._index, 0
         shape = row_bytes, 0, num_items, item_bytes
         table = Handle(Parts(slots, overflow, *index, self._words, self._codec, *shape)).table
-        torch.ops.ibp.gather_into.default(table, ids, sms, _OUTER_DIMS, out, fault)
+        torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
 
     def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
         """int64 [n]: the items of blocks first to last - 1 of all blocks, in the order of a tensor's items. None: all

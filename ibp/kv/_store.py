@@ -370,7 +370,7 @@ class KVStore:
             table = self._table_of(piece)
             sms = _sms_of(max_sms, _LOAD_SMS if self.place.memory == "pinned" else 0)
             out = call.tensors.tensors[0]
-            torch.ops.ibp.gather_to.default(table, items, addresses, sms, out, self._fault_near)
+            torch.ops.ibp.gather_items.default(table, items, sms, out, self._fault_near, addresses=addresses)
             return self._begun(call, False)
 
     def free(self, pages: Pages) -> None:

@@ -161,12 +161,12 @@ def test_caches(device, changes):
         ways.view(-1, 2).copy_(torch.tensor([-1, 0], device=device))
         OPS.fill_slab(*table, arrays["rows"], arrays["offsets"], 0, WAYS, slab.bytes, ways, fault)
         OPS.find_cached(arrays["ids"], 1, row_bytes, table[2], [ways], WAYS, entries, counts)
-        OPS.gather_cached(*table, arrays["ids"], entries, [slab.bytes], 0, out.bytes, fault)
+        OPS.gather_items(*table, arrays["ids"], 0, out.bytes, fault, entries=entries, slabs=[slab.bytes])
         OPS.drop_cached(arrays["rows"], WAYS, ways)
         OPS.claim_cached(
             *table, arrays["ids"], WAYS, SLOT_BYTES, slab.bytes, ways, stamps, clock, entries, counts, fault
         )
-        OPS.gather_cached(*table, arrays["ids"], entries, [slab.bytes], 0, out.bytes, fault)
+        OPS.gather_items(*table, arrays["ids"], 0, out.bytes, fault, entries=entries, slabs=[slab.bytes])
         return slab.check(), map_memory.check(), out.check(), written.check(), whole.check()
 
     with changing(arrays[changes], is_written=changes == "entries"):

@@ -285,6 +285,12 @@ CONTRADICTIONS = {
     "elements of three bytes": lambda: OPS.measure_rows(zeros(63), empty(U8), [2, 63, 3, 0, 8, *[0] * 10]),
     "raw rows with lengths": lambda: BY_VALUES.gather_items(
         *changed(raw_table(), 2, torch.ones(2, dtype=U16)), torch.tensor([0]), 0, zeros(64), fault()),
+    "items to positions and to addresses": lambda: BY_VALUES.gather_items(
+        *raw_table(), zeros(1, I64), 0, zeros(64), fault(), zeros(1, I32), addresses=zeros(1, I64)),
+    "entries without slabs": lambda: BY_VALUES.gather_items(
+        *raw_table(), zeros(1, I64), 0, zeros(64), fault(), entries=zeros(1, I64)),
+    "entries and dimensions": lambda: BY_VALUES.gather_items(
+        *raw_table(), zeros(1, I64), 0, zeros(64), fault(), entries=zeros(1, I64), slabs=[zeros(64)], outer_dims=0),
     "numbers behind scheme raw": lambda: OPS.measure_rows(zeros(64), empty(I32), [0, 64, 4, 5]),
     "an unknown scheme": lambda: OPS.measure_rows(zeros(64), empty(I32), [3, 64]),
 }  # fmt: skip

@@ -50,9 +50,9 @@ DESCRIBED = []  # whose memory is described again
 
 
 def samples():
-    """One call of every operation that runs on the CPU: (operation, arguments)."""
-    for name, arguments in samples_by_values():
-        yield name, with_handle(name, arguments)
+    """One call of every operation that runs on the CPU: (operation, arguments, keyword arguments)."""
+    for name, arguments, *options in samples_by_values():
+        yield name, with_handle(name, arguments), options[0] if options else {}
 
 
 def samples_by_values():
@@ -104,11 +104,11 @@ def samples_by_values():
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 5, torch.zeros(2 * 240, dtype=torch.uint8), fault())
     view = torch.zeros(2, 3, 2, 60)[:, 1]
-    yield "gather_into", (*slots_table, ids, 0, 2, view, fault())
-    yield "gather_into", (*slots_table, None, 3, 1, torch.zeros(100, 2, 60)[:, 1], fault())
+    yield "gather_items", (*slots_table, ids, 0, view, fault()), {"outer_dims": 2}
+    yield "gather_items", (*slots_table, None, 3, torch.zeros(100, 2, 60)[:, 1], fault()), {"outer_dims": 1}
     pieces = torch.zeros(4, 100, dtype=torch.float32)
     addresses = torch.tensor([pieces.data_ptr() + 400 * k for k in (2, 0, 3, 1)])
-    yield "gather_to", (*slots_table, ids, addresses, 0, pieces, fault())
+    yield "gather_items", (*slots_table, ids, 0, pieces, fault()), {"addresses": addresses}
     starts, flags = torch.tensor([1000, 5000]), torch.ones(3, 2, dtype=torch.uint8)
     of_pages = (torch.tensor([2, 9]), torch.tensor([0, 1]), 3, 4, 2, 0, starts, None, 100, 7, 1)
     planned = torch.zeros(8, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
@@ -142,7 +142,7 @@ def cache_samples(table):
         yield "find_cached", (ids, 1, 240, lengths, [map_], 4, torch.zeros(3, dtype=torch.int64), given)
     entries = torch.zeros(3, dtype=torch.int64)
     OPS.find_cached(ids, 1, 240, lengths, [map_], 4, entries, None)
-    yield "gather_cached", (*table, ids, entries, [slab], 0, torch.zeros(3, 60), fault())
+    yield "gather_items", (*table, ids, 0, torch.zeros(3, 60), fault()), {"entries": entries, "slabs": [slab]}
     lru = torch.zeros(64 * 256, dtype=torch.uint8), empty.clone(), stamps.int(), torch.zeros(2, dtype=torch.int64)
     yield "claim_cached", (*table, ids, 32, 256, *lru, entries.clone(), counts, fault())
     yield "owners_of_rows", (rows, 3)
@@ -153,7 +153,7 @@ def cache_samples(table):
 SAMPLES = list(samples())
 NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
          "describe_table", "drop_cached", "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached",
-         "gather_cached", "gather_into", "gather_items", "gather_to", "index_rows", "learn_entries", "learn_planes",
+         "gather_items", "index_rows", "learn_entries", "learn_planes",
          "measure_rows", "note_pages", "owners_of_rows", "partition_ids", "plan_pages", "select_rows",
          "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
 DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
@@ -165,10 +165,10 @@ def first_and_slow(names):
     return [pytest.param(number, id=f"{name}-{number}", marks=marks[number]) for number, name in enumerate(names)]
 
 
-@pytest.mark.parametrize("number", first_and_slow([name for name, _ in SAMPLES]))
+@pytest.mark.parametrize("number", first_and_slow([name for name, *_ in SAMPLES]))
 def test_opcheck(number):
-    name, arguments = SAMPLES[number]
-    torch.library.opcheck(getattr(OPS, name).default, arguments)
+    name, arguments, options = SAMPLES[number]
+    torch.library.opcheck(getattr(OPS, name).default, arguments, options)
 
 
 def test_every_operation_is_checked():
@@ -177,17 +177,18 @@ def test_every_operation_is_checked():
     names = [schema.name for schema in torch._C._jit_get_all_schemas()]
     defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
     assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags", "linear", *DELTAS}
-    assert {name for name, _ in SAMPLES} == NAMES
+    assert {name for name, *_ in SAMPLES} == NAMES
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")
 def test_fake_tensors_have_the_real_shapes(number):
-    name, arguments = SAMPLES[number]
+    name, arguments, options = SAMPLES[number]
     if name == "learn_planes":
         pytest.skip("how large a codebook is depends on the data")
-    real = getattr(OPS, name)(*arguments)
+    real = getattr(OPS, name)(*arguments, **options)
     with FakeTensorMode() as mode:
-        fake = getattr(OPS, name)(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
+        given, named = tree_map_only(torch.Tensor, mode.from_tensor, (arguments, options))
+        fake = getattr(OPS, name)(*given, **named)
     as_tuple = lambda value: value if isinstance(value, tuple) else () if value is None else (value,)  # noqa: E731
     looks = lambda value: [(t.shape, t.dtype, t.device) for t in as_tuple(value)]  # noqa: E731
     assert looks(fake) == looks(real)
@@ -210,12 +211,12 @@ def test_items_go_to_addresses(scheme):
     x, arguments = table_arguments(scheme, slot_bytes=32)
     pieces, noted = [torch.full((60,), 7.0) for _ in range(3)], fault()
     addresses = torch.tensor([piece.data_ptr() for piece in pieces])
-    BY_VALUES.gather_to(*arguments, torch.tensor([9, 100, 0]), addresses, 0, pieces[0], noted)
+    BY_VALUES.gather_items(*arguments, torch.tensor([9, 100, 0]), 0, pieces[0], noted, addresses=addresses)
     assert_same_bits(pieces[0], x[9])
     assert_same_bits(pieces[2], x[0])
     assert noted.tolist()[:3] == [2, 1, 100] and (pieces[1] == 0).all()
     with pytest.raises(RuntimeError, match="addresses"):
-        BY_VALUES.gather_to(*arguments, torch.tensor([9, 0]), addresses[:1], 0, pieces[0], noted)
+        BY_VALUES.gather_items(*arguments, torch.tensor([9, 0]), 0, pieces[0], noted, addresses=addresses[:1])
 
 
 @pytest.mark.parametrize("scheme", CODED)

@@ -181,14 +181,14 @@ def corrupt_cache(make, device, corruptions, seed=0):
         offsets = torch.randint(-2, slab.numel() + 2, (96,), generator=damage.draw, device=device)
         OPS.claim_cached(*table, ids, *lru, entries, counts, fault)
         done += damage.spoil()
-        OPS.gather_cached(*table, ids, entries, [slab, slab], 0, out.bytes, fault)
+        OPS.gather_items(*table, ids, 0, out.bytes, fault, entries=entries, slabs=[slab, slab])
         OPS.find_cached(ids, rows_per_item, row_bytes, table[2], [ways], WAYS, entries, counts)
-        OPS.gather_cached(*table, ids, entries, [slab], 0, out.bytes, fault)
+        OPS.gather_items(*table, ids, 0, out.bytes, fault, entries=entries, slabs=[slab])
         OPS.fill_slab(*table, ids, offsets, 0, WAYS, slab, ways, fault)
         OPS.set_cached(ids, torch.empty(0, dtype=torch.uint16, device=device), WAYS, True, ways)
         OPS.drop_cached(ids[:9], WAYS, ways)
         OPS.claim_cached(*table, ids, *lru, entries, counts, fault)
-        OPS.gather_cached(*table, ids, entries, [slab], 0, out.bytes, fault)
+        OPS.gather_items(*table, ids, 0, out.bytes, fault, entries=entries, slabs=[slab])
         check_device(out.check(), whole.check())
     return done
 

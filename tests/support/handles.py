@@ -32,7 +32,7 @@ class _ByValues:
     """torch.ops.ibp, with the values that describe a table in the place of its handle."""
 
     def __getattr__(self, name):
-        return lambda *arguments: getattr(torch.ops.ibp, name)(*with_handle(name, arguments))
+        return lambda *arguments, **options: getattr(torch.ops.ibp, name)(*with_handle(name, arguments), **options)
 
 
 BY_VALUES = _ByValues()
