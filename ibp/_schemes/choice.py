@@ -169,6 +169,12 @@ def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
     return machine.pairs if first.is_fast else machine.dense
 
 
+def coder_ns(codebook: AnyCodebook, machine: Calibration) -> float:
+    """Time to code and decode a byte, in ns."""
+    rates = coder_rates(codebook, machine)
+    return 1 / rates.encode_gbps + 1 / rates.decode_gbps
+
+
 def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float:
     """What a decoder's rate `work_per_ns` counts of a row (see CoderRates)."""
     first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
