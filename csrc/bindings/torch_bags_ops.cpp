@@ -50,9 +50,7 @@ void sum_bags(const Device &device, const Table &handle, const Tensor &ids, cons
     const ibp_bags bags = bags_of(items, offsets, weights, reduction, padding_idx, kind, out);
     uint8_t *const to = room_of(out, total_bytes(bags.num_bags, table.item_bytes, "bags"), "out");
     ibp_cache cache{};
-    if (entries) {
-        cache = cache_of(*entries, slabs, items.count);
-    }
+    if (entries) cache = cache_of(*entries, slabs, items.count);
     check(ibp_cuda_sum_bags(&table, &items, entries ? &cache : nullptr, &bags, to, fault_of(fault), sms_of(max_sms),
                             device.stream()),
           "sum_bags");
