@@ -15,7 +15,6 @@ MAX_ROW_BYTES: int
 MAX_SLABS: int
 ROWS_PER_BASE: int
 SECTOR_BYTES: int
-TABLE_BYTES: int
 
 def version() -> str: ...
 def status_string(status: SupportsIndex) -> str: ...
@@ -107,15 +106,15 @@ class ReadyCache:
         slot_bytes: SupportsIndex,
     ) -> None: ...
 
-class ReadyTable:
-    def __init__(
+class TableHandle:
+    def __init__(self, describe: Callable[..., None], parts: tuple[object, ...]) -> None: ...
+    @property
+    def is_ready(self) -> bool: ...
+    def make_ready(
         self,
-        packed: Buffer,
         kept: object,
-        ranges: Sequence[tuple[int, int]],
-        device: SupportsIndex,
         torch_device: torch.device,
-        faults: Sequence[int],
+        faults: SupportsIndex,
         fault: SupportsIndex,
         item_shape: Sequence[int],
         dtype: torch.dtype,
@@ -124,7 +123,7 @@ class ReadyTable:
     ) -> None: ...
     @staticmethod
     def take_many(
-        tables: Sequence[ReadyTable],
+        tables: Sequence[TableHandle],
         starts: Sequence[int],
         ids: torch.Tensor,
         positions: torch.Tensor,
@@ -134,6 +133,7 @@ class ReadyTable:
     def take(
         self, ids: object, out: object, max_sms: SupportsIndex, cache: ReadyCache | None = ...
     ) -> torch.Tensor | None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class SharedPages:
     def __init__(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from .._layout import geometry, slots
+from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook, measure
 from .._schemes.kinds import learned_from
 from .origin import IndexOrigin
@@ -139,10 +140,9 @@ def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor) -
     end = COUNTERS_BYTES + bases.numel()
     memory[:end].copy_(_fresh(end, memory.device)[:end])
     words, none, rows = recipe.codebook.words(data.device), memory[:0], lengths.view(torch.uint16)
-    torch.ops.ibp.encode_into.default(
-        *(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, 0, 0, rows.numel(), ROW_BYTES),
-        *(rows[:0], used.view(torch.int64), counts.view(torch.int64), data, None, None, 0, 0, fault.view(torch.int64)),
-    )
+    sizes, index = (0, 0, rows.numel(), ROW_BYTES), (rows, bases.view(torch.int64))
+    place = Parts(none, overflow, *index, words, recipe.codec, *sizes, rows[:0], used.view(torch.int64))
+    Handle(place).encode(data, counts.view(torch.int64), fault.view(torch.int64))
 
 
 def decode(memory: torch.Tensor, recipe: ActivationRecipe, out: torch.Tensor, fault: torch.Tensor) -> None:
@@ -150,10 +150,9 @@ def decode(memory: torch.Tensor, recipe: ActivationRecipe, out: torch.Tensor, fa
     or more of it. fault: int64 [4] on the device, where damage is noted."""
     *_, bases, lengths, overflow = _parts(memory, out.numel())
     words, none, rows = recipe.codebook.words(memory.device), memory[:0], lengths.view(torch.uint16)
-    torch.ops.ibp.decode_bytes.default(
-        *(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, 0, 0, rows.numel(), ROW_BYTES),
-        *(0, out.numel(), 0, out, fault),
-    )
+    sizes = (0, 0, rows.numel(), ROW_BYTES)
+    table = Handle(Parts(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, *sizes)).table
+    torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), 0, out, fault)
 
 
 def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .._rows.handle import Handle
 from .._rows.protocols import CachedRows, Rows
 from .._rows.table import Table
 from .calls import check_out, produce, sms_of, target_of, worker_of
@@ -228,13 +229,13 @@ def _table_of(source: Table | CachedRows) -> Table:
 @contextmanager
 def _found(
     source: Table | CachedRows, ids: torch.Tensor
-) -> Iterator[tuple[tuple, torch.Tensor | None, Sequence[torch.Tensor]]]:
-    """What the operation starts with, entries of the rows and slabs: as `CachedRows.found`."""
+) -> Iterator[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
+    """The table's handle, entries of the rows and slabs: as `CachedRows.found`."""
     if isinstance(source, CachedRows):
         with source.found(ids) as found:
             yield found
     else:
-        yield source.arguments(ids.device), None, []
+        yield source.handle(ids.device), None, []
 
 
 def _sums_rows_of(table: Table) -> bool:
@@ -255,9 +256,9 @@ def _sum_bags(
     weights = None if bags.weights is None else bags.weights.detach().contiguous()
 
     def run(result: torch.Tensor, fault: torch.Tensor) -> None:
-        with _found(source, bags.ids) as (arguments, entries, slabs):
+        with _found(source, bags.ids) as (handle, entries, slabs):
             torch.ops.ibp.sum_bags.default(
-                *arguments,
+                handle.table,
                 bags.ids,
                 entries,
                 list(slabs),

@@ -12,7 +12,6 @@ from .._rows.protocols import Ids
 from .._rows.table import Table
 from .calls import check_out, check_table, sms_of, worker_of
 from .ids import checked_ids, tensor_of
-from .ready import make_ready
 
 
 def select(
@@ -106,12 +105,12 @@ def _take(
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
         tables[number].raise_pending(out.device)
-        make_ready(tables[number], out.device)
-    ready = [tables[number]._ready[out.device] for number in used]
+        tables[number].make_ready(out.device)
+    cores = [tables[number].handle(out.device).core for number in used]
     bounds = [*(starts[number] for number in used), starts[-1]]
     positions = order.to(torch.int32)
     with torch.cuda.device(out.device if out.is_cuda else -1):
-        if _core.ReadyTable.take_many(ready, bounds, ids, positions, out, sms):
+        if _core.TableHandle.take_many(cores, bounds, ids, positions, out, sms):
             return
     for number in used:  # what the operations say
         some = slice(starts[number], starts[number + 1])

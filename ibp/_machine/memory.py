@@ -177,6 +177,16 @@ def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
     return memory if memory.device == device else device_view(memory, device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a device's current stream is captured in a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):  # torch looks at the current device only
+        return torch.cuda.is_current_stream_capturing()
+
+
 # ---- the argument `memory` of calls: where bytes live ----
 
 MEMORY = ("device", "pinned", "host")  # of the device that works; of the host, which GPUs read; pageable, of the host

@@ -482,7 +482,7 @@ class Offloaded:
             weight.freeze()
             if weight.table is not None:
                 if device.type == "cpu" or weight.table.serves(device):
-                    weight.table.arguments(device)  # copies the index there now, not at the first use
+                    weight.table.handle(device)  # copies the index there now, not at the first use
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)
 

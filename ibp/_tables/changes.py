@@ -10,10 +10,10 @@ import torch
 
 from .. import _core
 from .._fetch.ids import check_range, checked_ids, tensor_of
-from .._layout import slots as _layout
 from .._layout.geometry import Geometry, bytes_of, rows_of
 from .._machine import memory
 from .._machine.segments import Segment
+from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
 from .._rows.table import Table
@@ -161,7 +161,7 @@ def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tupl
 def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
     out = torch.empty(end - start, dtype=torch.uint8, device=worker)
     fault = torch.zeros(4, dtype=torch.int64, device=worker)
-    torch.ops.ibp.decode_bytes.default(*table.arguments(worker), start, end, 0, out, fault)
+    torch.ops.ibp.decode_bytes.default(table.handle(worker).table, start, end, 0, out, fault)
     table.raise_fault(fault.tolist())
     return out
 
@@ -176,9 +176,9 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
     whole = numbers[:-1] if has_last else numbers
     fault = torch.zeros(4, dtype=torch.int64, device=worker)
     if whole.numel():
-        slots, overflow, lengths, bases, *rest_of_them = table.arguments(worker)
-        arguments = (slots, overflow, lengths, bases[:num_whole], *rest_of_them[:-2], num_whole, row_bytes)
-        torch.ops.ibp.gather_items.default(*arguments, whole, 0, out, fault, None)
+        parts = table.handle(worker).parts
+        parts = parts._replace(bases=parts.bases[:num_whole], num_items=num_whole, item_bytes=row_bytes)
+        torch.ops.ibp.gather_items.default(Handle(parts).table, whole, 0, out, fault, None)
         table.raise_fault(fault.tolist())
     if has_last:
         start = num_whole * row_bytes
@@ -251,33 +251,12 @@ def _encode(
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.numel() // row_bytes) * (-(-(row_bytes - slot_bytes) // _SECTOR) * _SECTOR)
     room = table.set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
-    index = room.begin_change(worker).first(geometry.num_rows)
-    table.forget_places(worker)
+    same = geometry is table.geometry
+    handle = table.handle(worker) if same else Handle(table.parts(worker, geometry))
+    index = room.begin_change(worker)
+    table.forget_handles(worker)
     room.most_used += most_bytes
-    held = room.slots[: _layout.slots_size(geometry, slot_bytes)], room.overflow
-    slots, overflow = (memory.seen_from(worker, part) for part in held)
-    codec, words = table._coding(worker)
     fault, counts = (torch.zeros(count, dtype=torch.int64, device=worker) for count in (4, 2))
-    torch.ops.ibp.encode_into.default(
-        slots,
-        overflow,
-        index.lengths,
-        index.bases,
-        words,
-        codec,
-        slot_bytes,
-        0,
-        geometry.num_items,
-        geometry.item_bytes,
-        index.rooms,
-        index.used,
-        counts,
-        data,
-        None,
-        numbers,
-        first_row,
-        0,
-        fault,
-    )
+    handle.encode(data, counts, fault, row_ids=numbers, first_row=first_row)
     if worker.type == "cpu":
         room.most_used = int(index.used)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _core
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
+from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
 from .._schemes.estimation import check_codebook
 from .compressed_tensor import CompressedTensor
@@ -172,19 +173,10 @@ class CodedRows:
         """Codes by a codebook for rows of the place's size from now on. Rows that are coded are not read any more."""
         words = codebook.words(self.device)  # for which there may be no memory: nothing has changed yet
         self.codebook = codebook
-        near = [_memory.seen_from(self.device, part) for part in (self.slots, self.overflow)]
-        self.table_arguments = (
-            *near,
-            self.lengths,
-            self.bases,
-            words,
-            codebook.codec,
-            self.slot_bytes,
-            0,
-            self.num_rows,
-            self.row_bytes,
-        )
-        self.arguments = (*self.table_arguments, self.rooms, self._used, self._counts)
+        slots, overflow = (_memory.seen_from(self.device, part) for part in (self.slots, self.overflow))
+        sizes = (self.slot_bytes, 0, self.num_rows, self.row_bytes)
+        index = self.lengths, self.bases
+        self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *sizes, self.rooms, self._used))
 
     def clear(self) -> None:
         """Forgets all rows: they read as default rows, and all of overflow is free."""
@@ -228,9 +220,9 @@ class CodedRows:
         out = torch.empty(count * self.row_bytes, dtype=torch.uint8, device=self.device)
         fault = torch.zeros(4, dtype=torch.int64, device=self.device)
         if row_ids is None:
-            torch.ops.ibp.decode_bytes(*self.table_arguments, 0, out.numel(), 0, out, fault)
+            torch.ops.ibp.decode_bytes(self.handle.table, 0, out.numel(), 0, out, fault)
         else:
-            torch.ops.ibp.gather_items(*self.table_arguments, row_ids.reshape(-1), 0, out, fault)
+            torch.ops.ibp.gather_items(self.handle.table, row_ids.reshape(-1), 0, out, fault)
         status, position, row, _ = fault.tolist()
         if status == _INDEX_OUT_OF_RANGE:
             raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
@@ -265,7 +257,7 @@ class CodedRows:
     def _live_table(self) -> CompressedTensor:
         """The place as a table that the place's device reads as it is at that time, a pinned one too."""
         table = self.table()
-        table._places[self.device] = self.table_arguments
+        table._handles[self.device] = Handle(self.handle.parts)
         table.fault_on(self.device)
         return table
 
@@ -445,9 +437,8 @@ def encode_into(
     else:
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
-    torch.ops.ibp.encode_into.default(
-        *place.arguments, layout, addresses, row_ids, first_row, sms_of(max_sms), place._fault
-    )
+    rows: dict[str, Any] = {"buffers": addresses, "row_ids": row_ids, "first_row": first_row}
+    place.handle.encode(layout, place._counts, place._fault, **rows, max_sms=sms_of(max_sms))
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
 from .._layout import slots as _layout
 from .._machine import memory, staging
+from .._rows.handle import Handle, Parts
 from .._rows.table import Table
 from .._schemes import AnyCodebook, Request, check_clusters, measure
 from .._schemes.choice import learn
@@ -368,20 +369,9 @@ def encode_block(
     if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
         slots.zero_(), overflow.zero_()
     fault = torch.zeros(4, dtype=torch.int64, device=device)
-    torch.ops.ibp.encode_rows(
-        slots,
-        overflow,
-        lengths,
-        bases,
-        codebook.words(device),
-        codebook.codec,
-        slot_bytes,
-        overflow_start,
-        1,
-        block.numel(),
-        block,
-        fault,
-    )
+    words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
+    table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
+    torch.ops.ibp.encode_rows(table, block, fault)
     return fault
 
 

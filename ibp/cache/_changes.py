@@ -9,6 +9,7 @@ import torch
 from .._fetch.ids import checked_ids, tensor_of
 from .._layout.geometry import bytes_of, rows_of
 from .._layout.slots import default_length
+from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook, coding_of
@@ -72,7 +73,7 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
     entries = torch.empty_like(numbers)
     state.hold(generation, worker, state.order.read(worker))
     maps, _ = generation.view_of(worker)
-    lengths = view.arguments(worker)[2]
+    lengths = view.handle(worker).parts.lengths
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
     held = entries.nonzero()[:, 0]
     coded = _Coded.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)
@@ -157,8 +158,9 @@ class _Coded(NamedTuple):
         used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
         if num_rows:
             codec, words = coding_of(codebook, row_bytes, device)
-            table = (slots.view(-1), slots.view(-1)[:0], lengths, bases, words, codec, inner, 0, num_rows, row_bytes)
-            torch.ops.ibp.encode_into.default(*table, rooms, used, counts, data, None, None, 0, 0, fault)
+            held, sizes = slots.view(-1), (inner, 0, num_rows, row_bytes)
+            place = Parts(held, held[:0], lengths, bases, words, codec, *sizes, rooms, used)
+            Handle(place).encode(data, counts, fault)
         found = lengths.view(torch.int16)
         fits = found != as_int16(default_length(row_bytes))
         if inner < row_bytes:  # rows that were lost are marked as raw ones
@@ -197,9 +199,10 @@ def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device
     bases = torch.empty(0, dtype=torch.int64, device=device)
     out = torch.empty(count * row_bytes, dtype=torch.uint8, device=device)
     fault = torch.zeros(4, dtype=torch.int64, device=device)
-    table = (none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)
+    table = Handle(Parts(none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)).table
     ids = torch.arange(count, device=device)
-    torch.ops.ibp.gather_cached.default(*table, ids, entries, generation.view_of(device)[1], 0, out, fault)
+    near = {"entries": entries, "slabs": generation.view_of(device)[1]}
+    torch.ops.ibp.gather_items.default(table, ids, 0, out, fault, **near)
     if int(fault[0]):
         raise CorruptTableError("a changed row of the cache is damaged: it cannot be written back")
     return out

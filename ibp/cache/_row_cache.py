@@ -13,11 +13,11 @@ from .._common.arguments import whole_number
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
 from .._fetch.ids import check_range, checked_ids, tensor_of
-from .._fetch.paths import is_capturing
-from .._fetch.ready import make_ready
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
+from .._machine.memory import is_capturing
+from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
 from .._tables.coded_rows import CodedRows
@@ -164,7 +164,7 @@ class RowCache(TensorManners):
                 self._given_slot_bytes = in_sectors(whole_number("slot_bytes", slot_bytes, 1, most))
             self._state = CacheState(self.view, self.devices, writable)
             for device in () if self._state.is_idle else self._state.workers:
-                self.view.arguments(device)
+                self.view.handle(device)
             self._state.generation = self._made(None)
 
         if self._peers is None:
@@ -292,7 +292,7 @@ class RowCache(TensorManners):
             ids = ids.cpu()
             check_range(ids, self.view.num_items)
         if ids.device == worker == target and not torch.compiler.is_compiling():
-            make_ready(self.view, worker)
+            self.view.make_ready(worker)
         ids = ids.to(worker)
         shape = (ids.numel(), *self.view.item_shape)
         given = out if out is None or not isinstance(self.table, CodedRows) else _as_bytes(out, shape)
@@ -305,7 +305,7 @@ class RowCache(TensorManners):
         """The items by the shortest way, where an earlier call has made the cache ready and nothing is unusual."""
         try:
             worker, view = ids.device, self.view
-            ready, key = view._ready[worker], current_key(worker)
+            core, key = view._handles[worker].core, current_key(worker)
             given = out if out is None or not self._is_of_place else _as_bytes(out, (ids.numel(), view.row_bytes))
         except (AttributeError, KeyError, ValueError):
             return None
@@ -320,7 +320,7 @@ class RowCache(TensorManners):
                 or generation.version != view.version
             ):
                 return None
-            taken = ready.take(ids, given, sms_of(max_sms), generation.ready[worker])
+            taken = core.take(ids, given, sms_of(max_sms), generation.ready[worker])
         return taken if taken is None or out is None else out
 
     def _fetch(self, ids: torch.Tensor, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
@@ -328,21 +328,22 @@ class RowCache(TensorManners):
         if result.numel() == 0:
             return
         ids, positions = self._in_order(ids)
-        with self.found(ids) as (arguments, entries, slabs):
-            torch.ops.ibp.gather_cached.default(*arguments, ids, entries, slabs, sms, result, fault, positions)
+        with self.found(ids) as (handle, entries, slabs):
+            near = {"entries": entries, "slabs": slabs}
+            torch.ops.ibp.gather_items.default(handle.table, ids, sms, result, fault, positions, **near)
 
     @contextmanager
-    def found(self, ids: torch.Tensor) -> Iterator[tuple[tuple, torch.Tensor, list[torch.Tensor]]]:
+    def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows there.
 
-        Yields (what table operations start with, entries [ids * rows of an item], slabs); they are valid for what is
+        Yields (the handle of the table, entries [ids * rows of an item], slabs); they are valid for what is
         launched within the block.
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
         """
         worker, view = ids.device, self.view
-        arguments = view.arguments(worker)
+        handle = view.handle(worker)
         entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
         counts = self._state.counts[worker]
         with self._state.lock:
@@ -353,27 +354,27 @@ class RowCache(TensorManners):
                 self._state.captured.append(generation)  # a graph goes on reading it, after refills too
             if self.policy == "lru":
                 self._state.hold(generation, worker, self._state.order.write(worker))
-                self._claim(generation, ids, arguments, entries, counts)
+                self._claim(generation, ids, handle, entries, counts)
             else:
                 self._state.hold(generation, worker, self._state.order.read(worker))
                 torch.ops.ibp.find_cached.default(
                     ids,
                     self._state.rows_per_item,
                     view.row_bytes,
-                    arguments[2],
+                    handle.parts.lengths,
                     generation.view_of(worker)[0],
                     generation.ways,
                     entries,
                     counts,
                 )
             generation.make_ready(worker, counts)
-            yield arguments, entries, generation.view_of(worker)[1]
+            yield handle, entries, generation.view_of(worker)[1]
 
     def _claim(
         self,
         generation: Generation,
         ids: torch.Tensor,
-        arguments: tuple,
+        handle: Handle,
         entries: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> None:
@@ -381,7 +382,7 @@ class RowCache(TensorManners):
         slab = generation.slabs[0]
         fault = torch.zeros(4, dtype=torch.int64, device=ids.device)  # what is corrupt, the gather notes too
         torch.ops.ibp.claim_cached.default(
-            *arguments,
+            handle.table,
             ids,
             generation.ways,
             generation.slot_bytes,
@@ -506,7 +507,7 @@ class RowCache(TensorManners):
             return made
         for part in items[:held].flip(0).split(max(1, held // _LEAST_PARTS)):
             entries = torch.empty(part.numel() * self._state.rows_per_item, dtype=torch.int64, device=slab.device)
-            self._claim(made, part.contiguous(), self.view.arguments(slab.device), entries, None)
+            self._claim(made, part.contiguous(), self.view.handle(slab.device), entries, None)
         return made
 
     def _slot_bytes(self) -> int:

@@ -178,7 +178,7 @@ def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
     """Bytes of rows as they are stored, int64, on the device that their numbers are on, which reads the table; 0 for
     default rows, and for those whose length is no row's."""
-    lengths, row_bytes = table.arguments(rows.device)[2], table.row_bytes
+    lengths, row_bytes = table.handle(rows.device).parts.lengths, table.row_bytes
     if lengths.numel() == 0:
         return torch.full_like(rows, row_bytes)
     sizes = slots.stored_sizes(lengths.view(torch.int16)[rows].to(torch.int64) & 0xFFFF, row_bytes, row_bytes)
@@ -280,9 +280,8 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
     if plan.rows.numel():
         fault = torch.zeros(4, dtype=torch.int64, device=device)
         rows, offsets = plan.rows.to(device), plan.offsets.to(device)
-        torch.ops.ibp.fill_slab.default(
-            *table.arguments(device), rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault
-        )
+        handle = table.handle(device)
+        torch.ops.ibp.fill_slab.default(handle.table, rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault)
     return slab
 
 

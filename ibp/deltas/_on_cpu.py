@@ -51,7 +51,7 @@ class InPlace:
         """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
         change, fault = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
         width = _coding.element_bytes_of(self._delta.dtype)
-        arguments = self._table.arguments(torch.device("cpu"))
-        torch.ops.ibp.add_rows.default(*arguments, width, subtracts, self._base, change, fault)
+        table = self._table.handle(torch.device("cpu")).table
+        torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
         _coding.note_change([self._base])
         return int(change), not int(fault[0])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._rows.handle import Handle
 from .._tables.coded_rows import CodedRows
 from ._codec import ROW_BYTES, Codec, rows_of
 from ._slots import Slot
@@ -38,11 +39,10 @@ class Memory(NamedTuple):
 
 
 class _BoundMessages(NamedTuple):
-    """A message in a slot's memory: its first bytes, the arguments of operations, and where it is raw its bytes."""
+    """A message in a slot's memory: its first bytes, and its rows as operations take them."""
 
     start: torch.Tensor
-    encode: tuple
-    decode: tuple
+    handle: Handle
 
 
 class Status:
@@ -197,7 +197,7 @@ class Messages:
         if slot.clean is not bound:
             bound.start.copy_(self._empty[self.payloads[k]])
         slot.clean = None
-        torch.ops.ibp.encode_into.default(*bound.encode, status.counts[k], data, None, None, 0, max_sms, status.unused)
+        bound.handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
 
     def clean(self, slot: Slot, k: int) -> None:
         """Makes a message that was moved ready for being coded again: by then the host has less to do."""
@@ -212,7 +212,7 @@ class Messages:
             data.copy_(self.of(slot).each[k][: data.numel()])
             return
         bound = self._bind(slot, k)
-        torch.ops.ibp.decode_bytes.default(*bound.decode, 0, data.numel(), max_sms, data, status.faults[k])
+        torch.ops.ibp.decode_bytes.default(bound.handle.table, 0, data.numel(), max_sms, data, status.faults[k])
 
     def note_heads(self, slot: Slot, status: Status) -> None:
         """Notes in the status which codecs have coded the messages."""
@@ -227,8 +227,7 @@ class Messages:
     @torch.inference_mode(False)
     def _bound(self, memory: torch.Tensor, k: int) -> _BoundMessages:
         place = self._place(memory, self.payloads[k])
-        *encode, _ = place.arguments
-        return _BoundMessages(_start_of(place, memory), tuple(encode), place.table_arguments)
+        return _BoundMessages(_start_of(place, memory), place.handle)
 
     def _empty_start(self, payload: int) -> torch.Tensor:
         """What a message begins with before rows are coded into it."""

@@ -16,6 +16,7 @@ from .._layout import geometry as _rows
 from .._layout.manners import TensorManners
 from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
+from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
 from .._rows.table import CorruptTableError, Table
 from .._schemes import AnyCodebook, Request, coding_of
@@ -341,16 +342,15 @@ class ShardedTable(TensorManners):
             lengths, rows, none = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
             num_items = wanted.unique.numel()
             codec, words = coding_of(self._codebook, table.row_bytes, target)
+            sizes = (0, num_items, table.item_bytes)
             if self._codebook is None:
-                coded: tuple = (rows, none, lengths[:0], none.view(torch.int64), words, codec, table.row_bytes)
+                parts = Parts(rows, none, lengths[:0], none.view(torch.int64), words, codec, table.row_bytes, *sizes)
             else:
-                coded = (none, rows, lengths, self._places(lengths)[:-1], words, codec, 0)
+                parts = Parts(none, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
             fault = table.fault_on(target, of_selections=True) if on_gpu else torch.zeros(4, dtype=torch.int64)
             places = wanted.places.to(target)
-            torch.ops.ibp.gather_items.default(
-                *coded, 0, num_items, table.item_bytes, places, wanted.sms, result, fault, None
-            )
+            torch.ops.ibp.gather_items.default(Handle(parts).table, places, wanted.sms, result, fault, None)
             if not on_gpu:
                 status, position, _, taken = fault.tolist()
                 table.raise_fault((status, position, None, taken))
@@ -389,8 +389,8 @@ class ShardedTable(TensorManners):
         bounds = ends[ends_of_parts.to(worker)].tolist()
         copied = torch.empty(bounds[-1], dtype=torch.uint8, device=worker)
         fault = torch.zeros(4, dtype=torch.int64, device=worker)
-        arguments, no_map = table.arguments(worker), ends[:0]
-        torch.ops.ibp.fill_slab.default(*arguments, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
+        handle, no_map = table.handle(worker), ends[:0]
+        torch.ops.ibp.fill_slab.default(handle.table, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
         table.raise_fault(fault.tolist())
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
         entries = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
@@ -461,7 +461,7 @@ class _Received(NamedTuple):
 
 def _entries(table: Table, rows: torch.Tensor, worker: torch.device) -> torch.Tensor:
     """Entries of the index of rows, uint16 on the worker, 0 where there is none."""
-    lengths = table.arguments(worker)[2]
+    lengths = table.handle(worker).parts.lengths
     found = lengths.view(torch.int16)[rows] if lengths.numel() else torch.zeros_like(rows, dtype=torch.int16)
     return found.view(torch.uint16)
 

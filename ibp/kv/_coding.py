@@ -10,6 +10,7 @@ import torch
 from .. import _core, _schemes
 from .._fetch.streaming import STREAM_SMS
 from .._layout import geometry as _rows
+from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook, PlanesCodebook
 from .._schemes.estimation import check_codebook
 from .._schemes.kinds import CLEARLY_LESS, Learner, learned_from
@@ -150,27 +151,9 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
     bases = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
     state = torch.zeros(7, dtype=torch.int64, device=device)
     none = torch.empty(0, dtype=torch.uint8, device=device)
-    torch.ops.ibp.encode_into.default(
-        none,
-        data,
-        lengths,
-        bases,
-        codebook.words(device),
-        codebook.codec,
-        0,
-        0,
-        num_items,
-        item_bytes,
-        none.view(torch.uint16),
-        state[:1],
-        state[1:3],
-        items,
-        None,
-        None,
-        0,
-        0,
-        state[3:],
-    )
+    words, sizes, rooms = codebook.words(device), (0, 0, num_items, item_bytes), none.view(torch.uint16)
+    place = Parts(none, data, lengths, bases, words, codebook.codec, *sizes, rooms, state[:1])
+    Handle(place).encode(items, state[1:3], state[3:])
     return CodedTokens(codebook, data, lengths, bases, state, num_items)
 
 
@@ -256,9 +239,8 @@ class TokenSpan:
         else:
             num_items, slots, overflow, index, row_bytes = self.num_items, self._none, staged, self._index, 0
         shape = row_bytes, 0, num_items, item_bytes
-        torch.ops.ibp.gather_into.default(
-            slots, overflow, *index, self._words, self._codec, *shape, ids, sms, _OUTER_DIMS, out, fault
-        )
+        table = Handle(Parts(slots, overflow, *index, self._words, self._codec, *shape)).table
+        torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
 
     def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
         """int64 [n]: the items of blocks first to last - 1 of all blocks, in the order of a tensor's items. None: all

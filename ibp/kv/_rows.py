@@ -188,7 +188,7 @@ class KVRows:
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
         row_ids = self._rows(tokens.unsqueeze(1)).view(-1)
         sms = sms_of(max_sms)
-        torch.ops.ibp.encode_into.default(*place.arguments, rows.detach(), None, row_ids, 0, sms, place._fault)
+        place.handle.encode(rows.detach(), place._counts, place._fault, row_ids=row_ids, max_sms=sms)
         if self.caches:
             self.caches[layer].invalidate(row_ids)
 
@@ -236,7 +236,7 @@ class KVRows:
         else:
             sms = sms_of(max_sms)
             ids = rows.view(-1)
-            torch.ops.ibp.gather_items.default(*place.table_arguments, ids, sms, out, self._fault_near)
+            torch.ops.ibp.gather_items.default(place.handle.table, ids, sms, out, self._fault_near)
         return out
 
     def clear(self, layer: int | None = None) -> None:

@@ -13,8 +13,9 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._fetch.calls import sms_of
-from .._fetch.paths import is_capturing
 from .._machine import memory as _memory
+from .._machine.memory import is_capturing
+from .._rows.handle import Handle
 from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import Buffers, CodedRows
@@ -261,6 +262,7 @@ class KVStore:
         self._streams: dict[bool, torch.cuda.Stream] = {}
         self._under_way: list[Transfer] = []
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
+        self._tables: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     # ---- what it is ----
@@ -341,7 +343,7 @@ class KVStore:
             place, layout, count = self.place, call.tensors._layout, self._rows_per_tensor
             row_ids, buffers = self._plan(call, count, None)
             sms = _sms_of(max_sms, _STORE_SMS if place.memory == "pinned" else 0)
-            torch.ops.ibp.encode_into.default(*place.arguments, layout, buffers, row_ids, 0, sms, place._fault)
+            place.handle.encode(layout, place._counts, place._fault, buffers=buffers, row_ids=row_ids, max_sms=sms)
             torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
             return self._begun(call, True)
 
@@ -365,12 +367,10 @@ class KVStore:
         with self._lock, self._on_stream(stream, False, call):
             piece = call.tensors.piece_bytes
             items, addresses = self._plan(call, self.page_bytes // piece, self._stored)
-            slots, overflow, lengths, bases, words, codec, slot_bytes, *_ = self.place.table_arguments
-            table = (slots, overflow, lengths, bases, words, codec, slot_bytes, 0)
-            shape = (self.num_pages * self.num_tensors * self.page_bytes // piece, piece)
+            table = self._table_of(piece)
             sms = _sms_of(max_sms, _LOAD_SMS if self.place.memory == "pinned" else 0)
             out = call.tensors.tensors[0]
-            torch.ops.ibp.gather_to.default(*table, *shape, items, addresses, sms, out, self._fault_near)
+            torch.ops.ibp.gather_items.default(table, items, sms, out, self._fault_near, addresses=addresses)
             return self._begun(call, False)
 
     def free(self, pages: Pages) -> None:
@@ -537,6 +537,14 @@ class KVStore:
         torch.ops.ibp.plan_pages.default(call.near, call.blocks, *_sizes, *of._where, stored, ids, addresses)
         return ids, addresses
 
+    def _table_of(self, piece: int) -> torch.Tensor:
+        """The pool as a table whose items are pieces of so many bytes, for operations."""
+        if piece not in self._tables:
+            num_items = self.num_pages * self.num_tensors * self.page_bytes // piece
+            parts = self.place.handle.parts._replace(num_items=num_items, item_bytes=piece)
+            self._tables[piece] = Handle(parts).table
+        return self._tables[piece]
+
     def raise_fault(self) -> None:
         status, position, item, _ = self._fault.tolist()
         if status == 0:
@@ -620,7 +628,7 @@ def _compact(place: Any, keeps: torch.Tensor) -> None:
     ends = needed.cumsum(0)
     starts, total = ends - needed, int(ends[-1]) if len(ends) else 0
     inside = torch.arange(total, device=needed.device) - starts.repeat_interleave(needed)
-    sectors = place.table_arguments[1].view(-1, sector)
+    sectors = place.handle.parts.overflow.view(-1, sector)
     sectors[:total] = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
     place.bases.copy_(torch.where(needed > 0, starts * sector, -1))
     place.rooms.copy_(needed.to(torch.int16).view(torch.uint16))

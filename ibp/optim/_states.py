@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from .. import _core
 from .._layout import slots as _layout
 from .._machine.memory import PinningError
+from .._rows.handle import Handle
 from .._schemes import AnyCodebook
 from .._schemes.kinds import Learner
 from .._tables.coded_rows import CodedRows
@@ -115,8 +116,8 @@ class CodedState:
         if self.is_new:
             out.zero_()
         elif self.place is not None:
-            slots, (_, *others) = self._slots(self.place, near), self.place.table_arguments
-            torch.ops.ibp.decode_bytes.default(slots, *others, 0, out.numel(), 0, out, self.place._fault)
+            table = self._handle(self.place, near).table
+            torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), 0, out, self.place._fault)
         elif self.raw is not None:
             out.copy_(self.raw, non_blocking=True)
 
@@ -124,16 +125,17 @@ class CodedState:
         """Keeps the state that has these bytes, for which there was a `fit`; the caller counts it in `stores`. All of
         overflow is free. near: memory of num_rows rows that slots are written to, in place of their own."""
         if self.place is not None:
-            slots, (_, *others) = self._slots(self.place, near), self.place.arguments
-            torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
+            self._handle(self.place, near).encode(data, self.place._counts, self.place._fault)
         else:
             assert self.raw is not None, "fit comes first"
             self.raw.copy_(data, non_blocking=True)
 
     @staticmethod
-    def _slots(place: CodedRows, near: torch.Tensor | None) -> torch.Tensor:
-        slots = cast(torch.Tensor, place.table_arguments[0])
-        return slots if near is None else near[: slots.numel()]
+    def _handle(place: CodedRows, near: torch.Tensor | None) -> Handle:
+        if near is None:
+            return place.handle
+        parts = place.handle.parts
+        return Handle(parts._replace(slots=near[: parts.slots.numel()]))
 
     def check(self) -> None:
         """RuntimeError: bytes of the state are damaged. Waits for the device."""

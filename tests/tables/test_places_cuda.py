@@ -267,7 +267,7 @@ def test_what_is_refused(rows, codebook):
 
 def test_opcheck(rows, codebook):
     place = place_of(codebook)
-    arguments = (*place.arguments, rows, None, None, 0, 0, place._fault)
+    arguments = (place.handle.table, rows, None, None, 0, 0, place._counts, place._fault)
     torch.library.opcheck(torch.ops.ibp.encode_into.default, arguments)
 
 
