@@ -13,7 +13,7 @@ from ._codec import Codec, as_bytes
 from ._exchange import CodedWork, ExchangePiece, Job
 from ._links import Load, raw_all_gather
 from ._messages import Memory, Messages, Part, Status, spans_of
-from ._planning import LEAST_BYTES, RAW, Call, Kind, Options, Plan, State, state_of
+from ._planning import LEAST_BYTES, RAW, Call, CallOptions, Kind, Plan, State, state_of
 
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # of calls whose ranks send each other what they like
 _MOST_MESSAGES = 64  # layouts that a plan keeps
@@ -69,7 +69,7 @@ def all_gather_into_tensor(
         TypeError, ValueError: an argument is not as described, or ranks differ in it: then on all ranks.
         RuntimeError: torch.distributed is not initialised, or a rank does not take part.
     """
-    options = Options(codec, level, name)
+    options = CallOptions(codec, level, name)
     return gather(output_tensor, input_tensor, group, async_op, async_op, options)
 
 
@@ -79,7 +79,7 @@ def gather(
     group: dist.ProcessGroup | None,
     async_op: bool,
     is_coded_async: bool,
-    options: Options,
+    options: CallOptions,
     is_known_to_fit: bool = False,
 ) -> dist.Work | None:
     """The same. async_op: of torch's call; is_coded_async: of a coded one; is_known_to_fit: later calls are, so that
@@ -108,7 +108,7 @@ def gather(
 def _called(
     group: dist.ProcessGroup | None,
     kind: Kind,
-    options: Options,
+    options: CallOptions,
     x: torch.Tensor,
     load: Load,
     check: Callable[[], None],
@@ -188,7 +188,7 @@ def broadcast(
         tensor: contiguous; sent by the source, written by the others.
         src, group_src: the source's rank among all, or in the group: one of them.
     """
-    options = Options(codec, level, name)
+    options = CallOptions(codec, level, name)
     options.check(tensor)
     state, root = state_of(group), root_of(src, group_src, group)
     send = functools.partial(dist.broadcast, group=group, group_src=root)
@@ -238,7 +238,7 @@ def all_to_all_single(
         output, input: contiguous, of one dtype and device.
         output_split_sizes, input_split_sizes: items of dimension 0 from and to each rank; None: equal parts.
     """
-    options = Options(codec, level, name)
+    options = CallOptions(codec, level, name)
     options.check(output, input)
     # Ranks that send and receive little can be part of a large call: nothing depends on a rank's own sizes.
     state, kind = state_of(group), options.kind_of("all_to_all_single", input)._replace(numel=0)
@@ -350,7 +350,7 @@ class _Splits:
 # ---- what they share -----------------------------------------------------------------------------------------------
 
 
-def travels_raw(state: State, x: torch.Tensor, num_bytes: int, options: Options) -> bool:
+def travels_raw(state: State, x: torch.Tensor, num_bytes: int, options: CallOptions) -> bool:
     """Whether nothing needs to be agreed on: there is nothing to code, or too little; CUDA graphs are captured."""
     is_chosen = options.level == "auto" and options.codec is None
     if state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < LEAST_BYTES):

@@ -21,7 +21,7 @@ from ._calls import finished, gather, gathering, messages_of, movable, run
 from ._codec import Codec, as_bytes
 from ._links import raw_all_gather
 from ._messages import Part, Status, has_lost, spans_of, status_entries
-from ._planning import RAW, Kind, Options, Plan, State, state_of
+from ._planning import RAW, CallOptions, Kind, Plan, State, state_of
 from ._slots import MessageSlots, on
 
 
@@ -57,7 +57,7 @@ def compress_all_gather(
         TypeError, ValueError: an argument is not as described, or nothing is sharded.
         RuntimeError: this torch has no `FSDPModule.set_custom_all_gather`.
     """
-    options = Options(codec, level, "")
+    options = CallOptions(codec, level, "")
     options.check()
     from torch.distributed.fsdp import FSDPModule  # here: not every build of torch has it
 
@@ -95,7 +95,7 @@ class Shards:
         is_raw: they were not, and the codec is not learned anew.
     """
 
-    def __init__(self, module: Any, options: Options) -> None:
+    def __init__(self, module: Any, options: CallOptions) -> None:
         self.module, self.options = module, options
         self.kind: Kind | None = None
         self._group: weakref.ref[dist.ProcessGroup] | None = None  # which ends before the module, perhaps

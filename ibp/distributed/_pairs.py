@@ -21,7 +21,7 @@ from ._codec import Codec, as_bytes, sample_of
 from ._exchange import CodedWork, Job, Work
 from ._links import Load
 from ._messages import Memory, Messages, Status
-from ._planning import RAW, Kind, Options, Pair, Plan, State
+from ._planning import RAW, CallOptions, Kind, Pair, Plan, State
 
 _NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
 _LENGTH_BYTES = 8
@@ -119,7 +119,7 @@ def send(
         RuntimeError: torch.distributed is not initialised, or the other rank does not take part.
     """
     way = Way(group, True, root_of(dst, group_dst, group, "dst"), tag)
-    return _transferred(tensor, way, Options(codec, level, name), async_op)
+    return _transferred(tensor, way, CallOptions(codec, level, name), async_op)
 
 
 def recv(
@@ -155,10 +155,10 @@ def recv(
         TypeError, ValueError, RuntimeError: as in `send`; ValueError also if the sender's tensor is of another kind.
     """
     way = Way(group, False, root_of(src, group_src, group), tag)
-    return _transferred(tensor, way, Options(codec, level, name), async_op)
+    return _transferred(tensor, way, CallOptions(codec, level, name), async_op)
 
 
-def _transferred(tensor: torch.Tensor, way: Way, options: Options, is_async: bool) -> dist.Work | None:
+def _transferred(tensor: torch.Tensor, way: Way, options: CallOptions, is_async: bool) -> dist.Work | None:
     """What `send` and `recv` do."""
     options.check(tensor)
     state = _planning.state_of(way.group)

@@ -59,7 +59,7 @@ class Kind(NamedTuple):
     root: int = -1
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """How tensors are coded: arguments of `ibp.distributed.all_gather_into_tensor`."""
 
     codec: Codec | None
