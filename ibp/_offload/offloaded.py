@@ -18,7 +18,7 @@ from .._common import ops
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._machine import memory
-from .._rows.table import CorruptTableError
+from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor

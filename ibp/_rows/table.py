@@ -8,7 +8,6 @@ met.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,20 +20,21 @@ from .._machine import memory
 from .._machine import numa as _numa
 from .._machine.segments import FileRows, Segment
 from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
+from .faults import Faults, FaultWords, refuse_capture
 from .room import Room
 
-_INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 1, 2, 3  # ibp_status
+OF_SELECTIONS = 1  # the kind of faults of work that reads selections of a table's items and does not know their ids
+_WORDS = FaultWords(
+    "{status}: item or row {value} at position {position}",
+    out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
+    invalid="offsets[{position}] is {value}; wanted the number of an id, not less than the one before",
+)
+_WORDS_OF_SELECTIONS = _WORDS._replace(damaged="{status}: the item of ids[{position}]")
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 
 _TENSORS = ("slots", "overflow", "lengths", "bases")
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
-
-
-class CorruptTableError(ValueError):
-    """A table's bytes contradict each other: it was damaged or made up."""
-
-    __module__ = "ibp"
 
 
 class Table(TensorManners):
@@ -53,6 +53,7 @@ class Table(TensorManners):
     num_items: int
     item_bytes: int
     item_shape: tuple[int, ...]
+    faults: Faults
     _room: Room | None = None  # of a table whose rows have changed
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
     _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
@@ -99,10 +100,10 @@ class Table(TensorManners):
             num_items=geometry.num_items,
             item_bytes=geometry.item_bytes,
             item_shape=tuple(geometry.shape[1:]),
+            faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
         )
         self._places: dict[torch.device, tuple] = {}
         self._ready: dict[torch.device, _core.ReadyTable] = {}
-        self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see fault_on
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made in place
         self._pinned_range: object = None
         self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
@@ -420,7 +421,7 @@ class Table(TensorManners):
         to a GPU, pinned rows are mapped."""
         if device in self._places:
             return self._places[device]
-        _refuse_capture(device)
+        refuse_capture(device)
         if device != self.device and self._segment is not None:
             with torch.cuda.device(device):
                 self._pin_segment()
@@ -442,7 +443,7 @@ class Table(TensorManners):
             self.item_bytes,
         )
         self._places[device] = place
-        self.fault_on(device)  # compiled code and graphs find it made
+        self.faults.on(device)  # compiled code and graphs find it made
         return place
 
     def _packed(self, device: torch.device) -> torch.Tensor:
@@ -454,14 +455,14 @@ class Table(TensorManners):
     def make_ready(self, device: torch.device, most_items: int) -> None:
         """Readies the table for calls with ids on the device that decodes. most_items: of such a call."""
         tensors = [value for value in self.arguments(device) if isinstance(value, torch.Tensor)]
-        near = self.fault_on(device)
+        near = self.faults.on(device)
         self._ready[device] = _core.ReadyTable(
             packed=self._packed(device).numpy().data,
-            kept=(tensors, self._faults[device]),
+            kept=(tensors, self.faults),
             ranges=[(tensor.data_ptr(), _nbytes(tensor)) for tensor in (*tensors, near)],
             device=-1 if device.type == "cpu" else device.index,
             torch_device=device,
-            faults=[record.ctypes.data for record, _ in self._faults[device].values()],
+            faults=self.faults.addresses(device),
             fault=near.data_ptr(),
             item_shape=list(self.item_shape),
             dtype=self.dtype,
@@ -478,47 +479,18 @@ class Table(TensorManners):
     def check(self) -> None:
         """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or
         CorruptTableError."""
-        for device in list(self._faults):
+        for device in self.faults.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self.raise_pending(device)
 
-    def fault_on(self, device: torch.device, of_selections: bool = False) -> torch.Tensor:
-        """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time.
-        of_selections: for work that reads selections of the table's items (see host_gather) and does not know their
-            ids."""
-        if of_selections not in self._faults.get(device, ()):
-            _refuse_capture(device)
-            host = memory.empty(32, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
-            near = memory.device_view(host, device) if device.type == "cuda" else host
-            self._faults.setdefault(device, {})[of_selections] = host.numpy(), near
-            self._ready.pop(device, None)  # which looks at all of them
-        return self._faults[device][of_selections][1]
-
     def raise_pending(self, device: torch.device) -> None:
-        for of_selections, (record, _) in self._faults.get(device, {}).items():
-            if not record[0]:
-                continue
-            status, position, value, taken = record.tolist()
-            record[:] = 0
-            self.raise_fault(
-                (status, position, None if of_selections else value, taken),
-                f" (noted by an earlier call on {device}; its row was filled with zeros)",
-            )
+        """Raises what earlier calls have noted on a device."""
+        self.faults.raise_pending(device, last=self.num_items - 1)
 
-    def raise_fault(self, fault: Sequence[int | None], when: str = "") -> None:
-        status, position, value, _ = fault
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self.num_items - 1}{when}")
-        if status == _CORRUPT_ROW:
-            which = (
-                f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
-            )
-            raise CorruptTableError(f"{_core.status_string(status)}: {which}{when}")
-        if status == _INVALID_ARGUMENT:
-            raise ValueError(
-                f"offsets[{position}] is {value}; wanted the number of an id, not less than the one before{when}"
-            )
+    def raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
+        """Raises what a call has noted in a record of its own."""
+        (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.num_items - 1)
 
 
 # ---- checks ----
@@ -641,17 +613,6 @@ def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
 
     num_whole, last_bytes = divmod(geometry.num_bytes, geometry.row_bytes)
     return num_whole * overflow_bytes(geometry.row_bytes) + overflow_bytes(last_bytes)
-
-
-def _refuse_capture(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    with torch.cuda.device(device):  # torch looks at the current device's stream
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
-                "call index_select or decompress once before capturing"
-            )
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from .._layout import slots as _layout
 from .._layout.geometry import Geometry, bytes_of, rows_of
 from .._machine import memory
 from .._machine.segments import Segment
+from .._rows.faults import new_record
 from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
 from .._rows.table import Table
@@ -116,7 +117,7 @@ def _worker_of(table: Table, *devices: torch.device) -> torch.device:
     home = table.device
     if home.type == "cuda" or not table.is_pinned():
         return home
-    gpus = [device for device in (*devices, *table._faults) if device.type == "cuda"]
+    gpus = [device for device in (*devices, *table.faults.devices) if device.type == "cuda"]
     return gpus[0] if gpus else home
 
 
@@ -160,9 +161,9 @@ def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tupl
 
 def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
     out = torch.empty(end - start, dtype=torch.uint8, device=worker)
-    fault = torch.zeros(4, dtype=torch.int64, device=worker)
+    fault = new_record(worker)
     torch.ops.ibp.decode_bytes.default(*table.arguments(worker), start, end, 0, out, fault)
-    table.raise_fault(fault.tolist())
+    table.raise_fault(fault)
     return out
 
 
@@ -174,12 +175,12 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
     out = torch.empty(numbers.numel() * row_bytes, dtype=torch.uint8, device=worker)
     has_last = bool(rest) and int(numbers[-1]) == num_whole
     whole = numbers[:-1] if has_last else numbers
-    fault = torch.zeros(4, dtype=torch.int64, device=worker)
+    fault = new_record(worker)
     if whole.numel():
         slots, overflow, lengths, bases, *rest_of_them = table.arguments(worker)
         arguments = (slots, overflow, lengths, bases[:num_whole], *rest_of_them[:-2], num_whole, row_bytes)
         torch.ops.ibp.gather_items.default(*arguments, whole, 0, out, fault, None)
-        table.raise_fault(fault.tolist())
+        table.raise_fault(fault)
     if has_last:
         start = num_whole * row_bytes
         last = decoded_bytes(table, start, start + rest, worker)
@@ -257,7 +258,7 @@ def _encode(
     held = room.slots[: _layout.slots_size(geometry, slot_bytes)], room.overflow
     slots, overflow = (memory.seen_from(worker, part) for part in held)
     codec, words = table._coding(worker)
-    fault, counts = (torch.zeros(count, dtype=torch.int64, device=worker) for count in (4, 2))
+    fault, counts = new_record(worker), torch.zeros(2, dtype=torch.int64, device=worker)
     torch.ops.ibp.encode_into.default(
         slots,
         overflow,

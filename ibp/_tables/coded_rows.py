@@ -10,6 +10,7 @@ import torch
 from .. import _core
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
+from .._rows.faults import FaultWords, new_record
 from .._schemes import AnyCodebook
 from .._schemes.estimation import check_codebook
 from .compressed_tensor import CompressedTensor
@@ -17,8 +18,10 @@ from .compressed_tensor import CompressedTensor
 _NO_BASE, _MOST_LENGTH = -1, 65535  # of a row without a part; an entry of lengths
 _ALIGNMENT = 64  # bytes, of each part of memory that is given
 _COUNTERS = 8  # int64: used, spilled, lost, a fault of 4
-_INDEX_OUT_OF_RANGE = 2  # ibp_status
 _CPU = torch.device("cpu")
+_OUT_OF_RANGE = "row_ids[{position}] is {value}; the place has {num_rows} rows"
+_CODING = FaultWords("row_ids has {value} more than once", RuntimeError, _OUT_OF_RANGE)
+_READING = FaultWords("row {value} of the place was lost or is damaged", ValueError, _OUT_OF_RANGE)
 
 
 class RowCounts(NamedTuple):
@@ -206,13 +209,9 @@ class CodedRows:
             IndexError: an id was outside the place's rows.
             RuntimeError: an id came twice in one call.
         """
-        status, position, row, _ = self._fault.tolist()
-        if status == 0:
-            return
+        record = self._fault.tolist()
         self._fault.zero_()
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
-        raise RuntimeError(f"row_ids has {row} more than once")
+        _CODING.raise_for(record, num_rows=self.num_rows)
 
     def decode(self, row_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Rows as they were coded: [rows, row_bytes / itemsize] of dtype, on the place's device.
@@ -226,16 +225,12 @@ class CodedRows:
         """
         count = self.num_rows if row_ids is None else row_ids.numel()
         out = torch.empty(count * self.row_bytes, dtype=torch.uint8, device=self.device)
-        fault = torch.zeros(4, dtype=torch.int64, device=self.device)
+        fault = new_record(self.device)
         if row_ids is None:
             torch.ops.ibp.decode_bytes(*self.table_arguments, 0, out.numel(), 0, out, fault)
         else:
             torch.ops.ibp.gather_items(*self.table_arguments, row_ids.reshape(-1), 0, out, fault)
-        status, position, row, _ = fault.tolist()
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
-        if status != 0:
-            raise ValueError(f"row {row} of the place was lost or is damaged")
+        _READING.raise_for(fault, num_rows=self.num_rows)
         return out.view(count, self.row_bytes).view(dtype)
 
     def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
@@ -266,7 +261,7 @@ class CodedRows:
         """The place as a table that the place's device reads as it is at that time, a pinned one too."""
         table = self.table()
         table._places[self.device] = self.table_arguments
-        table.fault_on(self.device)
+        table.faults.on(self.device)
         return table
 
 

@@ -15,6 +15,7 @@ from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
 from .._layout import slots as _layout
 from .._machine import memory, staging
+from .._rows.faults import FaultWords, new_record
 from .._rows.table import Table
 from .._schemes import AnyCodebook, Request, check_clusters, measure
 from .._schemes.choice import learn
@@ -22,6 +23,9 @@ from .._schemes.estimation import check_codebook, check_learning
 
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 _CPU = torch.device("cpu")
+_WORDS = FaultWords(
+    "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
+)
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
@@ -375,7 +379,7 @@ def encode_block(
     device = block.device
     if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
         slots.zero_(), overflow.zero_()
-    fault = torch.zeros(4, dtype=torch.int64, device=device)
+    fault = new_record(device)
     torch.ops.ibp.encode_rows(
         slots,
         overflow,
@@ -394,8 +398,5 @@ def encode_block(
 
 
 def check_faults(faults: list[torch.Tensor]) -> None:
-    for status, row, _, _ in torch.stack(faults).tolist():
-        if status:
-            raise RuntimeError(
-                f"x changed while it was being compressed: row {row} of a block no longer has the length measured"
-            )
+    for record in torch.stack(faults).tolist():
+        _WORDS.raise_for(record)

@@ -9,8 +9,8 @@ import torch
 from .._fetch.ids import checked_ids, tensor_of
 from .._layout.geometry import bytes_of, rows_of
 from .._layout.slots import default_length
+from .._rows.faults import FaultWords, new_record
 from .._rows.protocols import Ids
-from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook, coding_of
 from .._tables import changes
 from .._tables.changes import check_rows, last_of_each, put_rows
@@ -19,6 +19,7 @@ from ._slabs import DIRTY, Entries, Generation, Slab
 from ._state import CacheState
 
 _BLOCK_BYTES = 256 << 20  # of rows that are written back at once
+_WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
 
 
 def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
@@ -201,10 +202,9 @@ def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device
     lengths = torch.zeros(count if generation.codebook is not None else 0, dtype=torch.uint16, device=device)
     bases = torch.empty(0, dtype=torch.int64, device=device)
     out = torch.empty(count * row_bytes, dtype=torch.uint8, device=device)
-    fault = torch.zeros(4, dtype=torch.int64, device=device)
+    fault = new_record(device)
     table = (none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)
     ids = torch.arange(count, device=device)
     torch.ops.ibp.gather_cached.default(*table, ids, entries, generation.view_of(device)[1], 0, out, fault)
-    if int(fault[0]):
-        raise CorruptTableError("a changed row of the cache is damaged: it cannot be written back")
+    _WORDS.raise_for(fault)
     return out

@@ -19,6 +19,7 @@ from .._fetch.ready import make_ready
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
+from .._rows.faults import new_record
 from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
 from .._tables.coded_rows import CodedRows
@@ -390,7 +391,7 @@ class RowCache(TensorManners):
     ) -> None:
         """Looks items up in a cache that replaces rows, and makes room for the items that it lacks."""
         slab = generation.slabs[0]
-        fault = torch.zeros(4, dtype=torch.int64, device=ids.device)  # what is corrupt, the gather notes too
+        fault = new_record(ids.device)  # what is corrupt, the gather notes too
         torch.ops.ibp.claim_cached.default(
             *arguments,
             ids,

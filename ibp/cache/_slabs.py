@@ -16,6 +16,7 @@ import torch
 
 from .. import _core
 from .._layout import slots
+from .._rows.faults import new_record
 from .._rows.table import Table
 from .._schemes import AnyCodebook
 from ._order import Key, key_of
@@ -278,7 +279,7 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
         empty_map(sets_for(plan.rows.numel()) * STATIC_WAYS, device),
     )
     if plan.rows.numel():
-        fault = torch.zeros(4, dtype=torch.int64, device=device)
+        fault = new_record(device)
         rows, offsets = plan.rows.to(device), plan.offsets.to(device)
         torch.ops.ibp.fill_slab.default(
             *table.arguments(device), rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault

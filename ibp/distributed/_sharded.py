@@ -16,8 +16,9 @@ from .._layout import geometry as _rows
 from .._layout.manners import TensorManners
 from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
+from .._rows.faults import CorruptTableError, new_record
 from .._rows.protocols import Ids
-from .._rows.table import CorruptTableError, Table
+from .._rows.table import OF_SELECTIONS, Table
 from .._schemes import AnyCodebook, Request, coding_of
 from .._schemes.choice import learn
 from .._schemes.estimation import exact_stored_bytes
@@ -346,14 +347,13 @@ class ShardedTable(TensorManners):
             else:
                 coded = (none, rows, lengths, self._places(lengths)[:-1], words, codec, 0)
             on_gpu = target.type == "cuda"
-            fault = table.fault_on(target, of_selections=True) if on_gpu else torch.zeros(4, dtype=torch.int64)
+            fault = table.faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
             places = wanted.places.to(target)
             torch.ops.ibp.gather_items.default(
                 *coded, 0, num_items, table.item_bytes, places, wanted.sms, result, fault, None
             )
             if not on_gpu:
-                status, position, _, taken = fault.tolist()
-                table.raise_fault((status, position, None, taken))
+                table.raise_fault(fault, of_selections=True)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
     # ---- answering ----
@@ -388,10 +388,10 @@ class ShardedTable(TensorManners):
         ends = self._places(lengths)
         bounds = ends[ends_of_parts.to(worker)].tolist()
         copied = torch.empty(bounds[-1], dtype=torch.uint8, device=worker)
-        fault = torch.zeros(4, dtype=torch.int64, device=worker)
+        fault = new_record(worker)
         arguments, no_map = table.arguments(worker), ends[:0]
         torch.ops.ibp.fill_slab.default(*arguments, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
-        table.raise_fault(fault.tolist())
+        table.raise_fault(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
         entries = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
         return [_Received(*pair) for pair in zip(entries, near.split(sizes))]

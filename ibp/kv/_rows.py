@@ -6,17 +6,20 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _core
 from .._common.arguments import whole_number
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
-from .._rows.table import CorruptTableError
+from .._rows.faults import Faults, FaultWords
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import CodedRows
 from ..cache import RowCache
 from . import _sizes
 
-_INDEX_OUT_OF_RANGE = 2  # ibp_status
+_WORDS = FaultWords(
+    "{status}: row {value} of a layer",
+    out_of_range="a token that was selected is {token}; wanted 0 to {last}",
+    later="",
+)
 
 
 class KVRowsStats(NamedTuple):
@@ -137,8 +140,8 @@ class KVRows:
             for place in (self.places if cache_bytes else ())
         )
         self._heads = torch.arange(self.num_heads, device=self.device)
-        self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
-        self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self._faults = Faults(_WORDS)
+        self._faults.on(self.device)  # graphs find the record made
 
     @property
     def pool_bytes(self) -> int:
@@ -236,7 +239,7 @@ class KVRows:
         else:
             sms = sms_of(max_sms)
             ids = rows.view(-1)
-            torch.ops.ibp.gather_items.default(*place.table_arguments, ids, sms, out, self._fault_near)
+            torch.ops.ibp.gather_items.default(*place.table_arguments, ids, sms, out, self._faults.on(self.device))
         return out
 
     def clear(self, layer: int | None = None) -> None:
@@ -265,13 +268,8 @@ class KVRows:
                 raise RuntimeError(f"{lost} rows of layer {number} found no room in overflow: give more overflow_bytes")
         for cache in self.caches:
             cache.check()
-        status, _, row, _ = self._fault.tolist()
-        self._fault.zero_()
-        if status == _INDEX_OUT_OF_RANGE:
-            token = row // self.num_heads
-            raise IndexError(f"a token that was selected is {token}; wanted 0 to {self.num_tokens - 1}")
-        if status != 0:
-            raise CorruptTableError(f"{_core.status_string(status)}: row {row} of a layer")
+        for words, record in self._faults.taken(self.device):
+            words.raise_for(record, token=record[2] // self.num_heads, last=self.num_tokens - 1)
 
     def stats(self) -> KVRowsStats:
         """Waits for the work on the device."""

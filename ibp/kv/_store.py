@@ -15,7 +15,7 @@ from .._common.arguments import whole_number
 from .._fetch.calls import sms_of
 from .._fetch.paths import is_capturing
 from .._machine import memory as _memory
-from .._rows.table import CorruptTableError
+from .._rows.faults import Faults, FaultWords
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import Buffers, CodedRows
 from . import _sizes
@@ -27,7 +27,11 @@ Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 # Multiprocessors that keep up with the link on an H200, where all of them do 76 GB/s each way: 16 code BF16 at 79 GB/s,
 # 8 decode it at 139 (benchmarks/results/encode_into.csv).
 _STORE_SMS, _LOAD_SMS = 24, 16
-_INDEX_OUT_OF_RANGE = 2  # ibp_status
+_WORDS = FaultWords(
+    "{status}: piece {value} of the store",
+    out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
+    later="",
+)
 _HIGHEST_PRIORITY = -1  # of a CUDA stream: its blocks get the next multiprocessors that other kernels leave
 
 
@@ -107,7 +111,7 @@ class Transfer:
         if self._event is not None:
             self._event.synchronize()
         if not self._stores:
-            self._store.raise_fault()
+            self._store.faults.raise_pending(self._store.device)
 
     def lost(self) -> list[int]:
         """The pages of a store that have not been stored, since overflow had no room for a row of theirs. Waits for the
@@ -256,8 +260,8 @@ class KVStore:
         seen = _memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(shape)
         self._seen = seen.zero_()  # the same for the host
         self._seen_near = _memory.device_view(seen, self.device) if on_gpu else seen
-        self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
-        self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self.faults = Faults(_WORDS)
+        self.faults.on(self.device)  # graphs find the record made
         self._streams: dict[bool, torch.cuda.Stream] = {}
         self._under_way: list[Transfer] = []
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
@@ -370,7 +374,7 @@ class KVStore:
             shape = (self.num_pages * self.num_tensors * self.page_bytes // piece, piece)
             sms = _sms_of(max_sms, _LOAD_SMS if self.place.memory == "pinned" else 0)
             out = call.tensors.tensors[0]
-            torch.ops.ibp.gather_to.default(*table, *shape, items, addresses, sms, out, self._fault_near)
+            torch.ops.ibp.gather_to.default(*table, *shape, items, addresses, sms, out, self.faults.on(self.device))
             return self._begun(call, False)
 
     def free(self, pages: Pages) -> None:
@@ -389,7 +393,8 @@ class KVStore:
         self.synchronize()
         self.place.clear()
         self._give_parts()
-        self._stored.zero_(), self._seen.zero_(), self._fault.zero_()
+        self._stored.zero_(), self._seen.zero_()
+        self.faults.clear(self.device)
 
     def compact(self) -> int:
         """Takes back what rows own of overflow and do not need for what they hold now. Waits for the transfers so far.
@@ -423,7 +428,7 @@ class KVStore:
         self.synchronize()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        self.raise_fault()
+        self.faults.raise_pending(self.device)
         try:
             self.place.check()
         except IndexError:
@@ -536,15 +541,6 @@ class KVStore:
         _sizes = (self.num_pages, of.num_blocks, self.num_tensors, call.first_tensor)
         torch.ops.ibp.plan_pages.default(call.near, call.blocks, *_sizes, *of._where, stored, ids, addresses)
         return ids, addresses
-
-    def raise_fault(self) -> None:
-        status, position, item, _ = self._fault.tolist()
-        if status == 0:
-            return
-        self._fault.zero_()
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError("a page that was loaded is not stored, or a page or block number is out of range")
-        raise CorruptTableError(f"{_core.status_string(status)}: piece {item} of the store")
 
 
 class _StoreCall(NamedTuple):
