@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from .._layout import geometry, slots
-from .._machine.calibration import Calibration
-from .._schemes import AnyCodebook, Request, choice, measure
+from .._layout import geometry
+from .._schemes import AnyCodebook, Request, choice, surveyed
 from .origin import IndexOrigin
 from .spans import SpanView, element_type
 
@@ -186,7 +185,7 @@ def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None)
     codebook = choice.learn("planes", request)
     if codebook is None:
         return None
-    share = _stored_share(rows.view(-1), codebook)
+    share = surveyed(rows.view(-1), codebook).spilled(0)[1] / rows.numel()  # each row takes whole sectors
     return ActivationRecipe(codebook, share, origin) if share < 1 else None
 
 
@@ -196,16 +195,3 @@ def _places(total: int, device: torch.device) -> torch.Tensor:
     count = min(total, _SAMPLE_BYTES // ROW_BYTES)
     parts = torch.arange(count, dtype=torch.float64)
     return ((parts + parts * _GOLDEN % 1) * (total / count)).long().clamp_(max=total - 1).to(device)
-
-
-def _stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:
-    """The overflow that whole rows take, each from a sector on, as a share of their bytes."""
-    stored = slots.stored_sizes(measure(rows, codebook, rows.device), ROW_BYTES, ROW_BYTES)
-    sectors = (stored + slots.SECTOR_BYTES - 1) // slots.SECTOR_BYTES
-    return float(sectors.sum()) * slots.SECTOR_BYTES / rows.numel()
-
-
-def coder_ns(codebook: AnyCodebook, machine: Calibration) -> float:
-    """Time to code and decode a byte, in ns."""
-    rates = choice.coder_rates(codebook, machine)
-    return 1 / rates.encode_gbps + 1 / rates.decode_gbps

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._machine import calibration
+from .._schemes.choice import coder_ns
 from . import coding
 from .spans import SpanView
 
@@ -109,4 +110,4 @@ class ActivationPolicy:
             return DEVICE if saved > _LEAST_SAVED else KEEP
         machine = calibration.in_force(device)
         link_ns = saved * (1 / machine.copy_out_gbps + 1 / machine.copy_in_gbps)
-        return CODED if recipe is not None and link_ns > coding.coder_ns(recipe.codebook, machine) else RAW
+        return CODED if recipe is not None and link_ns > coder_ns(recipe.codebook, machine) else RAW

@@ -24,7 +24,7 @@ from .masks.codebook import Codebook
 from .planes.codebook import PlanesCodebook
 from .registry import SCHEMES, check_scheme, coding_of, scheme_of
 from .request import Request, check_sample
-from .sizes import measure, total_stored
+from .sizes import measure, surveyed, total_stored
 
 __all__ = [
     "SCHEMES",
@@ -40,6 +40,7 @@ __all__ = [
     "learn",
     "measure",
     "scheme_of",
+    "surveyed",
     "total_stored",
     "with_clusters",
 ]

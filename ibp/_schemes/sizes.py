@@ -21,6 +21,12 @@ def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, pro
     return torch.cat(parts) if len(parts) != 2 else parts[1]
 
 
+def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> slots.Survey:
+    """What all rows of the bytes take. device: that measures them; None: where they are."""
+    rows = _rows.Geometry(data.shape, torch.uint8, codebook.row_bytes)
+    return slots.survey(measure(data, codebook, device or data.device), rows)
+
+
 def total_stored(lengths: torch.Tensor, geometry: _rows.Geometry) -> int:
     """Bytes of the coded and raw rows that `lengths` describes."""
     return slots.survey(lengths, geometry).stored

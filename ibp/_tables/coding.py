@@ -223,7 +223,7 @@ def code(
         table._is_refused = pin is None and not is_pinned
         return table
     if slot_bytes is None:
-        slot_bytes = _layout.choose_slot_bytes(coding.survey, geometry)
+        slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
     return encode(kind, data, geometry, coding, slot_bytes, worker, pin, node, progress)
 
 

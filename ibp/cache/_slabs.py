@@ -189,10 +189,12 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
     """Bytes of a slot, a multiple of 32, that nearly all rows that have bytes fit; a whole row where there are none.
     may_grow: with room for rows that change to take more bytes."""
-    sizes = stored_bytes(table, torch.arange(table.num_rows, device=device))
-    counts = torch.bincount(sizes, minlength=table.row_bytes + 1)[1:].cumsum(0)
-    total = int(counts[-1])
-    fits = int(torch.searchsorted(counts, math.ceil(SLOT_QUANTILE * total))) + 1 if total else table.row_bytes
+    found = slots.survey(table.arguments(device)[2], table.geometry)
+    with_bytes = found.num_rows - int(found.sectors[0])
+    if not with_bytes:
+        return in_sectors(table.row_bytes)
+    rule = slots.SlotRule(overflow_cost=0.0, most_spilled=with_bytes - math.ceil(SLOT_QUANTILE * with_bytes))
+    fits = slots.slots_for(found, table.row_bytes, rule)[0]
     return in_sectors(min(fits + fits // GROWTH if may_grow else fits, table.row_bytes))
 
 

@@ -12,7 +12,7 @@ import torch
 from .._common import wire
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._schemes import SCHEMES, AnyCodebook, Request, measure
+from .._schemes import SCHEMES, AnyCodebook, Request, surveyed
 from .._schemes.estimation import check_codebook
 from .._tables.coded_rows import CodedRows
 
@@ -21,7 +21,7 @@ LEVELS = ("default", "fast")
 _SECTOR = slots.SECTOR_BYTES  # of slots and of parts of overflow
 _SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
 _LEAST_OVERFLOW = 4096  # bytes
-_NEAR_BEST = 1.01  # of the least bytes: among such slots the largest is taken, from which the fewest rows spill
+_RULE = slots.SlotRule(near=1.01)  # of such slots the largest are left by the fewest rows
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _LEAST_SAVINGS = 0.02  # a codec that saves less is none
 
@@ -142,8 +142,7 @@ def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     codebook = SCHEMES["planes"].learn(request)
     if codebook is None:
         return None
-    survey = slots.survey(measure(as_bytes(x), codebook, x.device), geometry)
-    slot_bytes, mean_overflow = slots.cheapest_slots(survey.sectors, ROW_BYTES, near=_NEAR_BEST)
+    slot_bytes, mean_overflow = slots.slots_for(surveyed(as_bytes(x), codebook), ROW_BYTES, _RULE)
     if slot_bytes == ROW_BYTES:
         return None
     codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)

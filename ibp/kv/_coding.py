@@ -414,8 +414,4 @@ def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:
     """The share of the sample's bytes that a codebook saves."""
     if codebook is None:
         return 0.0
-    geometry = _rows.Geometry(
-        torch.Size((sample.numel() // codebook.row_bytes, codebook.row_bytes)), torch.uint8, codebook.row_bytes
-    )
-    lengths = _schemes.measure(sample, codebook, torch.device("cpu"))
-    return 1 - _schemes.total_stored(lengths, geometry) / max(1, sample.numel())
+    return 1 - _schemes.surveyed(sample, codebook).stored / max(1, sample.numel())

@@ -17,8 +17,8 @@ from ._learning import ROW_BYTES
 from ._reserve import Reserve
 
 _SECTOR = _core.SECTOR_BYTES
-_SPILLED_COST = 8  # bytes of slots that a byte in overflow is worth, which two kernels move over the link
-_MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
+# A byte in overflow is worth 8 of slots, as two kernels move it over the link.
+_RULE = _layout.SlotRule(overflow_cost=8, most_overflow=0.02 * ROW_BYTES)
 _CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
@@ -177,7 +177,7 @@ class CodedState:
             torch.OutOfMemoryError, MemoryError: there is no memory; nothing has changed.
             PinningError: likewise, where another state keeps the rows coded; elsewhere they are kept raw then.
         """
-        wanted, overflow = _slots_for(group.survey)
+        wanted, overflow = _layout.slots_for(group.survey, ROW_BYTES, _RULE)
         slot_bytes = self._with_host_memory(wanted)
         self.version += 1
         if self.place is not None and self.place.slot_bytes == slot_bytes:
@@ -378,10 +378,3 @@ def _check_counters(counters: list[int]) -> None:
     _, _, lost, fault, *_ = counters
     if lost or fault:
         raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
-
-
-def _slots_for(survey: _layout.Survey) -> tuple[int, float]:
-    """(bytes of the slots that cost the least together with what they leave to overflow, bytes of a mean row there)."""
-    return _layout.cheapest_slots(
-        survey.sectors, ROW_BYTES, overflow_cost=_SPILLED_COST, most_overflow=_MOST_SPILLED * ROW_BYTES
-    )
