@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._machine import memory as _memory
 from .._rows.faults import Faults, FaultWords
 from . import spans
@@ -44,7 +45,7 @@ class _SpanEntry:
 
 
 @dataclass
-class ActivationStats:
+class ActivationStats(Statistics):
     """Counts of saved tensors since the last `reset_stats`. Bytes are bytes before coding, except sent_bytes and
     device_bytes.
 

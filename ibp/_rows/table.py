@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _core
+from .._common.statistics import Saves
 from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
 from .._layout.manners import TensorManners
@@ -37,7 +38,7 @@ _TENSORS = ("slots", "overflow", "lengths", "bases")
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 
 
-class Table(TensorManners):
+class Table(TensorManners, Saves):
     """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then
     on, but by `update_`, `append` and `refit`."""
 
@@ -164,7 +165,7 @@ class Table(TensorManners):
 
     @property
     def stored_bytes(self) -> int:
-        """Exact bytes of the coded rows and the codebook."""
+        """Exact bytes of the coded rows and the codebook, which `savings` is about; the memory is `nbytes`."""
         if self._stored_bytes is None:
             coded = total_stored(self.lengths.cpu(), self.geometry) if self.lengths.numel() else self.original_bytes
             self._stored_bytes = coded + (self.codebook.nbytes if self.codebook else 0)
@@ -175,12 +176,6 @@ class Table(TensorManners):
         """Bytes of the row index: at most 2.25 a row, and 12 for each that there is room for in a table whose rows have
         changed."""
         return self._room.index_bytes if self._room is not None else _nbytes(self.lengths) + _nbytes(self.bases)
-
-    @property
-    def savings(self) -> float:
-        """1 - stored_bytes / original bytes; 0 for an empty tensor. Memory is counted by `nbytes`, which slots can make
-        larger."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
     @property
     def nbytes(self) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .._common import ops
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
 from .._fetch.ids import check_range, checked_ids, tensor_of
@@ -52,7 +54,8 @@ _LEAST_PARTS = 16  # of the rows that an lru cache begins with: those of one cal
 Device = torch.device | str | int
 
 
-class CacheStats(NamedTuple):
+@dataclass(frozen=True)
+class CacheStats(Statistics):
     """What lookups found since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
 
     own_hits, peer_hits: rows that were in the slab of the device that asked; rows in the slab of another device.
@@ -62,6 +65,8 @@ class CacheStats(NamedTuple):
     capacity: rows that the cache has room for.
     raw_capacity: raw rows that the same bytes would hold, without any map.
     """
+
+    __module__ = "ibp.cache"
 
     own_hits: int
     peer_hits: int
@@ -81,9 +86,6 @@ class CacheStats(NamedTuple):
         """Share of the rows with bytes that were hits; 0 where no rows were asked for."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
-
-
-CacheStats.__module__ = "ibp.cache"
 
 
 class RowCache(TensorManners):

@@ -11,13 +11,13 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
+from .._common.statistics import share_saved
 from .._files.fields import dtype_name
 from .._layout.geometry import Geometry, as_tensor
 from .._schemes import SCHEMES, AnyCodebook
 from .._schemes.estimation import check_learning
 from ._learning import SAMPLE_ELEMENTS, CheckpointLearning, Codebooks, sample_of, savings_of
 from ._planning import compressed_bytes, table_bytes
-from ._report import share_saved
 from ._source import SourceTensor, chosen
 from ._sources import AnyPath, open_sources
 

@@ -11,6 +11,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from .._common.closing import Closing
+
 _BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
 
 
@@ -96,7 +98,7 @@ class MappedTensor(SourceTensor):
         return self._data[start_byte:end_byte]
 
 
-class Source:
+class Source(Closing):
     """A file of tensors, or a set of files that is read as one.
 
     A context manager: leaving it closes the file.
@@ -144,12 +146,6 @@ class Source:
         close, self._close = self._close, None
         if close is not None:
             close()
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Source({self.path!r}, {self.format}, {len(self.tensors)} tensors, {self.num_bytes:,} bytes)"

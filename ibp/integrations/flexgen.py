@@ -18,10 +18,9 @@ caches and activations stay FlexGen's own.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flexgen.flex_opt
@@ -30,11 +29,12 @@ import torch
 from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
 from flexgen.utils import torch_dtype_to_np_dtype
 
+from .._common.closing import Closing
 from .._fetch.streaming import decode_items, decompress
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
 
-__all__ = ["CompressedWeight", "close", "enable", "main"]
+__all__ = ["CompressedWeight", "Enabled", "close", "enable", "main"]
 
 # The layers whose load_weight copies weights; TransformerLayer calls those of two of them.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
@@ -175,9 +175,7 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(original))
 
 
-def enable(
-    *, path: str | None = None, max_sms: int | None = None, **compress_options: Any
-) -> contextlib.AbstractContextManager[None]:
+def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> Enabled:
     """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
 
     Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
@@ -189,7 +187,7 @@ def enable(
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
-        A context manager that calls `close` at the end of its block; it need not be used.
+        Something with `close()`, which is also a context manager that calls it; it need not be used.
 
     Raises:
         TypeError: an option is none of `ibp.compress`.
@@ -200,7 +198,7 @@ def enable(
     _put(flexgen.flex_opt, "init_weight_list", lambda original: _compressing(original, compressor))
     for layer in _LAYERS:
         _put(getattr(flexgen.flex_opt, layer), "load_weight", _as_one_stream)
-    return _until_the_end()
+    return Enabled()
 
 
 def close() -> None:
@@ -213,11 +211,11 @@ def close() -> None:
     _fetching.clear()
 
 
-@contextlib.contextmanager
-def _until_the_end() -> Iterator[None]:
-    try:
-        yield
-    finally:
+class Enabled(Closing):
+    """What `enable` gives: its `close()` is that of this module."""
+
+    def close(self) -> None:
+        """As `ibp.integrations.flexgen.close`."""
         close()
 
 

@@ -19,12 +19,13 @@ from dgl import graphbolt as gb  # type: ignore
 
 import ibp
 
+from .._common.closing import Closing
 from ._features import Table, fetch, table_of
 
 __all__ = ["Feature"]
 
 
-class Feature(gb.Feature):
+class Feature(gb.Feature, Closing):
     """A feature whose rows are fetched from a table: those of ids on a GPU by that GPU.
 
     Args:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._rows.faults import Faults, FaultWords
@@ -22,7 +23,8 @@ _WORDS = FaultWords(
 )
 
 
-class KVRowsStats(NamedTuple):
+@dataclass(frozen=True)
+class KVRowsStats(Statistics):
     """What a `KVRows` has done.
 
     hits, misses: rows that `load` found in the cache, and rows that it fetched from where they are stored.
@@ -39,15 +41,14 @@ class KVRowsStats(NamedTuple):
         KVRowsStats(hits=0, misses=2, ...)
     """
 
+    __module__ = "ibp.kv"
+
     hits: int
     misses: int
     link_bytes: int
     spilled_rows: int
     lost_rows: int
     used_overflow_bytes: int
-
-
-KVRowsStats.__module__ = "ibp.kv"
 
 
 class KVRows:

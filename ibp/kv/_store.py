@@ -6,12 +6,14 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._fetch.paths import is_capturing
 from .._machine import memory as _memory
@@ -35,7 +37,8 @@ _WORDS = FaultWords(
 _HIGHEST_PRIORITY = -1  # of a CUDA stream: its blocks get the next multiprocessors that other kernels leave
 
 
-class KVStoreStats(NamedTuple):
+@dataclass(frozen=True)
+class KVStoreStats(Statistics):
     """What a `KVStore` holds.
 
     stored_pages: pages that can be loaded.
@@ -52,15 +55,14 @@ class KVStoreStats(NamedTuple):
         KVStoreStats(stored_pages=2, pool_bytes=..., lost_rows=0)
     """
 
+    __module__ = "ibp.kv"
+
     stored_pages: int
     pool_bytes: int
     used_overflow_bytes: int
     overflow_bytes: int
     spilled_rows: int
     lost_rows: int
-
-
-KVStoreStats.__module__ = "ibp.kv"
 
 
 class Transfer:

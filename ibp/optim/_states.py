@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
 
 from .. import _core
+from .._common.statistics import Statistics, share_saved
 from .._layout import slots as _layout
 from .._machine.memory import PinningError
 from .._schemes import AnyCodebook
@@ -29,7 +31,8 @@ _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept 
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
 
-class Usage(NamedTuple):
+@dataclass(frozen=True)
+class Usage(Statistics):
     """Memory of states.
 
     original_bytes: of the states as torch keeps them.
@@ -46,6 +49,8 @@ class Usage(NamedTuple):
         True
     """
 
+    __module__ = "ibp.optim"
+
     original_bytes: int
     device_bytes: int
     host_bytes: int
@@ -53,13 +58,10 @@ class Usage(NamedTuple):
     @property
     def savings(self) -> float:
         """1 - device_bytes / original_bytes."""
-        return 1 - self.device_bytes / self.original_bytes if self.original_bytes else 0.0
+        return share_saved(self.original_bytes, self.device_bytes)
 
     def plus(self, other: Usage) -> Usage:
         return Usage(*(mine + others for mine, others in zip(self, other)))
-
-
-Usage.__module__ = "ibp.optim"
 
 
 class StateCoding(NamedTuple):

@@ -93,7 +93,8 @@ def test_what_goes_wrong(feature_class):
         feature_class(torch.tensor(1.0))
     with pytest.raises(TypeError, match="x is a NoneType"):
         feature_class(None)
-    feature.close()
+    with feature:
+        assert feature.count() == NUM_ROWS
     for call in (feature.read, feature.size, feature.count, feature.is_pinned, lambda: feature.read(IDS)):
         with pytest.raises(RuntimeError, match="freed by close"):
             call()

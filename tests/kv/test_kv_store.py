@@ -224,7 +224,7 @@ def test_freed_pages_and_compaction():
     store.load([1, 3, 10, 11], out, [0, 1, 2, 3]).synchronize()
     assert_same_bits(out[:4], wild[[1, 3, 6, 7]])
     store.clear()
-    assert store.stats() == (0, store.pool_bytes, 0, 8 * 640, 0, 0)
+    assert tuple(store.stats()) == (0, store.pool_bytes, 0, 8 * 640, 0, 0)
     assert store.store(range(4), wild[:4]).lost() == []
 
 
