@@ -73,6 +73,8 @@ class CodedRows:
 
     Attributes:
         memory, overflow_memory: "device", "pinned", or "host" on a CPU.
+        counters: int64 [8] on the device: bytes of overflow that were handed out, rows spilled, and lost, and the fault
+            of `encode_into`. `used` and `fault` are parts of it.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -167,8 +169,8 @@ class CodedRows:
         counters, rooms, bases, lengths, self.slots, self.overflow = parts
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
-        self._counters = counters.view(torch.int64)
-        self._used, self._counts, self._fault, _ = self._counters.split([1, 2, 4, 1])
+        self.counters = counters.view(torch.int64)
+        self.used, self._counts, self.fault, _ = self.counters.split([1, 2, 4, 1])
         self._take_codebook(codebook)
 
     def _take_codebook(self, codebook: AnyCodebook) -> None:
@@ -187,20 +189,20 @@ class CodedRows:
             self.num_rows,
             self.row_bytes,
         )
-        self.arguments = (*self.table_arguments, self.rooms, self._used, self._counts)
+        self.arguments = (*self.table_arguments, self.rooms, self.used, self._counts)
 
     def clear(self) -> None:
         """Forgets all rows: they read as default rows, and all of overflow is free."""
         self.lengths.view(torch.int16).fill_(as_int16(min(self.row_bytes, _MOST_LENGTH)))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
-        for counter in (self._used, self._counts, self._fault):
+        for counter in (self.used, self._counts, self.fault):
             counter.zero_()
 
     def counts(self) -> RowCounts:
         """How many rows spilled and were lost. Waits for the work on the current stream."""
         spilled, lost = self._counts.tolist()
-        return RowCounts(spilled, lost, min(int(self._used), self.overflow.numel()))
+        return RowCounts(spilled, lost, min(int(self.used), self.overflow.numel()))
 
     def check(self) -> None:
         """Raises what calls of `encode_into` have noted. Waits for the work on the current stream.
@@ -209,8 +211,8 @@ class CodedRows:
             IndexError: an id was outside the place's rows.
             RuntimeError: an id came twice in one call.
         """
-        record = self._fault.tolist()
-        self._fault.zero_()
+        record = self.fault.tolist()
+        self.fault.zero_()
         _CODING.raise_for(record, num_rows=self.num_rows)
 
     def decode(self, row_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -441,7 +443,7 @@ def encode_into(
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
     torch.ops.ibp.encode_into.default(
-        *place.arguments, layout, addresses, row_ids, first_row, sms_of(max_sms), place._fault
+        *place.arguments, layout, addresses, row_ids, first_row, sms_of(max_sms), place.fault
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from .._machine import memory as _memory
 from .._machine.ring import Ring, Turn
 from .._rows.faults import Faults, FaultWords
-from ._arena import DeviceTokenArena, PinnedTokenArena, TokenArena
+from ._arena import TokenArena
 from ._coding import Options
 from ._history import History, Pending
 
@@ -81,7 +81,7 @@ class TokenDecoder:
         return 0
 
     def new_arena(self) -> TokenArena:
-        return DeviceTokenArena(self.device)
+        return TokenArena(self.device, pinned=False)
 
     def store(self, history: History, pending: Pending) -> None:
         """Puts coded blocks behind the others of a layer, once their sizes are known. Whatever interrupts it, they are
@@ -170,10 +170,10 @@ class HostTokenDecoder(CudaTokenDecoder):
         return self._ring.num_bytes
 
     def new_arena(self) -> TokenArena:
-        return PinnedTokenArena()
+        return TokenArena(self.device, pinned=True)
 
     def _put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
-        assert isinstance(arena, PinnedTokenArena)
+        assert arena.filled is not None
         self._sender.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._sender):
             memory.copy_(data, non_blocking=True)
@@ -201,7 +201,7 @@ class HostTokenDecoder(CudaTokenDecoder):
 
     def _bring(self, history: History, turn: Turn) -> None:
         arena, stream = history.arena, self._ring.stream
-        assert isinstance(arena, PinnedTokenArena)
+        assert arena.filled is not None
         if turn.memory.numel() < arena.used:
             turn.reserve(arena.used + arena.used // _SLACK)
         stream.wait_event(arena.filled)

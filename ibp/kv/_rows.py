@@ -192,7 +192,7 @@ class KVRows:
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
         row_ids = self._rows(tokens.unsqueeze(1)).view(-1)
         sms = sms_of(max_sms)
-        torch.ops.ibp.encode_into.default(*place.arguments, rows.detach(), None, row_ids, 0, sms, place._fault)
+        torch.ops.ibp.encode_into.default(*place.arguments, rows.detach(), None, row_ids, 0, sms, place.fault)
         if self.caches:
             self.caches[layer].invalidate(row_ids)
 

@@ -252,7 +252,7 @@ class KVStore:
         part_bytes = place.overflow.numel() // place.num_rows
         place.bases.copy_(part_bytes * torch.arange(place.num_rows, device=self.device))
         place.rooms.view(torch.int16).fill_(part_bytes // _core.SECTOR_BYTES)
-        place._used.fill_(place.overflow.numel())
+        place.used.fill_(place.overflow.numel())
 
     def _make_state(self) -> None:
         """What is known of pages and transfers. Flags have a page more, which bad page numbers stand for."""
@@ -347,7 +347,7 @@ class KVStore:
             place, layout, count = self.place, call.tensors._layout, self._rows_per_tensor
             row_ids, buffers = self._plan(call, count, None)
             sms = _sms_of(max_sms, _STORE_SMS if place.memory == "pinned" else 0)
-            torch.ops.ibp.encode_into.default(*place.arguments, layout, buffers, row_ids, 0, sms, place._fault)
+            torch.ops.ibp.encode_into.default(*place.arguments, layout, buffers, row_ids, 0, sms, place.fault)
             torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
             return self._begun(call, True)
 
@@ -622,6 +622,6 @@ def _compact(place: Any, keeps: torch.Tensor) -> None:
     sectors[:total] = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
     place.bases.copy_(torch.where(needed > 0, starts * sector, -1))
     place.rooms.copy_(needed.to(torch.int16).view(torch.uint16))
-    place._used.fill_(total * sector)
+    place.used.fill_(total * sector)
     if needed.is_cuda:
         torch.cuda.current_stream(needed.device).synchronize()

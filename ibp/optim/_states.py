@@ -118,7 +118,7 @@ class CodedState:
             out.zero_()
         elif self.place is not None:
             slots, (_, *others) = self._slots(self.place, near), self.place.table_arguments
-            torch.ops.ibp.decode_bytes.default(slots, *others, 0, out.numel(), 0, out, self.place._fault)
+            torch.ops.ibp.decode_bytes.default(slots, *others, 0, out.numel(), 0, out, self.place.fault)
         elif self.raw is not None:
             out.copy_(self.raw, non_blocking=True)
 
@@ -127,7 +127,7 @@ class CodedState:
         overflow is free. near: memory of num_rows rows that slots are written to, in place of their own."""
         if self.place is not None:
             slots, (_, *others) = self._slots(self.place, near), self.place.arguments
-            torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
+            torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place.fault)
         else:
             assert self.raw is not None, "fit comes first"
             self.raw.copy_(data, non_blocking=True)
@@ -140,7 +140,7 @@ class CodedState:
     def check(self) -> None:
         """RuntimeError: bytes of the state are damaged. Waits for the device."""
         if self.place is not None:
-            _check_counters(self.place._counters.tolist())
+            _check_counters(self.place.counters.tolist())
 
     def usage(self) -> Usage:
         """The memory that is held."""
@@ -293,7 +293,7 @@ def free_overflow(states: list[CodedState]) -> None:
     places = [state.place for state in states if state.place is not None]
     if places:
         torch._foreach_zero_([place.rooms.view(torch.int16) for place in places])
-        torch._foreach_zero_([place._used for place in places])
+        torch._foreach_zero_([place.used for place in places])
 
 
 def choose_learners(states: list[CodedState]) -> None:
@@ -351,7 +351,7 @@ class Watch:
             return
         watched = [(state, state.fitted_at) for state in states if state.place is not None]
         try:
-            self._found = self._copied([state.place._counters for state in states if state.place is not None])
+            self._found = self._copied([state.place.counters for state in states if state.place is not None])
         except torch.OutOfMemoryError:
             return
         self._watched, self._asked_at = watched, self._steps
