@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._fetch.ids import check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, list_of_ids
 from .._layout import slots as _layout
 from .._layout.geometry import Geometry, bytes_of, rows_of
 from .._machine import memory
@@ -24,11 +24,7 @@ _SECTOR = _core.SECTOR_BYTES
 
 def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
     """See `CompressedTensor.update_`."""
-    if not isinstance(ids, torch.Tensor):
-        ids = tensor_of(ids, "ids")
-    if ids.dim() != 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-    ids = checked_ids(ids)
+    ids = list_of_ids(ids)
     check_rows(table, rows, ids.numel())
     chosen, places = last_of_each(ids, table.num_items)
     put_items(table, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._fetch.ids import checked_ids, tensor_of
+from .._fetch.ids import list_of_ids
 from .._layout.geometry import bytes_of, rows_of
 from .._layout.slots import default_length
 from .._rows.faults import FaultWords, new_record
@@ -35,9 +35,7 @@ def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None)
 def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
     """See `RowCache.update_`."""
     view = state.view
-    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
-    if ids.dim() != 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    ids = list_of_ids(ids)
     check_rows(view, rows, ids.numel())
     chosen, places = last_of_each(ids, view.num_items)
     put_items(state, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])

@@ -15,7 +15,7 @@ from .._common.arguments import whole_number
 from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
-from .._fetch.ids import check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, checked_ids
 from .._fetch.paths import is_capturing
 from .._fetch.ready import make_ready
 from .._layout.geometry import rows_of
@@ -709,7 +709,7 @@ def _checked_slot(slot_bytes: Any, view: CompressedTensor) -> int:
 
 
 def _flat_ids(ids: Ids) -> torch.Tensor:
-    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    ids = checked_ids(ids)
     if ids.dim() > 1:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
     return ids.reshape(-1).contiguous()

@@ -11,7 +11,7 @@ import torch
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
-from .._fetch.ids import check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, list_of_ids
 from .._layout import geometry as _rows
 from .._layout.manners import TensorManners
 from .._layout.slots import checked_slot_bytes, stored_sizes
@@ -280,7 +280,7 @@ class ShardedTable(TensorManners):
         self, ids: Ids, device: torch.device | str | int | None, out: torch.Tensor | None, max_sms: int | None
     ) -> _Wanted:
         """What index_select asks for, once its arguments are checked."""
-        ids = self._checked_ids(ids)
+        ids = list_of_ids(ids).to(torch.int64)
         target = target_of(device, out, ids.device)
         if out is not None:
             check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
@@ -290,14 +290,6 @@ class ShardedTable(TensorManners):
         check_range(ids, len(self))
         unique, places = torch.unique(ids, return_inverse=True)
         return _Wanted(unique, places, target, sms)
-
-    def _checked_ids(self, ids: Ids) -> torch.Tensor:
-        if not isinstance(ids, torch.Tensor):
-            ids = tensor_of(ids, "ids")
-        ids = checked_ids(ids)
-        if ids.dim() != 1:
-            raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-        return ids.to(torch.int64)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
         """How many of ids in order, on the group's device, each rank has."""
@@ -409,7 +401,7 @@ class ShardedTable(TensorManners):
 
     def _change(self, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids in order, the bytes of their rows) on the group's device, of equal ids the last one."""
-        ids, device = self._checked_ids(ids), self._group.device
+        ids, device = list_of_ids(ids).to(torch.int64), self._group.device
         check_rows(self.local_table, rows, ids.numel())
         check_range(ids, len(self))
         chosen, places = last_of_each(ids, len(self))

@@ -15,6 +15,7 @@ from .. import _core
 from .._common.arguments import whole_number
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
+from .._fetch.ids import check_range, list_of_ids
 from .._fetch.paths import is_capturing
 from .._machine import memory as _memory
 from .._rows.faults import Faults, FaultWords
@@ -312,8 +313,8 @@ class KVStore:
         Raises:
             IndexError: there is no such page.
         """
-        host = _on_host(pages)
-        _check_range("pages", host, self.num_pages)
+        host = list_of_ids(pages, "pages").cpu().to(torch.int64)
+        check_range(host, self.num_pages, name="pages")
         return self._seen[host].bool().all(1).tolist()
 
     # ---- transfers ----
@@ -490,11 +491,11 @@ class KVStore:
 
     def _numbers(self, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, frozenset[int] | None]:
         """(numbers on the device, int64; the numbers, where the host knows them)."""
-        if isinstance(numbers, torch.Tensor) and numbers.is_cuda:
-            _check_integers(name, numbers)
-            return numbers.to(self.device, torch.int64).contiguous(), None
-        host = _on_host(numbers)
-        _check_range(name, host, count)
+        given = list_of_ids(numbers, name).to(torch.int64).contiguous()
+        if given.is_cuda:
+            return given.to(self.device), None
+        host = given
+        check_range(host, count, name=name)
         if self.device.type == "cuda":
             if is_capturing(self.device):
                 raise RuntimeError(f"{name} must be a tensor on {self.device} while a CUDA graph is captured")
@@ -585,25 +586,6 @@ def _row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, p
 
 def _sms_of(max_sms: int | None, usual: int) -> int:
     return usual if max_sms is None else sms_of(max_sms)
-
-
-def _on_host(numbers: Pages) -> torch.Tensor:
-    host = numbers.cpu() if isinstance(numbers, torch.Tensor) else torch.as_tensor(numbers)
-    if not host.numel():
-        host = host.to(torch.int64)
-    _check_integers("pages", host)
-    return host.to(torch.int64)
-
-
-def _check_integers(name: str, numbers: torch.Tensor) -> None:
-    if numbers.dim() != 1 or numbers.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} are {list(numbers.shape)} of {numbers.dtype}; wanted int32 or int64 [pages]")
-
-
-def _check_range(name: str, numbers: torch.Tensor, count: int) -> None:
-    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
-        wrong = next(number for number in numbers.tolist() if not 0 <= number < count)
-        raise IndexError(f"{name} has {wrong}; wanted 0 to {count - 1}")
 
 
 def _compact(place: Any, keeps: torch.Tensor) -> None:

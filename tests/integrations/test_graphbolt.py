@@ -108,4 +108,3 @@ def test_rows_on_a_gpu(cuda, feature_class):
         got, current = read(IDS.to(cuda)), torch.cuda.current_stream()
         assert got.device == cuda and current == torch.cuda.default_stream()
         assert_same_bits(got.cpu(), x[IDS])
-    assert len(feature._streams) == 1
