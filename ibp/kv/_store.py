@@ -455,7 +455,7 @@ class KVStore:
             raise ValueError(f"{once} has a number more than once")
         return _StoreCall(near, host, paged, near_blocks, first_tensor)
 
-    def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors | PageList:
+    def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors:
         if isinstance(tensors, PagedTensors):
             return tensors
         if isinstance(tensors, torch.Tensor) or (self.num_tensors > 1 and not isinstance(tensors, Buffers)):
@@ -471,7 +471,7 @@ class KVStore:
             self._lists[buffers] = PageList(buffers)
         return self._lists[buffers]
 
-    def _check_paged(self, paged: PagedTensors | PageList, first_tensor: int) -> None:
+    def _check_paged(self, paged: PagedTensors, first_tensor: int) -> None:
         if paged.device != self.device:
             raise ValueError(f"the tensors are on {paged.device}; the store is of {self.device}")
         if paged.block_bytes != self.page_bytes:
@@ -552,12 +552,12 @@ class _StoreCall(NamedTuple):
 
     near: torch.Tensor
     host: frozenset[int] | None
-    paged: PagedTensors | PageList | None
+    paged: PagedTensors | None
     blocks: torch.Tensor | None
     first_tensor: int
 
     @property
-    def tensors(self) -> PagedTensors | PageList:
+    def tensors(self) -> PagedTensors:
         assert self.paged is not None
         return self.paged
 
