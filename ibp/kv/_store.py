@@ -17,6 +17,7 @@ from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._fetch.ids import check_range, list_of_ids
 from .._fetch.paths import is_capturing
+from .._layout.slots import stored_sizes
 from .._machine import memory as _memory
 from .._rows.faults import Faults, FaultWords
 from .._schemes import AnyCodebook
@@ -593,10 +594,8 @@ def _compact(place: Any, keeps: torch.Tensor) -> None:
     if not place.rooms.numel():
         return
     sector = _core.SECTOR_BYTES
-    lengths = place.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
-    part = (torch.where(lengths == 0, place.row_bytes, lengths) - place.slot_bytes).clamp(min=0)
-    needed = torch.where(keeps & (place.bases >= 0) & (lengths != min(place.row_bytes, 65535)), part, 0)
-    needed = (needed + sector - 1) // sector
+    parts = (stored_sizes(place.lengths, place.row_bytes, place.row_bytes) - place.slot_bytes).clamp(min=0)
+    needed = (torch.where(keeps & (place.bases >= 0), parts, 0) + sector - 1) // sector
     ends = needed.cumsum(0)
     starts, total = ends - needed, int(ends[-1]) if len(ends) else 0
     inside = torch.arange(total, device=needed.device) - starts.repeat_interleave(needed)
