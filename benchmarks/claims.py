@@ -346,7 +346,7 @@ TABLES = (
         "weights",
         "Milliseconds a token of a Llama with random weights, or of a call on many tokens at once (prompt 0: that "
         "many sequences of 1,024 tokens). In brackets the bound's share: the link's time for the stored bytes, or, of "
-        "coded rows on the GPU, the time of raw ones plus decoding",
+        "coded weights on the GPU, the time of plain ones",
         {
             "weights": lambda row: f"{row['weight_bytes'] / 1e9:.2f} GB, {kind(row)}, {arm_name(row)}",
             "GB on the host": cell("host_bytes", gigabytes),
@@ -820,8 +820,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "offload": "A token of a Llama with {weights|weight_bytes||ibp|dtype=bfloat16|rows=1|prompt=256|sms=32} GB of BF16 "
     "weights takes {weights|ms||ibp|dtype=bfloat16|rows=1|prompt=256|sms=32} with `ibp.offload`, "
     "{weights|ms||raw through hooks|dtype=bfloat16|rows=1|prompt=256} with raw weights through the same hooks, "
-    "{weights|ms||accelerate cpu_offload} with accelerate's `cpu_offload`, and "
-    '{weights|ms||ibp, on the GPU|rows=1|prompt=256} with `resident="compressed"`; raw weights that fit the GPU take '
+    "and {weights|ms||accelerate cpu_offload} with accelerate's `cpu_offload`; raw weights that fit the GPU take "
     "{weights|ms||on the GPU|dtype=bfloat16|rows=1|prompt=256} {from weights}.",
     "linear": "Through the matrices of a 32-layer model one token at a time, `ibp.linear` gives "
     "{linear|tokens_per_s|stack of 32 layers, 1|ibp.linear} tokens a second, cuBLAS with plain BF16 weights "

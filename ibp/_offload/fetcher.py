@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .._fetch.streaming import KERNEL, ON_HOST, STREAM_SMS, Decoder, TensorStream
 from .._rows.faults import CorruptTableError, new_record
-from .arena import WeightArena, overlap
-from .groups import Group
+from .arena import Region, WeightArena, overlap
+from .groups import Group, Place
 from .weights import Weight
 
 # Sizes of the ring that a stream of tables goes through. The ring holds four chunks; the copy engine pauses for 3
 # microseconds between two of them.
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20
-
-
-@dataclass
-class _GroupPlace:
-    """What is known of a group at one place.
-
-    Attributes:
-        memory, start: the place.
-        data: the bytes of each weight there.
-        values: the same as the model's tensors.
-        decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place.
-    """
-
-    memory: torch.Tensor
-    start: int
-    data: list[torch.Tensor]
-    values: list[torch.Tensor]
-    decoder: Decoder | None = None
-    sms: int = 0
-    prepared: Sequence[tuple[Any, ...]] = ()
 
 
 class WeightFetcher:
@@ -57,43 +36,34 @@ class WeightFetcher:
         self.device, self.max_sms = device, max_sms
         self.memory = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._arena = WeightArena(arena_bytes)
-        self._inside: list[Group] = []  # groups whose weights are in the arena
-        self._bound: dict[Group, _GroupPlace] = {}
-        self.spare_bytes = 0  # of groups in use that the arena has no room for
+        self._loaded: list[Group] = []
         self.waited_s = 0.0  # that uses waited for their weights
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory for weights on their way and in use."""
-        return self.memory.numel() + self.spare_bytes
+        return self.memory.numel() + sum(group.num_bytes for group in self._loaded if group.region is None)
 
     def start(self, groups: Sequence[Group]) -> None:
         """Says that the tables of all groups are made: what follows may read them."""
 
     def fetch_ahead(self, group: Group) -> bool:
         """Fetches a group that is not loaded before its use comes, if there is room for it now."""
-        if not self._place(group, [other for other in self._inside if other.uses or other.is_ahead]):
+        region = self._region(group, keeps_ahead=True)
+        if region is None:
             return False
-        self._fetch(group)
+        self._fetch(group, region)
         group.is_ahead = True
         return True
 
     def fetch_now(self, group: Group) -> None:
         """Fetches a group that is not loaded and is used now: in the place of groups that were fetched ahead if need
         be, in memory of its own if all others are in use."""
-        held = [other for other in self._inside if other.uses or other.is_ahead]
-        if not self._place(group, held) and not self._place(group, [other for other in held if other.uses]):
-            group.spare = torch.empty(group.num_bytes, dtype=torch.uint8, device=self.device)
-            self.spare_bytes += group.num_bytes
-        self._fetch(group)
-
-    def values(self, group: Group) -> list[torch.Tensor]:
-        """The tensors of a loaded group's weights, on the device's memory."""
-        return self._place_of(group).values
+        self._fetch(group, self._region(group, keeps_ahead=True) or self._region(group, keeps_ahead=False))
 
     def expect(self, groups: Container[Group]) -> None:
         """Gives up the places of groups that were fetched ahead of uses which are no longer expected."""
-        for group in self._inside:
+        for group in self._loaded:
             group.is_ahead = group.is_ahead and group in groups
 
     def check_use(self, group: Group) -> None:
@@ -104,30 +74,33 @@ class WeightFetcher:
 
     def end_use(self, group: Group) -> None:
         """Says that all work on a group has been issued to the caller's current stream."""
-        if group.uses == 0 and group.spare is not None:
-            group.is_loaded, group.spare = False, None
-            self._bound.pop(group, None)
-            self.spare_bytes -= group.num_bytes
+        if group.uses == 0 and group.region is None:
+            self.drop(group)
 
     def drop(self, group: Group) -> None:
-        """Forgets what a group that is not in use left in the arena."""
-        group.is_loaded = group.is_ahead = False
-        self._bound.pop(group, None)
-        if group in self._inside:
-            self._inside.remove(group)
+        """Forgets a group that is not in use."""
+        group.is_ahead, group.place = False, None
+        if group in self._loaded:
+            self._loaded.remove(group)
+            group.is_loaded = False
 
     def find(self, tensor: torch.Tensor) -> tuple[Weight, int] | None:
         """(weight, offset in its bytes) where a tensor is a part of a loaded weight here, else None."""
         address, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
-        for group in [*self._inside, *(group for group in self._bound if group.spare is not None)]:
-            memory = self.memory if group.spare is None else group.spare
-            if address != memory.untyped_storage().data_ptr() or not group.is_loaded:
+        for group in self._loaded:
+            memory = self.place_of(group).memory
+            if memory.untyped_storage().data_ptr() != address:
                 continue
-            first = 0 if group.spare is not None or group.region is None else group.region[0]
             for weight, offset in zip(group.weights, group.offsets):
-                if 0 <= start - first - offset < weight.num_bytes:
-                    return weight, start - first - offset
+                within = start - int(memory.storage_offset()) - offset
+                if 0 <= within < weight.num_bytes:
+                    return weight, within
         return None
+
+    def place_of(self, group: Group) -> Place:
+        """Where a loaded group is."""
+        assert group.place is not None
+        return group.place
 
     def synchronize(self) -> None:
         """Waits for all fetches and uses."""
@@ -135,52 +108,47 @@ class WeightFetcher:
     def close(self) -> None:
         """Gives the memory back."""
         self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._inside.clear()
-        self._bound.clear()
+        for group in list(self._loaded):
+            self.drop(group)
 
     # ---- placing ----
 
-    def _place(self, group: Group, held: list[Group]) -> bool:
+    def _region(self, group: Group, keeps_ahead: bool) -> Region | None:
+        """Room for a group in the arena, where it was last if that is free; None: there is none.
+
+        Args:
+            keeps_ahead: whether groups that were fetched ahead keep their places, too.
+        """
+        held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
         regions = [other.region for other in held if other.region is not None]
-        start = self._arena.place(group.num_bytes, regions, None if group.region is None else group.region[0])
-        if start is None:
-            return False
-        group.region = start, start + group.num_bytes
-        return True
+        wish = None if group.region is None else group.region[0]
+        start = self._arena.place(group.num_bytes, regions, wish)
+        return None if start is None else (start, start + group.num_bytes)
 
-    def _fetch(self, group: Group) -> None:
-        over = []
-        if group.spare is None and group.region is not None:
-            over = [other for other in self._inside if other.region is not None and overlap(other.region, group.region)]
-            for other in over:
-                other.is_loaded = other.is_ahead = False
-                self._inside.remove(other)
-        try:
-            self._queue(group, self._place_of(group), over)
-        except BaseException:
-            if group.spare is not None:
-                self.spare_bytes -= group.num_bytes
-                group.spare = None
-            raise
-        group.is_loaded = True
-        if group.spare is None:
-            self._inside.append(group)
+    def _fetch(self, group: Group, region: Region | None) -> None:
+        """Fetches a group to a region of the arena; None: to memory of its own."""
+        is_known = group.place is not None and region is not None and group.region == region
+        place = self.place_of(group) if is_known else self._new_place(group, region)
+        over = [other for other in self._loaded if region and other.region and overlap(other.region, region)]
+        for other in over:
+            other.is_loaded = other.is_ahead = False
+            self._loaded.remove(other)
+        self._queue(group, place, over)
+        group.place, group.is_loaded = place, True
+        self._loaded.append(group)
 
-    def _place_of(self, group: Group) -> _GroupPlace:
-        """What is known of the group where it is now, made once a place."""
-        memory = self.memory if group.spare is None else group.spare
-        start = 0 if group.spare is not None or group.region is None else group.region[0]
-        known = self._bound.get(group)
-        if known is None or known.start != start or known.memory is not memory:
-            with torch.inference_mode(False), torch.no_grad():
-                data = [part for _, part in group.parts(memory[start : start + group.num_bytes])]
-                values = [weight.view(part) for weight, part in zip(group.weights, data)]
-            known = self._bound[group] = _GroupPlace(memory, start, data, values)
-        return known
+    def _new_place(self, group: Group, region: Region | None) -> Place:
+        with torch.inference_mode(False), torch.no_grad():
+            if region is None:
+                memory = torch.empty(group.num_bytes, dtype=torch.uint8, device=self.device)
+            else:
+                memory = self.memory[slice(*region)]
+            data = [memory[start : start + weight.num_bytes] for weight, start in zip(group.weights, group.offsets)]
+            return Place(region, memory, data, [weight.view(part) for weight, part in zip(group.weights, data)])
 
     # ---- decoding ----
 
-    def _queue(self, group: Group, place: _GroupPlace, over: list[Group]) -> None:
+    def _queue(self, group: Group, place: Place, over: list[Group]) -> None:
         """Decodes a group's weights to their place, once nothing reads what lay there."""
         begun = time.perf_counter()
         for weight, part in zip(group.weights, place.data):
@@ -192,8 +160,8 @@ class WeightFetcher:
 
 
 class CudaWeightFetcher(WeightFetcher):
-    """A GPU. Groups are fetched on a stream beside the caller's: those in pinned host memory by the copy engine through
-    one ring, from one group into the next without a pause; those in device memory by a kernel.
+    """A GPU. Groups are fetched on a stream beside the caller's, by the copy engine through one ring, without a pause
+    between two groups.
 
     No call waits for the GPU. A use waits, on its stream, for the event that follows the fetch; a fetch waits, on its
     stream, for the events that follow the uses of what lay in its place.
@@ -210,8 +178,8 @@ class CudaWeightFetcher(WeightFetcher):
         return super().device_bytes + (self._from_host.ring_bytes if self._from_host is not None else 0)
 
     def start(self, groups: Sequence[Group]) -> None:
-        streamed = [group.stored_bytes for group in groups if not group.on_device]
-        self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * max(streamed, default=0)))
+        largest = max((group.stored_bytes for group in groups), default=0)
+        self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * largest))
         self._stream.wait_stream(self._current())  # which gave the arena and filled the tables
         self.memory.record_stream(self._stream)  # a fetch ahead may still go on when the model is dropped
 
@@ -232,7 +200,9 @@ class CudaWeightFetcher(WeightFetcher):
 
     def begin_use(self, group: Group) -> None:
         assert group.ready is not None
-        stream, wait = self._current(), self._waits.get(group)
+        stream, wait, place = self._current(), self._waits.get(group), self.place_of(group)
+        if place.region is None:
+            place.memory.record_stream(stream)
         if wait is None:
             wait = self._waits[group] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         elif wait[1].query():  # else the wait before this one goes uncounted: the host is a whole pass ahead
@@ -259,10 +229,10 @@ class CudaWeightFetcher(WeightFetcher):
             self._from_host = None
         super().close()
 
-    def _queue(self, group: Group, place: _GroupPlace, over: list[Group]) -> None:
-        if group.spare is not None:
+    def _queue(self, group: Group, place: Place, over: list[Group]) -> None:
+        if place.region is None:
             self._stream.wait_stream(self._current())  # which gave the memory
-            group.spare.record_stream(self._stream)
+            place.memory.record_stream(self._stream)
         if group.ready is None:
             group.ready = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
@@ -276,17 +246,15 @@ class CudaWeightFetcher(WeightFetcher):
 
     def _decoder(self, group: Group) -> Decoder:
         """What decodes a group on the stream of the fetches."""
-        if group.on_device:
-            return KERNEL
         if any(weight.table is not None and not weight.table.serves(self.device) for weight in group.weights):
             return ON_HOST
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
         return self._from_host
 
-    def _prepared(self, group: Group, place: _GroupPlace, decoder: Decoder) -> Sequence[tuple[Any, ...]]:
+    def _prepared(self, group: Group, place: Place, decoder: Decoder) -> Sequence[tuple[Any, ...]]:
         """What the decoder issues to bring the group to its place, made once a place."""
-        sms = self.max_sms or (0 if group.on_device else STREAM_SMS)
+        sms = self.max_sms or STREAM_SMS
         if not place.prepared or place.decoder is not decoder or place.sms != sms:
             place.decoder, place.sms = decoder, sms
             place.prepared = [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from .._fetch.streaming import Decoder
 from .arena import Region
 from .weights import Weight, can_be_stored
 
@@ -15,6 +17,27 @@ _ALIGNMENT = 256  # bytes, of weights within a group: what cuBLAS wants of matri
 
 # Modules of torch that look at the weights of modules below them to choose how they compute.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass(eq=False)
+class Place:
+    """Memory for a group of weights.
+
+    Attributes:
+        region: of the arena; None: the memory is the group's own, since the arena had no room.
+        memory: uint8, all of it.
+        data: the bytes of each weight.
+        values: the same as the model's tensors.
+        decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place.
+    """
+
+    region: Region | None
+    memory: torch.Tensor
+    data: list[torch.Tensor]
+    values: list[torch.Tensor]
+    decoder: Decoder | None = None
+    sms: int = 0
+    prepared: Sequence[tuple[Any, ...]] = ()
 
 
 class Group:
@@ -27,16 +50,14 @@ class Group:
         offsets: where each begins, in bytes from the group's start.
         num_bytes: of all, as the model uses them.
         stored_bytes: of the coded rows: what a fetch moves. 0 until the tables are made.
-        on_device: whether their tables lie in device memory instead of host memory.
 
     What follows changes while the model runs, under the lock of `Offloaded`; `fetcher.py` says how.
 
     Attributes:
         uses: calls that use the weights right now.
-        is_loaded: whether the weights are where `region` or `spare` says, or will be once `ready` is reached.
+        is_loaded: whether the weights are where `place` says, or will be once `ready` is reached.
         is_ahead: whether they were fetched before a use that has not come yet.
-        region: of the arena, where they are or were last.
-        spare: memory of their own, where the arena had no room.
+        place: where they are or were last.
         ready: event after which the weights are there (CUDA).
         done: events after which nothing reads them any more, by stream (CUDA).
     """
@@ -52,30 +73,26 @@ class Group:
             end = start + weight.num_bytes
         self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
         self.stored_bytes = 0
-        self.on_device = False
         self.uses = 0
         self.is_loaded = self.is_ahead = False
-        self.region: Region | None = None
-        self.spare: torch.Tensor | None = None
+        self.place: Place | None = None
         self.ready: torch.cuda.Event | None = None
         self.done: dict[int, torch.cuda.Event] = {}
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
 
-    def parts(self, memory: torch.Tensor) -> Iterator[tuple[Weight, torch.Tensor]]:
-        """(weight, its bytes) in memory, uint8 of at least num_bytes."""
-        for weight, start in zip(self.weights, self.offsets):
-            yield weight, memory[start : start + weight.num_bytes]
+    @property
+    def region(self) -> Region | None:
+        """Of the arena, where the weights are or were last."""
+        return None if self.place is None else self.place.region
 
 
 @dataclass(eq=False)
 class Use:
     """A module whose call uses groups of weights."""
 
-    name: str
     module: nn.Module
-    device_number: int
     groups: list[Group] = field(default_factory=list)
 
 
@@ -89,6 +106,23 @@ class Lookup:
 
 
 @dataclass(eq=False)
+class Other:
+    """A parameter or buffer that is not offloaded.
+
+    Attributes:
+        tensor: itself.
+        device_number: of the device of the first module that has it.
+        home: where it was; the CPU for a tensor that a checkpoint brings.
+        names: in state_dict().
+    """
+
+    tensor: torch.Tensor
+    device_number: int
+    home: torch.device
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Division:
     """What a model consists of.
 
@@ -96,7 +130,7 @@ class Division:
         weights: all that are offloaded.
         groups: in the order of the modules.
         uses, lookups: the modules that need them.
-        others: (module, attribute, tensor) of all other parameters and buffers, each tensor once.
+        others: all other parameters and buffers, each tensor once.
         device_numbers: of the device of every module.
         blocks: the repeated modules that devices take turns with.
         nested_bytes: by number of the device, of groups that are in use while modules below theirs use others.
@@ -106,7 +140,7 @@ class Division:
     groups: list[Group] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
-    others: list[torch.Tensor] = field(default_factory=list)
+    others: list[Other] = field(default_factory=list)
     device_numbers: dict[nn.Module, int] = field(default_factory=dict)
     blocks: list[nn.Module] = field(default_factory=list)
     nested_bytes: dict[int, int] = field(default_factory=dict)
@@ -167,9 +201,10 @@ def _find_tensors(
     """Fills in the weights and the other tensors. Returns the weights of each module itself, by attribute."""
     found: dict[nn.Module, list[tuple[str, Weight]]] = {}
     known: dict[object, Weight] = {}
-    others: set[int] = set()
+    others: dict[int, Other] = {}
     for prefix, module in model.named_modules():
         for attribute, tensor, is_parameter in _tensors_of(module):
+            name = f"{prefix}.{attribute}" if prefix else attribute
             is_trained = tensor.requires_grad and module.training
             is_weight = (
                 (is_parameter or buffers)
@@ -178,17 +213,19 @@ def _find_tensors(
                 and tensor.numel() * tensor.element_size() >= min_bytes
             )
             if not is_weight:
-                if id(tensor) not in others:
-                    others.add(id(tensor))
-                    division.others.append(tensor)
+                home = torch.device("cpu") if tensor.is_meta else tensor.device
+                other = others.setdefault(id(tensor), Other(tensor, division.device_numbers[module], home))
+                if attribute not in module._non_persistent_buffers_set:
+                    other.names.append(name)
                 continue
             weight = known.get(id(tensor)) or known.get(_place_of(tensor))
             if weight is None:
                 weight = Weight(tensor)
                 division.weights.append(weight)
             known[id(tensor)] = known[_place_of(tensor)] = weight
-            weight.add(module, attribute, f"{prefix}.{attribute}" if prefix else attribute, tensor)
+            weight.add(module, attribute, name, tensor)
             found.setdefault(module, []).append((attribute, weight))
+    division.others = list(others.values())
     return found
 
 
@@ -256,12 +293,12 @@ class _Divider:
         these."""
         if not weights:
             return []
-        device_number = self._division.device_numbers[module]
         new = [weight for weight in weights if weight.group is None]
         if new:
-            self._division.groups.append(Group(name or type(module).__name__, device_number, new))
+            number = self._division.device_numbers[module]
+            self._division.groups.append(Group(name or type(module).__name__, number, new))
         groups = list(dict.fromkeys(weight.group for weight in weights if weight.group is not None))
-        self._division.uses.append(Use(name, module, device_number, groups))
+        self._division.uses.append(Use(module, groups))
         return groups
 
 
@@ -274,18 +311,18 @@ def _once(weights: Iterator[Weight]) -> list[Weight]:
     return list(dict.fromkeys(weights))
 
 
-def spread(groups: Sequence[Group], num_bytes: int, cost: Callable[[Group], int]) -> list[Group]:
+def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
     """Groups of at most num_bytes in all, at even distances, so that what is between them can be fetched meanwhile."""
-    total, chosen, left = sum(map(cost, groups)), [], num_bytes
-    due = 0.0
+    share = min(1.0, num_bytes / max(1, sum(group.num_bytes for group in groups)))
+    chosen, left, due = [], num_bytes, 0.0
     for group in groups:
-        due += cost(group) * min(1.0, num_bytes / total) if total else 0.0
-        if cost(group) <= left and due >= cost(group) * 0.5:
+        due += group.num_bytes * share
+        if group.num_bytes <= left and due >= group.num_bytes * 0.5:
             chosen.append(group)
-            left -= cost(group)
-            due -= cost(group)
+            left -= group.num_bytes
+            due -= group.num_bytes
     for group in groups:  # what evenness left over
-        if group not in chosen and cost(group) <= left:
+        if group not in chosen and group.num_bytes <= left:
             chosen.append(group)
-            left -= cost(group)
+            left -= group.num_bytes
     return chosen

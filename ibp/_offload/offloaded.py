@@ -24,19 +24,18 @@ from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
+from ..nn._tables import TableModule
 from .fetcher import CudaWeightFetcher, WeightFetcher
 from .groups import Division, Group, Lookup, Use, divide, spread
-from .resting import Resting
+from .resting import NotCopied, Resting
 from .schedule import Schedule
 from .weights import Checkpoint, Weight, put, read_checkpoint
 
-# Of weights fetched together. Three such groups are about a layer of a model of 7 billion weights. Where the link does
-# not bind, it is the host, which has less to do for a few large ones.
-_GROUP_BYTES, _RESIDENT_GROUP_BYTES = 128 << 20, 512 << 20
+_GROUP_BYTES = 128 << 20  # of weights fetched together: three such groups are about a layer of 7 billion weights
 _LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
 _CPU = torch.device("cpu")
 _LONGEST_ELEMENT = 16  # bytes, of complex128
-_LOOKAHEAD, _RESIDENT_LOOKAHEAD = 2, 1  # groups fetched ahead of the one in use
+_LOOKAHEAD = 2  # groups fetched ahead of the one in use
 
 
 def offload(
@@ -60,7 +59,8 @@ def offload(
     Every weight is compressed once, into pinned host memory of its compressed size. While one part of the model
     computes, the copy engine brings the next weights and the GPU decodes them into a small arena: the same bits as
     before. The order of use is taken from the model at first and then learned, call by call. `torch.nn.Embedding`
-    fetches only the rows that it looks up. All other parameters and buffers move to the device.
+    fetches only the rows that it looks up. All other parameters and buffers move to the device. Modules of `ibp.nn`
+    keep their tables where they are: `ibp.nn.compress` codes the part of a model that stays on the GPU.
 
     The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU. Between calls a weight
     has its shape, dtype and device. A user who asks for its values gets a decoded copy, and so does a module that does
@@ -87,15 +87,13 @@ def offload(
             become the weights' own as they are, pinned for a GPU, if they have the parameter's dtype and the scheme
             that is asked for; else they are decoded.
         resident_bytes: bytes of weights, counted before compression, that stay on the device; with several devices, on
-            each. None: no weights stay, or all with `resident="compressed"`.
-        resident: "raw": weights that stay on the device stay as they are; "compressed": they stay as coded rows and are
-            decoded before use, so that a model half as large again fits.
-        max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32 while the link brings
-            the bytes, all for coded rows on the device.
-        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU, 1 if all weights are
-            coded rows there; none on the CPU, where nothing runs beside the model.
+            each. None: no weights stay.
+        resident: "raw", the only value: weights that stay on the device stay as they are.
+        max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32.
+        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU; none on the CPU, where
+            nothing runs beside the model.
         group_bytes: a module with at most this many bytes of weights is brought as one, a larger one in parts. None:
-            128 MiB, 512 if all weights are coded rows on the GPU; less for small models.
+            128 MiB, less for small models.
         min_bytes: smaller parameters stay on the device.
         buffers: offload large buffers too: the packed weights of quantised layers. They must not be written to.
         scheme: as in `ibp.compress`.
@@ -116,25 +114,22 @@ def offload(
         raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
     if any(isinstance(tensor, Resting) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("the model, or a part of it, is offloaded already: close() that first")
-    if resident not in ("raw", "compressed"):
-        raise ValueError(f"resident is {resident!r}; wanted 'raw' or 'compressed'")
+    if resident != "raw":
+        raise ValueError(
+            f"resident is {resident!r}; wanted 'raw': for coded weights that stay on the GPU use ibp.nn.compress(model)"
+        )
     check_scheme(scheme)
     devices = _devices(device)
-    if resident == "compressed" and resident_bytes is None:
-        most_bytes, ahead = _RESIDENT_GROUP_BYTES, _RESIDENT_LOOKAHEAD
-    else:
-        most_bytes, ahead = _GROUP_BYTES, _LOOKAHEAD
     if lookahead is None:
-        lookahead = ahead if devices[0].type == "cuda" else 0
+        lookahead = _LOOKAHEAD if devices[0].type == "cuda" else 0
     whole_number("lookahead", lookahead, 0)
     if max_sms is not None:
         whole_number("max_sms", max_sms, 1)
-    if resident_bytes is not None:
-        whole_number("resident_bytes", resident_bytes, 0)
+    resident_bytes = whole_number("resident_bytes", 0 if resident_bytes is None else resident_bytes, 0)
     min_bytes = whole_number("min_bytes", min_bytes, 0)
     if group_bytes is None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-        group_bytes = max(1, min(most_bytes, total // _LEAST_GROUPS))
+        group_bytes = max(1, min(_GROUP_BYTES, total // _LEAST_GROUPS))
     division = divide(
         model,
         min_bytes=min_bytes,
@@ -150,20 +145,11 @@ def offload(
     offloaded = Offloaded(model, division, devices, max_sms, lookahead)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            offloaded._fill(checkpoint, resident_bytes, resident == "compressed", scheme, progress)
+            offloaded._fill(checkpoint, resident_bytes, scheme, progress)
     except BaseException:
         offloaded.close()
         raise
     return offloaded
-
-
-def _table_for(table: CompressedTensor, device: torch.device, on_device: bool) -> CompressedTensor:
-    """A checkpoint's table as the one of a weight: on its device, or where it can be fetched from."""
-    if on_device:
-        return table.to(device)
-    if device.type == "cuda":
-        memory.pin_if_possible(table)
-    return table
 
 
 def _devices(device: Any) -> list[torch.device]:
@@ -192,7 +178,7 @@ class OffloadStats(Statistics):
             GPU, the time of decoding. Close to `seconds` where the link binds.
         weight_bytes: bytes of all offloaded weights, uncompressed.
         host_bytes: host memory of the offloaded weights, index and codebooks counted.
-        device_bytes: device memory for the offloaded weights: resident weights, the arena, the ring, the index.
+        device_bytes: device memory for the offloaded weights: weights that stay, the arena, the ring, the index.
     """
 
     uses: int
@@ -213,36 +199,8 @@ class OffloadStats(Statistics):
         return self.fetched_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
-class _Hook:
-    """What a module's hooks belong to. It can be neither copied nor saved with the module: it is about that one."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
-
-
-class _UseHook(_Hook):
-    """Brings groups of weights to a module for the time of a call.
-
-    Args:
-        use: the module and its groups.
-        enter, leave: of the `Offloaded`, which torch.compile leaves alone.
-    """
-
-    def __init__(self, use: Use, enter: Callable[[Use], None], leave: Callable[[Use], None]) -> None:
-        self._use, self._enter, self._leave = use, enter, leave
-
-    def before(self, module: nn.Module, args: tuple) -> None:
-        self._enter(self._use)
-
-    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._leave(self._use)
-
-
-class _ModelHook(_Hook):
-    """Says when the whole model is called."""
+class _CallHook(NotCopied):
+    """Says when a module is called. start, end: what is told; torch.compile leaves both alone."""
 
     def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
         self._start, self._end = start, end
@@ -254,7 +212,7 @@ class _ModelHook(_Hook):
         self._end()
 
 
-class _MoveHook(_Hook):
+class _MoveHook(NotCopied):
     """Brings a module's arguments to the device that it is on."""
 
     def __init__(self, device: torch.device) -> None:
@@ -275,7 +233,7 @@ class _MoveHook(_Hook):
         return value
 
 
-class _StateHook(_Hook):
+class _StateHook(NotCopied):
     """Puts a module's weights into its state_dict, and refuses to load others."""
 
     def __init__(self, holds: list[tuple[str, Weight]]) -> None:
@@ -286,14 +244,11 @@ class _StateHook(_Hook):
             weight.wake()  # to be listed as it is, without being decoded
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        decoded = vars(state).setdefault("_ibp_decoded", {}) if hasattr(state, "__dict__") else {}
         for attribute, weight in self._holds:
             if weight.group is None or not weight.group.uses:
                 weight.rest()
             if prefix + attribute in state and weight.table is not None:
-                if weight not in decoded:
-                    decoded[weight] = weight.value("cpu")
-                state[prefix + attribute] = decoded[weight]
+                state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for attribute, weight in self._holds:
@@ -301,7 +256,7 @@ class _StateHook(_Hook):
                 raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
 
 
-class _RowsForward(_Hook):
+class _RowsForward(NotCopied):
     """The forward of a module that looks rows up: its own, with a table in the place of the weight."""
 
     def __init__(self, lookup: Lookup, look_up: Callable[..., Any]) -> None:
@@ -395,8 +350,7 @@ class Offloaded(Closing):
         self._uses_of: dict[nn.Module, Use] = {}
         self._parents = {child: module for module in model.modules() for child in module.children()}
         self._users: dict[Weight, nn.Module] = {}  # modules that were found to use weights that are not their own
-        self._homes = [(tensor, _CPU if tensor.is_meta else tensor.device) for tensor in division.others]
-        self._kept: list[tuple[Weight, torch.device]] = []  # weights that stay on a device as they are
+        self._kept: list[Weight] = []  # weights that stay on a device as they are
         self._is_removed = False
         self._is_short = False  # of room for what is expected next: the end of a use makes some
         self.reset_stats()
@@ -421,12 +375,10 @@ class Offloaded(Closing):
         """What the offloaded model has done, and the memory that its weights take."""
         with self._lock:
             tables = [weight.table for weight in self._division.weights if weight.table is not None]
-            on_host = [table for table in tables if table.device.type == "cpu"]
-            on_gpu = [table for table in tables if table.device.type != "cpu"]
             uses_gpu = any(device.type == "cuda" for device in self._devices)
             device_bytes = sum(fetcher.device_bytes for fetcher in self._fetchers)
-            device_bytes += sum(weight.num_bytes for weight, _ in self._kept) + sum(table.nbytes for table in on_gpu)
-            device_bytes += sum(table.index_bytes for table in on_host) if uses_gpu else 0
+            device_bytes += sum(weight.num_bytes for weight in self._kept)
+            device_bytes += sum(table.index_bytes for table in tables) if uses_gpu else 0
             return OffloadStats(
                 self._uses,
                 self._misses,
@@ -435,7 +387,7 @@ class Offloaded(Closing):
                 self._last_use - self._first_use if self._first_use is not None else 0.0,
                 sum(fetcher.waited_s for fetcher in self._fetchers),
                 sum(weight.num_bytes for weight in self._division.weights),
-                sum(table.nbytes for table in on_host),
+                sum(table.nbytes for table in tables),
                 device_bytes,
             )
 
@@ -473,11 +425,11 @@ class Offloaded(Closing):
                     weight.bind(weight.value(weight.home))
                     weight.table = None
                 weight.release()
-            for weight, _ in self._kept:
+            for weight in self._kept:
                 weight.bind(weight.tensors[0].data.to(weight.home))
-            for tensor, home in self._homes:
-                if not tensor.is_meta:  # else the checkpoint did not get to it
-                    tensor.data = tensor.data.to(home)
+            for other in self._division.others:
+                if not other.tensor.is_meta:  # else the checkpoint did not get to it
+                    other.tensor.data = other.tensor.data.to(other.home)
             for weight in self._division.weights:
                 for tensor, requires_grad in zip(weight.tensors, weight.requires_grad):
                     tensor.requires_grad_(requires_grad)
@@ -489,13 +441,11 @@ class Offloaded(Closing):
 
     # ---- set-up ----
 
-    def _fill(
-        self, checkpoint: Checkpoint | None, resident_bytes: int | None, in_codes: bool, scheme: str, progress: bool
-    ) -> None:
+    def _fill(self, checkpoint: Checkpoint | None, resident_bytes: int, scheme: str, progress: bool) -> None:
         division, devices = self._division, self._devices
-        resident = self._residents(resident_bytes, in_codes)
-        kept = set() if in_codes else {weight for group in resident for weight in group.weights}
-        groups = [group for group in division.groups if in_codes or group not in resident]
+        resident = self._residents(resident_bytes)
+        kept = {weight for group in resident for weight in group.weights}
+        groups = [group for group in division.groups if group not in resident]
         fetchers: list[WeightFetcher] = []
         for number, device in enumerate(devices):
             mine = [group.num_bytes for group in groups if group.device_number == number]
@@ -504,7 +454,6 @@ class Offloaded(Closing):
             fetchers.append(make(device, arena_bytes, self._max_sms))
         self._fetchers, self._groups, self._schedule = fetchers, groups, Schedule(groups)
         compressor = WeightCompressor({"scheme": scheme})
-        on_device = {weight for group in resident for weight in group.weights} if in_codes else set()
         looked_up = {lookup.weight for lookup in division.lookups}
         ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in devices}
 
@@ -516,51 +465,43 @@ class Offloaded(Closing):
             ):
                 x = x.decompress(device=_CPU).to(weight.dtype)
             if isinstance(x, CompressedTensor):
-                weight.table = _table_for(x, device, weight in on_device)
+                weight.table = x.to(_CPU)
+                if device.type == "cuda":
+                    memory.pin_if_possible(weight.table)
             elif weight in kept:
                 weight.bind(x.to(device, copy=checkpoint is not None))
-                self._kept.append((weight, device))
+                self._kept.append(weight)
             else:
-                stored = weight.in_memory_order(x.to(device if weight in on_device else _CPU))
+                stored = x.to(_CPU).permute(weight.order)
                 row_bytes = {"row_bytes": None} if weight in looked_up else {}  # its own rows, to be fetched one by one
                 weight.table = compressor.compress(weight.name, stored, device=device, **row_bytes)
             weight.freeze()
             if weight.table is not None:
-                if weight.table.device == device or weight.table.serves(device):
+                if device.type == "cpu" or weight.table.serves(device):
                     weight.table.arguments(device)  # copies the index there now, not at the first use
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)
 
-        with tqdm(
-            total=sum(weight.num_bytes for weight in division.weights),
-            desc="offload",
-            unit="B",
-            unit_scale=True,
-            disable=not progress,
-        ) as bar:
+        total = sum(weight.num_bytes for weight in division.weights)
+        with tqdm(total=total, desc="offload", unit="B", unit_scale=True, disable=not progress) as bar:
             for weight, x in self._sources(checkpoint):
                 store(weight, x)
                 bar.update(weight.num_bytes)
         for group in self._groups:
-            group.on_device = devices[group.device_number].type == "cuda" and group.weights[0] in on_device
             tables = [weight.table for weight in group.weights if weight.table is not None]
             group.stored_bytes = sum(table.resident_bytes for table in tables)
-        for tensor, number in self._others_with_devices():
-            tensor.data = tensor.data.to(devices[number])
+        for other in division.others:
+            other.tensor.data = other.tensor.data.to(devices[other.device_number])
         self._install()
         for number, fetcher in enumerate(self._fetchers):
             fetcher.start([group for group in self._groups if group.device_number == number])
         self._fetch_ahead()
 
-    def _residents(self, resident_bytes: int | None, in_codes: bool) -> list[Group]:
-        """The groups that stay on their devices. What coded rows take is not known before they are made: they count as
-        they are."""
-        if resident_bytes is None:
-            return list(self._division.groups) if in_codes else []
+    def _residents(self, num_bytes: int) -> list[Group]:
+        """The groups that stay on their devices."""
         chosen: list[Group] = []
         for number in range(len(self._devices)):
-            groups = [group for group in self._division.groups if group.device_number == number]
-            chosen += spread(groups, resident_bytes, lambda group: group.num_bytes)
+            chosen += spread([group for group in self._division.groups if group.device_number == number], num_bytes)
         return chosen
 
     def _sources(self, checkpoint: Checkpoint | None) -> Iterable[tuple[Weight, torch.Tensor | CompressedTensor]]:
@@ -574,7 +515,7 @@ class Offloaded(Closing):
                 yield weight, weight.tensors[0].data
             return
         by_name: dict[str, Weight] = {name: weight for weight in weights for name in weight.names}
-        others = self._state_of_others()
+        others = {name: other.tensor for other in self._division.others for name in other.names}
         seen: set[int] = set()
         for name, x in read_checkpoint(checkpoint):
             target = by_name.get(name, others.get(name))
@@ -601,40 +542,18 @@ class Offloaded(Closing):
                     "for example under accelerate.init_empty_weights()"
                 )
 
-    def _state_of_others(self) -> dict[str, torch.Tensor]:
-        """By name, the tensors that state_dict() has besides the weights; tied ones by every name."""
-        known = {id(tensor) for tensor in self._division.others}
-        state: dict[str, torch.Tensor] = {}
-        for prefix, module in self._model.named_modules():
-            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or id(tensor) not in known or attribute in module._non_persistent_buffers_set:
-                    continue
-                state[f"{prefix}.{attribute}" if prefix else attribute] = tensor
-        return state
-
-    def _others_with_devices(self) -> Iterable[tuple[torch.Tensor, int]]:
-        known = {id(tensor) for tensor in self._division.others}
-        for module, number in self._division.device_numbers.items():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and id(tensor) in known:
-                    known.discard(id(tensor))
-                    yield tensor, number
-
     def _install(self) -> None:
         streamed = set(self._groups)
-        start, end, look_up = map(torch.compiler.disable, (self._start, self._stop, _RowsForward.look_up))
-        self._enter_disabled, self._leave_disabled = map(torch.compiler.disable, (self._enter, self._leave))
         for use in self._division.uses:
             use.groups = [group for group in use.groups if group in streamed]
             if use.groups:
                 self._install_use(use)
+        look_up = torch.compiler.disable(_RowsForward.look_up)
         for lookup in self._division.lookups:
             if lookup.weight.table is not None:
                 lookup.module.forward = _RowsForward(lookup, look_up)
                 self._undo.append(functools.partial(vars(lookup.module).pop, "forward"))
-        hook = _ModelHook(start, end)
-        self._hook(self._model.register_forward_pre_hook(hook.before, prepend=True))
-        self._hook(self._model.register_forward_hook(hook.after, always_call=True))
+        self._hook_calls(self._model, self._start, self._stop)
         if len(self._devices) > 1:
             self._install_moves()
         holds: dict[nn.Module, list[tuple[str, Weight]]] = {}
@@ -649,16 +568,23 @@ class Offloaded(Closing):
             self._hook(module.register_load_state_dict_pre_hook(state.before_load))
 
     def _install_use(self, use: Use) -> None:
-        hook = _UseHook(use, self._enter_disabled, self._leave_disabled)
         self._uses_of[use.module] = use
-        self._hook(use.module.register_forward_pre_hook(hook.before, prepend=True))
-        self._hook(use.module.register_forward_hook(hook.after, always_call=True))
+        self._hook_calls(use.module, lambda: self._enter(use), lambda: self._leave(use))
+
+    def _hook_calls(self, module: nn.Module, start: Callable[[], None], end: Callable[[], None]) -> None:
+        hook = _CallHook(torch.compiler.disable(start), torch.compiler.disable(end))
+        self._hook(module.register_forward_pre_hook(hook.before, prepend=True))
+        self._hook(module.register_forward_hook(hook.after, always_call=True))
 
     def _install_moves(self) -> None:
         numbers, blocks = self._division.device_numbers, self._division.blocks
         within = {part for block in blocks for part in block.modules()}
         outside = [module for module in numbers if module not in within]
-        others = [module for module in outside if any(True for _ in module.parameters(recurse=False))]
+        others = [
+            module
+            for module in outside
+            if any(True for _ in module.parameters(recurse=False)) or isinstance(module, TableModule)
+        ]
         for module in [*blocks, *others]:
             move = _MoveHook(self._devices[numbers[module]])
             self._hook(module.register_forward_pre_hook(move.before, prepend=True, with_kwargs=True))
@@ -681,7 +607,7 @@ class Offloaded(Closing):
                     group.uses -= 1
                 raise
             for group in begun:
-                for weight, value in zip(group.weights, self._fetchers[group.device_number].values(group)):
+                for weight, value in zip(group.weights, self._fetchers[group.device_number].place_of(group).values):
                     weight.bind(value)
             self._calls().append(_Call(use, begun, self._saving()))
             self._fetch_ahead()
@@ -758,7 +684,7 @@ class Offloaded(Closing):
     def _add_use(self, module: nn.Module, group: Group) -> None:
         use = self._uses_of.get(module)
         if use is None:
-            use = Use("", module, self._division.device_numbers[module])
+            use = Use(module)
             self._install_use(use)
         if group not in use.groups:
             use.groups = [*use.groups, group]
@@ -795,8 +721,7 @@ class Offloaded(Closing):
 
     def _count(self, group: Group) -> None:
         self._fetched_bytes += group.num_bytes
-        if not group.on_device:
-            self._link_bytes += group.stored_bytes
+        self._link_bytes += group.stored_bytes
 
     # ---- autograd ----
 

@@ -81,7 +81,17 @@ def _read(value: Any) -> Any:
     return value
 
 
-class Resting:
+class NotCopied:
+    """What belongs to one offloaded model: it is neither copied nor saved with the model's modules."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
+
+
+class Resting(NotCopied):
     """What the classes of resting tensors have in common."""
 
     @classmethod
@@ -89,12 +99,6 @@ class Resting:
         cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _answer(function, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 
 class RestingParameter(Resting, torch.nn.Parameter):

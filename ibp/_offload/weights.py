@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._files.header import find_files, read_header
+from .._common.states import SavedTensor
 from .._files.opened import open as open_file
-from .._files.sets import INDEX_SUFFIX
 from .._layout.geometry import DTYPES
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import memory_order
@@ -35,11 +34,13 @@ class Weight:
         tensors: the parameters or buffers themselves, each once.
         shape, dtype, num_bytes: of all of them.
         order: dimensions in the order in which memory holds them: `x.permute(order)` is contiguous if x is dense.
+        stride: how the values lie in memory: as the weight's did; of a weight that left gaps, as if it were contiguous.
         home: device before it was offloaded; the CPU for tensors that a checkpoint brings.
         requires_grad: of each tensor before it was offloaded.
         table: coded rows of `x.permute(order)`; None until it is stored, and after it is restored.
         blank: what the tensors hold between uses: the right shape, dtype and device, and no values.
         group: of weights that it is fetched with; None if its rows are looked up where they lie.
+        saved: what state_dict() has of it.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -49,12 +50,14 @@ class Weight:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
         self.order = memory_order(tensor)
+        is_dense = tensor.permute(self.order).is_contiguous()
+        self.stride = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
         self.requires_grad: list[bool] = []
         self.table: CompressedTensor | None = None
         self.blank: torch.Tensor | None = None
-        self._stride = tensor.stride()
         self.group: Group | None = None
+        self.saved = SavedTensor()
 
     @property
     def name(self) -> str:
@@ -68,18 +71,13 @@ class Weight:
             self.tensors.append(tensor)
             self.requires_grad.append(tensor.requires_grad)
 
-    def in_memory_order(self, x: torch.Tensor) -> torch.Tensor:
-        """x [shape] as what the table holds: a view if x is dense and in the weight's own order."""
-        return x.permute(self.order)
-
     def like(self) -> torch.Tensor:
         """A tensor without memory that lies as the weight did."""
-        return torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
     def view(self, data: torch.Tensor) -> torch.Tensor:
         """The weight's bytes, uint8 [num_bytes], as the tensor that the model had: shape, dtype and order of memory."""
-        stored = data.view(self.dtype).view([self.shape[dim] for dim in self.order])
-        return stored.permute([self.order.index(dim) for dim in range(len(self.order))])
+        return data.view(self.dtype).as_strided(self.shape, self.stride)
 
     def bind(self, value: torch.Tensor) -> None:
         """Makes value the content of the model's tensors."""
@@ -134,7 +132,7 @@ class Weight:
     def data(self, device: torch.device | str) -> torch.Tensor:
         """The weight's bytes in the order of memory, uint8 [num_bytes], in memory of their own on a device."""
         if self.table is None:
-            return self.in_memory_order(self.tensors[0].detach().to(device)).reshape(-1).view(torch.uint8)
+            return self.tensors[0].detach().to(device).permute(self.order).reshape(-1).view(torch.uint8)
         return self.table.decompress(device=device).reshape(-1).view(torch.uint8)
 
     def value(self, device: torch.device | str) -> torch.Tensor:
@@ -163,67 +161,24 @@ def can_be_stored(tensor: torch.Tensor) -> bool:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
-    """Names and tensors of a checkpoint, or tables of a compressed one, one at a time.
+    """Names and tensors of a checkpoint, or tables of a compressed one, one at a time, over the mapped file.
 
     Args:
         checkpoint: a file, or a directory of them, of safetensors or ibp; the index of a set; a mapping, or pairs.
 
     Raises:
         FileNotFoundError: there is no such file, or the directory holds none.
-        ImportError: the path of a file that is not compressed is given, and safetensors is not installed.
-        ibp.FileFormatError: a file is damaged, or of a newer format.
+        ibp.FileFormatError: a file is damaged, of a newer format, or no such file.
         TypeError: the checkpoint holds a delta.
     """
-    if isinstance(checkpoint, Mapping):
-        yield from checkpoint.items()
-    elif isinstance(checkpoint, (str, Path)):
-        shards = _shards(Path(checkpoint))
-        if any(not read_header(shard).is_plain for shard in shards):
-            yield from _compressed(checkpoint)
-        else:
-            yield from _plain(shards)
-    else:
-        yield from checkpoint
-
-
-def _compressed(path: str | Path) -> Iterator[tuple[str, Value]]:
-    """Tables over the mapped file, and the tensors that are kept as they are."""
-    with open_file(path) as file:
+    if not isinstance(checkpoint, (str, Path)):
+        yield from checkpoint.items() if isinstance(checkpoint, Mapping) else checkpoint
+        return
+    index = Path(checkpoint) / _INDEX_NAME  # of which a directory may have others, of other precisions
+    with open_file(index if index.is_file() else checkpoint) as file:
         for name, value in file.items():
             if not isinstance(value, (torch.Tensor, CompressedTensor)):
-                raise TypeError(f"{name!r} in {str(path)!r} is a delta; wanted tensors: apply it to its base first")
+                raise TypeError(
+                    f"{name!r} in {str(checkpoint)!r} is a delta; wanted tensors: apply it to its base first"
+                )
             yield name, value
-
-
-def _plain(shards: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise ImportError("reading a checkpoint needs the package safetensors: pip install safetensors") from None
-    for path in shards:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                yield name, file.get_tensor(name)
-
-
-def _shards(path: Path) -> list[Path]:
-    if path.name.endswith(INDEX_SUFFIX) and path.is_file():
-        return list(find_files(path).files.values())
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"checkpoint {str(path)!r} is neither a file nor a directory")
-    index = path / _INDEX_NAME
-    if index.is_file():
-        import json
-
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        shards = [path / name for name in names]
-        for shard in shards:
-            if not shard.is_file():
-                raise FileNotFoundError(f"{index} names {shard.name}, which is not there")
-        return shards
-    shards = sorted(path.glob("*.safetensors"))
-    if not shards:
-        raise FileNotFoundError(f"directory {str(path)!r} holds no .safetensors file")
-    return shards

@@ -1,18 +1,30 @@
 """Modules over compressed tables, which move, are saved and are loaded with their module.
 
+    ibp.nn.compress(model)                                            # every matrix and embedding of a model, in place
     embedding = ibp.nn.Embedding(ibp.compress(weight))                # fixed weights
     bags      = ibp.nn.EmbeddingBag(1_000_000, 64, mode="sum")        # trained by ibp.optim
     linear    = ibp.nn.Linear(ibp.compress(weight, layout="packed"), bias)
 
 A table is no torch.Tensor (docs/guide.md says why), so that a module cannot hold it as a parameter or buffer.
 These hold it as `weight`: `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
-torch.compile work as for other modules; `load_state_dict` takes plain tensors, too, and compresses them.
+torch.compile work as for other modules. `state_dict()` has plain tensors on the CPU, `coded_state_dict` the tables;
+`load_state_dict` takes both, and compresses plain tensors.
 `parameters()` and `buffers()` do not list tables: optimizers of torch, DDP and FSDP leave them alone.
 docs/embeddings.md says how they are trained.
 """
 
 from ._collection import EmbeddingCollection
+from ._compressing import ModelReport, compress
 from ._embedding import Embedding, EmbeddingBag
-from ._tables import Linear, dense_state_dict
+from ._tables import Conv1D, Linear, coded_state_dict
 
-__all__ = ["Embedding", "EmbeddingBag", "EmbeddingCollection", "Linear", "dense_state_dict"]
+__all__ = [
+    "Conv1D",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
+    "Linear",
+    "ModelReport",
+    "coded_state_dict",
+    "compress",
+]

@@ -12,7 +12,7 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
 from ._embedding import check_mode
 from ._making import GivenRows, NormalRows, Rows, table_of
-from ._tables import check_forward
+from ._tables import check_forward, saves_tables
 from ._training import RowsModule
 
 Bags = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -115,6 +115,10 @@ class _Group(RowsModule):
         ends = offsets[_ends_of(jagged.bags, device)]
         places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
         return self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
+
+    def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
+        if saves_tables():
+            super()._save_weight(state, prefix)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_near": {}, "_numbers": {}}
@@ -344,9 +348,11 @@ class EmbeddingCollection(torch.nn.Module):
         for number in range(len(self.groups)):
             self._group(number).refit(**options)
 
-    def dense_state(self, prefix: str) -> dict[str, torch.Tensor]:
-        """What `dense_state_dict` has of the tables."""
-        return {f"{prefix}{_DENSE}.{name}.weight": self.weight(name).cpu() for name in self._parts}
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Plain tensors of single tables, unless the groups save theirs."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not saves_tables():
+            destination.update({_dense_key(prefix, name): self.weight(name).cpu() for name in self._parts})
 
     def _load_from_state_dict(
         self,

@@ -1,13 +1,15 @@
-"""What modules over tables share, and `Linear`."""
+"""What modules over tables share, `Linear` and `Conv1D`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from .._common.states import SavedTensor
 from .._fetch.linear import linear, slot_bytes_for
 from .._machine import memory
 from .._schemes import PlanesCodebook
@@ -15,13 +17,33 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from .._tables.torch_functions import linear_of
 
-_HOW_IT_RUNS = {"device", "memory", "numa", "progress"}  # arguments of `compress` that leave the table's form alone
+_LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that choose no slots
+_TRANSPOSED = "weight_transposed"  # of a `Conv1D` in a coded state
+_is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)  # whether a state_dict() that is made holds tables
+
+
+def saves_tables() -> bool:
+    """Whether this is a call of `coded_state_dict`."""
+    return _is_coded.get()
+
+
+class SharedTable:
+    """What modules that share a table hold, as others hold one parameter: a table that is loaded or moved replaces the
+    old one for all of them."""
+
+    def __init__(self, table: CompressedTensor) -> None:
+        self.table, self.saved = table, SavedTensor()
 
 
 class TableModule(torch.nn.Module):
-    """A module with one table [rows, columns], its `weight`."""
+    """A module with one table [rows, columns], its `weight`.
 
-    weight: CompressedTensor
+    Attributes:
+        transposed: whether plain weights are [columns, rows]. In a coded state such a table has a name of its own,
+            since a square one does not tell.
+    """
+
+    transposed = False
 
     def __init__(self, table: CompressedTensor, stays: bool) -> None:
         super().__init__()
@@ -31,8 +53,20 @@ class TableModule(torch.nn.Module):
             )
         if table.dim() != 2:
             raise ValueError(f"table has shape {list(table.shape)}; wanted two dimensions")
-        self.weight = table
+        self._shared = SharedTable(table)
         self.stays = stays
+
+    @property
+    def weight(self) -> CompressedTensor:
+        return self._shared.table
+
+    @weight.setter
+    def weight(self, table: CompressedTensor) -> None:
+        self._shared.table = table
+
+    def share_table(self, other: TableModule) -> None:
+        """Takes another module's table for its own, from now on."""
+        self._shared = other._shared
 
     def _apply(self, fn: Callable, recurse: bool = True) -> TableModule:
         super()._apply(fn, recurse)
@@ -43,8 +77,22 @@ class TableModule(torch.nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._save_weight(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = self.current_table()
+
+    def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
+        key, table = prefix + "weight", self.current_table()
+        if saves_tables():
+            state[prefix + _TRANSPOSED if self.transposed else key] = table
+        else:
+            if key in state:  # by an earlier state_dict(): the tensor that was made for it may be old
+                self._shared.saved = SavedTensor()
+            state[key] = self._shared.saved.of(state, self._plain)
+
+    def _plain(self) -> torch.Tensor:
+        """The weights on the CPU."""
+        weight = self.weight.decompress(device="cpu")
+        return weight.t().contiguous() if self.transposed else weight
 
     def current_table(self) -> CompressedTensor:
         """The table, with all rows as they are now."""
@@ -63,21 +111,25 @@ class TableModule(torch.nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        key, held = prefix + "weight", self.weight
+        is_table = self.transposed and prefix + _TRANSPOSED in state_dict
+        key, held = prefix + (_TRANSPOSED if is_table else "weight"), self.weight
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         if key not in state_dict:
             if strict:
                 missing_keys.append(key)
             return
-        table = state_dict[key]
+        turns = self.transposed and not is_table
+        table, shape = state_dict[key], held.shape[::-1] if turns else held.shape
         if not isinstance(table, (CompressedTensor, torch.Tensor)):
             error_msgs.append(f"{key} is a {type(table).__name__}; wanted an ibp.CompressedTensor or a tensor")
-        elif (table.shape, table.dtype) != (held.shape, held.dtype):
+        elif (table.shape, table.dtype) != (shape, held.dtype):
             error_msgs.append(
-                f"{key} has shape {list(table.shape)} and dtype {table.dtype}; wanted {list(held.shape)} and "
-                f"{held.dtype}"
+                f"{key} has shape {list(table.shape)} and dtype {table.dtype}; wanted {list(shape)} and {held.dtype}"
             )
+        elif turns:
+            plain = table.decompress() if isinstance(table, CompressedTensor) else table
+            self._take(placed_like(held, plain.t().contiguous()))
         elif isinstance(table, CompressedTensor) and local_metadata.get("assign_to_params_buffers", False):
             self._take(table)
         else:
@@ -178,10 +230,7 @@ class Linear(TableModule):
         if not isinstance(module, torch.nn.Linear):
             raise TypeError(f"module is a {type(module).__name__}; wanted a torch.nn.Linear")
         check_forward("module", module, torch.nn.Linear)
-        if options.keys() <= _HOW_IT_RUNS:
-            slot_bytes = slot_bytes_for(module.in_features) if module.weight.dtype == torch.bfloat16 else None
-            options = {"level": "fast", "slot_bytes": slot_bytes, **options}
-        return cls(compress_rows(module.weight.detach(), **options), module.bias, fused=fused)
+        return cls(matrix_table(module.weight, **options), module.bias, fused=fused)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] times the weights: [..., out_features]."""
@@ -191,26 +240,62 @@ class Linear(TableModule):
         return f"{super().extra_repr()}{', fused=True' if self.fused else ''}"
 
 
-def dense_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """`module.state_dict()` with plain tensors in place of tables, on the CPU: a checkpoint for torch's own modules.
+class Conv1D(Linear):
+    """transformers' `Conv1D` with fixed weights: a `Linear` whose plain weights are [in_features, out_features].
 
-    It takes the memory of all uncompressed weights. The tables of an `EmbeddingCollection` are named as torchrec's
-    EmbeddingBagCollection names them, `embedding_bags.NAME.weight`.
+    The table holds them transposed, in the rows that `ibp.linear` multiplies. On a GPU with `fused`, products have the
+    bits of `Linear`; elsewhere they have those of transformers' module. In `state_dict()` the plain weights are called
+    `weight`, in `coded_state_dict` the table is called `weight_transposed`.
+
+    Example:
+        >>> plain = torch.randn(64, 128)
+        >>> layer = ibp.nn.Conv1D(ibp.compress(plain.t().contiguous(), device="cpu"), torch.zeros(128))
+        >>> layer.state_dict()["weight"].shape, layer(torch.ones(2, 64)).shape
+        (torch.Size([64, 128]), torch.Size([2, 128]))
+
+    Args:
+        table: [out_features, in_features].
+        bias, stays, fused: as in `Linear`.
+
+    Raises:
+        TypeError, ValueError: as `Linear`.
+    """
+
+    __module__ = "ibp.nn"
+    transposed = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] times the weights: [..., out_features]."""
+        if self.fused and x.is_cuda:
+            return linear(x, self.weight, self.bias)
+        weight = self.weight.decompress(device=x.device).t().contiguous()
+        vectors = x.reshape(-1, x.shape[-1])
+        products = vectors @ weight if self.bias is None else torch.addmm(self.bias, vectors, weight)
+        return products.view(*x.shape[:-1], self.out_features)
+
+
+def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
+    """A table of a matrix to multiply by: at level "fast" unless options of `ibp.compress` say otherwise, and in the
+    slots that the kernel of `ibp.linear` takes unless they choose the table's form."""
+    if options.keys() <= _LEAVES_SLOTS:
+        options = {"level": "fast", **options}
+        if options["level"] == "fast" and weight.dtype == torch.bfloat16:
+            options["slot_bytes"] = slot_bytes_for(weight.shape[1])
+    return compress_rows(weight.detach(), **options)
+
+
+def coded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` with tables in place of plain tensors: as small as the module, saved by `torch.save` and
+    loaded by `load_state_dict`.
 
     Example:
         >>> embedding = ibp.nn.Embedding(1000, 64, device="cpu")
-        >>> weights = ibp.nn.dense_state_dict(embedding)
-        >>> torch.nn.Embedding(1000, 64).load_state_dict(weights)
-        <All keys matched successfully>
+        >>> state = ibp.nn.coded_state_dict(embedding)
+        >>> state["weight"].shape, embedding.load_state_dict(state)
+        (torch.Size([1000, 64]), <All keys matched successfully>)
     """
-    dense: dict[str, torch.Tensor] = {}
-    split = {
-        f"{name}." if name else "": found for name, found in module.named_modules() if hasattr(found, "dense_state")
-    }
-    for key, value in module.state_dict().items():
-        if any(key.startswith(f"{prefix}groups.") for prefix in split):
-            continue
-        dense[key] = value.decompress(device="cpu") if isinstance(value, CompressedTensor) else value
-    for prefix, found in split.items():
-        dense.update(found.dense_state(prefix))
-    return dense
+    token = _is_coded.set(True)
+    try:
+        return module.state_dict()
+    finally:
+        _is_coded.reset(token)

@@ -354,7 +354,7 @@ def test_blocks_of_a_model_take_turns(gpus):
     plain, model = Net(dtype=torch.bfloat16).to(gpus[0]), Net(dtype=torch.bfloat16)
     ids = IDS.to(gpus[0])
     wanted = plain(ids)
-    for options in ({}, {"resident": "compressed"}, {"resident_bytes": 20000}):
+    for options in ({}, {"resident_bytes": 20000}):
         with ibp.offload(model, gpus, min_bytes=1000, group_bytes=20000, **options) as offloaded:
             for _ in range(4):
                 assert_same_bits(model(ids).cpu(), wanted.cpu())

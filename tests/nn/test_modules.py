@@ -109,11 +109,22 @@ def test_moving():
 def test_state_dict(assign):
     model, other = make_model(), make_model(seed=5)
     assert not torch.equal(model(IDS), other(IDS))
-    state = saved(model.state_dict())
-    assert list(state) == ["embedding.weight", "fixed.bias", "fixed.weight", "last.weight", "last.bias"]
+    state = saved(ibp.nn.coded_state_dict(model))
+    assert list(state) == ["embedding.weight", "fixed.weight", "fixed.bias", "last.weight", "last.bias"]
     assert str(other.load_state_dict(state, assign=assign)) == "<All keys matched successfully>"
     assert_same_table(other.embedding.weight, model.embedding.weight)
     assert_same_bits(other(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_plain_state_dict(assign):
+    model, other, torchs = make_model(), make_model(seed=5), make_model(compressed=False)
+    state = saved(model.state_dict())
+    assert {name: type(value) for name, value in state.items()} == dict.fromkeys(torchs.state_dict(), torch.Tensor)
+    assert str(torchs.load_state_dict(state)) == "<All keys matched successfully>"
+    assert str(other.load_state_dict(state, assign=assign)) == "<All keys matched successfully>"
+    assert_same_bits(other(IDS), model(IDS))
+    assert_same_bits(torchs(IDS), model(IDS))
 
 
 def test_state_dicts_that_do_not_fit():
@@ -173,9 +184,8 @@ def test_fsdp2(one_process):
     torch.testing.assert_close(model(IDS), plain(IDS))
     model(IDS).sum().backward()
     state = model.state_dict()
-    assert (
-        isinstance(state["embedding.weight"], ibp.CompressedTensor) and type(state["last.weight"]).__name__ == "DTensor"
-    )
+    assert_same_bits(state["embedding.weight"], plain.state_dict()["embedding.weight"])
+    assert type(state["last.weight"]).__name__ == "DTensor"
     assert model.last.weight.grad is not None
 
 

@@ -253,7 +253,7 @@ def test_training_goes_on_after_loading(name, tmp_path):
     optimizers = make_torchs(torchs.parameters(), **options), make_ours(ours, **options)
     train(torchs, optimizers[0])
     train(ours, optimizers[1])
-    torch.save({"model": ours.state_dict(), "optimizer": optimizers[1].state_dict()}, tmp_path / "ours.pt")
+    torch.save({"model": ibp.nn.coded_state_dict(ours), "optimizer": optimizers[1].state_dict()}, tmp_path / "ours.pt")
     saved = torch.load(tmp_path / "ours.pt", weights_only=True)
     plain = copy.deepcopy({"model": torchs.state_dict(), "optimizer": optimizers[0].state_dict()})
     train(torchs, optimizers[0], num_steps=2)
@@ -279,7 +279,7 @@ def test_what_is_loaded_trains_apart(pinned, request):
     first(torch.tensor([3])).sum().backward()
     one.step()
     held, sums = first.weight.decompress(), one.state_dict()["state"][0]["sum"].decompress()
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(ibp.nn.coded_state_dict(first))
     other.load_state_dict(one.state_dict())
     second(torch.tensor([3, 4])).sum().backward()
     other.step()
@@ -382,7 +382,7 @@ def test_caches_train(name, optimizer):
     stale = ours.weight.decompress()
     is_late = torch.equal(stale[:60:2], before[:60:2])
     assert is_late == (ours.cache.writable and "empty" not in name), "rows in the cache reach the table at flush"
-    assert_same_bits(ours.state_dict()["weight"].decompress(), torchs.weight.detach())
+    assert_same_bits(ours.state_dict()["weight"], torchs.weight.detach())
 
 
 def test_caches_follow_their_tables():
@@ -584,6 +584,6 @@ def test_caches_on_a_gpu(cuda, name, writable):
             optimizer.zero_grad()
             module(ids).sum().backward()
             optimizer.step()
-        results.append(module.state_dict()["weight"].decompress(device="cpu"))
+        results.append(module.state_dict()["weight"])
     assert_same_bits(*results)
     assert cache.stats().hits > 0 and cache.stats().misses > 0

@@ -1,0 +1,284 @@
+"""`compress`: the matrices of a model become tables, one after the other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from .._common.arguments import whole_number
+from .._common.progress import tqdm
+from .._common.statistics import share_saved
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import compress_rows
+from .._tables.weights import is_worth_coding
+from ..checkpoints._source import is_chosen
+from ._embedding import Embedding
+from ._tables import Conv1D, Linear, TableModule, matrix_table
+
+_LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
+_NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What `ibp.nn.compress` made of a model.
+
+    Example:
+        >>> layers = torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1)
+        >>> ibp.nn.compress(torch.nn.Sequential(*layers).bfloat16().eval())
+        ibp.nn.ModelReport(1 module coded, 2,097,152 bytes to 1,6..., savings=0.23, plain: 1 smaller than min_bytes)
+
+    Attributes:
+        coded: names of modules that hold tables now.
+        plain: name -> why it stays as it is, of every other `torch.nn.Linear`, `torch.nn.Embedding` and `Conv1D`, and
+            of their subclasses. Modules that `include` and `exclude` leave out are not listed.
+        num_bytes: of the coded weights, uncompressed; a weight that modules share counts once.
+        nbytes: of their tables.
+    """
+
+    __module__ = "ibp.nn"
+
+    coded: tuple[str, ...]
+    plain: dict[str, str]
+    num_bytes: int
+    nbytes: int
+
+    @property
+    def savings(self) -> float:
+        """1 - nbytes / num_bytes; 0 where nothing is coded."""
+        return share_saved(self.num_bytes, self.nbytes)
+
+    def __repr__(self) -> str:
+        reasons = list(self.plain.values())
+        plain = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
+        return (
+            f"ibp.nn.ModelReport({len(self.coded)} {'module' if len(self.coded) == 1 else 'modules'} coded, "
+            f"{self.num_bytes:,} bytes to {self.nbytes:,}, savings={self.savings:.2f}"
+            f"{f', plain: {plain}' if plain else ''})"
+        )
+
+
+class _Weight:
+    """A weight and the modules that hold it.
+
+    Attributes:
+        num_bytes: uncompressed.
+        names: of modules of the kinds that `compress` replaces, by each name that the model has for them.
+        stays: whether a module keeps it plain.
+        reason: why, where a module of these kinds does; None: it does not, or was not asked for.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.names: list[str] = []
+        self.stays = False
+        self.reason: str | None = None
+
+
+def compress(
+    model: torch.nn.Module,
+    *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] = (),
+    level: str = "fast",
+    fused: bool = True,
+    min_bytes: int = 1 << 20,
+    progress: bool = False,
+) -> ModelReport:
+    """Replaces the matrices of a model by tables, in place. Each plain weight is gone before the next one is coded, so
+    that memory holds at most one table more than the plain model.
+
+    Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, and transformers'
+    `Conv1D` an `ibp.nn.Conv1D`. Subclasses of these, modules with hooks and modules whose forward was replaced stay as
+    they are, and so do weights that train: weights that require grad in training mode. A weight that several modules
+    share, as a tied head and its embedding, becomes one table that all of them use; if one of these modules stays
+    plain, all do. A weight that a table would not make at least 2 % smaller stays plain.
+
+    Tables lie where the weights lay: on the GPU, or in host memory (pinned, if there is a GPU), from where
+    `model.to("cuda")` brings them. Their weights are fixed, and no parameters. Gradients reach inputs, biases and all
+    other parameters. On the CPU results have the bits of the plain model; on a GPU `ibp.linear` adds the products of
+    few vectors in another order, unless `fused=False`.
+
+    `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` give plain tensors under the names of the
+    plain model, on the CPU; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
+    For weights that do not fit the GPU even so, call `ibp.offload` afterwards: it leaves tables where they are.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
+        >>> wanted = model(torch.tensor([7]))
+        >>> report = ibp.nn.compress(model)
+        >>> report.coded, f"{report.savings:.0%}"
+        (('0', '1'), '26%')
+        >>> torch.equal(model(torch.tensor([7])), wanted)
+        True
+
+    Args:
+        model: on the CPU or on GPUs; in eval mode, or with frozen weights.
+        include: names of modules, or patterns of `fnmatch`, to compress with all modules below them; None: all.
+        exclude: likewise, to leave out: `exclude="lm_head"`.
+        level: of matrices that are multiplied, as in `ibp.compress`: "fast", which `ibp.linear` multiplies as it is, or
+            "default". Embeddings that share no table with a matrix take "default", and the fewest bytes.
+        fused: as in `ibp.nn.Linear`.
+        min_bytes: smaller weights stay plain.
+        progress: show a progress bar.
+
+    Returns:
+        What is coded, and what stays plain and why.
+
+    Raises:
+        TypeError: model is no module, or an argument is not of its type.
+        ValueError: a weight is on the meta device; all weights train; a pattern of include or exclude matches no
+            module; model is itself a module to be replaced; level is unknown. The model is then as it was.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
+    min_bytes = whole_number("min_bytes", min_bytes, 0)
+    if level not in ("fast", "default"):
+        raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
+    weights, plain = _find(model, _Choice(model, include, exclude), min_bytes)
+    if not weights and _TRAINS in plain.values():
+        raise ValueError("the weights of the model train: call model.eval() or model.requires_grad_(False) first")
+    coded: list[str] = []
+    num_bytes = nbytes = 0
+    total = sum(weight.num_bytes for weight in weights)
+    with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
+        for weight in weights:
+            table_bytes = _convert(model, weight, level, fused)
+            bar.update(weight.num_bytes)
+            if table_bytes is None:
+                plain.update(dict.fromkeys(weight.names, _NO_GAIN))
+                continue
+            coded += weight.names
+            num_bytes, nbytes = num_bytes + weight.num_bytes, nbytes + table_bytes
+    return ModelReport(tuple(coded), plain, num_bytes, nbytes)
+
+
+class _Choice:
+    """Which modules include and exclude choose."""
+
+    def __init__(
+        self, model: torch.nn.Module, include: str | Iterable[str] | None, exclude: str | Iterable[str]
+    ) -> None:
+        self._include = None if include is None else _patterns(include)
+        self._exclude = _patterns(exclude)
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        for pattern in (*(self._include or ()), *self._exclude):
+            if not any(is_chosen(name, [pattern], ()) for name in names):
+                raise ValueError(f"there is no module whose name matches {pattern!r}")
+
+    def has(self, name: str) -> bool:
+        """Whether a module, or one around it, is included, and none of these is excluded."""
+        parts = name.split(".")
+        around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
+        is_included = any(is_chosen(outer, self._include, ()) for outer in around)
+        return is_included and all(is_chosen(outer, None, self._exclude) for outer in around)
+
+
+def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+# ---- what is found ----
+
+
+def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
+    """The weights to code, and why other modules of these kinds stay plain, by name. No weight is kept alive."""
+    found: dict[object, _Weight] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            weight = found.setdefault(_place_of(parameter), _Weight())
+            if attribute != "weight" or not isinstance(module, _kinds()) or not choice.has(name):
+                weight.stays = True
+                continue
+            weight.names.append(name)
+            reason = _reason(module, parameter, min_bytes)
+            if reason is not None:
+                weight.stays, weight.reason = True, reason
+                continue
+            weight.num_bytes = parameter.numel() * parameter.element_size()
+            if parameter.is_meta:
+                raise ValueError(f"{name}.weight is on the meta device: load the model's weights first")
+            if not name:
+                raise ValueError(
+                    f"model is a {type(module).__name__}, which cannot be replaced in place: wanted one around it, "
+                    "or a call of ibp.nn.Linear.from_linear or ibp.nn.Embedding.from_pretrained"
+                )
+    weights = [weight for weight in found.values() if not weight.stays]
+    plain = {name: weight.reason or _SHARED for weight in found.values() if weight.stays for name in weight.names}
+    return weights, plain
+
+
+def _kinds() -> tuple[type[torch.nn.Module], ...]:
+    """The classes of modules to replace; transformers' if that is imported: else no model has one."""
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return (torch.nn.Linear, torch.nn.Embedding, *(() if conv1d is None else (conv1d,)))
+
+
+def _place_of(tensor: torch.Tensor) -> object:
+    """What tensors over the same elements have in common."""
+    if type(tensor) is not torch.nn.Parameter or tensor.is_meta or tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int) -> str | None:
+    """Why a module of these kinds stays plain; None: it does not."""
+    if type(module) not in _kinds() or "forward" in vars(module):
+        return "with a class or forward of its own"
+    if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and hooks):
+        return "with hooks"
+    if isinstance(module, torch.nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+        return "with max_norm or scale_grad_by_freq"
+    if type(weight) is not torch.nn.Parameter:
+        return f"with a {type(weight).__name__}"
+    if weight.requires_grad and module.training:
+        return _TRAINS
+    if weight.numel() * weight.element_size() < min_bytes:
+        return "smaller than min_bytes"
+    return None if weight.is_meta or is_worth_coding(weight.detach()) else _NO_GAIN
+
+
+# ---- what is replaced ----
+
+
+def _convert(model: torch.nn.Module, weight: _Weight, level: str, fused: bool) -> int | None:
+    """Puts modules over one table in the place of all modules that hold a weight. Returns the table's bytes; None: it
+    is not small enough, and nothing has changed."""
+    modules = {name: model.get_submodule(name) for name in weight.names}
+    table = _table_of(list(modules.values()), level)
+    if table.nbytes > weight.num_bytes * (1 - _LEAST_SAVINGS):
+        return None
+    made: dict[torch.nn.Module, TableModule] = {}
+    for name, module in modules.items():
+        if module not in made:
+            made[module] = _module_over(table, module, fused)
+            made[module].share_table(next(iter(made.values())))
+            made[module].train(module.training)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, made[module])
+    return table.nbytes
+
+
+def _table_of(modules: list[torch.nn.Module], level: str) -> CompressedTensor:
+    weight = cast(torch.Tensor, modules[0].weight).detach()
+    if all(isinstance(module, torch.nn.Embedding) for module in modules):
+        return compress_rows(weight.contiguous())
+    return matrix_table((weight if _has_rows(modules[0]) else weight.t()).contiguous(), level=level)
+
+
+def _has_rows(module: torch.nn.Module) -> bool:
+    """Whether the rows of a module's weight are the rows of its table, not the columns."""
+    return isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
+
+
+def _module_over(table: CompressedTensor, module: torch.nn.Module, fused: bool) -> TableModule:
+    if isinstance(module, torch.nn.Embedding):
+        return Embedding(table, padding_idx=module.padding_idx)
+    bias = module.bias if isinstance(module.bias, torch.Tensor) else None
+    return (Linear if _has_rows(module) else Conv1D)(table, bias, fused=fused)
