@@ -15,12 +15,7 @@ from .output import Failure
 
 
 class MadeTensor(SourceTensor):
-    """A tensor that is made, as a whole, when its first bytes are read, and forgotten with its last.
-
-    Args:
-        name, dtype, shape: of the tensor.
-        make: makes it, on the CPU.
-    """
+    """A tensor that `make` makes, as a whole on the CPU, when its first bytes are read; forgotten with its last."""
 
     def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]) -> None:
         super().__init__(name, dtype, shape)

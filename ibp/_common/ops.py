@@ -83,10 +83,13 @@ import torch
 from .. import _core
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
+_ON_THE_CPU = {"stream_bytes": (5,), "pack_table": (5,), "stage_items": (5, 6)}  # tensors that always are
 
 
-def _define(schema):
-    """Declares an operation. It writes to memory that it is given, which a graph of torch.jit.trace would leave out."""
+def _define(schema, shaped=lambda *args: None):
+    """Declares an operation. It writes to memory that it is given, which a graph of torch.jit.trace would leave out.
+
+    shaped: makes what it returns of tensors without data. Of an operation that only writes: nothing."""
     name = _lib.define(schema)
 
     def refuse(*args, **kwargs):
@@ -95,7 +98,27 @@ def _define(schema):
             "model with plain tensors, as ibp.decompress(table) gives them, or use torch.compile"
         )
 
+    def fake(*args, **kwargs):
+        """All tensors are on one device, as the real one requires."""
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        given = [value for position, value in enumerate(given) if position not in _ON_THE_CPU.get(name, ())]
+        if any(tensor.device != given[0].device for tensor in given):
+            where = sorted({str(tensor.device) for tensor in given})
+            raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {where}")
+        return shaped(*args, **kwargs)
+
     _lib.impl(name, refuse, "Tracer")
+    torch.library.register_fake(f"ibp::{name}", fake, lib=_lib)
+
+
+def _divide_up(amount, part):
+    return -(-amount // part)
+
+
+def _learned_planes(data, *args):
+    context = torch.library.get_ctx()
+    entries = data.new_empty((context.new_dynamic_size(),))
+    return entries, data.new_empty((context.new_dynamic_size(),), dtype=torch.int64)
 
 
 # How a table is described to an operation; see struct ibp_table in ibp.h.
@@ -107,20 +130,55 @@ _READ = _TABLE.format("", "", "", "")
 _WRITE = _TABLE.format("(a!)", "(b!)", "", "")
 _WRITE_ALL = _TABLE.format("(a!)", "(b!)", "(c!)", "(d!)")
 
-_define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
-_define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
-_define("choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)")
-_define("estimate_masks(Tensor data, int row_bytes) -> Tensor")
+_define(
+    "codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor",
+    lambda mask, *args: mask.new_empty((3, _divide_up(mask.numel(), 16) * 4), dtype=torch.int32),
+)
+_define(
+    "threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)",
+    lambda counts, *args: tuple(counts.new_empty((counts.numel() // 8,), dtype=torch.uint8) for _ in range(2)),
+)
+_define(
+    "choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)",
+    lambda data, row_bytes, _: tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2)),
+)
+_define(
+    "estimate_masks(Tensor data, int row_bytes) -> Tensor",
+    lambda data, _: data.new_empty((1,), dtype=torch.float64),
+)
 _define(
     "learn_planes(Tensor data, int row_bytes, int element_bytes, int exponent_bits, int table_rows, bool fast, "
-    "bool codes_invariant) -> (Tensor, Tensor)"
+    "bool codes_invariant) -> (Tensor, Tensor)",
+    _learned_planes,
 )
-_define("learn_entries(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_define("count_bits(Tensor data, int row_bytes) -> Tensor")
-_define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
-_define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
+_define(
+    "learn_entries(Tensor data, Tensor codebook, int[] codec) -> Tensor",
+    lambda data, codebook, _: torch.empty_like(codebook),
+)
+_define(
+    "count_bits(Tensor data, int row_bytes) -> Tensor",
+    lambda data, row_bytes: data.new_empty((8 * row_bytes,), dtype=torch.int64),
+)
+_define(
+    "count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor",
+    lambda data, _, codec: data.new_empty((_divide_up(codec[1], codec[2]),), dtype=torch.int64),
+)
+_define(
+    "measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor",
+    lambda data, _, codec: data.new_empty((_divide_up(data.numel(), codec[1]),), dtype=torch.uint16),
+)
+_define(
+    "index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor",
+    lambda lengths, num_bytes, row_bytes, _: lengths.new_empty(
+        (_divide_up(num_bytes, _core.ROWS_PER_BASE * row_bytes) + 1,), dtype=torch.int64
+    ),
+)
+_define(
+    "survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor",
+    lambda lengths, _, row_bytes: lengths.new_empty(
+        (2 + _divide_up(row_bytes, _core.SECTOR_BYTES),), dtype=torch.int64
+    ),
+)
 _define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
 _define(
     "encode_packed(Tensor data, Tensor codebook, int[] codec, Tensor(a!) out, Tensor(b!) lengths, Tensor(c!) stored) "
@@ -176,7 +234,10 @@ _define(
 _define(
     "apply_deltas(Tensor tensors, int num_rows, Tensor codebook, int[] codec, bool takes_back, Tensor(a!) state) -> ()"
 )
-_define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
+_define(
+    "partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)",
+    lambda ids, *args: (ids.new_empty((ids.numel(),)), ids.new_empty((ids.numel(),), dtype=torch.int32)),
+)
 _define(
     f"select_rows({_READ}, Tensor ids, int first, "
     "Tensor(a!) lengths_out, Tensor(b!) bases_out, Tensor(c!) rows_out, Tensor(d!) taken, Tensor(e!) fault) -> ()"
@@ -187,7 +248,10 @@ _define(
     "find_cached(Tensor ids, int rows_per_item, int row_bytes, Tensor lengths, Tensor[] maps, int ways, "
     "Tensor(a!) entries, Tensor(b!)? counts) -> ()"
 )
-_define("owners_of_rows(Tensor rows, int num_slabs) -> Tensor")
+_define(
+    "owners_of_rows(Tensor rows, int num_slabs) -> Tensor",
+    lambda rows, _: rows.new_empty((rows.numel(),), dtype=torch.uint8),
+)
 _define(
     f"gather_cached({_READ}, Tensor ids, Tensor entries, Tensor[] slabs, int max_sms, Tensor(a!) out, "
     "Tensor(b!) fault, Tensor? positions=None) -> ()"
@@ -208,139 +272,6 @@ torch.ops.load_library(str(Path(__file__).parent.parent / "_lib" / "libibp_torch
 # A forked child has none of its parent's threads. torch replaces its pool of them at the first use, which fails where
 # several threads come first ("Invalid thread pool!"): the child does it before it has others.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
-
-
-def _words(row_bytes):
-    return (row_bytes + 15) // 16 * 4
-
-
-def _divide_up(amount, part):
-    return -(-amount // part)
-
-
-def _fake(name):
-    """Registers what an operation does with tensors without data: shapes, and that all tensors are on one device,
-    as the real one requires."""
-
-    def register(function):
-        def fake(*args, **kwargs):
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            given = [value for position, value in enumerate(given) if position not in _ON_THE_CPU.get(name, ())]
-            if any(tensor.device != given[0].device for tensor in given):
-                where = sorted({str(tensor.device) for tensor in given})
-                raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {where}")
-            return function(*args, **kwargs)
-
-        torch.library.register_fake(f"ibp::{name}", fake, lib=_lib)
-
-    return register
-
-
-_ON_THE_CPU = {"stream_bytes": (5,), "pack_table": (5,), "stage_items": (5, 6)}  # tensors that always are
-
-
-@_fake("codebook_words")
-def _(mask, bitval, chunk_bytes, flag_all):
-    return mask.new_empty((3, _words(mask.numel())), dtype=torch.int32)
-
-
-@_fake("threshold_bits")
-def _(counts, num_rows, tau):
-    return tuple(counts.new_empty((counts.numel() // 8,), dtype=torch.uint8) for _ in range(2))
-
-
-@_fake("choose_masks")
-def _(data, row_bytes, chunk_bytes):
-    return tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2))
-
-
-@_fake("estimate_masks")
-def _(data, row_bytes):
-    return data.new_empty((1,), dtype=torch.float64)
-
-
-@_fake("learn_planes")
-def _(data, row_bytes, element_bytes, exponent_bits, table_rows, fast, codes_invariant):
-    context = torch.library.get_ctx()
-    return (
-        data.new_empty((context.new_dynamic_size(),)),
-        data.new_empty((context.new_dynamic_size(),), dtype=torch.int64),
-    )
-
-
-@_fake("learn_entries")
-def _(data, codebook, codec):
-    return torch.empty_like(codebook)
-
-
-@_fake("count_bits")
-def _(data, row_bytes):
-    return data.new_empty((8 * row_bytes,), dtype=torch.int64)
-
-
-@_fake("count_hits")
-def _(data, codebook, codec):
-    return data.new_empty((_divide_up(codec[1], codec[2]),), dtype=torch.int64)
-
-
-@_fake("measure_rows")
-def _(data, codebook, codec):
-    return data.new_empty((_divide_up(data.numel(), codec[1]),), dtype=torch.uint16)
-
-
-@_fake("index_rows")
-def _(lengths, num_bytes, row_bytes, slot_bytes):
-    return lengths.new_empty((_divide_up(num_bytes, _core.ROWS_PER_BASE * row_bytes) + 1,), dtype=torch.int64)
-
-
-@_fake("survey_rows")
-def _(lengths, num_bytes, row_bytes):
-    return lengths.new_empty((2 + _divide_up(row_bytes, _core.SECTOR_BYTES),), dtype=torch.int64)
-
-
-@_fake("partition_ids")
-def _(ids, num_items, window_bits):
-    return ids.new_empty((ids.numel(),)), ids.new_empty((ids.numel(),), dtype=torch.int32)
-
-
-@_fake("owners_of_rows")
-def _(rows, num_slabs):
-    return rows.new_empty((rows.numel(),), dtype=torch.uint8)
-
-
-def _writes_only(*args, **options):
-    return None
-
-
-for _name in (
-    "encode_rows",
-    "encode_packed",
-    "encode_into",
-    "gather_items",
-    "gather_into",
-    "gather_to",
-    "plan_pages",
-    "note_pages",
-    "sum_bags",
-    "linear",
-    "pack_table",
-    "stage_items",
-    "decode_bytes",
-    "stream_bytes",
-    "select_rows",
-    "add_rows",
-    "apply_deltas",
-    "encode_deltas",
-    "measure_deltas",
-    "sum_words",
-    "find_cached",
-    "gather_cached",
-    "fill_slab",
-    "claim_cached",
-    "drop_cached",
-    "set_cached",
-):
-    _fake(_name)(_writes_only)
 
 
 def cuda_is_available() -> bool:

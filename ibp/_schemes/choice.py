@@ -170,7 +170,7 @@ def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
 
 
 def coder_ns(codebook: AnyCodebook, machine: Calibration) -> float:
-    """Nanoseconds that coding and decoding a byte take."""
+    """Time to code and decode a byte, in ns."""
     rates = coder_rates(codebook, machine)
     return 1 / rates.encode_gbps + 1 / rates.decode_gbps
 

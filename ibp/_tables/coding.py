@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -87,6 +87,11 @@ class Learning:
             raise ValueError(f"clusters is {clusters!r}, but consecutive entries, level='fast', have no clusters")
         return cls(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
 
+    def request(self, data: torch.Tensor, geometry: _rows.Geometry, worker: torch.device, **others: Any) -> Request:
+        """What a codebook is learned for. others: further arguments of `Request`, or in place of these options."""
+        own = {name: getattr(self, name) for name in ("sample", "chunk_bytes", "tau", "clusters", "level")}
+        return Request(data, geometry, worker, **{**own, **others})
+
     def coding_of(
         self,
         data: torch.Tensor,
@@ -103,18 +108,7 @@ class Learning:
         if self.codebook is not None:
             coding = _coding(data, geometry, self.codebook, worker, progress)
         else:
-            request = Request(
-                data,
-                geometry,
-                worker,
-                self.sample,
-                self.chunk_bytes,
-                self.tau,
-                slot_bytes=slot_bytes,
-                clusters=self.clusters,
-                progress=progress,
-                level=self.level,
-            )
+            request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress)
             coding = self._learned(request, in_place)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             return None
@@ -127,9 +121,7 @@ class Learning:
         rows are all raw has parts in overflow. The tensor is not empty."""
         codebook = self.codebook
         if codebook is None:
-            request = Request(
-                data, geometry, worker, self.sample, self.chunk_bytes, self.tau, progress=progress, level=self.level
-            )
+            request = self.request(data, geometry, worker, clusters=None, progress=progress)
             found = self._learned(request, in_place=False)
             if found is not None:
                 return found

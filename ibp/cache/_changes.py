@@ -53,13 +53,8 @@ def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
         else:
             for held in (generation, *state.captured):
                 forget(state, held, rows_of(ids, state.rows_per_item))
-            to_table(state, ids, rows)
-
-
-def to_table(state: CacheState, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items of the table."""
-    changes.put_items(state.view, items, rows)
-    mark_current(state)
+            changes.put_items(state.view, ids, rows)
+            mark_current(state)
 
 
 def mark_current(state: CacheState) -> None:

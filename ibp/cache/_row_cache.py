@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .._common import ops
 from .._common.arguments import whole_number
 from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
@@ -157,7 +156,19 @@ class RowCache(TensorManners):
         self._peers = None if group is None else Peers(group)
 
         def set_up() -> None:
-            self._set_up(table, budget_bytes, devices, policy, writable, slot_bytes)
+            """Makes a cache that holds nothing yet."""
+            self.table, self.view, self._is_of_place = table, _view_of(table), isinstance(table, CodedRows)
+            self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
+            self.devices = _checked_devices(devices, table, self.view)
+            self.policy, self.writable, self._given_slot_bytes = policy, writable, slot_bytes
+            _check_policy(self)
+            if slot_bytes is not None:
+                most = in_sectors(self.view.row_bytes)
+                self._given_slot_bytes = in_sectors(whole_number("slot_bytes", slot_bytes, 1, most))
+            self._state = CacheState(self.view, self.devices, writable)
+            for device in () if self._state.is_idle else self._state.workers:
+                self.view.arguments(device)
+            self._state.generation = self._made(None)
 
         if self._peers is None:
             set_up()
@@ -165,27 +176,6 @@ class RowCache(TensorManners):
             self._peers.agree(self, set_up, hotness is not None)
         if hotness is not None:
             self.refill(hotness)
-
-    def _set_up(
-        self,
-        table: CompressedTensor | CodedRows,
-        budget_bytes: int,
-        devices: Device | Sequence[Device] | None,
-        policy: str,
-        writable: bool,
-        slot_bytes: int | None,
-    ) -> None:
-        """Of the constructor's arguments: a cache that holds nothing yet."""
-        self.table, self.view, self._is_of_place = table, _view_of(table), isinstance(table, CodedRows)
-        self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
-        self.devices = _checked_devices(devices, table, self.view)
-        self.policy, self.writable = policy, writable
-        _check_policy(self)
-        self._given_slot_bytes = slot_bytes if slot_bytes is None else in_sectors(_checked_slot(slot_bytes, self.view))
-        self._state = CacheState(self.view, self.devices, writable)
-        for device in () if self._state.is_idle else self._state.workers:
-            self.view.arguments(device)
-        self._state.generation = self._made(None)
 
     # ---- what it is ----
 
@@ -217,21 +207,20 @@ class RowCache(TensorManners):
     @property
     def num_cached_rows(self) -> int:
         """Rows that are cached. Waits for the work on the cache's devices."""
+        return self._cached_rows().numel()
+
+    def _cached_rows(self) -> torch.Tensor:
+        """Their numbers, int64 on the CPU."""
         with self._state.lock:
             self._state.synchronize()
-            present = [
-                Entries.are_present(slab.map[:, 1]) & (slab.map[:, 0] >= 0) for _, slab in self._state.generation
-            ]
-        return sum(int(rows.sum()) for rows in present)
+            maps = [slab.map for _, slab in self._state.generation]
+            rows = [held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
+        return torch.cat(rows)
 
     def cached_ids(self) -> torch.Tensor:
         """Ids of the items whose rows are all cached: int64 on the CPU, in increasing order. Waits for the work on the
         cache's devices."""
-        with self._state.lock:
-            self._state.synchronize()
-            maps = [slab.map.cpu() for _, slab in self._state.generation]
-        rows = torch.cat([held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0] for held in maps])
-        items, counts = (rows // self._state.rows_per_item).unique(return_counts=True)
+        items, counts = (self._cached_rows() // self._state.rows_per_item).unique(return_counts=True)
         return items[counts == self._state.rows_per_item]
 
     def is_pinned(self) -> bool:
@@ -655,7 +644,7 @@ def _checked_devices(
     devices: Device | Sequence[Device] | None, table: Any, view: CompressedTensor
 ) -> tuple[torch.device, ...]:
     if devices is None:
-        devices = table.device if isinstance(table, CodedRows) or view.is_cuda else _usual_device()
+        devices = table.device if isinstance(table, CodedRows) or view.is_cuda else memory.usual(None)
     given = [devices] if isinstance(devices, (torch.device, str, int)) else list(devices)
     found = tuple(memory.canonical(device) for device in given)
     if not 1 <= len(found) <= MAX_SLABS:
@@ -669,10 +658,6 @@ def _checked_devices(
     if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not view._is_refused:
         raise ValueError("the table is in memory that is not pinned, which GPUs do not read: call its pin_memory()")
     return found
-
-
-def _usual_device() -> str:
-    return "cuda" if ops.cuda_is_available() else "cpu"
 
 
 def _check_policy(cache: RowCache) -> None:
@@ -702,10 +687,6 @@ def _check_mutual_access(devices: Sequence[torch.device]) -> None:
         for peer in devices:
             if device != peer and not torch.cuda.can_device_access_peer(device, peer):
                 raise ValueError(f"{device} cannot read the memory of {peer}, as GPUs of a writable cache must")
-
-
-def _checked_slot(slot_bytes: Any, view: CompressedTensor) -> int:
-    return whole_number("slot_bytes", slot_bytes, 1, in_sectors(view.row_bytes))
 
 
 def _flat_ids(ids: Ids) -> torch.Tensor:

@@ -37,7 +37,7 @@ FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # of a slab besides
 NEAR_MAP_SHARE = 0.4
 SLOT_QUANTILE = 0.999  # of the rows' stored sizes fit a slot
 GROWTH = 16  # a slot of rows that change is larger by such a part
-_SLAB_SHIFT, _LENGTH_SHIFT, _PRESENT_SHIFT = 40, 44, 60  # fields of an entry
+_SLAB_SHIFT, _PRESENT_SHIFT = 40, 60  # fields of an entry
 DIRTY = 1 << 61
 
 
@@ -141,16 +141,16 @@ class Generation:
             return
         maps, slabs = self.view_of(device)
         first = self.slabs[0]
-        lru = first.stamps is not None and first.clock is not None
+        stamps, clock = (0 if held is None else held.data_ptr() for held in (first.stamps, first.clock))
         self.ready[device] = _core.ReadyCache(
             (maps, slabs, counts, first),
             [(held.data_ptr(), 8 * held.numel()) for held in maps],
             self.ways,
             [(held.data_ptr(), held.numel()) for held in slabs],
             counts.data_ptr(),
-            first.stamps.data_ptr() if first.stamps is not None and lru else 0,
-            first.clock.data_ptr() if first.clock is not None and lru else 0,
-            self.slot_bytes if lru else 0,
+            stamps,
+            clock,
+            0 if first.stamps is None else self.slot_bytes,
         )
 
     @property
@@ -333,8 +333,3 @@ class Entries:
     @staticmethod
     def offsets(entries: torch.Tensor) -> torch.Tensor:
         return entries & ((1 << _SLAB_SHIFT) - 1)
-
-    @staticmethod
-    def lengths(entries: torch.Tensor) -> torch.Tensor:
-        """As in the table's lengths: 0 for raw rows."""
-        return entries >> _LENGTH_SHIFT & 0xFFFF

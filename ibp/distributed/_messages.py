@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -168,7 +168,7 @@ class Messages:
 
     def of(self, slot: Slot) -> Memory:
         """The memory of the messages in a slot."""
-        known = self._known(slot)
+        known = slot.bound.setdefault(self, {})
         if _WHOLE not in known:
             known[_WHOLE] = self._memory(slot)
         return known[_WHOLE]
@@ -218,15 +218,8 @@ class Messages:
         """Notes in the status which codecs have coded the messages."""
         status.heads[self._coded] = self.of(slot).words[self._heads]
 
-    def _known(self, slot: Slot) -> dict[int, Any]:
-        """What is kept about a slot's memory."""
-        known = slot.bound.get(self)
-        if known is None:
-            known = slot.bound[self] = {}
-        return known
-
     def _bind(self, slot: Slot, k: int) -> _BoundMessages:
-        known = self._known(slot)
+        known = slot.bound.setdefault(self, {})
         if k not in known:
             known[k] = self._bound(self.of(slot).each[k], k)
         return known[k]

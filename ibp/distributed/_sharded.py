@@ -498,17 +498,7 @@ def _learned(
         return None
     rows = _sampled(x, members, geometry, learning.sample)
     whole = 1.0 if learning.sample is not None else None
-    request = Request(
-        rows,
-        geometry,
-        worker,
-        whole,
-        learning.chunk_bytes,
-        learning.tau,
-        slot_bytes=slot_bytes,
-        clusters=learning.clusters,
-        level=learning.level,
-    )
+    request = learning.request(rows, geometry, worker, sample=whole, slot_bytes=slot_bytes)
 
     def by_rank_0(request: Request) -> AnyCodebook | None:
         return members.together("from_local", lambda: learn(learning.scheme, request) if members.rank == 0 else None)[0]

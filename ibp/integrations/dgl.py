@@ -120,7 +120,7 @@ def attach(
     if table.is_cuda and table.device != graph.device:
         raise ValueError(f"{what} is on {table.device}; wanted host memory or the graph's device, {graph.device}")
     device: tuple | None = None if graph.device == table.device else (graph.device, {})
-    frame._columns[name] = _TableColumn(table, _scheme_of(table), None, device)
+    frame._columns[name] = _TableColumn(table, Scheme(tuple(table.shape[1:]), table.dtype), None, device)
     return AttachedFeature(table, functools.partial(close, graph, name, ntype=ntype, edges=edges, etype=etype))
 
 
@@ -170,10 +170,6 @@ def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _Edg
     if of_edges:
         return graph._edge_frames[place], what, graph.num_edges(graph.canonical_etypes[place])
     return graph._node_frames[place], what, graph.num_nodes(graph.ntypes[place])
-
-
-def _scheme_of(table: Table) -> Scheme:
-    return Scheme(tuple(table.shape[1:]), table.dtype)
 
 
 class _TableColumn(Column):

@@ -224,15 +224,12 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
 
 
-def _is_at_rest(parameter: torch.Tensor) -> bool:
-    return parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
-
-
 def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """Gives a state dict the values of the parameters that are at rest."""
     coded = _coded_of(_groups_of(model))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if prefix + name in state and parameter in coded and _is_at_rest(parameter):
+        is_at_rest = parameter.untyped_storage().nbytes() < parameter.nbytes
+        if is_at_rest and prefix + name in state and parameter in coded:
             state[prefix + name] = coded[parameter].decoded(parameter.device)
 
 

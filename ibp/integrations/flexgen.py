@@ -18,6 +18,7 @@ caches and activations stay FlexGen's own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -29,12 +30,11 @@ import torch
 from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
 from flexgen.utils import torch_dtype_to_np_dtype
 
-from .._common.closing import Closing
 from .._fetch.streaming import decode_items, decompress
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
 
-__all__ = ["CompressedWeight", "Enabled", "close", "enable", "main"]
+__all__ = ["CompressedWeight", "close", "enable", "main"]
 
 # The layers whose load_weight copies weights; TransformerLayer calls those of two of them.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
@@ -120,31 +120,23 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 # ---- the weights of a layer as one stream ----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Layer:
-    """Tables that a layer's load_weight has asked for, and where they go."""
-
-    tables: list[CompressedTensor] = dataclasses.field(default_factory=list)
-    outs: list[torch.Tensor] = dataclasses.field(default_factory=list)
-
-
-_loading: _Layer | None = None  # the layer whose load_weight runs
+_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # tables, and where they go
+_loading: _Jobs | None = None  # what the layer whose load_weight runs has asked for
 _fetching: dict[str, Any] = {}  # options of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
     """Decodes a table into out; within a layer's load_weight, when that ends."""
-    layer = _loading or _Layer()
-    layer.tables.append(table)
-    layer.outs.append(out)
-    if layer is not _loading:
-        _decode(layer)
+    if _loading is None:
+        _decode([(table, out)])
+    else:
+        _loading.append((table, out))
 
 
-def _decode(layer: _Layer) -> None:
-    if layer.tables:
-        options = _fetching if layer.outs[0].is_cuda else {}
-        decompress(layer.tables, out=layer.outs, **options)
+def _decode(jobs: _Jobs) -> None:
+    if jobs:
+        tables, outs = map(list, zip(*jobs))
+        decompress(tables, out=outs, **(_fetching if outs[0].is_cuda else {}))
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
@@ -154,7 +146,7 @@ def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load_weight)
     def load(*args: Any) -> None:
         global _loading
-        _loading = _Layer()
+        _loading = []
         try:
             load_weight(*args)
             _decode(_loading)
@@ -166,16 +158,16 @@ def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
 
 # ---- enabling --------------------------------------------------------------------------------------------------------
 
-_replaced: list[tuple[Any, str, Any]] = []  # (owner, attribute, FlexGen's own)
+_enabled = contextlib.ExitStack()  # gives FlexGen its own functions back
 
 
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
-    _replaced.append((owner, name, original))
+    _enabled.callback(setattr, owner, name, original)
     setattr(owner, name, make(original))
 
 
-def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> Enabled:
+def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> contextlib.ExitStack:
     """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
 
     Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
@@ -195,10 +187,13 @@ def enable(*, path: str | None = None, max_sms: int | None = None, **compress_op
     compressor = WeightCompressor(compress_options)
     close()
     _fetching.update(path=path, max_sms=max_sms)
+    _enabled.callback(_fetching.clear)
     _put(flexgen.flex_opt, "init_weight_list", lambda original: _compressing(original, compressor))
     for layer in _LAYERS:
         _put(getattr(flexgen.flex_opt, layer), "load_weight", _as_one_stream)
-    return Enabled()
+    at_the_end = contextlib.ExitStack()
+    at_the_end.callback(close)
+    return at_the_end
 
 
 def close() -> None:
@@ -206,17 +201,7 @@ def close() -> None:
 
     Models with compressed weights go on working, but fetch a layer's weights one by one.
     """
-    while _replaced:
-        setattr(*_replaced.pop())
-    _fetching.clear()
-
-
-class Enabled(Closing):
-    """What `enable` gives: its `close()` is that of this module."""
-
-    def close(self) -> None:
-        """As `ibp.integrations.flexgen.close`."""
-        close()
+    _enabled.close()
 
 
 def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightCompressor) -> Callable[..., list]:

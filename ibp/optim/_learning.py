@@ -9,7 +9,7 @@ import torch
 from .._layout import geometry
 from .._machine import calibration, staging
 from .._machine.calibration import Calibration
-from .._schemes import AnyCodebook, PlanesCodebook, Request, choice, surveyed
+from .._schemes import AnyCodebook, PlanesCodebook, Request, choice, stored_share
 from .._schemes.planes.codebook import num_entries
 from .._schemes.planes.learning import relearn
 
@@ -78,5 +78,5 @@ def _pairs(sample: torch.Tensor, element_bytes: int) -> Iterator[PlanesCodebook]
 
 def _worth(sample: torch.Tensor, codebook: AnyCodebook, machine: Calibration) -> float:
     """Bytes that a codebook saves of a row for each nanosecond that a byte takes."""
-    stored = surveyed(geometry.bytes_of(sample), codebook).stored
-    return (ROW_BYTES - stored / len(sample)) / choice.coder_ns(codebook, machine)
+    saved = ROW_BYTES * (1 - stored_share(geometry.bytes_of(sample), codebook))
+    return saved / choice.coder_ns(codebook, machine)

@@ -13,6 +13,7 @@ from .._common.statistics import Statistics, share_saved
 from .._layout import slots as _layout
 from .._machine.memory import PinningError
 from .._schemes import AnyCodebook
+from .._schemes.kinds import Learner
 from .._tables.coded_rows import CodedRows
 from ._families import Family, StateGroup
 from ._learning import ROW_BYTES
@@ -99,7 +100,7 @@ class CodedState:
     ) -> None:
         self.num_rows, self.num_bytes, self.device, self.pinned = num_rows, num_bytes, device, coding.pinned
         self.place: CodedRows | None = None
-        self.codebook: AnyCodebook | None = None  # that was learned for it, shared with others that are alike
+        self.learner: Learner[AnyCodebook] = Learner()  # whose codebook is shared with others that are alike
         self._reserve = coding.reserve
         self._host_memory: torch.Tensor | None = None
         self._lent: torch.Tensor | None = None  # to parts of its rows
@@ -108,7 +109,6 @@ class CodedState:
         self._crowded_bytes = 0.0  # in overflow beyond that, over all steps since then
         self.stores = stores  # how often it was kept
         self.version = 0  # another one where `load` or `write` have come to use other memory or another codebook
-        self.fitted_at = 0  # the number of the store that its codebook was learned for
         self.may_refit = False  # before the next store
 
     def load(self, out: torch.Tensor, near: torch.Tensor | None = None) -> None:
@@ -154,8 +154,8 @@ class CodedState:
     @property
     def overdue(self) -> float:
         """The next store's number, to the one from which on a new codebook is wanted; 1 or more: it is wanted."""
-        ratio = _CROWDED_RATIO if self._crowded_bytes > _CROWDED_BYTES else _REFIT_RATIO
-        return (self.stores + 1) / (ratio * self.fitted_at) if self.fitted_at else 0.0
+        growth = _CROWDED_RATIO if self._crowded_bytes > _CROWDED_BYTES else _REFIT_RATIO
+        return self.learner.overdue(self.stores + 1, growth)
 
     @property
     def is_new(self) -> bool:
@@ -165,7 +165,7 @@ class CodedState:
     @property
     def wants_fit(self) -> bool:
         """Whether it has no codebook, or may take another one before the next store."""
-        return self.fitted_at == 0 or self.may_refit
+        return self.learner.learned_at == 0 or self.may_refit
 
     def fit(self, data: torch.Tensor, group: StateGroup) -> None:
         """Takes a codebook, and memory for rows coded by it: that of the place before if its slots suit. Other memory
@@ -187,13 +187,14 @@ class CodedState:
             free_overflow([self])
         elif not self._move(group.codebook, slot_bytes):
             return
-        self.codebook, self._expected_bytes = group.codebook, overflow * self.num_rows
+        self.learner.found, self._expected_bytes = group.codebook, overflow * self.num_rows
         if not self.is_new:
             self.write(data.view(torch.uint8).view(-1))
 
     def settle(self) -> None:
         """Notes that there was a `fit`, or no memory for one."""
-        self.fitted_at, self._crowded_bytes, self.may_refit = self.stores + 1, 0.0, False
+        self.learner.take(self.learner.found, use=self.stores + 1)
+        self._crowded_bytes, self.may_refit = 0.0, False
 
     def release(self) -> None:
         """Gives back pinned memory, where other states keep the rows."""
@@ -303,7 +304,7 @@ def choose_learners(states: list[CodedState]) -> None:
         return
     families: dict[int, list[CodedState]] = {}
     for state in states:
-        families.setdefault(id(state.codebook), []).append(state)
+        families.setdefault(id(state.learner.found), []).append(state)
     most = max(_LEAST_LEARNED, len(families) // _LEARNED_SHARE)
     overdue = {key: max(state.overdue for state in alike) for key, alike in families.items()}
     for key in sorted((key for key in families if overdue[key] >= 1), key=lambda key: -overdue[key])[:most]:
@@ -349,7 +350,7 @@ class Watch:
         self._steps += 1
         if self._found is not None or (self._steps > _WATCHED_STEPS and self._steps % _LEARNING_STEPS):
             return
-        watched = [(state, state.fitted_at) for state in states if state.place is not None]
+        watched = [(state, state.learner.learned_at) for state in states if state.place is not None]
         try:
             self._found = self._copied([state.place.counters for state in states if state.place is not None])
         except torch.OutOfMemoryError:
@@ -369,9 +370,9 @@ class Watch:
         return found
 
     def _judge(self, found: list[list[int]], steps: int) -> None:
-        for (state, fitted_at), counters in zip(self._watched, found):
+        for (state, learned_at), counters in zip(self._watched, found):
             _check_counters(counters)
-            if state.fitted_at == fitted_at:
+            if state.learner.learned_at == learned_at:
                 state.note_overflow(counters[0], steps)
 
 

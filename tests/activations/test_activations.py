@@ -213,16 +213,6 @@ def test_samples_are_not_of_one_part_of_every_image():
     assert recipe.needed_share == pytest.approx(22 / 64, abs=0.05)
 
 
-def test_samples_have_a_row_of_each_part():
-    """All rows where they are few."""
-    cpu = torch.device("cpu")
-    for total in (1, 2, 200):
-        assert coding._places(total, cpu).tolist() == [*range(total)]
-    total = 10 * coding._SAMPLE_BYTES // coding.ROW_BYTES
-    places = coding._places(total, cpu)
-    assert (places // 10).tolist() == [*range(total // 10)] and places.remainder(10).unique().tolist() == [*range(10)]
-
-
 def view_of(x):
     return spans.SpanView(x.dtype, x.shape, x.stride(), 0)
 
@@ -485,7 +475,7 @@ def test_one_context_around_all_steps():
     with offload:
         for _ in range(3):
             assert_same_gradients(gradients(net, x), wanted)
-        assert len(offload._policy._recipes) <= offload._pass.numbers
+        assert len(offload._policy._learners) <= offload._pass.numbers
 
 
 def test_nothing_outlives_the_graph():
@@ -906,7 +896,7 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
         return take(*of)
 
     monkeypatch.setattr(way.buffers, "take", three)
-    monkeypatch.setattr(machine_memory, "_has_warned", False)
+    monkeypatch.setattr(machine_memory, "_warned", set())
     monkeypatch.setattr(Event, "query", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: recorded.append(of))
     with pytest.warns(RuntimeWarning, match="no memory is pinned"):
