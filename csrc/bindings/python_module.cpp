@@ -3,6 +3,7 @@
 #include "ibp_cuda.h"
 
 #include "../core/format.h"
+#include "file_reader.h"
 #include "host_memory.h"
 #include "ready_table.h"
 
@@ -306,6 +307,15 @@ PYBIND11_MODULE(_core, m)
 
     m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
           "call(); an exception that leaves it takes kept[0], if there is one, along as its attribute `table`.");
+
+    m.def("read_header", &ibp_python::read_header, py::arg("header"), py::arg("file_bytes"),
+          "(tensors, metadata, checks) of a file of file_bytes bytes, from the bytes in front of its data: {name: "
+          "(dtype, "
+          "shape, first byte in the file, end)}, text by text, and (bytes of a block, number of blocks), None, or why "
+          "there are no such checksums. ValueError says what is wrong.");
+    m.def("read_table", &ibp_python::read_table, py::arg("line"),
+          "The fields of a table, from its line as it stands in JSON. ValueError says what is wrong.");
+    m.def("read_codebook", &ibp_python::read_codebook, py::arg("line"), "The fields of a codebook, likewise.");
 
     py::class_<RowCodec>(m, "_RowCodec")
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import _core
 from .._common.closing import Closing
 from .._common.progress import tqdm
 from .._machine import memory as _memory
@@ -22,18 +23,19 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from ..deltas._fingerprint import fingerprint
-from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
+from .fields import ChecksumError, FileFormatError, TableFields, dtype_of
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
 from .reader import (
     BlockPlace,
     Checks,
-    MappedParts,
     OpenFile,
-    ReadParts,
+    Take,
     in_threads,
+    mapped_parts,
     part_names,
     read_new,
+    read_parts,
     read_table,
     read_whole,
 )
@@ -144,9 +146,9 @@ class File(Mapping[str, Value], Closing):
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name, place.file.mapped)
-        parts = MappedParts()
-        table, fields = self._table(name, parts)
-        table.lie_in_file(FileRows(parts.pages, pin=self._pins))
+        pages: list[_core.FilePages] = []
+        table, fields = self._table(name, mapped_parts(pages))
+        table.lie_in_file(FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
         if self._memory == "pinned":
@@ -176,15 +178,15 @@ class File(Mapping[str, Value], Closing):
             return file.tensor(name, lambda start, num_bytes: read_new(file, start, num_bytes, bool(pin)))
         if self.fields(name).codec is not None:
             return self._whole(name, pin)
-        table, fields = self._table(name, ReadParts(pin))
+        table, fields = self._table(name, read_parts(pin))
         table._is_refused = pin is None and not table.is_pinned()
         return _with_fields(table, fields)
 
     def _whole(self, name: str, pin: bool | None) -> WholeTensor:
         return read_whole(self._owners[name], name, self._places.get, pin)
 
-    def _table(self, name: str, parts: MappedParts | ReadParts) -> tuple[CompressedTensor, TableFields]:
-        return read_table(self._owners[name], name, self._places.get, parts)
+    def _table(self, name: str, take: Take) -> tuple[CompressedTensor, TableFields]:
+        return read_table(self._owners[name], name, self._places.get, take)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -245,7 +247,7 @@ class File(Mapping[str, Value], Closing):
 
     def fields(self, name: str) -> TableFields:
         """The fields of a table, checked. KeyError, FileFormatError as `info`."""
-        return table_fields(name, self._owners[name].tables[name])
+        return self._owners[name].fields(name)
 
     def _parts(self, name: str) -> list[BlockPlace]:
         """Where the bytes of a tensor are, those of its codebook apart."""

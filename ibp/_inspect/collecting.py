@@ -14,12 +14,13 @@ from .._files.fields import ChecksumError, FileFormatError
 from .._files.header import find_files, read_header
 from .._files.opened import File
 from .._files.opened import open as open_file
+from .._files.paths import is_url
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from ..checkpoints._learning import CheckpointLearning, Codebooks
 from ..checkpoints._planning import compressed_bytes, table_bytes
 from ..checkpoints._source import Source, SourceTensor
-from ..checkpoints._sources import is_url, local_path, open_source
+from ..checkpoints._sources import local_path, open_source
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from .report import FileReport, TensorContents, reader_of, report_estimate, report_plain, report_table, report_whole

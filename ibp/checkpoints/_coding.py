@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._common.sequences import ahead
 from .._layout.geometry import as_tensor
 from .._machine import staging
 from .._machine.ring import Turn
@@ -94,18 +95,8 @@ class CpuCoder:
         self._free: deque[torch.Tensor] = deque()
 
     def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
-        with ThreadPoolExecutor(self._jobs, "ibp-coder") as pool:
-            coming: deque[Future[CodedBlock]] = deque()
-            try:
-                for block in blocks:
-                    coming.append(pool.submit(self._code, block))
-                    if len(coming) > 2 * self._jobs:
-                        yield coming.popleft().result()
-                while coming:
-                    yield coming.popleft().result()
-            finally:
-                for future in coming:
-                    future.cancel()
+        with ThreadPoolExecutor(self._jobs, "ibp-coder") as threads:
+            yield from ahead(threads, self._code, blocks, 2 * self._jobs)
 
     def _code(self, block: Block) -> CodedBlock:
         data = block.tensor.read(block.start, block.end)
