@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from .._layout import geometry, slots
+from .._layout import geometry
 from .._rows.handle import Handle, Parts
-from .._schemes import AnyCodebook, measure
+from .._schemes import AnyCodebook, surveyed
 from .._schemes.kinds import learned_from
 from .origin import IndexOrigin
 from .spans import SpanView
@@ -175,12 +175,5 @@ def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None)
     codebook = learned_from(rows, ROW_BYTES, dtype)
     if codebook is None:
         return None
-    share = _stored_share(rows, codebook)
+    share = surveyed(rows, codebook).spilled(0)[1] / rows.numel()  # each row takes whole sectors
     return ActivationRecipe(codebook, share, origin) if share < 1 else None
-
-
-def _stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:
-    """The overflow that whole rows take, each from a sector on, as a share of their bytes."""
-    stored = slots.stored_sizes(measure(rows, codebook, rows.device), ROW_BYTES, ROW_BYTES)
-    sectors = (stored + slots.SECTOR_BYTES - 1) // slots.SECTOR_BYTES
-    return float(sectors.sum()) * slots.SECTOR_BYTES / rows.numel()

@@ -15,7 +15,7 @@ from .._rows.protocols import CachedRows, Rows
 from .._rows.table import Table
 from .calls import check_out, produce, sms_of, target_of, worker_of
 from .gather import is_bucketed
-from .ids import check_range, checked_ids, tensor_of
+from .ids import check_range, checked_ids, list_of_ids
 
 MODES = ("sum", "mean", "max")  # in the order of the operation's numbers
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -137,7 +137,7 @@ def _asked(
 ) -> Bags:
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; wanted 'sum', 'mean' or 'max'")
-    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    ids = checked_ids(ids)
     _check_weights(source, ids, mode, weights)
     if ids.dim() == 2:
         if offsets is not None:
@@ -167,11 +167,7 @@ def _checked_offsets(offsets: torch.Tensor | np.ndarray | None, include_last_off
     """(offsets, one a bag or one more; number of bags)."""
     if offsets is None:
         raise ValueError("ids has one dimension: wanted offsets, which say where each bag begins in it")
-    if not isinstance(offsets, torch.Tensor):
-        offsets = tensor_of(offsets, "offsets")
-    offsets = checked_ids(offsets, "offsets")
-    if offsets.dim() != 1:
-        raise ValueError(f"offsets has shape {list(offsets.shape)}; wanted one dimension")
+    offsets = list_of_ids(offsets, "offsets")
     if include_last_offset and offsets.numel() == 0:
         raise ValueError("offsets is empty; wanted one element at least, with include_last_offset")
     return offsets.contiguous(), offsets.numel() - bool(include_last_offset)

@@ -12,7 +12,7 @@ from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
 from . import host_gather, many
 from .calls import check_table, produce, sms_of, target_of, worker_of
-from .ids import check_range, checked_ids, tensor_of
+from .ids import check_range, checked_ids
 from .paths import Path, choose, named
 
 # A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
@@ -104,8 +104,6 @@ def index_select(
     if not isinstance(table, Table) and isinstance(table, Rows) and not isinstance(table, torch.Tensor):
         return _select_itself(table, ids, device, out, check, max_sms, path)
     check_table(table)
-    if not isinstance(ids, torch.Tensor):
-        ids = tensor_of(ids, "ids")
     ids = checked_ids(ids)
     if ids.dim() != 1:
         if ids.dim() > 1:

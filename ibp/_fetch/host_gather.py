@@ -16,8 +16,9 @@ import torch
 from .. import _core
 from .._machine import memory as _memory
 from .._machine.ring import Ring
+from .._rows.faults import new_record
 from .._rows.handle import Handle, Parts
-from .._rows.table import Table
+from .._rows.table import OF_SELECTIONS, Table
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
@@ -57,9 +58,9 @@ def select(
     Raises IndexError or CorruptTableError; positions count from the first of ids.
     """
     bases, lengths, rows = parts
-    taken, fault = torch.empty(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    taken, fault = torch.empty(2, dtype=torch.int64), new_record()
     torch.ops.ibp.select_rows.default(table.handle(_CPU).table, ids, first, lengths, bases, rows, taken, fault)
-    table.raise_fault(fault.tolist())
+    table.raise_fault(fault)
     return taken.tolist()
 
 
@@ -151,7 +152,7 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
         _fetch_selections(table, ids, device, max_sms, out)
         return
     table.handle(_CPU)  # after what a GPU has changed in the slots
-    stage, handle, fault = _stage_of(device), table.handle(device), table.fault_on(device)
+    stage, handle, fault = _stage_of(device), table.handle(device), table.faults.on(device)
     slots = table.settled("slots")  # threads read what a GPU may be changing
     with stage.lock:
         torch.ops.ibp.stage_items.default(handle.table, slots, ids, stage.stager.address, max_sms, out, fault)
@@ -159,7 +160,7 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
 
 def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
     (ring, lock), current = _ring_of(device), torch.cuda.current_stream(device)
-    fault = table.fault_on(device, of_selections=True)
+    fault = table.faults.on(device, OF_SELECTIONS)
     num_rows = min(rows_at_once(table), ids.numel() * (table.geometry.item_bytes // table.row_bytes))
     order = torch.arange(ids.numel(), dtype=torch.int32, device=device)
     first = 0

@@ -11,7 +11,7 @@ from .._machine import memory
 from .._rows.protocols import Ids
 from .._rows.table import Table
 from .calls import check_out, check_table, sms_of, worker_of
-from .ids import checked_ids, tensor_of
+from .ids import checked_ids
 
 
 def select(
@@ -26,10 +26,7 @@ def select(
 ) -> torch.Tensor:
     """Item ids[k] of tables[table_numbers[k]], for every k: what `index_select` does with a list of tables.
     select_of_one: what fetches from one of them where a table is not ready."""
-    ids, numbers = (
-        checked_ids(given if isinstance(given, torch.Tensor) else tensor_of(given, name), name)
-        for given, name in ((ids, "ids"), (table_numbers, "table_numbers"))
-    )
+    ids, numbers = checked_ids(ids), checked_ids(table_numbers, "table_numbers")
     if ids.dim() != 1 or numbers.shape != ids.shape:
         raise ValueError(f"ids have shape {list(ids.shape)}, table_numbers {list(numbers.shape)}; wanted [K] of both")
     sms = sms_of(max_sms)

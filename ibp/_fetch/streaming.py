@@ -13,6 +13,7 @@ from .._layout.geometry import bytes_of
 from .._machine import calibration
 from .._machine.calibration import FEW_SMS
 from .._machine.memory import is_capturing
+from .._rows.faults import new_record
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .._schemes.choice import coder_rates
@@ -237,9 +238,9 @@ class HostDecoder(Decoder):
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
         table, start, end, out = prepared
-        data, fault = torch.empty(end - start, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        data, fault = torch.empty(end - start, dtype=torch.uint8), new_record()
         KERNEL.decode(table, start, end, data.device, 0, data, fault)
-        table.raise_fault(fault.tolist())
+        table.raise_fault(fault)
         bytes_of(out).copy_(data)
 
 

@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from .. import _core
+from .._common.closing import Closing
 from .._common.progress import tqdm
 from .._machine import memory as _memory
 from .._machine.segments import FileRows
@@ -76,7 +76,7 @@ class TensorInfo:
     files: tuple[str, ...]
 
 
-class File(Mapping[str, Value]):
+class File(Mapping[str, Value], Closing):
     """A file, or a set of files, opened by `ibp.open`: its tables, tensors and deltas by name, over the mapped file.
 
     A table or tensor is made when it is first asked for, and reads the file when its rows are read. It lives on after
@@ -336,14 +336,6 @@ class File(Mapping[str, Value]):
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError(f"{self.path} is closed")
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTensor | Delta:

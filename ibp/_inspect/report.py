@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
 from .._layout import slots
 from .._layout.geometry import Geometry, bytes_of
@@ -18,7 +19,6 @@ from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
-from ..checkpoints._report import share_saved
 from ..codecs._whole import WholeTensor
 from .splitting import Split, split_rows
 
@@ -31,7 +31,7 @@ Read = Callable[[int, int], np.ndarray]  # bytes [start, end) of a tensor, uint8
 
 
 @dataclass(frozen=True)
-class TensorContents:
+class TensorContents(Saves):
     """What a tensor consists of.
 
     Attributes:
@@ -78,18 +78,13 @@ class TensorContents:
     note: str = ""
 
     @property
-    def savings(self) -> float:
-        """`share_saved` of the tensor: 1 - stored_bytes / original_bytes."""
-        return share_saved(self.original_bytes, self.stored_bytes)
-
-    @property
     def is_sampled(self) -> bool:
         """Whether the parts of coded rows are known from some of the rows only."""
         return self.sampled_rows < self.num_rows
 
 
 @dataclass(frozen=True)
-class FileReport:
+class FileReport(Saves):
     """What a file, or a set of files, consists of.
 
     Attributes:
@@ -119,11 +114,6 @@ class FileReport:
     def stored_bytes(self) -> int:
         """Of the compressed files; where only some of the tensors are reported, of these."""
         return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
-
-    @property
-    def savings(self) -> float:
-        """`share_saved`: 1 - stored_bytes / original_bytes."""
-        return share_saved(self.original_bytes, self.stored_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON can hold."""

@@ -8,12 +8,12 @@ met.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from .. import _core
+from .._common.statistics import Saves
 from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
 from .._layout.manners import TensorManners
@@ -21,10 +21,17 @@ from .._machine import calibration, memory
 from .._machine import numa as _numa
 from .._machine.segments import FileRows, Segment
 from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
+from .faults import Faults, FaultWords, refuse_capture
 from .handle import Handle, Parts
 from .room import Room
 
-_INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 1, 2, 3  # ibp_status
+OF_SELECTIONS = 1  # the kind of faults of work that reads selections of a table's items and does not know their ids
+_WORDS = FaultWords(
+    "{status}: item or row {value} at position {position}",
+    out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
+    invalid="offsets[{position}] is {value}; wanted the number of an id, not less than the one before",
+)
+_WORDS_OF_SELECTIONS = _WORDS._replace(damaged="{status}: the item of ids[{position}]")
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 _MANY_BYTES = 1 << 62
@@ -35,13 +42,7 @@ _TENSORS = ("slots", "overflow", "lengths", "bases")
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 
 
-class CorruptTableError(ValueError):
-    """A table's bytes contradict each other: it was damaged or made up."""
-
-    __module__ = "ibp"
-
-
-class Table(TensorManners):
+class Table(TensorManners, Saves):
     """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then
     on, but by `update_`, `append` and `refit`."""
 
@@ -57,6 +58,7 @@ class Table(TensorManners):
     num_items: int
     item_bytes: int
     item_shape: tuple[int, ...]
+    faults: Faults
     _room: Room | None = None  # of a table whose rows have changed
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
     _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
@@ -103,9 +105,9 @@ class Table(TensorManners):
             num_items=geometry.num_items,
             item_bytes=geometry.item_bytes,
             item_shape=tuple(geometry.shape[1:]),
+            faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
         )
         self._handles: dict[torch.device, Handle] = {}
-        self._faults: dict[torch.device, tuple] = {}  # records, and the same as the device sees them: see fault_on
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made in place
         self._pinned_range: object = None
         self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
@@ -166,7 +168,7 @@ class Table(TensorManners):
 
     @property
     def stored_bytes(self) -> int:
-        """Exact bytes of the coded rows and the codebook."""
+        """Exact bytes of the coded rows and the codebook, which `savings` is about; the memory is `nbytes`."""
         if self._stored_bytes is None:
             coded = total_stored(self.lengths.cpu(), self.geometry) if self.lengths.numel() else self.original_bytes
             self._stored_bytes = coded + (self.codebook.nbytes if self.codebook else 0)
@@ -177,12 +179,6 @@ class Table(TensorManners):
         """Bytes of the row index: at most 2.25 a row, and 12 for each that there is room for in a table whose rows have
         changed."""
         return self._room.index_bytes if self._room is not None else _nbytes(self.lengths) + _nbytes(self.bases)
-
-    @property
-    def savings(self) -> float:
-        """1 - stored_bytes / original bytes; 0 for an empty tensor. Memory is counted by `nbytes`, which slots can make
-        larger."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
     @property
     def nbytes(self) -> int:
@@ -418,12 +414,12 @@ class Table(TensorManners):
         a GPU, pinned rows are mapped."""
         if device in self._handles:
             return self._handles[device]
-        _refuse_capture(device)
+        refuse_capture(device)
         if device != self.device and self._segment is not None:
             with torch.cuda.device(device):
                 self._pin_segment()
         handle = self._handles[device] = Handle(self.parts(device, self.geometry))
-        self.fault_on(device)  # compiled code and graphs find it made
+        self.faults.on(device)  # compiled code and graphs find it made
         return handle
 
     def parts(self, device: torch.device, geometry: Geometry) -> Parts:
@@ -448,10 +444,9 @@ class Table(TensorManners):
             machine = calibration.in_force(device)
             is_large = self.device.type == "cpu" and self.resident_bytes >= machine.reach_bytes
             most_items = machine.least_bucketed_ids - 1 if is_large else _MANY_BYTES // self.item_bytes
-        core, near = self.handle(device).core, self.fault_on(device)
-        records = self._faults[device][0]
-        kind = list(self.item_shape), self.dtype, self.dtype.is_complex
-        core.make_ready((records, near), device, records.ctypes.data, near.data_ptr(), *kind, most_items)
+        near, kind = self.faults.on(device), (list(self.item_shape), self.dtype, self.dtype.is_complex)
+        records = self.faults.addresses(device)[0]
+        self.handle(device).core.make_ready((self.faults, near), device, records, near.data_ptr(), *kind, most_items)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
@@ -462,46 +457,18 @@ class Table(TensorManners):
     def check(self) -> None:
         """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or
         CorruptTableError."""
-        for device in list(self._faults):
+        for device in self.faults.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self.raise_pending(device)
 
-    def fault_on(self, device: torch.device, of_selections: bool = False) -> torch.Tensor:
-        """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time.
-        of_selections: for work that reads selections of the table's items (see host_gather) and does not know their
-            ids."""
-        if device not in self._faults:
-            _refuse_capture(device)
-            host = memory.empty(64, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
-            near = memory.device_view(host, device) if device.type == "cuda" else host
-            self._faults[device] = host.view(2, 4).numpy(), (near[:4], near[4:])
-        return self._faults[device][1][of_selections]
-
     def raise_pending(self, device: torch.device) -> None:
-        for of_selections, record in enumerate(self._faults[device][0] if device in self._faults else ()):
-            if not record[0]:
-                continue
-            status, position, value, taken = record.tolist()
-            record[:] = 0
-            self.raise_fault(
-                (status, position, None if of_selections else value, taken),
-                f" (noted by an earlier call on {device}; its row was filled with zeros)",
-            )
+        """Raises what earlier calls have noted on a device."""
+        self.faults.raise_pending(device, last=self.num_items - 1)
 
-    def raise_fault(self, fault: Sequence[int | None], when: str = "") -> None:
-        status, position, value, _ = fault
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self.num_items - 1}{when}")
-        if status == _CORRUPT_ROW:
-            which = (
-                f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
-            )
-            raise CorruptTableError(f"{_core.status_string(status)}: {which}{when}")
-        if status == _INVALID_ARGUMENT:
-            raise ValueError(
-                f"offsets[{position}] is {value}; wanted the number of an id, not less than the one before{when}"
-            )
+    def raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
+        """Raises what a call has noted in a record of its own."""
+        (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.num_items - 1)
 
 
 # ---- checks ----
@@ -624,14 +591,6 @@ def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
 
     num_whole, last_bytes = divmod(geometry.num_bytes, geometry.row_bytes)
     return num_whole * overflow_bytes(geometry.row_bytes) + overflow_bytes(last_bytes)
-
-
-def _refuse_capture(device: torch.device) -> None:
-    if memory.is_capturing(device):
-        raise RuntimeError(
-            f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
-            "call index_select or decompress once before capturing"
-        )
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

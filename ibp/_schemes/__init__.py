@@ -24,7 +24,7 @@ from .masks.codebook import Codebook
 from .planes.codebook import PlanesCodebook
 from .registry import SCHEMES, check_scheme, coding_of, scheme_of
 from .request import Request, check_sample
-from .sizes import measure, stored_share, total_stored
+from .sizes import measure, stored_share, surveyed, total_stored
 
 __all__ = [
     "SCHEMES",
@@ -41,6 +41,7 @@ __all__ = [
     "measure",
     "scheme_of",
     "stored_share",
+    "surveyed",
     "total_stored",
     "with_clusters",
 ]

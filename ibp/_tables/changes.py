@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._fetch.ids import check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, list_of_ids
 from .._layout.geometry import Geometry, bytes_of, rows_of
 from .._machine import memory
 from .._machine.segments import Segment
+from .._rows.faults import new_record
 from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
@@ -23,11 +24,7 @@ _SECTOR = _core.SECTOR_BYTES
 
 def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
     """See `CompressedTensor.update_`."""
-    if not isinstance(ids, torch.Tensor):
-        ids = tensor_of(ids, "ids")
-    if ids.dim() != 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-    ids = checked_ids(ids)
+    ids = list_of_ids(ids)
     check_rows(table, rows, ids.numel())
     chosen, places = last_of_each(ids, table.num_items)
     put_items(table, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
@@ -116,7 +113,7 @@ def _worker_of(table: Table, *devices: torch.device) -> torch.device:
     home = table.device
     if home.type == "cuda" or not table.is_pinned():
         return home
-    gpus = [device for device in (*devices, *table._faults) if device.type == "cuda"]
+    gpus = [device for device in (*devices, *table.faults.devices) if device.type == "cuda"]
     return gpus[0] if gpus else home
 
 
@@ -160,9 +157,9 @@ def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tupl
 
 def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
     out = torch.empty(end - start, dtype=torch.uint8, device=worker)
-    fault = torch.zeros(4, dtype=torch.int64, device=worker)
+    fault = new_record(worker)
     torch.ops.ibp.decode_bytes.default(table.handle(worker).table, start, end, 0, out, fault)
-    table.raise_fault(fault.tolist())
+    table.raise_fault(fault)
     return out
 
 
@@ -174,12 +171,12 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
     out = torch.empty(numbers.numel() * row_bytes, dtype=torch.uint8, device=worker)
     has_last = bool(rest) and int(numbers[-1]) == num_whole
     whole = numbers[:-1] if has_last else numbers
-    fault = torch.zeros(4, dtype=torch.int64, device=worker)
+    fault = new_record(worker)
     if whole.numel():
         parts = table.handle(worker).parts
         parts = parts._replace(bases=parts.bases[:num_whole], num_items=num_whole, item_bytes=row_bytes)
         torch.ops.ibp.gather_items.default(Handle(parts).table, whole, 0, out, fault, None)
-        table.raise_fault(fault.tolist())
+        table.raise_fault(fault)
     if has_last:
         start = num_whole * row_bytes
         last = decoded_bytes(table, start, start + rest, worker)
@@ -256,7 +253,7 @@ def _encode(
     index = room.begin_change(worker)
     table.forget_handles(worker)
     room.most_used += most_bytes
-    fault, counts = (torch.zeros(count, dtype=torch.int64, device=worker) for count in (4, 2))
+    fault, counts = new_record(worker), torch.zeros(2, dtype=torch.int64, device=worker)
     handle.encode(data, counts, fault, row_ids=numbers, first_row=first_row)
     if worker.type == "cpu":
         room.most_used = int(index.used)

@@ -15,6 +15,7 @@ from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
 from .._layout import slots as _layout
 from .._machine import memory, staging
+from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.table import Table
 from .._schemes import AnyCodebook, Request, check_clusters, measure
@@ -23,6 +24,9 @@ from .._schemes.estimation import check_codebook, check_learning
 
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 _CPU = torch.device("cpu")
+_WORDS = FaultWords(
+    "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
+)
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
@@ -212,7 +216,7 @@ def code(
         table._is_refused = pin is None and not is_pinned
         return table
     if slot_bytes is None:
-        slot_bytes = _layout.choose_slot_bytes(coding.survey, geometry)
+        slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
     return encode(kind, data, geometry, coding, slot_bytes, worker, pin, node, progress)
 
 
@@ -368,7 +372,7 @@ def encode_block(
     device = block.device
     if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
         slots.zero_(), overflow.zero_()
-    fault = torch.zeros(4, dtype=torch.int64, device=device)
+    fault = new_record(device)
     words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
     table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
     torch.ops.ibp.encode_rows(table, block, fault)
@@ -376,8 +380,5 @@ def encode_block(
 
 
 def check_faults(faults: list[torch.Tensor]) -> None:
-    for status, row, _, _ in torch.stack(faults).tolist():
-        if status:
-            raise RuntimeError(
-                f"x changed while it was being compressed: row {row} of a block no longer has the length measured"
-            )
+    for record in torch.stack(faults).tolist():
+        _WORDS.raise_for(record)

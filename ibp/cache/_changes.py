@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from .._fetch.ids import checked_ids, tensor_of
+from .._fetch.ids import list_of_ids
 from .._layout.geometry import bytes_of, rows_of
 from .._layout.slots import default_length
+from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
-from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook, coding_of
 from .._tables import changes
 from .._tables.changes import check_rows, last_of_each, put_rows
@@ -20,6 +20,7 @@ from ._slabs import DIRTY, Entries, Generation, Slab
 from ._state import CacheState
 
 _BLOCK_BYTES = 256 << 20  # of rows that are written back at once
+_WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
 
 
 def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
@@ -35,9 +36,7 @@ def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None)
 def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
     """See `RowCache.update_`."""
     view = state.view
-    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
-    if ids.dim() != 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    ids = list_of_ids(ids)
     check_rows(view, rows, ids.numel())
     chosen, places = last_of_each(ids, view.num_items)
     put_items(state, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
@@ -198,11 +197,10 @@ def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device
     lengths = torch.zeros(count if generation.codebook is not None else 0, dtype=torch.uint16, device=device)
     bases = torch.empty(0, dtype=torch.int64, device=device)
     out = torch.empty(count * row_bytes, dtype=torch.uint8, device=device)
-    fault = torch.zeros(4, dtype=torch.int64, device=device)
+    fault = new_record(device)
     table = Handle(Parts(none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)).table
     ids = torch.arange(count, device=device)
     near = {"entries": entries, "slabs": generation.view_of(device)[1]}
     torch.ops.ibp.gather_items.default(table, ids, 0, out, fault, **near)
-    if int(fault[0]):
-        raise CorruptTableError("a changed row of the cache is damaged: it cannot be written back")
+    _WORDS.raise_for(fault)
     return out

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
-from .._fetch.ids import check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, checked_ids
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
 from .._machine.memory import is_capturing
+from .._rows.faults import new_record
 from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
@@ -50,7 +53,8 @@ _LEAST_PARTS = 16  # of the rows that an lru cache begins with: those of one cal
 Device = torch.device | str | int
 
 
-class CacheStats(NamedTuple):
+@dataclass(frozen=True)
+class CacheStats(Statistics):
     """What lookups found since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
 
     own_hits, peer_hits: rows that were in the slab of the device that asked; rows in the slab of another device.
@@ -60,6 +64,8 @@ class CacheStats(NamedTuple):
     capacity: rows that the cache has room for.
     raw_capacity: raw rows that the same bytes would hold, without any map.
     """
+
+    __module__ = "ibp.cache"
 
     own_hits: int
     peer_hits: int
@@ -79,9 +85,6 @@ class CacheStats(NamedTuple):
         """Share of the rows with bytes that were hits; 0 where no rows were asked for."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
-
-
-CacheStats.__module__ = "ibp.cache"
 
 
 class RowCache(TensorManners):
@@ -380,7 +383,7 @@ class RowCache(TensorManners):
     ) -> None:
         """Looks items up in a cache that replaces rows, and makes room for the items that it lacks."""
         slab = generation.slabs[0]
-        fault = torch.zeros(4, dtype=torch.int64, device=ids.device)  # what is corrupt, the gather notes too
+        fault = new_record(ids.device)  # what is corrupt, the gather notes too
         torch.ops.ibp.claim_cached.default(
             handle.table,
             ids,
@@ -688,7 +691,7 @@ def _check_mutual_access(devices: Sequence[torch.device]) -> None:
 
 
 def _flat_ids(ids: Ids) -> torch.Tensor:
-    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    ids = checked_ids(ids)
     if ids.dim() > 1:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
     return ids.reshape(-1).contiguous()

@@ -16,6 +16,7 @@ import torch
 
 from .. import _core
 from .._layout import slots
+from .._rows.faults import new_record
 from .._rows.table import Table
 from .._schemes import AnyCodebook
 from ._order import Key, key_of
@@ -188,10 +189,12 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
     """Bytes of a slot, a multiple of 32, that nearly all rows that have bytes fit; a whole row where there are none.
     may_grow: with room for rows that change to take more bytes."""
-    sizes = stored_bytes(table, torch.arange(table.num_rows, device=device))
-    counts = torch.bincount(sizes, minlength=table.row_bytes + 1)[1:].cumsum(0)
-    total = int(counts[-1])
-    fits = int(torch.searchsorted(counts, math.ceil(SLOT_QUANTILE * total))) + 1 if total else table.row_bytes
+    found = slots.survey(table.handle(device).parts.lengths, table.geometry)
+    with_bytes = found.num_rows - int(found.sectors[0])
+    if not with_bytes:
+        return in_sectors(table.row_bytes)
+    rule = slots.SlotRule(overflow_cost=0.0, most_spilled=with_bytes - math.ceil(SLOT_QUANTILE * with_bytes))
+    fits = slots.slots_for(found, table.row_bytes, rule)[0]
     return in_sectors(min(fits + fits // GROWTH if may_grow else fits, table.row_bytes))
 
 
@@ -278,7 +281,7 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
         empty_map(sets_for(plan.rows.numel()) * STATIC_WAYS, device),
     )
     if plan.rows.numel():
-        fault = torch.zeros(4, dtype=torch.int64, device=device)
+        fault = new_record(device)
         rows, offsets = plan.rows.to(device), plan.offsets.to(device)
         handle = table.handle(device)
         torch.ops.ibp.fill_slab.default(handle.table, rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault)

@@ -17,7 +17,7 @@ from .. import _core
 from .._common.group import RankGroup
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._schemes import AnyCodebook, Request, choice, measure
+from .._schemes import AnyCodebook, Request, choice, surveyed
 from .._schemes.kinds import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
 from ._source import SourceTensor
 
@@ -226,11 +226,10 @@ def sample_of(
     return torch.from_numpy(sample.reshape(-1))
 
 
-def savings_of(sample: torch.Tensor, codebook: AnyCodebook, geometry: _rows.Geometry | None = None) -> float:
-    """The share of their bytes that a codebook saves of rows, their index counted. geometry: of a sample that
-    is a whole tensor, whose last row may be shorter; None: all rows of the sample are whole."""
-    geometry = geometry or _rows.Geometry(torch.Size((sample.numel(),)), torch.uint8, codebook.row_bytes)
-    stored = slots.survey(measure(sample, codebook, _CPU), geometry).stored
+def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
+    """The share of their bytes that a codebook saves of rows, the last one shorter or not, their index counted."""
+    geometry = _rows.Geometry(sample.shape, torch.uint8, codebook.row_bytes)
+    stored = surveyed(sample, codebook, _CPU).stored
     return 1 - (stored + slots.index_bytes(geometry, True)) / geometry.num_bytes
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._common.closing import Closing
 from .._files.regular import open_regular
 
 _BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
@@ -101,7 +102,7 @@ def map_file(path: str | os.PathLike[str]) -> np.ndarray:
         return np.frombuffer(pages.toreadonly(), np.uint8)
 
 
-class Source:
+class Source(Closing):
     """A file of tensors, or a set of files that is read as one.
 
     A context manager: leaving it closes the file.
@@ -149,12 +150,6 @@ class Source:
         close, self._close = self._close, None
         if close is not None:
             close()
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Source({self.path!r}, {self.format}, {len(self.tensors)} tensors, {self.num_bytes:,} bytes)"

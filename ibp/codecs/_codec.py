@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._rows.table import CorruptTableError
+from .._rows.faults import CorruptTableError
 
 MAX_BLOCK_BYTES = 1 << 30  # of the bytes that a block stands for
 OnBytes = Callable[[int], object]  # called with bytes of the tensor that are done

@@ -9,6 +9,7 @@ import torch
 
 from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
+from .._common.statistics import Saves
 from .._fetch.calls import check_out, target_of
 from .._layout.geometry import DTYPES, bytes_of, working_device
 from .._layout.manners import TensorManners
@@ -25,7 +26,7 @@ _CPU = torch.device("cpu")
 _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")
 
 
-class WholeTensor(TensorManners):
+class WholeTensor(TensorManners, Saves):
     """A tensor coded as a whole by a general codec, in blocks that decode alone. Made by `ibp.compress` with a scheme
     such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
 
@@ -122,11 +123,6 @@ class WholeTensor(TensorManners):
     def nbytes(self) -> int:
         """Bytes of all memory that it takes: of the blocks, and of their offsets."""
         return self.blocks.nbytes + self.offsets.nbytes
-
-    @property
-    def savings(self) -> float:
-        """1 - stored_bytes / original bytes; 0 for an empty tensor."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
     def __repr__(self) -> str:
         where = str(self.device) if self.is_cuda else "pinned" if self.is_pinned() else "pageable"

@@ -12,7 +12,7 @@ import torch
 from .._common import wire
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._schemes import AnyCodebook, measure
+from .._schemes import AnyCodebook, surveyed
 from .._schemes.estimation import check_codebook
 from .._schemes.kinds import learned_from
 from .._schemes.planes.learning import check_level
@@ -22,7 +22,7 @@ ROW_BYTES = 4096  # of messages
 _SECTOR = slots.SECTOR_BYTES  # of slots and of parts of overflow
 _SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
 _LEAST_OVERFLOW = 4096  # bytes
-_NEAR_BEST = 1.01  # of the least bytes: among such slots the largest is taken, from which the fewest rows spill
+_RULE = slots.SlotRule(near=1.01)  # of such slots the largest are left by the fewest rows
 _LEAST_SAVINGS = 0.02  # a codec that saves less is none
 
 
@@ -133,8 +133,7 @@ def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     codebook = learned_from(data, ROW_BYTES, dtype if is_known else torch.uint8, level=level)
     if codebook is None:
         return None
-    survey = slots.survey(measure(data, codebook, rows.device), _rows.Geometry.of(rows, ROW_BYTES))
-    slot_bytes, mean_overflow = slots.cheapest_slots(survey.sectors, ROW_BYTES, near=_NEAR_BEST)
+    slot_bytes, mean_overflow = slots.slots_for(surveyed(data, codebook), ROW_BYTES, _RULE)
     if slot_bytes == ROW_BYTES:
         return None
     codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)

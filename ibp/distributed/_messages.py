@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._rows.faults import ENTRIES as _FAULT
 from .._rows.handle import Handle
 from .._tables.coded_rows import CodedRows
 from ._codec import ROW_BYTES, Codec, rows_of
@@ -20,7 +21,6 @@ _FIRST_OF_TWO = 4  # pieces that are as large as the first one: coding it takes 
 _COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
 _WHOLE = -1  # instead of a message's number
 _ENTRIES, _LOST = 8, 1  # int64 of a message in a status, as a place has them; and the one of them that counts lost rows
-_FAULT = 4  # int64 of a fault
 
 
 class Part(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .._common.statistics import Saves
 from .._machine import memory
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
@@ -25,7 +26,7 @@ from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 __all__ = ["CompressedWeights"]
 
 
-class CompressedWeights(Mapping[str, torch.Tensor]):
+class CompressedWeights(Mapping[str, torch.Tensor], Saves):
     """The weights of a model by name, compressed in host memory, each decoded when it is asked for.
 
     For `accelerate.cpu_offload(model, execution_device, state_dict=weights)`. If part of a model stays on GPUs, for
@@ -108,9 +109,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
         return [stored.table if isinstance(stored, CodedWeight) else stored for stored in held]
 
     def __repr__(self) -> str:
-        original_bytes = self.original_bytes
-        savings = 1 - self.stored_bytes / original_bytes if original_bytes else 0.0
         return (
             f"ibp.integrations.accelerate.CompressedWeights({len(self)} names, {len(self._each())} tensors, "
-            f"bytes={original_bytes:,} -> {self.stored_bytes:,}, savings={savings:.1%}, device={self.device})"
+            f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, device={self.device})"
         )

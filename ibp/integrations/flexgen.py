@@ -167,9 +167,7 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(original))
 
 
-def enable(
-    *, path: str | None = None, max_sms: int | None = None, **compress_options: Any
-) -> contextlib.AbstractContextManager[Any]:
+def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> contextlib.ExitStack:
     """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
 
     Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
@@ -181,7 +179,7 @@ def enable(
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
-        A context manager that calls `close` at the end of its block; it need not be used.
+        Something with `close()`, which is also a context manager that calls it; it need not be used.
 
     Raises:
         TypeError: an option is none of `ibp.compress`.

@@ -207,7 +207,7 @@ class IBPHiCacheStorage(HiCacheStorage):
         metrics count transfers as for backends without numbers of their own."""
         with self._lock:
             return {
-                name: {"pages": len(pool), **(pool.store.stats()._asdict() if pool.store else {})}
+                name: {"pages": len(pool), **(pool.store.stats().as_dict() if pool.store else {})}
                 for name, pool in self._pools.items()
             }
 

@@ -21,6 +21,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .._common.arguments import whole_number
+from .._common.statistics import Saves, Statistics
 from .._fetch.calls import sms_of
 from .._machine.memory import check_memory
 from .._schemes import AnyCodebook, check_scheme
@@ -34,7 +35,7 @@ _SCHEMES = ("planes", "ibp", "raw")
 
 
 @dataclass(frozen=True)
-class CompressedCacheStats:
+class CompressedCacheStats(Statistics, Saves):
     """What a cache holds, over all compressed layers.
 
     Attributes:
@@ -58,11 +59,6 @@ class CompressedCacheStats:
     fetched_bytes: int
     sent_bytes: int
     num_codebooks: int
-
-    @property
-    def savings(self) -> float:
-        """1 - stored_bytes / original_bytes; 0 where nothing is coded."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
 
 class _Decoders(dict[torch.device, TokenDecoder]):

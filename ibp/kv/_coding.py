@@ -14,6 +14,7 @@ from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook, PlanesCodebook
 from .._schemes.estimation import check_codebook
 from .._schemes.kinds import CLEARLY_LESS, Learner, learned_from
+from .._tables.coded_rows import CodedRows
 
 _SECTOR = _core.SECTOR_BYTES
 _MOST_ROW_BYTES = 8192  # a row wastes 16 bytes on average, the rest of its last sector
@@ -108,7 +109,7 @@ class CodedTokens(NamedTuple):
         codebook: that they are coded with; None: they are raw.
         data: uint8: the coded bytes, and room behind them.
         lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw.
-        state: int64 [7], bytes of data in use, rows spilled and lost, a fault; None where they are raw.
+        state: int64 [8], the counters of `CodedRows`; None where they are raw.
         num_items: how many they are.
     """
 
@@ -142,19 +143,13 @@ def raw(items: torch.Tensor) -> CodedTokens:
 
 def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
     """Queues the coding of items [blocks, B, heads, elements], which takes as many bytes of memory as they have."""
-    device, item_bytes = items.device, items.shape[-1] * items.element_size()
+    item_bytes = items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
     num_rows = num_items * item_bytes // codebook.row_bytes
     room = -(-codebook.row_bytes // _SECTOR) * _SECTOR  # of a row that is kept raw: none is ever lost
-    data = torch.empty(num_rows * room, dtype=torch.uint8, device=device)
-    lengths = torch.zeros(num_rows, dtype=torch.int16, device=device).view(torch.uint16)
-    bases = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    state = torch.zeros(7, dtype=torch.int64, device=device)
-    none = torch.empty(0, dtype=torch.uint8, device=device)
-    words, sizes, rooms = codebook.words(device), (0, 0, num_items, item_bytes), none.view(torch.uint16)
-    place = Parts(none, data, lengths, bases, words, codebook.codec, *sizes, rooms, state[:1])
-    Handle(place).encode(items, state[1:3], state[3:])
-    return CodedTokens(codebook, data, lengths, bases, state, num_items)
+    rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
+    rows.handle.encode(items, rows._counts, rows.fault)
+    return CodedTokens(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
 
 
 class TokenOrder(NamedTuple):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from .. import _core
+from .._common.statistics import Statistics, share_saved
 from .._layout import slots as _layout
 from .._machine.memory import PinningError
 from .._rows.handle import Handle
@@ -19,8 +21,8 @@ from ._learning import ROW_BYTES
 from ._reserve import Reserve
 
 _SECTOR = _core.SECTOR_BYTES
-_SPILLED_COST = 8  # bytes of slots that a byte in overflow is worth, which two kernels move over the link
-_MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
+# A byte in overflow is worth 8 of slots, as two kernels move it over the link.
+_RULE = _layout.SlotRule(overflow_cost=8, most_overflow=0.02 * ROW_BYTES)
 _CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
@@ -31,7 +33,8 @@ _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept 
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
 
-class Usage(NamedTuple):
+@dataclass(frozen=True)
+class Usage(Statistics):
     """Memory of states.
 
     original_bytes: of the states as torch keeps them.
@@ -48,6 +51,8 @@ class Usage(NamedTuple):
         True
     """
 
+    __module__ = "ibp.optim"
+
     original_bytes: int
     device_bytes: int
     host_bytes: int
@@ -55,13 +60,10 @@ class Usage(NamedTuple):
     @property
     def savings(self) -> float:
         """1 - device_bytes / original_bytes."""
-        return 1 - self.device_bytes / self.original_bytes if self.original_bytes else 0.0
+        return share_saved(self.original_bytes, self.device_bytes)
 
     def plus(self, other: Usage) -> Usage:
         return Usage(*(mine + others for mine, others in zip(self, other)))
-
-
-Usage.__module__ = "ibp.optim"
 
 
 class StateCoding(NamedTuple):
@@ -117,7 +119,7 @@ class CodedState:
             out.zero_()
         elif self.place is not None:
             table = self._handle(self.place, near).table
-            torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), 0, out, self.place._fault)
+            torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), 0, out, self.place.fault)
         elif self.raw is not None:
             out.copy_(self.raw, non_blocking=True)
 
@@ -125,7 +127,7 @@ class CodedState:
         """Keeps the state that has these bytes, for which there was a `fit`; the caller counts it in `stores`. All of
         overflow is free. near: memory of num_rows rows that slots are written to, in place of their own."""
         if self.place is not None:
-            self._handle(self.place, near).encode(data, self.place._counts, self.place._fault)
+            self._handle(self.place, near).encode(data, self.place._counts, self.place.fault)
         else:
             assert self.raw is not None, "fit comes first"
             self.raw.copy_(data, non_blocking=True)
@@ -140,7 +142,7 @@ class CodedState:
     def check(self) -> None:
         """RuntimeError: bytes of the state are damaged. Waits for the device."""
         if self.place is not None:
-            _check_counters(self.place._counters.tolist())
+            _check_counters(self.place.counters.tolist())
 
     def usage(self) -> Usage:
         """The memory that is held."""
@@ -179,7 +181,7 @@ class CodedState:
             torch.OutOfMemoryError, MemoryError: there is no memory; nothing has changed.
             PinningError: likewise, where another state keeps the rows coded; elsewhere they are kept raw then.
         """
-        wanted, overflow = _slots_for(group.survey)
+        wanted, overflow = _layout.slots_for(group.survey, ROW_BYTES, _RULE)
         slot_bytes = self._with_host_memory(wanted)
         self.version += 1
         if self.place is not None and self.place.slot_bytes == slot_bytes:
@@ -294,7 +296,7 @@ def free_overflow(states: list[CodedState]) -> None:
     places = [state.place for state in states if state.place is not None]
     if places:
         torch._foreach_zero_([place.rooms.view(torch.int16) for place in places])
-        torch._foreach_zero_([place._used for place in places])
+        torch._foreach_zero_([place.used for place in places])
 
 
 def choose_learners(states: list[CodedState]) -> None:
@@ -352,7 +354,7 @@ class Watch:
             return
         watched = [(state, state.learner.learned_at) for state in states if state.place is not None]
         try:
-            self._found = self._copied([state.place._counters for state in states if state.place is not None])
+            self._found = self._copied([state.place.counters for state in states if state.place is not None])
         except torch.OutOfMemoryError:
             return
         self._watched, self._asked_at = watched, self._steps
@@ -381,10 +383,3 @@ def _check_counters(counters: list[int]) -> None:
     _, _, lost, fault, *_ = counters
     if lost or fault:
         raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
-
-
-def _slots_for(survey: _layout.Survey) -> tuple[int, float]:
-    """(bytes of the slots that cost the least together with what they leave to overflow, bytes of a mean row there)."""
-    return _layout.cheapest_slots(
-        survey.sectors, ROW_BYTES, overflow_cost=_SPILLED_COST, most_overflow=_MOST_SPILLED * ROW_BYTES
-    )

@@ -20,6 +20,7 @@ from helpers import DTYPES, assert_same_bits, in_threads, slow_but
 from ibp._activations import coding, policy, spans, transfers
 from ibp._activations.origin import IndexOrigin
 from ibp._activations.region import SavedRegion
+from ibp._machine import memory as machine_memory
 
 LEAST = 1024
 CPU = torch.device("cpu")
@@ -654,7 +655,7 @@ def linked(monkeypatch, small_pieces):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda of: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: None)
-    monkeypatch.setattr(transfers._memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(machine_memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
 
     def make(coded=True, memory="pinned", window_bytes=1 << 16):
         offload = offload_on(CPU, coded=coded, memory=memory, window_bytes=window_bytes)
@@ -891,11 +892,11 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
     def three(*of):
         taken.append(of)
         if len(taken) > 3:
-            raise transfers._memory.PinningError("no memory is pinned")
+            raise machine_memory.PinningError("no memory is pinned")
         return take(*of)
 
     monkeypatch.setattr(way.buffers, "take", three)
-    monkeypatch.setattr(transfers._memory, "_warned", set())
+    monkeypatch.setattr(machine_memory, "_warned", set())
     monkeypatch.setattr(Event, "query", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: recorded.append(of))
     with pytest.warns(RuntimeWarning, match="no memory is pinned"):

@@ -443,8 +443,9 @@ def test_damaged_tokens_are_noticed():
     twins = Twins(layers=1).add(100)
     layer = twins.cache.layers[0]
     layer.store(wait=True)
-    layer.history.arena.memory[:4096] = 255
-    layer.history.arena.memory[-4096:] = 255
+    ((_, memory),) = layer.history.arena.parts()
+    memory[:4096] = 255
+    memory[-4096:] = 255
     layer.history.keys.spans[0]._lengths.view(torch.int16)[:] = 9
     keys, values = states(1)
     with pytest.raises(RuntimeError, match="damaged"):

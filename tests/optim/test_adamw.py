@@ -272,7 +272,7 @@ def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
     monkeypatch.setattr(_states, "_LEARNING_STEPS", 1)
     monkeypatch.setattr(_states, "_WATCHED_STEPS", 1 << 30)
     sizes = itertools.cycle([3456, 3392, 3520])
-    monkeypatch.setattr(_states, "_slots_for", lambda survey: (next(sizes), 0.0))
+    monkeypatch.setattr(_states._layout, "slots_for", lambda *_: (next(sizes), 0.0))
     torchs, ours = (parameters(device=device, shapes=[(30, 512), (5,)]) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=90_000)
     train(torchs, ours, optimizers, range(2))
@@ -477,14 +477,14 @@ def check_old_slots(monkeypatch, are_kept):
 
 def test_slots_are_kept_while_codebooks_are_learned(monkeypatch):
     """Where their size suits the new codebook."""
-    monkeypatch.setattr(_states, "_slots_for", lambda survey: (3456, 0.0))
+    monkeypatch.setattr(_states._layout, "slots_for", lambda *_: (3456, 0.0))
     check_old_slots(monkeypatch, True)
 
 
 def test_old_slots_go_while_codebooks_are_learned(monkeypatch):
     """Nothing keeps those of one codebook when there are others for the next."""
     sizes = itertools.cycle([3456, 3456, 3392, 3392])
-    monkeypatch.setattr(_states, "_slots_for", lambda survey: (next(sizes), 0.0))
+    monkeypatch.setattr(_states._layout, "slots_for", lambda *_: (next(sizes), 0.0))
     check_old_slots(monkeypatch, False)
 
 

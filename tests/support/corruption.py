@@ -201,7 +201,7 @@ def corrupt_place(device, corruptions, seed=0):
         ibp.codecs.analyze(rows, scheme="planes"), NUM_ROWS, slot_bytes=96, overflow_bytes=1 << 17, device=device
     )
     ibp.encode_into(rows, place)
-    arrays = [place.slots, place.overflow, place.lengths, place.bases, place.rooms, place._used]
+    arrays = [place.slots, place.overflow, place.lengths, place.bases, place.rooms, place.used]
     damage, whole, done = Damage(arrays, seed), Whole(device), 0
     while done < corruptions:
         done += damage.spoil()
@@ -212,7 +212,7 @@ def corrupt_place(device, corruptions, seed=0):
         OPS.decode_bytes(*place.handle.parts[:10], 0, out.numel(), 0, out, fault)
         check_device(whole.check())
         damage.mend()
-        place._fault.zero_()
+        place.fault.zero_()
     ibp.encode_into(rows, place)
     assert torch.equal(place.decode(dtype=torch.float32).view(torch.int32), rows.view(torch.int32))
     return done
