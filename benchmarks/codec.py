@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 import ibp
+from ibp._rows.handle import Handle, Parts
 from ibp._schemes.planes.learning import relearn
 from ibp.codecs._nvcomp import CODECS
 
@@ -146,20 +147,9 @@ def measure_encode(case, table, moved_bytes):
 
     def encode():
         lengths = torch.ops.ibp.measure_rows(data, words, codebook.codec)
-        torch.ops.ibp.encode_rows(
-            table.slots,
-            table.overflow,
-            lengths,
-            table.bases,
-            words,
-            codebook.codec,
-            table.slot_bytes,
-            0,
-            len(case.x),
-            case.row_bytes,
-            data,
-            fault,
-        )
+        parts = (table.slots, table.overflow, lengths, table.bases, words, codebook.codec)
+        handle = Handle(Parts(*parts, table.slot_bytes, 0, len(case.x), case.row_bytes))
+        torch.ops.ibp.encode_rows(handle.table, data, fault)
 
     for coded in (table.slots, table.overflow):
         harness.poison(coded)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import ibp
+from ibp._rows.handle import Handle, Parts
 
 from . import harness, inputs
 
@@ -117,20 +118,9 @@ def measure_coding(case, arm, x, codebook):
 
     def encode():
         lengths = torch.ops.ibp.measure_rows(data, words, codebook.codec)
-        torch.ops.ibp.encode_rows(
-            table.slots,
-            table.overflow,
-            lengths,
-            table.bases,
-            words,
-            codebook.codec,
-            table.slot_bytes,
-            0,
-            len(x),
-            codebook.row_bytes,
-            data,
-            fault,
-        )
+        parts = (table.slots, table.overflow, lengths, table.bases, words, codebook.codec)
+        handle = Handle(Parts(*parts, table.slot_bytes, 0, len(x), codebook.row_bytes))
+        torch.ops.ibp.encode_rows(handle.table, data, fault)
 
     for call in (decode, encode, decode):
         for tensor in (out,) if call is decode else (table.slots, table.overflow):

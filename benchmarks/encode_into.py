@@ -14,6 +14,7 @@ import sys
 import torch
 
 import ibp
+from ibp._rows.handle import Handle, Parts
 from ibp.calibration import _measuring
 
 from . import codec, families, harness, ideal, inputs, small_calls
@@ -118,7 +119,8 @@ def measure_copies(case):
         def encode():
             lengths = torch.ops.ibp.measure_rows(data, words, form)
             parts, shape = (table.slots, table.overflow, lengths, table.bases), (0, table.num_rows, table.row_bytes)
-            torch.ops.ibp.encode_rows(*parts, words, form, table.slot_bytes, *shape, data, fault)
+            handle = Handle(Parts(*parts, words, form, table.slot_bytes, *shape))
+            torch.ops.ibp.encode_rows(handle.table, data, fault)
 
         encode()
         harness.check_bits(ibp.decompress(table), case.x, "measured, then coded")

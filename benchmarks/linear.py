@@ -2,16 +2,16 @@
 
     python -m benchmarks.linear [--out DIR] [--device cpu] [--quick]
 
-BF16 weights N(0, 0.02) at level "fast", 1 to 24 vectors, matrices of the shapes of models: those of one shape lie
+BF16 weights N(0, 0.02) at level "fast", 1 to 64 vectors, matrices of the shapes of models: those of one shape lie
 several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms: `cuBLAS`:
 torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded before;
 `ibp.linear`: decoded in registers by the kernel that multiplies. `stack` are the matrices of 32 layers of Llama-7B's
 shape, one after the other: what a token takes at least, and `tokens_per_s` what comes out at most. Products overlap
 there as far as the kernels let them; `after another kernel` are cases in which one writes the vectors before each
 product, and its time counts for both arms, as in a model's layers. GB/s count the original bytes of the weights; `us`:
-of a product; `host_us`: until a call comes back without a graph, of one vector; `times`: of cuBLAS's rate, and 1 is
-wanted for up to 8 vectors; `vectors`: of a product. Results are compared with products in double, and one-hot vectors
-with the weights themselves.
+of a product; `host_us`: until a call comes back without a graph, of one vector; `times`: of cuBLAS's rate, of which
+WANTED is wanted; `vectors`: of a product. Results are compared with products in double, and one-hot vectors with the
+weights themselves.
 """
 
 import sys
@@ -24,10 +24,20 @@ import ibp
 from . import codec, families, harness, ideal, small_calls
 
 COLUMNS = ("us", "vectors", "times", "tokens_per_s", "host_us", *harness.TARGET_COLUMNS)
-SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192), (28672, 8192))
+SHAPES = (
+    (4096, 4096),
+    (11008, 4096),
+    (4096, 11008),
+    (1024, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (8192, 8192),
+    (28672, 8192),
+    (128256, 4096),
+)
 QUICK_SHAPES = ((64, 256), (96, 128))
-COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 24), (1, 8)
-MOST_JUDGED = 8  # vectors; of more, cuBLAS is faster
+COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
+WANTED = {16: 1.25, 32: 1.2, 64: 1.1}  # times cuBLAS's rate; of fewer vectors 1
 STACK_COUNTS = (1, 8)  # and after another kernel
 LAYERS, QUICK_LAYERS = 32, 2
 LAYER = {0: 4, 1: 2, 2: 1}  # matrices of a layer: how many of each of SHAPES
@@ -97,7 +107,7 @@ class Case:
 
     def record(self, arm, count, seconds, cublas_s):
         gbps = self.num_bytes * 1e-9 / seconds
-        wanted = self.num_bytes * 1e-9 / cublas_s if arm == FUSED and count <= MOST_JUDGED else None
+        wanted = WANTED.get(count, 1.0) * self.num_bytes * 1e-9 / cublas_s if arm == FUSED else None
         rows, columns = self.matrices[0][0].shape
         self.run.add(
             case=f"{self.name}, {count}{self.suffix}",
@@ -141,7 +151,7 @@ def check(weight, table, x):
 
 def measure_shape(run, rates, shape, matrix):
     weight, table = matrix
-    check(weight, table, torch.randn(8, shape[1], device=run.device).bfloat16())
+    check(weight, table, torch.randn(max(COUNTS), shape[1], device=run.device).bfloat16())
     count = max(LEAST_CALLS, -(-ROTATED_BYTES // table.stored_bytes)) if run.on_gpu else 2
     matrices = [matrix] + [(weight.clone(), table.clone()) for _ in range(count - 1)]
     name = f"{shape[0]} x {shape[1]}"

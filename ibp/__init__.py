@@ -51,7 +51,7 @@ from ._files.saving import save
 from ._inspect.config import show_config
 from ._machine.memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
-from ._rows.table import CorruptTableError
+from ._rows.faults import CorruptTableError
 from ._schemes.estimation import Estimate, estimate
 from ._tables.coded_rows import Buffers, CodedRows, RowCounts, encode_into
 from ._tables.compressed_tensor import CompressedTensor

@@ -3,8 +3,9 @@
 #include "ibp_cuda.h"
 
 #include "../core/format.h"
+#include "file_reader.h"
 #include "host_memory.h"
-#include "ready_table.h"
+#include "python_handle.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,7 +23,7 @@ namespace {
 
 using ibp::check;
 using ibp_python::ReadyCache;
-using ibp_python::ReadyTable;
+using ibp_python::TableHandle;
 
 std::vector<uint8_t> bytes_of(const py::buffer &buffer)
 {
@@ -307,6 +308,15 @@ PYBIND11_MODULE(_core, m)
     m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
           "call(); an exception that leaves it takes kept[0], if there is one, along as its attribute `table`.");
 
+    m.def("read_header", &ibp_python::read_header, py::arg("header"), py::arg("file_bytes"),
+          "(tensors, metadata, checks) of a file of file_bytes bytes, from the bytes in front of its data: {name: "
+          "(dtype, "
+          "shape, first byte in the file, end)}, text by text, and (bytes of a block, number of blocks), None, or why "
+          "there are no such checksums. ValueError says what is wrong.");
+    m.def("read_table", &ibp_python::read_table, py::arg("line"),
+          "The fields of a table, from its line as it stands in JSON. ValueError says what is wrong.");
+    m.def("read_codebook", &ibp_python::read_codebook, py::arg("line"), "The fields of a codebook, likewise.");
+
     py::class_<RowCodec>(m, "_RowCodec")
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)
         .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"),
@@ -388,19 +398,18 @@ PYBIND11_MODULE(_core, m)
              kNewStyle, py::arg("kept"), py::arg("maps"), py::arg("ways"), py::arg("slabs"), py::arg("counts"),
              py::arg("stamps"), py::arg("clock"), py::arg("slot_bytes"));
 
-    m.attr("TABLE_BYTES") = sizeof(ibp_table); // of what pack_table writes
-    py::class_<ReadyTable>(m, "ReadyTable", "A table on a device, ready for calls for few items.")
-        .def("__init__",
-             &make<ReadyTable, const py::buffer &, py::object, const std::vector<std::pair<uintptr_t, size_t>> &, int,
-                   py::object, std::vector<uintptr_t>, uintptr_t, const std::vector<int64_t> &, py::object, bool,
-                   int64_t>,
-             kNewStyle, py::arg("packed"), py::arg("kept"), py::arg("ranges"), py::arg("device"),
-             py::arg("torch_device"), py::arg("faults"), py::arg("fault"), py::arg("item_shape"), py::arg("dtype"),
-             py::arg("is_complex"), py::arg("most_items"))
-        .def_static("take_many", &ReadyTable::take_many, py::arg("tables"), py::arg("starts"), py::arg("ids"),
+    py::class_<TableHandle>(m, "TableHandle", py::buffer_protocol(), "What owns a table's handle on a device.")
+        .def("__init__", &make<TableHandle, const py::object &, py::tuple>, kNewStyle, py::arg("describe"),
+             py::arg("parts"))
+        .def_buffer(&TableHandle::bytes)
+        .def_property_readonly("is_ready", &TableHandle::is_ready, "Whether it takes calls for few items.")
+        .def("make_ready", &TableHandle::make_ready, py::arg("kept"), py::arg("torch_device"), py::arg("faults"),
+             py::arg("fault"), py::arg("item_shape"), py::arg("dtype"), py::arg("is_complex"), py::arg("most_items"),
+             "Readies it for calls of at most most_items items.")
+        .def_static("take_many", &TableHandle::take_many, py::arg("tables"), py::arg("starts"), py::arg("ids"),
                     py::arg("positions"), py::arg("out"), py::arg("max_sms"),
                     "Items of many tables by one call, table after table; false where the arguments do not fit.")
-        .def("take", &ReadyTable::take, py::arg("ids"), py::arg("out"), py::arg("max_sms"),
+        .def("take", &TableHandle::take, py::arg("ids"), py::arg("out"), py::arg("max_sms"),
              py::arg("cache") = static_cast<const ReadyCache *>(nullptr),
              "The items at ids, through a cache if there is one, in out where that is a tensor; None where the "
              "operations are needed.");

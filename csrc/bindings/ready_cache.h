@@ -1,10 +1,11 @@
-// ready_cache.h - a cache of rows on a device, ready for calls for few items as a ReadyTable is: what a look-up needs
+// ready_cache.h - a cache of rows on a device, ready for calls for few items as a TableHandle is: what a look-up needs
 // besides its table.
 #ifndef IBP_READY_CACHE_H
 #define IBP_READY_CACHE_H
 
 #include "ibp.h"
 #include "ibp_cuda.h"
+#include "table_handle.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -17,11 +18,7 @@ namespace ibp_python {
 
 namespace py = pybind11;
 
-// Bytes [first, end) of an address space.
-struct Range {
-    uintptr_t first, end;
-    bool meets(const Range &other) const { return first < other.end && other.first < end; }
-};
+using ibp::Range;
 
 class ReadyCache {
   public:

@@ -41,26 +41,16 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
-void sum_bags(const TableArguments &arguments, const Tensor &ids, const std::optional<Tensor> &entries,
-              const std::vector<Tensor> &slabs, const std::optional<Tensor> &offsets,
-              const std::optional<Tensor> &weights, int64_t reduction, int64_t padding_idx, int64_t kind,
-              int64_t max_sms, const Tensor &out, const Tensor &fault)
+void sum_bags(const Device &device, const Table &handle, const Tensor &ids, const std::optional<Tensor> &entries,
+              const Near &slabs, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,
+              int64_t reduction, int64_t padding_idx, int64_t kind, int64_t max_sms, const Out &out, const Out &fault)
 {
-    const Device device(out, arguments, ids, fault, entries, offsets, weights);
-    device.require_cuda();
-    device.require_near(slabs);
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const ibp_ids items = ids_of(ids);
     const ibp_bags bags = bags_of(items, offsets, weights, reduction, padding_idx, kind, out);
-    uint8_t *const to = room_of(out, total_bytes(bags.num_bags, arguments.item_bytes, "bags"), "out");
-    Footprints memory = gather_footprints(arguments, table, items, out, fault);
-    memory.reads("offsets", offsets, "weights", weights);
+    uint8_t *const to = room_of(out, total_bytes(bags.num_bags, table.item_bytes, "bags"), "out");
     ibp_cache cache{};
-    if (entries) {
-        cache = cache_of(*entries, slabs, items.count);
-        memory.reads("entries", *entries);
-        for (const Tensor &slab : slabs) memory.reads("slabs", slab);
-    }
+    if (entries) cache = cache_of(*entries, slabs, items.count);
     check(ibp_cuda_sum_bags(&table, &items, entries ? &cache : nullptr, &bags, to, fault_of(fault), sms_of(max_sms),
                             device.stream()),
           "sum_bags");
@@ -68,4 +58,8 @@ void sum_bags(const TableArguments &arguments, const Tensor &ids, const std::opt
 
 } // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { m.impl("sum_bags", operation<sum_bags>); }
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
+{
+    operation<sum_bags>(m, "sum_bags",
+                        "table ids entries slabs offsets weights reduction padding_idx kind max_sms out fault");
+}

@@ -1,6 +1,7 @@
 // torch_cache_ops.cpp - the operations of a cache of rows (ibp.h) in torch.ops.ibp: tensors to pointers, nothing else.
 // Schemas and fake implementations are in ibp/_common/ops.py.
-#include "torch_gather.h"
+#include "torch_ranges.h"
+#include "torch_tables.h"
 
 #include <optional>
 #include <vector>
@@ -48,25 +49,14 @@ ibp_cache_counts *cache_counts_of(const std::optional<Tensor> &counts)
     return static_cast<ibp_cache_counts *>(static_cast<void *>(unsigned_longs_of(*counts, kNumbers, "counts")));
 }
 
-// Rows of an item; items must be whole rows.
-int64_t rows_per_item_of(const ibp_table &table)
-{
-    const int64_t row_bytes = table.codebook.row_bytes;
-    require(table.item_bytes > 0 && table.item_bytes % row_bytes == 0, "items of ", table.item_bytes,
-            " bytes are not whole rows of ", row_bytes, ", of which a cache is made");
-    return table.item_bytes / row_bytes;
-}
-
 const int64_t *rows_of(const Tensor &rows) { return data_of<int64_t>(rows, ScalarType::Long, 0, "rows"); }
 
 // ---- find ----
 
-void find_cached(const Tensor &ids, int64_t rows_per_item, int64_t row_bytes, const Tensor &lengths,
-                 const std::vector<Tensor> &maps, int64_t ways, const Tensor &entries,
-                 const std::optional<Tensor> &counts)
+void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item, int64_t row_bytes,
+                 const Tensor &lengths, const Near &maps, int64_t ways, const Out &entries,
+                 const std::optional<Out> &counts)
 {
-    const Device device(ids, lengths, entries, counts);
-    device.require_near(maps);
     const ibp_ids items = ids_of(ids);
     const std::vector<ibp_cache_map> found = maps_of(maps, ways);
     const auto num_maps = static_cast<uint32_t>(found.size());
@@ -76,10 +66,6 @@ void find_cached(const Tensor &ids, int64_t rows_per_item, int64_t row_bytes, co
     ibp_row_query query{&items, rows_per_item, row_bytes_of(row_bytes),
                         data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths"), INT64_MAX};
     if (query.lengths) query.num_rows = lengths.numel();
-    Footprints memory;
-    memory.reads("ids", ids, "lengths", lengths);
-    for (const Tensor &map : maps) memory.reads("maps", map);
-    memory.writes("entries", entries, "counts", counts);
     if (device.is_cuda()) {
         check(ibp_cuda_find_cached(&query, found.data(), num_maps, to, to_counts, device.stream()), "find_cached");
         return;
@@ -92,9 +78,8 @@ void find_cached(const Tensor &ids, int64_t rows_per_item, int64_t row_bytes, co
                 });
 }
 
-Tensor owners_of_rows(const Tensor &rows, int64_t num_slabs)
+Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slabs)
 {
-    const Device device(rows);
     Tensor found = new_tensor(rows, {rows.numel()}, ScalarType::Byte);
     const int64_t *const numbers = rows_of(rows);
     const uint32_t slabs = to_u32(num_slabs, 1, IBP_MAX_SLABS, "num_slabs");
@@ -105,38 +90,16 @@ Tensor owners_of_rows(const Tensor &rows, int64_t num_slabs)
     return found;
 }
 
-// ---- gather ----
-
-void gather_cached(const TableArguments &arguments, const Tensor &ids, const Tensor &entries,
-                   const std::vector<Tensor> &slabs, int64_t max_sms, const Tensor &out, const Tensor &fault,
-                   const std::optional<Tensor> &positions)
-{
-    const Device device(out, arguments, ids, entries, fault, positions);
-    device.require_near(slabs);
-    const ibp_table table = arguments.table();
-    const ibp_ids items = placed_ids_of(ids, positions, out, arguments.item_bytes);
-    const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
-    const ibp_cache cache = cache_of(entries, slabs, num_rows);
-    Footprints memory = gather_footprints(arguments, table, items, out, fault);
-    memory.reads("entries", entries);
-    for (const Tensor &slab : slabs) memory.reads("slabs", slab);
-    gather(device, table, items, &cache, room_of(out, 0, "out"), fault, sms_of(max_sms), "gather_cached");
-}
-
 // ---- fill ----
 
-void fill_slab(const TableArguments &arguments, const Tensor &rows, const Tensor &offsets, int64_t number, int64_t ways,
-               const Tensor &bytes, const Tensor &map, const Tensor &fault)
+void fill_slab(const Device &device, const Table &handle, const Tensor &rows, const Tensor &offsets, int64_t number,
+               int64_t ways, const Out &bytes, const Out &map, const Out &fault)
 {
-    const Device device(bytes, arguments, rows, offsets, map, fault);
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const int64_t *const numbers = rows_of(rows), *const places = data_of<int64_t>(offsets, ScalarType::Long,
                                                                                    rows.numel(), "offsets");
     const ibp_cache_slab slab = slab_of(bytes, map, number, ways);
     rows_per_item_of(table);
-    Footprints memory = arguments.footprints(table);
-    memory.reads("rows", rows, "offsets", offsets);
-    memory.writes("bytes", bytes, "map", map, "fault", fault);
     ibp_fault *const first_fault = fault_of(fault);
     if (device.is_cuda()) {
         check(ibp_cuda_fill_slab(&table, numbers, places, rows.numel(), &slab, first_fault, device.stream()),
@@ -151,12 +114,11 @@ void fill_slab(const TableArguments &arguments, const Tensor &rows, const Tensor
 
 // ---- the least recently used ----
 
-void claim_cached(const TableArguments &arguments, const Tensor &ids, int64_t ways, int64_t slot_bytes,
-                  const Tensor &bytes, const Tensor &map, const Tensor &stamps, const Tensor &clock,
-                  const Tensor &entries, const std::optional<Tensor> &counts, const Tensor &fault)
+void claim_cached(const Device &device, const Table &handle, const Tensor &ids, int64_t ways, int64_t slot_bytes,
+                  const Out &bytes, const Out &map, const Out &stamps, const Out &clock, const Out &entries,
+                  const std::optional<Out> &counts, const Out &fault)
 {
-    const Device device(bytes, arguments, ids, map, stamps, clock, entries, fault, counts);
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const ibp_ids items = ids_of(ids);
     ibp_lru lru{slab_of(bytes, map, 0, ways), 0, nullptr, nullptr};
     ibp_cache_counts *const to_counts = cache_counts_of(counts);
@@ -170,10 +132,6 @@ void claim_cached(const TableArguments &arguments, const Tensor &ids, int64_t wa
     lru.clock = unsigned_longs_of(clock, 2, "clock");
     const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
     uint64_t *const to = unsigned_longs_of(entries, num_rows, "entries");
-    Footprints memory = arguments.footprints(table);
-    memory.reads("ids", ids);
-    memory.writes("bytes", bytes, "map", map, "stamps", stamps, "clock", clock, "entries", entries, "fault", fault,
-                  "counts", counts);
     ibp_fault *const first_fault = fault_of(fault);
     if (device.is_cuda()) {
         check(ibp_cuda_claim_cached(&table, &items, &lru, to, to_counts, first_fault, device.stream()), "claim_cached");
@@ -185,30 +143,19 @@ void claim_cached(const TableArguments &arguments, const Tensor &ids, int64_t wa
 
 // ---- changes ----
 
-// The map that a call changes, which reads rows and lengths.
-ibp_cache_map changed_map_of(const Tensor &map, int64_t ways, const Tensor &rows, const Tensor &lengths)
+void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const Out &map)
 {
     const ibp_cache_map changed = map_of(map, ways);
-    Footprints memory;
-    memory.reads("rows", rows, "lengths", lengths);
-    memory.writes("map", map);
-    return changed;
-}
-
-void drop_cached(const Tensor &rows, int64_t ways, const Tensor &map)
-{
-    const Device device(map, rows);
-    const ibp_cache_map changed = changed_map_of(map, ways, rows, rows);
     const int64_t *const numbers = rows_of(rows);
     check(device.is_cuda() ? ibp_cuda_drop_cached(numbers, rows.numel(), &changed, device.stream())
                            : ibp_drop_cached(numbers, rows.numel(), &changed),
           "drop_cached");
 }
 
-void set_cached(const Tensor &rows, const Tensor &lengths, int64_t ways, bool dirty, const Tensor &map)
+void set_cached(const Device &device, const Tensor &rows, const Tensor &lengths, int64_t ways, bool dirty,
+                const Out &map)
 {
-    const Device device(map, rows, lengths);
-    const ibp_cache_map changed = changed_map_of(map, ways, rows, lengths);
+    const ibp_cache_map changed = map_of(map, ways);
     const int64_t *const numbers = rows_of(rows);
     const auto *const entries =
         data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? rows.numel() : 0, "lengths");
@@ -219,13 +166,13 @@ void set_cached(const Tensor &rows, const Tensor &lengths, int64_t ways, bool di
 
 template <typename Library> void implement(Library &m)
 {
-    m.impl("find_cached", operation<find_cached>);
-    m.impl("owners_of_rows", operation<owners_of_rows>);
-    m.impl("gather_cached", operation<gather_cached>);
-    m.impl("fill_slab", operation<fill_slab>);
-    m.impl("claim_cached", operation<claim_cached>);
-    m.impl("drop_cached", operation<drop_cached>);
-    m.impl("set_cached", operation<set_cached>);
+    operation<find_cached>(m, "find_cached", "ids rows_per_item row_bytes lengths maps ways entries counts");
+    operation<owners_of_rows>(m, "owners_of_rows", "rows num_slabs");
+    operation<fill_slab>(m, "fill_slab", "table rows offsets slab ways bytes map fault");
+    operation<claim_cached>(m, "claim_cached",
+                            "table ids ways cache_slot_bytes bytes map stamps clock entries counts fault");
+    operation<drop_cached>(m, "drop_cached", "rows ways map");
+    operation<set_cached>(m, "set_cached", "rows lengths ways dirty map");
 }
 
 } // namespace

@@ -39,9 +39,8 @@ Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, u
     return counts;
 }
 
-Tensor count_bits(const Tensor &data, int64_t row_bytes)
+Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
 {
-    const Device device(data);
     const uint32_t bytes = row_bytes_of(row_bytes);
     return counts_of(
         device, data, 8 * row_bytes, bytes, "count_bits",
@@ -53,9 +52,8 @@ Tensor count_bits(const Tensor &data, int64_t row_bytes)
         });
 }
 
-Tensor count_hits(const Tensor &data, const Tensor &codebook, const Codec &codec)
+Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
-    const Device device(data, codebook);
     require(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "only scheme ibp has chunks");
     const ibp_codebook cb = codebook_of(codebook, codec);
     return counts_of(
@@ -68,9 +66,8 @@ Tensor count_hits(const Tensor &data, const Tensor &codebook, const Codec &codec
 
 // ---- masks ----
 
-Tensor codebook_words(const Tensor &mask, const Tensor &bitval, int64_t chunk_bytes, bool flag_all)
+Tensor codebook_words(const Device &, const Tensor &mask, const Tensor &bitval, int64_t chunk_bytes, bool flag_all)
 {
-    require_cpu({&mask, &bitval});
     const uint32_t row_bytes = to_u32(mask.numel(), 1, IBP_MAX_ROW_BYTES, "the size of mask");
     const auto num_words = static_cast<int64_t>(ibp_codebook_words(row_bytes));
     Tensor words = new_tensor(mask, {3, num_words}, ScalarType::Int);
@@ -82,7 +79,7 @@ Tensor codebook_words(const Tensor &mask, const Tensor &bitval, int64_t chunk_by
     return words;
 }
 
-std::tuple<Tensor, Tensor> threshold_bits(const Tensor &counts, int64_t num_rows, double tau)
+std::tuple<Tensor, Tensor> threshold_bits(const Device &, const Tensor &counts, int64_t num_rows, double tau)
 {
     require(counts.numel() % 8 == 0, "counts has ", counts.numel(), " elements, 8 a byte of a row are needed");
     require(num_rows >= 0, "num_rows is ", num_rows);
@@ -96,7 +93,7 @@ std::tuple<Tensor, Tensor> threshold_bits(const Tensor &counts, int64_t num_rows
 }
 
 // data: whole rows on the CPU. Returns (mask, bitval).
-std::tuple<Tensor, Tensor> choose_masks(const Tensor &data, int64_t row_bytes, int64_t chunk_bytes)
+std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int64_t row_bytes, int64_t chunk_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes), chunk = to_u32(chunk_bytes, 1, 8, "chunk_bytes");
     const uint8_t *const rows = bytes_of(data, 0, "data");
@@ -117,7 +114,7 @@ std::tuple<Tensor, Tensor> choose_masks(const Tensor &data, int64_t row_bytes, i
 }
 
 // data: whole rows on the CPU. Returns the share of their bytes that masks would save.
-Tensor estimate_masks(const Tensor &data, int64_t row_bytes)
+Tensor estimate_masks(const Device &, const Tensor &data, int64_t row_bytes)
 {
     Tensor savings = new_tensor(data, {1}, ScalarType::Double);
     check(ibp_estimate_masks(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes_of(row_bytes)),
@@ -193,7 +190,7 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
 }
 
 // data: whole rows on the CPU, of a table of table_rows. Returns (words, codec) of a codebook.
-std::tuple<Tensor, Tensor> learn_planes(const Tensor &data, int64_t row_bytes, int64_t element_bytes,
+std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int64_t row_bytes, int64_t element_bytes,
                                         int64_t exponent_bits, int64_t table_rows, bool fast, bool codes_invariant)
 {
     ibp_sample sample = sample_of(data, row_bytes, element_bytes, exponent_bits, table_rows);
@@ -211,9 +208,8 @@ std::tuple<Tensor, Tensor> learn_planes(const Tensor &data, int64_t row_bytes, i
 }
 
 // data: whole rows on the CPU. Returns the words of a codebook that differs in its entries only: those for the rows.
-Tensor learn_entries(const Tensor &data, const Tensor &codebook, const Codec &codec)
+Tensor learn_entries(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
-    require_cpu({&data, &codebook});
     const ibp_codebook cb = codebook_of(codebook, codec);
     require(cb.scheme == IBP_SCHEME_PLANES, "only scheme planes has entries");
     const ibp_sample sample = sample_of(data, cb.row_bytes, cb.planes.element_bytes, 0, INT64_MAX);
@@ -234,18 +230,19 @@ Tensor learn_entries(const Tensor &data, const Tensor &codebook, const Codec &co
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 {
-    m.impl("codebook_words", operation<codebook_words>);
-    m.impl("threshold_bits", operation<threshold_bits>);
-    m.impl("choose_masks", operation<choose_masks>);
-    m.impl("estimate_masks", operation<estimate_masks>);
-    m.impl("learn_planes", operation<learn_planes>);
-    m.impl("learn_entries", operation<learn_entries>);
-    m.impl("count_bits", operation<count_bits>);
-    m.impl("count_hits", operation<count_hits>);
+    operation<codebook_words>(m, "codebook_words", "mask bitval chunk_bytes flag_all");
+    operation<threshold_bits>(m, "threshold_bits", "counts num_rows tau");
+    operation<choose_masks>(m, "choose_masks", "data row_bytes chunk_bytes");
+    operation<estimate_masks>(m, "estimate_masks", "data row_bytes");
+    operation<learn_planes>(m, "learn_planes",
+                            "data row_bytes element_bytes exponent_bits table_rows fast codes_invariant");
+    operation<learn_entries>(m, "learn_entries", "data codebook codec");
+    operation<count_bits>(m, "count_bits", "data row_bytes");
+    operation<count_hits>(m, "count_hits", "data codebook codec");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
-    m.impl("count_bits", operation<count_bits>);
-    m.impl("count_hits", operation<count_hits>);
+    operation<count_bits>(m, "count_bits", "data row_bytes");
+    operation<count_hits>(m, "count_hits", "data codebook codec");
 }

@@ -4,21 +4,16 @@
 
 #include <algorithm>
 #include <atomic>
-#include <utility>
 
 namespace {
 
 using namespace ibp_torch;
 
-void sum_words(const Tensor &part, int64_t first_word, const Tensor &sum)
+void sum_words(const Device &device, const Tensor &part, int64_t first_word, const Out &sum)
 {
     constexpr int64_t kWordsARange = 1 << 17; // a megabyte
-    const Device device(part, sum);
     require(first_word >= 0, "first_word is ", first_word);
     const auto start = static_cast<uint64_t>(first_word);
-    Footprints footprints;
-    footprints.reads("part", part);
-    footprints.writes("sum", sum);
     uint64_t *const out = unsigned_longs_of(sum, 1, "sum");
     const Memory memory = memory_of(part, "part");
     if (device.is_cuda()) {
@@ -39,13 +34,10 @@ void sum_words(const Tensor &part, int64_t first_word, const Tensor &sum)
 // ---- deltas ----
 
 // base: memory of the table's tensor. change: int64 [1]. A corrupt row changes nothing and is noted in fault.
-void add_rows(const TableArguments &arguments, int64_t element_bytes, bool subtracts, const Tensor &base,
-              const Tensor &change, const Tensor &fault)
+void add_rows(const Device &, const Table &handle, int64_t element_bytes, bool subtracts, const Out &base,
+              const Out &change, const Out &fault)
 {
-    const Device device(base, change, arguments, fault);
-    const ibp_table table = arguments.table();
-    Footprints memory = arguments.footprints(table);
-    memory.writes("base", base, "change", change, "fault", fault);
+    const ibp_table &table = handle.table();
     uint8_t *const to = room_of(base, ibp_bytes_of_table(&table), "base");
     const uint32_t width = to_u32(element_bytes, 1, 8, "element_bytes"), row_bytes = table.codebook.row_bytes;
     const size_t scratch_bytes = ibp_scratch_bytes(row_bytes) + row_bytes;
@@ -76,53 +68,37 @@ DeltaTensors delta_tensors_of(const Tensor &tensors)
             to_u32(tensors.size(0), 0, 1 << 24, "the number of tensors")};
 }
 
-// What measuring rows of differences and coding them have in common. has_measured: lengths and counts are read then,
-// and written otherwise.
+// What measuring rows of differences and coding them have in common.
 struct DeltaRows {
     DeltaTensors jobs;
     ibp_codebook codebook;
     int64_t num_rows;
     uint16_t *lengths, *counts;
-    Footprints memory;
 
     DeltaRows(const Tensor &tensors, const Tensor &words, const Codec &codec, const Tensor &of_lengths,
-              const Tensor &of_counts, bool has_measured)
+              const Tensor &of_counts)
         : jobs(delta_tensors_of(tensors)), codebook(codebook_of(words, codec)), num_rows(of_lengths.numel()),
           lengths(data_of<uint16_t>(of_lengths, ScalarType::UInt16, 0, "lengths")),
           counts(data_of<uint16_t>(of_counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"),
                                    "counts"))
     {
-        memory.reads("tensors", tensors, "codebook", words);
-        for (const auto &[name, rows] : {std::pair{"lengths", &of_lengths}, std::pair{"counts", &of_counts}}) {
-            if (has_measured)
-                memory.reads(name, *rows);
-            else
-                memory.writes(name, *rows);
-        }
     }
 };
 
-void measure_deltas(const Tensor &tensors, const Tensor &codebook, const Codec &codec, const Tensor &lengths,
-                    const Tensor &counts, const Tensor &sums)
+void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
+                    const Out &lengths, const Out &counts, const Out &sums)
 {
-    const Device device(tensors, codebook, lengths, counts, sums);
-    device.require_cuda();
-    DeltaRows rows(tensors, codebook, codec, lengths, counts, false);
-    rows.memory.writes("sums", sums);
+    const DeltaRows rows(tensors, codebook, codec, lengths, counts);
     check(ibp_cuda_measure_deltas(&rows.codebook, rows.jobs.data, rows.jobs.count, rows.num_rows, rows.lengths,
                                   rows.counts, unsigned_longs_of(sums, 2 * int64_t{rows.jobs.count}, "sums"),
                                   device.stream()),
           "measure_deltas");
 }
 
-void encode_deltas(const Tensor &tensors, const Tensor &codebook, const Codec &codec, const Tensor &lengths,
-                   const Tensor &counts, const Tensor &bases, const Tensor &overflow)
+void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
+                   const Tensor &lengths, const Tensor &counts, const Tensor &bases, const Out &overflow)
 {
-    const Device device(tensors, codebook, lengths, counts, bases, overflow);
-    device.require_cuda();
-    DeltaRows rows(tensors, codebook, codec, lengths, counts, true);
-    rows.memory.reads("bases", bases);
-    rows.memory.writes("overflow", overflow);
+    const DeltaRows rows(tensors, codebook, codec, lengths, counts);
     check(ibp_cuda_encode_deltas(&rows.codebook, rows.jobs.data, rows.jobs.count, rows.num_rows, rows.lengths,
                                  rows.counts,
                                  unsigned_longs_of(bases, divide_up(rows.num_rows, IBP_ROWS_PER_BASE), "bases"),
@@ -130,16 +106,11 @@ void encode_deltas(const Tensor &tensors, const Tensor &codebook, const Codec &c
           "encode_deltas");
 }
 
-void apply_deltas(const Tensor &tensors, int64_t num_rows, const Tensor &codebook, const Codec &codec, bool takes_back,
-                  const Tensor &state)
+void apply_deltas(const Device &device, const Tensor &tensors, int64_t num_rows, const Tensor &codebook,
+                  const Codec &codec, bool takes_back, const Out &state)
 {
-    const Device device(tensors, codebook, state);
-    device.require_cuda();
     const DeltaTensors jobs = delta_tensors_of(tensors);
     const ibp_codebook cb = codebook_of(codebook, codec);
-    Footprints memory;
-    memory.reads("tensors", tensors, "codebook", codebook);
-    memory.writes("state", state);
     check(ibp_cuda_apply_deltas(&cb, jobs.data, jobs.count, num_rows, takes_back,
                                 unsigned_longs_of(state, 1 + 3 * int64_t{jobs.count}, "state"), device.stream()),
           "apply_deltas");
@@ -149,14 +120,14 @@ void apply_deltas(const Tensor &tensors, int64_t num_rows, const Tensor &codeboo
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 {
-    m.impl("sum_words", operation<sum_words>);
-    m.impl("add_rows", operation<add_rows>);
+    operation<sum_words>(m, "sum_words", "part first_word sum");
+    operation<add_rows>(m, "add_rows", "table element_bytes subtracts base change fault");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
-    m.impl("sum_words", operation<sum_words>);
-    m.impl("measure_deltas", operation<measure_deltas>);
-    m.impl("encode_deltas", operation<encode_deltas>);
-    m.impl("apply_deltas", operation<apply_deltas>);
+    operation<sum_words>(m, "sum_words", "part first_word sum");
+    operation<measure_deltas>(m, "measure_deltas", "tensors codebook codec lengths counts sums");
+    operation<encode_deltas>(m, "encode_deltas", "tensors codebook codec lengths counts bases overflow");
+    operation<apply_deltas>(m, "apply_deltas", "tensors num_rows codebook codec takes_back state");
 }

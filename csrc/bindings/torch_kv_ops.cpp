@@ -33,9 +33,11 @@ struct TransferArguments {
     {
     }
 
-    std::array<const Tensor *, 4> tensors() const
+    void add_to(Given &given) const
     {
-        return {&pages, &blocks, &starts, block_starts ? &*block_starts : &starts};
+        const auto add = [&](const auto &...values) { (given.add(values), ...); };
+        add(pages, blocks, num_pages, num_blocks, num_tensors, first_tensor, starts, block_starts, block_stride);
+        add(scratch, pieces);
     }
 
     // What ids and starts have for each page and tensor says how many there are.
@@ -65,10 +67,9 @@ struct TransferArguments {
 
 int64_t *ids_of_transfer(const Tensor &ids) { return data_of<int64_t>(ids, ScalarType::Long, 0, "ids"); }
 
-void plan_pages(const TransferArguments &arguments, const std::optional<Tensor> &stored, const Tensor &ids,
-                const Tensor &addresses)
+void plan_pages(const Device &device, const TransferArguments &arguments, const std::optional<Tensor> &stored,
+                const Out &ids, const Out &addresses)
 {
-    const Device device(ids, arguments, addresses, stored);
     const ibp_page_transfer t = arguments.transfer(ids);
     const uint8_t *const flags = stored ? flags_of(*stored, t.num_pages, t.num_tensors, "stored") : nullptr;
     uint64_t *const places = unsigned_longs_of(addresses, t.count * t.tensors * t.pieces, "addresses");
@@ -78,10 +79,9 @@ void plan_pages(const TransferArguments &arguments, const std::optional<Tensor> 
           "plan_pages");
 }
 
-void note_pages(const Tensor &ids, int64_t ids_per_block, const Tensor &lengths, const Tensor &rooms,
-                const Tensor &stored, const Tensor &seen)
+void note_pages(const Device &device, const Tensor &ids, int64_t ids_per_block, const Tensor &lengths,
+                const Tensor &rooms, const Out &stored, const Out &seen)
 {
-    const Device device(ids, lengths, rooms, stored, seen);
     const uint32_t per_block = to_u32(ids_per_block, 1, INT32_MAX, "ids_per_block");
     const int64_t num_rows = lengths.numel(), num_flags = num_rows / ids_per_block;
     require(ids.numel() % ids_per_block == 0, "ids has ", ids.numel(), " elements, not ", ids_per_block, " a block");
@@ -98,8 +98,10 @@ void note_pages(const Tensor &ids, int64_t ids_per_block, const Tensor &lengths,
 
 template <typename Library> void implement(Library &m)
 {
-    m.impl("plan_pages", operation<plan_pages>);
-    m.impl("note_pages", operation<note_pages>);
+    operation<plan_pages>(m, "plan_pages",
+                          "pages blocks num_pages num_blocks num_tensors first_tensor starts block_starts block_stride "
+                          "scratch pieces stored ids addresses");
+    operation<note_pages>(m, "note_pages", "ids ids_per_block lengths rooms stored seen");
 }
 
 } // namespace

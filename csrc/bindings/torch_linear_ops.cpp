@@ -38,20 +38,15 @@ Tensor aligned(const Tensor &x)
     return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u ? x : torch::stable::clone(x);
 }
 
-void linear(const Tensor &slots, int64_t slot_bytes, int64_t first_symbol, const Tensor &starts, const Tensor &entries,
-            const Tensor &x, const std::optional<Tensor> &bias, const Tensor &out)
+void linear(const Device &device, const Tensor &slots, int64_t slot_bytes, int64_t first_symbol, const Tensor &starts,
+            const Tensor &entries, const Tensor &x, const std::optional<Tensor> &bias, const Out &out)
 {
-    const Device device(x, slots, starts, entries, out, bias);
-    device.require_cuda();
     require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
     const int64_t num_vectors = x.size(0);
     const ibp_digit_matrix matrix = matrix_of(slots, slot_bytes, first_symbol, starts, entries, x.size(1));
     const Tensor near = aligned(x);
     const uint16_t *const vectors = bfloat16s_of(near, x.numel(), "x");
     uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, matrix.num_rows, "out"), "out");
-    Footprints memory;
-    memory.reads("slots", slots, "starts", starts, "entries", entries, "x", x, "bias", bias);
-    memory.writes("out", out);
     check(ibp_cuda_linear(&matrix, vectors, num_vectors, bias ? bfloat16s_of(*bias, matrix.num_rows, "bias") : nullptr,
                           to, device.stream()),
           "linear");
@@ -59,4 +54,7 @@ void linear(const Tensor &slots, int64_t slot_bytes, int64_t first_symbol, const
 
 } // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { m.impl("linear", operation<linear>); }
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
+{
+    operation<linear>(m, "linear", "slots slot_bytes first_symbol starts entries x bias out");
+}

@@ -4,8 +4,8 @@
 // Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The
 // operations are public: arguments that contradict each other raise, whatever they are. One function serves the CPU and
 // CUDA, where both have the operation: it asks which of them its tensors are on.
-#include "torch_gather.h"
 #include "torch_places.h"
+#include "torch_ranges.h"
 
 #include <algorithm>
 #include <memory>
@@ -15,11 +15,60 @@ namespace {
 
 using namespace ibp_torch;
 
+// ---- describing tables ----
+
+// Fills in the struct ibp::TableHandle at an address, which is trusted: calls check what else they are given. rooms,
+// used: of a place.
+void describe_table(const Device &device, int64_t address, const Tensor &slots, const Tensor &overflow,
+                    const Tensor &lengths, const Tensor &bases, const Tensor &codebook, const Codec &codec,
+                    int64_t slot_bytes, int64_t overflow_start, int64_t num_items, int64_t item_bytes,
+                    const std::optional<Tensor> &rooms, const std::optional<Tensor> &used)
+{
+    ibp::TableHandle handle{};
+    ibp_place &place = handle.place;
+    ibp_table &table = place.table;
+    const int64_t num_bytes = total_bytes(num_items, item_bytes, "num_items");
+    require(item_bytes <= kMaxBytes, "item_bytes is ", item_bytes);
+    table.num_items = num_items, table.item_bytes = item_bytes;
+    table.codebook = codebook_of(codebook, codec);
+    table.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
+    require(overflow_start >= 0, "overflow_start is ", overflow_start);
+    table.overflow_start = static_cast<uint64_t>(overflow_start);
+    const int64_t num_rows = divide_up(num_bytes, table.codebook.row_bytes);
+    table.slots = place.slots = bytes_of(slots, 0, "slots");
+    table.slots_bytes = slots.numel();
+    table.overflow = place.overflow = bytes_of(overflow, 0, "overflow");
+    table.overflow_bytes = overflow.numel();
+    table.lengths = place.lengths =
+        data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
+    table.bases = place.bases =
+        unsigned_longs_of(bases, bases.numel() ? divide_up(num_rows, IBP_ROWS_PER_BASE) : 0, "bases");
+    table.rows_per_base = bases.numel() == num_rows ? 1u : IBP_ROWS_PER_BASE; // the same for a table of one row
+    require(table.codebook.scheme != IBP_SCHEME_RAW || !table.lengths, "scheme raw has no lengths");
+    if (rooms) place.rooms = data_of<uint16_t>(*rooms, ScalarType::UInt16, rooms->numel() ? num_rows : 0, "rooms");
+    if (used) {
+        place.used = unsigned_longs_of(*used, 1, "used");
+        require(place.bases == nullptr || table.rows_per_base == 1u, "bases has ", bases.numel(),
+                " elements, one for each of ", num_rows, " rows is needed");
+    }
+    const auto note = [&](ibp::TablePart part, const void *data, const Tensor &tensor) {
+        const auto first = reinterpret_cast<uintptr_t>(data);
+        handle.parts[part] = {first, first + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size()};
+    };
+    note(ibp::kSlots, place.slots, slots), note(ibp::kOverflow, place.overflow, overflow);
+    note(ibp::kLengths, place.lengths, lengths), note(ibp::kBases, place.bases, bases);
+    note(ibp::kCodebook, memory_of(codebook, "codebook").data, codebook);
+    if (rooms) note(ibp::kRooms, place.rooms, *rooms);
+    if (used) note(ibp::kUsed, place.used, *used);
+    handle.device = device.is_cuda() ? slots.get_device_index() : -1;
+    handle.mark = ibp::TableHandle::kMark;
+    *reinterpret_cast<ibp::TableHandle *>(static_cast<uintptr_t>(address)) = handle;
+}
+
 // ---- measuring, indexing and coding rows ----
 
-Tensor measure_rows(const Tensor &data, const Tensor &codebook, const Codec &codec)
+Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
-    const Device device(data, codebook);
     const ibp_codebook cb = codebook_of(codebook, codec);
     const uint8_t *const bytes = bytes_of(data, 0, "data");
     const int64_t num_rows = divide_up(data.numel(), cb.row_bytes);
@@ -41,9 +90,8 @@ Tensor measure_rows(const Tensor &data, const Tensor &codebook, const Codec &cod
 }
 
 // Returns bases and, as the last entry, the bytes of overflow.
-Tensor index_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
+Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
 {
-    const Device device(lengths);
     const uint32_t bytes = row_bytes_of(row_bytes), slot = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
     require(0 <= num_bytes && num_bytes <= kMaxBytes, "num_bytes is ", num_bytes);
     const int64_t num_rows = divide_up(num_bytes, bytes), num_bases = divide_up(num_rows, IBP_ROWS_PER_BASE);
@@ -59,10 +107,9 @@ Tensor index_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, i
 }
 
 // Returns the stored bytes, and how many rows take 0, 1, ... sectors.
-Tensor survey_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes)
+Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_bytes, int64_t row_bytes)
 {
     constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN;
-    const Device device(lengths);
     const uint32_t bytes = row_bytes_of(row_bytes);
     require(0 <= num_bytes && num_bytes <= kMaxBytes, "num_bytes is ", num_bytes);
     const uint16_t *const given =
@@ -75,14 +122,11 @@ Tensor survey_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes)
     return found;
 }
 
-void encode_rows(const TableArguments &arguments, const Tensor &data, const Tensor &fault)
+void encode_rows(const Device &device, const TableOut &handle, const Tensor &data, const Out &fault)
 {
-    const Device device(data, arguments, fault);
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&table), "data");
-    arguments.check_writing(data, fault);
-    uint8_t *const to_slots = bytes_of(arguments.slots, 0, "slots"), *const to_overflow =
-                                                                         bytes_of(arguments.overflow, 0, "overflow");
+    uint8_t *const to_slots = handle.place.slots, *const to_overflow = handle.place.overflow;
     ibp_fault *const first_fault = fault_of(fault);
     if (device.is_cuda()) {
         check(ibp_cuda_encode_rows(&table, bytes, to_slots, to_overflow, first_fault, device.stream()), "encode_rows");
@@ -99,19 +143,15 @@ void encode_rows(const TableArguments &arguments, const Tensor &data, const Tens
 
 // data: of one block of rows. One thread: callers code several blocks at once. Sizes of rows come as lengths, and their
 // sum as stored[0].
-void encode_packed(const Tensor &data, const Tensor &codebook, const Codec &codec, const Tensor &out,
-                   const Tensor &lengths, const Tensor &stored)
+void encode_packed(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec, const Out &out,
+                   const Out &lengths, const Out &stored)
 {
-    require_cpu({&data, &codebook, &out, &lengths, &stored});
     const ibp_codebook cb = codebook_of(codebook, codec);
     const uint8_t *const bytes = bytes_of(data, 0, "data");
     uint8_t *const to = bytes_of(out, 0, "out");
     require(out.numel() >= data.numel(), "out has ", out.numel(), " bytes, data ", data.numel());
     auto *const to_lengths =
         data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(data.numel(), cb.row_bytes), "lengths");
-    Footprints memory;
-    memory.reads("data", data, "codebook", codebook);
-    memory.writes("out", out, "lengths", lengths, "stored", stored);
     const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
     const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
     check(ibp_encode_packed(&cb, bytes, data.numel(), to, out.numel(), to_lengths,
@@ -139,12 +179,13 @@ ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, 
     return source;
 }
 
-void encode_into(const TableArguments &arguments, const Tensor &rooms, const Tensor &used, const Tensor &counts,
-                 const Tensor &x, const std::optional<Tensor> &buffers, const std::optional<Tensor> &row_ids,
-                 int64_t first_row, int64_t max_sms, const Tensor &fault)
+void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
+                 const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms, const Out &counts,
+                 const Out &fault)
 {
-    const Device device(x, arguments, rooms, used, counts, fault, buffers, row_ids);
-    const ibp_place place = place_of(arguments, rooms, used, counts);
+    ibp_place place = handle.place;
+    require(place.used != nullptr, "table is not described as a place");
+    place.counts = static_cast<ibp_place_counts *>(static_cast<void *>(unsigned_longs_of(counts, 2, "counts")));
     const uint32_t row_bytes = place.table.codebook.row_bytes;
     const ibp_row_source source = source_of(x, buffers, row_bytes);
     const int64_t num_rows = ibp_rows_of_bytes(ibp_bytes_of_table(&place.table), row_bytes);
@@ -158,12 +199,6 @@ void encode_into(const TableArguments &arguments, const Tensor &rooms, const Ten
         require(first_row >= 0 && first_row <= num_rows - source.num_rows, source.num_rows, " rows from row ",
                 first_row, " on are not among ", num_rows);
     }
-    Footprints memory;
-    memory.writes("slots", arguments.slots, "overflow", arguments.overflow, "lengths", arguments.lengths, "bases",
-                  arguments.bases, "rooms", rooms, "used", used, "counts", counts, "fault", fault);
-    memory.reads("codebook", arguments.codebook);
-    if (!buffers) memory.reads_bytes("x", source.data, extent_of(x, "x").num_bytes);
-    memory.reads("buffers", buffers, "row_ids", row_ids);
     const int sms = sms_of(max_sms);
     ibp_fault *const first_fault = fault_of(fault);
     if (device.is_cuda()) {
@@ -181,63 +216,63 @@ void encode_into(const TableArguments &arguments, const Tensor &rooms, const Ten
 
 // ---- gathering ----
 
-void gather_items(const TableArguments &arguments, const Tensor &ids, int64_t max_sms, const Tensor &out,
-                  const Tensor &fault, const std::optional<Tensor> &positions)
+// The items at ids, or all of them: one after the other, at positions of out, at addresses, which are trusted like
+// those of buffers, or in the order of the first outer_dims dimensions of out, which may have any strides then. Rows
+// that have entries come from slabs.
+void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
+                  const Out &out, const Out &fault, const std::optional<Tensor> &positions,
+                  const std::optional<Tensor> &addresses, const std::optional<int64_t> &outer_dims,
+                  const std::optional<Tensor> &entries, const std::optional<Near> &slabs)
 {
-    const Device device(out, arguments, ids, fault, positions);
-    const ibp_table table = arguments.table();
-    const ibp_ids items = placed_ids_of(ids, positions, out, arguments.item_bytes);
-    gather_footprints(arguments, table, items, out, fault);
-    gather(device, table, items, nullptr, room_of(out, 0, "out"), fault, sms_of(max_sms), "gather_items");
-}
-
-// The items at ids, or all of them, in the order of the first outer_dims dimensions of out, which may have any strides.
-void gather_into(const TableArguments &arguments, const std::optional<Tensor> &ids, int64_t max_sms, int64_t outer_dims,
-                 const Tensor &out, const Tensor &fault)
-{
-    const Device device(out, arguments, fault, ids);
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     ibp_ids items{};
+    items.count = table.num_items;
     if (ids) items = ids_of(*ids);
-    if (!ids) items.count = arguments.num_items;
-    const Memory memory = spread_over(out, outer_dims, arguments.item_bytes, &items);
-    Footprints footprints = arguments.footprints(table);
-    footprints.reads_bytes("ids", items.data, items.count * items.id_bytes);
-    footprints.writes("out", memory, "fault", fault);
+    require(positions.has_value() + addresses.has_value() + outer_dims.has_value() <= 1,
+            "positions, addresses and outer_dims do not go together");
+    uint8_t *to = nullptr;
+    if (addresses)
+        items.addresses = unsigned_longs_of(*addresses, items.count, "addresses");
+    else if (outer_dims)
+        to = spread_over(out, *outer_dims, table.item_bytes, &items).data;
+    else
+        to = room_of(out, positions ? 0 : total_bytes(items.count, table.item_bytes, "items"), "out");
+    if (positions) {
+        const auto *data = data_of<int32_t>(*positions, ScalarType::Int, items.count, "positions");
+        items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
+        items.out_items = table.item_bytes ? memory_of(out, "out").num_bytes / table.item_bytes : 0;
+    }
+    ibp_cache found{};
+    if (entries) {
+        require(slabs && !addresses && !outer_dims, "entries go with slabs, and with no addresses or outer_dims");
+        found = cache_of(*entries, *slabs, total_bytes(items.count, rows_per_item_of(table), "rows"));
+    }
+    const ibp_cache *const cache = entries ? &found : nullptr;
     const int sms = sms_of(max_sms);
-    if (memory.data != nullptr) gather(device, table, items, nullptr, memory.data, fault, sms, "gather_into");
-}
-
-// Items whose places in memory are given: their addresses are trusted, like those of buffers.
-void gather_to(const TableArguments &arguments, const Tensor &ids, const Tensor &addresses, int64_t max_sms,
-               const Tensor &out, const Tensor &fault)
-{
-    const Device device(out, arguments, ids, addresses, fault);
-    const ibp_table table = arguments.table();
-    ibp_ids items = ids_of(ids);
-    items.addresses = unsigned_longs_of(addresses, items.count, "addresses");
-    Footprints memory = arguments.footprints(table);
-    memory.reads_bytes("ids", items.data, items.count * items.id_bytes);
-    memory.reads("addresses", addresses);
-    memory.writes("fault", fault);
-    gather(device, table, items, nullptr, nullptr, fault, sms_of(max_sms), "gather_to");
-}
-
-// Writes the table as a struct ibp_table to packed, on the CPU: for ibp._core, which knows no tensors.
-void pack_table(const TableArguments &arguments, const Tensor &packed)
-{
-    const Device device(arguments.slots, arguments);
-    require_cpu({&packed});
-    const ibp_table table = arguments.table();
-    std::memcpy(bytes_of(packed, sizeof table, "packed"), &table, sizeof table);
+    ibp_fault *const first_fault = fault_of(fault);
+    if (outer_dims && to == nullptr) return;
+    if (device.is_cuda()) {
+        const ibp_stream stream = device.stream();
+        check(cache ? ibp_cuda_gather_cached(&table, &items, cache, to, first_fault, sms, stream)
+                    : ibp_cuda_gather_items(&table, &items, to, first_fault, sms, stream),
+              "gather_items");
+        return;
+    }
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(items.count, std::max<int64_t>(table.item_bytes, table.codebook.row_bytes), scratch_bytes, first_fault,
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    return cache
+                               ? ibp_gather_cached(&table, &items, cache, first, last, to, scratch, scratch_bytes, mine)
+                               : ibp_gather_items(&table, &items, first, last, to, scratch, scratch_bytes, mine);
+                });
 }
 
 // ---- large tables ----
 
 // (ids in the order of the windows of a table, the position of each): as many as ids.
-std::tuple<Tensor, Tensor> partition_ids(const Tensor &ids, int64_t num_items, int64_t window_bits)
+std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids, int64_t num_items,
+                                         int64_t window_bits)
 {
-    const Device device(ids);
     const ibp_ids items = ids_of(ids);
     const uint32_t bits = to_u32(window_bits, 0, 62, "window_bits");
     require(num_items >= 0, "num_items is ", num_items);
@@ -259,13 +294,12 @@ std::tuple<Tensor, Tensor> partition_ids(const Tensor &ids, int64_t num_items, i
 // The selection of the items at ids from position `first` on, as many as fit lengths (and bases) by their rows and
 // rows by their bytes, at least one; taken becomes [items, stored bytes]. Groups of the rows that share a base are
 // measured and then copied by torch's threads. Nothing is taken where there is a fault.
-void select_rows(const TableArguments &arguments, const Tensor &ids, int64_t first, const Tensor &lengths_out,
-                 const Tensor &bases_out, const Tensor &rows_out, const Tensor &taken, const Tensor &fault)
+void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t first, const Out &lengths_out,
+                 const Out &bases_out, const Out &rows_out, const Out &taken, const Out &fault)
 {
     constexpr int64_t kGroup = IBP_ROWS_PER_BASE;
     constexpr int64_t kLengthBytes = 256; // a length at a random place takes as long to read as these bytes in order
-    const Device device(ids, arguments, lengths_out, bases_out, rows_out, taken, fault);
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const int64_t row_bytes = table.codebook.row_bytes, item_bytes = table.item_bytes;
     require(item_bytes > 0 && item_bytes % row_bytes == 0, "items of ", item_bytes, " bytes are not whole rows of ",
             row_bytes);
@@ -281,10 +315,6 @@ void select_rows(const TableArguments &arguments, const Tensor &ids, int64_t fir
     const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups)); // read back, so in no tensor
     auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
-    Footprints memory = arguments.footprints(table);
-    memory.reads("ids", ids);
-    memory.writes("lengths_out", lengths_out, "bases_out", bases_out, "rows_out", rows_out, "taken", taken, "fault",
-                  fault);
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
         over_ranges(num_groups, bytes_each, 0, fault_of(fault),
                     [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
@@ -328,18 +358,14 @@ void select_rows(const TableArguments &arguments, const Tensor &ids, int64_t fir
 
 // The items at ids, on the CPU, with torch's threads (ibp_cuda_stage_items). table: as out's device sees it;
 // host_slots: its slots as the CPU does. stager: address of an ibp_stager of out's device.
-void stage_items(const TableArguments &arguments, const Tensor &host_slots, const Tensor &ids, int64_t stager,
-                 int64_t max_sms, const Tensor &out, const Tensor &fault)
+void stage_items(const Device &device, const Table &handle, const OnCpu &host_slots, const OnCpu &ids, int64_t stager,
+                 int64_t max_sms, const Out &out, const Out &fault)
 {
-    const Device device(out, arguments, fault);
-    device.require_cuda();
-    require_cpu({&host_slots, &ids});
     require(stager != 0, "no stager");
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const ibp_ids items = ids_of(ids);
-    gather_footprints(arguments, table, items, out, fault);
-    uint8_t *const to = room_of(out, total_bytes(items.count, arguments.item_bytes, "items"), "out");
-    const uint8_t *const from = bytes_of(host_slots, arguments.slots.numel(), "host_slots");
+    uint8_t *const to = room_of(out, total_bytes(items.count, table.item_bytes, "items"), "out");
+    const uint8_t *const from = bytes_of(host_slots, table.slots_bytes, "host_slots");
     const ibp_run run = [](void *, int64_t count, void (*work)(void *, int64_t), void *state) {
         torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
             for (int64_t number = first; number < last; number++) work(state, number);
@@ -353,24 +379,18 @@ void stage_items(const TableArguments &arguments, const Tensor &host_slots, cons
 
 // ---- decoding ----
 
-// Bytes [start, end) must be in the table, and nothing of it where they go. Returns the memory of it all.
-Footprints check_decoding(const TableArguments &arguments, const ibp_table &table, int64_t start, int64_t end,
-                          const Tensor &out, const Tensor &fault)
+void check_span(const ibp_table &table, int64_t start, int64_t end)
 {
     const int64_t num_bytes = ibp_bytes_of_table(&table);
     require(0 <= start && start <= end && end <= num_bytes, "bytes [", start, ", ", end, ") are not among the table's ",
             num_bytes);
-    Footprints memory = arguments.footprints(table);
-    memory.writes("out", out, "fault", fault);
-    return memory;
 }
 
-void decode_bytes(const TableArguments &arguments, int64_t start, int64_t end, int64_t max_sms, const Tensor &out,
-                  const Tensor &fault)
+void decode_bytes(const Device &device, const Table &handle, int64_t start, int64_t end, int64_t max_sms,
+                  const Out &out, const Out &fault)
 {
-    const Device device(out, arguments, fault);
-    const ibp_table table = arguments.table();
-    check_decoding(arguments, table, start, end, out, fault);
+    const ibp_table &table = handle.table();
+    check_span(table, start, end);
     const int sms = sms_of(max_sms);
     uint8_t *const to = room_of(out, end - start, "out");
     ibp_fault *const first_fault = fault_of(fault);
@@ -392,19 +412,17 @@ void decode_bytes(const TableArguments &arguments, int64_t start, int64_t end, i
 
 // host_bases: the table's bases on the CPU. streamer: address of an ibp_streamer of out's device. begins, ends:
 // whether this is the first, the last table of a stream, all through the same ring.
-void stream_bytes(const TableArguments &arguments, const Tensor &host_bases, int64_t start, int64_t end,
-                  int64_t streamer, bool begins, bool ends, int64_t max_sms, const Tensor &ring, const Tensor &out,
-                  const Tensor &fault)
+void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_bases, int64_t start, int64_t end,
+                  int64_t streamer, bool begins, bool ends, int64_t max_sms, const Out &ring, const Out &out,
+                  const Out &fault)
 {
-    const Device device(out, arguments, ring, fault);
-    device.require_cuda();
-    require_cpu({&host_bases});
-    require(host_bases.numel() == arguments.bases.numel(), "host_bases has ", host_bases.numel(), " elements, bases ",
-            arguments.bases.numel());
+    const ibp::Range &bases = handle.parts[ibp::kBases];
+    const auto num_bases = static_cast<int64_t>((bases.end - bases.first) / sizeof(uint64_t));
+    require(host_bases.numel() == num_bases, "host_bases has ", host_bases.numel(), " elements, bases ", num_bases);
     require(streamer != 0, "no streamer");
-    const ibp_table table = arguments.table();
+    const ibp_table &table = handle.table();
     const uint64_t *const starts = unsigned_longs_of(host_bases, 0, "host_bases");
-    check_decoding(arguments, table, start, end, out, fault).writes("ring", ring);
+    check_span(table, start, end);
     uint8_t *const to = bytes_of(out, end - start, "out"), *const staging = bytes_of(ring, 0, "ring");
     auto *const stream = reinterpret_cast<ibp_streamer *>(static_cast<uintptr_t>(streamer));
     if (begins) check(ibp_cuda_begin_stream(stream, staging, ring.numel()), "begin_stream");
@@ -416,17 +434,18 @@ void stream_bytes(const TableArguments &arguments, const Tensor &host_bases, int
 // The operations that the CPU and CUDA have.
 template <typename Library> void implement(Library &m)
 {
-    m.impl("measure_rows", operation<measure_rows>);
-    m.impl("index_rows", operation<index_rows>);
-    m.impl("survey_rows", operation<survey_rows>);
-    m.impl("encode_rows", operation<encode_rows>);
-    m.impl("encode_into", operation<encode_into>);
-    m.impl("gather_items", operation<gather_items>);
-    m.impl("gather_into", operation<gather_into>);
-    m.impl("gather_to", operation<gather_to>);
-    m.impl("pack_table", operation<pack_table>);
-    m.impl("decode_bytes", operation<decode_bytes>);
-    m.impl("partition_ids", operation<partition_ids>);
+    operation<measure_rows>(m, "measure_rows", "data codebook codec");
+    operation<index_rows>(m, "index_rows", "lengths num_bytes row_bytes slot_bytes");
+    operation<survey_rows>(m, "survey_rows", "lengths num_bytes row_bytes");
+    operation<encode_rows>(m, "encode_rows", "table data fault");
+    operation<encode_into>(m, "encode_into", "table x buffers row_ids first_row max_sms counts fault");
+    operation<gather_items>(m, "gather_items",
+                            "table ids max_sms out fault positions addresses outer_dims entries slabs");
+    operation<describe_table>(m, "describe_table",
+                              "address slots overflow lengths bases codebook codec slot_bytes overflow_start num_items "
+                              "item_bytes rooms used");
+    operation<decode_bytes>(m, "decode_bytes", "table start end max_sms out fault");
+    operation<partition_ids>(m, "partition_ids", "ids num_items window_bits");
 }
 
 } // namespace
@@ -434,13 +453,14 @@ template <typename Library> void implement(Library &m)
 STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 {
     implement(m);
-    m.impl("encode_packed", operation<encode_packed>);
-    m.impl("select_rows", operation<select_rows>);
+    operation<encode_packed>(m, "encode_packed", "data codebook codec out lengths stored");
+    operation<select_rows>(m, "select_rows", "table ids first lengths_out bases_out rows_out taken fault");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     implement(m);
-    m.impl("stage_items", operation<stage_items>);
-    m.impl("stream_bytes", operation<stream_bytes>);
+    operation<stage_items>(m, "stage_items", "table host_slots host_ids stager max_sms out fault");
+    operation<stream_bytes>(m, "stream_bytes",
+                            "table host_bases start end streamer begins ends max_sms ring out fault");
 }

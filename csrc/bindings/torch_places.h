@@ -7,26 +7,6 @@
 
 namespace ibp_torch {
 
-// The bytes from a tensor's first element to its last one, which lie in its storage whatever its strides are.
-inline Memory extent_of(const Tensor &x, const char *name)
-{
-    const auto element_bytes = static_cast<int64_t>(x.element_size());
-    int64_t last = 0;
-    for (int64_t d = 0; d < x.dim(); d++) {
-        if (x.size(d) == 0) return {nullptr, 0};
-        int64_t step = 0;
-        const bool fits = x.stride(d) >= 0 && !__builtin_mul_overflow(x.size(d) - 1, x.stride(d), &step) &&
-                          !__builtin_add_overflow(last, step, &last);
-        require(fits, name, " has strides that are out of range");
-    }
-    int64_t storage_bytes = 0, offset = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &storage_bytes));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
-    const int64_t held = storage_bytes / element_bytes;
-    require(offset >= 0 && offset < held && last < held - offset, name, " has more elements than its storage");
-    return {static_cast<uint8_t *>(x.data_ptr()), (last + 1) * element_bytes};
-}
-
 // A dimension in which something is counted: how many there are, and how many bytes they are apart.
 struct Dimension {
     int64_t size, stride;
@@ -54,7 +34,7 @@ inline std::vector<Dimension> dimensions_of(const Tensor &x)
 inline ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
 {
     ibp_row_source source{};
-    const Memory memory = extent_of(x, "x");
+    const Memory memory = extent_of(x);
     source.data = memory.data;
     if (memory.data == nullptr) return source;
     std::vector<Dimension> dimensions = dimensions_of(x);
@@ -77,25 +57,6 @@ inline ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
         source.num_rows *= dimensions[d].size; // no more than elements
     }
     return source;
-}
-
-inline ibp_place place_of(const TableArguments &arguments, const Tensor &rooms, const Tensor &used,
-                          const Tensor &counts)
-{
-    ibp_place p{};
-    p.table = arguments.table();
-    const int64_t num_rows = ibp_rows_of_bytes(ibp_bytes_of_table(&p.table), p.table.codebook.row_bytes);
-    p.slots = bytes_of(arguments.slots, 0, "slots");
-    p.overflow = bytes_of(arguments.overflow, 0, "overflow");
-    p.lengths = data_of<uint16_t>(arguments.lengths, ScalarType::UInt16, 0, "lengths");
-    p.bases = unsigned_longs_of(arguments.bases, 0, "bases");
-    p.rooms = data_of<uint16_t>(rooms, ScalarType::UInt16, rooms.numel() ? num_rows : 0, "rooms");
-    p.used = unsigned_longs_of(used, 1, "used");
-    p.counts = static_cast<ibp_place_counts *>(static_cast<void *>(unsigned_longs_of(counts, 2, "counts")));
-    const bool has_own_bases = p.bases == nullptr || p.table.rows_per_base == 1u;
-    require(has_own_bases, "bases has ", arguments.bases.numel(), " elements, one for each of ", num_rows,
-            " rows is needed");
-    return p;
 }
 
 } // namespace ibp_torch

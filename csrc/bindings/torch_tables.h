@@ -1,5 +1,5 @@
-// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_common/ops.py), as the
-// structs of ibp.h. Every length is derived from what reads it; what the bytes say is for the core to distrust.
+// torch_tables.h - how a table, a codebook and ids are given to an operation, as the structs of ibp.h. Every length is
+// derived from what reads it; what the bytes say is for the core to distrust.
 #ifndef IBP_TORCH_TABLES_H
 #define IBP_TORCH_TABLES_H
 
@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <optional>
 
 namespace ibp_torch {
@@ -124,65 +125,42 @@ inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 
 // ---- tables ----
 
-// The arguments that describe a table, the same in every operation that takes one.
-struct TableArguments {
-    Tensor slots, overflow, lengths, bases, codebook;
-    Codec codec;
-    int64_t slot_bytes, overflow_start, num_items, item_bytes;
+// The argument `table` of an operation: a handle.
+struct Table : ibp::TableHandle {
+    OnCpu tensor;
 
-    static constexpr uint64_t kValues = 10;
-    explicit TableArguments(Arguments &from)
-        : slots(from.take<Tensor>()), overflow(from.take<Tensor>()), lengths(from.take<Tensor>()),
-          bases(from.take<Tensor>()), codebook(from.take<Tensor>()), codec(from.take<Codec>()),
-          slot_bytes(from.take<int64_t>()), overflow_start(from.take<int64_t>()), num_items(from.take<int64_t>()),
-          item_bytes(from.take<int64_t>())
+    static constexpr uint64_t kValues = 1;
+    explicit Table(Arguments &from) : tensor(from.take<OnCpu>())
     {
+        require_cpu(tensor);
+        const uint8_t *const bytes = bytes_of(tensor, sizeof(ibp::TableHandle), "table");
+        std::memcpy(static_cast<ibp::TableHandle *>(this), bytes, sizeof(ibp::TableHandle));
+        require(mark == kMark, "table is not what describe_table has described");
     }
 
-    std::array<const Tensor *, 5> tensors() const { return {&slots, &overflow, &lengths, &bases, &codebook}; }
+    void add_to(Given &given) const { add_parts(given, 0); }
 
-    ibp_table table() const
+  protected:
+    // written: bits of the parts that the operation writes.
+    void add_parts(Given &given, uint32_t written) const
     {
-        ibp_table t{};
-        const int64_t num_bytes = total_bytes(num_items, item_bytes, "num_items");
-        require(item_bytes <= kMaxBytes, "item_bytes is ", item_bytes);
-        t.num_items = num_items;
-        t.item_bytes = item_bytes;
-        t.codebook = codebook_of(codebook, codec);
-        t.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
-        require(overflow_start >= 0, "overflow_start is ", overflow_start);
-        t.overflow_start = static_cast<uint64_t>(overflow_start);
-        const int64_t num_rows = divide_up(num_bytes, t.codebook.row_bytes);
-        t.slots = bytes_of(slots, 0, "slots");
-        t.slots_bytes = slots.numel();
-        t.overflow = bytes_of(overflow, 0, "overflow");
-        t.overflow_bytes = overflow.numel();
-        t.lengths = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
-        t.bases = unsigned_longs_of(bases, bases.numel() ? divide_up(num_rows, IBP_ROWS_PER_BASE) : 0, "bases");
-        t.rows_per_base = bases.numel() == num_rows ? 1u : IBP_ROWS_PER_BASE; // the same for a table of one row
-        require(t.codebook.scheme != IBP_SCHEME_RAW || !t.lengths, "scheme raw has no lengths");
-        return t;
+        for (uint32_t p = 0; p < ibp::kNumParts; p++)
+            given.add_part(ibp::kPartNames[p], parts[p], (written >> p & 1u) != 0);
+        given.require_device(device);
+        given.add(tensor);
     }
+};
 
-    // Where the table's rows are written, nothing else is.
-    void check_writing(const Tensor &data, const Tensor &fault) const
-    {
-        Footprints memory;
-        memory.reads("lengths", lengths, "bases", bases, "codebook", codebook, "data", data);
-        memory.writes("slots", slots, "overflow", overflow, "fault", fault);
-    }
+// A table whose rows are written.
+struct TableOut : Table {
+    using Table::Table;
+    void add_to(Given &given) const { add_parts(given, 1u << ibp::kSlots | 1u << ibp::kOverflow); }
+};
 
-    // The memory of a table that is read. t: table().
-    Footprints footprints(const ibp_table &t) const
-    {
-        Footprints memory;
-        memory.reads_bytes("slots", t.slots, t.slots_bytes);
-        memory.reads_bytes("overflow", t.overflow, t.overflow_bytes);
-        memory.reads_bytes("lengths", t.lengths, lengths.numel() * static_cast<int64_t>(sizeof *t.lengths));
-        memory.reads_bytes("bases", t.bases, bases.numel() * static_cast<int64_t>(sizeof *t.bases));
-        memory.reads("codebook", codebook);
-        return memory;
-    }
+// A place that rows are coded into: all but the codebook is written.
+struct PlaceOut : Table {
+    using Table::Table;
+    void add_to(Given &given) const { add_parts(given, ~(1u << ibp::kCodebook)); }
 };
 
 inline ibp_fault *fault_of(const Tensor &fault)
@@ -199,33 +177,6 @@ inline ibp_ids ids_of(const Tensor &ids)
     ibp_ids items{};
     items.data = memory_of(ids, "ids").data, items.count = ids.numel(), items.id_bytes = is_long ? 8u : 4u;
     return items;
-}
-
-// Ids with the positions of out that their items go to: any positions that out has room for; without positions, items
-// go one after the other.
-inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out,
-                             int64_t item_bytes)
-{
-    ibp_ids items = ids_of(ids);
-    if (!positions) {
-        room_of(out, total_bytes(items.count, item_bytes, "items"), "out");
-        return items;
-    }
-    const auto *data = data_of<int32_t>(*positions, ScalarType::Int, items.count, "positions");
-    items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
-    items.out_items = item_bytes ? memory_of(out, "out").num_bytes / item_bytes : 0;
-    return items;
-}
-
-// The memory of a gather to a contiguous output.
-inline Footprints gather_footprints(const TableArguments &arguments, const ibp_table &table, const ibp_ids &items,
-                                    const Tensor &out, const Tensor &fault)
-{
-    Footprints memory = arguments.footprints(table);
-    memory.reads_bytes("ids", items.data, items.count * items.id_bytes);
-    memory.reads_bytes("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
-    memory.writes("out", out, "fault", fault);
-    return memory;
 }
 
 inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
@@ -269,6 +220,15 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
 }
 
 // ---- caches of rows ----
+
+// Rows of an item; items must be whole rows.
+inline int64_t rows_per_item_of(const ibp_table &table)
+{
+    const int64_t row_bytes = table.codebook.row_bytes;
+    require(table.item_bytes > 0 && table.item_bytes % row_bytes == 0, "items of ", table.item_bytes,
+            " bytes are not whole rows of ", row_bytes, ", of which a cache is made");
+    return table.item_bytes / row_bytes;
+}
 
 inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slabs, int64_t num_rows)
 {

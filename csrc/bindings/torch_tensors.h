@@ -10,13 +10,15 @@
 
 #include "ibp.h"
 #include "ibp_cuda.h"
+#include "table_handle.h"
 
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
-#include <initializer_list>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -162,60 +164,26 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
     return memory.data;
 }
 
-// The memory of a call's tensors. No byte that is written belongs to another tensor: an operation that reads what it
-// writes at the same time would act on numbers that it has not checked.
-class Footprints {
-  public:
-    // Names and tensors, which may be optional ones, in turn.
-    template <typename T, typename... More> void reads(const char *name, const T &tensor, const More &...more)
-    {
-        add(name, tensor, false);
-        if constexpr (sizeof...(more) > 0) reads(more...);
+// The bytes from a tensor's first element to its last one, whatever its strides are; num_bytes is -1 where its storage
+// does not hold them.
+inline Memory extent_of(const Tensor &x)
+{
+    const auto element_bytes = static_cast<int64_t>(x.element_size());
+    int64_t last = 0;
+    bool fits = true;
+    for (int64_t d = 0; d < x.dim(); d++) {
+        if (x.size(d) == 0) return {nullptr, 0};
+        int64_t step = 0;
+        fits = fits && x.stride(d) >= 0 && !__builtin_mul_overflow(x.size(d) - 1, x.stride(d), &step) &&
+               !__builtin_add_overflow(last, step, &last);
     }
-    template <typename T, typename... More> void writes(const char *name, const T &tensor, const More &...more)
-    {
-        add(name, tensor, true);
-        if constexpr (sizeof...(more) > 0) writes(more...);
-    }
-    // Memory that has been checked.
-    void reads_bytes(const char *name, const void *data, int64_t num_bytes)
-    {
-        add({name, {const_cast<uint8_t *>(static_cast<const uint8_t *>(data)), num_bytes}, false});
-    }
-
-  private:
-    struct Footprint {
-        const char *name;
-        Memory memory;
-        bool is_written;
-    };
-
-    void add(const char *name, const Tensor &tensor, bool is_written)
-    {
-        add({name, memory_of(tensor, name), is_written});
-    }
-    void add(const char *name, const Memory &memory, bool is_written) { add({name, memory, is_written}); }
-    void add(const char *name, const std::optional<Tensor> &tensor, bool is_written)
-    {
-        if (tensor) add(name, *tensor, is_written);
-    }
-    void add(const Footprint &added)
-    {
-        const Memory &memory = added.memory;
-        if (memory.data == nullptr) return;
-        for (size_t i = 0; i < count_; i++) {
-            const Footprint &other = footprints_[i];
-            const bool apart = memory.data + memory.num_bytes <= other.memory.data ||
-                               other.memory.data + other.memory.num_bytes <= memory.data;
-            require(apart || !(added.is_written || other.is_written), added.name, " and ", other.name, " share memory");
-        }
-        require(count_ < footprints_.size(), "too many tensors");
-        footprints_[count_++] = added;
-    }
-
-    std::array<Footprint, 32> footprints_{}; // more than any operation has
-    size_t count_ = 0;
-};
+    int64_t storage_bytes = 0, offset = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &storage_bytes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
+    const int64_t held = storage_bytes / element_bytes;
+    if (!fits || offset < 0 || offset >= held || last >= held - offset) return {nullptr, -1};
+    return {static_cast<uint8_t *>(x.data_ptr()), (last + 1) * element_bytes};
+}
 
 // ---- devices ----
 
@@ -226,40 +194,42 @@ inline int32_t device_type_of(const Tensor &tensor)
     return type;
 }
 
-inline bool is_on(const Tensor &tensor, const Tensor &other)
+inline void require_cpu(const Tensor &tensor)
 {
-    return device_type_of(tensor) == device_type_of(other) && tensor.get_device_index() == other.get_device_index();
-}
-
-inline void require_cpu(std::initializer_list<const Tensor *> tensors)
-{
-    for (const Tensor *tensor : tensors)
-        require(device_type_of(*tensor) == aoti_torch_device_type_cpu(),
-                "all tensors must be on the CPU, or all on one CUDA device");
+    require(device_type_of(tensor) == aoti_torch_device_type_cpu(),
+            "all tensors must be on the CPU, or all on one CUDA device");
 }
 
 // Where a call runs: on the CPU, or on the CUDA device of its tensors, which is this thread's current one while the
-// object lives. Torch also calls operations whose tensors are on several devices.
+// object lives.
 class Device {
   public:
-    // others: tensors, optional ones, and arguments of several tensors (TableArguments).
-    template <typename... Others> explicit Device(const Tensor &first, const Others &...others) : first_(first)
+    // first: any of the call's tensors.
+    explicit Device(const Tensor &first) : number_(first.is_cuda() ? first.get_device_index() : -1)
     {
-        require_here(first);
-        (require_here(others), ...);
-        if (is_cuda_) guard_ = std::make_unique<DeviceGuard>(first.get_device_index());
+        if (!is_cuda()) require_cpu(first);
+        if (is_cuda()) guard_ = std::make_unique<DeviceGuard>(number_);
     }
 
-    bool is_cuda() const { return is_cuda_; }
-    void require_cuda() const { require(is_cuda_, "all tensors must be on the CPU, or all on one CUDA device"); }
+    bool is_cuda() const { return number_ >= 0; }
 
-    // Tensors that may be on other CUDA devices, which read each other's memory.
-    void require_near(const std::vector<Tensor> &tensors) const
+    // Torch also calls operations whose tensors are on several devices.
+    void require_here(const Tensor &tensor) const
     {
-        for (const Tensor &tensor : tensors) {
-            if (!is_cuda_) require_here(tensor);
-            require(tensor.is_cuda() == is_cuda_, "all tensors must be on the CPU, or all on CUDA devices");
-        }
+        if (!is_cuda()) require_cpu(tensor);
+        if (is_cuda()) require_number(tensor.is_cuda() ? tensor.get_device_index() : -1);
+    }
+    void require_number(int64_t number) const
+    {
+        require(number == number_, is_cuda() ? "all tensors must be on the same CUDA device"
+                                             : "all tensors must be on the CPU, or all on one CUDA device");
+    }
+
+    // A tensor that may be on another CUDA device, as they read each other's memory.
+    void require_near(const Tensor &tensor) const
+    {
+        if (!is_cuda()) require_cpu(tensor);
+        require(tensor.is_cuda() == is_cuda(), "all tensors must be on the CPU, or all on CUDA devices");
     }
 
     // Torch's current stream of the CUDA device.
@@ -267,31 +237,146 @@ class Device {
     {
         require(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support");
         void *stream = nullptr;
-        require(aoti_torch_get_current_cuda_stream(first_.get_device_index(), &stream) == TORCH_SUCCESS,
-                "no current CUDA stream");
+        require(aoti_torch_get_current_cuda_stream(number_, &stream) == TORCH_SUCCESS, "no current CUDA stream");
         return static_cast<ibp_stream>(stream);
     }
 
   private:
-    void require_here(const Tensor &tensor) const
+    const int32_t number_;               // of the CUDA device; -1: the CPU
+    std::unique_ptr<DeviceGuard> guard_; // optional would do, but that gcc 12 warns of it
+};
+
+// ---- arguments ----
+
+// The arguments of an operation as torch gives them, taken one after the other.
+class Arguments;
+template <typename T> constexpr bool kIsGroup = std::is_constructible_v<T, Arguments &>;
+template <typename T, typename = void> constexpr bool kIsRole = false; // Out, OnCpu, Near
+template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> = true;
+
+// A tensor that the operation writes.
+struct Out : Tensor {
+    using Value = Tensor;
+    explicit Out(const Tensor &tensor) : Tensor(tensor) {}
+};
+
+// A tensor on the CPU, wherever the others are.
+struct OnCpu : Tensor {
+    using Value = Tensor;
+    explicit OnCpu(const Tensor &tensor) : Tensor(tensor) {}
+};
+
+// Tensors on any CUDA device, where the others are on one.
+struct Near : std::vector<Tensor> {
+    using Value = std::vector<Tensor>;
+    explicit Near(const std::vector<Tensor> &tensors) : std::vector<Tensor>(tensors) {}
+};
+
+// The tensors of a call, which are on one device. No byte that is written belongs to another tensor: an operation that
+// reads what it writes at the same time would act on numbers that it has not checked.
+class Given {
+  public:
+    // names: of the operation's arguments, in their order and with a blank between them.
+    explicit Given(const char *names) : names_(names) {}
+
+    // Every argument in its order; a struct of several values adds each.
+    template <typename T> void add(const T &argument)
     {
-        if (is_cuda_)
-            require(is_on(tensor, first_), "all tensors must be on the same CUDA device");
+        if constexpr (kIsGroup<T>) {
+            argument.add_to(*this);
+            return;
+        } else if constexpr (std::is_same_v<T, Near>) {
+            for (const Tensor &tensor : argument) add({position_, nullptr, &tensor, kNear, false, {}});
+        } else if constexpr (std::is_base_of_v<Tensor, T>) {
+            const Place place = std::is_same_v<T, OnCpu> ? kCpu : kHere;
+            add({position_, nullptr, &argument, place, std::is_same_v<T, Out>, {}});
+        }
+        position_++;
+    }
+    template <typename T> void add(const std::optional<T> &argument)
+    {
+        if (argument)
+            add(*argument);
         else
-            require_cpu({&tensor});
-    }
-    void require_here(const std::optional<Tensor> &tensor) const
-    {
-        if (tensor) require_here(*tensor);
-    }
-    template <typename Group> void require_here(const Group &group) const
-    {
-        for (const Tensor *tensor : group.tensors()) require_here(*tensor);
+            position_++;
     }
 
-    const Tensor &first_;
-    const bool is_cuda_ = first_.is_cuda();
-    std::unique_ptr<DeviceGuard> guard_; // optional would do, but that gcc 12 warns of it
+    // A part of what the argument is that is added next: memory on a device, which has been checked.
+    void add_part(const char *name, const ibp::Range &range, bool is_written)
+    {
+        const auto num_bytes = static_cast<int64_t>(range.end - range.first);
+        add({position_, name, nullptr, kHere, is_written, {reinterpret_cast<uint8_t *>(range.first), num_bytes}});
+    }
+    // number: of the CUDA device that the argument is for; -1: the CPU.
+    void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }
+
+    // Where the call runs. All that was added must agree.
+    Device device()
+    {
+        const auto end = entries_.begin() + static_cast<ptrdiff_t>(count_);
+        const auto first =
+            std::find_if(entries_.begin(), end, [](const Entry &e) { return e.tensor && e.place == kHere; });
+        require(first != end, "there is no tensor");
+        Device device(*first->tensor);
+        for (auto entry = entries_.begin(); entry != end; entry++) {
+            if (entry->tensor == nullptr) continue;
+            if (entry->place == kCpu) require_cpu(*entry->tensor);
+            if (entry->place == kHere) device.require_here(*entry->tensor);
+            if (entry->place == kNear) device.require_near(*entry->tensor);
+        }
+        if (is_wanted_) device.require_number(wanted_);
+        check_memory();
+        return device;
+    }
+
+  private:
+    enum Place { kHere, kCpu, kNear };
+    struct Entry {
+        size_t position;
+        const char *part;     // of the argument at the position; nullptr: all of it
+        const Tensor *tensor; // nullptr: memory is known
+        Place place;
+        bool is_written;
+        Memory memory;
+    };
+
+    void add(const Entry &entry)
+    {
+        require(count_ < entries_.size(), "too many tensors");
+        entries_[count_++] = entry;
+    }
+
+    std::string name_of(const Entry &entry) const
+    {
+        if (entry.part) return entry.part;
+        const char *name = names_;
+        for (size_t k = 0; k < entry.position; k++) name = std::strchr(name, ' ') + 1;
+        return std::string(name, std::strcspn(name, " "));
+    }
+
+    void check_memory()
+    {
+        for (size_t i = 0; i < count_; i++) {
+            Entry &entry = entries_[i];
+            if (entry.tensor) entry.memory = extent_of(*entry.tensor);
+            if (entry.memory.num_bytes < 0)
+                require(false, name_of(entry).c_str(), " has more elements than its storage");
+            for (size_t k = 0; k < i; k++) {
+                const Entry &other = entries_[k];
+                const bool apart = entry.memory.data + entry.memory.num_bytes <= other.memory.data ||
+                                   other.memory.data + other.memory.num_bytes <= entry.memory.data;
+                if (apart || !(entry.is_written || other.is_written)) continue;
+                if (entry.memory.data == nullptr || other.memory.data == nullptr) continue;
+                require(false, name_of(entry).c_str(), " and ", name_of(other).c_str(), " share memory");
+            }
+        }
+    }
+
+    const char *names_;
+    std::array<Entry, 40> entries_{}; // more than any operation has
+    size_t count_ = 0, position_ = 0;
+    int64_t wanted_ = -1;
+    bool is_wanted_ = false;
 };
 
 // ---- new tensors ----
@@ -310,7 +395,6 @@ inline Tensor new_counts(const Tensor &like, int64_t size)
 
 // ---- operations ----
 
-// The arguments of an operation as torch gives them, taken one after the other.
 class Arguments {
   public:
     explicit Arguments(const StableIValue *values) : next_(values) {}
@@ -320,8 +404,10 @@ class Arguments {
     {
         if constexpr (kIsGroup<T>)
             return T(*this);
+        else if constexpr (kIsRole<T>)
+            return T(take<typename T::Value>());
         else
-            return torch::stable::detail::to<T>(*next_++);
+            return next(static_cast<const T *>(nullptr));
     }
     template <typename T> static constexpr uint64_t count()
     {
@@ -332,30 +418,52 @@ class Arguments {
     }
 
   private:
-    template <typename T> static constexpr bool kIsGroup = std::is_constructible_v<T, Arguments &>;
+    template <typename T> T next(const T *) { return torch::stable::detail::to<T>(*next_++); }
+    template <typename T> std::optional<T> next(const std::optional<T> *)
+    {
+        if constexpr (kIsRole<T>) {
+            const auto value = take<std::optional<typename T::Value>>();
+            return value ? std::optional<T>(*value) : std::nullopt;
+        } else {
+            return torch::stable::detail::to<std::optional<T>>(*next_++);
+        }
+    }
 
     const StableIValue *next_;
 };
 
 template <typename Result, typename... Parameters>
-void call(Result (*function)(Parameters...), StableIValue *stack, uint64_t num_arguments)
+void call(Result (*function)(const Device &, Parameters...), const char *names, StableIValue *stack,
+          uint64_t num_arguments)
 {
     require(num_arguments == (Arguments::count<std::decay_t<Parameters>>() + ...), "a schema has other arguments");
     Arguments from(stack);
-    std::tuple<std::decay_t<Parameters>...> given{from.take<std::decay_t<Parameters>>()...};
+    const std::tuple<std::decay_t<Parameters>...> given{from.take<std::decay_t<Parameters>>()...};
+    const auto run = [&](const auto &...arguments) {
+        Given all(names);
+        (all.add(arguments), ...);
+        const Device device = all.device();
+        return function(device, arguments...);
+    };
     const auto give = [&](const auto &...results) { ((*stack++ = torch::stable::detail::from(results)), ...); };
     if constexpr (std::is_void_v<Result>)
-        std::apply(function, given);
+        std::apply(run, given);
     else if constexpr (std::is_same_v<Result, Tensor>)
-        give(std::apply(function, given));
+        give(std::apply(run, given));
     else
-        std::apply(give, std::apply(function, given));
+        std::apply(give, std::apply(run, given));
 }
 
-// A function as the implementation of an operation, as TORCH_BOX makes it of one without structs.
-template <auto function> void operation(StableIValue *stack, uint64_t num_arguments, uint64_t)
+template <auto function> const char *names_of = "";
+
+// Makes a function the implementation of an operation. It runs on the device of its tensors; no tensor that it writes,
+// an Out, shares memory with another one. names: of the schema's arguments.
+template <auto function, typename Library> void operation(Library &m, const char *name, const char *names)
 {
-    call(function, stack, num_arguments);
+    names_of<function> = names;
+    m.impl(name, [](StableIValue *stack, uint64_t num_arguments, uint64_t) {
+        call(function, names_of<function>, stack, num_arguments);
+    });
 }
 
 } // namespace ibp_torch

@@ -149,8 +149,7 @@ static int64_t gain_of(const growing_mask *grown, size_t num_rows)
 ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
                             uint32_t first_chunk, uint32_t last_chunk, uint8_t *mask, uint8_t *bitval)
 {
-    if (!ibp_are_sizes(0, row_bytes)) return IBP_INVALID_ARGUMENT;
-    if (chunk_bytes != 1 && chunk_bytes != 2 && chunk_bytes != 4 && chunk_bytes != 8) return IBP_INVALID_ARGUMENT;
+    if (!ibp_are_sizes(0, row_bytes) || !ibp_is_element_size(chunk_bytes)) return IBP_INVALID_ARGUMENT;
     if (first_chunk > last_chunk || last_chunk > (row_bytes + chunk_bytes - 1) / chunk_bytes)
         return IBP_INVALID_ARGUMENT;
     for (uint32_t first = first_chunk * chunk_bytes; first < row_bytes && first < last_chunk * chunk_bytes;

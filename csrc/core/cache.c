@@ -116,17 +116,10 @@ static uint32_t length_of_place(const ibp_row_place *place)
     return place->raw ? 0u : place->in_slot + place->in_overflow;
 }
 
-/* Both parts of a row, joined. */
-static void copy_stored(const ibp_table *table, const ibp_row_place *place, uint8_t *dst)
-{
-    if (place->in_slot) memcpy(dst, table->slots + place->slot_start, place->in_slot);
-    if (place->in_overflow) memcpy(dst + place->in_slot, table->overflow + place->overflow_start, place->in_overflow);
-}
-
 static bool is_cacheable(const ibp_table *table)
 {
     return ibp_check_table_fields(table) == IBP_OK && ibp_has_whole_rows(table) &&
-           (table->slots || table->slots_bytes == 0) && (table->overflow || table->overflow_bytes == 0);
+           ibp_has_arrays(table, table->slots, table->overflow);
 }
 
 ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
@@ -146,7 +139,7 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
         if (status != IBP_OK || place.is_default) continue;
         ibp_cached_row *way = NULL;
         if (slab->map.num_sets > 0 && !(way = take_way(&slab->map, row))) continue;
-        copy_stored(table, &place, slab->bytes + offset);
+        ibp_copy_stored(table, &place, slab->bytes + offset);
         if (!way) continue;
         const uint64_t entry = ibp_make_entry(slab->number, (uint64_t)offset, length_of_place(&place));
         __atomic_store_n(&way->entry, entry, __ATOMIC_RELEASE);
@@ -183,7 +176,7 @@ static uint64_t claim_way(const ibp_lru *lru, const ibp_table *table, int64_t ro
     if (way < 0) return 0;
     const uint64_t offset = (uint64_t)way * lru->slot_bytes,
                    entry = ibp_make_entry(slab->number, offset, length_of_place(place));
-    copy_stored(table, place, slab->bytes + offset);
+    ibp_copy_stored(table, place, slab->bytes + offset);
     lru->stamps[way] = now;
     slab->map.rows[way] = (ibp_cached_row){row, entry};
     return entry;

@@ -54,23 +54,10 @@ IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32
            ibp_part_in_bounds(place->slot_start, place->in_slot, cache->slabs[number].num_bytes);
 }
 
-/* Bytes of a row in whole units of IBP_OVERFLOW_ALIGN. */
-IBP_INLINE uint32_t ibp_sector_bytes(uint32_t num_bytes)
-{
-    return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN * IBP_OVERFLOW_ALIGN;
-}
-
 /* ---- maps ---- */
 
-/* The finalizer of splitmix64 (Steele, Lea and Flood 2014): the high half names the home set, the low one the owner and
- * which sets follow. */
-IBP_INLINE uint64_t ibp_hash_of_row(int64_t row)
-{
-    uint64_t z = (uint64_t)row + 0x9E3779B97F4A7C15u;
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
-}
+/* The high half names the home set, the low one the owner and which sets follow. */
+IBP_INLINE uint64_t ibp_hash_of_row(int64_t row) { return ibp_mix_word((uint64_t)row, 0u); }
 IBP_INLINE uint32_t ibp_owner_of_row(int64_t row, uint32_t num_slabs)
 {
     return (uint32_t)((ibp_hash_of_row(row) & 0xffffffffu) * num_slabs >> 32);

@@ -42,6 +42,18 @@ IBP_INLINE bool ibp_is_slot(uint32_t slot_bytes, uint32_t row_bytes)
     return slot_bytes == row_bytes || (slot_bytes < row_bytes && slot_bytes % IBP_OVERFLOW_ALIGN == 0);
 }
 
+/* Whether elements, or chunks, may have that size. */
+IBP_INLINE bool ibp_is_element_size(uint32_t num_bytes)
+{
+    return num_bytes == 1u || num_bytes == 2u || num_bytes == 4u || num_bytes == 8u;
+}
+
+/* Whether there are pointers to slots and overflow of a table that have bytes. */
+IBP_INLINE bool ibp_has_arrays(const ibp_table *table, const uint8_t *slots, const uint8_t *overflow)
+{
+    return (slots != NULL || table->slots_bytes == 0) && (overflow != NULL || table->overflow_bytes == 0);
+}
+
 IBP_INLINE bool ibp_has_clusters(const ibp_codebook *codebook) { return codebook->num_clusters > 1u; }
 
 #endif

@@ -9,11 +9,6 @@ _Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS,
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
-static bool is_chunk_size(uint32_t chunk_bytes)
-{
-    return chunk_bytes == 1 || chunk_bytes == 2 || chunk_bytes == 4 || chunk_bytes == 8;
-}
-
 /* The chunks that start in word w of a row, as the flags of an entry name them; and those of them that have a mask. */
 static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
 {
@@ -46,7 +41,7 @@ static uint32_t flags_entry(const ibp_codebook *cb, uint32_t w, uint32_t flagged
 ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes, uint32_t chunk_bytes,
                               bool flag_all, uint32_t *words, ibp_codebook *out)
 {
-    if (!ibp_are_sizes(0, row_bytes) || !is_chunk_size(chunk_bytes)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_are_sizes(0, row_bytes) || !ibp_is_element_size(chunk_bytes)) return IBP_INVALID_ARGUMENT;
     const size_t num_words = ibp_codebook_words(row_bytes);
     uint32_t *const mask_words = words, *const bitval_words = words + num_words, *const flags = words + 2 * num_words;
     memset(words, 0, 3 * num_words * sizeof *words);
@@ -73,7 +68,7 @@ static bool is_aligned(const void *words) { return words && (uintptr_t)words % 1
 
 ibp_status ibp_check_masks_fields(const ibp_codebook *cb)
 {
-    if (!is_chunk_size(cb->chunk_bytes)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_is_element_size(cb->chunk_bytes)) return IBP_INVALID_ARGUMENT;
     if (cb->num_flags > (cb->row_bytes + cb->chunk_bytes - 1) / cb->chunk_bytes) return IBP_INVALID_ARGUMENT;
     if (!is_aligned(cb->mask) || !is_aligned(cb->bitval) || !is_aligned(cb->flags)) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_clusters(cb)) return IBP_OK;

@@ -1,23 +1,6 @@
 /* delta.c - rows of differences added to the tensor that they are of (FORMAT.md section 9). */
 #include "rows.h"
 
-/* The highest bit of each of the elements that lie side by side in 64 bits. */
-static uint64_t highest_bits(uint32_t element_bytes)
-{
-    const uint64_t each = element_bytes == 8 ? 1 : ~(uint64_t)0 / (((uint64_t)1 << 8 * element_bytes) - 1);
-    return each << (8 * element_bytes - 1);
-}
-
-/* Sums and differences modulo 2^w, each element for itself. */
-static uint64_t add_elements(uint64_t a, uint64_t b, uint64_t highest)
-{
-    return ((a & ~highest) + (b & ~highest)) ^ ((a ^ b) & highest);
-}
-static uint64_t subtract_elements(uint64_t a, uint64_t b, uint64_t highest)
-{
-    return ((a | highest) - (b & ~highest)) ^ ((a ^ ~b) & highest);
-}
-
 /* What becomes of a base. */
 typedef struct adding {
     uint64_t highest, change;
@@ -33,8 +16,8 @@ static void add_row(adding *add, uint8_t *base, const uint8_t *differences, uint
         memcpy(&step, differences + at, held);
         if (step == 0) continue;
         memcpy(&before, base + at, held);
-        const uint64_t after =
-            add->subtracts ? subtract_elements(before, step, add->highest) : add_elements(before, step, add->highest);
+        const uint64_t after = add->subtracts ? ibp_subtract_elements(before, step, add->highest)
+                                              : ibp_add_elements(before, step, add->highest);
         memcpy(base + at, &after, held);
         add->change += ibp_mix_word(after, first + at / 8) - ibp_mix_word(before, first + at / 8);
     }
@@ -55,12 +38,12 @@ ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, bool sub
     const ibp_status status = ibp_check_table_fields(table);
     if (status != IBP_OK) return status;
     const int64_t row_bytes = table->codebook.row_bytes, num_bytes = ibp_bytes_of_table(table);
-    const bool is_element = element_bytes == 1 || element_bytes == 2 || element_bytes == 4 || element_bytes == 8;
-    if (!is_element || row_bytes % 8 != 0 || num_bytes % element_bytes != 0) return IBP_INVALID_ARGUMENT;
+    if (!ibp_is_element_size(element_bytes) || row_bytes % 8 != 0 || num_bytes % element_bytes != 0)
+        return IBP_INVALID_ARGUMENT;
     if (first_row < 0 || first_row > last_row || last_row > ibp_num_rows(table)) return IBP_INVALID_ARGUMENT;
     if (scratch_bytes < IBP_SCRATCH_BYTES(row_bytes) + (size_t)row_bytes) return IBP_INVALID_ARGUMENT;
     uint8_t *const row = (uint8_t *)scratch + IBP_SCRATCH_BYTES(row_bytes);
-    adding add = {highest_bits(element_bytes), 0, subtracts};
+    adding add = {ibp_highest_bits(element_bytes), 0, subtracts};
     ibp_fault_log log = {fault, IBP_OK};
     for (int64_t r = first_row; r < last_row; r++) {
         if (is_zero_row(table, r)) continue;

@@ -10,6 +10,9 @@
 _Static_assert(sizeof(size_t) == 8, "files are mapped whole: this needs a machine of 64 bits");
 
 #define CHECKS "ibp.checks" /* the key of the fields of the checksums, and the tensor that holds them */
+#define OTHER_NAMES                                                                                                  \
+    ": the header is damaged, since a file of ibp has 'ibp.format' and 'ibp.checks' in its metadata and the tensor " \
+    "'ibp.checks', and any other file no 'ibp.' in its metadata"
 
 enum { LENGTH_BYTES = 8, MAX_HEADER_BYTES = 100000000 /* as in the safetensors package */ };
 
@@ -19,6 +22,12 @@ enum { LENGTH_BYTES = 8, MAX_HEADER_BYTES = 100000000 /* as in the safetensors p
 static bool take_key(ibp_json *json, bool is_first, ibp_text *key)
 {
     return (is_first || ibp_take_symbol(json, ',')) && ibp_take_string(json, key) && ibp_take_symbol(json, ':');
+}
+
+/* What is left of an object's inside, or of JSON, to show where it went wrong. */
+static ibp_text rest_of(const char *at, ibp_text inside)
+{
+    return (ibp_text){at, (size_t)(inside.data + inside.num_bytes - at)};
 }
 
 /* Begins to read behind the first *cursor bytes of an object's inside: with the next entry's key.
@@ -89,32 +98,45 @@ static bool take_tensor(ibp_json *json, ibp_file_tensor *tensor, int64_t offsets
     return found == (DTYPE | SHAPE | OFFSETS);
 }
 
-/* Whether a tensor lies in the data, and has the bytes that its shape says. */
-static bool is_tensor(const ibp_file *file, const ibp_file_tensor *tensor, const int64_t offsets[2])
+/* What is wanted of a tensor that is not as it says, or does not lie in the data; NULL if it is and does. */
+static const char *wanted_of(const ibp_file *file, const ibp_file_tensor *tensor, const int64_t offsets[2])
 {
     const uint32_t bits = ibp_bits_of_dtype(tensor->dtype);
     int64_t num_bytes;
-    if (offsets[0] > offsets[1] || (uint64_t)offsets[1] > file->data_bytes) return false;
-    if (bits == 0) return true;
-    return ibp_bytes_of_shape(tensor->shape, tensor->num_dims, bits, &num_bytes) &&
-           num_bytes == offsets[1] - offsets[0];
+    if (offsets[0] > offsets[1]) return "the first byte and the end of its data in data_offsets";
+    if ((uint64_t)offsets[1] > file->data_bytes) return "its data within the file, which was cut or added to";
+    if (bits == 0) return NULL;
+    if (!ibp_bytes_of_shape(tensor->shape, tensor->num_dims, bits, &num_bytes))
+        return "a shape of at most " IBP_SHAPE_BITS;
+    return num_bytes == offsets[1] - offsets[0] ? NULL : "as many bytes as its dtype and shape have";
 }
 
 /* The next tensor of the header; over the metadata, which *metadata becomes. */
-static ibp_status next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor, ibp_text *metadata)
+static ibp_status next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor, ibp_text *metadata,
+                              ibp_refusal *refusal)
 {
     for (;;) {
         ibp_json json;
         int64_t offsets[2];
+        const char *const start = file->header.data + *cursor, *wanted;
         const ibp_status status = open_entry(file->header, *cursor, &json, &tensor->name);
+        if (status == IBP_BAD_FILE)
+            return ibp_refuse(refusal, rest_of(start, file->header), "JSON: a name and a colon");
         if (status != IBP_OK) return status;
         const bool is_metadata = ibp_is_text(tensor->name, "__metadata__");
-        if (is_metadata && (metadata->data || !take_metadata(&json, metadata))) return IBP_BAD_FILE;
-        if (!is_metadata && (!take_tensor(&json, tensor, offsets) || !is_tensor(file, tensor, offsets)))
-            return IBP_BAD_FILE;
+        if (is_metadata && metadata->data) return ibp_refuse(refusal, tensor->name, "no key there twice");
+        if (is_metadata && !take_metadata(&json, metadata))
+            return ibp_refuse(refusal, rest_of(json.at, file->header), "text by text in __metadata__");
+        if (!is_metadata && !take_tensor(&json, tensor, offsets))
+            return ibp_refuse(refusal, rest_of(tensor->name.data - 1, file->header),
+                              "JSON: dtype, shape and data_offsets of a tensor, and no other fields");
+        if (!is_metadata && (wanted = wanted_of(file, tensor, offsets)) != NULL)
+            return ibp_refuse(refusal, (ibp_text){tensor->name.data - 1, (size_t)(json.at - tensor->name.data) + 1},
+                              wanted);
         *cursor = (size_t)(json.at - file->header.data);
         if (is_metadata) continue;
-        tensor->data = file->data + offsets[0];
+        tensor->start = (size_t)offsets[0];
+        tensor->data = file->data ? file->data + offsets[0] : NULL;
         tensor->num_bytes = (size_t)(offsets[1] - offsets[0]);
         return IBP_OK;
     }
@@ -123,7 +145,8 @@ static ibp_status next_tensor(const ibp_file *file, size_t *cursor, ibp_file_ten
 ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor)
 {
     ibp_text metadata = {NULL, 0};
-    return next_tensor(file, cursor, tensor, &metadata);
+    ibp_refusal refusal;
+    return next_tensor(file, cursor, tensor, &metadata, &refusal);
 }
 
 /* ---- opening ---- */
@@ -137,21 +160,30 @@ static ibp_status read_tensors(ibp_file *file)
     uint64_t starts = ibp_mix(file->data_bytes), ends = ibp_mix(0);
     size_t cursor = 0;
     ibp_status status;
-    while ((status = next_tensor(file, &cursor, &tensor, &file->metadata)) == IBP_OK) {
-        const size_t start = (size_t)(tensor.data - file->data);
-        starts += ibp_mix(start), ends += ibp_mix(start + tensor.num_bytes);
+    while ((status = next_tensor(file, &cursor, &tensor, &file->metadata, &file->refusal)) == IBP_OK) {
+        starts += ibp_mix(tensor.start), ends += ibp_mix(tensor.start + tensor.num_bytes);
         file->num_tensors++;
     }
-    return status == IBP_NOT_IN_FILE && starts == ends ? IBP_OK : IBP_BAD_FILE;
+    if (status != IBP_NOT_IN_FILE || starts == ends) return status == IBP_NOT_IN_FILE ? IBP_OK : status;
+    return ibp_refuse(&file->refusal, (ibp_text){NULL, 0},
+                      "tensors one after the other up to the end of the file: it was cut or added to");
 }
 
-/* Whether a key of the metadata begins with "ibp.". */
-static bool has_own_metadata(const ibp_file *file)
+/* Finds a key of the metadata that begins with "ibp.". */
+static bool find_own_metadata(const ibp_file *file, ibp_text *own)
 {
     ibp_text key, value;
-    for (size_t cursor = 0; ibp_next_metadata(file, &cursor, &key, &value) == IBP_OK;)
+    for (size_t cursor = 0; ibp_next_metadata(file, &cursor, &key, &value) == IBP_OK;) {
+        *own = key;
         if (ibp_take_prefix(&key, "ibp.")) return true;
+    }
     return false;
+}
+
+/* Refuses a file of this format that lacks one of its names. found: another one. */
+static ibp_status refuse_name(ibp_file *file, ibp_status status, ibp_text found, const char *wanted)
+{
+    return ibp_refuse(&file->refusal, found, status == IBP_BAD_FILE ? "each name of a file of ibp once" : wanted);
 }
 
 /* Reads the version, makes sure that none of the names is lost by which the checksums are found, and counts the
@@ -159,18 +191,25 @@ static bool has_own_metadata(const ibp_file *file)
 static ibp_status read_metadata(ibp_file *file)
 {
     ibp_file_tensor checks;
-    ibp_text value, name;
+    ibp_text own, value, text, name;
     uint64_t version;
     size_t cursor = 0;
-    if (!has_own_metadata(file)) return IBP_OK;
+    if (!find_own_metadata(file, &own)) return IBP_OK;
     ibp_status status = ibp_find_metadata(file, "ibp.", "format", &value);
-    if (status != IBP_OK || !ibp_take_number(&value, &version) || value.num_bytes != 0 || version == 0)
+    if (status != IBP_OK) return refuse_name(file, status, own, "'ibp.format' in its metadata beside it" OTHER_NAMES);
+    text = value;
+    if (!ibp_take_number(&value, &version) || value.num_bytes != 0 || version == 0) {
+        file->refusal = (ibp_refusal){text, "a number from 1 on", "ibp.format"};
         return IBP_BAD_FILE;
-    if (ibp_find_metadata(file, "ibp.", "release", &file->release) == IBP_BAD_FILE) return IBP_BAD_FILE;
+    }
+    status = ibp_find_metadata(file, "ibp.", "release", &file->release);
+    if (status == IBP_BAD_FILE) return refuse_name(file, status, own, NULL);
+    file->version = version > UINT32_MAX ? UINT32_MAX : (uint32_t)version;
     if (version > IBP_FORMAT_VERSION) return IBP_NEWER_FILE;
-    if (ibp_find_metadata(file, CHECKS, "", &value) != IBP_OK || ibp_find_tensor(file, CHECKS, &checks) != IBP_OK)
-        return IBP_BAD_FILE;
-    file->version = (uint32_t)version;
+    status = ibp_find_metadata(file, CHECKS, "", &value);
+    if (status != IBP_OK) return refuse_name(file, status, own, "'ibp.checks' in its metadata beside it" OTHER_NAMES);
+    status = ibp_find_tensor(file, CHECKS, &checks);
+    if (status != IBP_OK) return refuse_name(file, status, own, "the tensor 'ibp.checks' beside it" OTHER_NAMES);
     while ((status = ibp_next_table(file, &cursor, &name)) == IBP_OK) file->num_tables++;
     return status == IBP_NOT_IN_FILE ? IBP_OK : status;
 }
@@ -187,15 +226,22 @@ static bool find_header(const uint8_t *bytes, uint64_t header_bytes, ibp_text *h
 
 ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file)
 {
+    return ibp_open_header(bytes, num_bytes, num_bytes, file);
+}
+
+ibp_status ibp_open_header(const uint8_t *bytes, size_t num_bytes, size_t file_bytes, ibp_file *file)
+{
     uint64_t header_bytes = 0;
-    *file = (ibp_file){.bytes = bytes, .num_bytes = num_bytes};
-    if ((uintptr_t)bytes % 16 != 0 || num_bytes > INT64_MAX) return IBP_INVALID_ARGUMENT;
+    *file = (ibp_file){.bytes = bytes, .num_bytes = file_bytes};
+    if ((uintptr_t)bytes % 16 != 0 || file_bytes > INT64_MAX || num_bytes > file_bytes) return IBP_INVALID_ARGUMENT;
     if (num_bytes < LENGTH_BYTES) return IBP_BAD_FILE;
     for (uint32_t i = 0; i < LENGTH_BYTES; i++) header_bytes |= (uint64_t)IBP_LOAD_ONCE(bytes[i]) << 8 * i;
     if (header_bytes > MAX_HEADER_BYTES || header_bytes > num_bytes - LENGTH_BYTES) return IBP_BAD_FILE;
-    if (!find_header(bytes, header_bytes, &file->header)) return IBP_BAD_FILE;
-    file->data = bytes + LENGTH_BYTES + header_bytes;
-    file->data_bytes = num_bytes - LENGTH_BYTES - header_bytes;
+    if (!find_header(bytes, header_bytes, &file->header))
+        return ibp_refuse(&file->refusal, (ibp_text){(const char *)bytes + LENGTH_BYTES, header_bytes},
+                          "a header in JSON, from { to }");
+    file->data = num_bytes == file_bytes ? bytes + LENGTH_BYTES + header_bytes : NULL;
+    file->data_bytes = file_bytes - LENGTH_BYTES - header_bytes;
     const ibp_status status = read_tensors(file);
     return status == IBP_OK ? read_metadata(file) : status;
 }
@@ -303,54 +349,48 @@ bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, 
 
 /* ---- checksums ---- */
 
-/* Reads how many bytes a block has from the fields of ibp.checks. */
-static ibp_status read_block_bytes(const ibp_file *file, uint64_t *block_bytes)
+ibp_status ibp_find_checks(const ibp_file *file, ibp_file_checks *checks, ibp_refusal *refusal)
 {
-    ibp_text fields;
-    const ibp_status status = file->version == 0 ? IBP_NOT_IN_FILE : ibp_find_metadata(file, CHECKS, "", &fields);
-    if (status != IBP_OK) return status;
-    bool has_hash = false, has_block = false;
-    for (bool is_first = true; fields.num_bytes != 0; is_first = false) {
-        if (!is_first && !ibp_take_prefix(&fields, " ")) return IBP_BAD_FILE;
-        if (!has_hash && ibp_take_prefix(&fields, "hash=xxh3_64")) {
-            has_hash = true;
-        } else {
-            if (has_block || !ibp_take_prefix(&fields, "block_bytes=")) return IBP_BAD_FILE;
-            has_block = ibp_take_number(&fields, block_bytes);
-            if (!has_block) return IBP_BAD_FILE;
-        }
-    }
-    const bool is_power = has_block && *block_bytes != 0 && (*block_bytes & (*block_bytes - 1)) == 0;
-    return has_hash && is_power ? IBP_OK : IBP_BAD_FILE;
-}
-
-static uint64_t entry_of(const ibp_file_tensor *checks, uint64_t i)
-{
-    uint64_t entry;
-    memcpy(&entry, checks->data + i * sizeof entry, sizeof entry);
-    return entry;
+    ibp_field fields[] = {
+        {.key = "block_bytes", .least = 1, .most = INT64_MAX, .wanted = "a power of two"},
+        {.key = "hash", .kind = IBP_FIELD_TEXT, .wanted = "xxh3_64"},
+    };
+    ibp_file_tensor tensor;
+    ibp_text line;
+    ibp_status status = file->version == 0 ? IBP_NOT_IN_FILE : ibp_find_metadata(file, CHECKS, "", &line);
+    if (status == IBP_OK) status = ibp_find_tensor(file, CHECKS, &tensor);
+    if (status == IBP_OK) status = ibp_read_fields(line, fields, 2, refusal);
+    if (status == IBP_OK) status = ibp_check_given(fields, 2, 3, 0, refusal);
+    if (status != IBP_OK) return status == IBP_UNSUPPORTED_TABLE ? IBP_BAD_FILE : status;
+    const uint64_t block_bytes = checks->block_bytes = fields[0].number, start = checks->start = tensor.start;
+    checks->num_blocks = start / block_bytes + (start % block_bytes != 0);
+    if ((block_bytes & (block_bytes - 1)) != 0) return ibp_refuse_field(refusal, &fields[0]);
+    if (!ibp_is_text(fields[1].text, "xxh3_64")) return ibp_refuse_field(refusal, &fields[1]);
+    if (start + tensor.num_bytes != file->data_bytes) return ibp_refuse(refusal, tensor.name, "it behind all tensors");
+    const bool are_entries = tensor.num_dims == 1 && ibp_is_text(tensor.dtype, "U64");
+    if (are_entries && tensor.num_bytes / 8 == checks->num_blocks + 2) return IBP_OK;
+    return ibp_refuse(refusal, tensor.name, "U64 of one dimension: an entry for each block, and two more");
 }
 
 ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block)
 {
-    ibp_file_tensor checks;
-    uint64_t block_bytes;
-    ibp_status status = read_block_bytes(file, &block_bytes);
-    if (status == IBP_OK) status = ibp_find_tensor(file, CHECKS, &checks);
+    ibp_file_checks checks;
+    ibp_refusal refusal;
+    const ibp_status status = ibp_find_checks(file, &checks, &refusal);
     if (status != IBP_OK) return status;
-    const uint64_t front = (uint64_t)(checks.data - file->data),
-                   num_blocks = front / block_bytes + (front % block_bytes != 0);
-    const bool is_last = front + checks.num_bytes == file->data_bytes, are_numbers = ibp_is_text(checks.dtype, "U64");
-    if (!is_last || !are_numbers || checks.num_dims != 1 || checks.num_bytes / 8 != num_blocks + 2) return IBP_BAD_FILE;
-    for (uint64_t b = 0; b < num_blocks; b++) {
-        const uint64_t start = b * block_bytes, left = front - start;
-        *block = b;
-        if (xxh3(file->data + start, left < block_bytes ? left : block_bytes) != entry_of(&checks, b))
-            return IBP_WRONG_CHECKSUM;
+    if (!file->data) return IBP_INVALID_ARGUMENT;
+    const uint8_t *const entries = file->data + checks.start;
+    for (*block = 0; *block < checks.num_blocks + 2; ++*block) {
+        const uint8_t *bytes = file->bytes; /* the header */
+        size_t num_bytes = (size_t)(file->data - file->bytes);
+        if (*block < checks.num_blocks) {
+            const uint64_t left = checks.start - *block * checks.block_bytes;
+            bytes = entries - left, num_bytes = left < checks.block_bytes ? left : checks.block_bytes;
+        } else if (*block > checks.num_blocks)
+            bytes = entries, num_bytes = 8 * (checks.num_blocks + 1);
+        uint64_t wanted;
+        memcpy(&wanted, entries + 8 * *block, sizeof wanted);
+        if (xxh3(bytes, num_bytes) != wanted) return IBP_WRONG_CHECKSUM;
     }
-    *block = num_blocks;
-    if (xxh3(file->bytes, (size_t)(file->data - file->bytes)) != entry_of(&checks, num_blocks))
-        return IBP_WRONG_CHECKSUM;
-    *block = num_blocks + 1;
-    return xxh3(checks.data, 8 * (num_blocks + 1)) == entry_of(&checks, num_blocks + 1) ? IBP_OK : IBP_WRONG_CHECKSUM;
+    return IBP_OK;
 }

@@ -1,10 +1,54 @@
-/* file.h - what the two halves of the reader of files share. */
+/* file.h - what the parts of the reader of files share. */
 #ifndef IBP_CORE_FILE_H
 #define IBP_CORE_FILE_H
 
 #include "json.h"
 
-#define IBP_FILE_ALIGN 128u /* what the writer pads tensors to */
+#define IBP_FILE_ALIGN 128u                                    /* what the writer pads tensors to */
+#define IBP_SHAPE_BITS "2^63 - 1 bits, each size 0 taken as 1" /* of a tensor */
+
+/* Notes what is wrong. @return IBP_BAD_FILE. */
+ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
+
+/* ---- fields: "key=value key=value" ---- */
+
+/* Fields of a codebook; from IBP_C_ROW on they are the same in all codebooks of a table. */
+enum {
+    IBP_C_SCHEME,
+    IBP_C_CLUSTERS,
+    IBP_C_SAVINGS,
+    IBP_C_TAU,
+    IBP_C_PAIRS,
+    IBP_C_ROW,
+    IBP_C_CHUNK,
+    IBP_C_FLAG_ALL,
+    IBP_C_ELEMENT,
+    IBP_C_ROTATE,
+    IBP_C_RESIDUAL,
+    IBP_C_DIGITS,
+    IBP_C_PER_COLUMN,
+    IBP_C_LISTED,
+    IBP_C_DEFAULT,
+    IBP_C_CLOSED,
+    IBP_C_SIGNED,
+    IBP_C_INVARIANT_BITS,
+    IBP_C_INVARIANT_VALUE,
+    IBP_C_FIRST,
+    IBP_C_LIVE,
+    IBP_C_COUNT
+};
+
+/* Reads all fields of a line. A key that is none of them makes the whole unsupported; the others are read all the
+ * same. */
+ibp_status ibp_read_fields(ibp_text line, ibp_field *fields, size_t num_fields, ibp_refusal *refusal);
+/* Whether the needed fields are given, by bits of their places, and no others but the optional ones.
+ * @return IBP_BAD_FILE for one that is missing, IBP_UNSUPPORTED_TABLE for others. */
+ibp_status ibp_check_given(const ibp_field *fields, size_t num_fields, uint32_t needed, uint32_t optional,
+                           ibp_refusal *refusal);
+/* Notes that a field is missing, or has another value than wanted. @return IBP_BAD_FILE. */
+ibp_status ibp_refuse_field(ibp_refusal *refusal, const ibp_field *of);
+/* Takes a number of a list, which is separated from the one before it by a comma. */
+bool ibp_take_listed(ibp_text *list, bool is_first, uint64_t *number);
 
 /* The value of a key of the metadata, whose name is these two, one after the other.
  * @return IBP_NOT_IN_FILE if it is not there, IBP_BAD_FILE if it is there twice. */

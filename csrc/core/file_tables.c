@@ -1,294 +1,20 @@
-/* file_tables.c - tables of a file: what their fields say, and codebooks in working form (FORMAT.md section 9). */
+/* file_tables.c - tables of a file, and their codebooks in working form (FORMAT.md section 9). */
 #include "checks.h"
 #include "file.h"
 #include "locate.h"
 
 #include <string.h>
 
-/* ---- fields: "key=value key=value" ------------------------------------------------------------------------------- */
+/* ---- a codebook's sizes ------------------------------------------------------------------------------------------ */
 
-typedef enum field_kind { FIELD_NUMBER, FIELD_FINGERPRINT, FIELD_TEXT } field_kind;
-
-typedef struct field {
-    const char *key;
-    field_kind kind;
-    bool is_given;
-    uint64_t number;
-    ibp_text text; /* of every kind */
-} field;
-
-/* Takes a value: all up to a space or the end. */
-static bool take_value(ibp_text *fields, ibp_text *value)
+/* Whether two codebooks may be clusters of one. */
+static bool are_alike(const ibp_field *a, const ibp_field *b)
 {
-    uint8_t utf8[4];
-    *value = (ibp_text){fields->data, 0};
-    for (ibp_text rest = *fields; rest.num_bytes != 0; *fields = rest) {
-        const uint32_t num_bytes = ibp_take_character(&rest, utf8);
-        if (num_bytes == 0) return false;
-        if (num_bytes == 1 && utf8[0] == ' ') break;
-        value->num_bytes = (size_t)(rest.data - value->data);
-    }
-    return true;
-}
-
-/* 16 hexadecimal digits. */
-static bool take_fingerprint(ibp_text *text, uint64_t *number)
-{
-    uint8_t c[4];
-    *number = 0;
-    for (int i = 0; i < 16; i++) {
-        if (ibp_take_character(text, c) != 1) return false;
-        const bool is_digit = c[0] >= '0' && c[0] <= '9', is_letter = c[0] >= 'a' && c[0] <= 'f';
-        if (!is_digit && !is_letter) return false;
-        *number = *number << 4 | (uint64_t)(is_digit ? c[0] - '0' : c[0] - 'a' + 10);
-    }
-    return true;
-}
-
-static bool read_value(field *of)
-{
-    ibp_text rest = of->text;
-    if (of->kind == FIELD_TEXT) return true;
-    const bool is_number =
-        of->kind == FIELD_NUMBER ? ibp_take_number(&rest, &of->number) : take_fingerprint(&rest, &of->number);
-    return is_number && rest.num_bytes == 0;
-}
-
-/* Takes the key and the "=" of one of the fields. @return NULL if it is none of them. */
-static field *take_key(ibp_text *text, field *fields, size_t num_fields)
-{
-    for (size_t i = 0; i < num_fields; i++) {
-        ibp_text rest = *text;
-        if (!ibp_take_prefix(&rest, fields[i].key) || !ibp_take_prefix(&rest, "=")) continue;
-        *text = rest;
-        return &fields[i];
-    }
-    return NULL;
-}
-
-/* Reads all fields. A key that is none of them makes the whole unsupported; the others are read all the same. */
-static ibp_status read_fields(ibp_text text, field *fields, size_t num_fields)
-{
-    ibp_status status = IBP_OK;
-    ibp_text unknown;
-    for (bool is_first = true; text.num_bytes != 0; is_first = false) {
-        if (!is_first && !ibp_take_prefix(&text, " ")) return IBP_BAD_FILE;
-        field *const of = take_key(&text, fields, num_fields);
-        if (!take_value(&text, of ? &of->text : &unknown)) return IBP_BAD_FILE;
-        if (!of && (unknown.num_bytes == 0 || !memchr(unknown.data, '=', unknown.num_bytes))) return IBP_BAD_FILE;
-        if (!of) {
-            status = IBP_UNSUPPORTED_TABLE;
-            continue;
-        }
-        if (of->is_given || !read_value(of)) return IBP_BAD_FILE;
-        of->is_given = true;
-    }
-    return status;
-}
-
-/* A number that must be given, from `least` to `most`. */
-static bool get_u32(const field *of, uint64_t least, uint64_t most, uint32_t *number)
-{
-    *number = (uint32_t)of->number;
-    return of->is_given && of->number >= least && of->number <= most;
-}
-static bool get_flag(const field *of, bool *flag)
-{
-    *flag = of->number == 1;
-    return of->is_given && of->number <= 1;
-}
-
-/* Takes a number of a list, which is separated from the one before it by a comma. */
-static bool take_listed(ibp_text *list, bool is_first, uint64_t *number)
-{
-    return (is_first || ibp_take_prefix(list, ",")) && ibp_take_number(list, number);
-}
-
-static ibp_status get_scheme(const field *of, ibp_scheme *scheme)
-{
-    if (!of->is_given) return IBP_BAD_FILE;
-    for (*scheme = IBP_SCHEME_RAW; ibp_scheme_name(*scheme); *scheme = (ibp_scheme)(*scheme + 1))
-        if (ibp_is_text(of->text, ibp_scheme_name(*scheme))) return IBP_OK;
-    return IBP_UNSUPPORTED_TABLE;
-}
-
-/* ---- fields of a table ------------------------------------------------------------------------------------------- */
-
-enum {
-    T_DTYPE,
-    T_SHAPE,
-    T_SCHEME,
-    T_ROW,
-    T_SLOT,
-    T_CODEBOOK,
-    T_PER_BASE,
-    T_CONTENT,
-    T_BASE,
-    T_RESULT,
-    T_CODEC,
-    T_COUNT
-};
-static const field table_fields[T_COUNT] = {
-    [T_DTYPE] = {.key = "dtype", .kind = FIELD_TEXT},
-    [T_SHAPE] = {.key = "shape", .kind = FIELD_TEXT},
-    [T_SCHEME] = {.key = "scheme", .kind = FIELD_TEXT},
-    [T_ROW] = {.key = "row_bytes"},
-    [T_SLOT] = {.key = "slot_bytes"},
-    [T_CODEBOOK] = {.key = "codebook"},
-    [T_PER_BASE] = {.key = "rows_per_base"},
-    [T_CONTENT] = {.key = "content", .kind = FIELD_FINGERPRINT},
-    [T_BASE] = {.key = "base", .kind = FIELD_FINGERPRINT},
-    [T_RESULT] = {.key = "result", .kind = FIELD_FINGERPRINT},
-    [T_CODEC] = {.key = "codec", .kind = FIELD_TEXT},
-};
-
-static ibp_status read_shape(const field *fields, ibp_file_table *table)
-{
-    ibp_text rest = fields[T_SHAPE].text;
-    uint64_t size;
-    int64_t num_bytes;
-    table->dtype = fields[T_DTYPE].text;
-    if (!fields[T_DTYPE].is_given || !fields[T_SHAPE].is_given) return IBP_BAD_FILE;
-    for (; rest.num_bytes != 0; table->shape[table->num_dims++] = (int64_t)size)
-        if (table->num_dims == IBP_MAX_FILE_DIMS || !take_listed(&rest, table->num_dims == 0, &size) ||
-            size > INT64_MAX)
-            return IBP_BAD_FILE;
-    const uint32_t bits = ibp_bits_of_dtype(table->dtype), has_items = table->num_dims != 0;
-    if (bits == 0) return IBP_UNSUPPORTED_TABLE;
-    table->num_items = has_items ? table->shape[0] : 1;
-    if (!ibp_bytes_of_shape(table->shape, table->num_dims, bits, &num_bytes) ||
-        !ibp_bytes_of_shape(table->shape + has_items, table->num_dims - has_items, bits, &table->item_bytes))
-        return IBP_BAD_FILE;
-    return ibp_are_items(table->num_items, table->item_bytes) ? IBP_OK : IBP_BAD_FILE;
-}
-
-static ibp_status read_table(const field *fields, ibp_file_table *table)
-{
-    ibp_status status = read_shape(fields, table);
-    if (status == IBP_OK) status = get_scheme(&fields[T_SCHEME], &table->scheme);
-    if (status != IBP_OK) return status;
-    const bool are_sizes = get_u32(&fields[T_ROW], 1, IBP_MAX_ROW_BYTES, &table->row_bytes) &&
-                           get_u32(&fields[T_SLOT], 0, table->row_bytes, &table->slot_bytes);
-    table->rows_per_base = IBP_ROWS_PER_BASE;
-    if (!are_sizes || !ibp_is_slot(table->slot_bytes, table->row_bytes)) return IBP_BAD_FILE;
-    if (fields[T_PER_BASE].is_given) table->rows_per_base = (uint32_t)fields[T_PER_BASE].number;
-    if (fields[T_PER_BASE].number > IBP_ROWS_PER_BASE) return IBP_BAD_FILE;
-    if (table->rows_per_base != 1 && table->rows_per_base != IBP_ROWS_PER_BASE) return IBP_BAD_FILE;
-    const bool is_coded = table->scheme != IBP_SCHEME_RAW;
-    if (fields[T_CODEBOOK].is_given != is_coded) return IBP_BAD_FILE;
-    if (is_coded && !get_u32(&fields[T_CODEBOOK], 0, UINT32_MAX, &table->codebook)) return IBP_BAD_FILE;
-    if (fields[T_BASE].is_given != fields[T_RESULT].is_given) return IBP_BAD_FILE;
-    table->has_content = fields[T_CONTENT].is_given, table->content = fields[T_CONTENT].number;
-    table->is_delta = fields[T_BASE].is_given;
-    table->base = fields[T_BASE].number, table->result = fields[T_RESULT].number;
-    return table->is_delta && table->has_content ? IBP_BAD_FILE : IBP_OK;
-}
-
-/* ---- fields of a codebook ---------------------------------------------------------------------------------------- */
-
-/* Those from C_ROW on are the same in all codebooks of a table. */
-enum {
-    C_SCHEME,
-    C_CLUSTERS,
-    C_SAVINGS,
-    C_TAU,
-    C_PAIRS,
-    C_ROW,
-    C_CHUNK,
-    C_FLAG_ALL,
-    C_ELEMENT,
-    C_ROTATE,
-    C_RESIDUAL,
-    C_DIGITS,
-    C_PER_COLUMN,
-    C_LISTED,
-    C_DEFAULT,
-    C_CLOSED,
-    C_SIGNED,
-    C_INVARIANT_BITS,
-    C_INVARIANT_VALUE,
-    C_FIRST,
-    C_LIVE,
-    C_COUNT
-};
-#define BIT(name) (1u << C_##name)
-static const field codebook_fields[C_COUNT] = {
-    [C_SCHEME] = {.key = "scheme", .kind = FIELD_TEXT},
-    [C_CLUSTERS] = {.key = "clusters", .kind = FIELD_TEXT},
-    [C_SAVINGS] = {.key = "expected_savings", .kind = FIELD_TEXT},
-    [C_TAU] = {.key = "tau", .kind = FIELD_TEXT},
-    [C_PAIRS] = {.key = "pairs"},
-    [C_ROW] = {.key = "row_bytes"},
-    [C_CHUNK] = {.key = "chunk_bytes"},
-    [C_FLAG_ALL] = {.key = "flag_all"},
-    [C_ELEMENT] = {.key = "element_bytes"},
-    [C_ROTATE] = {.key = "rotate"},
-    [C_RESIDUAL] = {.key = "residual_bits"},
-    [C_DIGITS] = {.key = "digit_bits", .kind = FIELD_TEXT},
-    [C_PER_COLUMN] = {.key = "per_column"},
-    [C_LISTED] = {.key = "listed"},
-    [C_DEFAULT] = {.key = "default"},
-    [C_CLOSED] = {.key = "closed"},
-    [C_SIGNED] = {.key = "signed_default"},
-    [C_INVARIANT_BITS] = {.key = "invariant_bits"},
-    [C_INVARIANT_VALUE] = {.key = "invariant_value"},
-    [C_FIRST] = {.key = "first_symbol"},
-    [C_LIVE] = {.key = "live"},
-};
-enum {
-    CLUSTERS_FIELDS = BIT(CLUSTERS),
-    MASKS_FIELDS = BIT(SCHEME) | BIT(PAIRS) | BIT(ROW) | BIT(CHUNK) | BIT(FLAG_ALL),
-    PLANES_FIELDS = BIT(SCHEME) | BIT(ROW) | BIT(ELEMENT) | BIT(ROTATE) | BIT(RESIDUAL) | BIT(DIGITS) |
-                    BIT(PER_COLUMN) | BIT(LISTED) | BIT(DEFAULT) | BIT(CLOSED) | BIT(SIGNED) | BIT(INVARIANT_BITS) |
-                    BIT(INVARIANT_VALUE),
-    PLANES_OPTIONAL = BIT(FIRST) | BIT(LIVE)
-};
-
-/* Whether just the fields are given that are needed, or may be there. */
-static ibp_status check_given(const field *fields, uint32_t needed, uint32_t optional)
-{
-    uint32_t given = 0;
-    for (int i = 0; i < C_COUNT; i++) given |= (uint32_t)fields[i].is_given << i;
-    if ((given & needed) != needed) return IBP_BAD_FILE;
-    return given & ~(needed | optional | BIT(SAVINGS)) ? IBP_UNSUPPORTED_TABLE : IBP_OK;
-}
-
-/* The widths of digits, as bytes of the field's number. */
-static bool read_digits(field *digits)
-{
-    ibp_text rest = digits->text;
-    uint64_t width;
-    for (uint32_t p = 0; rest.num_bytes != 0; p++) {
-        if (p == IBP_MAX_PLANES || !take_listed(&rest, p == 0, &width)) return false;
-        if (width < 1 || width > IBP_MAX_DIGIT_BITS) return false;
-        digits->number |= width << 8 * p;
-    }
-    return true;
-}
-
-/* The fields of a codebook of one cluster, of a scheme whose number is noted. */
-static ibp_status read_codebook(ibp_text text, field *fields)
-{
-    ibp_scheme scheme;
-    memcpy(fields, codebook_fields, sizeof codebook_fields);
-    ibp_status status = read_fields(text, fields, C_COUNT);
-    if (status == IBP_OK) status = get_scheme(&fields[C_SCHEME], &scheme);
-    if (status != IBP_OK) return status;
-    fields[C_SCHEME].number = scheme;
-    if (scheme == IBP_SCHEME_RAW) return IBP_BAD_FILE;
-    if (scheme == IBP_SCHEME_IBP) return check_given(fields, MASKS_FIELDS, BIT(TAU));
-    return read_digits(&fields[C_DIGITS]) ? check_given(fields, PLANES_FIELDS, PLANES_OPTIONAL) : IBP_BAD_FILE;
-}
-
-static bool are_alike(const field *a, const field *b)
-{
-    if (a[C_SCHEME].number != b[C_SCHEME].number) return false;
-    for (int i = C_ROW; i < C_COUNT; i++)
+    if (a[IBP_C_SCHEME].number != b[IBP_C_SCHEME].number) return false;
+    for (int i = IBP_C_ROW; i < IBP_C_COUNT; i++)
         if (a[i].is_given != b[i].is_given || a[i].number != b[i].number) return false;
     return true;
 }
-
-/* ---- a codebook's sizes ------------------------------------------------------------------------------------------ */
 
 /* A codebook of a file before its working form is made: its clusters' numbers in the file, the fields that they
  * share, and the sizes of what is made. */
@@ -324,15 +50,14 @@ typedef struct codebook_source {
 
 static size_t round_up_16(size_t num_bytes) { return (num_bytes + 15) / 16 * 16; }
 
-static bool plan_masks(const field *fields, codebook_plan *plan)
+static uint32_t number_of(const ibp_field *fields, int i) { return (uint32_t)fields[i].number; }
+
+static void plan_masks(const ibp_field *fields, codebook_plan *plan)
 {
-    const bool fits = get_u32(&fields[C_CHUNK], 1, 8, &plan->chunk_bytes) &&
-                      get_flag(&fields[C_FLAG_ALL], &plan->flag_all) &&
-                      (plan->chunk_bytes & (plan->chunk_bytes - 1)) == 0;
-    if (!fits) return false;
+    plan->chunk_bytes = number_of(fields, IBP_C_CHUNK);
+    plan->flag_all = number_of(fields, IBP_C_FLAG_ALL);
     plan->set_bytes = (3 * ibp_codebook_words(plan->row_bytes) + (plan->num_members > 1 ? 4 : 0)) * sizeof(uint32_t);
     plan->spare_bytes = round_up_16(2 * (size_t)plan->row_bytes);
-    return true;
 }
 
 /* Bytes of a symbol among the entries of a file. */
@@ -343,27 +68,23 @@ static uint32_t symbol_bytes_of(const ibp_planes *p)
     return num_bytes;
 }
 
-static bool plan_planes(const field *fields, codebook_plan *plan)
+static bool plan_planes(const ibp_field *fields, codebook_plan *plan)
 {
     ibp_planes *const p = &plan->planes;
-    const bool has_sizes = get_u32(&fields[C_ELEMENT], 1, 8, &p->element_bytes) &&
-                           get_u32(&fields[C_ROTATE], 0, 1, &p->rotate) &&
-                           get_u32(&fields[C_INVARIANT_BITS], 0, 8 * p->element_bytes - 1, &p->invariant_bits) &&
-                           get_u32(&fields[C_RESIDUAL], 0, 8 * p->element_bytes - p->invariant_bits, &p->residual_bits);
-    const bool has_flags = get_flag(&fields[C_PER_COLUMN], &p->per_column) && get_flag(&fields[C_LISTED], &p->listed) &&
-                           get_flag(&fields[C_SIGNED], &p->signed_default);
-    if (!has_sizes || !has_flags || plan->row_bytes % p->element_bytes != 0) return false;
-    p->default_value = fields[C_DEFAULT].number, p->closed_value = fields[C_CLOSED].number;
-    p->invariant_value = fields[C_INVARIANT_VALUE].number;
-    p->consecutive = fields[C_FIRST].is_given, p->first_symbol = fields[C_FIRST].number;
+    p->element_bytes = number_of(fields, IBP_C_ELEMENT), p->rotate = number_of(fields, IBP_C_ROTATE);
+    p->invariant_bits = number_of(fields, IBP_C_INVARIANT_BITS), p->residual_bits = number_of(fields, IBP_C_RESIDUAL);
+    p->per_column = number_of(fields, IBP_C_PER_COLUMN), p->listed = number_of(fields, IBP_C_LISTED);
+    p->signed_default = number_of(fields, IBP_C_SIGNED);
+    p->default_value = fields[IBP_C_DEFAULT].number, p->closed_value = fields[IBP_C_CLOSED].number;
+    p->invariant_value = fields[IBP_C_INVARIANT_VALUE].number;
+    p->consecutive = fields[IBP_C_FIRST].is_given, p->first_symbol = fields[IBP_C_FIRST].number;
     size_t num_entries = 0;
-    for (uint64_t digits = fields[C_DIGITS].number; digits != 0; digits >>= 8) {
+    for (uint64_t digits = fields[IBP_C_DIGITS].number; digits != 0; digits >>= 8) {
         p->digit_bits[p->num_planes++] = (uint8_t)(digits & 0xff);
         num_entries += (1u << (digits & 0xff)) - 1;
     }
     const uint32_t columns = plan->row_bytes / p->element_bytes;
-    plan->num_live = columns;
-    if (fields[C_LIVE].is_given && !get_u32(&fields[C_LIVE], 1, columns, &plan->num_live)) return false;
+    plan->num_live = fields[IBP_C_LIVE].is_given ? number_of(fields, IBP_C_LIVE) : columns;
     p->num_constant = columns - plan->num_live;
     if (p->num_constant != 0)
         plan->constants_bytes = round_up_16(plan->row_bytes) + round_up_16(2 * (size_t)plan->num_live);
@@ -381,42 +102,43 @@ static const char *to_decimal(uint32_t number, char text[11])
     return at;
 }
 
-/* The numbers of a codebook's clusters: its own, if it has no others. */
-static ibp_status plan_members(const ibp_file *file, uint32_t number, codebook_plan *plan, ibp_text *text)
+/* The fields of a codebook of the file. @return IBP_BAD_FILE if it is not there. */
+static ibp_status find_codebook(const ibp_file *file, uint32_t number, ibp_field *fields, ibp_refusal *refusal)
 {
-    field fields[C_COUNT];
-    uint64_t member;
+    ibp_text text;
     char name[11];
-    memcpy(fields, codebook_fields, sizeof fields);
-    ibp_status status = ibp_find_metadata(file, "ibp.codebook.", to_decimal(number, name), text);
-    if (status == IBP_OK) status = read_fields(*text, fields, C_COUNT);
-    if (status != IBP_OK) return status == IBP_NOT_IN_FILE ? IBP_BAD_FILE : status;
-    plan->members[0] = number, plan->num_members = 1;
-    if (!fields[C_CLUSTERS].is_given) return IBP_OK;
-    status = check_given(fields, CLUSTERS_FIELDS, 0);
-    if (status != IBP_OK) return status;
-    plan->num_members = 0;
-    for (ibp_text rest = fields[C_CLUSTERS].text; rest.num_bytes != 0;) {
-        const uint32_t n = plan->num_members;
-        if (n == IBP_MAX_CLUSTERS || !take_listed(&rest, n == 0, &member) || member > UINT32_MAX) return IBP_BAD_FILE;
-        plan->members[plan->num_members++] = (uint32_t)member;
-    }
-    if (plan->num_members < 2) return IBP_BAD_FILE;
-    status = ibp_find_metadata(file, "ibp.codebook.", to_decimal(plan->members[0], name), text);
-    return status == IBP_NOT_IN_FILE ? IBP_BAD_FILE : status;
+    const ibp_status status = ibp_find_metadata(file, "ibp.codebook.", to_decimal(number, name), &text);
+    if (status == IBP_NOT_IN_FILE) return ibp_refuse(refusal, (ibp_text){NULL, 0}, "the codebook of the table");
+    return status == IBP_OK ? ibp_read_codebook(text, fields, refusal) : status;
+}
+
+/* Takes the numbers of a codebook's clusters. */
+static bool plan_members(ibp_text list, codebook_plan *plan)
+{
+    uint64_t member;
+    for (plan->num_members = 0; list.num_bytes != 0; plan->members[plan->num_members++] = (uint32_t)member)
+        if (!ibp_take_listed(&list, plan->num_members == 0, &member)) return false;
+    return plan->num_members >= 2;
 }
 
 /* fields: of the first cluster, to which all others must be alike. */
-static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_plan *plan, field *fields)
+static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_plan *plan, ibp_field *fields,
+                                ibp_refusal *refusal)
 {
-    ibp_text text;
-    *plan = (codebook_plan){.file = file};
-    ibp_status status = plan_members(file, number, plan, &text);
-    if (status == IBP_OK) status = read_codebook(text, fields);
+    *plan = (codebook_plan){.file = file, .members = {number}, .num_members = 1};
+    ibp_status status = find_codebook(file, number, fields, refusal);
+    if (status == IBP_OK && fields[IBP_C_CLUSTERS].is_given) {
+        if (!plan_members(fields[IBP_C_CLUSTERS].text, plan)) return IBP_BAD_FILE;
+        status = find_codebook(file, plan->members[0], fields, refusal);
+    }
     if (status != IBP_OK) return status;
-    plan->scheme = (ibp_scheme)fields[C_SCHEME].number;
-    if (!get_u32(&fields[C_ROW], 1, IBP_MAX_ROW_BYTES, &plan->row_bytes)) return IBP_BAD_FILE;
-    if (!(plan->scheme == IBP_SCHEME_IBP ? plan_masks(fields, plan) : plan_planes(fields, plan))) return IBP_BAD_FILE;
+    if (fields[IBP_C_CLUSTERS].is_given) return IBP_BAD_FILE; /* clusters of clusters */
+    plan->scheme = (ibp_scheme)fields[IBP_C_SCHEME].number;
+    plan->row_bytes = number_of(fields, IBP_C_ROW);
+    if (plan->scheme == IBP_SCHEME_IBP)
+        plan_masks(fields, plan);
+    else if (!plan_planes(fields, plan))
+        return IBP_BAD_FILE;
     plan->workspace_bytes = round_up_16(plan->num_members * sizeof(codebook_source)) + plan->spare_bytes +
                             plan->constants_bytes + round_up_16(plan->num_members * plan->set_bytes);
     return IBP_OK;
@@ -478,7 +200,7 @@ static bool spread_pairs(const codebook_plan *plan, const codebook_source *sourc
     const file_part *const palette = &source->parts[PALETTE], *const index = &source->parts[INDEX];
     const uint32_t chunk_bytes = plan->chunk_bytes, num_chunks = (plan->row_bytes + chunk_bytes - 1) / chunk_bytes,
                    index_bytes = num_pairs > 256 ? 2 : 1;
-    if (num_pairs < 1 || num_pairs > 65536 || !holds(palette, 2 * num_pairs * chunk_bytes, 1)) return false;
+    if (!holds(palette, 2 * num_pairs * chunk_bytes, 1)) return false;
     if (!holds(index, num_pairs > 1 ? num_chunks : 0, index_bytes)) return false;
     for (uint32_t chunk = 0; chunk < num_chunks; chunk++) {
         uint32_t pair = 0;
@@ -499,16 +221,17 @@ static bool spread_pairs(const codebook_plan *plan, const codebook_source *sourc
 static ibp_status build_masks(const codebook_plan *plan, const codebook_source *sources, uint8_t *room,
                               ibp_codebook *out)
 {
-    field fields[C_COUNT], first[C_COUNT];
+    ibp_field fields[IBP_C_COUNT], first[IBP_C_COUNT];
+    ibp_refusal refusal;
     uint8_t *const mask = room, *const bitval = mask + plan->row_bytes;
     uint32_t *const all = (uint32_t *)(void *)(room + plan->spare_bytes);
     const size_t num_words = ibp_codebook_words(plan->row_bytes), stride = plan->set_bytes / sizeof *all;
     for (uint32_t k = 0; k < plan->num_members; k++) {
         ibp_codebook one;
         uint32_t *const words = all + k * stride;
-        if (read_codebook(sources[k].text, fields) != IBP_OK) return IBP_BAD_FILE;
+        if (ibp_read_codebook(sources[k].text, fields, &refusal) != IBP_OK) return IBP_BAD_FILE;
         if (k == 0) memcpy(first, fields, sizeof first);
-        if (!are_alike(first, fields) || !spread_pairs(plan, &sources[k], fields[C_PAIRS].number, mask, bitval))
+        if (!are_alike(first, fields) || !spread_pairs(plan, &sources[k], fields[IBP_C_PAIRS].number, mask, bitval))
             return IBP_BAD_FILE;
         if (ibp_build_codebook(mask, bitval, plan->row_bytes, plan->chunk_bytes, plan->flag_all, words, &one) != IBP_OK)
             return IBP_BAD_FILE;
@@ -545,7 +268,8 @@ static bool write_constants(const codebook_plan *plan, const codebook_source *so
 static ibp_status build_planes(const codebook_plan *plan, const codebook_source *sources, uint8_t *room,
                                ibp_codebook *out)
 {
-    field fields[C_COUNT], first[C_COUNT];
+    ibp_field fields[IBP_C_COUNT], first[IBP_C_COUNT];
+    ibp_refusal refusal;
     uint8_t *const spare = room, *const constants = spare + plan->spare_bytes,
                    *const entries = constants + plan->constants_bytes;
     ibp_planes planes = plan->planes;
@@ -553,7 +277,7 @@ static ibp_status build_planes(const codebook_plan *plan, const codebook_source 
     for (uint32_t k = 0; k < plan->num_members; k++) {
         const file_part *const part = &sources[k].parts[ENTRIES];
         uint8_t *const own = k == 0 ? constants : spare;
-        if (read_codebook(sources[k].text, fields) != IBP_OK) return IBP_BAD_FILE;
+        if (ibp_read_codebook(sources[k].text, fields, &refusal) != IBP_OK) return IBP_BAD_FILE;
         if (k == 0) memcpy(first, fields, sizeof first);
         if (!are_alike(first, fields) || !holds(part, plan->set_bytes / symbol_bytes, symbol_bytes) ||
             !write_constants(plan, &sources[k], own) || memcmp(own, constants, plan->constants_bytes) != 0)
@@ -593,19 +317,23 @@ static ibp_status find_fields(const ibp_file *files, size_t num_files, const cha
 
 ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const char *name, ibp_file_table *table)
 {
-    field fields[T_COUNT], shared[C_COUNT];
+    ibp_field fields[IBP_TABLE_FIELDS], shared[IBP_C_COUNT];
     codebook_plan plan;
     ibp_text text;
-    *table = (ibp_file_table){.name = name, .files = files, .num_files = num_files};
-    memcpy(fields, table_fields, sizeof fields);
-    ibp_status status = find_fields(files, num_files, name, &table->file, &text);
+    size_t file;
+    *table = (ibp_file_table){.name = NULL};
+    ibp_status status = find_fields(files, num_files, name, &file, &text);
+    if (status == IBP_OK) status = ibp_read_table(text, fields, table);
+    table->name = name, table->files = files, table->num_files = num_files, table->file = file;
     if (status != IBP_OK) return status;
-    status = read_fields(text, fields, T_COUNT);
-    table->codec = fields[T_CODEC].text;
-    if (status == IBP_OK && fields[T_CODEC].is_given) status = IBP_UNSUPPORTED_TABLE;
-    if (status == IBP_OK) status = read_table(fields, table);
-    if (status != IBP_OK || table->scheme == IBP_SCHEME_RAW) return status;
-    status = plan_codebook(&files[table->file], table->codebook, &plan, shared);
+    if (table->codec.num_bytes != 0 || table->item_bytes < 0) {
+        const bool is_coded = table->codec.num_bytes != 0;
+        table->refusal = is_coded ? (ibp_refusal){table->codec, "a table of no external codec", "codec"}
+                                  : (ibp_refusal){table->dtype, "a dtype that this release knows", "dtype"};
+        return IBP_UNSUPPORTED_TABLE;
+    }
+    if (table->scheme == IBP_SCHEME_RAW) return IBP_OK;
+    status = plan_codebook(&files[file], table->codebook, &plan, shared, &table->refusal);
     if (status != IBP_OK) return status;
     table->workspace_bytes = plan.workspace_bytes;
     return plan.scheme == table->scheme && plan.row_bytes == table->row_bytes ? IBP_OK : IBP_BAD_FILE;
@@ -663,7 +391,8 @@ static ibp_status place_parts(const ibp_file_table *found, const file_part *part
 
 ibp_status ibp_open_table(const ibp_file_table *found, void *workspace, size_t workspace_bytes, ibp_table *table)
 {
-    field fields[C_COUNT];
+    ibp_field fields[IBP_C_COUNT];
+    ibp_refusal refusal;
     codebook_plan plan;
     file_part parts[NUM_PARTS] = {{0}};
     *table = (ibp_table){.num_items = found->num_items,
@@ -671,10 +400,12 @@ ibp_status ibp_open_table(const ibp_file_table *found, void *workspace, size_t w
                          .slot_bytes = found->slot_bytes,
                          .rows_per_base = found->rows_per_base,
                          .codebook = {.scheme = found->scheme, .row_bytes = found->row_bytes}};
+    for (size_t f = 0; f < found->num_files; f++)
+        if (!found->files[f].data) return IBP_INVALID_ARGUMENT;
     ibp_status status = find_parts(found, parts);
     if (status == IBP_OK) status = place_parts(found, parts, table);
     if (status != IBP_OK || found->scheme == IBP_SCHEME_RAW) return status;
-    status = plan_codebook(&found->files[found->file], found->codebook, &plan, fields);
+    status = plan_codebook(&found->files[found->file], found->codebook, &plan, fields, &refusal);
     if (status != IBP_OK) return status;
     if (plan.scheme != found->scheme || plan.row_bytes != found->row_bytes) return IBP_BAD_FILE;
     if (workspace_bytes < plan.workspace_bytes) return IBP_BUFFER_TOO_SMALL;

@@ -255,6 +255,23 @@ IBP_INLINE uint64_t ibp_mix(uint64_t x)
 /* What word i of a tensor adds to its fingerprint. */
 IBP_INLINE uint64_t ibp_mix_word(uint64_t word, uint64_t i) { return ibp_mix(word + (i + 1u) * IBP_GOLDEN); }
 
+/* ---- differences (section 9): elements that lie side by side in 64 bits, modulo 2^w each ---- */
+
+/* The highest bit of each. */
+IBP_INLINE uint64_t ibp_highest_bits(uint32_t element_bytes)
+{
+    const uint64_t each = element_bytes == 8u ? 1u : ~(uint64_t)0 / (((uint64_t)1 << 8u * element_bytes) - 1u);
+    return each << (8u * element_bytes - 1u);
+}
+IBP_INLINE uint64_t ibp_add_elements(uint64_t a, uint64_t b, uint64_t highest)
+{
+    return ((a & ~highest) + (b & ~highest)) ^ ((a ^ b) & highest);
+}
+IBP_INLINE uint64_t ibp_subtract_elements(uint64_t a, uint64_t b, uint64_t highest)
+{
+    return ((a | highest) - (b & ~highest)) ^ ((a ^ ~b) & highest);
+}
+
 /* ---- rows of a table (sections 2 and 3) ---- */
 
 /* The byte at position i of a default row of a codebook without constant columns is byte i % 8 of this. */
@@ -279,6 +296,13 @@ IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, 
     return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;
 }
 
+/* The sectors of IBP_OVERFLOW_ALIGN bytes that num_bytes bytes need, and the bytes of these sectors. */
+IBP_INLINE uint32_t ibp_sectors_of(uint32_t num_bytes)
+{
+    return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
+}
+IBP_INLINE uint32_t ibp_sector_bytes(uint32_t num_bytes) { return ibp_sectors_of(num_bytes) * IBP_OVERFLOW_ALIGN; }
+
 /* Bytes of row r before coding; what of its stored bytes lies in overflow, exactly and with its padding. */
 IBP_INLINE uint32_t ibp_valid_bytes(int64_t num_bytes, uint32_t row_bytes, int64_t row)
 {
@@ -291,8 +315,7 @@ IBP_INLINE uint32_t ibp_overflow_part(uint32_t stored_bytes, uint32_t slot_bytes
 }
 IBP_INLINE uint32_t ibp_overflow_room(uint32_t part_bytes, uint32_t slot_bytes)
 {
-    return slot_bytes == 0u ? part_bytes
-                            : (part_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN * IBP_OVERFLOW_ALIGN;
+    return slot_bytes == 0u ? part_bytes : ibp_sector_bytes(part_bytes);
 }
 
 #endif

@@ -6,12 +6,12 @@ ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t 
 {
     if (!ibp_are_sizes(num_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
-    const uint32_t most = (row_bytes + IBP_OVERFLOW_ALIGN - 1) / IBP_OVERFLOW_ALIGN;
+    const uint32_t most = ibp_sectors_of(row_bytes);
     for (int64_t r = 0; r < num_rows; r++) {
         const uint32_t stored =
             ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r));
         survey[0] += stored;
-        survey[1 + ibp_min_u32((stored + IBP_OVERFLOW_ALIGN - 1) / IBP_OVERFLOW_ALIGN, most)]++;
+        survey[1 + ibp_min_u32(ibp_sectors_of(stored), most)]++;
     }
     return IBP_OK;
 }

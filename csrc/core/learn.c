@@ -4,8 +4,7 @@
  * some rank on are needed, its *tails*. Distinct values and their counts are found once, in order; the symbols of every
  * shape are their prefixes, so that one pass over them gives the shape's counts. Listed rows add what their positions
  * take, which follows from how many elements each row lists. */
-#include "format.h"
-#include "ibp.h"
+#include "checks.h"
 #include "planes_layout.h"
 
 #include <math.h>
@@ -742,8 +741,7 @@ static bool is_sample(const ibp_sample *sample)
 {
     if (sample == NULL || sample->rows == NULL || sample->num_rows < 1 || sample->table_rows < 0) return false;
     const uint32_t row_bytes = sample->row_bytes, element_bytes = sample->element_bytes;
-    if (row_bytes < 1 || row_bytes > IBP_MAX_ROW_BYTES || element_bytes > 8) return false;
-    if (element_bytes == 0 || (element_bytes & (element_bytes - 1)) != 0 || row_bytes % element_bytes) return false;
+    if (!ibp_are_sizes(0, row_bytes) || !ibp_is_element_size(element_bytes) || row_bytes % element_bytes) return false;
     if (sample->level != IBP_LEVEL_DEFAULT && sample->level != IBP_LEVEL_FAST) return false;
     return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= MOST_SAMPLED_BYTES / row_bytes;
 }
@@ -765,48 +763,36 @@ static size_t counted_rows(const ibp_sample *sample)
 
 static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
+/* The next num_bytes of scratch; NULL, and only counted, where there is none. */
+static void *take(uint8_t *scratch, size_t *used, size_t num_bytes)
+{
+    uint8_t *const at = scratch == NULL ? NULL : scratch + *used;
+    *used += align_up(num_bytes);
+    return at;
+}
+
 /* Lays the arrays out in scratch. @return the bytes that they take. */
 static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
 {
     const size_t columns = sample->row_bytes / sample->element_bytes, count = counted_rows(sample) * columns;
     const size_t bins = (size_t)1 << MOST_BINS_BITS, places = columns * (DICTIONARY + 1);
-    const size_t sizes[] = {sizeof(uint64_t) * count,
-                            sizeof(uint64_t) * count,
-                            sizeof(uint64_t) * columns,
-                            sizeof(uint64_t) * MOST_LONG,
-                            sizeof(uint64_t) * MOST_LONG,
-                            sizeof(uint32_t) * bins,
-                            sizeof(value_count) * bins,
-                            sizeof(value_count) * bins,
-                            sizeof(value_count) * MOST_LONG,
-                            sizeof(value_count) * bins,
-                            sizeof(option) * (3 * MOST_SHAPES + 2),
-                            sizeof(uint32_t) * places,
-                            bins,
-                            places,
-                            columns};
-    uint8_t *parts[sizeof sizes / sizeof *sizes];
-    size_t total = 0;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        parts[i] = scratch == NULL ? NULL : scratch + total;
-        total += align_up(sizes[i]);
-    }
-    *r = (room){(uint64_t *)(void *)parts[0],
-                (uint64_t *)(void *)parts[1],
-                (uint64_t *)(void *)parts[2],
-                (uint64_t *)(void *)parts[3],
-                (uint64_t *)(void *)parts[4],
-                (uint32_t *)(void *)parts[5],
-                (value_count *)(void *)parts[6],
-                (value_count *)(void *)parts[7],
-                (value_count *)(void *)parts[8],
-                (value_count *)(void *)parts[9],
-                (option *)(void *)parts[10],
-                (uint32_t *)(void *)parts[11],
-                parts[12],
-                parts[13],
-                parts[14]};
-    return total;
+    size_t used = 0;
+    r->elements = take(scratch, &used, sizeof *r->elements * count);
+    r->listed = take(scratch, &used, sizeof *r->listed * count);
+    r->row = take(scratch, &used, sizeof *r->row * columns);
+    r->longs = take(scratch, &used, sizeof *r->longs * MOST_LONG);
+    r->other_longs = take(scratch, &used, sizeof *r->other_longs * MOST_LONG);
+    r->bins = take(scratch, &used, sizeof *r->bins * bins);
+    r->whole = take(scratch, &used, sizeof *r->whole * bins);
+    r->unsigned_ = take(scratch, &used, sizeof *r->unsigned_ * bins);
+    r->long_ = take(scratch, &used, sizeof *r->long_ * MOST_LONG);
+    r->folded = take(scratch, &used, sizeof *r->folded * bins);
+    r->options = take(scratch, &used, sizeof *r->options * (3 * MOST_SHAPES + 2));
+    r->column_counts = take(scratch, &used, sizeof *r->column_counts * places);
+    r->dictionary = take(scratch, &used, bins);
+    r->ranks = take(scratch, &used, places);
+    r->places = take(scratch, &used, columns);
+    return used;
 }
 
 size_t ibp_learn_scratch_bytes(const ibp_sample *sample)
@@ -823,8 +809,7 @@ static size_t constants_bytes(uint32_t row_bytes, uint32_t element_bytes)
 
 size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes)
 {
-    if (element_bytes == 0 || element_bytes > 8 || (element_bytes & (element_bytes - 1)) != 0) return 0;
-    if (row_bytes == 0 || row_bytes > IBP_MAX_ROW_BYTES || row_bytes % element_bytes) return 0;
+    if (!ibp_are_sizes(0, row_bytes) || !ibp_is_element_size(element_bytes) || row_bytes % element_bytes) return 0;
     return constants_bytes(row_bytes, element_bytes) + (size_t)MOST_ENTRIES * row_bytes;
 }
 

@@ -10,16 +10,13 @@ typedef struct part {
     uint32_t sectors;
 } part;
 
-static uint32_t to_sectors(uint32_t num_bytes) { return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN; }
-static uint32_t to_sector(uint32_t num_bytes) { return to_sectors(num_bytes) * IBP_OVERFLOW_ALIGN; }
-
 /* The part that a row's base says, if that lies in overflow; else none. */
 static part part_of(const ibp_place *place, int64_t row, uint64_t base, uint32_t valid)
 {
     const ibp_table *const table = &place->table;
     const uint32_t stored = ibp_stored_bytes(IBP_LOAD_ONCE(place->lengths[row]), table->codebook.row_bytes, valid),
                    sectors = place->rooms ? IBP_LOAD_ONCE(place->rooms[row])
-                                          : to_sectors(ibp_overflow_part(stored, table->slot_bytes));
+                                          : ibp_sectors_of(ibp_overflow_part(stored, table->slot_bytes));
     if (!ibp_part_in_bounds(base, IBP_OVERFLOW_ALIGN * sectors, table->overflow_bytes)) return (part){IBP_NO_BASE, 0};
     return (part){base, sectors};
 }
@@ -52,8 +49,8 @@ static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow
 {
     part taken = {IBP_NO_BASE, 0};
     if (place->rooms && own.sectors != 0u)
-        taken = take_part(place, to_sectors(ibp_overflow_part(valid, place->table.slot_bytes)));
-    return taken.base != IBP_NO_BASE ? taken : take_part(place, to_sectors(in_overflow));
+        taken = take_part(place, ibp_sectors_of(ibp_overflow_part(valid, place->table.slot_bytes)));
+    return taken.base != IBP_NO_BASE ? taken : take_part(place, ibp_sectors_of(in_overflow));
 }
 
 /* Where row i of a source is. */
@@ -79,11 +76,7 @@ static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_byte
     const bool is_last = i == source->num_rows - 1;
     const uint32_t there_are = is_last && source->last_row_bytes != 0u ? source->last_row_bytes : row_bytes,
                    num_bytes = ibp_min_u32(there_are, valid);
-    const uint8_t *const from = address_of(source, row_bytes, i);
-    if (num_bytes == row_bytes) return from;
-    memcpy(work->whole, from, num_bytes);
-    memset(work->whole + num_bytes, 0, row_bytes - num_bytes);
-    return work->whole;
+    return ibp_whole_row(address_of(source, row_bytes, i), num_bytes, row_bytes, work->whole);
 }
 
 /* Codes a row. @return its entry of lengths; *stored: its bytes as stored. */
@@ -100,7 +93,7 @@ static uint32_t code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t va
 /* Writes num_bytes bytes, and zeros to the end of their last sector, but nothing past `room` bytes. */
 static void put(uint8_t *to, const uint8_t *from, uint32_t num_bytes, uint64_t room)
 {
-    const uint32_t end = to_sector(num_bytes);
+    const uint32_t end = ibp_sector_bytes(num_bytes);
     memcpy(to, from, num_bytes);
     memset(to + num_bytes, 0, (room < end ? (uint32_t)room : end) - num_bytes);
 }
@@ -118,7 +111,7 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
     if (spills || claims) {
         own = claims ? claim_part(place, row, valid) : part_of(place, row, IBP_LOAD_ONCE(place->bases[row]), valid);
         if (own.base == CLAIMED) return IBP_INVALID_ARGUMENT;
-        if (own.sectors < to_sectors(in_overflow)) own = take_part_for(place, own, in_overflow, valid);
+        if (own.sectors < ibp_sectors_of(in_overflow)) own = take_part_for(place, own, in_overflow, valid);
     }
     const bool lost = spills && own.base == IBP_NO_BASE;
     if (!lost) {

@@ -37,9 +37,8 @@ static bool fits_bits(uint64_t value, uint32_t num_bits) { return ibp_low_bits(v
 /* Whether an element's bits can be split so. */
 static bool are_bits(const ibp_planes *p)
 {
-    const bool is_size =
-        p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8;
-    return is_size && p->invariant_bits < ibp_element_bits(p) && p->residual_bits <= ibp_coded_bits(p);
+    return ibp_is_element_size(p->element_bytes) && p->invariant_bits < ibp_element_bits(p) &&
+           p->residual_bits <= ibp_coded_bits(p);
 }
 
 static bool are_constants(const ibp_codebook *cb)

@@ -28,6 +28,22 @@ static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_p
     return ibp_place_in_bounds(table, base, rooms, place);
 }
 
+/* Both parts of a row that has been located, joined. */
+static inline void ibp_copy_stored(const ibp_table *table, const ibp_row_place *place, uint8_t *dst)
+{
+    if (place->in_slot) memcpy(dst, table->slots + place->slot_start, place->in_slot);
+    if (place->in_overflow) memcpy(dst + place->in_slot, table->overflow + place->overflow_start, place->in_overflow);
+}
+
+/* num_bytes bytes extended with zeros to row_bytes: where they lie, if they are as many, else in `room`. */
+static inline const uint8_t *ibp_whole_row(const uint8_t *from, uint32_t num_bytes, uint32_t row_bytes, uint8_t *room)
+{
+    if (num_bytes == row_bytes) return from;
+    memcpy(room, from, num_bytes);
+    memset(room + num_bytes, 0, row_bytes - num_bytes);
+    return room;
+}
+
 static inline bool ibp_is_default_row(const ibp_codebook *cb, const uint8_t *row, uint32_t num_bytes)
 {
     const uint8_t *const template = ibp_template_of(cb);

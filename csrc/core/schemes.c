@@ -77,8 +77,7 @@ bool ibp_is_place(const ibp_place *place)
     const int64_t num_bytes = ibp_bytes_of_table(table), num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     if (table->slots_bytes < (is_whole ? num_bytes : num_rows * table->slot_bytes)) return false;
     if (num_rows == 0) return true;
-    if ((place->slots == NULL && table->slots_bytes != 0) || (place->overflow == NULL && table->overflow_bytes != 0))
-        return false;
+    if (!ibp_has_arrays(table, place->slots, place->overflow)) return false;
     if ((place->lengths == NULL) != is_raw) return false;
     if (is_whole && place->bases == NULL) return true;
     return table->rows_per_base == 1u && place->bases != NULL && place->used != NULL && !is_raw;
@@ -100,8 +99,7 @@ ibp_status ibp_check_table(const ibp_table *table)
 {
     const ibp_status status = ibp_check_table_fields(table);
     if (status != IBP_OK) return status;
-    if ((!table->slots && table->slots_bytes != 0) || (!table->overflow && table->overflow_bytes != 0))
-        return IBP_INVALID_ARGUMENT;
+    if (!ibp_has_arrays(table, table->slots, table->overflow)) return IBP_INVALID_ARGUMENT;
     return ibp_check_codebook(&table->codebook);
 }
 

@@ -28,17 +28,12 @@ static void prefetch_data(const uint8_t *data, int64_t num_bytes, uint32_t row_b
     if (ahead < num_bytes / row_bytes) prefetch(data + ahead * row_bytes, row_bytes);
 }
 
-/* A row of codebook->row_bytes bytes: where it lies in data, or extended with zeros in scratch if it is the short last
- * one. */
+/* A row of data; the last one may be short. */
 static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row,
-                                uint8_t *scratch)
+                                const ibp_workspace *work)
 {
-    const uint32_t valid = ibp_valid_bytes(num_bytes, row_bytes, row);
-    const uint8_t *const start = data + row * (int64_t)row_bytes;
-    if (valid == row_bytes) return start;
-    memcpy(scratch, start, valid);
-    memset(scratch + valid, 0, row_bytes - valid);
-    return scratch;
+    return ibp_whole_row(data + row * (int64_t)row_bytes, ibp_valid_bytes(num_bytes, row_bytes, row), row_bytes,
+                         work->whole);
 }
 
 static void fill_default_row(const ibp_codebook *cb, uint8_t *row)
@@ -68,7 +63,7 @@ ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t
             lengths[r] = (uint16_t)IBP_DEFAULT_LENGTH(cb->row_bytes);
             continue;
         }
-        const size_t coded = ibp_measure_with(&work.codec, whole_row(data, num_bytes, cb->row_bytes, r, work.whole));
+        const size_t coded = ibp_measure_with(&work.codec, whole_row(data, num_bytes, cb->row_bytes, r, &work));
         lengths[r] = (uint16_t)ibp_length_of_coded(coded, cb->row_bytes, valid);
     }
     return IBP_OK;
@@ -107,7 +102,7 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
     if (!ibp_locate_row(table, r, &place)) return IBP_BUFFER_TOO_SMALL;
     if (place.is_default)
         return ibp_is_default_row(&table->codebook, data + r * row_bytes, place.valid) ? IBP_OK : IBP_CORRUPT_ROW;
-    const uint8_t *coded = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, work->whole);
+    const uint8_t *coded = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, work);
     if (!place.raw) {
         size_t coded_bytes;
         const ibp_status status = ibp_encode_with(&work->codec, coded, work->stored, row_bytes, &coded_bytes);
@@ -135,7 +130,7 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
     const ibp_status opened = open_table(table, table->lengths != NULL, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
     if (first_row < 0 || first_row > last_row || last_row > ibp_num_rows(table)) return IBP_INVALID_ARGUMENT;
-    if ((!slots && table->slots_bytes != 0) || (!overflow && table->overflow_bytes != 0)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
     const int64_t ahead = steps_ahead(table->codebook.row_bytes);
     ibp_fault_log log = {fault, IBP_OK};
     for (int64_t r = first_row; r < last_row && log.status == IBP_OK; r++) {
@@ -159,7 +154,7 @@ ibp_status ibp_encode_packed(const ibp_codebook *cb, const uint8_t *data, int64_
     for (int64_t r = 0; r < num_rows; r++) {
         prefetch_data(data, num_bytes, cb->row_bytes, r);
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
-        const uint8_t *const row = whole_row(data, num_bytes, cb->row_bytes, r, work.whole);
+        const uint8_t *const row = whole_row(data, num_bytes, cb->row_bytes, r, &work);
         const uint32_t length = ibp_code_row(cb, row, valid, &work, at, valid);
         lengths[r] = (uint16_t)length;
         if (length == 0) memcpy(at, row, valid);
@@ -252,10 +247,7 @@ static void prefetch_item(const ibp_table *table, int64_t id)
 
 /* Whether the table's arrays can be read, and there are ids first to last - 1, for whose items the output's size is a
  * number. */
-static bool can_read(const ibp_table *table)
-{
-    return (table->slots || table->slots_bytes == 0) && (table->overflow || table->overflow_bytes == 0);
-}
+static bool can_read(const ibp_table *table) { return ibp_has_arrays(table, table->slots, table->overflow); }
 static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last)
 {
     if (!can_read(table) || !ibp_are_ids(ids, first, last)) return false;
@@ -426,8 +418,7 @@ ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_
         if (!ibp_locate_row(table, row, &place)) return note_row(&of, q, IBP_CORRUPT_ROW);
         const uint32_t stored = place.in_slot + place.in_overflow;
         if (stored > dst_bytes) return note_row(&of, q, IBP_CORRUPT_ROW);
-        if (place.in_slot) memcpy(dst, table->slots + place.slot_start, place.in_slot);
-        if (place.in_overflow) memcpy(dst + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
+        ibp_copy_stored(table, &place, dst);
         dst += stored;
         dst_bytes -= stored;
     }

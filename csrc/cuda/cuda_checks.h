@@ -19,8 +19,8 @@ inline bool is_codebook(const ibp_codebook *codebook)
 }
 inline bool is_table(const ibp_table *table)
 {
-    return table != nullptr && ibp_check_table_fields(table) == IBP_OK && has_bytes(table->slots, table->slots_bytes) &&
-           has_bytes(table->overflow, table->overflow_bytes);
+    return table != nullptr && ibp_check_table_fields(table) == IBP_OK &&
+           ibp_has_arrays(table, table->slots, table->overflow);
 }
 inline bool are_ids(const ibp_ids *ids)
 {

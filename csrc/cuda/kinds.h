@@ -32,8 +32,25 @@ IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
     return (fields & ~known) == 0u;
 }
 
+// Calls use with a 0 of the unsigned integer that has an element's size.
+template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &use)
+{
+    switch (cb.planes.element_bytes) {
+    case 1: return use(uint8_t{0});
+    case 2: return use(uint16_t{0});
+    case 4: return use(uint32_t{0});
+    case 8: return use(uint64_t{0});
+    default: return IBP_INVALID_ARGUMENT;
+    }
+}
+
 // Codebooks of rows: with more than one, a coded row begins with the number of its own.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
+
+// What lists of decoders and encoders choose by.
+inline bool is_any(const ibp_codebook &) { return true; }
+inline bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
+inline bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
 
 // Whether all digits have two bits and all symbols a byte.
 IBP_INLINE bool are_pairs(const ibp_planes &planes)
@@ -43,19 +60,13 @@ IBP_INLINE bool are_pairs(const ibp_planes &planes)
     return pairs;
 }
 // Whether dense rows are decoded by decode_pairs.cuh, which knows no constant columns, nor invariant bits of elements
-// of two bytes: that would cost the others registers,
+// of two bytes: that would cost the others registers.
 IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
 {
     if (!are_pairs(planes) || planes.element_bytes > 4 || planes.num_constant != 0u) return false;
     return planes.element_bytes == 1   ? !planes.per_column
            : planes.element_bytes == 2 ? planes.invariant_bits == 0u
                                        : true;
-}
-// and encoded by encode_pairs.cuh, if values.cuh does not: elements of two bytes, or of a byte besides three.
-IBP_INLINE bool has_pairs(const ibp_planes &planes)
-{
-    return are_pairs(planes) &&
-           (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
 }
 
 // Whether there is one plane of digits of four bits over consecutive symbols of up to a byte: what level="fast" makes.
@@ -64,12 +75,6 @@ IBP_INLINE bool is_fast(const ibp_codebook &cb)
     const ibp_planes &planes = cb.planes;
     return planes.consecutive && planes.num_planes == 1u && planes.digit_bits[0] == 4u && !planes.listed &&
            planes.symbol_bytes == 1u && (planes.element_bytes == 2u || planes.element_bytes == 4u);
-}
-
-// Whether encode_fast.cuh takes it too: the residuals of the elements of 16 bytes are whole bytes.
-IBP_INLINE bool encodes_fast(const ibp_codebook &cb)
-{
-    return is_fast(cb) && 16u / cb.planes.element_bytes * cb.planes.residual_bits % 8u == 0u;
 }
 
 // Encoders look symbols up in a table of all there are, in shared memory, 4 bytes each, if they are not too many.

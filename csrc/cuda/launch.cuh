@@ -4,6 +4,8 @@
 
 #include "warp.cuh"
 
+#include <algorithm>
+
 namespace ibp {
 
 // How a kernel is launched. cluster: blocks that go to one cluster. overlaps: it may begin before the kernel before it
@@ -28,6 +30,30 @@ ibp_status allow_shared(const void *kernel);
 // SMs that are neighbours: a matrix product in such clusters cannot use an SM whose neighbour is taken.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
+
+// Blocks that take num_jobs jobs, a_block of them at a time each, and then the next ones: at most most_blocks.
+inline Launch plan_jobs(int64_t num_jobs, int64_t a_block, int64_t most_blocks, uint32_t num_threads)
+{
+    return {static_cast<uint32_t>(std::min((num_jobs + a_block - 1) / a_block, most_blocks)), num_threads, 0, 1};
+}
+
+// The same with shared_bytes of dynamic shared memory: as many blocks as the device holds at once, or as there is work
+// for; where the SMs are limited, one block for each.
+inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_jobs,
+                                int64_t a_block, int max_sms, Launch *launch)
+{
+    int device = 0, num_sms = 0, blocks_an_sm = 0;
+    ibp_status status = check_cuda(cudaGetDevice(&device));
+    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    if (status == IBP_OK && shared_bytes != 0u) status = allow_shared(kernel);
+    if (status == IBP_OK)
+        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
+                                                                          static_cast<int>(num_threads), shared_bytes));
+    const int64_t most = max_sms > 0 ? std::min(max_sms, num_sms) : int64_t{num_sms} * std::max(1, blocks_an_sm);
+    *launch = plan_jobs(num_jobs, a_block, most, num_threads);
+    launch->shared_bytes = shared_bytes;
+    return status;
+}
 
 // Launches a kernel as planned.
 template <class... Parameters, class... Arguments>

@@ -132,17 +132,10 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return static_cast<T>((element & static_cast<T>(~uint64_t{0} << inv)) |
                               static_cast<T>(invariant_value(planes)));
     }
-    static __device__ __forceinline__ T field(Stage stage, uint32_t position, uint32_t num_bits)
-    {
-        if (sizeof(T) == 8) return static_cast<T>(low_bits(stage.bits64_at(position), num_bits));
-        return static_cast<T>(low_bits(stage.bits_at(position), num_bits));
-    }
-
     static __device__ __forceinline__ T shared_field(uint32_t position, uint32_t num_bits)
     {
         if (sizeof(T) < 8) return static_cast<T>(low_bits(shared_bits(position), num_bits));
-        const uint64_t bits = shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
-        return static_cast<T>(low_bits(bits, num_bits));
+        return static_cast<T>(low_bits(shared_bits64(position), num_bits));
     }
 
     // How many of a warp's digits are escapes.
@@ -163,8 +156,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         for (uint32_t i = range.from + per_load * G::lane(); __any_sync(kAllLanes, i < range.to);
              i += per_load * G::kLanes) {
             if (i >= range.to) continue;
-            const uint32_t position = start + i * num_bits;
-            const uint64_t digits = shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
+            const uint64_t digits = shared_bits64(start + i * num_bits);
             count += __popcll(low_bits(escapes_in(digits, num_bits), ibp_min_u32(range.to - i, per_load) * num_bits));
         }
         return G::sum(count);

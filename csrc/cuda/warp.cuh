@@ -118,10 +118,15 @@ __device__ __forceinline__ uint8_t *shared_bytes()
 }
 __device__ __forceinline__ uint32_t &shared_word(uint32_t i) { return reinterpret_cast<uint32_t *>(shared_bytes())[i]; }
 
-// The 32 bits from a bit on.
+// The 32 bits from a bit on, and the 64.
 __device__ __forceinline__ uint32_t shared_bits(uint32_t position)
 {
     return __funnelshift_r(shared_word(position / 32u), shared_word(position / 32u + 1u), position);
+}
+
+__device__ __forceinline__ uint64_t shared_bits64(uint32_t position)
+{
+    return shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
 }
 
 // A group's part of it: a row as coded.
@@ -134,10 +139,6 @@ struct Stage {
     {
         const uint32_t w = ibp_min_u32(position / 32u, last_word);
         return __funnelshift_r(shared_word(w), shared_word(w + 1u), position);
-    }
-    __device__ __forceinline__ uint64_t bits64_at(uint32_t position) const
-    {
-        return bits_at(position) | static_cast<uint64_t>(bits_at(position + 32u)) << 32;
     }
 };
 

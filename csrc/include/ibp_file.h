@@ -48,6 +48,13 @@ IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
  * out. room may be 0, and utf8 then NULL. @return the bytes of the whole text without the 0. */
 IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
+/* Why a file or a table is refused, in words. */
+typedef struct ibp_refusal {
+    ibp_text found;     /* a piece of the header; its data is NULL where something is missing */
+    const char *wanted; /* what should stand there, in English; NULL where nothing was noted */
+    const char *key;    /* of the field of which it is the value; else NULL */
+} ibp_refusal;
+
 /* ---- a file ------------------------------------------------------------------------------------------------------ */
 
 typedef struct ibp_file {
@@ -55,11 +62,12 @@ typedef struct ibp_file {
     size_t num_bytes;
     ibp_text header;     /* the inside of the JSON object that it is */
     ibp_text metadata;   /* the inside of that of the metadata; empty where there is none */
-    const uint8_t *data; /* of all tensors */
+    const uint8_t *data; /* of all tensors; NULL where only the header was given */
     size_t data_bytes;
     uint32_t version; /* of the format; 0: a safetensors file without tables */
     ibp_text release; /* of the library that wrote the file; may be empty */
     size_t num_tensors, num_tables;
+    ibp_refusal refusal; /* of a file that is refused */
 } ibp_file;
 
 /* Opens the num_bytes bytes of a file, aligned to 16 bytes, and reads its header once. The bytes stay the caller's,
@@ -68,6 +76,10 @@ typedef struct ibp_file {
  * the names by which checksums are found ("ibp.format", "ibp.checks" and the tensor "ibp.checks"); IBP_NEWER_FILE for
  * one of a newer format: file->release then says which release of the library reads it. */
 IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file);
+
+/* The same with just the header: the num_bytes bytes in front of the data, of a file of file_bytes bytes. Its tensors
+ * have places, and no data; its tables can be found, and not opened. */
+IBP_API ibp_status ibp_open_header(const uint8_t *bytes, size_t num_bytes, size_t file_bytes, ibp_file *file);
 
 /* The next entry of the metadata. Keys that begin with "ibp." belong to the format. *cursor: 0 before the first call.
  * @return IBP_NOT_IN_FILE after the last one. */
@@ -82,8 +94,9 @@ typedef struct ibp_file_tensor {
     ibp_text dtype; /* as safetensors names it: "BF16" */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
-    const uint8_t *data; /* at any alignment */
+    const uint8_t *data; /* at any alignment; NULL where only the header was given */
     size_t num_bytes;
+    size_t start; /* of its bytes, among the data of the file */
 } ibp_file_tensor;
 
 /* The next stored tensor, in the order of the header: a plain one, or a part of a table, of a codebook or of the
@@ -97,12 +110,22 @@ IBP_API bool ibp_is_part(const ibp_file *file, const ibp_file_tensor *tensor);
  * @return IBP_NOT_IN_FILE if there is none, IBP_BAD_FILE if there are several. */
 IBP_API ibp_status ibp_find_tensor(const ibp_file *file, const char *name, ibp_file_tensor *tensor);
 
+/* What the header says of the checksums: an entry for each block of the data in front of them, one for what is in front
+ * of the data, and one for these entries. */
+typedef struct ibp_file_checks {
+    uint64_t block_bytes, num_blocks;
+    size_t start; /* of the entries, among the data of the file */
+} ibp_file_checks;
+
+/* @return IBP_NOT_IN_FILE for an ordinary safetensors file, which has none, or IBP_BAD_FILE. */
+IBP_API ibp_status ibp_find_checks(const ibp_file *file, ibp_file_checks *checks, ibp_refusal *refusal);
+
 /* XXH3_64bits of xxHash, or a function that does the same. */
 typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
 
 /* Compares all checksums of a file. *block: the first one that is wrong, counted as the entries of "ibp.checks" are:
  * the blocks of the data first, then the header, then the checksums themselves.
- * @return IBP_WRONG_CHECKSUM, IBP_NOT_IN_FILE for an ordinary safetensors file, which has none, or IBP_BAD_FILE. */
+ * @return IBP_WRONG_CHECKSUM, or as ibp_find_checks. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);
 
 /* ---- its tables -------------------------------------------------------------------------------------------------- */
@@ -112,18 +135,20 @@ typedef struct ibp_file_table {
     ibp_text dtype; /* of the original tensor: "BF16"; for what safetensors has no name for, torch's in capitals */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
-    int64_t num_items, item_bytes; /* items: along the first dimension; one where there is none */
+    int64_t num_items;  /* along the first dimension; one where there is none */
+    int64_t item_bytes; /* -1 of a dtype that is not known */
     ibp_scheme scheme;
     uint32_t row_bytes, slot_bytes, rows_per_base;
     uint32_t codebook; /* its number; not in scheme raw */
     bool has_content;  /* whether content, the fingerprint of the original bytes (section 10), is known */
     bool is_delta;     /* the items are differences from bytes of the fingerprint base; their sums have result */
     uint64_t content, base, result;
-    ibp_text codec; /* of a table that an external codec has coded; else empty */
+    ibp_text codec; /* of a table that an external codec has coded, which has no scheme and no rows; else empty */
     size_t workspace_bytes;
     const char *name;       /* the caller's */
     const ibp_file *files;  /* likewise */
     size_t num_files, file; /* the number of the file that has the fields */
+    ibp_refusal refusal;    /* of a table that is refused for its fields */
 } ibp_file_table;
 
 /* The table of a name in UTF-8. files: one, or all of a set, among which the parts of a table may be spread. The name
@@ -138,6 +163,38 @@ IBP_API ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const
  * of the files; IBP_BUFFER_TOO_SMALL. */
 IBP_API ibp_status ibp_open_table(const ibp_file_table *found, void *workspace, size_t workspace_bytes,
                                   ibp_table *table);
+
+/* ---- fields, one by one ------------------------------------------------------------------------------------------ */
+
+typedef enum ibp_field_kind {
+    IBP_FIELD_NUMBER,
+    IBP_FIELD_FINGERPRINT,
+    IBP_FIELD_REAL,
+    IBP_FIELD_LIST, /* of numbers */
+    IBP_FIELD_TEXT,
+    IBP_FIELD_OTHERS /* all whose keys begin so; text: of the last one, without that beginning and with its "=" */
+} ibp_field_kind;
+
+typedef struct ibp_field {
+    const char *key, *wanted; /* wanted: its values, in English */
+    ibp_field_kind kind;
+    uint64_t least, most;  /* a number, or each of a list */
+    uint32_t most_entries; /* of a list */
+    bool is_given;
+    uint64_t number; /* of numbers and fingerprints; of a scheme its number */
+    ibp_text text;   /* of every kind */
+} ibp_field;
+
+#define IBP_TABLE_FIELDS 13u
+#define IBP_CODEBOOK_FIELDS 21u
+
+/* The fields that a table can have, from the value of the key "ibp.table.<name>": just the right ones are given. It may
+ * have a codec, or a dtype that is not known. table: what the fields say.
+ * @return IBP_BAD_FILE, or IBP_UNSUPPORTED_TABLE for a field or a scheme that this library does not know. */
+IBP_API ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp_file_table *table);
+
+/* The fields that a codebook can have, from the value of the key "ibp.codebook.<k>"; otherwise likewise. */
+IBP_API ibp_status ibp_read_codebook(ibp_text line, ibp_field fields[IBP_CODEBOOK_FIELDS], ibp_refusal *refusal);
 
 #ifdef __cplusplus
 }

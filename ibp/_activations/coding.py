@@ -6,23 +6,22 @@ from __future__ import annotations
 
 import torch
 
-from .._layout import geometry, slots
-from .._machine.calibration import Calibration
-from .._schemes import AnyCodebook, Request, choice, measure
+from .._layout import geometry
+from .._rows.handle import Handle, Parts
+from .._schemes import AnyCodebook, surveyed
+from .._schemes.kinds import learned_from
 from .origin import IndexOrigin
-from .spans import SpanView, element_type
+from .spans import SpanView
 
 ROW_BYTES = 4096
 PIECE_BYTES = 64 << 20  # about a millisecond of the link: the first is on its way while the next is coded
 COUNTERS_BYTES = 64  # int64: bytes of overflow in use; rows spilled, and lost; 4 for a fault; 1 unused
 _ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
-_GOLDEN = 0.6180339887498949  # multiples of it are spread evenly over [0, 1) whatever their number
 _FIRST_MARGIN = 1 / 32  # of room, over what a sample took
 _LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # over what was needed
 _CHANGES = 4  # times the last change, which a margin has room for
 _SPARE_BYTES = 4096
-_OUTDATED, _SPARE_SHARE = 1.1, 0.02
 
 
 class ActivationRecipe:
@@ -35,7 +34,7 @@ class ActivationRecipe:
     """
 
     def __init__(self, codebook: AnyCodebook, share: float, origin: IndexOrigin | None = None) -> None:
-        self.codebook, self.learned_share, self.needed_share = codebook, share, share
+        self.codebook, self.needed_share = codebook, share
         self.codec, self.origin = codebook.codec, origin
         self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
         self._change, self._has_needed = 0.0, False  # of the needed share, as a share of it; whether it was noted yet
@@ -79,11 +78,6 @@ class ActivationRecipe:
     def note(self, num_bytes: int, used_bytes: int) -> None:
         """Notes the overflow that a piece of num_bytes used."""
         self._noted_share = max(self._noted_share, used_bytes / num_bytes)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether activations take clearly more than when the recipe was learned."""
-        return self.needed_share > _OUTDATED * self.learned_share + _SPARE_SHARE
 
 
 def pieces(num_bytes: int) -> list[tuple[int, int]]:
@@ -146,10 +140,9 @@ def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor) -
     end = COUNTERS_BYTES + bases.numel()
     memory[:end].copy_(_fresh(end, memory.device)[:end])
     words, none, rows = recipe.codebook.words(data.device), memory[:0], lengths.view(torch.uint16)
-    torch.ops.ibp.encode_into.default(
-        *(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, 0, 0, rows.numel(), ROW_BYTES),
-        *(rows[:0], used.view(torch.int64), counts.view(torch.int64), data, None, None, 0, 0, fault.view(torch.int64)),
-    )
+    sizes, index = (0, 0, rows.numel(), ROW_BYTES), (rows, bases.view(torch.int64))
+    place = Parts(none, overflow, *index, words, recipe.codec, *sizes, rows[:0], used.view(torch.int64))
+    Handle(place).encode(data, counts.view(torch.int64), fault.view(torch.int64))
 
 
 def decode(memory: torch.Tensor, recipe: ActivationRecipe, out: torch.Tensor, fault: torch.Tensor) -> None:
@@ -157,10 +150,9 @@ def decode(memory: torch.Tensor, recipe: ActivationRecipe, out: torch.Tensor, fa
     or more of it. fault: int64 [4] on the device, where damage is noted."""
     *_, bases, lengths, overflow = _parts(memory, out.numel())
     words, none, rows = recipe.codebook.words(memory.device), memory[:0], lengths.view(torch.uint16)
-    torch.ops.ibp.decode_bytes.default(
-        *(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, 0, 0, rows.numel(), ROW_BYTES),
-        *(0, out.numel(), 0, out, fault),
-    )
+    sizes = (0, 0, rows.numel(), ROW_BYTES)
+    table = Handle(Parts(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, *sizes)).table
+    torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), 0, out, fault)
 
 
 def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
@@ -172,40 +164,16 @@ def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
         rest, _ = origin.narrow(data)
         if (recipe := _learned(rest, origin.dtype, origin)) is not None:
             return recipe
-    return _learned(data, element_type(view.dtype), None)
+    return _learned(data, view.dtype, None)
 
 
 def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None) -> ActivationRecipe | None:
     """A recipe for data, uint8 [num_bytes], elements of dtype."""
-    total = data.numel() // ROW_BYTES
-    if total == 0:
+    rows = geometry.sample(data, ROW_BYTES, _SAMPLE_BYTES // ROW_BYTES)
+    if not rows.numel():
         return None
-    rows = data[: total * ROW_BYTES].view(total, ROW_BYTES)[_places(total, data.device)]
-    shape = geometry.Geometry(torch.Size((len(rows), ROW_BYTES // dtype.itemsize)), dtype, ROW_BYTES)
-    request = Request(rows.view(-1), shape, rows.device, slot_bytes=0, codes_invariant=True)
-    codebook = choice.learn("planes", request)
+    codebook = learned_from(rows, ROW_BYTES, dtype)
     if codebook is None:
         return None
-    share = _stored_share(rows.view(-1), codebook)
+    share = surveyed(rows, codebook).spilled(0)[1] / rows.numel()  # each row takes whole sectors
     return ActivationRecipe(codebook, share, origin) if share < 1 else None
-
-
-def _places(total: int, device: torch.device) -> torch.Tensor:
-    """Numbers of rows for a sample of total rows: one in each of equal parts, at places that differ from part to part.
-    At equal distances they could all be the same part of an image."""
-    count = min(total, _SAMPLE_BYTES // ROW_BYTES)
-    parts = torch.arange(count, dtype=torch.float64)
-    return ((parts + parts * _GOLDEN % 1) * (total / count)).long().clamp_(max=total - 1).to(device)
-
-
-def _stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:
-    """The overflow that whole rows take, each from a sector on, as a share of their bytes."""
-    stored = slots.stored_sizes(measure(rows, codebook, rows.device), ROW_BYTES, ROW_BYTES)
-    sectors = (stored + slots.SECTOR_BYTES - 1) // slots.SECTOR_BYTES
-    return float(sectors.sum()) * slots.SECTOR_BYTES / rows.numel()
-
-
-def coder_ns(codebook: AnyCodebook, machine: Calibration) -> float:
-    """Time to code and decode a byte, in ns."""
-    rates = choice.coder_rates(codebook, machine)
-    return 1 / rates.encode_gbps + 1 / rates.decode_gbps

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._machine import memory as _memory
+from .._rows.faults import Faults, FaultWords
 from . import spans
-from .faults import DecodeFaults
 from .origin import IndexOrigin
 from .passes import ForwardPass
 from .policy import KEEP, ActivationPolicy, OffloadOptions
@@ -25,6 +26,9 @@ from .transfers import PieceTransfers
 LEAST_BYTES = 1 << 20  # sending a smaller one takes the host longer than the link
 WINDOW_BYTES = 768 << 20  # some milliseconds of the link, also for coded bytes
 MEMORY = ("pinned", "device")
+_WORDS = FaultWords(
+    "saved activations came back damaged in an earlier step: its gradients are wrong", RuntimeError, later=""
+)
 
 
 class _SavedTensor(NamedTuple):
@@ -41,7 +45,7 @@ class _SpanEntry:
 
 
 @dataclass
-class ActivationStats:
+class ActivationStats(Statistics):
     """Counts of saved tensors since the last `reset_stats`. Bytes are bytes before coding, except sent_bytes and
     device_bytes.
 
@@ -93,7 +97,7 @@ class ActivationOffload:
         self._transfers: dict[torch.device, PieceTransfers] = {}
         self._seen: spans.SeenSpans[_SpanEntry] = spans.SeenSpans()
         self._order: list[int] = []
-        self._faults = DecodeFaults()
+        self._faults = Faults(_WORDS)
         self._pass, self._passes = self._new_pass(), 0
         self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._has_warned = False
@@ -266,7 +270,8 @@ class ActivationOffload:
             self._stats.device_bytes += moved * (self._options.memory == "device")
 
     def _begin_pass(self) -> None:
-        self._faults.check()
+        for device in self._faults.devices:
+            self._faults.raise_pending(device)
         self._order = self._pass.uses or self._order
         self._policy.begin_pass(self._pass.is_used and self._pass.alive == 0)
         self._seen.drop_expired()

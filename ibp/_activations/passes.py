@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .faults import DecodeFaults
+from .._rows.faults import Faults
 
 if TYPE_CHECKING:
     from .region import SavedRegion
@@ -35,7 +35,7 @@ class ForwardPass:
         self,
         order: list[int],
         transfers: Mapping[torch.device, PieceTransfers],
-        faults: DecodeFaults,
+        faults: Faults,
         note_outgrown: Callable[[int], None],
     ) -> None:
         self.faults, self.note_outgrown = faults, note_outgrown

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from .._machine import calibration
+from .._schemes import choice
+from .._schemes.kinds import Learner
 from . import coding
 from .spans import SpanView
 
@@ -45,7 +47,7 @@ class ActivationPolicy:
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options
-        self._recipes: dict[tuple[int, torch.dtype, torch.device], tuple[coding.ActivationRecipe | None, int]] = {}
+        self._learners: dict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]] = {}
         self._sizes: dict[torch.device, list[_RegionSize]] = {}
         self._staying: set[tuple[torch.device, int]] = set()
         self.is_settled = False
@@ -94,11 +96,13 @@ class ActivationPolicy:
 
     def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
         """Learned when a region is first saved there, and again, at growing distances, where it does not serve."""
-        key = number, view.dtype, data.device
-        recipe, next_pass = self._recipes.get(key, (None, 0))
-        if (recipe is None or recipe.is_outdated) and passes >= next_pass:
+        learner = self._learners.setdefault((number, view.dtype, data.device), Learner())
+        if learner.found is not None:
+            learner.note(learner.found.needed_share, 1)
+        if learner.is_due(passes + 1):
             recipe = coding.learn(data, view)
-            self._recipes[key] = recipe, 2 * passes + 1
+            learner.take(recipe, None if recipe is None else recipe.needed_share, passes + 1)
+        recipe = learner.found
         return recipe if recipe is None or recipe.takes(data.numel()) else None
 
     def _mode(self, recipe: coding.ActivationRecipe | None, device: torch.device) -> str:
@@ -109,4 +113,4 @@ class ActivationPolicy:
             return DEVICE if saved > _LEAST_SAVED else KEEP
         machine = calibration.in_force(device)
         link_ns = saved * (1 / machine.copy_out_gbps + 1 / machine.copy_in_gbps)
-        return CODED if recipe is not None and link_ns > coding.coder_ns(recipe.codebook, machine) else RAW
+        return CODED if recipe is not None and link_ns > choice.coder_ns(recipe.codebook, machine) else RAW

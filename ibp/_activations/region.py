@@ -235,7 +235,7 @@ class SavedRegion:
                 self.of.prefetch(self, k)
                 held = self.transfers.receive(self, piece)
             _hand_over(held, piece.stream)
-            coding.decode(held, recipe, out[piece.start : piece.end], self.of.faults.of(device))
+            coding.decode(held, recipe, out[piece.start : piece.end], self.of.faults.on(device))
         if self.transfers is not None:
             self.stream = torch.cuda.current_stream(device)
         self._drop_codes()

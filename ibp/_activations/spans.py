@@ -110,13 +110,6 @@ def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
     return flat.set_(x.untyped_storage(), span.start, (span.num_bytes,), (1,))
 
 
-def element_type(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that codebooks are learned for: complex numbers and bools are other numbers of the same bytes."""
-    if dtype.is_complex:
-        return {2: torch.float16, 4: torch.float32, 8: torch.float64}[dtype.itemsize // 2]
-    return dtype if dtype != torch.bool else torch.uint8
-
-
 class SeenSpans(Generic[T]):
     """A value for each span that was saved and may be saved again. It counts while the span's storage lives: another
     storage at the same address is not mistaken for it."""

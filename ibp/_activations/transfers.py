@@ -4,55 +4,15 @@ step to step."""
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 
 import torch
 
-from .._machine import memory as _memory
+from .._machine.pool import Pool
 from . import coding
 from .region import SavedPiece, SavedRegion
 
 _LEAST_MOVING = 2  # pieces that may be on their way, each way, however large: one is copied and one is next
-
-
-class PinnedBuffers:
-    """Pinned memory in few sizes, kept for the next step."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = defaultdict(list)
-        self.held_bytes = 0
-
-    def take(self, num_bytes: int, writer: torch.cuda.Stream) -> torch.Tensor:
-        """Memory of num_bytes or somewhat more, which a stream may write to after its work so far."""
-        size = _size_class(num_bytes)
-        free = self._free.get(size)
-        if not free:
-            buffer = _memory.empty(size, torch.device("cpu"), pin=True)
-            self.held_bytes += size
-            return buffer
-        buffer, used = free.pop()
-        if used is not None:
-            writer.wait_event(used)
-        return buffer
-
-    def give(self, buffer: torch.Tensor, used: torch.cuda.Event | None) -> None:
-        """Memory back, which copies may use until an event."""
-        self._free[buffer.numel()].append((buffer, used))
-
-    def release(self) -> None:
-        """Lets go of free memory, once no copy uses it."""
-        for size, free in self._free.items():
-            self.held_bytes -= size * len(free)
-            for _, used in free:
-                if used is not None:
-                    used.synchronize()
-        self._free.clear()
-
-
-def _size_class(num_bytes: int) -> int:
-    """The next number that has few digits: at most a 16th more."""
-    step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
-    return -(-num_bytes // step) * step
 
 
 class PieceTransfers:
@@ -71,7 +31,7 @@ class PieceTransfers:
         self.device, self._keeps_codes = device, window_bytes is None
         self.window_bytes = 2 * coding.memory_bytes(coding.PIECE_BYTES) if window_bytes is None else window_bytes
         self.out, self.back, self._notes = (torch.cuda.Stream(device) for _ in range(3))
-        self.buffers = PinnedBuffers()
+        self.buffers = Pool()
         self.coming = self.coming_bytes = self.leaving_bytes = 0
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()  # and bytes coming back
         self._leaving: deque[tuple[weakref.ref[SavedRegion], weakref.ref[SavedPiece], int]] = deque()
@@ -162,7 +122,7 @@ class PieceTransfers:
             return
         region.of.note_outgrown(piece.num_bytes)
         assert piece.buffer is not None
-        self.buffers.give(piece.buffer, None)
+        self.buffers.give(piece.buffer)
         piece.buffer = piece.host = piece.counters = piece.kept = piece.sent = None
 
     # ---- back ----

@@ -14,25 +14,20 @@ from ibp.checkpoints._source import Source, SourceTensor
 from .output import Failure
 
 
-class MadeTensor(SourceTensor):
-    """A tensor that is made, as a whole, when its first bytes are read, and forgotten with its last.
+def _made_tensor(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
+) -> SourceTensor:
+    """A tensor that `make` makes on the CPU, as a whole, when its first bytes are read, and that is forgotten with its
+    last."""
+    made: list[np.ndarray] = []
 
-    Args:
-        name, dtype, shape: of the tensor.
-        make: makes it, on the CPU.
-    """
-
-    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]) -> None:
-        super().__init__(name, dtype, shape)
-        self._make = make
-        self._data: np.ndarray | None = None
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        data = self._data
-        if data is None:
-            data = bytes_of(self._make()).numpy()
-        self._data = data if end_byte < self.num_bytes else None
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
+        kept = made[:]
+        data = kept[0] if kept else bytes_of(make()).numpy()
+        made[:] = [data] if end_byte < data.size else []
         return data[start_byte:end_byte]
+
+    return SourceTensor(name, dtype, shape, read)
 
 
 def changes_in(path: str) -> ibp.deltas.CheckpointDelta:
@@ -89,18 +84,18 @@ def _changed(part: Source, changes: ibp.deltas.CheckpointDelta, device: torch.de
     return Source(part.path, part.format, tensors, part.metadata)
 
 
-def _applied(base: SourceTensor, delta: ibp.deltas.Delta, device: torch.device) -> MadeTensor:
+def _applied(base: SourceTensor, delta: ibp.deltas.Delta, device: torch.device) -> SourceTensor:
     def make() -> torch.Tensor:
         try:
             return delta.to(device).apply_(base.tensor().to(device)).cpu()
         except (ibp.deltas.DeltaMismatchError, ibp.CorruptTableError) as error:
             raise type(error)(f"{base.name}: {error}") from None
 
-    return MadeTensor(base.name, base.dtype, base.shape, make)
+    return _made_tensor(base.name, base.dtype, base.shape, make)
 
 
-def _whole(name: str, change: torch.Tensor | ibp.CompressedTensor) -> MadeTensor:
+def _whole(name: str, change: torch.Tensor | ibp.CompressedTensor) -> SourceTensor:
     def make() -> torch.Tensor:
         return change if isinstance(change, torch.Tensor) else ibp.decompress(change, device="cpu")
 
-    return MadeTensor(name, change.dtype, tuple(change.shape), make)
+    return _made_tensor(name, change.dtype, tuple(change.shape), make)

@@ -47,8 +47,3 @@ def written(output: str, suffix: str) -> Iterator[str]:
             raise Failure("the output is a set of files, which stdout (-) cannot hold; wanted a directory")
         with open(held, "rb") as file:
             shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
-
-
-def shown(path: str) -> str:
-    """A path as results name it."""
-    return "stdin" if path == STREAM else path

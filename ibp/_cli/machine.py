@@ -5,9 +5,6 @@ Rows are 2 KiB of made weights, whose savings are those of trained ones. Rates a
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +12,10 @@ from typing import Any
 import torch
 
 import ibp
-from ibp.calibration._measuring import Clock
+from ibp._machine.timing import Clock
 
 ROW_BYTES = 2048
 PAYS = 1.05  # times as fast: less is within what measurements differ by
-_TABLE_BYTES = 32 << 20  # on the CPU: past its caches
 _NUM_CALLS = 24  # that share the time given
 _KINDS = {
     "BF16 weights": torch.bfloat16,
@@ -51,27 +47,6 @@ class Measured:
     whole: float | None = None
 
 
-class HostClock:
-    """Times calls on the CPU.
-
-    Args:
-        budget_s: seconds that one measurement may take, about.
-    """
-
-    def __init__(self, budget_s: float) -> None:
-        self._budget_s = budget_s
-
-    def wall_s(self, call: Callable[[], object]) -> float:
-        """Median of the seconds that a call takes."""
-        repeats = max(3, min(15, int(self._budget_s / self._once(call))))
-        return statistics.median(self._once(call) for _ in range(repeats))
-
-    def _once(self, call: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        call()
-        return max(time.perf_counter() - start, 1e-9)
-
-
 def made(kind: str, num_bytes: int) -> torch.Tensor:
     """Rows of one kind on the CPU."""
     dtype = _KINDS[kind]
@@ -90,13 +65,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def of_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
     """Every kind on the CPU. kinds: wraps the list of their names, to show how far it is."""
-    clock = HostClock(seconds / (_NUM_CALLS * len(_KINDS)) * 4)
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    num_bytes = max(1 << 20, min(_TABLE_BYTES, free_bytes // 16))
-    return [_on_cpu(clock, kind, made(kind, num_bytes)) for kind in kinds(list(_KINDS))]
+    clock = Clock(torch.device("cpu"), seconds / (_NUM_CALLS * len(_KINDS)) * 4)
+    return [_on_cpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
 
 
-def _on_cpu(clock: HostClock, kind: str, x: torch.Tensor) -> Measured:
+def _on_cpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
     num_bytes, out = x.numel() * x.itemsize, torch.empty_like(x)
     table = ibp.compress(x, device="cpu", memory="host", layout="packed")
     ids = torch.randint(len(x), (len(x) // 4,))
@@ -110,7 +83,7 @@ def _on_cpu(clock: HostClock, kind: str, x: torch.Tensor) -> Measured:
         "copy": rate(lambda: out.copy_(x)),
         "compress": rate(lambda: _again(table, x)),
         "decompress": rate(lambda: ibp.decompress(table, out=out)),
-        "raw_rows": rate(lambda: _select(x, ids, rows), taken),
+        "raw_rows": rate(lambda: torch.index_select(x.view(torch.uint8), 0, ids, out=rows.view(torch.uint8)), taken),
         "rows": rate(lambda: ibp.index_select(table, ids, out=rows), taken),
     }
     lossless = same_bits(ibp.decompress(table), x) and same_bits(rows, x.view(torch.uint8)[ids])
@@ -119,15 +92,8 @@ def _on_cpu(clock: HostClock, kind: str, x: torch.Tensor) -> Measured:
 
 def _again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
     """Codes x by the codebook of its table."""
-    if table.codebook is None:
-        ibp.compress(x, scheme="raw", device="cpu", memory="host", layout="packed")
-    else:
-        ibp.compress(x, codebook=table.codebook, device="cpu", memory="host", layout="packed")
-
-
-def _select(x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """x[ids], of any dtype."""
-    torch.index_select(x.view(torch.uint8), 0, ids, out=out.view(torch.uint8))
+    how: Any = {"scheme": "raw"} if table.codebook is None else {"codebook": table.codebook}
+    ibp.compress(x, **how, device="cpu", memory="host", layout="packed")
 
 
 # ---- a GPU ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -14,11 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import output
+from . import output, parsing
 from .commands import COMMANDS
-from .parsing import Parser
 
-DONE, WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 1, 2, 130, 141, 143  # exit statuses
+WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143  # exit statuses, but 0: done
 
 _DESCRIPTION = """\
 Lossless compression of tensors.
@@ -36,15 +36,17 @@ exit status:
 ibp COMMAND --help says more about a command."""
 
 
-def make_parser() -> Parser:
+def make_parser() -> parsing.Parser:
     """The parser of the whole command line."""
-    parser = Parser(prog="ibp", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = parsing.Parser(prog="ibp", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"ibp {version()}", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
     for name in COMMANDS:
         module = _module(name)
         command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, epilog=module.EPILOG)
         module.add(command)
+        if name != "completion":  # which prints its script alone
+            parsing.add_common(command)
     return parser
 
 
@@ -117,10 +119,8 @@ def _is_damage(error: BaseException) -> bool:
 
 
 def _complain(line: str, status: int) -> int:
-    try:
+    with contextlib.suppress(BrokenPipeError):
         print(line, file=sys.stderr)
-    except BrokenPipeError:
-        pass
     return status
 
 
@@ -130,10 +130,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: objec
 
 def _forget_stdout() -> None:
     """The reader has gone: what is still buffered goes nowhere, also when the process ends."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # stdout is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # stdout is no file
-        pass
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -66,35 +66,31 @@ def _print(parts: Iterable[object]) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table. Columns whose names begin with ">" stand to the right; the first one folds where a terminal's line is
-    full. Without
-    names there is no head."""
+    full. Without names there is no head."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_header=any(columns))
     for number, name in enumerate(columns):
         justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
         made.add_column(name.lstrip(">"), justify=justify, overflow="fold", no_wrap=number > 0)
     for row in rows:
-        made.add_row(*map(_cell, row))
+        made.add_row(*(Text(shown(str(value))) for value in row))
     return made
 
 
-def _cell(value: object) -> Any:
-    from rich.text import Text
-
-    return Text(shown(value if isinstance(value, str) else str(value)))
+def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> Table:
+    """A table with a row an item. columns: by name, what a column says of an item."""
+    return table(list(columns), ([say(item) for say in columns.values()] for item in items))
 
 
 def shown(name: str) -> str:
     """Text of a file, a tensor's name for instance, as a terminal may have it: what controls one is escaped."""
-    safe = "".join(c if unicodedata.category(c)[0] not in "CZ" or c == " " else _escaped(c) for c in name)
+    are_safe = ((c, unicodedata.category(c)[0] not in "CZ" or c == " ") for c in name)
+    safe = "".join(c if is_safe else c.encode("unicode_escape").decode("ascii") for c, is_safe in are_safe)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return safe.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def one_line(text: str) -> str:
@@ -125,6 +121,13 @@ def show_size(num_bytes: float) -> str:
     while abs(num_bytes) >= 999.5 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
     return f"{num_bytes:,.0f} {_UNITS[unit]}" if abs(num_bytes) >= 99.95 else f"{num_bytes:.1f} {_UNITS[unit]}"
+
+
+def show_dtype(tensor: Any) -> str:
+    """The dtype of a tensor, in short, as headers of safetensors name it."""
+    from ibp._files.fields import dtype_name
+
+    return dtype_name(tensor.dtype)
 
 
 def show_share(share: float) -> str:

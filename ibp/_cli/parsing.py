@@ -98,10 +98,6 @@ def add_level(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-v", "--verbose", action="store_true", help="list every tensor")
-
-
 def add_names(parser: argparse.ArgumentParser, take: str = "take") -> None:
     """Which tensors, by patterns of their names."""
     for option, what in (("--include", f"{take} only"), ("--exclude", f"do not {take}")):
@@ -134,7 +130,6 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-k", "--keep", action="store_true", help="do nothing where OUT is there already")
 
 
-def path(argument: argparse.Action, kind: str = "file") -> None:
-    """Says to shell completion what an argument names: a file or a directory."""
-    pattern = {"file": "_files", "directory": "_files -/"}[kind]
-    argument.complete = {"bash": f"_shtab_compgen_{kind}s", "zsh": pattern}  # type: ignore[attr-defined]
+def path(argument: argparse.Action) -> None:
+    """Says to shell completion that an argument names files."""
+    argument.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

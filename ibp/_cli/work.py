@@ -15,6 +15,7 @@ import ibp
 from ibp._common.progress import tqdm
 from ibp._files.paths import file_system, path_text, target_of
 from ibp._files.sets import INDEX_SUFFIX
+from ibp._machine import memory
 from ibp.checkpoints import _journal, _model_files, _outputs, _sources
 from ibp.checkpoints import _source as source_names
 
@@ -24,18 +25,9 @@ T = TypeVar("T")
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """That of --device; else the current GPU if there is one, else the CPU. Failure for what is none."""
-    if arguments.device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if ibp.cuda_is_available() else torch.device("cpu")
-    try:
-        device = torch.device(arguments.device)
-    except RuntimeError:
-        raise output.Failure(f"{arguments.device!r} is no device; wanted cpu, cuda or cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
-        raise output.Failure(f"device is {arguments.device!r}; wanted cpu, cuda or cuda:1")
-    if device.type == "cuda" and not ibp.cuda_is_available():
-        raise output.Failure(f"device is {arguments.device!r}, but there is no GPU that this build of ibp can use")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    """That of --device; else the current GPU if there is one, else the CPU. ValueError, Failure for what is none."""
+    device = memory.usual(arguments.device)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise output.Failure(f"device is {arguments.device!r}, but there are {torch.cuda.device_count()} GPUs")
     return device
 

@@ -77,17 +77,19 @@ class RankGroup:
     def gather(self, content: bytes) -> list[bytes]:
         """The bytes of each rank, at least one of each, by rank. A collective call."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        sizes = torch.cat(self._all(torch.tensor([mine.numel()], device=self.device))).tolist()
+        sizes = torch.cat(self.gathered(torch.tensor([mine.numel()], device=self.device))).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: mine.numel()] = mine
-        return [part[:size].cpu().numpy().tobytes() for part, size in zip(self._all(padded), sizes)]
+        return [part[:size].cpu().numpy().tobytes() for part, size in zip(self.gathered(padded), sizes)]
 
-    def _all(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor of each rank, all of one shape and dtype."""
-        parts = [torch.empty_like(part) for _ in range(self.size)]
+    def gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor of each rank, all of one shape and dtype, on the group's device; as bytes, since not every backend
+        has every dtype."""
+        data = part.contiguous().view(torch.uint8)
+        parts = [torch.empty_like(data) for _ in range(self.size)]
         with all_taking_part():
-            dist.all_gather(parts, part, group=self.process_group)
-        return parts
+            dist.all_gather(parts, data, group=self.process_group)
+        return [found.view(part.dtype) for found in parts]
 
     def counts(self, sent: list[int]) -> list[int]:
         """A number from each rank to each: sent[r] goes to rank r, and what each sent here comes back, by rank."""

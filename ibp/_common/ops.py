@@ -2,8 +2,11 @@
 
 The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no
 memory with anything else. Arguments that break these rules or contradict each other raise RuntimeError, whatever they
-are. Only a streamer's address, those of buffers and `addresses` are trusted.
+are. Only the bytes of `table`, a streamer's address, those of buffers and `addresses` are trusted.
 
+    table                         uint8 on the CPU: the handle of a table on the device of the other tensors, as
+                                  `_rows.handle` makes it by `describe_table`. It owns what it reads. An operation that
+                                  codes rows writes to it, as torch.compile sees it: its order among others counts
     slots, overflow, data, ring   uint8 [bytes]
     out                           any dtype and shape: the memory is written to
     lengths                       uint16 [rows]; empty: every row is raw
@@ -19,7 +22,8 @@ are. Only a streamer's address, those of buffers and `addresses` are trusted.
                                   closed, invariant_bits, invariant_value, consecutive, first_symbol, signed_default,
                                   num_constant, digit_bits ...]
     rooms, used, counts           uint16 [rows] or empty, int64 [1], int64 [2]: of struct ibp_place in ibp.h, whose
-                                  bases are int64 [rows], or empty where slots hold whole rows
+                                  bases are int64 [rows], or empty where slots hold whole rows. A table without `used`
+                                  is no place: `encode_into` refuses it
     x                             any dtype, shape and strides: its elements in their order are rows
     buffers                       int64 [buffers]: addresses of memory of the layout of x, coded instead of x
     row_ids                       int64 [rows of x or of all buffers]: which rows of the table they become
@@ -38,20 +42,19 @@ CPU implementations run on torch's intra-op threads where there is work for seve
 the tensors' device, without allocating or synchronising where they write to given tensors, and whatever device is
 current. `stream_bytes` is decode_bytes from pinned host memory by the copy engine, through `ring` on the device;
 `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
-memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
-`encode_packed`, for the CPU alone, codes a block of rows in one pass and on one thread, back to back to `out`, which
-has as many bytes as data or more; lengths uint16 [rows], `stored` int64 [1]: how many bytes it wrote.
-`gather_into` is gather_items to an out of any strides, whose first outer_dims dimensions number its items; ids None:
-all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the tensors
-that they are in. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and
-blocks int64 [pages], starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses
-int64. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it sees
-them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct
-ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
+memory is given as a tensor of the CUDA device (`_memory.device_view`). `encode_packed`, for the CPU alone, codes a
+block of rows in one pass and on one thread, back to back to `out`, which has as many bytes as data or more; lengths
+uint16 [rows], `stored` int64 [1]: how many bytes it wrote. `gather_items` takes all items where ids is None. With
+outer_dims, out has any strides and its first outer_dims dimensions number its items; with addresses, int64 [ids], item
+k goes to addresses[k], and out is the first of the tensors that they are in; with entries, rows that have one come from
+slabs. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and blocks int64 [pages],
+starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses int64. `stage_items` is
+gather_items of `host_ids`, whose threads gather `host_slots`, the slots as it sees them; `stager` is the address of a
+living `_core.Stager` of that device.
 
 `sum_bags`, for CUDA alone, sums bags of rows as struct ibp_bags of ibp_cuda.h says: one for each row of out. Bag b
 begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, which is not read; without offsets all bags
-have as many ids. Rows that have `entries` come from `slabs`, as in gather_cached. `reduction` and `kind` are numbers of
+have as many ids. Rows that have `entries` come from `slabs`, as in gather_items. `reduction` and `kind` are numbers of
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
 `linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h: starts and entries, the escapes of the table, are int32
@@ -64,15 +67,14 @@ are trusted; lengths, counts and bases are of the sequence of all tensors' rows;
 [1 + 3 n], both zeros at first.
 
 A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
-of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs; `gather_cached` is gather_items with the rows that
-have entries from their slabs. Maps and slabs may be on other devices than the rest, that can be read from it.
-`counts`, int64 [10], is added to: hits of slabs 0 to 7, misses, and bytes of missed rows in whole sectors of 32.
-`owners_of_rows` says, as uint8, which slab's map is to hold a row. `fill_slab` copies `rows`, int64, to `offsets`,
-int64, of a slab and puts them into its map, if that is not empty; negative ones are left out. `claim_cached` is
-find_cached of a cache in which missing rows replace the rows used longest ago, in slots of cache_slot_bytes, one a way;
-ways is 32.
-`drop_cached` takes rows out of a map; `set_cached` says that rows of it were written anew: with `lengths`, uint16
-[rows], or, where there are none, the lengths that they had, and `dirty`, whether the table's own rows are older.
+of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs, as `gather_items` takes them. Maps and slabs may be
+on other devices than the rest, that can be read from it. `counts`, int64 [10], is added to: hits of slabs 0 to 7,
+misses, and bytes of missed rows in whole sectors of 32. `owners_of_rows` says, as uint8, which slab's map is to hold a
+row. `fill_slab` copies `rows`, int64, to `offsets`, int64, of a slab and puts them into its map, if that is not empty;
+negative ones are left out. `claim_cached` is find_cached of a cache in which missing rows replace the rows used longest
+ago, in slots of cache_slot_bytes, one a way; ways is 32. `drop_cached` takes rows out of a map; `set_cached` says that
+rows of it were written anew: with `lengths`, uint16 [rows], or, where there are none, the lengths that they had, and
+`dirty`, whether the table's own rows are older.
 """
 
 import os
@@ -83,11 +85,16 @@ import torch
 from .. import _core
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
+_ON_THE_CPU = {"table", "host_bases", "host_slots", "host_ids"}  # tensors that always are
 
 
-def _define(schema):
-    """Declares an operation. It writes to memory that it is given, which a graph of torch.jit.trace would leave out."""
-    name = _lib.define(schema)
+def _define(schema, shaped=lambda *args, **options: None):
+    """Declares an operation. It writes to memory that it is given, which a graph of torch.jit.trace would leave out.
+    inductor leaves operations that read a handle out of its CUDA graphs, which would go on using the same one.
+
+    shaped: makes what it returns of tensors without data. Of an operation that only writes: nothing."""
+    name = _lib.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if " table," in schema else ())
+    called = [argument.name for argument in getattr(torch.ops.ibp, name).default._schema.arguments]
 
     def refuse(*args, **kwargs):
         raise RuntimeError(
@@ -95,49 +102,103 @@ def _define(schema):
             "model with plain tensors, as ibp.decompress(table) gives them, or use torch.compile"
         )
 
+    def fake(*args, **kwargs):
+        """All tensors are on one device, as the real one requires."""
+        given = dict(zip(called, args)) | kwargs
+        tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+        devices = {tensor.device for key, tensor in tensors.items() if key not in _ON_THE_CPU}
+        if len(devices) > 1:
+            where = sorted(map(str, devices))
+            raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {where}")
+        for key in tensors.keys() & _ON_THE_CPU:
+            if tensors[key].device.type != "cpu":
+                raise RuntimeError(f"ibp: {key} given to {name} must be on the CPU")
+        return shaped(*args, **kwargs)
+
     _lib.impl(name, refuse, "Tracer")
+    torch.library.register_fake(f"ibp::{name}", fake, lib=_lib)
 
 
-# How a table is described to an operation; see struct ibp_table in ibp.h.
-_TABLE = (
-    "Tensor{0} slots, Tensor{1} overflow, Tensor{2} lengths, Tensor{3} bases, Tensor codebook, int[] codec, "
-    "int slot_bytes, int overflow_start, int num_items, int item_bytes"
+def _divide_up(amount, part):
+    return -(-amount // part)
+
+
+def _learned_planes(data, *args):
+    context = torch.library.get_ctx()
+    entries = data.new_empty((context.new_dynamic_size(),))
+    return entries, data.new_empty((context.new_dynamic_size(),), dtype=torch.int64)
+
+
+_define(
+    "codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor",
+    lambda mask, *args: mask.new_empty((3, _divide_up(mask.numel(), 16) * 4), dtype=torch.int32),
 )
-_READ = _TABLE.format("", "", "", "")
-_WRITE = _TABLE.format("(a!)", "(b!)", "", "")
-_WRITE_ALL = _TABLE.format("(a!)", "(b!)", "(c!)", "(d!)")
-
-_define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
-_define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
-_define("choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)")
-_define("estimate_masks(Tensor data, int row_bytes) -> Tensor")
+_define(
+    "threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)",
+    lambda counts, *args: tuple(counts.new_empty((counts.numel() // 8,), dtype=torch.uint8) for _ in range(2)),
+)
+_define(
+    "choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)",
+    lambda data, row_bytes, _: tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2)),
+)
+_define(
+    "estimate_masks(Tensor data, int row_bytes) -> Tensor",
+    lambda data, _: data.new_empty((1,), dtype=torch.float64),
+)
 _define(
     "learn_planes(Tensor data, int row_bytes, int element_bytes, int exponent_bits, int table_rows, bool fast, "
-    "bool codes_invariant) -> (Tensor, Tensor)"
+    "bool codes_invariant) -> (Tensor, Tensor)",
+    _learned_planes,
 )
-_define("learn_entries(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_define("count_bits(Tensor data, int row_bytes) -> Tensor")
-_define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
-_define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
-_define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
+_define(
+    "learn_entries(Tensor data, Tensor codebook, int[] codec) -> Tensor",
+    lambda data, codebook, _: torch.empty_like(codebook),
+)
+_define(
+    "count_bits(Tensor data, int row_bytes) -> Tensor",
+    lambda data, row_bytes: data.new_empty((8 * row_bytes,), dtype=torch.int64),
+)
+_define(
+    "count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor",
+    lambda data, _, codec: data.new_empty((_divide_up(codec[1], codec[2]),), dtype=torch.int64),
+)
+_define(
+    "measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor",
+    lambda data, _, codec: data.new_empty((_divide_up(data.numel(), codec[1]),), dtype=torch.uint16),
+)
+_define(
+    "index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor",
+    lambda lengths, num_bytes, row_bytes, _: lengths.new_empty(
+        (_divide_up(num_bytes, _core.ROWS_PER_BASE * row_bytes) + 1,), dtype=torch.int64
+    ),
+)
+_define(
+    "survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor",
+    lambda lengths, _, row_bytes: lengths.new_empty(
+        (2 + _divide_up(row_bytes, _core.SECTOR_BYTES),), dtype=torch.int64
+    ),
+)
+_define(
+    "describe_table(int address, Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, "
+    "int[] codec, int slot_bytes, int overflow_start, int num_items, int item_bytes, Tensor? rooms=None, "
+    "Tensor? used=None) -> ()"
+)
+_define("encode_rows(Tensor(a!) table, Tensor data, Tensor(b!) fault) -> ()")
 _define(
     "encode_packed(Tensor data, Tensor codebook, int[] codec, Tensor(a!) out, Tensor(b!) lengths, Tensor(c!) stored) "
     "-> ()"
 )
 _define(
-    f"encode_into({_WRITE_ALL}, Tensor(e!) rooms, Tensor(f!) used, Tensor(g!) counts, "
-    "Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, Tensor(h!) fault) -> ()"
+    "encode_into(Tensor(a!) table, Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, "
+    "Tensor(b!) counts, Tensor(c!) fault) -> ()"
 )
 _define(
-    f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
+    "gather_items(Tensor table, Tensor? ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None, *, "
+    "Tensor? addresses=None, int? outer_dims=None, Tensor? entries=None, Tensor[]? slabs=None) -> ()"
 )
-_define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_define(f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _define(
-    f"sum_bags({_READ}, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, int reduction, "
-    "int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
+    "sum_bags(Tensor table, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, "
+    "int reduction, int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
 )
 _define(
     "linear(Tensor slots, int slot_bytes, int first_symbol, Tensor starts, Tensor entries, Tensor x, Tensor? bias, "
@@ -151,19 +212,19 @@ _define(f"plan_pages({_TRANSFER}, Tensor? stored, Tensor(a!) ids, Tensor(b!) add
 _define(
     "note_pages(Tensor ids, int ids_per_block, Tensor lengths, Tensor rooms, Tensor(a!) stored, Tensor(b!) seen) -> ()"
 )
-_define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
-_define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_define("decode_bytes(Tensor table, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _define(
-    f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
+    "stream_bytes(Tensor table, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
     "int max_sms, Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()"
 )
 _define(
-    f"stage_items({_READ}, Tensor host_slots, Tensor ids, int stager, int max_sms, Tensor(a!) out, Tensor(b!) fault) "
-    "-> ()"
+    "stage_items(Tensor table, Tensor host_slots, Tensor host_ids, int stager, int max_sms, Tensor(a!) out, "
+    "Tensor(b!) fault) -> ()"
 )
 _define("sum_words(Tensor part, int first_word, Tensor(a!) sum) -> ()")
 _define(
-    f"add_rows({_READ}, int element_bytes, bool subtracts, Tensor(a!) base, Tensor(b!) change, Tensor(c!) fault) -> ()"
+    "add_rows(Tensor table, int element_bytes, bool subtracts, Tensor(a!) base, Tensor(b!) change, Tensor(c!) fault) "
+    "-> ()"
 )
 _define(
     "measure_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor(a!) lengths, Tensor(b!) counts, "
@@ -176,9 +237,12 @@ _define(
 _define(
     "apply_deltas(Tensor tensors, int num_rows, Tensor codebook, int[] codec, bool takes_back, Tensor(a!) state) -> ()"
 )
-_define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
 _define(
-    f"select_rows({_READ}, Tensor ids, int first, "
+    "partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)",
+    lambda ids, *args: (ids.new_empty((ids.numel(),)), ids.new_empty((ids.numel(),), dtype=torch.int32)),
+)
+_define(
+    "select_rows(Tensor table, Tensor ids, int first, "
     "Tensor(a!) lengths_out, Tensor(b!) bases_out, Tensor(c!) rows_out, Tensor(d!) taken, Tensor(e!) fault) -> ()"
 )
 
@@ -187,17 +251,16 @@ _define(
     "find_cached(Tensor ids, int rows_per_item, int row_bytes, Tensor lengths, Tensor[] maps, int ways, "
     "Tensor(a!) entries, Tensor(b!)? counts) -> ()"
 )
-_define("owners_of_rows(Tensor rows, int num_slabs) -> Tensor")
 _define(
-    f"gather_cached({_READ}, Tensor ids, Tensor entries, Tensor[] slabs, int max_sms, Tensor(a!) out, "
-    "Tensor(b!) fault, Tensor? positions=None) -> ()"
+    "owners_of_rows(Tensor rows, int num_slabs) -> Tensor",
+    lambda rows, _: rows.new_empty((rows.numel(),), dtype=torch.uint8),
 )
 _define(
-    f"fill_slab({_READ}, Tensor rows, Tensor offsets, int slab, int ways, Tensor(a!) bytes, Tensor(b!) map, "
+    "fill_slab(Tensor table, Tensor rows, Tensor offsets, int slab, int ways, Tensor(a!) bytes, Tensor(b!) map, "
     "Tensor(c!) fault) -> ()"
 )
 _define(
-    f"claim_cached({_READ}, Tensor ids, int ways, int cache_slot_bytes, Tensor(a!) bytes, Tensor(b!) map, "
+    "claim_cached(Tensor table, Tensor ids, int ways, int cache_slot_bytes, Tensor(a!) bytes, Tensor(b!) map, "
     "Tensor(c!) stamps, Tensor(d!) clock, Tensor(e!) entries, Tensor(f!)? counts, Tensor(g!) fault) -> ()"
 )
 _define("drop_cached(Tensor rows, int ways, Tensor(a!) map) -> ()")
@@ -208,139 +271,6 @@ torch.ops.load_library(str(Path(__file__).parent.parent / "_lib" / "libibp_torch
 # A forked child has none of its parent's threads. torch replaces its pool of them at the first use, which fails where
 # several threads come first ("Invalid thread pool!"): the child does it before it has others.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
-
-
-def _words(row_bytes):
-    return (row_bytes + 15) // 16 * 4
-
-
-def _divide_up(amount, part):
-    return -(-amount // part)
-
-
-def _fake(name):
-    """Registers what an operation does with tensors without data: shapes, and that all tensors are on one device,
-    as the real one requires."""
-
-    def register(function):
-        def fake(*args, **kwargs):
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            given = [value for position, value in enumerate(given) if position not in _ON_THE_CPU.get(name, ())]
-            if any(tensor.device != given[0].device for tensor in given):
-                where = sorted({str(tensor.device) for tensor in given})
-                raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {where}")
-            return function(*args, **kwargs)
-
-        torch.library.register_fake(f"ibp::{name}", fake, lib=_lib)
-
-    return register
-
-
-_ON_THE_CPU = {"stream_bytes": (5,), "pack_table": (5,), "stage_items": (5, 6)}  # tensors that always are
-
-
-@_fake("codebook_words")
-def _(mask, bitval, chunk_bytes, flag_all):
-    return mask.new_empty((3, _words(mask.numel())), dtype=torch.int32)
-
-
-@_fake("threshold_bits")
-def _(counts, num_rows, tau):
-    return tuple(counts.new_empty((counts.numel() // 8,), dtype=torch.uint8) for _ in range(2))
-
-
-@_fake("choose_masks")
-def _(data, row_bytes, chunk_bytes):
-    return tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2))
-
-
-@_fake("estimate_masks")
-def _(data, row_bytes):
-    return data.new_empty((1,), dtype=torch.float64)
-
-
-@_fake("learn_planes")
-def _(data, row_bytes, element_bytes, exponent_bits, table_rows, fast, codes_invariant):
-    context = torch.library.get_ctx()
-    return (
-        data.new_empty((context.new_dynamic_size(),)),
-        data.new_empty((context.new_dynamic_size(),), dtype=torch.int64),
-    )
-
-
-@_fake("learn_entries")
-def _(data, codebook, codec):
-    return torch.empty_like(codebook)
-
-
-@_fake("count_bits")
-def _(data, row_bytes):
-    return data.new_empty((8 * row_bytes,), dtype=torch.int64)
-
-
-@_fake("count_hits")
-def _(data, codebook, codec):
-    return data.new_empty((_divide_up(codec[1], codec[2]),), dtype=torch.int64)
-
-
-@_fake("measure_rows")
-def _(data, codebook, codec):
-    return data.new_empty((_divide_up(data.numel(), codec[1]),), dtype=torch.uint16)
-
-
-@_fake("index_rows")
-def _(lengths, num_bytes, row_bytes, slot_bytes):
-    return lengths.new_empty((_divide_up(num_bytes, _core.ROWS_PER_BASE * row_bytes) + 1,), dtype=torch.int64)
-
-
-@_fake("survey_rows")
-def _(lengths, num_bytes, row_bytes):
-    return lengths.new_empty((2 + _divide_up(row_bytes, _core.SECTOR_BYTES),), dtype=torch.int64)
-
-
-@_fake("partition_ids")
-def _(ids, num_items, window_bits):
-    return ids.new_empty((ids.numel(),)), ids.new_empty((ids.numel(),), dtype=torch.int32)
-
-
-@_fake("owners_of_rows")
-def _(rows, num_slabs):
-    return rows.new_empty((rows.numel(),), dtype=torch.uint8)
-
-
-def _writes_only(*args, **options):
-    return None
-
-
-for _name in (
-    "encode_rows",
-    "encode_packed",
-    "encode_into",
-    "gather_items",
-    "gather_into",
-    "gather_to",
-    "plan_pages",
-    "note_pages",
-    "sum_bags",
-    "linear",
-    "pack_table",
-    "stage_items",
-    "decode_bytes",
-    "stream_bytes",
-    "select_rows",
-    "add_rows",
-    "apply_deltas",
-    "encode_deltas",
-    "measure_deltas",
-    "sum_words",
-    "find_cached",
-    "gather_cached",
-    "fill_slab",
-    "claim_cached",
-    "drop_cached",
-    "set_cached",
-):
-    _fake(_name)(_writes_only)
 
 
 def cuda_is_available() -> bool:

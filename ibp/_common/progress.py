@@ -9,6 +9,8 @@ from typing import Any
 
 import tqdm as _tqdm
 
+from .closing import Closing
+
 
 class _Bar(_tqdm.tqdm):
     """tqdm's bar, with a lock of this process alone. Its own one is shared with processes that are forked: a process
@@ -20,7 +22,7 @@ class _Bar(_tqdm.tqdm):
 os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
 
 
-class _Hidden:
+class _Hidden(Closing):
     """A bar that is not shown. It takes no lock, which tqdm's does also then: an interrupt in a thread that has it
     would stop all others."""
 
@@ -35,12 +37,6 @@ class _Hidden:
 
     def close(self) -> None:
         pass
-
-    def __enter__(self) -> _Hidden:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 Bar = _Bar | _Hidden

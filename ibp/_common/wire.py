@@ -113,7 +113,7 @@ class _Reader:
             "bytes": lambda size: bytes(self._taken(size)),
             "tensor": self._tensor,
             "dtype": _dtype,
-            "device": lambda name: torch.device(_text(name)),
+            "device": lambda name: torch.device(str(name)),
             "dict": lambda pairs: {self.value(key): self.value(held) for key, held in pairs},
             "size": lambda sizes: torch.Size(self._values(sizes)),
             "tuple": lambda held: tuple(self._values(held)),
@@ -155,9 +155,3 @@ class _Reader:
             raise ValueError(f"{name!r} is no class of ibp's that is sent")
         kind, names = _classes[name]
         return kind(**dict(zip(names, self._values(fields), strict=True)))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value

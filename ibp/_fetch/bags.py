@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .._rows.handle import Handle
 from .._rows.protocols import CachedRows, Rows
 from .._rows.table import Table
 from .calls import check_out, produce, sms_of, target_of, worker_of
 from .gather import is_bucketed
-from .ids import check_range, checked_ids, tensor_of
+from .ids import check_range, checked_ids, list_of_ids
 
 MODES = ("sum", "mean", "max")  # in the order of the operation's numbers
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -136,7 +137,7 @@ def _asked(
 ) -> Bags:
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; wanted 'sum', 'mean' or 'max'")
-    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    ids = checked_ids(ids)
     _check_weights(source, ids, mode, weights)
     if ids.dim() == 2:
         if offsets is not None:
@@ -166,11 +167,7 @@ def _checked_offsets(offsets: torch.Tensor | np.ndarray | None, include_last_off
     """(offsets, one a bag or one more; number of bags)."""
     if offsets is None:
         raise ValueError("ids has one dimension: wanted offsets, which say where each bag begins in it")
-    if not isinstance(offsets, torch.Tensor):
-        offsets = tensor_of(offsets, "offsets")
-    offsets = checked_ids(offsets, "offsets")
-    if offsets.dim() != 1:
-        raise ValueError(f"offsets has shape {list(offsets.shape)}; wanted one dimension")
+    offsets = list_of_ids(offsets, "offsets")
     if include_last_offset and offsets.numel() == 0:
         raise ValueError("offsets is empty; wanted one element at least, with include_last_offset")
     return offsets.contiguous(), offsets.numel() - bool(include_last_offset)
@@ -228,13 +225,13 @@ def _table_of(source: Table | CachedRows) -> Table:
 @contextmanager
 def _found(
     source: Table | CachedRows, ids: torch.Tensor
-) -> Iterator[tuple[tuple, torch.Tensor | None, Sequence[torch.Tensor]]]:
-    """What the operation starts with, entries of the rows and slabs: as `CachedRows.found`."""
+) -> Iterator[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
+    """The table's handle, entries of the rows and slabs: as `CachedRows.found`."""
     if isinstance(source, CachedRows):
         with source.found(ids) as found:
             yield found
     else:
-        yield source.arguments(ids.device), None, []
+        yield source.handle(ids.device), None, []
 
 
 def _sums_rows_of(table: Table) -> bool:
@@ -255,9 +252,9 @@ def _sum_bags(
     weights = None if bags.weights is None else bags.weights.detach().contiguous()
 
     def run(result: torch.Tensor, fault: torch.Tensor) -> None:
-        with _found(source, bags.ids) as (arguments, entries, slabs):
+        with _found(source, bags.ids) as (handle, entries, slabs):
             torch.ops.ibp.sum_bags.default(
-                *arguments,
+                handle.table,
                 bags.ids,
                 entries,
                 list(slabs),

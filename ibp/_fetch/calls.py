@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._machine import memory
+from .._rows.faults import new_record
 from .._rows.table import Table
 
 CPU = torch.device("cpu")
@@ -47,13 +48,13 @@ def produce(
             run(result, fault)
 
     if torch.compiler.is_compiling():  # what goes wrong is raised by the next call outside, or by table.check()
-        work(table.fault_on(worker))
+        work(table.faults.on(worker))
     else:
         table.raise_pending(worker)
-        fault = table.fault_on(worker) if worker.type == "cuda" else torch.zeros(4, dtype=torch.int64)
+        fault = table.faults.on(worker) if worker.type == "cuda" else new_record(worker)
         work(fault)
         if worker.type == "cpu":
-            table.raise_fault(fault.tolist())
+            table.raise_fault(fault)
         elif check:
             torch.cuda.current_stream(worker).synchronize()
             table.raise_pending(worker)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .._machine import calibration
+from .._machine.memory import is_capturing
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
 from . import host_gather, many
 from .calls import check_table, produce, sms_of, target_of, worker_of
-from .ids import check_range, checked_ids, tensor_of
-from .paths import Path, choose, is_capturing, named
-from .ready import make_ready
+from .ids import check_range, checked_ids
+from .paths import Path, choose, named
 
 # A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
 # B come at 49 million rows a second, and at 370 to 400 when their ids are put in the order of windows of 64 KiB to 256
@@ -104,8 +104,6 @@ def index_select(
     if not isinstance(table, Table) and isinstance(table, Rows) and not isinstance(table, torch.Tensor):
         return _select_itself(table, ids, device, out, check, max_sms, path)
     check_table(table)
-    if not isinstance(ids, torch.Tensor):
-        ids = tensor_of(ids, "ids")
     ids = checked_ids(ids)
     if ids.dim() != 1:
         if ids.dim() > 1:
@@ -127,7 +125,7 @@ def index_select(
     if chosen is None:
         chosen = choose(PATHS, request)
         if not torch.compiler.is_compiling() and ids.device == worker == target:
-            make_ready(table, worker)
+            table.make_ready(worker)
     return produce(
         table,
         (ids.numel(), *table.item_shape),
@@ -179,10 +177,10 @@ def _select_of_many(
 def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
     """The items at ids by the shortest way, where an earlier call has made the table ready and nothing is unusual."""
     try:
-        ready = table._ready[ids.device]
+        core = table._handles[ids.device].core
     except (AttributeError, KeyError, TypeError):
         return None
-    return ready.take(ids, out, 0) if max_sms is None else ready.take(ids, out, sms_of(max_sms))
+    return core.take(ids, out, 0) if max_sms is None else core.take(ids, out, sms_of(max_sms))
 
 
 class GatherRequest(NamedTuple):
@@ -231,11 +229,11 @@ class _Decode(ItemPath):
         if ids.device != worker:
             ids = ids.to(worker)
         if ids.numel():
-            torch.ops.ibp.gather_items.default(*table.arguments(worker), ids, request.sms, result, fault, None)
+            torch.ops.ibp.gather_items.default(table.handle(worker).table, ids, request.sms, result, fault, None)
 
     def into(self, request: GatherRequest, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
-        arguments, ids = request.table.arguments(request.worker), request.ids.to(request.worker)
-        torch.ops.ibp.gather_into.default(*arguments, ids, request.sms, outer_dims, result, fault)
+        handle, ids = request.table.handle(request.worker), request.ids.to(request.worker)
+        torch.ops.ibp.gather_items.default(handle.table, ids, request.sms, result, fault, outer_dims=outer_dims)
 
 
 class _GpuGather(_Decode):
@@ -270,7 +268,7 @@ class _Bucketed(ItemPath):
             return
         order, positions = torch.ops.ibp.partition_ids.default(ids, table.num_items, window_bits(table))
         sms = request.sms or bucketed_sms(table, worker)
-        torch.ops.ibp.gather_items.default(*table.arguments(worker), order, sms, result, fault, positions)
+        torch.ops.ibp.gather_items.default(table.handle(worker).table, order, sms, result, fault, positions)
 
 
 class _Cpu(ItemPath):

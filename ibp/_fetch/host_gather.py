@@ -16,7 +16,9 @@ import torch
 from .. import _core
 from .._machine import memory as _memory
 from .._machine.ring import Ring
-from .._rows.table import Table
+from .._rows.faults import new_record
+from .._rows.handle import Handle, Parts
+from .._rows.table import OF_SELECTIONS, Table
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
@@ -56,15 +58,15 @@ def select(
     Raises IndexError or CorruptTableError; positions count from the first of ids.
     """
     bases, lengths, rows = parts
-    taken, fault = torch.empty(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    torch.ops.ibp.select_rows.default(*table.arguments(_CPU), ids, first, lengths, bases, rows, taken, fault)
-    table.raise_fault(fault.tolist())
+    taken, fault = torch.empty(2, dtype=torch.int64), new_record()
+    torch.ops.ibp.select_rows.default(table.handle(_CPU).table, ids, first, lengths, bases, rows, taken, fault)
+    table.raise_fault(fault)
     return taken.tolist()
 
 
 def decode(
     table: Table,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    selection: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     first: int,
     num_items: int,
     order: torch.Tensor,
@@ -72,27 +74,19 @@ def decode(
     out: torch.Tensor,
     fault: torch.Tensor,
 ) -> None:
-    """Decodes a selection of num_items items, on the device of its parts, to position first of out. order: int32 0, 1,
+    """Decodes a selection of num_items items, on its device, to position first of out. order: int32 0, 1,
     2 and so on, one for each position."""
-    bases, lengths, rows = parts
+    bases, lengths, rows = selection
     geometry, none = table.geometry, rows[:0]
     codec, words = table._coding(rows.device)
+    sizes = (0, num_items, geometry.item_bytes)
     if table.scheme == "raw":
-        coded = (rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes)
+        parts = Parts(rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes, *sizes)
     else:
         num_rows = num_items * geometry.item_bytes // geometry.row_bytes
-        coded = (none, rows, lengths, bases[: -(-num_rows // _core.ROWS_PER_BASE)], words, codec, 0)
-    torch.ops.ibp.gather_items.default(
-        *coded,
-        0,
-        num_items,
-        geometry.item_bytes,
-        order[:num_items],
-        max_sms,
-        out,
-        fault,
-        order[first : first + num_items],
-    )
+        parts = Parts(none, rows, lengths, bases[: -(-num_rows // _core.ROWS_PER_BASE)], words, codec, 0, *sizes)
+    ids, places = order[:num_items], order[first : first + num_items]
+    torch.ops.ibp.gather_items.default(Handle(parts).table, ids, max_sms, out, fault, places)
 
 
 class _Stage:
@@ -157,16 +151,16 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
     if not _gathers_slots(table):
         _fetch_selections(table, ids, device, max_sms, out)
         return
-    table.arguments(_CPU)  # after what a GPU has changed in the slots
-    stage, arguments, fault = _stage_of(device), table.arguments(device), table.fault_on(device)
+    table.handle(_CPU)  # after what a GPU has changed in the slots
+    stage, handle, fault = _stage_of(device), table.handle(device), table.faults.on(device)
     slots = table.settled("slots")  # threads read what a GPU may be changing
     with stage.lock:
-        torch.ops.ibp.stage_items.default(*arguments, slots, ids, stage.stager.address, max_sms, out, fault)
+        torch.ops.ibp.stage_items.default(handle.table, slots, ids, stage.stager.address, max_sms, out, fault)
 
 
 def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
     (ring, lock), current = _ring_of(device), torch.cuda.current_stream(device)
-    fault = table.fault_on(device, of_selections=True)
+    fault = table.faults.on(device, OF_SELECTIONS)
     num_rows = min(rows_at_once(table), ids.numel() * (table.geometry.item_bytes // table.row_bytes))
     order = torch.arange(ids.numel(), dtype=torch.int32, device=device)
     first = 0

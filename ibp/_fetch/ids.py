@@ -24,8 +24,10 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
     return tensor if tensor.numel() else tensor.to(torch.int64)
 
 
-def checked_ids(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
-    """ids as int32 or int64; TypeError for what is no integer."""
+def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
+    """ids, a tensor or what `tensor_of` takes, as int32 or int64; TypeError for what is no integer."""
+    if not isinstance(ids, torch.Tensor):
+        ids = tensor_of(ids, name)
     if ids.dtype == torch.int64 or ids.dtype == torch.int32:
         return ids
     if ids.dtype in _WIDENED:
@@ -33,11 +35,19 @@ def checked_ids(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
     raise TypeError(f"{name} has dtype {ids.dtype}; wanted torch.int32 or torch.int64 (shorter integers are widened)")
 
 
-def check_range(ids: torch.Tensor, num_items: int, least: int = 0) -> None:
+def list_of_ids(ids: Any, name: str = "ids") -> torch.Tensor:
+    """The same; ValueError for other than one dimension."""
+    ids = checked_ids(ids, name)
+    if ids.dim() != 1:
+        raise ValueError(f"{name} has shape {list(ids.shape)}; wanted one dimension")
+    return ids
+
+
+def check_range(ids: torch.Tensor, num_items: int, least: int = 0, name: str = "ids") -> None:
     """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
     if ids.numel() == 0:
         return
     low, high = torch.aminmax(ids)
     if low.item() < least or high.item() >= num_items:
         position = int(((ids < least) | (ids >= num_items)).nonzero()[0])
-        raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted {least} to {num_items - 1}")
+        raise IndexError(f"{name}[{position}] is {int(ids[position])}; wanted {least} to {num_items - 1}")

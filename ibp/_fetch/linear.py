@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from .calls import check_out, check_table
 from .escapes import COLUMNS, Escapes, escapes_of
 from .streaming import decompress
 
-VECTORS = 8  # of a call of the kernel: IBP_MOST_VECTORS
-MOST_VECTORS = 3 * VECTORS  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
+MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
+MOST_VECTORS_90 = 64  # the same on GPUs of compute capability 9.0: IBP_MOST_VECTORS
 _SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow
 
 
@@ -28,12 +29,12 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
-    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 8 vectors. It runs
-    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least 1.5
-    K, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. The kernel adds products in float, in
-    an order that depends on K alone, so that its bits differ from the bits of torch's function, which differ by shape
-    and GPU, too. It multiplies up to 24 vectors eight at a time. In all other cases torch's function multiplies by W,
-    decoded on x's device for the time of the call.
+    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and up to
+    64 on GPUs of compute capability 9.0. It runs where W is BF16 at level "fast" in that GPU's memory, N is at least
+    16, K a multiple of 32, slot_bytes at least 1.5 K, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such
+    tables. The kernel adds products in float, in an order that depends on K alone: a vector's result has the same bits
+    however many vectors there are. They differ from the bits of torch's function, which differ by shape and GPU, too.
+    In all other cases torch's function multiplies by W, decoded on x's device for the time of the call.
 
     The first call with a table decodes it once, to list the few escaped weights, which its digits do not give, and
     synchronises. The list counts in the table's `nbytes`, and is made anew after the table has changed. A CUDA graph
@@ -108,7 +109,7 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None) -> 
 
 def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     """Whether the kernel takes the vectors; whether it takes the table, `escapes_of` says."""
-    if not x.is_cuda or table.device != x.device or x.numel() == 0 or x.numel() > MOST_VECTORS * x.shape[-1]:
+    if not x.is_cuda or table.device != x.device or x.numel() == 0 or x.numel() > most_vectors(x.device) * x.shape[-1]:
         return False
     if _is_transformed():
         return False
@@ -120,6 +121,12 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.bfloat16:
         return False
     return True
+
+
+@functools.cache
+def most_vectors(device: torch.device) -> int:
+    """How many vectors a GPU multiplies with coded weights faster than with weights that are decoded before."""
+    return MOST_VECTORS_90 if torch.cuda.get_device_capability(device) == (9, 0) else MOST_VECTORS
 
 
 def _is_transformed() -> bool:
@@ -141,11 +148,7 @@ def _multiply(
     bias = None if bias is None else bias.detach().contiguous()
     result = out if out is not None and out.is_contiguous() else x.new_empty(shape)
     matrix = table.slots, table.slot_bytes, escapes.first_symbol, escapes.starts, escapes.entries
-    if len(vectors) <= VECTORS:
-        torch.ops.ibp.linear.default(*matrix, vectors, bias, result)
-    else:
-        for part, to in zip(vectors.split(VECTORS), result.view(len(vectors), -1).split(VECTORS)):
-            torch.ops.ibp.linear.default(*matrix, part, bias, to)
+    torch.ops.ibp.linear.default(*matrix, vectors, bias, result)
     if len(escapes.rows):
         irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
         result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)

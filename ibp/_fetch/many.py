@@ -11,8 +11,7 @@ from .._machine import memory
 from .._rows.protocols import Ids
 from .._rows.table import Table
 from .calls import check_out, check_table, sms_of, worker_of
-from .ids import checked_ids, tensor_of
-from .ready import make_ready
+from .ids import checked_ids
 
 
 def select(
@@ -27,10 +26,7 @@ def select(
 ) -> torch.Tensor:
     """Item ids[k] of tables[table_numbers[k]], for every k: what `index_select` does with a list of tables.
     select_of_one: what fetches from one of them where a table is not ready."""
-    ids, numbers = (
-        checked_ids(given if isinstance(given, torch.Tensor) else tensor_of(given, name), name)
-        for given, name in ((ids, "ids"), (table_numbers, "table_numbers"))
-    )
+    ids, numbers = checked_ids(ids), checked_ids(table_numbers, "table_numbers")
     if ids.dim() != 1 or numbers.shape != ids.shape:
         raise ValueError(f"ids have shape {list(ids.shape)}, table_numbers {list(numbers.shape)}; wanted [K] of both")
     sms = sms_of(max_sms)
@@ -106,12 +102,12 @@ def _take(
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
         tables[number].raise_pending(out.device)
-        make_ready(tables[number], out.device)
-    ready = [tables[number]._ready[out.device] for number in used]
+        tables[number].make_ready(out.device)
+    cores = [tables[number].handle(out.device).core for number in used]
     bounds = [*(starts[number] for number in used), starts[-1]]
     positions = order.to(torch.int32)
     with torch.cuda.device(out.device if out.is_cuda else -1):
-        if _core.ReadyTable.take_many(ready, bounds, ids, positions, out, sms):
+        if _core.TableHandle.take_many(cores, bounds, ids, positions, out, sms):
             return
     for number in used:  # what the operations say
         some = slice(starts[number], starts[number + 1])

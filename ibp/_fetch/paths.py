@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-import torch
-
 Request = TypeVar("Request")
 
 
@@ -54,13 +52,3 @@ def named(paths: Sequence[AnyPath], name: str) -> AnyPath:
             return path
     names = ", ".join(repr(path.name) for path in paths if path.name is not None)
     raise ValueError(f"path is {name!r}; wanted one of {names}, or None")
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a device's current stream is captured in a CUDA graph."""
-    if device.type != "cuda":
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):  # torch looks at the current device only
-        return torch.cuda.is_current_stream_capturing()

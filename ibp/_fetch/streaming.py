@@ -12,11 +12,13 @@ from .. import _core
 from .._layout.geometry import bytes_of
 from .._machine import calibration
 from .._machine.calibration import FEW_SMS
+from .._machine.memory import is_capturing
+from .._rows.faults import new_record
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .._schemes.choice import coder_rates
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .paths import Path, choose, is_capturing, named
+from .paths import Path, choose, named
 
 # Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
 # model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
@@ -216,7 +218,7 @@ class Decoder:
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
     ) -> tuple[Any, ...]:
         """What `issue` takes, as often as the same is to be decoded to the same place."""
-        return (*table.arguments(worker), start, end, sms, out, fault)
+        return table.handle(worker).table, start, end, sms, out, fault
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
         """Queues what was prepared."""
@@ -236,9 +238,9 @@ class HostDecoder(Decoder):
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
         table, start, end, out = prepared
-        data, fault = torch.empty(end - start, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        data, fault = torch.empty(end - start, dtype=torch.uint8), new_record()
         KERNEL.decode(table, start, end, data.device, 0, data, fault)
-        table.raise_fault(fault.tolist())
+        table.raise_fault(fault)
         bytes_of(out).copy_(data)
 
 
@@ -322,7 +324,7 @@ def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str 
     for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
         if not torch.compiler.is_compiling():
             job.table.raise_pending(job.worker)
-        job.table.arguments(job.worker)
+        job.table.handle(job.worker)
     groups: dict[tuple[torch.device, bool], list[_DecodeJob]] = {}
     for job in jobs:
         groups.setdefault((job.worker, job.comes_over_the_link), []).append(job)
@@ -345,8 +347,8 @@ def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str 
 
 def _run(job: _DecodeJob, decoder: Decoder, sms: int) -> torch.Tensor:
     def into(result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
-        arguments = job.table.arguments(job.worker)
-        torch.ops.ibp.gather_into.default(*arguments, None, sms, outer_dims, result, fault)
+        handle = job.table.handle(job.worker)
+        torch.ops.ibp.gather_items.default(handle.table, None, sms, result, fault, outer_dims=outer_dims)
 
     return produce(
         job.table,
@@ -414,7 +416,7 @@ class TensorStream(Decoder):
     ) -> tuple[Any, ...]:
         stored_bytes = table.resident_bytes * (end - start) // max(1, table.original_bytes)
         return (
-            (*table.arguments(worker), table.bases, start, end, self._streamer.address),
+            (table.handle(worker).table, table.bases, start, end, self._streamer.address),
             (sms or streamed_sms(table, worker, end - start, stored_bytes), self._ring, bytes_of(out), fault),
         )
 

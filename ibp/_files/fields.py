@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._schemes import SCHEMES, AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
+from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from .._schemes.planes.codebook import num_entries, symbol_bytes
 
 ALIGNMENT = 128  # bytes, of every tensor's data in a file
@@ -44,11 +44,6 @@ _DTYPES = {
 _NAMES = {f"torch.{name}": text for text, name in _DTYPES.items()}
 PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPES.items() if hasattr(torch, name)}
 
-_KEY = re.compile(r"[a-z_]+")
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,19}", re.ASCII)
-_FLOAT = re.compile(r"-?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?", re.ASCII)
-_FINGERPRINT = re.compile(r"[0-9a-f]{16}", re.ASCII)
-
 
 class FileFormatError(ValueError):
     """A file is no file of ibp or of safetensors, contradicts itself, or is of a newer format."""
@@ -60,6 +55,17 @@ class ChecksumError(FileFormatError):
     """Bytes of a file differ from the bytes that were written."""
 
     __module__ = "ibp"
+
+
+@contextlib.contextmanager
+def refused(what: str) -> Iterator[None]:
+    """A ValueError or TypeError that is raised becomes a FileFormatError that says what is refused."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise FileFormatError(f"{what}: {error}") from error
 
 
 # ---- dtypes ----
@@ -96,74 +102,6 @@ def _written(value: object) -> str:
 
 def fingerprint_text(fingerprint: int | None) -> str | None:
     return None if fingerprint is None else f"{fingerprint:016x}"
-
-
-class Fields:
-    """The fields of one line. Each `take` removes a field and checks it; `done` refuses what is left.
-
-    Args:
-        what: what the fields are of, for messages.
-        text: the line.
-    """
-
-    def __init__(self, what: str, text: str) -> None:
-        self.what, self._values = what, dict[str, str]()
-        for pair in text.split(" ") if text else ():
-            key, equals, value = pair.partition("=")
-            if not equals or not _KEY.fullmatch(key) or key in self._values:
-                raise self.error(f"{pair[:80]!r} is none of its fields, or one that is there twice; wanted key=value")
-            self._values[key] = value
-
-    def error(self, message: str) -> FileFormatError:
-        return FileFormatError(f"{self.what}: {message}")
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def remaining(self) -> dict[str, str]:
-        return dict(self._values)
-
-    def text(self, key: str) -> str:
-        """A field that must be there."""
-        if key not in self._values:
-            raise self.error(f"the field {key!r} is missing")
-        return self._values.pop(key)
-
-    def number(self, key: str, most: int = 2**64 - 1) -> int:
-        text = self.text(key)
-        if not _NUMBER.fullmatch(text) or int(text) > most:
-            raise self.error(f"{key} is {text[:40]!r}; wanted 0 to {most}")
-        return int(text)
-
-    def numbers(self, key: str, most: int = 2**63 - 1, most_entries: int = 256) -> tuple[int, ...]:
-        text = self.text(key)
-        parts = text.split(",") if text else []
-        if len(parts) > most_entries or not all(_NUMBER.fullmatch(part) and int(part) <= most for part in parts):
-            raise self.error(f"{key} is {text[:80]!r}; wanted at most {most_entries} numbers up to {most}")
-        return tuple(map(int, parts))
-
-    def optional(self, key: str, most: int = 2**64 - 1) -> int | None:
-        return self.number(key, most) if key in self else None
-
-    def optional_float(self, key: str) -> float | None:
-        if key not in self:
-            return None
-        text = self.text(key)
-        if not _FLOAT.fullmatch(text) or not math.isfinite(float(text)):
-            raise self.error(f"{key} is {text[:40]!r}; wanted a finite number")
-        return float(text)
-
-    def optional_fingerprint(self, key: str) -> int | None:
-        if key not in self:
-            return None
-        text = self.text(key)
-        if not _FINGERPRINT.fullmatch(text):
-            raise self.error(f"{key} is {text[:40]!r}; wanted 16 hexadecimal digits")
-        return int(text, 16)
-
-    def done(self) -> None:
-        if self._values:
-            raise self.error(f"its fields {sorted(self._values)[:8]} are none that this ibp knows: a newer one may")
 
 
 # ---- a table ----
@@ -225,43 +163,20 @@ class TableFields:
         )
 
 
-def table_fields(name: str, text: str) -> TableFields:
-    """The fields of a table's line. FileFormatError for wrong and for unknown ones."""
-    fields = Fields(f"table {name!r}", text)
-    dtype, shape = fields.text("dtype"), fields.numbers("shape", most_entries=64)
-    content = fields.optional_fingerprint("content")
-    if "codec" in fields:
-        codec, block_bytes = fields.text("codec"), fields.number("block_bytes")
-        own = {key: fields.text(key) for key in fields.remaining() if key.startswith("codec_")}
-        found = TableFields(dtype, shape, content=content, codec=codec, block_bytes=block_bytes, codec_fields=own)
-    else:
-        found = TableFields(dtype, shape, content=content, **_coding_fields(fields, content is not None))
-    fields.done()
-    return found
+def table_fields(what: str, text: str) -> TableFields:
+    """The fields of a table's line. FileFormatError, which says what they are of, for wrong and for unknown ones."""
+    with refused(what):
+        fields = _core.read_table(_in_json(text))
+        own = [pair for pair in text.split(" ") if pair.startswith("codec_")]
+        codec_fields = dict(pair.split("=", 1) for pair in own)
+        if len(codec_fields) != len(own):
+            raise ValueError(f"it has {own}; wanted no field there twice")
+        return TableFields(**fields, codec_fields=codec_fields)
 
 
-def _coding_fields(fields: Fields, has_content: bool) -> dict[str, Any]:
-    scheme = fields.text("scheme")
-    if scheme not in SCHEMES:
-        raise fields.error(f"its scheme is {scheme[:40]!r}; this ibp knows {sorted(SCHEMES)}")
-    rows_per_base = fields.optional("rows_per_base")
-    if rows_per_base not in (None, 1, _core.ROWS_PER_BASE):
-        raise fields.error(f"rows_per_base is {rows_per_base}; wanted {_core.ROWS_PER_BASE} or 1")
-    codebook = None if scheme == "raw" else fields.number("codebook", 2**32 - 1)
-    base, result = fields.optional_fingerprint("base"), fields.optional_fingerprint("result")
-    if (base is None) != (result is None):
-        raise fields.error("only one of base and result is there; wanted both, as of a delta, or none")
-    if base is not None and has_content:
-        raise fields.error("content is there beside base; wanted one of them: a delta is of no tensor by itself")
-    return {
-        "scheme": scheme,
-        "row_bytes": fields.number("row_bytes", _core.MAX_ROW_BYTES),
-        "slot_bytes": fields.number("slot_bytes", _core.MAX_ROW_BYTES),
-        "codebook": codebook,
-        "rows_per_base": rows_per_base or _core.ROWS_PER_BASE,
-        "base": base,
-        "result": result,
-    }
+def _in_json(text: str) -> str:
+    """A text as it stands within the quotes of JSON."""
+    return json.dumps(text)[1:-1]
 
 
 # ---- a codebook ----
@@ -333,83 +248,50 @@ def _present(parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def read_codebook(
-    number: int, text_of: Callable[[int], str], part: Callable[[int, str, str, int], np.ndarray]
+    number: int,
+    line_of: Callable[[int], tuple[str, str]],
+    part: Callable[[int, str, str, int], np.ndarray],
+    is_cluster: bool = False,
 ) -> AnyCodebook:
     """The codebook of a number.
 
     Args:
-        text_of: the line of a number.
+        line_of: (what it is, its line) of a number.
         part: (number, part, dtype's name, how many): the entries of a codebook's part.
+        is_cluster: whether it is one of several clusters.
 
     Raises:
         FileFormatError: the lines or the parts are none of a codebook.
     """
-    fields = Fields(f"codebook {number}", text_of(number))
-    try:
-        if "clusters" not in fields:
-            return _read_single(fields, lambda *wanted: part(number, *wanted))
-        numbers = fields.numbers("clusters", 2**32 - 1)
-        expected_savings = fields.optional_float("expected_savings")
-        fields.done()
-        members = []
-        for member in numbers:
-            member_fields = Fields(f"codebook {member}", text_of(member))
-            members.append(_read_single(member_fields, lambda *wanted, k=member: part(k, *wanted)))
-        return ClusteredCodebook(members, expected_savings)
-    except FileFormatError:
-        raise
-    except ValueError as error:
-        raise fields.error(str(error)) from error
+    what, line = line_of(number)
+    with refused(what):
+        fields = _core.read_codebook(_in_json(line))
+        if "clusters" in fields:
+            if is_cluster:
+                raise ValueError("it has clusters of its own; wanted a codebook of one cluster")
+            members = [read_codebook(member, line_of, part, True) for member in fields["clusters"]]
+            return ClusteredCodebook(members, fields.get("expected_savings"))
+        read = _read_masks if fields.pop("scheme") == Codebook.scheme else _read_planes
+        return read(fields, lambda *wanted: part(number, *wanted))
 
 
-def _read_single(fields: Fields, part: Parts) -> AnyCodebook:
-    scheme = fields.text("scheme")
-    if scheme == Codebook.scheme:
-        return _read_masks(fields, part)
-    if scheme == PlanesCodebook.scheme:
-        return _read_planes(fields, part)
-    raise fields.error(f"its scheme is {scheme[:40]!r}; wanted {Codebook.scheme!r} or {PlanesCodebook.scheme!r}")
-
-
-def _read_masks(fields: Fields, part: Parts) -> Codebook:
-    row_bytes = fields.number("row_bytes", _core.MAX_ROW_BYTES)
-    chunk_bytes, flag_all = fields.number("chunk_bytes", 8), fields.number("flag_all", 1)
-    pairs = fields.number("pairs", 65536)
-    tau, expected_savings = fields.optional_float("tau"), fields.optional_float("expected_savings")
-    fields.done()
-    if chunk_bytes not in (1, 2, 4, 8):
-        raise fields.error(f"chunk_bytes is {chunk_bytes}; wanted 1, 2, 4 or 8")
+def _read_masks(fields: dict[str, Any], part: Parts) -> Codebook:
+    pairs, chunk_bytes = fields.pop("pairs"), fields["chunk_bytes"]
     palette = part("palette", "U8", 2 * pairs * chunk_bytes).reshape(pairs, 2, chunk_bytes)
-    num_chunks = -(-row_bytes // chunk_bytes) if pairs > 1 else 0
+    num_chunks = -(-fields["row_bytes"] // chunk_bytes) if pairs > 1 else 0
     index = part("index", "U8" if pairs <= 256 else "U16", num_chunks)
-    return Codebook(
-        row_bytes,
-        chunk_bytes,
-        bool(flag_all),
-        torch.from_numpy(palette),
-        torch.from_numpy(index),
-        tau,
-        expected_savings,
-    )
+    return Codebook(palette=torch.from_numpy(palette), index=torch.from_numpy(index), **fields)
 
 
-def _read_planes(fields: Fields, part: Parts) -> PlanesCodebook:
-    values: dict[str, Any] = {name: fields.number(name) for name in ("row_bytes", *_PLANES_NUMBERS, *_PLANES_VALUES)}
-    values["digit_bits"] = digit_bits = fields.numbers("digit_bits", 4, 4)
-    values.update({name: bool(fields.number(name, 1)) for name in _PLANES_FLAGS})
-    values["first_symbol"] = fields.optional("first_symbol")
-    values["expected_savings"] = fields.optional_float("expected_savings")
-    live = fields.optional("live", _core.MAX_ROW_BYTES)
-    fields.done()
-    symbol_bits = 8 * values["element_bytes"] - values["invariant_bits"] - values["residual_bits"]
-    if values["element_bytes"] not in (1, 2, 4, 8) or not 0 <= symbol_bits <= 64 or values["row_bytes"] > 65536:
-        raise fields.error("its elements, rows and symbols have sizes that do not fit each other")
-    columns = values["row_bytes"] // values["element_bytes"]
+def _read_planes(values: dict[str, Any], part: Parts) -> PlanesCodebook:
+    live, is_consecutive = values.pop("live", None), "first_symbol" in values
+    values.update((name, bool(values[name])) for name in _PLANES_FLAGS)
     if live is not None:
         values["live_columns"] = torch.from_numpy(part("live_columns", "U16", live).astype(np.int64))
         values["row_template"] = torch.from_numpy(part("row_template", "U8", values["row_bytes"]))
-    sets = (columns if live is None else live) if values["per_column"] else 1
-    shape = (sets, num_entries(digit_bits) if values["first_symbol"] is None else 0)
+    columns = values["row_bytes"] // values["element_bytes"] if live is None else live
+    shape = (columns if values["per_column"] else 1, 0 if is_consecutive else num_entries(values["digit_bits"]))
+    symbol_bits = 8 * values["element_bytes"] - values["invariant_bits"] - values["residual_bits"]
     entries = part("entries", f"U{8 * symbol_bytes(symbol_bits)}", shape[0] * shape[1])
     values["entries"] = torch.from_numpy(entries.astype(np.uint64).view(np.int64).reshape(shape))
     return PlanesCodebook(**values)

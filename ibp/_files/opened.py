@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from .. import _core
+from .._common.closing import Closing
 from .._common.progress import tqdm
 from .._machine import memory as _memory
 from .._machine.segments import FileRows
@@ -22,18 +23,19 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from ..deltas._fingerprint import fingerprint
-from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
+from .fields import ChecksumError, FileFormatError, TableFields, dtype_of
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
 from .reader import (
     BlockPlace,
     Checks,
-    MappedParts,
     OpenFile,
-    ReadParts,
+    Take,
     in_threads,
+    mapped_parts,
     part_names,
     read_new,
+    read_parts,
     read_table,
     read_whole,
 )
@@ -74,7 +76,7 @@ class TensorInfo:
     files: tuple[str, ...]
 
 
-class File(Mapping[str, Value]):
+class File(Mapping[str, Value], Closing):
     """A file, or a set of files, opened by `ibp.open`: its tables, tensors and deltas by name, over the mapped file.
 
     A table or tensor is made when it is first asked for, and reads the file when its rows are read. It lives on after
@@ -144,9 +146,9 @@ class File(Mapping[str, Value]):
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name, place.file.mapped)
-        parts = MappedParts()
-        table, fields = self._table(name, parts)
-        table.lie_in_file(FileRows(parts.pages, pin=self._pins))
+        pages: list[_core.FilePages] = []
+        table, fields = self._table(name, mapped_parts(pages))
+        table.lie_in_file(FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
         if self._memory == "pinned":
@@ -176,15 +178,15 @@ class File(Mapping[str, Value]):
             return file.tensor(name, lambda start, num_bytes: read_new(file, start, num_bytes, bool(pin)))
         if self.fields(name).codec is not None:
             return self._whole(name, pin)
-        table, fields = self._table(name, ReadParts(pin))
+        table, fields = self._table(name, read_parts(pin))
         table._is_refused = pin is None and not table.is_pinned()
         return _with_fields(table, fields)
 
     def _whole(self, name: str, pin: bool | None) -> WholeTensor:
         return read_whole(self._owners[name], name, self._places.get, pin)
 
-    def _table(self, name: str, parts: MappedParts | ReadParts) -> tuple[CompressedTensor, TableFields]:
-        return read_table(self._owners[name], name, self._places.get, parts)
+    def _table(self, name: str, take: Take) -> tuple[CompressedTensor, TableFields]:
+        return read_table(self._owners[name], name, self._places.get, take)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -245,7 +247,7 @@ class File(Mapping[str, Value]):
 
     def fields(self, name: str) -> TableFields:
         """The fields of a table, checked. KeyError, FileFormatError as `info`."""
-        return table_fields(name, self._owners[name].tables[name])
+        return self._owners[name].fields(name)
 
     def _parts(self, name: str) -> list[BlockPlace]:
         """Where the bytes of a tensor are, those of its codebook apart."""
@@ -334,14 +336,6 @@ class File(Mapping[str, Value]):
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError(f"{self.path} is closed")
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTensor | Delta:

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from .. import _core
+from .._common.sequences import ahead
 from .._layout import slots
 from .._layout.geometry import DTYPES, Geometry
 from .._machine import memory
@@ -31,14 +32,14 @@ from .fields import (
     CODEC_PARTS,
     TABLE_PARTS,
     ChecksumError,
-    Fields,
     FileFormatError,
     TableFields,
     dtype_of,
     read_codebook,
+    refused,
     table_fields,
 )
-from .header import SHAPE_BITS, Entry, header_of, is_shape
+from .header import Entry, header_of
 from .regular import open_regular
 from .writer import CHECKS, PREFIX
 
@@ -71,10 +72,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         yield from map(function, items)
         return
     with ThreadPoolExecutor(min(THREADS, len(items))) as threads:
-        try:
-            yield from threads.map(function, items)
-        finally:
-            threads.shutdown(cancel_futures=True)
+        yield from ahead(threads, function, items, len(items))
 
 
 @dataclass(frozen=True)
@@ -118,6 +116,10 @@ class OpenFile:
         if self.header.is_plain:
             return dict(self.header.metadata)
         return {key: text for key, text in self.header.metadata.items() if not key.startswith(PREFIX)}
+
+    def fields(self, name: str) -> TableFields:
+        """The fields of a table, checked."""
+        return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
         """Whether a tensor belongs to the file itself: padding, checksums, codebooks."""
@@ -221,11 +223,11 @@ class OpenFile:
             self._codebooks[number] = read_codebook(number, self._codebook_line, self._codebook_part)
         return self._codebooks[number]
 
-    def _codebook_line(self, number: int) -> str:
+    def _codebook_line(self, number: int) -> tuple[str, str]:
         line = self.header.metadata.get(f"{_CODEBOOK}{number}")
         if line is None:
             raise FileFormatError(f"{self.path} has no codebook {number}")
-        return line
+        return f"{self.path}: codebook {number}", line
 
     def _codebook_part(self, number: int, part: str, dtype: str, count: int) -> np.ndarray:
         name = f"{_CODEBOOK}{number}:{part}"
@@ -251,17 +253,11 @@ class Checks:
     """The checksums of a file, themselves checked, and which blocks have been."""
 
     def __init__(self, file: OpenFile) -> None:
-        fields = Fields(f"{file.path}: {CHECKS}", file.header.metadata[CHECKS])
-        self.block_bytes, self.hash = fields.number("block_bytes", 2**40), fields.text("hash")
-        if self.hash != checks.HASH or self.block_bytes < 1 or self.block_bytes & (self.block_bytes - 1):
-            raise fields.error(f"its blocks of {self.block_bytes} bytes or its hash {self.hash!r} are none it can have")
-        entry = file.header.tensors[CHECKS]
+        found, entry = file.header.checks, file.header.tensors[CHECKS]
+        if not isinstance(found, tuple):
+            raise FileFormatError(f"{file.path}: {CHECKS}: {found}")
+        self.block_bytes, self.num_blocks = found
         self.start, self.end = file.header.num_bytes, entry.start
-        self.num_blocks = -(-(self.end - self.start) // self.block_bytes)
-        if entry.dtype != "U64" or entry.shape != (self.num_blocks + 2,) or entry.start % 8:
-            raise fields.error(f"it is {entry.dtype} {list(entry.shape)}; wanted U64 [{self.num_blocks + 2}]")
-        if any(other.end > entry.end for other in file.header.tensors.values()):
-            raise fields.error("tensors follow it; wanted it behind all others")
         self._file = file
         self._hashes = np.frombuffer(file.bytes_at(entry.start, entry.num_bytes), "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
@@ -346,36 +342,30 @@ def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, nu
     return entry.start
 
 
-class MappedParts:
-    """Gives parts of a table as they are in the page cache.
+Take = Callable[["OpenFile", int, int, str], torch.Tensor]  # (file, start, bytes, part): the bytes of a table's part
 
-    Attributes:
-        pages: the memory of the rows, slots and overflow, so far.
-    """
 
-    def __init__(self) -> None:
-        self.pages: list[_core.FilePages] = []
+def mapped_parts(pages: list[_core.FilePages]) -> Take:
+    """Gives parts as they are in the page cache. pages: takes the memory of the rows, slots and overflow."""
 
-    def take(self, file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
-        pages = file.pages(start, num_bytes)
+    def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
+        mapped = file.pages(start, num_bytes)
         if part in _ROWS:
-            self.pages.append(pages)
-        return torch.frombuffer(pages, dtype=torch.uint8)
+            pages.append(mapped)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    return take
 
 
-class ReadParts:
-    """Gives parts of a table in memory of their own. pin: whether rows are in pinned memory; None: where the system
+def read_parts(pin: bool | None) -> Take:
+    """Gives parts in memory of their own. pin: whether rows and blocks are in pinned memory; None: where the system
     lets."""
-
-    def __init__(self, pin: bool | None) -> None:
-        self._pin = pin
-
-    def take(self, file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
-        return read_new(file, start, num_bytes, self._pin if part in _ROWS else False)
+    pinned = (*_ROWS, "blocks")
+    return lambda file, start, num_bytes, part: read_new(file, start, num_bytes, pin if part in pinned else False)
 
 
 def read_new(file: OpenFile, start: int, num_bytes: int, pin: bool | None) -> torch.Tensor:
-    """Bytes of the file in new memory. pin: as of ReadParts."""
+    """Bytes of the file in new memory. pin: as of `read_parts`."""
     if pin is False:
         return file.read(start, memory.empty_pageable(num_bytes))
     (target,), _ = memory.empty_parts([num_bytes], torch.device("cpu"), pin)
@@ -388,35 +378,30 @@ def part_names(table: str) -> list[str]:
 
 
 def read_table(
-    file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], parts: MappedParts | ReadParts
+    file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], take: Take
 ) -> tuple[CompressedTensor, TableFields]:
     """A table and its fields.
 
     Args:
         file: that has its line.
         find: where a part is.
-        parts: gives the parts' bytes.
+        take: gives the parts' bytes.
 
     Raises:
         FileFormatError: fields or parts are none of a table.
     """
-    fields = table_fields(name, file.tables[name])
-    what = f"{file.path}: table {name!r}"
+    what, fields = f"{file.path}: table {name!r}", file.fields(name)
     dtype = dtype_of(fields.dtype)
     geometry = _geometry(fields, dtype, what)
     tensors = {}
     for part in TABLE_PARTS:
         place = find(f"{name}:{part}")
-        owner, entry = (file, None) if place is None else (place.file, place.entry)
-        data = torch.empty(0, dtype=torch.uint8)
-        num_bytes = _part_bytes(part, fields, geometry, entry)
-        if num_bytes:
-            start = start_of_part(owner, f"{name}:{part}", entry, TABLE_PARTS[part], num_bytes)
-            data = parts.take(owner, start, num_bytes, part)
-        elif entry is not None:
+        num_bytes = _part_bytes(part, fields, geometry, None if place is None else place.entry)
+        if place is not None and not num_bytes:
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
+        data = _taken(file, place, f"{name}:{part}", TABLE_PARTS[part], num_bytes, take)
         tensors[part] = data.view(_DTYPES[part])
-    try:
+    with refused(what):
         table = CompressedTensor(
             shape=fields.shape,
             dtype=dtype,
@@ -426,11 +411,7 @@ def read_table(
             codebook=None if fields.codebook is None else file.codebook(fields.codebook),
             **tensors,
         )
-        return table, fields
-    except FileFormatError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise FileFormatError(f"{what}: {error}") from error
+    return table, fields
 
 
 def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], pin: bool | None) -> WholeTensor:
@@ -438,14 +419,13 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
 
     Args:
         file, find: as of `read_table`.
-        pin: as of ReadParts.
+        pin: as of `read_parts`.
 
     Raises:
         FileFormatError: fields or parts are none of such a table, or the codec is not there.
         ChecksumError: blocks of a codec that is not safe with any bytes are damaged.
     """
-    fields = table_fields(name, file.tables[name])
-    what = f"{file.path}: table {name!r}"
+    what, fields = f"{file.path}: table {name!r}", file.fields(name)
     codec = CODECS.get(fields.codec or "")
     if codec is None:
         raise FileFormatError(f"{what} is coded by {str(fields.codec)[:40]!r}, which this ibp lacks")
@@ -454,23 +434,16 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
     except ImportError as error:
         raise FileFormatError(f"{what}: {error}") from error
     geometry = _geometry(fields, dtype_of(fields.dtype), what)
-    if fields.block_bytes < 1:
-        raise FileFormatError(f"{what} has blocks of {fields.block_bytes} bytes: no table can")
     parts: dict[str, torch.Tensor] = {}
     num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
     for part in ("offsets", "blocks"):
         place = find(f"{name}:{part}")
         if place is not None and not codec.is_safe:
             _check_blocks(place, what)
-        owner, entry = (file, None) if place is None else (place.file, place.entry)
-        data = torch.empty(0, dtype=torch.uint8)
-        if num_bytes:
-            start = start_of_part(owner, f"{name}:{part}", entry, CODEC_PARTS[part], num_bytes)
-            data = read_new(owner, start, num_bytes, pin if part == "blocks" else False)
-        parts[part] = data
+        parts[part] = _taken(file, place, f"{name}:{part}", CODEC_PARTS[part], num_bytes, read_parts(pin))
         num_bytes = int(parts["offsets"].view(torch.int64)[-1])
-    try:
-        whole = WholeTensor(
+    with refused(what):
+        return WholeTensor(
             shape=fields.shape,
             dtype=geometry.dtype,
             codec=codec.name,
@@ -479,9 +452,15 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
             blocks=parts["blocks"],
             offsets=parts["offsets"].view(torch.int64),
         )
-    except ValueError as error:
-        raise FileFormatError(f"{what}: {error}") from error
-    return whole
+
+
+def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_bytes: int, take: Take) -> torch.Tensor:
+    """The bytes of a part, without padding. file: to which it belongs, wherever its place is."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    owner, entry = (file, None) if place is None else (place.file, place.entry)
+    start = start_of_part(owner, name, entry, dtype, num_bytes)
+    return take(owner, start, num_bytes, name.rpartition(":")[2])
 
 
 def _check_blocks(place: BlockPlace, what: str) -> None:
@@ -494,10 +473,8 @@ def _check_blocks(place: BlockPlace, what: str) -> None:
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
-    if dtype not in DTYPES or (fields.codec is None and fields.row_bytes < 1):
-        raise FileFormatError(f"{what} has {fields.dtype} in rows of {fields.row_bytes} bytes: no table can")
-    if not is_shape(fields.shape, 8 * dtype.itemsize):
-        raise FileFormatError(f"{what} has shape {list(fields.shape)}: wanted at most {SHAPE_BITS}")
+    if dtype not in DTYPES:
+        raise FileFormatError(f"{what} has {fields.dtype}, which tables cannot have")
     return Geometry(torch.Size(fields.shape), dtype, fields.row_bytes)
 
 

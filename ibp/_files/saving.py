@@ -12,6 +12,7 @@ import torch
 
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
+from .._common.sequences import cut
 from .._layout.geometry import check_tensor, given_tensor
 from .._rows.protocols import CachedRows
 from .._schemes import AnyCodebook, with_clusters
@@ -69,7 +70,7 @@ def save(
     checked_metadata(metadata)
     most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
     with written_to(path) as target:
-        shards = _shards(items, most)
+        shards = [dict(shard) for shard in cut(items.items(), lambda item: _stored(item[1]), most)]
         total = sum(map(_stored, items.values()))
         with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:
             if len(shards) == 1:
@@ -140,20 +141,6 @@ def _write(writer: FileWriter, items: Mapping[str, Value], content: bool) -> Non
 
 
 # ---- a set of files ----
-
-
-def _shards(items: Mapping[str, Value], most: int | None) -> list[dict[str, Value]]:
-    """The items of each file: as many as fit, in their order."""
-    shards: list[dict[str, Value]] = [{}]
-    used = 0
-    for name, value in items.items():
-        num_bytes = _stored(value)
-        if most is not None and used and used + num_bytes > most:
-            shards.append({})
-            used = 0
-        shards[-1][name] = value
-        used += num_bytes
-    return shards
 
 
 def _stored(value: Value) -> int:

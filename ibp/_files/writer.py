@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -175,71 +175,9 @@ class FileWriter:
         self._codebooks[codebook] = number
         return number
 
-    def table(
-        self,
-        name: str,
-        *,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        scheme: str,
-        row_bytes: int,
-        slot_bytes: int,
-        codebook: int | None,
-        rows_per_base: int = _core.ROWS_PER_BASE,
-        content: int | None = None,
-        base: int | None = None,
-        result: int | None = None,
-    ) -> None:
-        """Declares a table whose parts are written before or afterwards, as `<name>:slots` and so on.
-
-        Args:
-            codebook: a number that `codebook` returned; None for scheme "raw".
-            content, base, result: fingerprints (FORMAT.md sections 9 and 10).
-            Others: as `ibp.CompressedTensor` and FORMAT.md section 2 have them.
-        """
-        fields = TableFields(
-            dtype_name(dtype),
-            tuple(shape),
-            scheme,
-            row_bytes,
-            slot_bytes,
-            codebook,
-            rows_per_base,
-            content,
-            base,
-            result,
-        )
-        self._add_table(name, fields)
-
-    def whole(
-        self,
-        name: str,
-        *,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        codec: str,
-        block_bytes: int,
-        options: Mapping[str, str],
-        content: int | None = None,
-    ) -> None:
-        """Declares a table of an external codec, whose parts are `<name>:blocks` and `<name>:offsets`.
-
-        Args:
-            options: the codec's own fields, whose keys begin with "codec_".
-            content: fingerprint (FORMAT.md section 10).
-            Others: as `ibp.codecs.WholeTensor` has them.
-        """
-        fields = TableFields(
-            dtype_name(dtype),
-            tuple(shape),
-            content=content,
-            codec=codec,
-            block_bytes=block_bytes,
-            codec_fields=options,
-        )
-        self._add_table(name, fields)
-
-    def _add_table(self, name: str, fields: TableFields) -> None:
+    def table(self, name: str, fields: TableFields) -> None:
+        """Declares a table whose parts are written before or afterwards, as `<name>:slots` and so on. Its codebook has
+        a number that `codebook` returned."""
         self._check_name(name, self._tables)
         self._add_line(f"{PREFIX}table.{name}", fields.text())
         self._tables.add(name)
@@ -401,16 +339,16 @@ class _FileOutput:
 
     def __init__(self, path: Path, room: int, expected_bytes: int) -> None:
         self._path, self._room, self._expected_bytes = path, room, expected_bytes
-        self._temporary = temporary_beside(path)
+        self._temporary = path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
         self.hasher, self._buffer = checks.BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
         try:
-            self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self.file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileNotFoundError as error:
             raise FileNotFoundError(error.errno, error.strerror, str(path.parent)) from None
         try:
-            os.lseek(self._file, room, os.SEEK_SET)
+            os.lseek(self.file, room, os.SEEK_SET)
         except BaseException:
             self.discard()
             raise
@@ -433,20 +371,20 @@ class _FileOutput:
         self._buffer.clear()
 
     def _write_all(self, data: memoryview) -> None:
-        with self._named_errors():
+        with self.named_errors():
             while data:
-                data = data[os.write(self._file, data) :]
+                data = data[os.write(self.file, data) :]
 
-    def _named_errors(self) -> contextlib.AbstractContextManager[None]:
+    def named_errors(self) -> contextlib.AbstractContextManager[None]:
         return named_errors(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes = b"") -> None:
         """Writes what is left, and the header into its room, and waits for the disk."""
         self._flush()
-        os.lseek(self._file, 0, os.SEEK_SET)
+        os.lseek(self.file, 0, os.SEEK_SET)
         self._write_all(memoryview(header))
-        with self._named_errors():
-            os.fsync(self._file)
+        with self.named_errors():
+            os.fsync(self.file)
         self.is_finished = True
 
     def commit(self) -> None:
@@ -459,14 +397,9 @@ class _FileOutput:
         self._hashers.shutdown()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._temporary)
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def temporary_beside(path: Path) -> Path:
-    """A name for a file that is not whole yet."""
-    return path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
 
 def sync_directory(path: Path) -> None:
@@ -478,50 +411,68 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file of any kind that appears under its name when it is whole and on disk."""
-    output = _FileOutput(path, 0, len(data))
+@contextlib.contextmanager
+def replaced(path: Path, num_bytes: int) -> Iterator[IO[bytes]]:
+    """A temporary file beside `path`, which takes that name, whole and on disk, when the context is left normally; else
+    it is removed. An OSError names `path`, and of a full disk num_bytes, which are written."""
+    output = _FileOutput(path, 0, num_bytes)
     try:
-        output.write(memoryview(data))
-        output.finish()
-        output.commit()
+        with output.named_errors():
+            with os.fdopen(os.dup(output.file), "wb") as file:
+                yield file
+            output.finish()
+            output.commit()
     finally:
         output.discard()
 
 
-def write_table(writer: FileWriter, name: str, table: CompressedTensor, **fields: int | None) -> None:
-    """Writes a whole table from any device, block by block. fields: content, base, result of `FileWriter.table`."""
-    number = None if table.codebook is None else writer.codebook(table.codebook)
-    writer.table(
-        name,
-        shape=tuple(table.shape),
-        dtype=table.dtype,
-        scheme=table.scheme,
-        row_bytes=table.row_bytes,
-        slot_bytes=table.slot_bytes,
-        codebook=number,
-        rows_per_base=1 if table.has_own_bases else _core.ROWS_PER_BASE,
-        **fields,
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file of any kind that appears under its name when it is whole and on disk."""
+    with replaced(path, len(data)) as file:
+        file.write(data)
+
+
+def write_table(
+    writer: FileWriter,
+    name: str,
+    table: CompressedTensor,
+    content: int | None = None,
+    base: int | None = None,
+    result: int | None = None,
+) -> None:
+    """Writes a whole table from any device, block by block. content, base, result: fingerprints of `TableFields`."""
+    fields = TableFields(
+        dtype_name(table.dtype),
+        tuple(table.shape),
+        table.scheme,
+        table.row_bytes,
+        table.slot_bytes,
+        None if table.codebook is None else writer.codebook(table.codebook),
+        1 if table.has_own_bases else _core.ROWS_PER_BASE,
+        content,
+        base,
+        result,
     )
-    for part, tensor in table._tensors().items():
-        with writer.part(f"{name}:{part}", TABLE_PARTS[part]) as sink:
-            for block in _host_blocks(bytes_of(tensor)):
-                sink.write(block)
+    _write_parts(writer, name, fields, table._tensors())
 
 
 def write_whole_tensor(writer: FileWriter, name: str, whole: WholeTensor, content: int | None = None) -> None:
     """Writes a tensor of a general codec from any device, block by block. content: its fingerprint."""
-    writer.whole(
-        name,
-        shape=tuple(whole.shape),
-        dtype=whole.dtype,
+    fields = TableFields(
+        dtype_name(whole.dtype),
+        tuple(whole.shape),
+        content=content,
         codec=whole.codec,
         block_bytes=whole.block_bytes,
-        options=whole.options,
-        content=content,
+        codec_fields=whole.options,
     )
-    for part, tensor in whole._tensors().items():
-        with writer.part(f"{name}:{part}", CODEC_PARTS[part]) as sink:
+    _write_parts(writer, name, fields, whole._tensors())
+
+
+def _write_parts(writer: FileWriter, name: str, fields: TableFields, parts: Mapping[str, torch.Tensor]) -> None:
+    writer.table(name, fields)
+    for part, tensor in parts.items():
+        with writer.part(f"{name}:{part}", fields.parts[part]) as sink:
             for block in _host_blocks(bytes_of(tensor)):
                 sink.write(block)
 

@@ -14,12 +14,13 @@ from .._files.fields import ChecksumError, FileFormatError
 from .._files.header import find_files, read_header
 from .._files.opened import File
 from .._files.opened import open as open_file
+from .._files.paths import is_url
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from ..checkpoints._learning import CheckpointLearning, Codebooks
 from ..checkpoints._planning import compressed_bytes, table_bytes
 from ..checkpoints._source import Source, SourceTensor
-from ..checkpoints._sources import is_url, local_path, open_source
+from ..checkpoints._sources import local_path, open_source
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from .report import FileReport, TensorContents, reader_of, report_estimate, report_plain, report_table, report_whole
@@ -31,7 +32,6 @@ def inspect_path(
     path: str | os.PathLike[str],
     *,
     wanted: Wanted = lambda name: True,
-    level: str = "default",
     progress: bool = False,
 ) -> FileReport:
     """Looks into a file of tensors, or a set of files: a few rows of each tensor are read.
@@ -39,7 +39,6 @@ def inspect_path(
     Args:
         path: a file of ibp, or any other that `ibp.checkpoints.compress` takes.
         wanted: whether a tensor of a name is looked into; others are left out.
-        level: as in `ibp.checkpoints.compress`, for what compressing would give.
         progress: show a bar.
 
     Raises:
@@ -49,13 +48,13 @@ def inspect_path(
     path = os.fspath(path)
     if is_url(path):
         with local_path(path) as near:
-            found = inspect_path(near, wanted=wanted, level=level, progress=progress)
+            found = inspect_path(near, wanted=wanted, progress=progress)
         return FileReport(**{**vars(found), "path": path})
     if _is_ibp(path):
         with open_file(path, memory="host") as file:
             return _of_ibp(file, wanted, progress)
     with open_source(path) as source:
-        return _of_source(source, wanted, progress, level)
+        return _of_source(source, wanted, progress)
 
 
 def _is_ibp(path: str) -> bool:
@@ -70,9 +69,9 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
     return tqdm(list(names), desc="inspect", unit="tensor", leave=False, disable=not progress)
 
 
-def _of_source(source: Source, wanted: Wanted, progress: bool, level: str) -> FileReport:
+def _of_source(source: Source, wanted: Wanted, progress: bool) -> FileReport:
     """Tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
-    codebooks = Codebooks(CheckpointLearning(level=level), list(source.tensors.values()))
+    codebooks = Codebooks(CheckpointLearning(), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
         codebooks.prepare([source.tensors[name]], 1)

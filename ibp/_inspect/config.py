@@ -38,9 +38,13 @@ def config_text() -> str:
         "CUDA kernels": "built" if _core.cuda_is_built() else "not built (without nvcc, or with IBP_NO_CUDA=1)",
         "CPU coders": f"{', '.join(coders)}; {torch.get_num_threads()} threads",
         "GPUs": "; ".join(map(_gpu_text, range(torch.cuda.device_count()))) or "none that torch sees",
-        "calibration": _calibration_text(),
+        "calibration": f"of an {calibration.H200.gpu}; ibp.calibration.calibrate() measures this machine",
     }
-    if ops.cuda_is_available():
+    device = memory.canonical("cuda" if ops.cuda_is_available() else "cpu")
+    if calibration.is_measured(device):
+        known = calibration.in_force(device)
+        lines["calibration"] = f"measured on {known.gpu}, kept in {calibration.cache_file(device)}"
+    if device.type == "cuda":
         lines["index_select"] = f"paths {_names(gather.PATHS)}, or decoded by the CPU"
         lines["decompress"] = f"paths {_names(streaming.PATHS)}, or decoded by the CPU"
     else:
@@ -56,11 +60,3 @@ def _names(paths: Sequence[Path[Any]]) -> str:
 def _gpu_text(index: int) -> str:
     found = torch.cuda.get_device_properties(index)
     return f"cuda:{index} {found.name}, {found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} SMs"
-
-
-def _calibration_text() -> str:
-    """What ibp reckons with on the current device."""
-    device = memory.canonical("cuda" if ops.cuda_is_available() else "cpu")
-    if not calibration.is_measured(device):
-        return f"of an {calibration.H200.gpu}; ibp.calibration.calibrate() measures this machine"
-    return f"measured on {calibration.in_force(device).gpu}, kept in {calibration.cache_file(device)}"

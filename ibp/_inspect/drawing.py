@@ -23,6 +23,7 @@ _MOST_GROUPS = 4  # dtypes that are drawn, those with the most bytes
 _MOST_ROWS = 32  # of a panel
 _LINE_LENGTH = 36  # of a name, which may take two lines
 _FONT = 9
+_LEGEND: dict[str, Any] = {"fontsize": _FONT, "handlelength": 1, "columnspacing": 1, "frameon": False}
 # Where the fields of a float begin, from the most significant bit on.
 FIELDS = {
     "bfloat16": ((0, "sign"), (1, "exponent"), (9, "mantissa")),
@@ -176,13 +177,9 @@ def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorContents]) -> None:
     axes.set_xlim(-0.5, width - 0.5)
     axes.set_yticks((0, 0.5, 1), ("0", "50 %", "100 %"), fontsize=_FONT)
     _mark_bits(axes, dtype, width)
-    title: dict[str, Any] = {
-        "title": "what is done with it, by bytes",
-        "title_fontsize": _FONT + 1,
-        "alignment": "left",
-    }
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1), "borderaxespad": 0.0, "frameon": False}
-    axes.legend(fontsize=_FONT, ncols=3, handlelength=1, columnspacing=1, **title, **place)
+    title: dict[str, Any] = {"title": "what is done with it, by bytes", "title_fontsize": _FONT + 1}
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1), "borderaxespad": 0.0}
+    axes.legend(ncols=3, alignment="left", **title, **place, **_LEGEND)
 
 
 def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]]) -> None:
@@ -212,8 +209,7 @@ def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]]) 
     axes.tick_params(axis="x", labelsize=_FONT)
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
-    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "frameon": False}
-    axes.legend(fontsize=_FONT, ncols=4, handlelength=1, columnspacing=1, **place)
+    axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, **_LEGEND)
 
 
 def _png(figure: Any) -> bytes:

@@ -10,8 +10,8 @@ const COLUMNS = [
   ["tensor", (t) => t.name, ""],
   ["dtype", (t) => t.dtype, "optional"],
   ["scheme", (t) => t.scheme, ""],
-  ["before", (t) => t.before, "number optional"],
-  ["after", (t) => t.after, "number"],
+  ["before", (t) => t.original_bytes, "number optional"],
+  ["after", (t) => t.stored_bytes, "number"],
   ["saved", saved, "number"],
 ];
 const PART_COLORS = {
@@ -122,7 +122,7 @@ function keys(entries) {
 // ---- numbers ----
 
 function saved(tensor) {
-  return tensor.before ? 1 - tensor.after / tensor.before : 0;
+  return tensor.original_bytes ? 1 - tensor.stored_bytes / tensor.original_bytes : 0;
 }
 
 function percent(share) {
@@ -167,7 +167,7 @@ function compare(a, b) {
 }
 
 function totals() {
-  const [before, after] = [sum(tensors.map((t) => t.before)), sum(tensors.map((t) => t.after))];
+  const [before, after] = [sum(tensors.map((t) => t.original_bytes)), sum(tensors.map((t) => t.stored_bytes))];
   return ["all tensors", "", "", before, after, before ? 1 - after / before : 0];
 }
 
@@ -230,7 +230,7 @@ function fileFacts(file) {
   const facts = [
     ["file", file.path],
     ["format", file.format],
-    ["size", `${size(file.bytes)} (${count(file.bytes)} bytes)`],
+    ["size", `${size(file.file_bytes)} (${count(file.file_bytes)} bytes)`],
   ];
   if (file.estimate) facts.push(["note", "an ordinary file: what compressing it would give, by samples of rows"]);
   for (const [key, value] of Object.entries(file.metadata)) facts.push([key, value.slice(0, 300)]);
@@ -243,10 +243,10 @@ function factList(facts) {
 
 // The mean tensor of a group, weighted by bytes.
 function mean(group) {
-  const total = sum(group.map((t) => t.before)) || 1;
-  const ofBit = (key, bit) => sum(group.map((t) => ((t[key] || [])[bit] || 0) * t.before)) / total;
+  const total = sum(group.map((t) => t.original_bytes)) || 1;
+  const ofBit = (key, bit) => sum(group.map((t) => ((t[key] || [])[bit] || 0) * t.original_bytes)) / total;
   const of = (key) => group[0].entropy.map((_, bit) => ofBit(key, bit));
-  return { dtype: group[0].dtype, entropy: of("entropy"), leftOut: of("leftOut"), ranked: of("ranked") };
+  return { dtype: group[0].dtype, entropy: of("entropy"), left_out: of("left_out"), ranked: of("ranked") };
 }
 
 function tensorPage(tensor) {
@@ -254,11 +254,14 @@ function tensorPage(tensor) {
     ["dtype", tensor.dtype],
     ["shape", `[${tensor.shape.join(", ")}]`],
     ["scheme", tensor.scheme + ({ estimate: ", by estimate", delta: ", a table of differences" }[tensor.kind] || "")],
-    ["bytes", `${size(tensor.before)} before, ${size(tensor.after)} after: ${percent(saved(tensor))} saved`],
+    [
+      "bytes",
+      `${size(tensor.original_bytes)} before, ${size(tensor.stored_bytes)} after: ${percent(saved(tensor))} saved`,
+    ],
   ];
-  if (tensor.rows) facts.push(["rows", rowFacts(tensor)]);
-  if (tensor.sampledRows < tensor.rows) {
-    facts.push(["counted", `${count(tensor.sampledRows)} of the rows, as a sample`]);
+  if (tensor.num_rows) facts.push(["rows", rowFacts(tensor)]);
+  if (tensor.sampled_rows < tensor.num_rows) {
+    facts.push(["counted", `${count(tensor.sampled_rows)} of the rows, as a sample`]);
   }
   if (tensor.note) facts.push(["note", tensor.note]);
   const made = [element("h2", {}, ...broken(tensor.name)), factList(facts), ...partsOf(tensor.parts)];
@@ -272,9 +275,9 @@ function tensorPage(tensor) {
 }
 
 function rowFacts(tensor) {
-  const facts = [`${count(tensor.rows)} of ${count(tensor.rowBytes)} bytes`];
-  if (tensor.rawRows) facts.push(`${count(tensor.rawRows)} raw`);
-  if (tensor.defaultRows) facts.push(`${count(tensor.defaultRows)} without bytes`);
+  const facts = [`${count(tensor.num_rows)} of ${count(tensor.row_bytes)} bytes`];
+  if (tensor.raw_rows) facts.push(`${count(tensor.raw_rows)} raw`);
+  if (tensor.default_rows) facts.push(`${count(tensor.default_rows)} without bytes`);
   if (tensor.clusters > 1) facts.push(`${tensor.clusters} clusters`);
   return facts.join(", ");
 }
@@ -313,19 +316,19 @@ function partsOf(parts) {
 // Tensors whose names differ in numbers only, the kinds with the most bytes first.
 function kinds() {
   const found = new Map();
-  for (const tensor of tensors.filter((t) => t.before)) {
+  for (const tensor of tensors.filter((t) => t.original_bytes)) {
     const kind = tensor.name.replace(/(?<![^._/])\d+(?![^._/])/g, "*");
     found.set(kind, [...(found.get(kind) || []), tensor]);
   }
   const named = [...found].map(([kind, own]) => [own.length > 1 ? kind : own[0].name, own]);
-  named.sort((a, b) => sum(b[1].map((t) => t.before)) - sum(a[1].map((t) => t.before)));
+  named.sort((a, b) => sum(b[1].map((t) => t.original_bytes)) - sum(a[1].map((t) => t.original_bytes)));
   const others = named.splice(named.length > MOST_KINDS ? MOST_KINDS - 1 : MOST_KINDS).flatMap(([, own]) => own);
   return others.length ? [...named, ["others", others]] : named;
 }
 
 function savingsOf() {
   const lines = kinds().map(([name, own]) => {
-    const [before, after] = [sum(own.map((t) => t.before)), sum(own.map((t) => t.after))];
+    const [before, after] = [sum(own.map((t) => t.original_bytes)), sum(own.map((t) => t.stored_bytes))];
     const share = 1 - after / before;
     const svg = drawn("svg", { width: 100, height: 12, "aria-hidden": "true" });
     box(svg, "amount", 0, 2, 100 * Math.max(0, share), 10, percent(share));
@@ -345,7 +348,7 @@ function bitsOf(tensor, title) {
   const svg = chart(all, 196, "entropy of each bit, and how it is coded");
   const used = new Set();
   tensor.entropy.forEach((entropy, bit) => {
-    const [left, ranked] = [(tensor.leftOut || [])[bit] || 0, (tensor.ranked || [])[bit] || 0];
+    const [left, ranked] = [(tensor.left_out || [])[bit] || 0, (tensor.ranked || [])[bit] || 0];
     const x = MARGIN + bit * step;
     const name = `bit ${width - 1 - bit}`;
     box(svg, "amount", x, 92 - 76 * entropy, step * 0.88, 76 * entropy, `${name}: entropy ${entropy.toFixed(3)} bits`);
@@ -379,7 +382,7 @@ function lengthsOf(tensor) {
   const most = Math.max(...tensor.lengths);
   const step = (all - MARGIN) / tensor.lengths.length;
   tensor.lengths.forEach((rows, bin) => {
-    const [first, end] = [bin, bin + 1].map((edge) => Math.round((edge * tensor.rowBytes) / tensor.lengths.length));
+    const [first, end] = [bin, bin + 1].map((edge) => Math.round((edge * tensor.row_bytes) / tensor.lengths.length));
     const [height, hint] = [(88 * rows) / most, `${first} to ${end} bytes: ${count(rows)} rows`];
     box(svg, "amount", MARGIN + bin * step, 104 - height, step * 0.9, height, hint);
   });
@@ -387,7 +390,7 @@ function lengthsOf(tensor) {
   label(svg, 0, 24, count(most));
   label(svg, 0, 106, "0");
   label(svg, MARGIN, 122, "0");
-  label(svg, all, 122, `${count(tensor.rowBytes)} bytes`, "end");
+  label(svg, all, 122, `${count(tensor.row_bytes)} bytes`, "end");
   const said = "How many rows take that many bytes, the whole row on the right.";
   return [element("h3", {}, "rows by their stored bytes"), caption(said), svg];
 }

@@ -47,15 +47,7 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
             dtype: FIELDS[dtype] for file in files for r in file.tensors for dtype in [r.dtype] if dtype in FIELDS
         },
         "files": [
-            {
-                "path": file.path,
-                "format": file.format,
-                "estimate": file.is_estimate,
-                "bytes": file.file_bytes,
-                "metadata": file.metadata,
-                "tensors": [_tensor(report, codebooks) for report in file.tensors],
-            }
-            for file in files
+            {**file.as_dict(), "tensors": [_tensor(report, codebooks) for report in file.tensors]} for file in files
         ],
         "codebooks": list(codebooks),
     }
@@ -63,28 +55,11 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
 
 def _tensor(report: TensorContents, codebooks: dict[str, int]) -> dict[str, Any]:
     """A report without what is empty or zero."""
-    values = {
-        "name": report.name,
-        "dtype": report.dtype,
-        "shape": report.shape,
-        "kind": report.kind,
-        "scheme": report.scheme,
-        "before": report.original_bytes,
-        "after": report.stored_bytes,
-        "parts": report.parts,
-        "rowBytes": report.row_bytes,
-        "rows": report.num_rows,
-        "rawRows": report.raw_rows,
-        "defaultRows": report.default_rows,
-        "sampledRows": report.sampled_rows,
-        "clusters": report.clusters,
+    values = vars(report) | {
         "codebook": codebooks.setdefault(report.codebook, len(codebooks)) if report.codebook else None,
-        "entropy": report.entropy,
-        "leftOut": report.left_out if any(report.left_out) else [],
+        "left_out": report.left_out if any(report.left_out) else [],
         "ranked": report.ranked if any(report.ranked) else [],
-        "lengths": report.lengths,
         "entries": [(name, meaning, round(share, 4)) for name, meaning, share in report.entries],
-        "note": report.note,
     }
-    always = ("name", "before", "after", "shape", "parts", "entropy")
+    always = ("name", "original_bytes", "stored_bytes", "shape", "parts", "entropy")
     return {key: value for key, value in values.items() if key in always or value or (key, value) == ("codebook", 0)}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
 from .._layout import slots
 from .._layout.geometry import Geometry, bytes_of
@@ -18,7 +19,6 @@ from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
-from ..checkpoints._report import share_saved
 from ..codecs._whole import WholeTensor
 from .splitting import Split, split_rows
 
@@ -26,13 +26,12 @@ SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
 _RUNS = 32  # places of a tensor that a sample comes from
 _BINS = 32  # of the histogram of lengths
 _BLOCK_ROWS = 1 << 22  # whose lengths are counted at once
-_CPU = torch.device("cpu")
 
 Read = Callable[[int, int], np.ndarray]  # bytes [start, end) of a tensor, uint8
 
 
 @dataclass(frozen=True)
-class TensorContents:
+class TensorContents(Saves):
     """What a tensor consists of.
 
     Attributes:
@@ -79,18 +78,13 @@ class TensorContents:
     note: str = ""
 
     @property
-    def savings(self) -> float:
-        """`share_saved` of the tensor: 1 - stored_bytes / original_bytes."""
-        return share_saved(self.original_bytes, self.stored_bytes)
-
-    @property
     def is_sampled(self) -> bool:
         """Whether the parts of coded rows are known from some of the rows only."""
         return self.sampled_rows < self.num_rows
 
 
 @dataclass(frozen=True)
-class FileReport:
+class FileReport(Saves):
     """What a file, or a set of files, consists of.
 
     Attributes:
@@ -121,10 +115,16 @@ class FileReport:
         """Of the compressed files; where only some of the tensors are reported, of these."""
         return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
 
-    @property
-    def savings(self) -> float:
-        """`share_saved`: 1 - stored_bytes / original_bytes."""
-        return share_saved(self.original_bytes, self.stored_bytes)
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        names = ("file_bytes", "metadata", "original_bytes", "stored_bytes", "savings")
+        return {
+            "path": self.path,
+            "format": self.format,
+            "estimate": self.is_estimate,
+            **{name: getattr(self, name) for name in names},
+            "tensors": [{**vars(tensor), "savings": tensor.savings} for tensor in self.tensors],
+        }
 
 
 # ---- samples of rows ----
@@ -164,14 +164,8 @@ def reader_of(x: torch.Tensor | CompressedTensor) -> Read:
 def report_table(
     name: str, table: CompressedTensor, *, kind: str = "table", codebook_share: float = 1.0
 ) -> TensorContents:
-    """The report of a table.
-
-    Args:
-        name: of the tensor.
-        table: on any device.
-        kind: see `TensorContents`.
-        codebook_share: of the codebook's bytes that are this table's; less than 1 where others have the same one.
-    """
+    """The report of a table on any device. codebook_share: of the codebook's bytes that are this table's; less than 1
+    where others have the same one."""
     geometry, found = table.geometry, _count_rows(table)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
     rows = read_rows(reader_of(table), geometry, runs)
@@ -195,7 +189,7 @@ def report_table(
         raw_rows=found.raw_rows,
         default_rows=found.default_rows,
         sampled_rows=len(rows),
-        clusters=_clusters(table.codebook),
+        clusters=len(table.codebook) if isinstance(table.codebook, ClusteredCodebook) else int(bool(table.codebook)),
         codebook=repr(table.codebook) if table.codebook else "",
         entropy=bit_entropy(rows, width // 8),
         left_out=_rounded(coded_share * left_out + default_share),
@@ -222,7 +216,7 @@ def report_whole(name: str, whole: WholeTensor) -> TensorContents:
 
 def report_plain(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> TensorContents:
     """The report of a tensor that the file has as it is."""
-    geometry = _natural_geometry(shape, dtype)
+    geometry = Geometry.of(torch.empty(shape, dtype=dtype, device="meta"))
     rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
     return TensorContents(
         **_identity(name, geometry, "plain", "plain"),
@@ -244,14 +238,8 @@ def report_estimate(
     *,
     codebook_share: float = 1.0,
 ) -> TensorContents:
-    """What a tensor would be as a packed table: the report of a table of a sample of its rows, for as many as it has.
-
-    Args:
-        name, shape, dtype: of the tensor, which is not empty.
-        read: reads bytes of it.
-        codebook: of the table.
-        codebook_share: as in `report_table`.
-    """
+    """What a tensor, which is not empty, would be as a packed table: the report of a table of a sample of its rows, for
+    as many as it has."""
     geometry = Geometry(torch.Size(shape), dtype, codebook.row_bytes)
     rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
     is_whole = len(rows) == geometry.num_rows
@@ -279,14 +267,6 @@ def _identity(name: str, geometry: Geometry, kind: str, scheme: str) -> dict[str
         "scheme": scheme,
         "original_bytes": geometry.num_bytes,
     }
-
-
-def _natural_geometry(shape: tuple[int, ...], dtype: torch.dtype) -> Geometry:
-    return Geometry.of(torch.empty(shape, dtype=dtype, device="meta"))
-
-
-def _clusters(codebook: AnyCodebook | None) -> int:
-    return 0 if codebook is None else len(codebook) if isinstance(codebook, ClusteredCodebook) else 1
 
 
 def _element_bytes(geometry: Geometry) -> int:
@@ -420,12 +400,7 @@ def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
     """Shannon's entropy of each bit of the elements of rows, in bits, from the most significant bit on."""
     if not rows.size or rows.shape[1] % element_bytes:
         return []
-    elements = rows.reshape(-1, element_bytes)
-    ones = []
-    for byte in range(element_bytes)[::-1]:
-        counts = np.bincount(elements[:, byte], minlength=256)
-        ones += [counts[np.arange(256) >> bit & 1 == 1].sum() for bit in range(8)[::-1]]
-    p = np.array(ones) / len(elements)
+    p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
     return _rounded(np.nan_to_num(entropy))

@@ -10,7 +10,6 @@ import numpy as np
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 
 _MOST_ENTRIES = 16  # of a codebook, that a report lists
-_TABLE_BITS = 16  # of symbols that are looked up in a table
 
 
 @dataclass
@@ -32,13 +31,8 @@ class Split:
 
 
 def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> Split:
-    """What the coded forms of rows consist of.
-
-    Args:
-        rows: uint8 [n, row_bytes], n > 0, decoded; none that is stored raw or in no bytes.
-        codebook: of one cluster.
-        element_bytes: of an element whose bits are told apart; scheme planes has its own.
-    """
+    """What the coded forms of rows consist of: uint8 [n, row_bytes], n > 0, of one cluster, decoded; none that is
+    stored raw or in no bytes. element_bytes: of an element whose bits are told apart; scheme planes has its own."""
     if isinstance(codebook, PlanesCodebook):
         return _split_planes(rows, codebook)
     assert isinstance(codebook, Codebook)
@@ -172,10 +166,6 @@ def _entries(codebook: PlanesCodebook) -> np.ndarray:
 def _ranks(symbols: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
     """The first entry that equals each symbol, E where none does: uint8 [n, columns]."""
     entries, num_entries = _entries(codebook), codebook.num_entries
-    if len(entries) == 1 and codebook.symbol_bits <= _TABLE_BITS:
-        table = np.full(2**codebook.symbol_bits, num_entries, np.uint8)
-        table[entries[0, ::-1].astype(np.int64)] = np.arange(num_entries)[::-1]
-        return table[symbols]
     ranks = np.full(symbols.shape, num_entries, np.uint8)
     for rank in range(num_entries)[::-1]:
         ranks[symbols == entries[:, rank].astype(symbols.dtype)] = rank

@@ -171,17 +171,24 @@ def blocks(
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """The bytes of num_sampled whole rows, one drawn from each of as many equal parts of the table; all whole rows
-    without a copy if there are no more."""
+    """The bytes of num_sampled whole rows, as `sampled` chooses them; all whole rows without a copy if there are no
+    more."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:
         return rows.reshape(-1)
+    return rows[sampled(num_rows, num_sampled, seed).to(rows.device)].reshape(-1)
+
+
+def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
+    """The rows of a sample, int64 [at most num_sampled], in order: one drawn from each of as many equal parts of the
+    table. At equal distances all could be the same part of an image, or of a head."""
+    if num_sampled >= num_rows:
+        return torch.arange(num_rows)
     generator = torch.Generator().manual_seed(seed)
     bounds = torch.arange(num_sampled + 1) * num_rows // num_sampled
     shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64)
-    chosen = bounds[:-1] + (shares * bounds.diff()).to(torch.int64)
-    return rows[chosen.to(rows.device)].reshape(-1)
+    return bounds[:-1] + (shares * bounds.diff()).to(torch.int64)
 
 
 def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:

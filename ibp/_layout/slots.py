@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +30,66 @@ class Survey:
     stored: int
     sectors: torch.Tensor
 
+    @property
+    def num_rows(self) -> int:
+        return int(self.sectors.sum())
+
+    def spilled(self, slot_bytes: int) -> tuple[int, int]:
+        """(rows that leave slots of this size, bytes of their parts in whole sectors)."""
+        above = self.sectors[-(-slot_bytes // SECTOR_BYTES) + 1 :]
+        return int(above.sum()), SECTOR_BYTES * int((above * torch.arange(1, len(above) + 1)).sum())
+
     def overflow_bytes(self, slot_bytes: int) -> int:
         """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without
         slots."""
-        if slot_bytes == 0:
-            return self.stored
-        above = self.sectors[slot_bytes // SECTOR_BYTES + 1 :]
-        return SECTOR_BYTES * int((above * torch.arange(1, len(above) + 1)).sum())
+        return self.stored if slot_bytes == 0 else self.spilled(slot_bytes)[1]
+
+
+@dataclass(frozen=True)
+class SlotRule:
+    """Which slots suit rows: of the sizes that leave few enough rows and bytes to overflow, the one at which slots and
+    overflow cost the least together.
+
+    Attributes:
+        least: bytes of a slot, at least.
+        overflow_cost: of a byte in overflow, in bytes of slots.
+        part_cost: of a row that has a part in overflow, besides its bytes.
+        most_overflow: bytes of overflow of a mean row, at most.
+        most_spilled: rows with a part in overflow, at most.
+        near: of all slots that cost at most this many times the least, the largest are taken.
+        sizes: of slots to choose from; None: all.
+    """
+
+    least: int = 0
+    overflow_cost: float = 1.0
+    part_cost: float = 0.0
+    most_overflow: float = math.inf
+    most_spilled: float = math.inf
+    near: float = 1.0
+    sizes: Sequence[int] | None = None
+
+
+OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)  # of equal costs the largest
+
+
+def slots_for(found: Survey, row_bytes: int, rule: SlotRule) -> tuple[int, float]:
+    """(bytes of the slots that suit rows, bytes of overflow of a mean row). Slots are a multiple of 32 bytes below
+    row_bytes, or row_bytes."""
+    rows = found.sectors.to(torch.float64)
+    if len(rows) < 2:
+        return row_bytes, 0.0
+    total = max(1.0, float(rows.sum()))
+    slots = torch.arange(len(rows), dtype=torch.float64) * SECTOR_BYTES
+    rows_above = rows.flip(0).cumsum(0).flip(0) - rows  # rows that leave a slot of k sectors
+    overflow = (rows * slots).flip(0).cumsum(0).flip(0) - rows * slots - rows_above * slots
+    slots[-1] = row_bytes  # whose last sector may be a part of one
+    costs = total * slots + rule.overflow_cost * overflow + rule.part_cost * rows_above
+    costs[(overflow > rule.most_overflow * total) | (rows_above > rule.most_spilled)] = math.inf
+    if rule.sizes is not None:
+        costs[~torch.isin(slots, torch.tensor(rule.sizes, dtype=torch.float64))] = math.inf
+    first = rule.least // SECTOR_BYTES
+    best = first + int((costs[first:] <= rule.near * costs[first:].min()).nonzero()[-1])
+    return int(slots[best]), float(overflow[best] / total)
 
 
 def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | int) -> torch.Tensor:
@@ -56,47 +110,6 @@ def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
         lengths = torch.zeros(geometry.num_rows, dtype=torch.uint16)
     stored, *sectors = torch.ops.ibp.survey_rows(lengths, geometry.num_bytes, geometry.row_bytes).tolist()
     return Survey(stored, torch.tensor(sectors))
-
-
-def choose_slot_bytes(found: Survey, geometry: Geometry) -> int:
-    """The slot size, a multiple of 32 below row_bytes or row_bytes itself, at which slots and overflow take the fewest
-    bytes, each row's second fetch priced in; of equal ones the largest."""
-    if len(found.sectors) < 2:
-        return geometry.row_bytes
-    return cheapest_slots(found.sectors, geometry.row_bytes, least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)[0]
-
-
-def cheapest_slots(
-    sectors: torch.Tensor,
-    row_bytes: int,
-    *,
-    least: int = 0,
-    overflow_cost: float = 1.0,
-    part_cost: float = 0.0,
-    most_overflow: float = math.inf,
-    near: float = 1.0,
-) -> tuple[int, float]:
-    """(bytes of a slot, bytes of overflow of a mean row) where slots and overflow cost the least together. Slots are a
-    multiple of 32 bytes below row_bytes, or row_bytes.
-
-    Args:
-        sectors: how many rows take k sectors as stored, as in `Survey`; at least one row.
-        least: bytes of a slot, at least.
-        overflow_cost: of a byte in overflow, in bytes of slots.
-        part_cost: of a row that has a part in overflow, besides its bytes.
-        most_overflow: bytes of overflow of a mean row, at most.
-        near: of all slots that cost at most this many times the least, the largest are taken.
-    """
-    rows = sectors.to(torch.float64)
-    slots = torch.arange(len(rows), dtype=torch.float64) * SECTOR_BYTES
-    rows_above = rows.flip(0).cumsum(0).flip(0) - rows  # rows that leave a slot of k sectors
-    overflow = (rows * slots).flip(0).cumsum(0).flip(0) - rows * slots - rows_above * slots
-    slots[-1] = row_bytes  # whose last sector may be a part of one
-    costs = float(rows.sum()) * slots + overflow_cost * overflow + part_cost * rows_above
-    costs[overflow > most_overflow * rows.sum()] = math.inf
-    first = least // SECTOR_BYTES
-    best = first + int((costs[first:] <= near * costs[first:].min()).nonzero()[-1])
-    return int(slots[best]), float(overflow[best] / rows.sum())
 
 
 def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
@@ -143,8 +156,7 @@ def index_bytes(geometry: Geometry, overflows: bool) -> int:
 
 def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> int:
     """What the second fetches of rows that overflow their slot cost besides their bytes, as bytes."""
-    overflowing = found.sectors[slot_bytes // SECTOR_BYTES + 1 :].sum() if 0 < slot_bytes < geometry.row_bytes else 0
-    return int(overflowing) * _SECOND_FETCH_BYTES
+    return found.spilled(slot_bytes)[0] * _SECOND_FETCH_BYTES if slot_bytes else 0
 
 
 def link_bytes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,26 +25,34 @@ class PinningError(RuntimeError):
 
 
 _LEAST_HUGE_BYTES = 4 << 20  # of memory that is to have huge pages of 2 MiB
-_has_warned = False
-_has_warned_of_copy = False
+_warned: set[str] = set()  # the consequences that were told: each once a process
 
 
 def warn_of_pageable(refused: PinningError) -> None:
-    """Says, once a process, that memory is pageable which nobody has said must be pinned."""
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        message = f"{refused}: what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    """Memory is pageable which nobody has said must be pinned."""
+    _warn(refused, "what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower")
 
 
 def warn_of_copy(refused: PinningError) -> None:
-    """Says, once a process, that what is mapped from files is copied for GPUs."""
-    global _has_warned_of_copy
-    if not _has_warned_of_copy:
-        _has_warned_of_copy = True
-        message = f"{refused}: tables that GPUs fetch from are copied to pinned memory instead, each once"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    """What is mapped from files is copied for GPUs."""
+    _warn(refused, "tables that GPUs fetch from are copied to pinned memory instead, each once")
+
+
+def _warn(refused: PinningError, consequence: str) -> None:
+    if consequence not in _warned:
+        _warned.add(consequence)
+        warnings.warn(f"{refused}: {consequence}", RuntimeWarning, stacklevel=4)
+
+
+@contextlib.contextmanager
+def pinning(what: str) -> Iterator[None]:
+    """Around calls of the core that pin memory of this name: PinningError where the system refuses."""
+    if torch.cuda.is_available():
+        torch.cuda.init()  # before that, torch takes no memory for pinned
+    try:
+        yield
+    except RuntimeError as error:
+        raise PinningError(f"{what} cannot be pinned ({error})") from error
 
 
 def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> torch.Tensor:
@@ -52,12 +60,8 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
     by torch's own allocator, on a NUMA node (negative: the caller's) where the system can."""
     if not pin or num_bytes == 0:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    if torch.cuda.is_available():
-        torch.cuda.init()  # before that, torch takes no memory for pinned
-    try:
+    with pinning(f"{num_bytes:,} bytes of memory"):
         buffer = _core.PinnedBuffer(num_bytes, node)
-    except RuntimeError as error:
-        raise PinningError(f"{num_bytes:,} bytes of memory cannot be pinned ({error})") from error
     if buffer.is_used:
         _wait_for_gpus()
     return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -171,6 +175,16 @@ def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
     """Memory as work on a device is given it: itself if it is there, else a view of what is pinned."""
     return memory if memory.device == device else device_view(memory, device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a device's current stream is captured in a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):  # torch looks at the current device only
+        return torch.cuda.is_current_stream_capturing()
 
 
 # ---- the argument `memory` of calls: where bytes live ----

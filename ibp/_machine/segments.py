@@ -17,7 +17,7 @@ import torch
 
 from .. import _core
 from .._common import wire
-from .memory import PinningError
+from .memory import pinning
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
 _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
@@ -88,8 +88,8 @@ class Segment:
         num_bytes = sum(_rounded_up(tensor.numel() * tensor.element_size()) for tensor in tensors.values())
         segment = cls.new(max(num_bytes, _ALIGNMENT), node)
         copies = segment.tensors({name: tensor.numel() for name, tensor in tensors.items()})
-        for name, copy in copies.items():
-            copy.view(torch.uint8).copy_(tensors[name].view(torch.uint8))
+        for name, tensor in tensors.items():
+            copies[name].view(torch.uint8).copy_(tensor.view(torch.uint8))
         return segment, copies
 
     @classmethod
@@ -109,20 +109,16 @@ class Segment:
         return self.pages.is_pinned
 
     def pin_here(self) -> None:
-        """Pins the memory for this process, once. RuntimeError if there is no CUDA device or the system refuses."""
-        if torch.cuda.is_available():
-            torch.cuda.init()
-        try:
+        """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
+        with pinning(f"{self.num_bytes:,} bytes of shared memory"):
             self.pages.pin()
-        except RuntimeError as error:
-            raise PinningError(f"{self.num_bytes:,} bytes of shared memory cannot be pinned ({error})") from error
         self.pin = True
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """A table's tensors in the memory. sizes: how many elements each has."""
+        """A table's tensors in the memory. sizes: how many elements each has; 0 where it is not named."""
         made, start = {}, 0
         for name, dtype in _DTYPES.items():
-            count = sizes[name]
+            count = sizes.get(name, 0)
             made[name] = (
                 torch.frombuffer(self.pages, dtype=dtype, count=count, offset=start)
                 if count
@@ -149,13 +145,9 @@ class FileRows:
 
     def pin_here(self) -> None:
         """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
-        if torch.cuda.is_available():
-            torch.cuda.init()
-        try:
+        with pinning("a mapped file"):
             for pages in self.pages:
                 pages.pin()
-        except RuntimeError as error:
-            raise PinningError(f"a mapped file cannot be pinned ({error})") from error
         self.pin = True
 
 

@@ -6,6 +6,7 @@ the other buffer of a ring (`ring.py`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -33,7 +34,7 @@ def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream
     return Ring(device, worker, empty_host=empty_pinned if pageable else None), worker
 
 
-class Outlet:
+class Outlet(contextlib.AbstractContextManager["Outlet"]):
     """Brings bytes that a GPU makes to host memory, beside the work on the stream that is current now.
 
     Leaving the context waits for all copies.
@@ -79,16 +80,13 @@ class Outlet:
             copy_all(*self._deliveries[turn])
             del self._deliveries[turn]
 
-    def __enter__(self) -> Outlet:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._ring.stream.synchronize()
         for turn in list(self._deliveries):
             self._deliver(turn)
 
 
-class Direct:
+class Direct(contextlib.AbstractContextManager["Direct"]):
     """Has the `take` and `put` of `Outlet` where there is no link to hide: tensors of the worker's memory, copied at
     once."""
 
@@ -100,9 +98,6 @@ class Direct:
 
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         copy_all(targets, sources)
-
-    def __enter__(self) -> Direct:
-        return self
 
     def __exit__(self, *_: object) -> None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._fetch.streaming import KERNEL, ON_HOST, STREAM_SMS, Decoder, TensorStream
-from .._rows.table import CorruptTableError
+from .._rows.faults import CorruptTableError, new_record
 from .arena import Region, WeightArena, overlap
 from .groups import Group, Place
 from .weights import Weight
@@ -153,9 +153,9 @@ class WeightFetcher:
         begun = time.perf_counter()
         for weight, part in zip(group.weights, place.data):
             assert weight.table is not None
-            fault = torch.zeros(4, dtype=torch.int64)
+            fault = new_record()
             KERNEL.decode(weight.table, 0, weight.num_bytes, self.device, 0, part, fault)
-            weight.table.raise_fault(fault.tolist())
+            weight.table.raise_fault(fault)
         self.waited_s += time.perf_counter() - begun
 
 
@@ -259,7 +259,7 @@ class CudaWeightFetcher(WeightFetcher):
             place.decoder, place.sms = decoder, sms
             place.prepared = [
                 decoder.prepare(
-                    weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table.fault_on(self.device)
+                    weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table.faults.on(self.device)
                 )
                 for weight, part in zip(group.weights, place.data)
                 if weight.table is not None

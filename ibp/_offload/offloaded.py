@@ -16,9 +16,11 @@ from torch import nn
 
 from .._common import ops
 from .._common.arguments import whole_number
+from .._common.closing import Closing
 from .._common.progress import tqdm
+from .._common.statistics import Statistics
 from .._machine import memory
-from .._rows.table import CorruptTableError
+from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
@@ -163,7 +165,7 @@ def _devices(device: Any) -> list[torch.device]:
 
 
 @dataclass(frozen=True)
-class OffloadStats:
+class OffloadStats(Statistics):
     """What an offloaded model has done since it was made, or since `reset_stats`.
 
     Attributes:
@@ -313,7 +315,7 @@ class _SavedWeight:
         return self.weight.data(self.device).view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class Offloaded:
+class Offloaded(Closing):
     """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `close` at the end.
 
     Several threads may call the model at once; weights that are in use are never overwritten.
@@ -363,12 +365,6 @@ class Offloaded:
             f"{len(self._division.groups)} groups, bytes={stats.weight_bytes:,}, host_bytes={stats.host_bytes:,}, "
             f"device_bytes={stats.device_bytes:,}, on {where})"
         )
-
-    def __enter__(self) -> Offloaded:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("an ibp.Offloaded cannot be pickled or copied: save the model's state_dict()")
@@ -482,7 +478,7 @@ class Offloaded:
             weight.freeze()
             if weight.table is not None:
                 if device.type == "cpu" or weight.table.serves(device):
-                    weight.table.arguments(device)  # copies the index there now, not at the first use
+                    weight.table.handle(device)  # copies the index there now, not at the first use
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)
 

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from .handle import Handle
 from .table import Table
 
 Device = torch.device | str | int
@@ -68,8 +69,8 @@ class CachedRows(Rows, Protocol):
 
     def found(
         self, ids: torch.Tensor
-    ) -> AbstractContextManager[tuple[tuple, torch.Tensor | None, Sequence[torch.Tensor]]]:
+    ) -> AbstractContextManager[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
         """Looks up the rows of ids, for operations that read them on the current stream within the block.
 
-        Yields (what operations on the table start with, an entry for each row, slabs that hold rows).
+        Yields (the handle of the table, an entry for each row, slabs that hold rows).
         """

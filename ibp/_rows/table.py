@@ -8,36 +8,41 @@ met.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from .. import _core
+from .._common.statistics import Saves
 from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
 from .._layout.manners import TensorManners
-from .._machine import memory
+from .._machine import calibration, memory
 from .._machine import numa as _numa
 from .._machine.segments import FileRows, Segment
 from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
+from .faults import Faults, FaultWords, refuse_capture
+from .handle import Handle, Parts
 from .room import Room
 
-_INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 1, 2, 3  # ibp_status
+OF_SELECTIONS = 1  # the kind of faults of work that reads selections of a table's items and does not know their ids
+_WORDS = FaultWords(
+    "{status}: item or row {value} at position {position}",
+    out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
+    invalid="offsets[{position}] is {value}; wanted the number of an id, not less than the one before",
+)
+_WORDS_OF_SELECTIONS = _WORDS._replace(damaged="{status}: the item of ids[{position}]")
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
+_MANY_BYTES = 1 << 62
+
+LEAST_SHARED_BYTES = 1 << 19  # of items: fewer are one thread's work on the CPU (torch_ops.cpp)
 
 _TENSORS = ("slots", "overflow", "lengths", "bases")
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 
 
-class CorruptTableError(ValueError):
-    """A table's bytes contradict each other: it was damaged or made up."""
-
-    __module__ = "ibp"
-
-
-class Table(TensorManners):
+class Table(TensorManners, Saves):
     """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then
     on, but by `update_`, `append` and `refit`."""
 
@@ -53,6 +58,7 @@ class Table(TensorManners):
     num_items: int
     item_bytes: int
     item_shape: tuple[int, ...]
+    faults: Faults
     _room: Room | None = None  # of a table whose rows have changed
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
     _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
@@ -99,10 +105,9 @@ class Table(TensorManners):
             num_items=geometry.num_items,
             item_bytes=geometry.item_bytes,
             item_shape=tuple(geometry.shape[1:]),
+            faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
         )
-        self._places: dict[torch.device, tuple] = {}
-        self._ready: dict[torch.device, _core.ReadyTable] = {}
-        self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see fault_on
+        self._handles: dict[torch.device, Handle] = {}
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made in place
         self._pinned_range: object = None
         self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
@@ -163,7 +168,7 @@ class Table(TensorManners):
 
     @property
     def stored_bytes(self) -> int:
-        """Exact bytes of the coded rows and the codebook."""
+        """Exact bytes of the coded rows and the codebook, which `savings` is about; the memory is `nbytes`."""
         if self._stored_bytes is None:
             coded = total_stored(self.lengths.cpu(), self.geometry) if self.lengths.numel() else self.original_bytes
             self._stored_bytes = coded + (self.codebook.nbytes if self.codebook else 0)
@@ -174,12 +179,6 @@ class Table(TensorManners):
         """Bytes of the row index: at most 2.25 a row, and 12 for each that there is room for in a table whose rows have
         changed."""
         return self._room.index_bytes if self._room is not None else _nbytes(self.lengths) + _nbytes(self.bases)
-
-    @property
-    def savings(self) -> float:
-        """1 - stored_bytes / original bytes; 0 for an empty tensor. Memory is counted by `nbytes`, which slots can make
-        larger."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
     @property
     def nbytes(self) -> int:
@@ -312,8 +311,7 @@ class Table(TensorManners):
         slots = room.slots[: _layout.slots_size(geometry, self.slot_bytes)]
         moved = slots.data_ptr() != self.slots.data_ptr()
         index = room.index.first(geometry.num_rows)
-        self._places.clear()
-        self._ready.clear()
+        self._handles.clear()
         vars(self).update(
             _room=room,
             _segment=None,
@@ -331,12 +329,11 @@ class Table(TensorManners):
         self._refresh()
         return room
 
-    def forget_places(self, changing: torch.device) -> None:
+    def forget_handles(self, changing: torch.device) -> None:
         """Forgets what depends on the rows, as the given device is about to change them."""
         self._stored_bytes = self._link_bytes = None
-        for device in [device for device in self._places if device != changing]:
-            del self._places[device]
-            self._ready.pop(device, None)
+        for device in [device for device in self._handles if device != changing]:
+            del self._handles[device]
 
     def note_change(self) -> None:
         """Counts a change of rows in place."""
@@ -344,8 +341,7 @@ class Table(TensorManners):
 
     def become(self, other: Table) -> None:
         """Takes the fields and the memory of another table of the same tensor, which nobody has, at once."""
-        self._places.clear()
-        self._ready.clear()
+        self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
             fields,
@@ -364,8 +360,7 @@ class Table(TensorManners):
         """Takes the bytes of its tensor, raw, as slots of whole rows."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         slots = memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
-        self._places.clear()
-        self._ready.clear()
+        self._handles.clear()
         vars(self).update(slots=slots, overflow=slots[:0], bases=none, slot_bytes=self.row_bytes, _segment=None)
         self._refresh()
 
@@ -404,8 +399,7 @@ class Table(TensorManners):
     def _refresh(self) -> None:
         """Forgets what was derived from the tensors."""
         self._stored_bytes = self._link_bytes = None
-        self._places.clear()
-        self._ready.clear()
+        self._handles.clear()
         if self._segment is not None:
             self._is_pinned = self._segment.pin and torch.cuda.is_available()
             return
@@ -415,59 +409,44 @@ class Table(TensorManners):
             self.device.type == "cpu" and torch.cuda.is_initialized() and all(tensor.is_pinned() for tensor in held)
         )
 
-    def arguments(self, device: torch.device) -> tuple:
-        """What every table operation starts with (see _ops). Made once a device: the index and the codebook are copied
-        to a GPU, pinned rows are mapped."""
-        if device in self._places:
-            return self._places[device]
-        _refuse_capture(device)
+    def handle(self, device: torch.device) -> Handle:
+        """The table as the operations of a device take it. Made once a device: the index and the codebook are copied to
+        a GPU, pinned rows are mapped."""
+        if device in self._handles:
+            return self._handles[device]
+        refuse_capture(device)
         if device != self.device and self._segment is not None:
             with torch.cuda.device(device):
                 self._pin_segment()
-        slots, overflow, lengths, bases = self.slots, self.overflow, vars(self)["lengths"], vars(self)["bases"]
-        if self._room is not None:
-            lengths, bases, _, _ = self._room.index_on(device).first(self.num_rows)
-        slots, overflow = (memory.seen_from(device, part) for part in (slots, overflow))
-        codec, words = self._coding(device)
-        place = (
-            slots,
-            overflow,
-            lengths.to(device),
-            bases.to(device),
-            words,
-            codec,
-            self.slot_bytes,
-            0,
-            self.num_items,
-            self.item_bytes,
-        )
-        self._places[device] = place
-        self.fault_on(device)  # compiled code and graphs find it made
-        return place
+        handle = self._handles[device] = Handle(self.parts(device, self.geometry))
+        self.faults.on(device)  # compiled code and graphs find it made
+        return handle
 
-    def _packed(self, device: torch.device) -> torch.Tensor:
-        """The table as operations on a device find it: a struct ibp_table, as bytes on the CPU."""
-        packed = torch.empty(_core.TABLE_BYTES, dtype=torch.uint8)
-        torch.ops.ibp.pack_table.default(*self.arguments(device), packed)
-        return packed
+    def parts(self, device: torch.device, geometry: Geometry) -> Parts:
+        """The parts of the table's handle; or of one for as many items as a geometry has, where its room holds them. A
+        table with a room is a place too."""
+        (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
+        overflow = memory.seen_from(device, self.overflow)
+        if self._room is None:
+            lengths, bases = (vars(self)[name].to(device) for name in ("lengths", "bases"))
+            return Parts(memory.seen_from(device, self.slots), overflow, lengths, bases, words, codec, *sizes)
+        slots = memory.seen_from(device, self._room.slots[: _layout.slots_size(geometry, self.slot_bytes)])
+        lengths, bases, *place = self._room.index_on(device).first(geometry.num_rows)
+        return Parts(slots, overflow, lengths, bases, words, codec, *sizes, *place)
 
-    def make_ready(self, device: torch.device, most_items: int) -> None:
-        """Readies the table for calls with ids on the device that decodes. most_items: of such a call."""
-        tensors = [value for value in self.arguments(device) if isinstance(value, torch.Tensor)]
-        near = self.fault_on(device)
-        self._ready[device] = _core.ReadyTable(
-            packed=self._packed(device).numpy().data,
-            kept=(tensors, self._faults[device]),
-            ranges=[(tensor.data_ptr(), _nbytes(tensor)) for tensor in (*tensors, near)],
-            device=-1 if device.type == "cpu" else device.index,
-            torch_device=device,
-            faults=[record.ctypes.data for record, _ in self._faults[device].values()],
-            fault=near.data_ptr(),
-            item_shape=list(self.item_shape),
-            dtype=self.dtype,
-            is_complex=self.dtype.is_complex,
-            most_items=most_items,
-        )
+    def make_ready(self, device: torch.device) -> None:
+        """Readies the table's handle for calls with ids on the device that decodes, where it is not; those of many
+        items have a choice of paths."""
+        if self.item_bytes == 0 or memory.is_capturing(device) or self.handle(device).core.is_ready:
+            return
+        most_items = LEAST_SHARED_BYTES // self.item_bytes
+        if device.type == "cuda":
+            machine = calibration.in_force(device)
+            is_large = self.device.type == "cpu" and self.resident_bytes >= machine.reach_bytes
+            most_items = machine.least_bucketed_ids - 1 if is_large else _MANY_BYTES // self.item_bytes
+        near, kind = self.faults.on(device), (list(self.item_shape), self.dtype, self.dtype.is_complex)
+        records = self.faults.addresses(device)[0]
+        self.handle(device).core.make_ready((self.faults, near), device, records, near.data_ptr(), *kind, most_items)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
@@ -478,47 +457,18 @@ class Table(TensorManners):
     def check(self) -> None:
         """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or
         CorruptTableError."""
-        for device in list(self._faults):
+        for device in self.faults.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self.raise_pending(device)
 
-    def fault_on(self, device: torch.device, of_selections: bool = False) -> torch.Tensor:
-        """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time.
-        of_selections: for work that reads selections of the table's items (see host_gather) and does not know their
-            ids."""
-        if of_selections not in self._faults.get(device, ()):
-            _refuse_capture(device)
-            host = memory.empty(32, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
-            near = memory.device_view(host, device) if device.type == "cuda" else host
-            self._faults.setdefault(device, {})[of_selections] = host.numpy(), near
-            self._ready.pop(device, None)  # which looks at all of them
-        return self._faults[device][of_selections][1]
-
     def raise_pending(self, device: torch.device) -> None:
-        for of_selections, (record, _) in self._faults.get(device, {}).items():
-            if not record[0]:
-                continue
-            status, position, value, taken = record.tolist()
-            record[:] = 0
-            self.raise_fault(
-                (status, position, None if of_selections else value, taken),
-                f" (noted by an earlier call on {device}; its row was filled with zeros)",
-            )
+        """Raises what earlier calls have noted on a device."""
+        self.faults.raise_pending(device, last=self.num_items - 1)
 
-    def raise_fault(self, fault: Sequence[int | None], when: str = "") -> None:
-        status, position, value, _ = fault
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self.num_items - 1}{when}")
-        if status == _CORRUPT_ROW:
-            which = (
-                f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
-            )
-            raise CorruptTableError(f"{_core.status_string(status)}: {which}{when}")
-        if status == _INVALID_ARGUMENT:
-            raise ValueError(
-                f"offsets[{position}] is {value}; wanted the number of an id, not less than the one before{when}"
-            )
+    def raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
+        """Raises what a call has noted in a record of its own."""
+        (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.num_items - 1)
 
 
 # ---- checks ----
@@ -641,17 +591,6 @@ def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
 
     num_whole, last_bytes = divmod(geometry.num_bytes, geometry.row_bytes)
     return num_whole * overflow_bytes(geometry.row_bytes) + overflow_bytes(last_bytes)
-
-
-def _refuse_capture(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    with torch.cuda.device(device):  # torch looks at the current device's stream
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
-                "call index_select or decompress once before capturing"
-            )
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ Modules import only those before them in this list:
     planes      scheme "planes": codebook, learning
     registry    the table of schemes
     clusters    several codebooks for one table: codebook, kmeans, learning
-    kinds       tensors that share a codebook, and when one needs another
+    kinds       data that share a codebook, and when it is learned anew
     choice      the scheme and codebook that `auto` takes
     estimation  what rows would take: `ibp.estimate`
 
@@ -24,7 +24,7 @@ from .masks.codebook import Codebook
 from .planes.codebook import PlanesCodebook
 from .registry import SCHEMES, check_scheme, coding_of, scheme_of
 from .request import Request, check_sample
-from .sizes import measure, total_stored
+from .sizes import measure, stored_share, surveyed, total_stored
 
 __all__ = [
     "SCHEMES",
@@ -40,6 +40,8 @@ __all__ = [
     "learn",
     "measure",
     "scheme_of",
+    "stored_share",
+    "surveyed",
     "total_stored",
     "with_clusters",
 ]

@@ -169,6 +169,12 @@ def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
     return machine.pairs if first.is_fast else machine.dense
 
 
+def coder_ns(codebook: AnyCodebook, machine: Calibration) -> float:
+    """Time to code and decode a byte, in ns."""
+    rates = coder_rates(codebook, machine)
+    return 1 / rates.encode_gbps + 1 / rates.decode_gbps
+
+
 def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float:
     """What a decoder's rate `work_per_ns` counts of a row (see CoderRates)."""
     first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
@@ -216,7 +222,11 @@ def measured(
     scale = geometry.num_bytes / sampled.num_bytes  # a short last row counts as what it is
     survey = slots.survey(lengths, sampled)
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
-    slot_bytes = slots.choose_slot_bytes(survey, sampled) if request.slot_bytes is None else request.slot_bytes
+    slot_bytes = (
+        slots.slots_for(survey, geometry.row_bytes, slots.OF_TABLES)[0]
+        if request.slot_bytes is None
+        else request.slot_bytes
+    )
     overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
     index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
     words = codebook.words(torch.device("cpu"))

@@ -13,7 +13,7 @@ from .. import _core, _schemes
 from .._common.arguments import number, whole_number
 from .._layout import geometry as _rows
 from .._layout import slots
-from . import AnyCodebook, choice, measure, total_stored
+from . import AnyCodebook, choice, surveyed
 
 _LONGER_ROW_BYTES = (
     512  # from here on dense rows come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
@@ -221,9 +221,8 @@ def estimate(
 
 def exact_stored_bytes(x: torch.Tensor, codebook: AnyCodebook, device: torch.device) -> int:
     """Bytes of a tensor's rows, coded by a codebook, and of the codebook; x's own size where that is less."""
-    geometry = _rows.Geometry.of(x, codebook.row_bytes)
-    lengths = measure(_rows.bytes_of(x), codebook, device)
-    return min(total_stored(lengths, geometry) + codebook.nbytes, geometry.num_bytes)
+    data = _rows.bytes_of(x)
+    return min(surveyed(data, codebook, device).stored + codebook.nbytes, data.numel())
 
 
 def _estimate_of(

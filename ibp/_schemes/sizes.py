@@ -21,6 +21,17 @@ def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, pro
     return torch.cat(parts) if len(parts) != 2 else parts[1]
 
 
+def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> slots.Survey:
+    """What all rows of the bytes take. device: that measures them; None: where they are. Waits for it."""
+    rows = _rows.Geometry(data.shape, torch.uint8, codebook.row_bytes)
+    return slots.survey(measure(data, codebook, device or data.device), rows)
+
+
+def stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:
+    """Bytes of rows, uint8, as stored, to their raw bytes; 1 of no rows. Waits for the device."""
+    return surveyed(rows, codebook).stored / rows.numel() if rows.numel() else 1.0
+
+
 def total_stored(lengths: torch.Tensor, geometry: _rows.Geometry) -> int:
     """Bytes of the coded and raw rows that `lengths` describes."""
     return slots.survey(lengths, geometry).stored

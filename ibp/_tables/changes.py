@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._fetch.ids import check_range, checked_ids, tensor_of
-from .._layout import slots as _layout
+from .._fetch.ids import check_range, list_of_ids
 from .._layout.geometry import Geometry, bytes_of, rows_of
 from .._machine import memory
 from .._machine.segments import Segment
+from .._rows.faults import new_record
+from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
 from .._rows.table import Table
@@ -23,11 +24,7 @@ _SECTOR = _core.SECTOR_BYTES
 
 def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
     """See `CompressedTensor.update_`."""
-    if not isinstance(ids, torch.Tensor):
-        ids = tensor_of(ids, "ids")
-    if ids.dim() != 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-    ids = checked_ids(ids)
+    ids = list_of_ids(ids)
     check_rows(table, rows, ids.numel())
     chosen, places = last_of_each(ids, table.num_items)
     put_items(table, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
@@ -116,7 +113,7 @@ def _worker_of(table: Table, *devices: torch.device) -> torch.device:
     home = table.device
     if home.type == "cuda" or not table.is_pinned():
         return home
-    gpus = [device for device in (*devices, *table._faults) if device.type == "cuda"]
+    gpus = [device for device in (*devices, *table.faults.devices) if device.type == "cuda"]
     return gpus[0] if gpus else home
 
 
@@ -160,9 +157,9 @@ def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tupl
 
 def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
     out = torch.empty(end - start, dtype=torch.uint8, device=worker)
-    fault = torch.zeros(4, dtype=torch.int64, device=worker)
-    torch.ops.ibp.decode_bytes.default(*table.arguments(worker), start, end, 0, out, fault)
-    table.raise_fault(fault.tolist())
+    fault = new_record(worker)
+    torch.ops.ibp.decode_bytes.default(table.handle(worker).table, start, end, 0, out, fault)
+    table.raise_fault(fault)
     return out
 
 
@@ -174,12 +171,12 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
     out = torch.empty(numbers.numel() * row_bytes, dtype=torch.uint8, device=worker)
     has_last = bool(rest) and int(numbers[-1]) == num_whole
     whole = numbers[:-1] if has_last else numbers
-    fault = torch.zeros(4, dtype=torch.int64, device=worker)
+    fault = new_record(worker)
     if whole.numel():
-        slots, overflow, lengths, bases, *rest_of_them = table.arguments(worker)
-        arguments = (slots, overflow, lengths, bases[:num_whole], *rest_of_them[:-2], num_whole, row_bytes)
-        torch.ops.ibp.gather_items.default(*arguments, whole, 0, out, fault, None)
-        table.raise_fault(fault.tolist())
+        parts = table.handle(worker).parts
+        parts = parts._replace(bases=parts.bases[:num_whole], num_items=num_whole, item_bytes=row_bytes)
+        torch.ops.ibp.gather_items.default(Handle(parts).table, whole, 0, out, fault, None)
+        table.raise_fault(fault)
     if has_last:
         start = num_whole * row_bytes
         last = decoded_bytes(table, start, start + rest, worker)
@@ -251,33 +248,12 @@ def _encode(
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.numel() // row_bytes) * (-(-(row_bytes - slot_bytes) // _SECTOR) * _SECTOR)
     room = table.set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
-    index = room.begin_change(worker).first(geometry.num_rows)
-    table.forget_places(worker)
+    same = geometry is table.geometry
+    handle = table.handle(worker) if same else Handle(table.parts(worker, geometry))
+    index = room.begin_change(worker)
+    table.forget_handles(worker)
     room.most_used += most_bytes
-    held = room.slots[: _layout.slots_size(geometry, slot_bytes)], room.overflow
-    slots, overflow = (memory.seen_from(worker, part) for part in held)
-    codec, words = table._coding(worker)
-    fault, counts = (torch.zeros(count, dtype=torch.int64, device=worker) for count in (4, 2))
-    torch.ops.ibp.encode_into.default(
-        slots,
-        overflow,
-        index.lengths,
-        index.bases,
-        words,
-        codec,
-        slot_bytes,
-        0,
-        geometry.num_items,
-        geometry.item_bytes,
-        index.rooms,
-        index.used,
-        counts,
-        data,
-        None,
-        numbers,
-        first_row,
-        0,
-        fault,
-    )
+    fault, counts = new_record(worker), torch.zeros(2, dtype=torch.int64, device=worker)
+    handle.encode(data, counts, fault, row_ids=numbers, first_row=first_row)
     if worker.type == "cpu":
         room.most_used = int(index.used)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _core
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
+from .._rows.faults import FaultWords, new_record
+from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
 from .._schemes.estimation import check_codebook
 from .compressed_tensor import CompressedTensor
@@ -17,8 +19,10 @@ from .compressed_tensor import CompressedTensor
 _NO_BASE, _MOST_LENGTH = -1, 65535  # of a row without a part; an entry of lengths
 _ALIGNMENT = 64  # bytes, of each part of memory that is given
 _COUNTERS = 8  # int64: used, spilled, lost, a fault of 4
-_INDEX_OUT_OF_RANGE = 2  # ibp_status
 _CPU = torch.device("cpu")
+_OUT_OF_RANGE = "row_ids[{position}] is {value}; the place has {num_rows} rows"
+_CODING = FaultWords("row_ids has {value} more than once", RuntimeError, _OUT_OF_RANGE)
+_READING = FaultWords("row {value} of the place was lost or is damaged", ValueError, _OUT_OF_RANGE)
 
 
 class RowCounts(NamedTuple):
@@ -70,6 +74,8 @@ class CodedRows:
 
     Attributes:
         memory, overflow_memory: "device", "pinned", or "host" on a CPU.
+        counters: int64 [8] on the device: bytes of overflow that were handed out, rows spilled, and lost, and the fault
+            of `encode_into`. `used` and `fault` are parts of it.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -164,40 +170,31 @@ class CodedRows:
         counters, rooms, bases, lengths, self.slots, self.overflow = parts
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
-        self._counters = counters.view(torch.int64)
-        self._used, self._counts, self._fault, _ = self._counters.split([1, 2, 4, 1])
+        self.counters = counters.view(torch.int64)
+        self.used, self._counts, self.fault, _ = self.counters.split([1, 2, 4, 1])
         self._take_codebook(codebook)
 
     def _take_codebook(self, codebook: AnyCodebook) -> None:
         """Codes by a codebook for rows of the place's size from now on. Rows that are coded are not read any more."""
         words = codebook.words(self.device)  # for which there may be no memory: nothing has changed yet
         self.codebook = codebook
-        near = [_memory.seen_from(self.device, part) for part in (self.slots, self.overflow)]
-        self.table_arguments = (
-            *near,
-            self.lengths,
-            self.bases,
-            words,
-            codebook.codec,
-            self.slot_bytes,
-            0,
-            self.num_rows,
-            self.row_bytes,
-        )
-        self.arguments = (*self.table_arguments, self.rooms, self._used, self._counts)
+        slots, overflow = (_memory.seen_from(self.device, part) for part in (self.slots, self.overflow))
+        sizes = (self.slot_bytes, 0, self.num_rows, self.row_bytes)
+        index = self.lengths, self.bases
+        self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *sizes, self.rooms, self.used))
 
     def clear(self) -> None:
         """Forgets all rows: they read as default rows, and all of overflow is free."""
         self.lengths.view(torch.int16).fill_(as_int16(min(self.row_bytes, _MOST_LENGTH)))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
-        for counter in (self._used, self._counts, self._fault):
+        for counter in (self.used, self._counts, self.fault):
             counter.zero_()
 
     def counts(self) -> RowCounts:
         """How many rows spilled and were lost. Waits for the work on the current stream."""
         spilled, lost = self._counts.tolist()
-        return RowCounts(spilled, lost, min(int(self._used), self.overflow.numel()))
+        return RowCounts(spilled, lost, min(int(self.used), self.overflow.numel()))
 
     def check(self) -> None:
         """Raises what calls of `encode_into` have noted. Waits for the work on the current stream.
@@ -206,13 +203,9 @@ class CodedRows:
             IndexError: an id was outside the place's rows.
             RuntimeError: an id came twice in one call.
         """
-        status, position, row, _ = self._fault.tolist()
-        if status == 0:
-            return
-        self._fault.zero_()
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
-        raise RuntimeError(f"row_ids has {row} more than once")
+        record = self.fault.tolist()
+        self.fault.zero_()
+        _CODING.raise_for(record, num_rows=self.num_rows)
 
     def decode(self, row_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Rows as they were coded: [rows, row_bytes / itemsize] of dtype, on the place's device.
@@ -226,16 +219,12 @@ class CodedRows:
         """
         count = self.num_rows if row_ids is None else row_ids.numel()
         out = torch.empty(count * self.row_bytes, dtype=torch.uint8, device=self.device)
-        fault = torch.zeros(4, dtype=torch.int64, device=self.device)
+        fault = new_record(self.device)
         if row_ids is None:
-            torch.ops.ibp.decode_bytes(*self.table_arguments, 0, out.numel(), 0, out, fault)
+            torch.ops.ibp.decode_bytes(self.handle.table, 0, out.numel(), 0, out, fault)
         else:
-            torch.ops.ibp.gather_items(*self.table_arguments, row_ids.reshape(-1), 0, out, fault)
-        status, position, row, _ = fault.tolist()
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
-        if status != 0:
-            raise ValueError(f"row {row} of the place was lost or is damaged")
+            torch.ops.ibp.gather_items(self.handle.table, row_ids.reshape(-1), 0, out, fault)
+        _READING.raise_for(fault, num_rows=self.num_rows)
         return out.view(count, self.row_bytes).view(dtype)
 
     def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
@@ -265,8 +254,8 @@ class CodedRows:
     def _live_table(self) -> CompressedTensor:
         """The place as a table that the place's device reads as it is at that time, a pinned one too."""
         table = self.table()
-        table._places[self.device] = self.table_arguments
-        table.fault_on(self.device)
+        table._handles[self.device] = Handle(self.handle.parts)
+        table.faults.on(self.device)
         return table
 
 
@@ -445,9 +434,8 @@ def encode_into(
     else:
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
-    torch.ops.ibp.encode_into.default(
-        *place.arguments, layout, addresses, row_ids, first_row, sms_of(max_sms), place._fault
-    )
+    rows: dict[str, Any] = {"buffers": addresses, "row_ids": row_ids, "first_row": first_row}
+    place.handle.encode(layout, place._counts, place.fault, **rows, max_sms=sms_of(max_sms))
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:

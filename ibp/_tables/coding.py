@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
 from .._layout import slots as _layout
 from .._machine import memory, staging
+from .._rows.faults import FaultWords, new_record
+from .._rows.handle import Handle, Parts
 from .._rows.table import Table
 from .._schemes import AnyCodebook, Request, check_clusters, measure
 from .._schemes.choice import learn
@@ -22,6 +24,9 @@ from .._schemes.estimation import check_codebook, check_learning
 
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 _CPU = torch.device("cpu")
+_WORDS = FaultWords(
+    "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
+)
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
@@ -83,6 +88,11 @@ class Learning:
             raise ValueError(f"clusters is {clusters!r}, but consecutive entries, level='fast', have no clusters")
         return cls(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
 
+    def request(self, data: torch.Tensor, geometry: _rows.Geometry, worker: torch.device, **others: Any) -> Request:
+        """What a codebook is learned for. others: further arguments of `Request`, or in place of these options."""
+        own = {name: getattr(self, name) for name in ("sample", "chunk_bytes", "tau", "clusters", "level")}
+        return Request(data, geometry, worker, **{**own, **others})
+
     def coding_of(
         self,
         data: torch.Tensor,
@@ -99,18 +109,7 @@ class Learning:
         if self.codebook is not None:
             coding = _coding(data, geometry, self.codebook, worker, progress)
         else:
-            request = Request(
-                data,
-                geometry,
-                worker,
-                self.sample,
-                self.chunk_bytes,
-                self.tau,
-                slot_bytes=slot_bytes,
-                clusters=self.clusters,
-                progress=progress,
-                level=self.level,
-            )
+            request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress)
             coding = self._learned(request, in_place)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             return None
@@ -123,9 +122,7 @@ class Learning:
         rows are all raw has parts in overflow. The tensor is not empty."""
         codebook = self.codebook
         if codebook is None:
-            request = Request(
-                data, geometry, worker, self.sample, self.chunk_bytes, self.tau, progress=progress, level=self.level
-            )
+            request = self.request(data, geometry, worker, clusters=None, progress=progress)
             found = self._learned(request, in_place=False)
             if found is not None:
                 return found
@@ -219,7 +216,7 @@ def code(
         table._is_refused = pin is None and not is_pinned
         return table
     if slot_bytes is None:
-        slot_bytes = _layout.choose_slot_bytes(coding.survey, geometry)
+        slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
     return encode(kind, data, geometry, coding, slot_bytes, worker, pin, node, progress)
 
 
@@ -375,27 +372,13 @@ def encode_block(
     device = block.device
     if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
         slots.zero_(), overflow.zero_()
-    fault = torch.zeros(4, dtype=torch.int64, device=device)
-    torch.ops.ibp.encode_rows(
-        slots,
-        overflow,
-        lengths,
-        bases,
-        codebook.words(device),
-        codebook.codec,
-        slot_bytes,
-        overflow_start,
-        1,
-        block.numel(),
-        block,
-        fault,
-    )
+    fault = new_record(device)
+    words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
+    table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
+    torch.ops.ibp.encode_rows(table, block, fault)
     return fault
 
 
 def check_faults(faults: list[torch.Tensor]) -> None:
-    for status, row, _, _ in torch.stack(faults).tolist():
-        if status:
-            raise RuntimeError(
-                f"x changed while it was being compressed: row {row} of a block no longer has the length measured"
-            )
+    for record in torch.stack(faults).tolist():
+        _WORDS.raise_for(record)

@@ -11,7 +11,8 @@ import torch
 
 from .._fetch.streaming import decompress
 from .._layout.geometry import DTYPES
-from .._schemes.kinds import LEAST_BYTES, ROW_BYTES, Kind, Learned, kind_of
+from .._schemes import AnyCodebook
+from .._schemes.kinds import LEAST_BYTES, ROW_BYTES, Kind, Learner, kind_of
 from .compressed_tensor import CompressedTensor
 from .compression import compress_rows
 
@@ -68,7 +69,7 @@ class WeightCompressor:
         if unknown := sorted(set(options) - _OF_A_MODEL):
             raise TypeError(f"{', '.join(unknown)}: no such option; wanted some of {', '.join(sorted(_OF_A_MODEL))}")
         self._options = dict(options)
-        self._learned: dict[Kind, Learned] = {}
+        self._learned: dict[Kind, Learner[AnyCodebook]] = {}
 
     def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
         """As `compress`, for a weight that may have any strides."""
@@ -84,15 +85,15 @@ class WeightCompressor:
         if kind in self._learned:
             learned = self._learned[kind]
             of_memory = {key: value for key, value in options.items() if key not in _OF_LEARNING}
-            if learned.codebook is None:
+            if learned.found is None:
                 return compress_rows(x, scheme="raw", **of_memory)
-            table = compress_rows(x, codebook=learned.codebook, **of_memory)
-            if learned.fits(table.savings):
+            table = compress_rows(x, codebook=learned.found, **of_memory)
+            if learned.fits(table.stored_bytes, table.original_bytes):
                 return table
             own = compress_rows(x, **options)
             return own if own.stored_bytes < table.stored_bytes else table
         table = compress_rows(x, **options)
-        self._learned[kind] = Learned(table.codebook, table.savings)
+        self._learned[kind] = Learner(table.codebook, 1 - table.savings)
         return table
 
 

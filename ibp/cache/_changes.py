@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from .._fetch.ids import checked_ids, tensor_of
+from .._fetch.ids import list_of_ids
 from .._layout.geometry import bytes_of, rows_of
 from .._layout.slots import default_length
+from .._rows.faults import FaultWords, new_record
+from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
-from .._rows.table import CorruptTableError
 from .._schemes import AnyCodebook, coding_of
 from .._tables import changes
 from .._tables.changes import check_rows, last_of_each, put_rows
@@ -19,6 +20,7 @@ from ._slabs import DIRTY, Entries, Generation, Slab
 from ._state import CacheState
 
 _BLOCK_BYTES = 256 << 20  # of rows that are written back at once
+_WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
 
 
 def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
@@ -34,9 +36,7 @@ def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None)
 def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
     """See `RowCache.update_`."""
     view = state.view
-    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
-    if ids.dim() != 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    ids = list_of_ids(ids)
     check_rows(view, rows, ids.numel())
     chosen, places = last_of_each(ids, view.num_items)
     put_items(state, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
@@ -54,13 +54,8 @@ def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
         else:
             for held in (generation, *state.captured):
                 forget(state, held, rows_of(ids, state.rows_per_item))
-            to_table(state, ids, rows)
-
-
-def to_table(state: CacheState, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items of the table."""
-    changes.put_items(state.view, items, rows)
-    mark_current(state)
+            changes.put_items(state.view, ids, rows)
+            mark_current(state)
 
 
 def mark_current(state: CacheState) -> None:
@@ -77,7 +72,7 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
     entries = torch.empty_like(numbers)
     state.hold(generation, worker, state.order.read(worker))
     maps, _ = generation.view_of(worker)
-    lengths = view.arguments(worker)[2]
+    lengths = view.handle(worker).parts.lengths
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
     held = entries.nonzero()[:, 0]
     coded = _Coded.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)
@@ -162,8 +157,9 @@ class _Coded(NamedTuple):
         used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
         if num_rows:
             codec, words = coding_of(codebook, row_bytes, device)
-            table = (slots.view(-1), slots.view(-1)[:0], lengths, bases, words, codec, inner, 0, num_rows, row_bytes)
-            torch.ops.ibp.encode_into.default(*table, rooms, used, counts, data, None, None, 0, 0, fault)
+            held, sizes = slots.view(-1), (inner, 0, num_rows, row_bytes)
+            place = Parts(held, held[:0], lengths, bases, words, codec, *sizes, rooms, used)
+            Handle(place).encode(data, counts, fault)
         found = lengths.view(torch.int16)
         fits = found != as_int16(default_length(row_bytes))
         if inner < row_bytes:  # rows that were lost are marked as raw ones
@@ -201,10 +197,10 @@ def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device
     lengths = torch.zeros(count if generation.codebook is not None else 0, dtype=torch.uint16, device=device)
     bases = torch.empty(0, dtype=torch.int64, device=device)
     out = torch.empty(count * row_bytes, dtype=torch.uint8, device=device)
-    fault = torch.zeros(4, dtype=torch.int64, device=device)
-    table = (none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)
+    fault = new_record(device)
+    table = Handle(Parts(none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)).table
     ids = torch.arange(count, device=device)
-    torch.ops.ibp.gather_cached.default(*table, ids, entries, generation.view_of(device)[1], 0, out, fault)
-    if int(fault[0]):
-        raise CorruptTableError("a changed row of the cache is damaged: it cannot be written back")
+    near = {"entries": entries, "slabs": generation.view_of(device)[1]}
+    torch.ops.ibp.gather_items.default(table, ids, 0, out, fault, **near)
+    _WORDS.raise_for(fault)
     return out

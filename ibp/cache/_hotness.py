@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .._common.arguments import whole_number
-from .._fetch.ids import check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, checked_ids
 from .._machine import memory
 from .._rows.protocols import Ids
 
@@ -40,7 +40,7 @@ def count_accesses(
     num_items = whole_number("num_items", num_items, 0, 2**62)
     counts = torch.zeros(num_items, dtype=torch.int64, device=memory.canonical("cpu" if device is None else device))
     for batch in batches:
-        ids = checked_ids(batch if isinstance(batch, torch.Tensor) else tensor_of(batch, "ids"))
+        ids = checked_ids(batch)
         ids = ids.reshape(-1).to(counts.device, torch.int64)
         check_range(ids, num_items)
         counts.index_add_(0, ids, torch.ones_like(ids))
@@ -58,7 +58,7 @@ def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
     if isinstance(hotness, np.ndarray):
         hotness = torch.from_numpy(np.ascontiguousarray(hotness))
     if not isinstance(hotness, torch.Tensor):
-        return _first_of_each(checked_ids(tensor_of(hotness, "hotness"), "hotness"), num_items)
+        return _first_of_each(checked_ids(hotness, "hotness"), num_items)
     if hotness.dtype.is_complex or hotness.layout != torch.strided:
         raise TypeError(f"hotness is a {hotness.layout} tensor of {hotness.dtype}; wanted a real number for each item")
     if hotness.shape != (num_items,):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._fetch.paths import is_capturing
+from .._machine.memory import is_capturing
 
 Key = tuple[int, int]  # a stream's device and address
 ON_CPU: Key = (-1, 0)

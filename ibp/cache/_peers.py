@@ -139,71 +139,53 @@ def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
 
 @wire.sent
 class _Loan(NamedTuple):
-    """A slab that one other process may open: how each of its tensors is."""
+    """A slab that one other process may open.
 
-    bytes: _LentTensor
-    map: _LentTensor
+    how: of host memory (a handle of the shared segment, bytes of the slab, words of its map); of a GPU's memory what
+    `ipc.lent` says of its bytes and its map, None of an empty one.
+    """
+
+    how: Any
 
     def opened(self, device: torch.device) -> Slab:
         """The slab, as memory of the device that reads it."""
-        return Slab(device, self.bytes.opened(device), self.map.opened(device), is_lent=True)
-
-
-@wire.sent
-class _LentTensor(NamedTuple):
-    """how: None for an empty one, a handle of a shared segment, or what `_ipc.lent` says of a GPU's."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    how: Any
-
-    def opened(self, device: torch.device) -> torch.Tensor:
-        if self.how is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        if isinstance(self.how, SharedHandle):
-            return _in_segment(Segment.opened(self.how), self.shape, self.dtype)
-        return ipc.opened(self.how, device.index)
+        if device.type == "cpu":
+            handle, num_bytes, num_words = self.how
+            held = Segment.opened(handle).tensors({"slots": num_bytes, "bases": num_words})
+            return Slab(device, held["slots"], held["bases"].view(-1, 2), is_lent=True)
+        data, ways = (
+            torch.empty(0, dtype=dtype, device=device) if how is None else ipc.opened(how, device.index)
+            for how, dtype in zip(self.how, (torch.uint8, torch.int64))
+        )
+        return Slab(device, data, ways.view(-1, 2), is_lent=True)
 
 
 class _Lender:
     """Lends a slab to the other ranks of a cache.
 
     Attributes:
-        slab: what is lent; of host memory a copy of what was given, in shared segments.
+        slab: what is lent; of host memory a copy of what was given, in a shared segment.
     """
 
     slab: Slab
+    _segment: Segment  # which the others open through this process
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._segments: list[Segment] = []  # which are opened through this process
 
     def lend(self, slab: Slab) -> list[_Loan | None]:
-        """A loan for each other rank. A GPU's memory that is lent must be opened: it is kept until then."""
+        """A loan for each other rank. A GPU's memory that is lent must be opened, each loan once: it is kept until
+        then."""
         if slab.device.type == "cuda":
             self.slab = slab
             return [
-                _Loan(self._on_gpu(slab.bytes), self._on_gpu(slab.map)) if rank != self._rank else None
+                _Loan(tuple(ipc.lent(one) if one.numel() else None for one in (slab.bytes, slab.map)))
+                if rank != self._rank
+                else None
                 for rank in range(self._size)
             ]
-        (held, lent), (held_map, lent_map) = (self._in_host_memory(tensor) for tensor in (slab.bytes, slab.map))
-        self.slab = Slab(slab.device, held, held_map)
-        return [_Loan(lent, lent_map)] * self._size
-
-    @staticmethod
-    def _on_gpu(tensor: torch.Tensor) -> _LentTensor:
-        """Every loan of a GPU's memory is for one process to open once."""
-        return _LentTensor(tuple(tensor.shape), tensor.dtype, ipc.lent(tensor) if tensor.numel() else None)
-
-    def _in_host_memory(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _LentTensor]:
-        if tensor.numel() == 0:
-            return tensor, _LentTensor(tuple(tensor.shape), tensor.dtype, None)
-        segment = Segment.new(tensor.numel() * tensor.element_size(), -1)
-        self._segments.append(segment)
+        self._segment, copies = Segment.of({"slots": slab.bytes, "bases": slab.map.view(-1)}, -1)
+        self.slab = Slab(slab.device, copies["slots"], copies["bases"].view(-1, 2))
+        segment = self._segment
         handle = SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, False, b"", b"")
-        lent = _LentTensor(tuple(tensor.shape), tensor.dtype, handle)
-        return _in_segment(segment, lent.shape, lent.dtype).copy_(tensor), lent
-
-
-def _in_segment(segment: Segment, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(segment.pages, dtype=dtype, count=torch.Size(shape).numel()).view(shape)
+        return [_Loan((handle, slab.bytes.numel(), slab.map.numel()))] * self._size

@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .._common import ops
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
-from .._fetch.ids import check_range, checked_ids, tensor_of
-from .._fetch.paths import is_capturing
-from .._fetch.ready import make_ready
+from .._fetch.ids import check_range, checked_ids
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
+from .._machine.memory import is_capturing
+from .._rows.faults import new_record
+from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
 from .._tables.coded_rows import CodedRows
@@ -51,7 +53,8 @@ _LEAST_PARTS = 16  # of the rows that an lru cache begins with: those of one cal
 Device = torch.device | str | int
 
 
-class CacheStats(NamedTuple):
+@dataclass(frozen=True)
+class CacheStats(Statistics):
     """What lookups found since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
 
     own_hits, peer_hits: rows that were in the slab of the device that asked; rows in the slab of another device.
@@ -61,6 +64,8 @@ class CacheStats(NamedTuple):
     capacity: rows that the cache has room for.
     raw_capacity: raw rows that the same bytes would hold, without any map.
     """
+
+    __module__ = "ibp.cache"
 
     own_hits: int
     peer_hits: int
@@ -80,9 +85,6 @@ class CacheStats(NamedTuple):
         """Share of the rows with bytes that were hits; 0 where no rows were asked for."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
-
-
-CacheStats.__module__ = "ibp.cache"
 
 
 class RowCache(TensorManners):
@@ -154,7 +156,19 @@ class RowCache(TensorManners):
         self._peers = None if group is None else Peers(group)
 
         def set_up() -> None:
-            self._set_up(table, budget_bytes, devices, policy, writable, slot_bytes)
+            """Makes a cache that holds nothing yet."""
+            self.table, self.view, self._is_of_place = table, _view_of(table), isinstance(table, CodedRows)
+            self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
+            self.devices = _checked_devices(devices, table, self.view)
+            self.policy, self.writable, self._given_slot_bytes = policy, writable, slot_bytes
+            _check_policy(self)
+            if slot_bytes is not None:
+                most = in_sectors(self.view.row_bytes)
+                self._given_slot_bytes = in_sectors(whole_number("slot_bytes", slot_bytes, 1, most))
+            self._state = CacheState(self.view, self.devices, writable)
+            for device in () if self._state.is_idle else self._state.workers:
+                self.view.handle(device)
+            self._state.generation = self._made(None)
 
         if self._peers is None:
             set_up()
@@ -162,27 +176,6 @@ class RowCache(TensorManners):
             self._peers.agree(self, set_up, hotness is not None)
         if hotness is not None:
             self.refill(hotness)
-
-    def _set_up(
-        self,
-        table: CompressedTensor | CodedRows,
-        budget_bytes: int,
-        devices: Device | Sequence[Device] | None,
-        policy: str,
-        writable: bool,
-        slot_bytes: int | None,
-    ) -> None:
-        """Of the constructor's arguments: a cache that holds nothing yet."""
-        self.table, self.view, self._is_of_place = table, _view_of(table), isinstance(table, CodedRows)
-        self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
-        self.devices = _checked_devices(devices, table, self.view)
-        self.policy, self.writable = policy, writable
-        _check_policy(self)
-        self._given_slot_bytes = slot_bytes if slot_bytes is None else in_sectors(_checked_slot(slot_bytes, self.view))
-        self._state = CacheState(self.view, self.devices, writable)
-        for device in () if self._state.is_idle else self._state.workers:
-            self.view.arguments(device)
-        self._state.generation = self._made(None)
 
     # ---- what it is ----
 
@@ -214,21 +207,20 @@ class RowCache(TensorManners):
     @property
     def num_cached_rows(self) -> int:
         """Rows that are cached. Waits for the work on the cache's devices."""
+        return self._cached_rows().numel()
+
+    def _cached_rows(self) -> torch.Tensor:
+        """Their numbers, int64 on the CPU."""
         with self._state.lock:
             self._state.synchronize()
-            present = [
-                Entries.are_present(slab.map[:, 1]) & (slab.map[:, 0] >= 0) for _, slab in self._state.generation
-            ]
-        return sum(int(rows.sum()) for rows in present)
+            maps = [slab.map for _, slab in self._state.generation]
+            rows = [held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
+        return torch.cat(rows)
 
     def cached_ids(self) -> torch.Tensor:
         """Ids of the items whose rows are all cached: int64 on the CPU, in increasing order. Waits for the work on the
         cache's devices."""
-        with self._state.lock:
-            self._state.synchronize()
-            maps = [slab.map.cpu() for _, slab in self._state.generation]
-        rows = torch.cat([held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0] for held in maps])
-        items, counts = (rows // self._state.rows_per_item).unique(return_counts=True)
+        items, counts = (self._cached_rows() // self._state.rows_per_item).unique(return_counts=True)
         return items[counts == self._state.rows_per_item]
 
     def is_pinned(self) -> bool:
@@ -303,7 +295,7 @@ class RowCache(TensorManners):
             ids = ids.cpu()
             check_range(ids, self.view.num_items)
         if ids.device == worker == target and not torch.compiler.is_compiling():
-            make_ready(self.view, worker)
+            self.view.make_ready(worker)
         ids = ids.to(worker)
         shape = (ids.numel(), *self.view.item_shape)
         given = out if out is None or not isinstance(self.table, CodedRows) else _as_bytes(out, shape)
@@ -316,7 +308,7 @@ class RowCache(TensorManners):
         """The items by the shortest way, where an earlier call has made the cache ready and nothing is unusual."""
         try:
             worker, view = ids.device, self.view
-            ready, key = view._ready[worker], current_key(worker)
+            core, key = view._handles[worker].core, current_key(worker)
             given = out if out is None or not self._is_of_place else _as_bytes(out, (ids.numel(), view.row_bytes))
         except (AttributeError, KeyError, ValueError):
             return None
@@ -331,7 +323,7 @@ class RowCache(TensorManners):
                 or generation.version != view.version
             ):
                 return None
-            taken = ready.take(ids, given, sms_of(max_sms), generation.ready[worker])
+            taken = core.take(ids, given, sms_of(max_sms), generation.ready[worker])
         return taken if taken is None or out is None else out
 
     def _fetch(self, ids: torch.Tensor, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
@@ -339,21 +331,22 @@ class RowCache(TensorManners):
         if result.numel() == 0:
             return
         ids, positions = self._in_order(ids)
-        with self.found(ids) as (arguments, entries, slabs):
-            torch.ops.ibp.gather_cached.default(*arguments, ids, entries, slabs, sms, result, fault, positions)
+        with self.found(ids) as (handle, entries, slabs):
+            near = {"entries": entries, "slabs": slabs}
+            torch.ops.ibp.gather_items.default(handle.table, ids, sms, result, fault, positions, **near)
 
     @contextmanager
-    def found(self, ids: torch.Tensor) -> Iterator[tuple[tuple, torch.Tensor, list[torch.Tensor]]]:
+    def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows there.
 
-        Yields (what table operations start with, entries [ids * rows of an item], slabs); they are valid for what is
+        Yields (the handle of the table, entries [ids * rows of an item], slabs); they are valid for what is
         launched within the block.
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
         """
         worker, view = ids.device, self.view
-        arguments = view.arguments(worker)
+        handle = view.handle(worker)
         entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
         counts = self._state.counts[worker]
         with self._state.lock:
@@ -364,35 +357,35 @@ class RowCache(TensorManners):
                 self._state.captured.append(generation)  # a graph goes on reading it, after refills too
             if self.policy == "lru":
                 self._state.hold(generation, worker, self._state.order.write(worker))
-                self._claim(generation, ids, arguments, entries, counts)
+                self._claim(generation, ids, handle, entries, counts)
             else:
                 self._state.hold(generation, worker, self._state.order.read(worker))
                 torch.ops.ibp.find_cached.default(
                     ids,
                     self._state.rows_per_item,
                     view.row_bytes,
-                    arguments[2],
+                    handle.parts.lengths,
                     generation.view_of(worker)[0],
                     generation.ways,
                     entries,
                     counts,
                 )
             generation.make_ready(worker, counts)
-            yield arguments, entries, generation.view_of(worker)[1]
+            yield handle, entries, generation.view_of(worker)[1]
 
     def _claim(
         self,
         generation: Generation,
         ids: torch.Tensor,
-        arguments: tuple,
+        handle: Handle,
         entries: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> None:
         """Looks items up in a cache that replaces rows, and makes room for the items that it lacks."""
         slab = generation.slabs[0]
-        fault = torch.zeros(4, dtype=torch.int64, device=ids.device)  # what is corrupt, the gather notes too
+        fault = new_record(ids.device)  # what is corrupt, the gather notes too
         torch.ops.ibp.claim_cached.default(
-            *arguments,
+            handle.table,
             ids,
             generation.ways,
             generation.slot_bytes,
@@ -517,7 +510,7 @@ class RowCache(TensorManners):
             return made
         for part in items[:held].flip(0).split(max(1, held // _LEAST_PARTS)):
             entries = torch.empty(part.numel() * self._state.rows_per_item, dtype=torch.int64, device=slab.device)
-            self._claim(made, part.contiguous(), self.view.arguments(slab.device), entries, None)
+            self._claim(made, part.contiguous(), self.view.handle(slab.device), entries, None)
         return made
 
     def _slot_bytes(self) -> int:
@@ -652,7 +645,7 @@ def _checked_devices(
     devices: Device | Sequence[Device] | None, table: Any, view: CompressedTensor
 ) -> tuple[torch.device, ...]:
     if devices is None:
-        devices = table.device if isinstance(table, CodedRows) or view.is_cuda else _usual_device()
+        devices = table.device if isinstance(table, CodedRows) or view.is_cuda else memory.usual(None)
     given = [devices] if isinstance(devices, (torch.device, str, int)) else list(devices)
     found = tuple(memory.canonical(device) for device in given)
     if not 1 <= len(found) <= MAX_SLABS:
@@ -666,10 +659,6 @@ def _checked_devices(
     if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not view._is_refused:
         raise ValueError("the table is in memory that is not pinned, which GPUs do not read: call its pin_memory()")
     return found
-
-
-def _usual_device() -> str:
-    return "cuda" if ops.cuda_is_available() else "cpu"
 
 
 def _check_policy(cache: RowCache) -> None:
@@ -701,12 +690,8 @@ def _check_mutual_access(devices: Sequence[torch.device]) -> None:
                 raise ValueError(f"{device} cannot read the memory of {peer}, as GPUs of a writable cache must")
 
 
-def _checked_slot(slot_bytes: Any, view: CompressedTensor) -> int:
-    return whole_number("slot_bytes", slot_bytes, 1, in_sectors(view.row_bytes))
-
-
 def _flat_ids(ids: Ids) -> torch.Tensor:
-    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    ids = checked_ids(ids)
     if ids.dim() > 1:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
     return ids.reshape(-1).contiguous()

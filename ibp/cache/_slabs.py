@@ -16,6 +16,7 @@ import torch
 
 from .. import _core
 from .._layout import slots
+from .._rows.faults import new_record
 from .._rows.table import Table
 from .._schemes import AnyCodebook
 from ._order import Key, key_of
@@ -36,7 +37,7 @@ FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # of a slab besides
 NEAR_MAP_SHARE = 0.4
 SLOT_QUANTILE = 0.999  # of the rows' stored sizes fit a slot
 GROWTH = 16  # a slot of rows that change is larger by such a part
-_SLAB_SHIFT, _LENGTH_SHIFT, _PRESENT_SHIFT = 40, 44, 60  # fields of an entry
+_SLAB_SHIFT, _PRESENT_SHIFT = 40, 60  # fields of an entry
 DIRTY = 1 << 61
 
 
@@ -140,16 +141,16 @@ class Generation:
             return
         maps, slabs = self.view_of(device)
         first = self.slabs[0]
-        lru = first.stamps is not None and first.clock is not None
+        stamps, clock = (0 if held is None else held.data_ptr() for held in (first.stamps, first.clock))
         self.ready[device] = _core.ReadyCache(
             (maps, slabs, counts, first),
             [(held.data_ptr(), 8 * held.numel()) for held in maps],
             self.ways,
             [(held.data_ptr(), held.numel()) for held in slabs],
             counts.data_ptr(),
-            first.stamps.data_ptr() if first.stamps is not None and lru else 0,
-            first.clock.data_ptr() if first.clock is not None and lru else 0,
-            self.slot_bytes if lru else 0,
+            stamps,
+            clock,
+            0 if first.stamps is None else self.slot_bytes,
         )
 
     @property
@@ -178,7 +179,7 @@ def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
     """Bytes of rows as they are stored, int64, on the device that their numbers are on, which reads the table; 0 for
     default rows, and for those whose length is no row's."""
-    lengths, row_bytes = table.arguments(rows.device)[2], table.row_bytes
+    lengths, row_bytes = table.handle(rows.device).parts.lengths, table.row_bytes
     if lengths.numel() == 0:
         return torch.full_like(rows, row_bytes)
     sizes = slots.stored_sizes(lengths.view(torch.int16)[rows].to(torch.int64) & 0xFFFF, row_bytes, row_bytes)
@@ -188,10 +189,12 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
     """Bytes of a slot, a multiple of 32, that nearly all rows that have bytes fit; a whole row where there are none.
     may_grow: with room for rows that change to take more bytes."""
-    sizes = stored_bytes(table, torch.arange(table.num_rows, device=device))
-    counts = torch.bincount(sizes, minlength=table.row_bytes + 1)[1:].cumsum(0)
-    total = int(counts[-1])
-    fits = int(torch.searchsorted(counts, math.ceil(SLOT_QUANTILE * total))) + 1 if total else table.row_bytes
+    found = slots.survey(table.handle(device).parts.lengths, table.geometry)
+    with_bytes = found.num_rows - int(found.sectors[0])
+    if not with_bytes:
+        return in_sectors(table.row_bytes)
+    rule = slots.SlotRule(overflow_cost=0.0, most_spilled=with_bytes - math.ceil(SLOT_QUANTILE * with_bytes))
+    fits = slots.slots_for(found, table.row_bytes, rule)[0]
     return in_sectors(min(fits + fits // GROWTH if may_grow else fits, table.row_bytes))
 
 
@@ -278,11 +281,10 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
         empty_map(sets_for(plan.rows.numel()) * STATIC_WAYS, device),
     )
     if plan.rows.numel():
-        fault = torch.zeros(4, dtype=torch.int64, device=device)
+        fault = new_record(device)
         rows, offsets = plan.rows.to(device), plan.offsets.to(device)
-        torch.ops.ibp.fill_slab.default(
-            *table.arguments(device), rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault
-        )
+        handle = table.handle(device)
+        torch.ops.ibp.fill_slab.default(handle.table, rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault)
     return slab
 
 
@@ -330,8 +332,3 @@ class Entries:
     @staticmethod
     def offsets(entries: torch.Tensor) -> torch.Tensor:
         return entries & ((1 << _SLAB_SHIFT) - 1)
-
-    @staticmethod
-    def lengths(entries: torch.Tensor) -> torch.Tensor:
-        """As in the table's lengths: 0 for raw rows."""
-        return entries >> _LENGTH_SHIFT & 0xFFFF

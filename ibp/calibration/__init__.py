@@ -1,11 +1,13 @@
-"""The rates of a machine, by which `ibp.compress` chooses a scheme and the calls that fetch choose a path.
+"""The rates of a machine.
 
-calibration = ibp.calibration.calibrate()    # a few seconds, once for each GPU and driver
-print(calibration)
+    calibration = ibp.calibration.calibrate()    # a few seconds, once for each GPU and driver
+    print(calibration)
+
+`ibp.compress` chooses a scheme by them, and the calls that fetch choose a path.
 """
 
 from .._machine.calibration import H200, Calibration, CoderRates
-from ._calibrating import calibrate
+from ._measuring import calibrate
 
 __all__ = ["H200", "Calibration", "CoderRates", "calibrate"]
 

@@ -1,15 +1,8 @@
-"""How a calibration is measured: every rate by the calls that it is used for, on data made for it.
-
-Tables are several times what a GPU's L2 cache holds. Work of the GPU is timed by events, behind a head start that hides
-how long the calls take to be issued; work that the host takes part in by the clock.
-"""
+"""How a calibration is measured: every rate by the calls that it is used for, on data made for it."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,18 +10,22 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
+from .._common import ops
+from .._common.arguments import number
 from .._fetch import host_gather
 from .._fetch.gather import index_select
 from .._fetch.streaming import decompress
+from .._layout.geometry import Geometry
 from .._machine import memory as _memory
-from .._machine.calibration import FEW_SMS, H200, Calibration, CoderRates
+from .._machine.calibration import FEW_SMS, H200, Calibration, CoderRates, in_force, keep
+from .._machine.timing import Clock, free_host_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 from .._schemes.choice import work_of
 from .._tables.coded_rows import CodedRows, encode_into
+from .._tables.coding import table_of
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 
-_TABLE_BYTES = 128 << 20  # of a table that coders are timed on
 _NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
 _LARGE_BYTES = 2 << 30  # pinned, to see how far it reaches
 _STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed
@@ -40,9 +37,53 @@ _SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that 
 _PAYS = 0.9  # of a time, for what costs the host calls besides
 _SPREAD = 1.08  # times a short row's time: codebooks of a family differ, and none may be slower than raw rows
 _LINK_BOUND = 1.1  # times what the link takes: rows that come so have no slower decoder
-_HEAD_START_S = 2e-3
 _NUM_MEASUREMENTS = 60  # that share the time given
 _CPU = torch.device("cpu")
+
+
+def calibrate(
+    device: torch.device | str | int | None = None, *, refresh: bool = False, seconds: float = 4.0
+) -> Calibration:
+    """Measures once, in a few seconds, what this machine does with one of its GPUs, and keeps the result.
+
+    From then on `ibp.compress` uses the result to choose a scheme, and the calls that fetch use it to choose a path: in
+    this process and, for the same GPU, driver and version of ibp, in every later one. It is written to `ibp/` in the
+    directory that XDG_CACHE_HOME names, or in `~/.cache`. Where `calibrate` was never called, an H200's rates stand in;
+    ibp never measures unasked.
+
+    The GPU should be idle, and the host have some GiB of memory free: up to 2 GiB are pinned meanwhile.
+
+    Example:
+        >>> # needs a GPU
+        >>> rates = ibp.calibration.calibrate(seconds=0.5)
+        >>> rates.copy_in_gbps > 0
+        True
+
+    Args:
+        device: a CUDA device; None: the current one.
+        refresh: measure, though there is a calibration in memory or on disk.
+        seconds: about how long to measure, 0.5 to 60; memory is pinned beside that.
+
+    Returns:
+        Calibration. Its repr is a table.
+
+    Raises:
+        RuntimeError: there is no CUDA device, or this build of ibp has no CUDA kernels.
+        TypeError, ValueError: device is not a CUDA device, or seconds is out of range.
+    """
+    seconds = number("seconds", seconds)
+    if not 0.5 <= seconds <= 60:
+        raise ValueError(f"seconds is {seconds}; wanted 0.5 to 60")
+    if not ops.cuda_is_available():
+        raise RuntimeError("calibrate measures a GPU: it needs a CUDA device and a build of ibp with CUDA")
+    found = _memory.canonical("cuda" if device is None else device)
+    if found.type != "cuda":
+        raise ValueError(f"device is {str(device)!r}; wanted a CUDA device")
+    known = H200 if refresh else in_force(found)
+    if known is H200:  # nothing measured
+        known = measure(found, seconds)
+        keep(found, known)
+    return known
 
 
 def measure(device: torch.device, seconds: float) -> Calibration:
@@ -58,53 +99,6 @@ def measure(device: torch.device, seconds: float) -> Calibration:
         large = _of_large_table(clock)
     _memory.release_pinned()
     return replace(known, **coders, **large)
-
-
-class Clock:
-    """Times calls on a device.
-
-    Args:
-        device: a CUDA device, whose current stream the calls use.
-        budget_s: seconds that one measurement may take, about.
-    """
-
-    def __init__(self, device: torch.device, budget_s: float) -> None:
-        self.device, self._budget_s = device, budget_s
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-        self.table_bytes = max(1 << 20, min(_TABLE_BYTES, free_bytes // 32))
-        self._scratch = torch.empty(self.table_bytes, dtype=torch.uint8, device=device)
-        self._zeros = 0  # of the scratch, for the head start
-        once_s = self.gpu_s(self._scratch.zero_)
-        self._zeros = int(_HEAD_START_S / once_s) + 1
-
-    def wall_s(self, call: Callable[[], object]) -> float:
-        """Median of the seconds until a call's work is done, its host part too."""
-        self._once(call)
-        return statistics.median(self._once(call) for _ in range(self._repeats(self._once(call))))
-
-    def gpu_s(self, call: Callable[[], object]) -> float:
-        """Median of the seconds that a call's work takes on the GPU. The call must not wait for it."""
-        self._once(call)
-        repeats = self._repeats(self._once(call))
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for _ in range(self._zeros):
-            self._scratch.zero_()
-        for start, end in events:
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize(self.device)
-        return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
-
-    def _once(self, call: Callable[[], object]) -> float:
-        torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize(self.device)
-        return max(time.perf_counter() - start, 1e-9)
-
-    def _repeats(self, seconds: float) -> int:
-        return max(3, min(15, int(self._budget_s / seconds)))
 
 
 # ---- the link and device memory ------------------------------------------------------------------------------------
@@ -148,18 +142,8 @@ def _of_device(clock: Clock) -> dict[str, Any]:
 
 def _raw_table(memory: torch.Tensor, row_bytes: int) -> CompressedTensor:
     """A table of raw rows over memory as it is."""
-    num_rows = memory.numel() // row_bytes
-    none = {"overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
-    return CompressedTensor(
-        shape=(num_rows, row_bytes),
-        dtype=torch.uint8,
-        scheme="raw",
-        row_bytes=row_bytes,
-        slot_bytes=row_bytes,
-        slots=memory[: num_rows * row_bytes],
-        codebook=None,
-        **{name: torch.empty(0, dtype=dtype) for name, dtype in none.items()},
-    )
+    rows = memory[: memory.numel() // row_bytes * row_bytes].view(-1, row_bytes)
+    return table_of(CompressedTensor, Geometry.of(rows, row_bytes), "raw", row_bytes, rows.view(-1), None, None)
 
 
 def _row_ns(
@@ -184,7 +168,9 @@ def _row_ns(
 
 
 def _of_large_table(clock: Clock) -> dict[str, Any]:
-    host = _memory.empty(_large_bytes(), _CPU, pin=True)
+    most_bytes = free_host_bytes() // 8
+    large_bytes = max(2 * _NEAR_BYTES, min(_LARGE_BYTES, most_bytes) // _ROW_BYTES * _ROW_BYTES)
+    host = _memory.empty(large_bytes, _CPU, pin=True)
     reach_bytes = _reach_bytes(clock, host)
     sectors, rows = _raw_table(host, _SECTOR_BYTES), _raw_table(host, _SHORT_ROW_BYTES)
     return {
@@ -195,12 +181,6 @@ def _of_large_table(clock: Clock) -> dict[str, Any]:
         "bucketed_sms": _bucketed_sms(clock, rows),
         "gather_gbps": _gather_gbps(clock, host),
     }
-
-
-def _large_bytes() -> int:
-    """At most an eighth of the host's free memory."""
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(2 * _NEAR_BYTES, min(_LARGE_BYTES, free_bytes // 8) // _ROW_BYTES * _ROW_BYTES)
 
 
 def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:

@@ -6,12 +6,11 @@
 
 Modules import only those before them in this list:
 
-    maps            files as arrays of bytes
     source          what a file of tensors is to its readers
     nested          nested values of torch as flat names, and back
-    safetensors_files, numpy_files, torch_files, ibp_files
+    numpy_files, torch_files, ibp_files
                     sources, one module a format
-    sources         opening them: which format a file has, globs, directories, URLs
+    sources         opening them, and files of safetensors: which format a file has, globs, directories, URLs
     learning        codebooks, which weights of a kind share
     coding          blocks coded in order, by threads or a GPU
     planning        which file of the output each tensor goes to

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._common.sequences import ahead
 from .._layout.geometry import as_tensor
 from .._machine import staging
 from .._machine.ring import Turn
+from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
 from ._source import SourceTensor
 
@@ -94,18 +96,8 @@ class CpuCoder:
         self._free: deque[torch.Tensor] = deque()
 
     def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
-        with ThreadPoolExecutor(self._jobs, "ibp-coder") as pool:
-            coming: deque[Future[CodedBlock]] = deque()
-            try:
-                for block in blocks:
-                    coming.append(pool.submit(self._code, block))
-                    if len(coming) > 2 * self._jobs:
-                        yield coming.popleft().result()
-                while coming:
-                    yield coming.popleft().result()
-            finally:
-                for future in coming:
-                    future.cancel()
+        with ThreadPoolExecutor(self._jobs, "ibp-coder") as threads:
+            yield from ahead(threads, self._code, blocks, 2 * self._jobs)
 
     def _code(self, block: Block) -> CodedBlock:
         data = block.tensor.read(block.start, block.end)
@@ -238,9 +230,8 @@ class CudaCoder:
         none, facts = data[:0], torch.zeros(6, dtype=torch.int64, device=self._device)
         lengths = torch.ops.ibp.measure_rows.default(data, words, codec)
         index = torch.ops.ibp.index_rows.default(lengths, data.numel(), row_bytes, 0)
-        torch.ops.ibp.encode_rows.default(
-            none, out, lengths, index[:-1], words, codec, 0, 0, 1, data.numel(), data, facts[2:]
-        )
+        parts = Parts(none, out, lengths, index[:-1], words, codec, 0, 0, 1, data.numel())
+        torch.ops.ibp.encode_rows.default(Handle(parts).table, data, facts[2:])
         torch.ops.ibp.sum_words.default(data, start // _WORD_BYTES, facts[1:2])
         facts[:1].copy_(index[-1:])
         return lengths, facts

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,8 @@ from .._common import ops
 from .._common.arguments import whole_number
 from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
-from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
+from .._common.sequences import ahead
+from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
 from .._files.paths import SUFFIX, is_url, path_text, written_to
 from .._files.sets import index_of, write_index
 from .._files.writer import FileWriter, checked_metadata, sync_directory
@@ -32,15 +33,16 @@ from ._journal import Journal
 from ._learning import CheckpointLearning, Codebooks
 from ._model_files import copy_files_beside, weights_of
 from ._outputs import SUFFIXES
-from ._planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
+from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
-from ._source import SourceTensor, chosen
-from ._sources import AnyPath, Source, open_sources
+from ._source import Source, SourceTensor, chosen
+from ._sources import AnyPath, open_sources
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NAME = "compress"
+_AHEAD = 2  # blocks that wait to be written
 
 
 def compress(
@@ -255,7 +257,7 @@ class _BlockJob:
 
     def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
         """Names of those of the tensors, or of the items of one, that are not to be coded."""
-        return frozenset(tensor.name for tensor in tensors if name_of_whole(tensor) in self.kept)
+        return frozenset(tensor.name for tensor in tensors if (tensor.whole or tensor).name in self.kept)
 
     def _options(self) -> dict[str, Any]:
         fields = {key: value for key, value in vars(self.learning).items() if key != "device"}
@@ -281,7 +283,6 @@ class _Writing:
 
     def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, on_bytes: Callable[[int], object]) -> None:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
-        self._output = _Output()
         self.peak = PeakMemory()
 
     def write(self, path: Path, shard: Shard) -> dict[str, Any]:
@@ -290,7 +291,7 @@ class _Writing:
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
             coming = self._coder.coded(self._blocks(shard))
-            with contextlib.closing(coming), self._output:
+            with contextlib.closing(coming), ThreadPoolExecutor(1, "ibp-writer") as self._thread:
                 reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
             fields = {"names": writer.names, "data_bytes": writer.data_bytes}
         return {**fields, "tensors": [report.as_dict() for report in reports]}
@@ -333,16 +334,15 @@ class _Writing:
             index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
             with writer.part(f"{tensor.name}:bases", "U64") as sink:
                 sink.write(index[:-1])
-        writer.table(
-            tensor.name,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            scheme=codebook.scheme,
-            row_bytes=codebook.row_bytes,
-            slot_bytes=0,
+        fields = TableFields(
+            dtype_name(tensor.dtype),
+            tensor.shape,
+            codebook.scheme,
+            codebook.row_bytes,
             codebook=number,
             content=finished(words, tensor.num_bytes),
         )
+        writer.table(tensor.name, fields)
 
     def _write_blocks(
         self,
@@ -351,55 +351,23 @@ class _Writing:
         coming: Iterator[CodedBlock],
         write: Callable[[Any], None],
     ) -> tuple[list[np.ndarray], int]:
-        """Writes the blocks of a tensor as they come. Returns the lengths of their rows, and the sum of words."""
-        parts, words = [], 0
-        for block in blocks_of(tensor, codebook, self._coder.block_bytes):
-            coded = next(coming)
-            self._output.write(write, coded)
-            parts.append(coded.lengths)
-            words += coded.words
-            self._on_bytes(block.end - block.start)
-            self.peak.passed(block.end - block.start)
-        self._output.finish()
-        return parts, words
+        """Writes the blocks of a tensor as they come, on a thread, while the next ones are brought. Returns the lengths
+        of their rows, and the sum of words."""
 
-
-class _Output:
-    """Writes blocks on a thread of its own, while the next ones are brought. A context: leaving it ends the thread."""
-
-    _AHEAD = 2  # blocks that wait for it
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._writing: deque[Future[None]] = deque()
-
-    def write(self, write: Callable[[Any], None], coded: CodedBlock) -> None:
-        """Has a block written by `write`, after those before it."""
-        assert self._pool is not None
-
-        def work() -> None:
+        def put(coded: CodedBlock) -> CodedBlock:
             write(coded.data)
             coded.release()
+            return coded
 
-        self._writing.append(self._pool.submit(work))
-        if len(self._writing) > self._AHEAD:
-            self._writing.popleft().result()
-
-    def finish(self) -> None:
-        """Waits until all is written. Raises what a write has raised."""
-        while self._writing:
-            self._writing.popleft().result()
-
-    def __enter__(self) -> _Output:
-        self._pool = ThreadPoolExecutor(1, "ibp-writer")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for future in self._writing:
-            future.cancel()
-        self._writing.clear()
-        assert self._pool is not None
-        self._pool.shutdown()
+        blocks = list(blocks_of(tensor, codebook, self._coder.block_bytes))
+        parts, words = [], 0
+        with contextlib.closing(ahead(self._thread, put, itertools.islice(coming, len(blocks)), _AHEAD)) as written:
+            for block, coded in zip(blocks, written):
+                parts.append(coded.lengths)
+                words += coded.words
+                self._on_bytes(block.end - block.start)
+                self.peak.passed(block.end - block.start)
+        return parts, words
 
 
 def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:

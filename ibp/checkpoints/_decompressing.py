@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from .._common.progress import tqdm
+from .._common.sequences import ahead
 from .._files.paths import is_url, path_text, written_to
 from .._files.sets import index_of, names_of_set, write_index
 from ._model_files import copy_files_beside, weights_of
@@ -97,20 +97,17 @@ def write_source(source: Source, output: AnyPath, format: str | None, what: str,
     return [f"{folder}/{name}" if folder else name for name in names]
 
 
-def _pieces(tensor: SourceTensor, pool: ThreadPoolExecutor, on_bytes: Callable[[int], object]) -> Iterator[np.ndarray]:
+def _pieces(
+    tensor: SourceTensor, threads: ThreadPoolExecutor, on_bytes: Callable[[int], object]
+) -> Iterator[np.ndarray]:
     """The bytes of a tensor in order, the next ones read while the caller has some."""
-    coming: deque[Future[np.ndarray]] = deque()
-    for start in range(0, tensor.num_bytes, _BLOCK_BYTES):
-        coming.append(pool.submit(tensor.read, start, min(start + _BLOCK_BYTES, tensor.num_bytes)))
-        if len(coming) > _AHEAD:
-            yield from _counted(coming.popleft().result(), on_bytes)
-    while coming:
-        yield from _counted(coming.popleft().result(), on_bytes)
 
+    def read(start: int) -> np.ndarray:
+        return tensor.read(start, min(start + _BLOCK_BYTES, tensor.num_bytes))
 
-def _counted(piece: np.ndarray, on_bytes: Callable[[int], object]) -> Iterator[np.ndarray]:
-    yield piece
-    on_bytes(piece.size)
+    for piece in ahead(threads, read, range(0, tensor.num_bytes, _BLOCK_BYTES), _AHEAD):
+        yield piece
+        on_bytes(piece.size)
 
 
 def _write_set(source: Source, target: Path, pieces: Callable[[SourceTensor], Iterator[np.ndarray]]) -> list[str]:

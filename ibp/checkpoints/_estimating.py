@@ -11,13 +11,13 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
+from .._common.statistics import share_saved
 from .._files.fields import dtype_name
 from .._layout.geometry import Geometry, as_tensor
 from .._schemes import SCHEMES, AnyCodebook
 from .._schemes.estimation import check_learning
 from ._learning import SAMPLE_ELEMENTS, CheckpointLearning, Codebooks, sample_of, savings_of
 from ._planning import compressed_bytes, table_bytes
-from ._report import share_saved
 from ._source import SourceTensor, chosen
 from ._sources import AnyPath, open_sources
 
@@ -186,11 +186,11 @@ class _Kinds:
     def estimate(self, tensor: SourceTensor) -> TensorEstimate:
         taken, savings = self.codebook(tensor), {}
         if self._taken.is_coded(tensor):
-            rows, geometry = _rows_to_measure(tensor, self._learning.geometry_of(tensor))
+            rows = _rows_to_measure(tensor, self._learning.geometry_of(tensor))
             for scheme in self._schemes:
                 own = taken is not None and taken.scheme == scheme
                 codebook = taken if own else self._other(tensor, scheme)
-                savings[scheme] = 0.0 if codebook is None else max(0.0, savings_of(rows, codebook, geometry))
+                savings[scheme] = 0.0 if codebook is None else max(0.0, savings_of(rows, codebook))
         best = None if taken is None else taken.scheme
         return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, best)
 
@@ -202,8 +202,8 @@ class _Kinds:
         return self._others[key]
 
 
-def _rows_to_measure(tensor: SourceTensor, geometry: Geometry) -> tuple[torch.Tensor, Geometry | None]:
-    """(rows, geometry of them) of a tensor: a sample of whole rows; of a small one all of it."""
+def _rows_to_measure(tensor: SourceTensor, geometry: Geometry) -> torch.Tensor:
+    """Rows of a tensor: a sample of whole rows; of a small one all of it."""
     if geometry.num_bytes > SAMPLE_ELEMENTS * geometry.dtype.itemsize:
-        return sample_of([tensor], geometry), None
-    return as_tensor(tensor.read(0, geometry.num_bytes)), geometry
+        return sample_of([tensor], geometry)
+    return as_tensor(tensor.read(0, geometry.num_bytes))

@@ -18,7 +18,7 @@ from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ._source import Source, SourceFormatError, SourceTensor
-from ._torch_files import LoadedTensor
+from ._torch_files import loaded_tensor
 
 ROWS_KEY = "ibp_rows."  # of metadata: a table that holds some items of a tensor, with the fields first, last, items
 _CPU = torch.device("cpu")
@@ -35,12 +35,10 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
     try:
         tensors: dict[str, SourceTensor] = {}
         for name, value in file.items():
-            if isinstance(value, CompressedTensor):
-                tensors[name] = DecodedTensor(name, value)
-            elif isinstance(value, WholeTensor):
-                tensors[name] = CodedTensor(name, value)
+            if isinstance(value, (CompressedTensor, WholeTensor)):
+                tensors[name] = _coded_tensor(name, value)
             elif isinstance(value, torch.Tensor):
-                tensors[name] = LoadedTensor(name, value, path)
+                tensors[name] = loaded_tensor(name, value, path)
             else:
                 raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
         metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}
@@ -69,48 +67,33 @@ def _texts_of(path: str) -> dict[str, str]:
     return {key: text for key, text in read_header(Path(path)).metadata.items() if not key.startswith(PREFIX)}
 
 
-class DecodedTensor(SourceTensor):
-    """A table, decoded where it is read."""
+def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTensor:
+    """A table, or a tensor of a general codec, decoded where it is read."""
 
-    def __init__(self, name: str, table: CompressedTensor) -> None:
-        super().__init__(name, table.dtype, tuple(table.shape))
-        self.table = table
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
         if start_byte == end_byte:
             return np.empty(0, np.uint8)
-        return decoded_bytes(self.table, start_byte, end_byte, _CPU).numpy()
+        if isinstance(coded, WholeTensor):
+            return coded._bytes(start_byte, end_byte).numpy()
+        return decoded_bytes(coded, start_byte, end_byte, _CPU).numpy()
+
+    table = None if isinstance(coded, WholeTensor) else coded
+    return SourceTensor(name, coded.dtype, tuple(coded.shape), read, table=table)
 
 
-class CodedTensor(SourceTensor):
-    """A tensor of a general codec, whose blocks are decoded where they are read."""
-
-    def __init__(self, name: str, whole: WholeTensor) -> None:
-        super().__init__(name, whole.dtype, tuple(whole.shape))
-        self._whole = whole
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        if start_byte == end_byte:
-            return np.empty(0, np.uint8)
-        return self._whole._bytes(start_byte, end_byte).numpy()
-
-
-class JoinedTensor(SourceTensor):
+def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:
     """A tensor whose items lie in several tables, in their order."""
 
-    def __init__(self, name: str, parts: list[SourceTensor]) -> None:
-        first = parts[0]
-        super().__init__(name, first.dtype, (sum(part.shape[0] for part in parts), *first.shape[1:]))
-        self._parts = parts
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
         found, at = [], 0
-        for part in self._parts:
+        for part in parts:
             start, end = max(start_byte - at, 0), min(end_byte - at, part.num_bytes)
             if start < end:
                 found.append(part.read(start, end))
             at += part.num_bytes
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.uint8), *found])
+
+    return SourceTensor(name, parts[0].dtype, (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), read)
 
 
 def rows_entry(first: int, last: int, items: int) -> str:
@@ -143,5 +126,5 @@ def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], p
         fits = fits and len(held) == len(parts) and counts == [last - first for first, last, _, _ in found]
         if whole in tensors or not fits or not alike:
             raise FileFormatError(f"{path}: the tables of {whole!r} are not those of all its items")
-        tensors[whole] = JoinedTensor(whole, held)
+        tensors[whole] = _joined_tensor(whole, held)
     return tensors

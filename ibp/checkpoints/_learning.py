@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +17,8 @@ from .. import _core
 from .._common.group import RankGroup
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._schemes import AnyCodebook, Request, choice, measure
-from .._schemes.kinds import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learned, kind_of
-from .._tables.coding import MOST_LACKING
+from .._schemes import AnyCodebook, Request, choice, surveyed
+from .._schemes.kinds import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
 from ._source import SourceTensor
 
 _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
@@ -113,7 +111,7 @@ class Codebooks:
         for tensor in tensors:
             if self.is_coded(tensor):
                 self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
-        self._of_kinds: dict[tuple, Learned] = {}
+        self._of_kinds: dict[tuple, Learner[AnyCodebook]] = {}
         self._of_tensors: dict[str, AnyCodebook | None] = {}
         if group is not None:
             self._learn_together(group)
@@ -142,20 +140,19 @@ class Codebooks:
 
     def _find(self, tensor: SourceTensor) -> AnyCodebook | None:
         kind = self._learning.kind_of(tensor)
-        learned = self._of_kinds[kind]
-        if learned.codebook is None or (len(self._kinds[kind]) == 1 and not learned.codebook.is_partial):
-            return learned.codebook
-        return self._tried(tensor, kind, learned, learned.codebook)
+        codebook = self._of_kinds[kind].found
+        if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
+            return codebook
+        return self._tried(tensor, kind, codebook)
 
     def _geometry(self, kind: tuple) -> _rows.Geometry:
         return self._learning.geometry_of(self._kinds[kind][0])
 
-    def _tried(self, tensor: SourceTensor, kind: tuple, learned: Learned, codebook: AnyCodebook) -> AnyCodebook | None:
+    def _tried(self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook) -> AnyCodebook | None:
         """The codebook of the kind, or one of the tensor's own where that one loses a point."""
         geometry = self._geometry(kind)
         sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else _TRIED_BYTES)
-        found = savings_of(sample, codebook)
-        if learned.fits(found, MOST_LACKING if codebook.is_partial else CLEARLY_LESS):
+        if self._of_kinds[kind].fits(1 - savings_of(sample, codebook), 1):
             return codebook
         sample = sample if codebook.is_partial else sample_of([tensor], geometry)
         own = self._learning.learn(self._learning.scheme, sample, geometry, codebook.is_partial)
@@ -163,12 +160,12 @@ class Codebooks:
         best = max(tried, key=tried.__getitem__)
         return best if _pays(tried[best], geometry) else None
 
-    def _learned(self, kind: tuple, sample: torch.Tensor) -> Learned:
-        """(codebook of a kind, what it saves of the sample); None where raw is best."""
+    def _learned(self, kind: tuple, sample: torch.Tensor) -> Learner[AnyCodebook]:
+        """The codebook of a kind, learned from a sample; None where raw is best."""
         geometry = self._geometry(kind)
         codebook = self._learning.learn(self._learning.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
-        return Learned(codebook, savings) if _pays(savings, geometry) else Learned(None, 0.0)
+        return Learner(codebook, 1 - savings) if _pays(savings, geometry) else Learner()
 
     def _learn_together(self, group: RankGroup) -> None:
         """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
@@ -179,15 +176,15 @@ class Codebooks:
     def _learn_some(self, kinds: list[tuple], group: RankGroup) -> None:
         drawn = group.together("compress", lambda: [self._share(kind, group) for kind in kinds])
 
-        def learn_own() -> dict[int, tuple[AnyCodebook | None, float]]:
-            found: dict[int, Any] = {}
+        def learn_own() -> dict[int, tuple[AnyCodebook | None, float | None]]:
+            found = {}
             for number in range(group.rank, len(kinds), group.size):
-                sample = torch.cat([shares[number] for shares in drawn])
-                found[number] = tuple(self._learned(kinds[number], sample))
+                learned = self._learned(kinds[number], torch.cat([shares[number] for shares in drawn]))
+                found[number] = learned.found, learned.share
             return found
 
         for found in group.together("compress", learn_own):
-            self._of_kinds.update({kinds[number]: Learned(*learned) for number, learned in found.items()})
+            self._of_kinds.update({kinds[number]: Learner(*learned) for number, learned in found.items()})
 
     def _share(self, kind: tuple, group: RankGroup) -> torch.Tensor:
         """The rows that this rank draws of a kind, uint8."""
@@ -202,13 +199,13 @@ def sample_of(
     parts: int = 1,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Whole rows of tensors of one geometry, uint8 [n * row_bytes], drawn evenly from up to 8 of them; a tensor of one
-    short row gives that row, with zeros.
+    """Whole rows of tensors of one geometry, uint8 [n * row_bytes], of up to 8 of them; a tensor of one short row gives
+    that row, with zeros.
 
     Args:
         num_bytes: of the sample; None: 2^19 elements.
         parts: of how many such samples this is one.
-        seed: of the drawing.
+        seed: of the first tensor's rows.
     """
     row_bytes = geometry.row_bytes
     wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
@@ -221,20 +218,18 @@ def sample_of(
         row = np.zeros(row_bytes, np.uint8)
         row[: geometry.num_bytes] = chosen[0].read(0, geometry.num_bytes)
         return torch.from_numpy(row)
-    generator = np.random.default_rng(seed)
-    bounds = np.linspace(0, num_rows, min(wanted, num_rows) + 1).astype(np.int64)
-    sample = np.empty((len(chosen), len(bounds) - 1, row_bytes), np.uint8)
+    sample = np.empty((len(chosen), min(wanted, num_rows), row_bytes), np.uint8)
     for rows, tensor in zip(sample, chosen):
-        for row, number in zip(rows, generator.integers(bounds[:-1], bounds[1:])):
-            row[:] = tensor.read(int(number) * row_bytes, (int(number) + 1) * row_bytes)
+        for row, number in zip(rows, _rows.sampled(num_rows, wanted, seed).tolist()):
+            row[:] = tensor.read(number * row_bytes, (number + 1) * row_bytes)
+        seed += parts
     return torch.from_numpy(sample.reshape(-1))
 
 
-def savings_of(sample: torch.Tensor, codebook: AnyCodebook, geometry: _rows.Geometry | None = None) -> float:
-    """The share of their bytes that a codebook saves of rows, their index counted. geometry: of a sample that
-    is a whole tensor, whose last row may be shorter; None: all rows of the sample are whole."""
-    geometry = geometry or _rows.Geometry(torch.Size((sample.numel(),)), torch.uint8, codebook.row_bytes)
-    stored = slots.survey(measure(sample, codebook, _CPU), geometry).stored
+def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
+    """The share of their bytes that a codebook saves of rows, the last one shorter or not, their index counted."""
+    geometry = _rows.Geometry(sample.shape, torch.uint8, codebook.row_bytes)
+    stored = surveyed(sample, codebook, _CPU).stored
     return 1 - (stored + slots.index_bytes(geometry, True)) / geometry.num_bytes
 
 

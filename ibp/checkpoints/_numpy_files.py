@@ -3,6 +3,7 @@ read as streams."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import lzma
 import math
@@ -18,8 +19,7 @@ from typing import IO, cast
 import numpy as np
 import torch
 
-from ._maps import map_file
-from ._source import MappedTensor, Source, SourceFormatError, SourceTensor
+from ._source import Source, SourceFormatError, SourceTensor, map_file, mapped_tensor
 
 _LOCAL_HEADER_BYTES = 30  # of a member of an archive, in front of its name; the lengths that follow are at 26 and 28
 _MOST_HEADER_BYTES = 1 << 16
@@ -67,7 +67,8 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
     data = map_file(path)
     tensors: dict[str, SourceTensor] = {}
     held_bytes = 0
-    try:
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(archive)
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
             if name in tensors:
@@ -75,67 +76,52 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
             if member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1:
                 tensors[name] = _mapped_array(name, _stored_bytes(data, member, path), path)
                 continue
-            tensors[name] = tensor = _streamed_array(name, archive, member, path)
-            held_bytes += tensor.num_bytes if isinstance(tensor, ConvertedTensor) else 0
+            tensors[name], stream = _streamed_array(name, archive, member, path)
+            if stream is None:
+                held_bytes += tensors[name].num_bytes
+            else:
+                opened.callback(stream.close)
             if held_bytes > _MOST_HELD_BYTES:
                 raise SourceFormatError(
                     f"{path}: {name!r} is deflated, in Fortran's order or big-endian, and would be held in memory: "
                     f"{held_bytes:,} bytes of such arrays; wanted at most {_MOST_HELD_BYTES:,}, or numpy.savez's file"
                 )
-    except BaseException:
-        archive.close()
-        raise
-
-    def close() -> None:
-        for tensor in tensors.values():
-            if isinstance(tensor, StreamedTensor):
-                tensor.close()
-        archive.close()
-
-    return Source(os.fspath(path), "npz", tensors, close=close)
+        return Source(os.fspath(path), "npz", tensors, close=opened.pop_all().close)
 
 
-class ConvertedTensor(SourceTensor):
+def _converted_tensor(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray]
+) -> SourceTensor:
     """An array whose memory is in another order than that of the contiguous little-endian tensor: ranges are put in
     order as they are read.
 
     Args:
         load: returns the array; called once, when the tensor is first read.
     """
+    lock, loaded, size = threading.Lock(), list[np.ndarray](), dtype.itemsize
 
-    has_items = True
-
-    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray]) -> None:
-        super().__init__(name, dtype, shape)
-        self._load, self._lock = load, threading.Lock()
-        self._array: np.ndarray | None = None
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        with self._lock:
-            if self._array is None:
-                self._array = self._load()
-        size = self.dtype.itemsize
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
+        with lock:
+            if not loaded:
+                loaded.append(load())
         first, last = start_byte // size, -(-end_byte // size)
-        elements = self._array.flat[first:last].astype(self._array.dtype.newbyteorder("<"), copy=False)
+        elements = loaded[0].flat[first:last].astype(loaded[0].dtype.newbyteorder("<"), copy=False)
         return np.ascontiguousarray(elements).view(np.uint8)[start_byte - first * size : end_byte - first * size]
 
-
-class MappedArray(MappedTensor):
-    """An array that lies in a map of its file."""
-
-    has_items = True
+    return SourceTensor(name, dtype, shape, read, has_items=True)
 
 
-class StreamedTensor(SourceTensor):
-    """A tensor at the end of a stream that is read forwards; going back reads it from its beginning."""
+class _Stream:
+    """The end of a stream that is read forwards; going back reads it from its beginning.
 
-    has_items = True
+    Args:
+        name: of the tensor, for messages.
+        start: bytes in front of it.
+        reopen: opens the stream.
+    """
 
-    def __init__(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, reopen: Callable[[], IO[bytes]]
-    ) -> None:
-        super().__init__(name, dtype, shape)
-        self._start, self._reopen, self._lock = start, reopen, threading.Lock()
+    def __init__(self, name: str, start: int, reopen: Callable[[], IO[bytes]]) -> None:
+        self._name, self._start, self._reopen, self._lock = name, start, reopen, threading.Lock()
         self._stream: IO[bytes] | None = None
         self._at = 0
 
@@ -160,9 +146,9 @@ class StreamedTensor(SourceTensor):
             try:
                 piece = cast(IO[bytes], self._stream).read(min(num_bytes, 1 << 20))
             except _UNREADABLE as error:
-                raise SourceFormatError(f"tensor {self.name!r} cannot be read: {error}") from None
+                raise SourceFormatError(f"tensor {self._name!r} cannot be read: {error}") from None
             if not piece:
-                raise SourceFormatError(f"tensor {self.name!r} ends before its last element")
+                raise SourceFormatError(f"tensor {self._name!r} ends before its last element")
             num_bytes, self._at = num_bytes - len(piece), self._at + len(piece)
             if keep:
                 kept += piece
@@ -177,11 +163,14 @@ def _mapped_array(name: str, data: np.ndarray, path: object) -> SourceTensor:
     body, made = data[start : start + num_bytes], _torch_dtype(dtype, name, path)
     if _is_converted(dtype, shape, is_fortran):
         array = body.view(dtype).reshape(shape, order="F" if is_fortran else "C")
-        return ConvertedTensor(name, made, shape, lambda: array)
-    return MappedArray(name, made, shape, body)
+        return _converted_tensor(name, made, shape, lambda: array)
+    return mapped_tensor(name, made, shape, body, has_items=True)
 
 
-def _streamed_array(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: object) -> SourceTensor:
+def _streamed_array(
+    name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: object
+) -> tuple[SourceTensor, _Stream | None]:
+    """A deflated array, and the stream that it is read from; None where it will be held in memory."""
     try:
         with archive.open(member) as stream:
             dtype, shape, is_fortran, start = _read_array_header(stream, name, path)
@@ -189,8 +178,9 @@ def _streamed_array(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo
             raise SourceFormatError(f"{path}: array {name!r} has fewer bytes than its shape wants")
         made = _torch_dtype(dtype, name, path)
         if _is_converted(dtype, shape, is_fortran):
-            return ConvertedTensor(name, made, shape, lambda: _inflated(name, archive, member, path))
-        return StreamedTensor(name, made, shape, start, lambda: archive.open(member))
+            return _converted_tensor(name, made, shape, lambda: _inflated(name, archive, member, path)), None
+        streamed = _Stream(name, start, lambda: archive.open(member))
+        return SourceTensor(name, made, shape, streamed.read, has_items=True), streamed
     except SourceFormatError:
         raise
     except _UNREADABLE as error:

@@ -3,20 +3,18 @@ whole."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
-from .._files.writer import MAX_HEADER_BYTES, named_errors, sync_directory, temporary_beside
+from .._files.writer import MAX_HEADER_BYTES, replaced
 from ._nested import nested
 from ._source import SourceTensor
 
@@ -42,7 +40,7 @@ def write_safetensors(path: Path, tensors: Sequence[SourceTensor], metadata: Map
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header of {path.name} has {len(text)} bytes; readers take at most {MAX_HEADER_BYTES}")
-    with replaced(path, tensors) as file:
+    with replaced(path, _total(tensors)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             for piece in pieces(tensor):
@@ -54,7 +52,7 @@ def write_npy(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str
     if len(tensors) != 1:
         raise ValueError(f"{path} holds one array, and there are {len(tensors)} tensors; wanted a name with .npz")
     header = _array_header(tensors[0])
-    with replaced(path, tensors) as file:
+    with replaced(path, _total(tensors)) as file:
         file.write(header)
         for piece in pieces(tensors[0]):
             file.write(piece.data)
@@ -63,7 +61,7 @@ def write_npy(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str
 def write_npz(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
     """Writes an .npz archive, whose members are not deflated. ValueError if numpy lacks a dtype."""
     headers = [_array_header(tensor) for tensor in tensors]
-    with replaced(path, tensors) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    with replaced(path, _total(tensors)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for tensor, header in zip(tensors, headers):
             with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as member:
                 member.write(header)
@@ -75,7 +73,7 @@ def write_torch(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[s
     """Writes a checkpoint by torch.save: nested as metadata says, else a dict from name to tensor. All of it is in
     memory meanwhile."""
     content = nested({tensor.name: tensor.tensor() for tensor in tensors}, metadata)
-    with replaced(path, tensors) as file:
+    with replaced(path, _total(tensors)) as file:
         torch.save(content, file)
 
 
@@ -89,23 +87,8 @@ SUFFIXES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
 SUFFIXES.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
 
 
-@contextlib.contextmanager
-def replaced(path: Path, tensors: Sequence[SourceTensor]) -> Iterator[IO[bytes]]:
-    """A temporary file for tensors beside `path`, which takes that name, whole and on disk, when the context is left
-    normally; else it is removed. An OSError names `path`, and of a full disk the bytes of the tensors."""
-    temporary = temporary_beside(path)
-    try:
-        with named_errors(path, sum(tensor.num_bytes for tensor in tensors)):
-            with open(temporary, "xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    sync_directory(path.parent)
+def _total(tensors: Sequence[SourceTensor]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors)
 
 
 def _array_header(tensor: SourceTensor) -> bytes:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .. import _core
+from .._common.sequences import cut
 from .._files import checks
 from .._files.paths import SUFFIX
 from .._files.sets import names_of_set
@@ -49,21 +48,16 @@ class Shard:
         return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
 
 
-class ItemsOf(SourceTensor):
+def items_of(whole: SourceTensor, first: int, last: int) -> SourceTensor:
     """Some items of a tensor, as a tensor."""
-
-    def __init__(self, whole: SourceTensor, first: int, last: int) -> None:
-        super().__init__(f"{whole.name}.rows-{first}", whole.dtype, (last - first, *whole.shape[1:]))
-        self.whole, self._start = whole, first * (whole.num_bytes // whole.shape[0])
-        self.has_items = whole.has_items
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        return self.whole.read(self._start + start_byte, self._start + end_byte)
-
-
-def name_of_whole(tensor: SourceTensor) -> str:
-    """The name that a tensor, or the one that it holds items of, has in its checkpoint."""
-    return tensor.whole.name if isinstance(tensor, ItemsOf) else tensor.name
+    start = first * (whole.num_bytes // whole.shape[0])
+    return replace(
+        whole,
+        name=f"{whole.name}.rows-{first}",
+        shape=(last - first, *whole.shape[1:]),
+        read=lambda start_byte, end_byte: whole.read(start + start_byte, start + end_byte),
+        whole=whole,
+    )
 
 
 def shards_of(
@@ -73,7 +67,7 @@ def shards_of(
     cut between tensors, and one tensor that ranks share between items."""
     contents: list[tuple[list[SourceTensor], Mapping[str, str]]] = []
     for tensors, texts in _files_of(source):
-        contents += [(part, texts) for part in _cut(tensors, shard_bytes)]
+        contents += [(part, texts) for part in cut(tensors, lambda tensor: tensor.num_bytes, shard_bytes)]
     pieces = _pieces(contents[0][0], num_ranks) if len(contents) == 1 else []
     if pieces:
         texts = contents[0][1]
@@ -141,19 +135,7 @@ def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str
     return [(list(source.tensors.values()), source.metadata)]
 
 
-def _cut(tensors: list[SourceTensor], shard_bytes: int | None) -> list[list[SourceTensor]]:
-    parts: list[list[SourceTensor]] = [[]]
-    used = 0
-    for tensor in tensors:
-        if shard_bytes is not None and parts[-1] and used + tensor.num_bytes > shard_bytes:
-            parts.append([])
-            used = 0
-        parts[-1].append(tensor)
-        used += tensor.num_bytes
-    return parts
-
-
-def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[ItemsOf, str]]:
+def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[SourceTensor, str]]:
     """The items of each rank of a checkpoint of one tensor, and what metadata says of them; none where one rank takes
     all."""
     if num_ranks == 1 or len(tensors) != 1 or not tensors[0].shape or tensors[0].shape[0] < num_ranks:
@@ -161,5 +143,5 @@ def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[ItemsOf, 
     items = tensors[0].shape[0]
     bounds = [items * rank // num_ranks for rank in range(num_ranks + 1)]
     return [
-        (ItemsOf(tensors[0], first, last), rows_entry(first, last, items)) for first, last in zip(bounds, bounds[1:])
+        (items_of(tensors[0], first, last), rows_entry(first, last, items)) for first, last in zip(bounds, bounds[1:])
     ]

@@ -9,19 +9,8 @@ from typing import Any
 
 import torch
 
+from .._common.statistics import share_saved
 from .._files.fields import dtype_name, dtype_of
-
-
-def share_saved(num_bytes: int, stored_bytes: int) -> float:
-    """What "saved" means wherever this package says it of a checkpoint or of a tensor: 1 - stored_bytes / num_bytes; 0
-    for no bytes, negative where more is stored.
-
-    Args:
-        num_bytes: of tensors before coding.
-        stored_bytes: bytes of the files of a whole checkpoint, with headers, codebooks and checksums; or of what the
-            file has for one tensor.
-    """
-    return 1 - stored_bytes / num_bytes if num_bytes else 0.0
 
 
 @dataclass(frozen=True)

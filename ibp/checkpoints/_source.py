@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import torch
+
+from .. import _core
+from .._common.closing import Closing
+from .._files.regular import open_regular
+from .._tables.compressed_tensor import CompressedTensor
 
 _BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
 
@@ -43,34 +49,32 @@ def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterabl
     return [name for name in every if is_chosen(name, wanted, unwanted)]
 
 
-class SourceTensor(ABC):
+@dataclass(frozen=True, eq=False)
+class SourceTensor:
     """A tensor of a file, which is read by ranges of its bytes: those of the contiguous tensor, little-endian.
 
     Attributes:
         name: in its file.
-        dtype: torch.dtype.
-        shape: tuple of ints.
+        dtype, shape: of the tensor.
+        read: gives bytes [start, end), uint8 and contiguous; not to be written to, since it may be the file's map.
+            Threads may call it at once. OSError, ValueError: the file cannot be read, or is damaged.
         has_items: whether it is an array whose items are looked up, rather than a weight that is used as a whole.
+        whole: the tensor some of whose items these are, or None.
+        table: that holds the tensor in a file of ibp, or None.
     """
 
-    has_items = False
-
-    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.name, self.dtype, self.shape = name, dtype, tuple(shape)
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[int, int], np.ndarray]
+    has_items: bool = False
+    whole: SourceTensor | None = None
+    table: CompressedTensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @abstractmethod
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        """Bytes [start_byte, end_byte), uint8 and contiguous; not to be written to, since it may be the file's map.
-        Threads may call it at once.
-
-        Raises:
-            OSError, ValueError: the file cannot be read, or is damaged.
-        """
 
     def tensor(self) -> torch.Tensor:
         """The whole tensor, in memory of its own on the CPU."""
@@ -82,21 +86,26 @@ class SourceTensor(ABC):
         return data.view(self.dtype).reshape(self.shape) if data.numel() else torch.empty(self.shape, dtype=self.dtype)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {self.dtype}, {list(self.shape)})"
+        return f"SourceTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
 
-class MappedTensor(SourceTensor):
+def mapped_tensor(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray, has_items: bool = False
+) -> SourceTensor:
     """A tensor that lies in a map of its file."""
-
-    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray) -> None:
-        super().__init__(name, dtype, shape)
-        self._data = data
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        return self._data[start_byte:end_byte]
+    return SourceTensor(name, dtype, shape, lambda start, end: data[start:end], has_items)
 
 
-class Source:
+def map_file(path: str | os.PathLike[str]) -> np.ndarray:
+    """The bytes of a file, uint8 [size], read-only: pages come when they are read, and count as no process's own
+    memory. The map lives as long as any view of it."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        pages = memoryview(_core.FilePages(file.fileno(), 0, num_bytes)) if num_bytes else memoryview(b"")
+        return np.frombuffer(pages.toreadonly(), np.uint8)
+
+
+class Source(Closing):
     """A file of tensors, or a set of files that is read as one.
 
     A context manager: leaving it closes the file.
@@ -144,12 +153,6 @@ class Source:
         close, self._close = self._close, None
         if close is not None:
             close()
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Source({self.path!r}, {self.format}, {len(self.tensors)} tensors, {self.num_bytes:,} bytes)"

@@ -12,29 +12,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-from .._files.header import read_header, read_index
+from .._files.fields import FileFormatError, dtype_of
+from .._files.header import Header, find_files, read_header
 from .._files.paths import SUFFIX, file_system, is_url, path_text, read_here
 from .._files.regular import open_regular
 from .._files.sets import INDEX_SUFFIX
 from ._ibp_files import open_ibp
 from ._numpy_files import open_npy, open_npz
-from ._safetensors_files import open_safetensors
-from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor
+from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, map_file, mapped_tensor
 from ._torch_files import open_torch
-
-__all__ = [
-    "Source",
-    "SourceFormatError",
-    "SourceTensor",
-    "expand",
-    "format_of",
-    "holds_something_else",
-    "is_named_as_tensors",
-    "is_url",
-    "local_path",
-    "open_source",
-    "open_sources",
-]
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -74,7 +60,21 @@ def open_source(path: AnyPath) -> Source:
     if found != "safetensors":
         return _OPENERS[found](path)
     header = read_header(Path(path))
-    return open_safetensors(path, header) if header.is_plain else open_ibp(path)
+    return _open_safetensors(path, header) if header.is_plain else open_ibp(path)
+
+
+def _open_safetensors(path: str, header: Header) -> Source:
+    """A safetensors file, whose tensors are read from its map.
+
+    Raises:
+        ibp.FileFormatError: it has a dtype that torch lacks.
+    """
+    data, tensors = map_file(path), {}
+    for name, entry in header.tensors.items():
+        if entry.end > data.size:
+            raise FileFormatError(f"{path} has changed since it was opened")
+        tensors[name] = mapped_tensor(name, dtype_of(entry.dtype), entry.shape, data[entry.start : entry.end])
+    return Source(path, "safetensors", tensors, header.metadata)
 
 
 def format_of(path: str) -> str:
@@ -266,15 +266,10 @@ def _open_if_tensors(path: str) -> Source | None:
 
 def _open_index(path: str) -> Source:
     """The set of files that an index names."""
-    files = sorted(set(read_index(Path(path)).values()))
-    directory = os.path.dirname(path)
-    missing = [name for name in files if not os.path.exists(os.path.join(directory, name))]
-    if missing:
-        raise FileNotFoundError(f"{path}: the index names {missing[0]}, which is not beside it")
-    first = os.path.join(directory, files[0])
-    if format_of(first) == "safetensors" and not read_header(Path(first)).is_plain:
+    files = list(map(os.fspath, find_files(Path(path)).files.values()))
+    if format_of(files[0]) == "safetensors" and not read_header(Path(files[0])).is_plain:
         return open_ibp(path)
-    return joined(path, [open_source(os.path.join(directory, name)) for name in files])
+    return joined(path, list(map(open_source, files)))
 
 
 def _format_of_archive(path: str) -> str:

@@ -45,7 +45,7 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
         ) from None
     except Exception as error:  # of damaged bytes torch raises errors of any kind
         raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None
-    tensors = {name: LoadedTensor(name, tensor, path) for name, tensor in found.items()}
+    tensors = {name: loaded_tensor(name, tensor, path) for name, tensor in found.items()}
     _check_sizes(tensors, path)
     return Source(os.fspath(path), "torch", tensors, metadata)
 
@@ -67,7 +67,7 @@ def _load(path: str) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
 
 
-def _check_sizes(tensors: dict[str, LoadedTensor], path: str | os.PathLike[str]) -> None:
+def _check_sizes(tensors: dict[str, SourceTensor], path: str | os.PathLike[str]) -> None:
     """SourceFormatError for tensors that a small file makes very large."""
     total, most = sum(tensor.num_bytes for tensor in tensors.values()), _MOST_TIMES * os.path.getsize(path)
     if total > most:
@@ -78,22 +78,20 @@ def _check_sizes(tensors: dict[str, LoadedTensor], path: str | os.PathLike[str])
         )
 
 
-class LoadedTensor(SourceTensor):
+def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor:
     """A tensor of torch: of any strides."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise SourceFormatError(f"{path}: tensor {name!r} is not dense; wanted a strided tensor with its values")
+    tensor, size = tensor.detach(), tensor.dtype.itemsize
 
-    def __init__(self, name: str, tensor: torch.Tensor, path: object) -> None:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise SourceFormatError(f"{path}: tensor {name!r} is not dense; wanted a strided tensor with its values")
-        super().__init__(name, tensor.dtype, tuple(tensor.shape))
-        self._tensor = tensor.detach()
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        tensor, size = self._tensor, self.dtype.itemsize
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return geometry.bytes_of(tensor)[start_byte:end_byte].numpy()
         first, last = start_byte // size, -(-end_byte // size)
         elements = _elements(tensor, first, last)
         return geometry.bytes_of(elements)[start_byte - first * size : end_byte - first * size].numpy()
+
+    return SourceTensor(name, tensor.dtype, tuple(tensor.shape), read)
 
 
 def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:

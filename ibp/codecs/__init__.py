@@ -4,15 +4,6 @@ between them.
     codebook = ibp.codecs.analyze(x, scheme="planes")     # learned once, for `ibp.compress(x, codebook=codebook)`
     choice   = ibp.codecs.choose(x, link_gbps=50)         # the coding by which x gets over a link the soonest
     whole    = ibp.compress(x, scheme="zstd")             # an `ibp.codecs.WholeTensor`
-
-Modules import only those before them in this list:
-
-    codec     what a codec is, and the table of them
-    host      zstd and lz4 on the CPU, by the packages zstandard and lz4
-    nvcomp    nvCOMP's codecs on a GPU, by the package nvidia-nvcomp-cu13
-    whole     WholeTensor: a tensor coded by one of them
-    chosen    Choice: the coding that was found, as a table
-    choice    ibp.codecs.choose
 """
 
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook

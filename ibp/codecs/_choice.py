@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -13,6 +12,7 @@ from .._common.arguments import near, number
 from .._fetch.streaming import decompress
 from .._layout.geometry import check_tensor
 from .._machine import calibration, memory, staging
+from .._machine.timing import timed_once
 from .._schemes import SCHEMES, AnyCodebook
 from .._schemes.estimation import analyze
 from .._tables.compressed_tensor import CompressedTensor
@@ -53,7 +53,7 @@ def choose(
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
-        >>> choice = ibp.codecs.choose(x, link_gbps=0.01, encode=False, schemes=["planes"])
+        >>> choice = ibp.codecs.choose(x, link_gbps=0.0001, encode=False, schemes=["planes"])
         >>> choice.scheme, choice.level, torch.equal(choice.compress(x).decompress(), x)
         ('planes', 'default', True)
         >>> choice.table[-1]
@@ -294,23 +294,13 @@ def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:
 def timed(call: Callable[[], _Result], device: torch.device, budget_s: float = _BUDGET_S) -> tuple[_Result, float]:
     """(what a call returns, the least seconds until its work is done, of calls that take about budget_s). Whatever else
     runs only adds to them. The first call makes what is kept for later ones and counts only where it is long."""
-    result, first = _once(call, device)
+    result, first = timed_once(call, device)
     if first > _LONG_S:
         return result, first
     del result  # its memory is the next one's
-    result, least = _once(call, device)
+    result, least = timed_once(call, device)
     for _ in range(min(_MOST_REPEATS, int(budget_s / least))):
         del result
-        result, again = _once(call, device)
+        result, again = timed_once(call, device)
         least = min(least, again)
     return result, least
-
-
-def _once(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return result, max(time.perf_counter() - start, 1e-9)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._common.statistics import share_saved
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from ._compressing import compress
@@ -92,7 +93,7 @@ class Choice:
     @property
     def savings(self) -> float:
         """1 - stored_bytes / bytes of the tensor; 0 for an empty one."""
-        return 1 - self.stored_bytes / self.num_bytes if self.num_bytes else 0.0
+        return share_saved(self.num_bytes, self.stored_bytes)
 
     @property
     def total_s(self) -> float:

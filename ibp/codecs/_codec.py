@@ -6,13 +6,28 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
-from .._rows.table import CorruptTableError
+from .._rows.faults import CorruptTableError
 
 MAX_BLOCK_BYTES = 1 << 30  # of the bytes that a block stands for
 OnBytes = Callable[[int], object]  # called with bytes of the tensor that are done
+
+
+class BlockCoding(NamedTuple):
+    """How a codec codes blocks.
+
+    Attributes:
+        block_bytes: of the tensor, that a block stands for.
+        options: of the codec, as text.
+        level: one of the codec's levels, to code by; None: its default.
+    """
+
+    block_bytes: int
+    options: Mapping[str, str]
+    level: int | None = None
 
 
 class GeneralCodec(ABC):
@@ -64,31 +79,13 @@ class GeneralCodec(ABC):
 
     @abstractmethod
     def encode(
-        self,
-        data: torch.Tensor,
-        worker: torch.device,
-        block_bytes: int,
-        options: Mapping[str, str],
-        level: int | None,
-        on_bytes: OnBytes,
+        self, data: torch.Tensor, worker: torch.device, how: BlockCoding, on_bytes: OnBytes
     ) -> list[torch.Tensor]:
-        """The coded blocks of bytes, on the device that codes; a block that would not shrink is kept as it is.
-
-        Args:
-            data: uint8 [bytes], at least one, on any device.
-            worker: the device that codes.
-            level: one of the codec's levels; None: its default.
-        """
+        """The coded blocks of bytes, on the worker, the device that codes; a block that would not shrink is kept as it
+        is. data: uint8 [bytes], at least one, on any device."""
 
     @abstractmethod
-    def decode(
-        self,
-        blocks: torch.Tensor,
-        offsets: Sequence[int],
-        block_bytes: int,
-        options: Mapping[str, str],
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
         """Decodes consecutive blocks, on the current stream of a CUDA device.
 
         Args:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload, runtime_checkable
 
 import numpy as np
 import torch
 
 from .._common.arguments import near
 from .._layout import geometry as _rows
-from .._machine import memory as _memory
 from .._machine import numa as _numa
 from .._schemes import SCHEMES, AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_in_place, compress_rows
 from ._whole import CODECS, WholeTensor, compress_whole, is_general
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @runtime_checkable
@@ -24,45 +26,35 @@ class Chosen(Protocol):
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor: ...
 
 
+class CompressOptions(TypedDict, total=False):
+    """The arguments of `compress` besides x and scheme."""
+
+    chunk_bytes: int | None
+    tau: float | None
+    codebook: AnyCodebook | None
+    sample: float | None
+    clusters: int | str | None
+    level: str
+    layout: str
+    slot_bytes: int | None
+    row_bytes: int | None
+    device: torch.device | str | int | None
+    memory: str | None
+    numa: _numa.Numa
+    inplace: bool
+    progress: bool
+
+
 @overload
 def compress(
     x: torch.Tensor | np.ndarray,
     *,
     scheme: Literal["auto", "ibp", "planes", "raw"] = "auto",
-    chunk_bytes: int | None = None,
-    tau: float | None = None,
-    codebook: AnyCodebook | None = None,
-    sample: float | None = None,
-    clusters: int | str | None = None,
-    level: str = "default",
-    layout: str = "slots",
-    slot_bytes: int | None = None,
-    row_bytes: int | None = None,
-    device: torch.device | str | int | None = None,
-    memory: str | None = None,
-    numa: _numa.Numa = None,
-    inplace: bool = False,
-    progress: bool = False,
+    **options: Unpack[CompressOptions],
 ) -> CompressedTensor: ...
 @overload
 def compress(
-    x: torch.Tensor | np.ndarray,
-    *,
-    scheme: str | Chosen,
-    chunk_bytes: int | None = None,
-    tau: float | None = None,
-    codebook: AnyCodebook | None = None,
-    sample: float | None = None,
-    clusters: int | str | None = None,
-    level: str = "default",
-    layout: str = "slots",
-    slot_bytes: int | None = None,
-    row_bytes: int | None = None,
-    device: torch.device | str | int | None = None,
-    memory: str | None = None,
-    numa: _numa.Numa = None,
-    inplace: bool = False,
-    progress: bool = False,
+    x: torch.Tensor | np.ndarray, *, scheme: str | Chosen, **options: Unpack[CompressOptions]
 ) -> CompressedTensor | WholeTensor: ...
 def compress(
     x: torch.Tensor | np.ndarray,
@@ -160,53 +152,25 @@ def compress(
         raise TypeError(f"x is a {type(x).__name__}; inplace=True wants a torch.Tensor, whose memory it takes")
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
-    of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
-    of_rows |= {"row_bytes": row_bytes, "level": None if level == "default" else level}
-    of_rows["layout"] = None if layout == "slots" else layout
+    place: dict[str, Any] = {"device": device, "memory": memory, "progress": progress}
+    of_rows: dict[str, Any] = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters}
+    of_rows |= {"level": level, "row_bytes": row_bytes}
+    slots = {"layout": None if layout == "slots" else layout, "slot_bytes": slot_bytes}
+    given = {**of_rows, **slots, "level": None if level == "default" else level, "inplace": inplace or None}
     if isinstance(scheme, Chosen):
-        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, inplace=inplace or None, **of_rows)
-        return scheme.compress(x, device=device, memory=memory, numa=numa, progress=progress)
+        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, **given)
+        return scheme.compress(x, numa=numa, **place)
     if is_general(scheme):
-        _refuse(f"{scheme!r} codes whole tensors", inplace=inplace or None, **of_rows)
-        return _compress_whole(x, scheme, chunk_bytes, device, memory, _numa.node_of(numa), progress)
+        _refuse(f"{scheme!r} codes whole tensors", **given)
+        return compress_whole(x, scheme, chunk_bytes=chunk_bytes, numa=numa, **place)
     if isinstance(scheme, str) and scheme not in (known := ["auto", *SCHEMES]):
         hint = near(scheme, [*known, *CODECS])
         raise ValueError(f"scheme is {scheme!r}{hint}; wanted one of {known}, or a general codec of {sorted(CODECS)}")
-    common: dict[str, Any] = {
-        "scheme": scheme,
-        "chunk_bytes": chunk_bytes,
-        "tau": tau,
-        "codebook": codebook,
-        "sample": sample,
-        "clusters": clusters,
-        "level": level,
-        "row_bytes": row_bytes,
-        "device": device,
-        "memory": memory,
-        "progress": progress,
-    }
+    of_rows |= {"scheme": scheme, "chunk_bytes": chunk_bytes, **place}
     if inplace:
-        _refuse("inplace=True keeps every row where it is", layout=of_rows["layout"], slot_bytes=slot_bytes, numa=numa)
-        return compress_in_place(x, **common)
-    return compress_rows(x, layout=layout, slot_bytes=slot_bytes, numa=numa, **common)
-
-
-def _compress_whole(
-    x: torch.Tensor,
-    scheme: str,
-    chunk_bytes: int | None,
-    device: torch.device | str | int | None,
-    memory: str | None,
-    node: int,
-    progress: bool,
-) -> WholeTensor:
-    home, pin = _memory.home_of(x, memory, _rows.working_device(x, device))
-    made_pinned = pin if home == x.device else False
-    whole = compress_whole(
-        x, scheme, chunk_bytes=chunk_bytes, device=device, pin=made_pinned, node=node, progress=progress
-    )
-    moved = whole.to(home)
-    return moved.pin_memory() if pin and moved is not whole else moved
+        _refuse("inplace=True keeps every row where it is", **slots, numa=numa)
+        return compress_in_place(x, **of_rows)
+    return compress_rows(x, layout=layout, slot_bytes=slot_bytes, numa=numa, **of_rows)
 
 
 def _refuse(why: str, **options: object) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .._machine import staging
-from ._codec import MAX_BLOCK_BYTES, GeneralCodec, OnBytes, corrupt, package
+from ._codec import MAX_BLOCK_BYTES, BlockCoding, GeneralCodec, OnBytes, corrupt, package
 
 _LEAST_BLOCK_BYTES = 4096
 
@@ -22,7 +22,7 @@ class HostCodec(GeneralCodec):
     """A codec of a package that works on memory of the host.
 
     Attributes:
-        module: of the package.
+        module, error: of the package; its class of exceptions for wrong bytes.
         levels: that it has; None, its default, besides.
     """
 
@@ -30,6 +30,7 @@ class HostCodec(GeneralCodec):
     block_bytes = 2 << 20
     is_safe = True
     module: str
+    error: str
     levels: range
 
     def require(self) -> ModuleType:
@@ -54,35 +55,20 @@ class HostCodec(GeneralCodec):
         return chunk_bytes
 
     def encode(
-        self,
-        data: torch.Tensor,
-        worker: torch.device,
-        block_bytes: int,
-        options: Mapping[str, str],
-        level: int | None,
-        on_bytes: OnBytes,
+        self, data: torch.Tensor, worker: torch.device, how: BlockCoding, on_bytes: OnBytes
     ) -> list[torch.Tensor]:
-        self.require()
         whole = staging.to_host(data)
 
         def encode_block(block: torch.Tensor) -> torch.Tensor:
-            coded = self._encode(block.numpy().data, level)
+            coded = self._encode(block.numpy().data, how.level)
             on_bytes(block.numel())
             return torch.frombuffer(coded, dtype=torch.uint8) if len(coded) < block.numel() else block
 
-        return _by_threads(encode_block, whole.split(block_bytes))
+        return _by_threads(encode_block, whole.split(how.block_bytes))
 
-    def decode(
-        self,
-        blocks: torch.Tensor,
-        offsets: Sequence[int],
-        block_bytes: int,
-        options: Mapping[str, str],
-        out: torch.Tensor,
-    ) -> None:
-        self.require()
-        coded, targets = blocks.numpy(), out.split(block_bytes)
-        errors: tuple[type[Exception], ...] = (ValueError, *self._errors())
+    def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
+        coded, targets = blocks.numpy(), out.split(how.block_bytes)
+        errors: tuple[type[Exception], ...] = (ValueError, getattr(self.require(), self.error))
 
         def decode_block(number: int) -> None:
             part, target = coded[offsets[number] : offsets[number + 1]], targets[number].numpy()
@@ -107,15 +93,11 @@ class HostCodec(GeneralCodec):
     def _decode(self, data: memoryview, num_bytes: int) -> bytes:
         """What a block stands for; it allocates no more than num_bytes. ValueError, or an error of the package."""
 
-    @abstractmethod
-    def _errors(self) -> tuple[type[Exception], ...]:
-        """What the package raises for wrong bytes."""
-
 
 class Zstd(HostCodec):
     """Frames of Zstandard (RFC 8878) with the size of their content."""
 
-    name, package, module = "zstd", "zstandard", "zstandard"
+    name, package, module, error = "zstd", "zstandard", "zstandard", "ZstdError"
     levels = range(-100, 23)
 
     def __init__(self) -> None:
@@ -137,14 +119,11 @@ class Zstd(HostCodec):
         decoded: bytes = self._of_thread.decoder.decompress(data, max_output_size=num_bytes, allow_extra_data=False)
         return decoded
 
-    def _errors(self) -> tuple[type[Exception], ...]:
-        return (self.require().ZstdError,)
-
 
 class Lz4(HostCodec):
     """Blocks of LZ4, without a frame; a level makes the search for matches longer, and the blocks no others."""
 
-    name, package, module = "lz4", "lz4", "lz4.block"
+    name, package, module, error = "lz4", "lz4", "lz4.block", "LZ4BlockError"
     levels = range(1, 13)
 
     def _encode(self, data: memoryview, level: int | None) -> bytearray:
@@ -155,9 +134,6 @@ class Lz4(HostCodec):
     def _decode(self, data: memoryview, num_bytes: int) -> bytes:
         decoded: bytes = self.require().decompress(data, uncompressed_size=num_bytes)
         return decoded
-
-    def _errors(self) -> tuple[type[Exception], ...]:
-        return (self.require().LZ4BlockError,)
 
 
 def _by_threads(work: Any, items: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from .._machine import staging
-from ._codec import GeneralCodec, OnBytes, package
+from ._codec import BlockCoding, GeneralCodec, OnBytes, package
 
 _CHUNK, _TYPE = "codec_chunk_bytes", "codec_data_type"
 _ALGORITHMS = {  # by the names of schemes
@@ -37,9 +36,6 @@ _LEGACY_STREAM = 1  # of CUDA: the default stream, whose own number, 0, a codec 
 _MOST_CODERS = 4  # that are kept: each has memory on its GPU
 _TYPES = ("|u1", "<u2", "<u4", "<u8", "<f2", "<f4")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_coders: OrderedDict[tuple[Any, ...], Coder] = OrderedDict()
-_lock = threading.Lock()
 
 
 class NvComp(GeneralCodec):
@@ -112,35 +108,22 @@ class NvComp(GeneralCodec):
         return self.block_bytes // int(options[_CHUNK]) * int(options[_CHUNK])
 
     def encode(
-        self,
-        data: torch.Tensor,
-        worker: torch.device,
-        block_bytes: int,
-        options: Mapping[str, str],
-        level: int | None,
-        on_bytes: OnBytes,
+        self, data: torch.Tensor, worker: torch.device, how: BlockCoding, on_bytes: OnBytes
     ) -> list[torch.Tensor]:
         pieces = []
         with torch.cuda.device(worker):
-            coder = self.coder(worker, options)
-            for part in data.split(block_bytes):
+            coder = self.coder(worker, how.options)
+            for part in data.split(how.block_bytes):
                 near = aligned(staging.to_device(part, worker))
                 coded = coder.encode(near, coder.room(near))
                 pieces.append(_padded(coded) if coded.numel() + _ALIGNMENT < near.numel() else near.clone())
                 on_bytes(part.numel())
         return pieces
 
-    def decode(
-        self,
-        blocks: torch.Tensor,
-        offsets: Sequence[int],
-        block_bytes: int,
-        options: Mapping[str, str],
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
         with torch.cuda.device(out.device):
-            coder = self.coder(out.device, options)
-            for number, target in enumerate(out.split(block_bytes)):
+            coder = self.coder(out.device, how.options)
+            for number, target in enumerate(out.split(how.block_bytes)):
                 coded = blocks[offsets[number] : offsets[number + 1]]
                 if coded.numel() == target.numel():
                     target.copy_(coded)
@@ -149,13 +132,7 @@ class NvComp(GeneralCodec):
 
     def coder(self, device: torch.device, options: Mapping[str, str]) -> Coder:
         """The coder for the current stream of a device."""
-        key = (self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device))
-        with _lock:
-            coder = _coders.pop(key, None) or Coder(self.require(), *key)
-            _coders[key] = coder
-            if len(_coders) > _MOST_CODERS:
-                _coders.popitem(last=False)
-        return coder
+        return _coder(self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device))
 
 
 class Coder:
@@ -220,17 +197,17 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
 
 def _padded(coded: torch.Tensor) -> torch.Tensor:
     """The coded bytes in memory of their size, with zeros up to a multiple of the alignment."""
-    size = coded.numel()
-    padded = torch.empty(-(-size // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=coded.device)
-    padded[:size] = coded
-    padded[size:] = 0
-    return padded
+    return torch.nn.functional.pad(coded, (0, -coded.numel() % _ALIGNMENT))
+
+
+@functools.lru_cache(_MOST_CODERS)
+def _coder(kind: str, *of: Any) -> Coder:
+    return Coder(_module(f"nvcomp:{kind}"), kind, *of)
 
 
 def forget_coders() -> None:
     """Gives the memory that coders have kept back to torch's allocator."""
-    with _lock:
-        _coders.clear()
+    _coder.cache_clear()
 
 
 # ---- the package ----

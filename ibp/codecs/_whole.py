@@ -9,12 +9,15 @@ import torch
 
 from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
+from .._common.statistics import Saves
 from .._fetch.calls import check_out, target_of
-from .._layout.geometry import DTYPES, bytes_of, check_tensor
+from .._layout.geometry import DTYPES, bytes_of, working_device
 from .._layout.manners import TensorManners
-from .._machine import memory, staging
+from .._machine import memory as _memory
+from .._machine import staging
+from .._machine.numa import Numa, node_of
 from . import _host, _nvcomp
-from ._codec import MAX_BLOCK_BYTES, GeneralCodec
+from ._codec import MAX_BLOCK_BYTES, BlockCoding, GeneralCodec
 
 CODECS: Mapping[str, GeneralCodec] = {
     codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())
@@ -23,7 +26,7 @@ _CPU = torch.device("cpu")
 _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")
 
 
-class WholeTensor(TensorManners):
+class WholeTensor(TensorManners, Saves):
     """A tensor coded as a whole by a general codec, in blocks that decode alone. Made by `ibp.compress` with a scheme
     such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
 
@@ -121,22 +124,12 @@ class WholeTensor(TensorManners):
         """Bytes of all memory that it takes: of the blocks, and of their offsets."""
         return self.blocks.nbytes + self.offsets.nbytes
 
-    @property
-    def savings(self) -> float:
-        """1 - stored_bytes / original bytes; 0 for an empty tensor."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
-
     def __repr__(self) -> str:
         where = str(self.device) if self.is_cuda else "pinned" if self.is_pinned() else "pageable"
         return (
             f"ibp.codecs.WholeTensor(shape={list(self.shape)}, dtype={self.dtype}, codec={self.codec!r}, "
             f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
         )
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _FIELDS}
@@ -156,7 +149,7 @@ class WholeTensor(TensorManners):
             device: where to.
             non_blocking: do not wait for copies from pinned memory to a GPU.
         """
-        target = memory.canonical(device)
+        target = _memory.canonical(device)
         if target == self.device:
             return self
         direct = non_blocking and self.is_pinned()
@@ -178,7 +171,7 @@ class WholeTensor(TensorManners):
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
         """
         if not self.is_cuda:
-            self.blocks = memory.to_pinned(self.blocks)
+            self.blocks = _memory.to_pinned(self.blocks)
         return self
 
     # ---- what can be asked of it ----
@@ -219,7 +212,7 @@ class WholeTensor(TensorManners):
         near = staging.to_host if out.device == _CPU else lambda data: staging.to_device(data, out.device)
         offsets = [offset - start for offset in self._starts[first : last + 1]]
         self._codec.require()
-        self._codec.decode(near(self.blocks[start:end]), offsets, self.block_bytes, self.options, out)
+        self._codec.decode(near(self.blocks[start:end]), offsets, BlockCoding(self.block_bytes, self.options), out)
 
     def _bytes(self, start: int, end: int) -> torch.Tensor:
         """Bytes [start, end) of the tensor, in host memory; blocks without any of them are not decoded."""
@@ -274,34 +267,30 @@ def compress_whole(
     x: torch.Tensor,
     scheme: str,
     *,
-    chunk_bytes: int | None = None,
-    device: torch.device | str | int | None = None,
-    pin: bool | None = False,
-    node: int = -1,
-    progress: bool = False,
+    chunk_bytes: int | None,
+    device: torch.device | str | int | None,
+    memory: str | None,
+    numa: Numa,
+    progress: bool,
 ) -> WholeTensor:
-    """See `ibp.compress`.
-
-    Args:
-        pin: whether coded bytes in host memory are pinned; None: where the system lets.
-        node: the NUMA node of pinned memory.
-    """
-    check_tensor(x)
+    """See `ibp.compress`."""
+    (home, pin), node = _memory.home_of(x, memory, working_device(x, device)), node_of(numa)
     codec, level = codec_of(scheme)
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
     options = codec.options(x.dtype, level, chunk_bytes)
     block_bytes = codec.blocks_of(options, chunk_bytes)
-    asked = None if device is None else memory.canonical(device)
+    asked = None if device is None else _memory.canonical(device)
     if asked is not None and asked.type != codec.device_type:
         raise ValueError(f"device is {str(asked)!r}, but {codec.name!r} codes on a {codec.device_type.upper()} device")
     codec.require()
     worker = codec.worker(asked or x.device, x.device)
     data = bytes_of(x)
     options = codec.suited(options, x.dtype, data, worker)
+    how = BlockCoding(block_bytes, options, level)
     with tqdm(total=data.numel(), desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
-        pieces = codec.encode(data, worker, block_bytes, options, level, bar.update) if data.numel() else []
-    blocks, offsets = _joined(pieces, x.device, pin, node)
-    return WholeTensor(
+        pieces = codec.encode(data, worker, how, bar.update) if data.numel() else []
+    blocks, offsets = _joined(pieces, x.device, pin if home == x.device else False, node)
+    whole = WholeTensor(
         shape=tuple(x.shape),
         dtype=x.dtype,
         codec=codec.name,
@@ -310,6 +299,8 @@ def compress_whole(
         blocks=blocks,
         offsets=offsets,
     )
+    moved = whole.to(home)
+    return moved.pin_memory() if pin and moved is not whole else moved
 
 
 def _joined(
@@ -321,7 +312,7 @@ def _joined(
     offsets = sizes.cumsum(0)
     if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":
         return pieces[0], offsets
-    (blocks,), _ = memory.empty_parts([int(offsets[-1])], home, pin, node)
+    (blocks,), _ = _memory.empty_parts([int(offsets[-1])], home, pin, node)
     for end in reversed(offsets[1:].tolist()):
         piece = pieces.pop()
         blocks[end - piece.numel() : end].copy_(staging.to_host(piece) if home.type == "cpu" else piece)

@@ -9,7 +9,7 @@ import torch
 
 from .._fetch.streaming import decompress
 from .._machine import staging
-from .._rows.table import CorruptTableError
+from .._rows.faults import CorruptTableError
 from . import _on_cpu, _on_gpu
 from ._coding import INTEGERS, integers_of
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint

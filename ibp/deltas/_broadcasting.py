@@ -53,7 +53,33 @@ def broadcast_delta(
     *,
     device: torch.device | str | int | None = None,
 ) -> Delta | CheckpointDelta:
-    """See `ibp.distributed.broadcast_delta`."""
+    """Brings one rank's delta to all ranks of a group. A collective call.
+
+    One broadcast of torch.distributed moves the coded bytes: NCCL from GPU to GPU, gloo over host memory. An object
+    that describes the tensors is sent before them.
+
+    Example:
+        >>> # on each rank of a group
+        >>> old = {"w": torch.zeros(1000, 64)}
+        >>> new = {"w": torch.ones(1000, 64)}  # which rank 0 alone needs
+        >>> change = ibp.deltas.make(new, old, device="cpu") if torch.distributed.get_rank() == 0 else None
+        >>> ibp.distributed.broadcast_delta(change, device="cpu").apply_(old)["w"][0, 0]
+        tensor(1.)
+
+    Args:
+        delta: on rank src; other ranks give None.
+        src: the rank in the group that has the delta.
+        group: a process group of torch.distributed; None: the default group.
+        device: where the delta goes. None: on rank src it stays where it is; on the other ranks it stays where it
+            arrives: on the current CUDA device with NCCL, else on the CPU.
+
+    Returns:
+        The delta of rank src.
+
+    Raises:
+        TypeError, ValueError: delta is none, src is no rank, or ranks differ in it.
+        RuntimeError: torch.distributed is not initialised, or another rank has failed.
+    """
     members = _group.RankGroup(group)
     target = None if device is None else memory.canonical(device)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import torch
 
+from .._common.sequences import cut
 from .._fetch.streaming import decompress
 from .._layout.geometry import bytes_of
 from .._machine import memory
@@ -17,7 +18,7 @@ from ._fingerprint import check_source, fingerprint
 from ._tensors import Delta
 
 Version = torch.Tensor | CompressedTensor
-_MOST_BYTES = 4 << 30  # of the tensors of one call: as many are brought to a GPU at once
+_MOST_BYTES = 4 << 30  # of the tensors of one call, unless one has more: they are brought to a GPU at once
 
 
 @overload
@@ -83,24 +84,11 @@ def differences(pairs: Sequence[tuple[Version, Version]], device: torch.device |
         else:
             made[index] = _difference(_brought(new, target), _brought(base, target))
     for (target, element_bytes), indices in groups.items():
-        for part in _parts(pairs, indices):
+        for part in cut(indices, lambda index: pairs[index][0].numel() * pairs[index][0].dtype.itemsize, _MOST_BYTES):
             near = [(_brought(pairs[i][0], target), _brought(pairs[i][1], target)) for i in part]
             for index, found in zip(part, _differences_on_gpu(near, element_bytes)):
                 made[index] = found
     return [found for found in made if found is not None]
-
-
-def _parts(pairs: Sequence[tuple[Version, Version]], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of pairs of about _MOST_BYTES together."""
-    part, num_bytes = [], 0
-    for index in indices:
-        part.append(index)
-        num_bytes += pairs[index][0].numel() * pairs[index][0].dtype.itemsize
-        if num_bytes >= _MOST_BYTES:
-            yield part
-            part, num_bytes = [], 0
-    if part:
-        yield part
 
 
 def _differences_on_gpu(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], element_bytes: int) -> list[Delta]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._layout.geometry import bytes_of
+from .._rows.faults import new_record
 from . import _coding
 from ._fingerprint import fingerprint
 
@@ -49,9 +50,9 @@ class InPlace:
 
     def _add(self, subtracts: bool) -> tuple[int, bool]:
         """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
-        change, fault = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+        change, fault = torch.zeros(1, dtype=torch.int64), new_record()
         width = _coding.element_bytes_of(self._delta.dtype)
-        arguments = self._table.arguments(torch.device("cpu"))
-        torch.ops.ibp.add_rows.default(*arguments, width, subtracts, self._base, change, fault)
+        table = self._table.handle(torch.device("cpu")).table
+        torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
         _coding.note_change([self._base])
         return int(change), not int(fault[0])

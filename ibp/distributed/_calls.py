@@ -13,7 +13,7 @@ from ._codec import Codec, as_bytes
 from ._exchange import CodedWork, ExchangePiece, Job
 from ._links import Load, raw_all_gather
 from ._messages import Memory, Messages, Part, Status, spans_of
-from ._planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_of
+from ._planning import LEAST_BYTES, RAW, Call, CallOptions, Kind, Plan, State, state_of
 
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # of calls whose ranks send each other what they like
 _MOST_MESSAGES = 64  # layouts that a plan keeps
@@ -31,8 +31,46 @@ def all_gather_into_tensor(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """See `ibp.distributed.all_gather_into_tensor`."""
-    return gather(output_tensor, input_tensor, group, async_op, async_op, codec=codec, level=level, name=name)
+    """`torch.distributed.all_gather_into_tensor`, with tensors that travel coded where that is faster.
+
+    The bits of the result are torch's. A tensor is divided into pieces: while one piece travels, the next is coded and
+    the one before it decoded. If a codec has too little room for a tensor, the tensor is sent again, raw. A CUDA graph
+    captures torch's own call.
+
+    The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments, measure the link,
+    learn a codec from samples of their tensors, and try out what is fastest. Some later calls check whether that choice
+    still fits.
+
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> whole = torch.empty(2000, 64)
+        >>> ibp.distributed.all_gather_into_tensor(whole, torch.full((1000, 64), float(rank)))
+        >>> whole[[3, 1003], 0]
+        tensor([0., 1.])
+
+    Args:
+        output_tensor: contiguous, as many elements as the input tensors of all ranks. The input may be this rank's part
+            of it.
+        input_tensor: contiguous, of any dtype, on the CPU or a GPU; of one shape and dtype on all ranks.
+        group: of torch.distributed; None: the default one.
+        async_op: return work at once; its `wait()` gives the result. On a GPU `wait()` blocks the host until all ranks
+            have coded their tensors, and lets the current stream wait for the rest; ranks wait in the order in which
+            they call.
+        codec: how to code, equal on all ranks; None: learned from the tensors of all ranks.
+        level: "auto": as fast as can be by the measured link, raw where that is fastest; "default", "fast": coded at
+            this level (see `ibp.compress`), unless that saves nothing.
+        name: calls of one name and dtype share a codec: give another name to tensors of another distribution.
+
+    Returns:
+        Work where async_op is set, else None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or ranks differ in it: then on all ranks.
+        RuntimeError: torch.distributed is not initialised, or a rank does not take part.
+    """
+    options = CallOptions(codec, level, name)
+    return gather(output_tensor, input_tensor, group, async_op, async_op, options)
 
 
 def gather(
@@ -41,22 +79,14 @@ def gather(
     group: dist.ProcessGroup | None,
     async_op: bool,
     is_coded_async: bool,
-    *,
-    codec: Codec | None,
-    level: str,
-    name: str,
+    options: CallOptions,
     is_known_to_fit: bool = False,
 ) -> dist.Work | None:
     """The same. async_op: of torch's call; is_coded_async: of a coded one; is_known_to_fit: later calls are, so that
     the host does not wait for them."""
-    check_options(codec, level, output_tensor, input_tensor)
-    state, kind = state_of(group), kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
-    if state.plans.get(kind) is RAW:
-        return raw_all_gather(movable(output_tensor), movable(input_tensor), group=group, async_op=async_op)
+    options.check(output_tensor, input_tensor)
+    state, kind = state_of(group), options.kind_of("all_gather_into_tensor", input_tensor)
     raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
-    num_bytes = input_tensor.nbytes
-    if travels_raw(state, input_tensor, num_bytes, codec, level):
-        return raw(async_op=async_op)
 
     def check() -> None:
         check_tensors(input_tensor, output_tensor)
@@ -66,21 +96,39 @@ def gather(
                 f"{input_tensor.numel()} of input_tensor"
             )
 
-    def attempt(plan: Plan) -> None:
-        if plan.codec is None:
-            _ignore(raw())
-            return
-        status = Status(state.size, input_tensor.device) if is_known_to_fit else None
-        job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()), status)
-        run(job, state, False).wait()
+    def job(plan: Plan, is_tried: bool) -> Job:
+        status = Status(state.size, input_tensor.device) if is_tried and is_known_to_fit else None
+        return gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()), status)
 
-    moved = (state.size - 1) * num_bytes
-    load = Load(num_bytes, moved, moved, is_known_to_fit)
-    plan = state.plan(group, kind, Call(input_tensor, load, check, codec, attempt))
+    moved = (state.size - 1) * input_tensor.nbytes
+    load = Load(input_tensor.nbytes, moved, moved, is_known_to_fit)
+    return _called(group, kind, options, input_tensor, load, check, raw, job, async_op, is_coded_async)
+
+
+def _called(
+    group: dist.ProcessGroup | None,
+    kind: Kind,
+    options: CallOptions,
+    x: torch.Tensor,
+    load: Load,
+    check: Callable[[], None],
+    raw: Callable[..., dist.Work | None],
+    job: Callable[[Plan, bool], Job],
+    async_op: bool,
+    is_coded_async: bool,
+) -> dist.Work | None:
+    """A call as the plan of its kind says. raw: torch's own; job: a coded one, and whether it is only tried out."""
+    state = state_of(group)
+    if state.plans.get(kind) is RAW or travels_raw(state, x, x.nbytes, options):
+        return raw(async_op=async_op)
+
+    def attempt(plan: Plan) -> None:
+        _ignore(raw()) if plan.codec is None else run(job(plan, True), state, False).wait()
+
+    plan = state.plan(group, kind, Call(x, load, check, options.codec, attempt))
     if plan.codec is None:
         return raw(async_op=async_op)
-    job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()))
-    return finished(run(job, state, is_coded_async), is_coded_async)
+    return finished(run(job(plan, False), state, is_coded_async), is_coded_async)
 
 
 def gathering(
@@ -124,35 +172,41 @@ def broadcast(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """See `ibp.distributed.broadcast`."""
-    check_options(codec, level, tensor)
+    """`torch.distributed.broadcast`, with a tensor that travels coded where that is faster.
+
+    See `all_gather_into_tensor` for how, for the other arguments and for the errors.
+
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()
+        >>> weights = torch.full((1000, 64), float(rank))
+        >>> ibp.distributed.broadcast(weights, src=1)
+        >>> weights[0, 0]
+        tensor(1.)
+
+    Args:
+        tensor: contiguous; sent by the source, written by the others.
+        src, group_src: the source's rank among all, or in the group: one of them.
+    """
+    options = CallOptions(codec, level, name)
+    options.check(tensor)
     state, root = state_of(group), root_of(src, group_src, group)
-    kind = kind_of("broadcast", tensor, codec, level, name, root)
-    if state.plans.get(kind) is RAW:
-        return dist.broadcast(movable(tensor), group=group, group_src=root, async_op=async_op)
-    raw = functools.partial(dist.broadcast, movable(tensor), group=group, group_src=root)
-    num_bytes = tensor.nbytes
-    if travels_raw(state, tensor, num_bytes, codec, level):
-        return raw(async_op=async_op)
+    send = functools.partial(dist.broadcast, group=group, group_src=root)
+    raw = functools.partial(send, movable(tensor))
 
-    def move(messages: Messages, memory: Memory) -> dist.Work | None:
-        return dist.broadcast(memory.whole, group=group, group_src=root, async_op=True)
-
-    def tell(status: Status) -> dist.Work | None:
-        return dist.broadcast(status.all_rows, group=group, group_src=root, async_op=True)
-
-    def coded(plan: Plan, is_async: bool) -> CodedWork:
+    def job(plan: Plan, is_tried: bool) -> Job:
         x = as_bytes(tensor)
-        pieces = pieces_of_one(plan, x, state.rank == root)
-        job = Job(pieces, move, tell, lambda status: _ignore(raw()), plan.note_lost, (x,))
-        return run(job, state, is_async)
+        return Job(
+            pieces_of_one(plan, x, state.rank == root),
+            lambda messages, memory: send(memory.whole, async_op=True),
+            lambda status: send(status.all_rows, async_op=True),
+            lambda status: _ignore(raw()),
+            plan.note_lost,
+            (x,),
+        )
 
-    def attempt(plan: Plan) -> None:
-        _ignore(raw()) if plan.codec is None else coded(plan, False).wait()
-
-    load = Load(num_bytes, num_bytes, num_bytes)
-    plan = state.plan(group, kind, Call(tensor, load, lambda: check_tensors(tensor), codec, attempt))
-    return raw(async_op=async_op) if plan.codec is None else finished(coded(plan, async_op), async_op)
+    kind, load = options.kind_of("broadcast", tensor, root), Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
+    return _called(group, kind, options, tensor, load, lambda: check_tensors(tensor), raw, job, async_op, async_op)
 
 
 def all_to_all_single(
@@ -167,10 +221,27 @@ def all_to_all_single(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """See `ibp.distributed.all_to_all_single`."""
-    check_options(codec, level, output, input)
+    """`torch.distributed.all_to_all_single`, with tensors that travel coded where that is faster.
+
+    See `all_gather_into_tensor` for how, for the other arguments and for the errors. Parts travel in one piece. Unless
+    a level or codec is given, parts that are too small for coding to pay travel raw.
+
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> output = torch.empty(2000, 64)
+        >>> ibp.distributed.all_to_all_single(output, torch.full((2000, 64), float(rank)))
+        >>> output[[3, 1003], 0]  # the first half is from rank 0
+        tensor([0., 1.])
+
+    Args:
+        output, input: contiguous, of one dtype and device.
+        output_split_sizes, input_split_sizes: items of dimension 0 from and to each rank; None: equal parts.
+    """
+    options = CallOptions(codec, level, name)
+    options.check(output, input)
     # Ranks that send and receive little can be part of a large call: nothing depends on a rank's own sizes.
-    state, kind = state_of(group), kind_of("all_to_all_single", input, codec, level, name)._replace(numel=0)
+    state, kind = state_of(group), options.kind_of("all_to_all_single", input)._replace(numel=0)
     raw = functools.partial(
         dist.all_to_all_single,
         movable(output, items=True),
@@ -180,9 +251,7 @@ def all_to_all_single(
         group=group,
         async_op=async_op,
     )
-    if state.plans.get(kind) is RAW:
-        return raw()
-    if travels_raw(state, input, LEAST_BYTES, codec, level):
+    if state.plans.get(kind) is RAW or travels_raw(state, input, LEAST_BYTES, options):
         return raw()
 
     def check() -> None:
@@ -281,22 +350,12 @@ class _Splits:
 # ---- what they share -----------------------------------------------------------------------------------------------
 
 
-def travels_raw(state: State, x: torch.Tensor, num_bytes: int, codec: Codec | None, level: str) -> bool:
+def travels_raw(state: State, x: torch.Tensor, num_bytes: int, options: CallOptions) -> bool:
     """Whether nothing needs to be agreed on: there is nothing to code, or too little; CUDA graphs are captured."""
-    if state.size == 1 or num_bytes == 0 or (level == "auto" and codec is None and num_bytes < LEAST_BYTES):
+    is_chosen = options.level == "auto" and options.codec is None
+    if state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < LEAST_BYTES):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def check_options(codec: Codec | None, level: str, *tensors: torch.Tensor) -> None:
-    """Raises TypeError, ValueError for wrong ones, and for what are no tensors."""
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")
-    if codec is not None and not isinstance(codec, Codec):
-        raise TypeError(f"codec is a {type(codec).__name__}; wanted an ibp.distributed.Codec")
-    if level not in LEVELS:
-        raise ValueError(f"level is {level!r}; wanted one of {list(LEVELS)}")
 
 
 def check_tensors(*tensors: torch.Tensor) -> None:
@@ -343,11 +402,6 @@ def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[tor
     return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
 
 
-def kind_of(what: str, x: torch.Tensor, codec: Codec | None, level: str, name: str, root: int = -1) -> Kind:
-    fingerprint = None if codec is None else codec.fingerprint
-    return Kind(what, x.numel(), x.dtype, x.device.type, level, name, fingerprint, root)
-
-
 def messages_of(plan: Plan, payloads: Sequence[int], device: torch.device, least: int = 1) -> Messages:
     key = (*payloads, least, device)
     if key not in plan.messages:
@@ -384,10 +438,12 @@ def run(job: Job, state: State, is_async: bool) -> CodedWork:
         return CodedWork(job, state.slots(job.tensors[0].device), is_async)
 
 
-def finished(work: CodedWork, is_async: bool) -> dist.Work | None:
+def finished(work: dist.Work | None, is_async: bool) -> dist.Work | None:
+    """What a call returns: its work, or None once the work is done."""
     if is_async:
         return work
-    work.wait()
+    if work is not None:
+        work.wait()
     return None
 
 

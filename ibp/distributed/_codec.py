@@ -12,17 +12,17 @@ import torch
 from .._common import wire
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._schemes import SCHEMES, AnyCodebook, Request, measure
+from .._schemes import AnyCodebook, surveyed
 from .._schemes.estimation import check_codebook
+from .._schemes.kinds import learned_from
+from .._schemes.planes.learning import check_level
 from .._tables.coded_rows import CodedRows
 
 ROW_BYTES = 4096  # of messages
-LEVELS = ("default", "fast")
 _SECTOR = slots.SECTOR_BYTES  # of slots and of parts of overflow
 _SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
 _LEAST_OVERFLOW = 4096  # bytes
-_NEAR_BEST = 1.01  # of the least bytes: among such slots the largest is taken, from which the fewest rows spill
-_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_RULE = slots.SlotRule(near=1.01)  # of such slots the largest are left by the fewest rows
 _LEAST_SAVINGS = 0.02  # a codec that saves less is none
 
 
@@ -79,8 +79,7 @@ class Codec:
         """
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is a {type(x).__name__}; wanted a tensor")
-        if level not in LEVELS:
-            raise ValueError(f"level is {level!r}; wanted one of {list(LEVELS)}")
+        check_level(level)
         return learned(sample_of(x), x.dtype, level)
 
     @functools.cached_property
@@ -122,28 +121,19 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:
     """At most num_rows whole rows, spread over all of x, on the CPU: uint8 [n, 4096]."""
-    data = as_bytes(x.resolve_conj().resolve_neg().contiguous())
-    there_are = data.numel() // ROW_BYTES
-    rows = data[: there_are * ROW_BYTES].view(there_are, ROW_BYTES)
-    step = max(1, there_are // num_rows)
-    return rows[::step][:num_rows].cpu()
+    return _rows.sample(_rows.bytes_of(x), ROW_BYTES, num_rows).view(-1, ROW_BYTES).cpu()
 
 
 def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     """A codec for rows like these, uint8 [n, 4096] on the CPU; None where they would not be 2 % smaller."""
     if not len(rows):
         return None
-    dtype = _PARTS.get(dtype, dtype)
-    dtype = dtype if dtype in _rows.DTYPES else torch.uint8
-    x = rows.contiguous().view(dtype)
-    geometry = _rows.Geometry.of(x, ROW_BYTES)
-    # Rows that come later may have other constant columns and bits than those of the sample: they have a coded form.
-    request = Request(as_bytes(x), geometry, x.device, None, None, None, level=level, codes_invariant=True)
-    codebook = SCHEMES["planes"].learn(request)
+    is_known = dtype in _rows.DTYPES or dtype.is_complex
+    data = rows.reshape(-1)
+    codebook = learned_from(data, ROW_BYTES, dtype if is_known else torch.uint8, level=level)
     if codebook is None:
         return None
-    survey = slots.survey(measure(as_bytes(x), codebook, x.device), geometry)
-    slot_bytes, mean_overflow = slots.cheapest_slots(survey.sectors, ROW_BYTES, near=_NEAR_BEST)
+    slot_bytes, mean_overflow = slots.slots_for(surveyed(data, codebook), ROW_BYTES, _RULE)
     if slot_bytes == ROW_BYTES:
         return None
     codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)

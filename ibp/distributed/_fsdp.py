@@ -17,19 +17,48 @@ import torch
 import torch.distributed as dist
 
 from .._common.group import all_taking_part
-from ._calls import check_options, finished, gather, gathering, kind_of, messages_of, movable, run
+from ._calls import finished, gather, gathering, messages_of, movable, run
 from ._codec import Codec, as_bytes
 from ._links import raw_all_gather
 from ._messages import Part, Status, has_lost, spans_of, status_entries
-from ._planning import RAW, Kind, Plan, State, state_of
+from ._planning import RAW, CallOptions, Kind, Plan, State, state_of
 from ._slots import MessageSlots, on
 
 
 def compress_all_gather(
     module: torch.nn.Module, *, codec: Codec | None = None, level: str = "auto", recurse: bool = True
 ) -> int:
-    """See `ibp.distributed.compress_all_gather`."""
-    check_options(codec, level)
+    """Lets the all-gathers of FSDP2 travel coded, where that is faster. Training gives the same bits.
+
+    Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
+    Before later forward passes of `module`, ranks check together which modules' parameters fit into their messages.
+    The host then does not wait for each all-gather: at the end of the forward pass and of the backward pass it checks
+    whether all parameters did fit. If parameters are written in between to values that do not fit, that pass raises
+    RuntimeError on all ranks.
+
+    Example:
+        >>> # on each rank of a group
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
+        >>> layers = [fully_shard(layer) for layer in model]
+        >>> model = fully_shard(model)
+        >>> ibp.distributed.compress_all_gather(model)  # the layers, and what is around them
+        3
+
+    Args:
+        module: sharded by `torch.distributed.fsdp.fully_shard`, itself or parts of it.
+        codec, level: as in `all_gather_into_tensor`.
+        recurse: also the modules inside.
+
+    Returns:
+        How many modules there are.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or nothing is sharded.
+        RuntimeError: this torch has no `FSDPModule.set_custom_all_gather`.
+    """
+    options = CallOptions(codec, level, "")
+    options.check()
     from torch.distributed.fsdp import FSDPModule  # here: not every build of torch has it
 
     if not hasattr(FSDPModule, "set_custom_all_gather"):
@@ -40,7 +69,7 @@ def compress_all_gather(
         raise ValueError(f"{type(module).__name__} has no module that torch.distributed.fsdp.fully_shard was called on")
     for before in getattr(module, _HOOKS, ()):
         before.remove()
-    rooms = Rooms([Shards(one, codec, level, name) for name, one in sharded])
+    rooms = Rooms([Shards(one, options._replace(name=name)) for name, one in sharded])
     for (_, one), mine in zip(sharded, rooms.shards):
         one.set_custom_all_gather(_comm_class()(rooms, mine))
     hooks = (
@@ -66,8 +95,8 @@ class Shards:
         is_raw: they were not, and the codec is not learned anew.
     """
 
-    def __init__(self, module: Any, codec: Codec | None, level: str, name: str) -> None:
-        self.module, self.codec, self.level, self.name = module, codec, level, name
+    def __init__(self, module: Any, options: CallOptions) -> None:
+        self.module, self.options = module, options
         self.kind: Kind | None = None
         self._group: weakref.ref[dist.ProcessGroup] | None = None  # which ends before the module, perhaps
         self.state: State | None = None
@@ -96,8 +125,7 @@ class Shards:
         self._note(input_tensor, group)
         # Of a call that may have to be repeated always work: FSDP waits for it when it needs the parameters, and so
         # does the host.
-        options: dict[str, Any] = {"codec": self.codec, "level": self.level, "name": self.name}
-        return gather(output_tensor, input_tensor, group, async_op, True, is_known_to_fit=True, **options)
+        return gather(output_tensor, input_tensor, group, async_op, True, self.options, is_known_to_fit=True)
 
     def _is_same(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
         """Whether `Rooms` has looked at a call like this one."""
@@ -116,7 +144,7 @@ class Shards:
         if torchs is not None and torchs.is_sharded:
             self.plan, self.is_seen, self.is_raw = None, False, False
             self._group, self.state = weakref.ref(group), state_of(group)
-            self.kind = kind_of("all_gather_into_tensor", x, self.codec, self.level, self.name)
+            self.kind = self.options.kind_of("all_gather_into_tensor", x)
 
     def torchs(self) -> Any:
         """torch's group of the module's parameters; None: there are none or several, they are made by extensions or are
@@ -259,7 +287,7 @@ class Rooms:
             with on(slots.side):  # the current stream has other work to do, which the host does not wait for
                 slots.begin()
                 flags = has_lost(table).tolist()
-            names += [shard.name for shard, is_lost in zip(self.shards, flags) if is_lost]
+            names += [shard.options.name for shard, is_lost in zip(self.shards, flags) if is_lost]
         if names:
             raise RuntimeError(
                 f"parameters of modules {names} were written between the begin of a forward pass and an all-gather, "

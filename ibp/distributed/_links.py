@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,7 @@ class Rates:
     hides: bool = True
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What a call is to a rank: original bytes that it codes, that arrive, and that it decodes. is_known_to_fit: the
     host does not wait for the call."""
 

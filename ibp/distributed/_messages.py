@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .._rows.faults import ENTRIES as _FAULT
+from .._rows.handle import Handle
 from .._tables.coded_rows import CodedRows
 from ._codec import ROW_BYTES, Codec, rows_of
 from ._slots import Slot
@@ -19,7 +21,6 @@ _FIRST_OF_TWO = 4  # pieces that are as large as the first one: coding it takes 
 _COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
 _WHOLE = -1  # instead of a message's number
 _ENTRIES, _LOST = 8, 1  # int64 of a message in a status, as a place has them; and the one of them that counts lost rows
-_FAULT = 4  # int64 of a fault
 
 
 class Part(NamedTuple):
@@ -38,11 +39,10 @@ class Memory(NamedTuple):
 
 
 class _BoundMessages(NamedTuple):
-    """A message in a slot's memory: its first bytes, the arguments of operations, and where it is raw its bytes."""
+    """A message in a slot's memory: its first bytes, and its rows as operations take them."""
 
     start: torch.Tensor
-    encode: tuple
-    decode: tuple
+    handle: Handle
 
 
 class Status:
@@ -168,7 +168,7 @@ class Messages:
 
     def of(self, slot: Slot) -> Memory:
         """The memory of the messages in a slot."""
-        known = self._known(slot)
+        known = slot.bound.setdefault(self, {})
         if _WHOLE not in known:
             known[_WHOLE] = self._memory(slot)
         return known[_WHOLE]
@@ -197,7 +197,7 @@ class Messages:
         if slot.clean is not bound:
             bound.start.copy_(self._empty[self.payloads[k]])
         slot.clean = None
-        torch.ops.ibp.encode_into.default(*bound.encode, status.counts[k], data, None, None, 0, max_sms, status.unused)
+        bound.handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
 
     def clean(self, slot: Slot, k: int) -> None:
         """Makes a message that was moved ready for being coded again: by then the host has less to do."""
@@ -212,21 +212,14 @@ class Messages:
             data.copy_(self.of(slot).each[k][: data.numel()])
             return
         bound = self._bind(slot, k)
-        torch.ops.ibp.decode_bytes.default(*bound.decode, 0, data.numel(), max_sms, data, status.faults[k])
+        torch.ops.ibp.decode_bytes.default(bound.handle.table, 0, data.numel(), max_sms, data, status.faults[k])
 
     def note_heads(self, slot: Slot, status: Status) -> None:
         """Notes in the status which codecs have coded the messages."""
         status.heads[self._coded] = self.of(slot).words[self._heads]
 
-    def _known(self, slot: Slot) -> dict[int, Any]:
-        """What is kept about a slot's memory."""
-        known = slot.bound.get(self)
-        if known is None:
-            known = slot.bound[self] = {}
-        return known
-
     def _bind(self, slot: Slot, k: int) -> _BoundMessages:
-        known = self._known(slot)
+        known = slot.bound.setdefault(self, {})
         if k not in known:
             known[k] = self._bound(self.of(slot).each[k], k)
         return known[k]
@@ -234,8 +227,7 @@ class Messages:
     @torch.inference_mode(False)
     def _bound(self, memory: torch.Tensor, k: int) -> _BoundMessages:
         place = self._place(memory, self.payloads[k])
-        *encode, _ = place.arguments
-        return _BoundMessages(_start_of(place, memory), tuple(encode), place.table_arguments)
+        return _BoundMessages(_start_of(place, memory), place.handle)
 
     def _empty_start(self, payload: int) -> torch.Tensor:
         """What a message begins with before rows are coded into it."""

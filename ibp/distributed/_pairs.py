@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from .._common import wire
+from .._schemes.kinds import Learner
 from . import _planning
-from ._calls import check_options, check_tensors, kind_of, movable, pieces_of_one, run, travels_raw
+from ._calls import check_tensors, finished, movable, pieces_of_one, root_of, run, travels_raw
 from ._codec import Codec, as_bytes, sample_of
 from ._exchange import CodedWork, Job, Work
 from ._links import Load
 from ._messages import Memory, Messages, Status
-from ._planning import RAW, Kind, Pair, Plan, State
+from ._planning import RAW, CallOptions, Kind, Pair, Plan, State
 
 _NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
 _LENGTH_BYTES = 8
@@ -54,16 +55,7 @@ class Way(NamedTuple):
         return self.move(status.all_rows)
 
     def move_now(self, data: torch.Tensor) -> None:
-        _wait(self.move(data))
-
-
-class PairOptions(NamedTuple):
-    """As in `ibp.distributed.send`."""
-
-    is_async: bool
-    codec: Codec | None
-    level: str
-    name: str
+        finished(self.move(data), False)
 
 
 class NotedWork(Work):
@@ -80,35 +72,114 @@ class NotedWork(Work):
     def wait(self, timeout: object = None) -> bool:
         works, self._works = self._works, []  # some work cannot be waited for twice
         for work in works:
-            _wait(work)
+            finished(work, False)
         read, self._read = self._read, None
         if read is not None:
             read()
         return True
 
 
-def transfer(tensor: torch.Tensor, way: Way, options: PairOptions) -> dist.Work | None:
-    """See `ibp.distributed.send` and `recv`."""
-    check_options(options.codec, options.level, tensor)
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    async_op: bool = False,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """`torch.distributed.send`, with a tensor that travels coded where that is faster. Its twin is `recv` of this
+    module, with the same arguments.
+
+    Unless a codec is given, the first tensor of a kind travels raw, and behind it travels the codec of the next ones.
+    The call waits first for an earlier tensor to the same rank. See `all_gather_into_tensor` for the other arguments.
+
+    Example:
+        >>> # on each rank of a group
+        >>> weights = torch.full((1000, 64), float(torch.distributed.get_rank()))
+        >>> if torch.distributed.get_rank() == 1:
+        ...     ibp.distributed.send(weights, dst=0)
+        ... elif torch.distributed.get_rank() == 0:
+        ...     ibp.distributed.recv(weights, src=1)
+        >>> weights[0, 0]
+        tensor(1.)
+
+    Args:
+        tensor: contiguous.
+        dst, group_dst: the receiver's rank among all, or in the group: one of them.
+        tag: as in torch.
+        async_op: return work, as `torch.distributed.isend` does.
+        level: "auto": raw on the CPU, and unless the group's link was measured before (`measure_link`).
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        RuntimeError: torch.distributed is not initialised, or the other rank does not take part.
+    """
+    way = Way(group, True, root_of(dst, group_dst, group, "dst"), tag)
+    return _transferred(tensor, way, CallOptions(codec, level, name), async_op)
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    async_op: bool = False,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """`torch.distributed.recv` from a rank that calls `send` of this module with the same arguments.
+
+    Example:
+        >>> # on each rank of a group
+        >>> weights = torch.full((1000, 64), float(torch.distributed.get_rank()))
+        >>> if torch.distributed.get_rank() == 0:
+        ...     ibp.distributed.recv(weights, src=1)
+        ... elif torch.distributed.get_rank() == 1:
+        ...     ibp.distributed.send(weights, dst=0)
+        >>> weights[0, 0]
+        tensor(1.)
+
+    Args:
+        tensor: contiguous; it is written.
+        src, group_src: the sender's rank among all, or in the group: one of them.
+        tag, async_op, codec, level, name: as in `send`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `send`; ValueError also if the sender's tensor is of another kind.
+    """
+    way = Way(group, False, root_of(src, group_src, group), tag)
+    return _transferred(tensor, way, CallOptions(codec, level, name), async_op)
+
+
+def _transferred(tensor: torch.Tensor, way: Way, options: CallOptions, is_async: bool) -> dist.Work | None:
+    """What `send` and `recv` do."""
+    options.check(tensor)
     state = _planning.state_of(way.group)
-    if travels_raw(state, tensor, tensor.nbytes, options.codec, options.level):
-        return _finish(way.move(movable(tensor)), options.is_async)
+    if travels_raw(state, tensor, tensor.nbytes, options):
+        return finished(way.move(movable(tensor)), is_async)
     check_tensors(tensor)
     pair = state.pairs.setdefault((way.is_out, way.peer, way.tag), Pair())
     last, pair.last = pair.last, None  # if it fails, it is not in the way of the call after this one
-    _wait(last)
-    kind = kind_of("send", tensor, options.codec, options.level, options.name)
+    finished(last, False)
+    kind = options.kind_of("send", tensor)
     plan = pair.plans.get(kind)
     if plan is None and options.codec is not None:
         plan = pair.plans[kind] = Plan(options.codec, _num_pieces(tensor), is_checked=False)
     if plan is None or (plan.codec is not None and plan.is_due()):
         work: dist.Work | None = _with_note(tensor, way, state, pair, kind)
     elif plan.codec is not None:
-        work = _coded(tensor, way, state, plan, options.is_async)
+        work = _coded(tensor, way, state, plan, is_async)
     else:
-        return _finish(way.move(movable(tensor)), options.is_async)
-    pair.last = work if options.is_async else None
-    return _finish(work, options.is_async)
+        return finished(way.move(movable(tensor)), is_async)
+    pair.last = work if is_async else None
+    return finished(work, is_async)
 
 
 def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan, is_async: bool) -> CodedWork:
@@ -122,7 +193,7 @@ def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: K
     """A raw tensor, and how those after it travel."""
     old = pair.plans.get(kind)
     if way.is_out:
-        codec = _codec_for(tensor, state, kind, old)
+        codec = _codec_for(tensor, state, kind, old, pair.learners.setdefault(kind, Learner()))
         note = _note(kind, codec).to(tensor.device)
         pair.plans[kind] = _plan(codec if int(note[:_LENGTH_BYTES].view(torch.int64)) else None, tensor, old)
         return NotedWork([way.move(movable(tensor)), way.move(note)], None)
@@ -134,24 +205,25 @@ def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: K
     return NotedWork([way.move(movable(tensor)), way.move(note)], read)
 
 
-def _codec_for(tensor: torch.Tensor, state: State, kind: Kind, old: Plan | None) -> Codec | None:
+def _codec_for(
+    tensor: torch.Tensor, state: State, kind: Kind, old: Plan | None, learner: Learner[Codec]
+) -> Codec | None:
     """The sender's choice; None where raw tensors come sooner, or it is not known how fast the link is: on the CPU
     all-gathers do not tell that."""
-    if old is not None and not old.has_lost:
+    learner.has_drifted = old is not None and old.has_lost
+    if old is not None and not learner.has_drifted:
         return old.codec
-    if (old is not None and old.times >= _planning.MOST_TIMES) or (
-        kind.level == "auto" and (state.link is None or kind.device == "cpu")
-    ):
+    if learner.is_hopeless or (kind.level == "auto" and (state.link is None or kind.device == "cpu")):
         return None
     link = state.link if kind.level == "auto" else None
-    return _planning.choose(kind, sample_of(tensor), tensor.device, _load(tensor), link)
+    learner.take(_planning.choose(kind, sample_of(tensor), tensor.device, _load(tensor), link))
+    return learner.found
 
 
 def _plan(codec: Codec | None, tensor: torch.Tensor, old: Plan | None) -> Plan:
     if codec is None:
         return RAW
-    calls, times = (1, 0) if old is None else (old.num_calls, old.times + old.has_lost)
-    return Plan(codec, _num_pieces(tensor), num_calls=calls, times=times)
+    return Plan(codec, _num_pieces(tensor), num_calls=1 if old is None else old.num_calls)
 
 
 def _load(tensor: torch.Tensor) -> Load:
@@ -192,15 +264,3 @@ def _read(note: torch.Tensor, kind: Kind) -> Codec | None:
 
 def _shown(kind: Kind) -> str:
     return f"{kind.numel} elements of {kind.dtype} on {kind.device}, level {kind.level!r}, name {kind.name!r}"
-
-
-def _finish(work: dist.Work | None, is_async: bool) -> dist.Work | None:
-    if is_async:
-        return work
-    _wait(work)
-    return None
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 from .._common import group as _group
 from .._common import wire
+from .._schemes.kinds import Learner
+from .._schemes.planes.learning import LEVELS as CODED_LEVELS
 from . import _links
-from ._codec import LEVELS as CODED_LEVELS
 from ._codec import Codec, learned, sample_of
 from ._links import Link, Load
 from ._messages import Messages
@@ -31,7 +33,6 @@ _LEAST_TRIED_GAIN, _NEAR_BEST = 1.05, 1.01  # that were measured: calls scatter
 _LATE_S = (
     4e-4  # that the host is later with a coded call than with torch's, about, where it has other work between them
 )
-MOST_TIMES = 3  # that a codec is learned anew, before its tensors travel raw
 
 
 @wire.sent
@@ -56,6 +57,28 @@ class Kind(NamedTuple):
     name: str
     codec: int | None
     root: int = -1
+
+
+class CallOptions(NamedTuple):
+    """How tensors are coded: arguments of `ibp.distributed.all_gather_into_tensor`."""
+
+    codec: Codec | None
+    level: str
+    name: str
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """Raises TypeError, ValueError for wrong ones, and for what are no tensors."""
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            raise TypeError(f"codec is a {type(self.codec).__name__}; wanted an ibp.distributed.Codec")
+        if self.level not in LEVELS:
+            raise ValueError(f"level is {self.level!r}; wanted one of {list(LEVELS)}")
+
+    def kind_of(self, what: str, x: torch.Tensor, root: int = -1) -> Kind:
+        fingerprint = None if self.codec is None else self.codec.fingerprint
+        return Kind(what, x.numel(), x.dtype, x.device.type, self.level, self.name, fingerprint, root)
 
 
 class Call(NamedTuple):
@@ -88,7 +111,6 @@ class Plan:
         messages: of the pieces, by what they carry.
         num_calls: so far.
         has_lost: whether messages of this rank, or to it, have lost rows since the codec was learned.
-        times: that it was learned anew.
     """
 
     codec: Codec | None
@@ -98,7 +120,6 @@ class Plan:
     messages: dict[Any, Messages] = field(default_factory=dict)
     num_calls: int = 0
     has_lost: bool = False
-    times: int = 0
 
     def note_lost(self) -> None:
         self.has_lost = True
@@ -118,11 +139,12 @@ class Pair:
     """What is known of tensors from one rank to another.
 
     Attributes:
-        plans: of kinds of tensors.
+        plans, learners: of kinds of tensors; learners of the sender alone.
         last: of a call that is to be finished before the next one.
     """
 
     plans: dict[Kind, Plan] = field(default_factory=dict)
+    learners: dict[Kind, Learner[Codec]] = field(default_factory=dict)
     last: dist.Work | None = None
 
 
@@ -141,7 +163,7 @@ class State:
         self.link: Link | None = None
         self.plans: dict[Kind, Plan] = {}
         self.pairs: dict[tuple[bool, int, int], Pair] = {}
-        self._learned: dict[tuple, _Learned] = {}
+        self._learners: defaultdict[tuple, Learner[Codec]] = defaultdict(Learner)
         self._slots: dict[torch.device, MessageSlots] = {}
         self._tried: dict[tuple, int] = {}
 
@@ -178,7 +200,7 @@ class State:
 
     def forget(self, kind: Kind) -> None:
         """The codec of calls of a kind is learned anew. On all ranks at the same time."""
-        self._learned.setdefault(_key_of(kind), _Learned(None)).is_stale = True
+        self._learners[_key_of(kind)].has_drifted = True
         self.plans.pop(kind, None)
 
     def _compare(self, members: _group.RankGroup, kind: Kind, call: Call) -> None:
@@ -223,9 +245,9 @@ class State:
         if link is not None and plans and call.attempt is not None:
             plans = self._fastest(members, kind, call, link, plans)
         codec = plans[0].codec if plans else None
-        known = self._learned.setdefault(_key_of(kind), _Learned(codec))
-        if known.is_stale:
-            known.codec, known.is_stale, known.times = codec, False, known.times + 1
+        learner = self._learners[_key_of(kind)]
+        if learner.learned_at == 0 or learner.has_drifted:
+            learner.take(codec)
         if codec is None:
             return RAW if kind.device != "cpu" else Plan(None)  # on the CPU the next call is compared too
         return plans[0]
@@ -243,7 +265,7 @@ class State:
             rates = _links.rates_of(codec, rows, device)
             least = 1 if link is None else _links.least_bytes(codec, rates, link, LEAST_BYTES, self.size - 1)
             return [(codec, _links.num_pieces(rates, load), least)]
-        if self._is_hopeless(kind):
+        if self._learners[_key_of(kind)].is_hopeless:
             return []
         found = []
         for codec in codecs_for(kind, rows):
@@ -275,17 +297,12 @@ class State:
     def _codec_for(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
         if call.codec is not None:
             return call.codec
-        if self._is_hopeless(kind):
+        learner = self._learners[_key_of(kind)]
+        if learner.is_hopeless:
             return None
-        known = self._learned.get(_key_of(kind))
-        if known is not None and not known.is_stale and kind.level != "auto":
-            return known.codec
+        if learner.learned_at and not learner.has_drifted and kind.level != "auto":
+            return learner.found
         return choose(kind, rows, call.data.device, call.load, link)
-
-    def _is_hopeless(self, kind: Kind) -> bool:
-        """Whether a codec was learned anew again and again, and has lost rows all the same."""
-        known = self._learned.get(_key_of(kind))
-        return known is not None and known.is_stale and known.times >= MOST_TIMES
 
 
 def codecs_for(kind: Kind, rows: torch.Tensor) -> list[Codec]:
@@ -312,22 +329,27 @@ def _number_of(kind: Kind, plan: Plan | None) -> int:
     return max(1, int.from_bytes(digest, "little") >> 1)
 
 
-@dataclass
-class _Learned:
-    """A codec that was learned. is_stale: it has lost rows; times: how often it was learned anew."""
-
-    codec: Codec | None
-    is_stale: bool = False
-    times: int = 0
-
-
 def _key_of(kind: Kind) -> tuple:
     """What kinds that share a codec have in common."""
     return kind.dtype, kind.device, kind.level, kind.name, kind.codec
 
 
-def measured_link(group: dist.ProcessGroup | None, refresh: bool) -> Link:
-    """See `ibp.distributed.measure_link`."""
+def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = False) -> Link:
+    """Measures how fast all-gathers of a group are, for the choices of level="auto". The first call that needs the
+    result measures it, once. A collective call.
+
+    Example:
+        >>> # on each rank of a group
+        >>> ibp.distributed.measure_link().gbps > 0
+        True
+
+    Args:
+        group: of torch.distributed; None: the default one.
+        refresh: measure again.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or a rank does not take part.
+    """
     return state_of(group).measure(_group.RankGroup(group), refresh)
 
 

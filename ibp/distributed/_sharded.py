@@ -11,13 +11,15 @@ import torch
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
-from .._fetch.ids import check_range, checked_ids, tensor_of
+from .._fetch.ids import check_range, list_of_ids
 from .._layout import geometry as _rows
 from .._layout.manners import TensorManners
 from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
+from .._rows.faults import CorruptTableError, new_record
+from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
-from .._rows.table import CorruptTableError, Table
+from .._rows.table import OF_SELECTIONS, Table
 from .._schemes import AnyCodebook, Request, coding_of
 from .._schemes.choice import learn
 from .._schemes.estimation import exact_stored_bytes
@@ -279,7 +281,7 @@ class ShardedTable(TensorManners):
         self, ids: Ids, device: torch.device | str | int | None, out: torch.Tensor | None, max_sms: int | None
     ) -> _Wanted:
         """What index_select asks for, once its arguments are checked."""
-        ids = self._checked_ids(ids)
+        ids = list_of_ids(ids).to(torch.int64)
         target = target_of(device, out, ids.device)
         if out is not None:
             check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
@@ -289,14 +291,6 @@ class ShardedTable(TensorManners):
         check_range(ids, len(self))
         unique, places = torch.unique(ids, return_inverse=True)
         return _Wanted(unique, places, target, sms)
-
-    def _checked_ids(self, ids: Ids) -> torch.Tensor:
-        if not isinstance(ids, torch.Tensor):
-            ids = tensor_of(ids, "ids")
-        ids = checked_ids(ids)
-        if ids.dim() != 1:
-            raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-        return ids.to(torch.int64)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
         """How many of ids in order, on the group's device, each rank has."""
@@ -341,19 +335,17 @@ class ShardedTable(TensorManners):
             lengths, rows, none = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
             num_items = wanted.unique.numel()
             codec, words = coding_of(self._codebook, table.row_bytes, target)
+            sizes = (0, num_items, table.item_bytes)
             if self._codebook is None:
-                coded: tuple = (rows, none, lengths[:0], none.view(torch.int64), words, codec, table.row_bytes)
+                parts = Parts(rows, none, lengths[:0], none.view(torch.int64), words, codec, table.row_bytes, *sizes)
             else:
-                coded = (none, rows, lengths, self._places(lengths)[:-1], words, codec, 0)
+                parts = Parts(none, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
-            fault = table.fault_on(target, of_selections=True) if on_gpu else torch.zeros(4, dtype=torch.int64)
+            fault = table.faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
             places = wanted.places.to(target)
-            torch.ops.ibp.gather_items.default(
-                *coded, 0, num_items, table.item_bytes, places, wanted.sms, result, fault, None
-            )
+            torch.ops.ibp.gather_items.default(Handle(parts).table, places, wanted.sms, result, fault, None)
             if not on_gpu:
-                status, position, _, taken = fault.tolist()
-                table.raise_fault((status, position, None, taken))
+                table.raise_fault(fault, of_selections=True)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
     # ---- answering ----
@@ -388,10 +380,10 @@ class ShardedTable(TensorManners):
         ends = self._places(lengths)
         bounds = ends[ends_of_parts.to(worker)].tolist()
         copied = torch.empty(bounds[-1], dtype=torch.uint8, device=worker)
-        fault = torch.zeros(4, dtype=torch.int64, device=worker)
-        arguments, no_map = table.arguments(worker), ends[:0]
-        torch.ops.ibp.fill_slab.default(*arguments, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
-        table.raise_fault(fault.tolist())
+        fault = new_record(worker)
+        handle, no_map = table.handle(worker), ends[:0]
+        torch.ops.ibp.fill_slab.default(handle.table, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
+        table.raise_fault(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
         entries = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
         return [_Received(*pair) for pair in zip(entries, near.split(sizes))]
@@ -409,7 +401,7 @@ class ShardedTable(TensorManners):
 
     def _change(self, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids in order, the bytes of their rows) on the group's device, of equal ids the last one."""
-        ids, device = self._checked_ids(ids), self._group.device
+        ids, device = list_of_ids(ids).to(torch.int64), self._group.device
         check_rows(self.local_table, rows, ids.numel())
         check_range(ids, len(self))
         chosen, places = last_of_each(ids, len(self))
@@ -461,7 +453,7 @@ class _Received(NamedTuple):
 
 def _entries(table: Table, rows: torch.Tensor, worker: torch.device) -> torch.Tensor:
     """Entries of the index of rows, uint16 on the worker, 0 where there is none."""
-    lengths = table.arguments(worker)[2]
+    lengths = table.handle(worker).parts.lengths
     found = lengths.view(torch.int16)[rows] if lengths.numel() else torch.zeros_like(rows, dtype=torch.int16)
     return found.view(torch.uint16)
 
@@ -506,17 +498,7 @@ def _learned(
         return None
     rows = _sampled(x, members, geometry, learning.sample)
     whole = 1.0 if learning.sample is not None else None
-    request = Request(
-        rows,
-        geometry,
-        worker,
-        whole,
-        learning.chunk_bytes,
-        learning.tau,
-        slot_bytes=slot_bytes,
-        clusters=learning.clusters,
-        level=learning.level,
-    )
+    request = learning.request(rows, geometry, worker, sample=whole, slot_bytes=slot_bytes)
 
     def by_rank_0(request: Request) -> AnyCodebook | None:
         return members.together("from_local", lambda: learn(learning.scheme, request) if members.rank == 0 else None)[0]

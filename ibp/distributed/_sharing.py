@@ -3,14 +3,79 @@
 from __future__ import annotations
 
 from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.multiprocessing  # noqa: F401 - teaches multiprocessing to send tensors
 
+from .._common import group as _group
 from .._common import ipc, wire
 from .._machine.memory import check_memory
 from .._machine.segments import Segment, SharedHandle
 from .._tables.compressed_tensor import TENSORS, CompressedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def share_table(
+    table: CompressedTensor | None,
+    group: ProcessGroup | None = None,
+    *,
+    src: int = 0,
+    memory: str | None = None,
+) -> CompressedTensor:
+    """Puts one rank's table in memory that all processes of a machine share, once for all. A collective call.
+
+    The table is moved to shared memory (see `CompressedTensor.share_memory_`). Each process pins it for its GPU when
+    it first fetches from it.
+
+    Example:
+        >>> # on each rank of a group
+        >>> is_first = torch.distributed.get_rank() == 0
+        >>> table = ibp.compress(torch.ones(1000, 64), device="cpu", memory="host") if is_first else None
+        >>> table = ibp.distributed.share_table(table)
+        >>> table[17, 0]
+        tensor(1.)
+
+    Args:
+        table: in host memory, on rank src; other ranks give None.
+        group: a process group of torch.distributed, all on one machine; None: the default group.
+        src: the rank in the group that has the table.
+        memory: "pinned": GPUs read rows from the memory themselves; "host": they do not; None: as on rank src.
+
+    Returns:
+        The table of rank src: on that rank itself, on the others a table in the same memory.
+
+    Raises:
+        TypeError, ValueError: table is none, or on a GPU; ranks are on several machines or differ in src.
+        RuntimeError: the memory cannot be opened, torch.distributed is not initialised, or another rank has failed.
+    """
+    members, what = _group.RankGroup(group), "share_table"
+
+    def offer() -> tuple[str, dict[str, int], Any]:
+        if not 0 <= src < members.size:
+            raise ValueError(f"src is {src}; wanted 0 to {members.size - 1}")
+        if members.rank != src:
+            return _group.machine(), {"src": src}, None
+        if not isinstance(table, CompressedTensor):
+            raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
+        if table.is_cuda:
+            raise ValueError(f"table is on {table.device}; wanted one in host memory")
+        return _group.machine(), {"src": src}, table.share()
+
+    offers = members.together(what, offer)
+    _group.check_one_machine(what, [name for name, _, _ in offers])
+    _group.same_on_all(what, [arguments for _, arguments, _ in offers])
+    opened: list[CompressedTensor] = []
+
+    def open_it() -> None:
+        if members.rank != src or table is None:
+            opened.append(open_shared(offers[src][2], memory=memory))
+        else:
+            opened.append(table.pin_memory() if memory == "pinned" else table)
+
+    members.together(what, open_it)  # rank src keeps the table until all have opened it
+    return opened[0]
 
 
 def open_shared(handle: SharedHandle, *, memory: str | None = None) -> CompressedTensor:

@@ -14,7 +14,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 
 from .._files.reader import part_names
-from ..checkpoints._ibp_files import DecodedTensor, open_ibp
+from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import METHOD
 from ..checkpoints._source import SourceTensor
 from ..nn import ModelReport
@@ -112,9 +112,7 @@ class IbpQuantizer(DiffusersQuantizer):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def _is_table(self, name: str) -> bool:
-        return (
-            self._loading is not None and self._loading.codes(name) and isinstance(self._coded.get(name), DecodedTensor)
-        )
+        return self._loading is not None and self._loading.codes(name) and self._coded[name].table is not None
 
     def check_if_quantized_param(
         self, model: Any, param_value: Any, param_name: str, state_dict: dict[str, Any], **options: Any
@@ -133,7 +131,7 @@ class IbpQuantizer(DiffusersQuantizer):
         """Puts a weight that was read in its modules, coded; or as a parameter, where it would not get smaller."""
         assert self._loading is not None
         source = self._coded.get(param_name)
-        if param_value.is_meta and isinstance(source, DecodedTensor):
+        if param_value.is_meta and source is not None and source.table is not None:
             value = self._loading.value_of(param_name, source.table, target_device, param_value.dtype)
         else:
             value = param_value.to(target_device)

@@ -29,7 +29,7 @@ from .._files.sets import index_of
 from .._offload.offloaded import Offloaded, offload
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
-from ..checkpoints._ibp_files import DecodedTensor, open_ibp
+from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import METHOD, WEIGHTS
 from ..checkpoints._planning import SHARD_BYTES
 from ..checkpoints._source import SourceTensor
@@ -270,7 +270,7 @@ class _CodedEntry:
         return list(self._tensor.shape)
 
     def __getitem__(self, items: Any) -> Any:
-        if items is Ellipsis and isinstance(self._tensor, DecodedTensor):
+        if items is Ellipsis and self._tensor.table is not None:
             return _Coming(self._tensor.table, self.wanted)
         return self._tensor.tensor()[items]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .._common.statistics import Saves
 from .._machine import memory
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
@@ -25,7 +26,7 @@ from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 __all__ = ["CompressedWeights"]
 
 
-class CompressedWeights(Mapping[str, torch.Tensor]):
+class CompressedWeights(Mapping[str, torch.Tensor], Saves):
     """The weights of a model by name, compressed in host memory, each decoded when it is asked for.
 
     For `accelerate.cpu_offload(model, execution_device, state_dict=weights)`. If part of a model stays on GPUs, for
@@ -59,12 +60,18 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
         # By what tells a tensor from others as long as it lives: a later one may lie at the address of a freed one.
         seen: dict[tuple, tuple[weakref.ref[torch.Tensor], CodedWeight | torch.Tensor]] = {}
         for name, x in weights.items() if isinstance(weights, Mapping) else weights:
-            _check(name, x, self._stored)
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name!r} is a {type(x).__name__}; wanted a torch.Tensor")
+            if name in self._stored:
+                raise ValueError(f"{name!r} comes twice; wanted each name once")
+            if x.is_meta:
+                raise ValueError(f"{name!r} is on the meta device; wanted a tensor with values")
             version = None if x.is_inference() else x._version  # a buffer that is filled again holds another tensor
             key = (x.data_ptr(), version, x.device, x.dtype, x.shape, x.stride())
             alive, stored = seen.get(key, (None, None))
             if stored is None or alive is None or alive() is None or not x.numel():
-                stored = _stored(compressor, name, x.detach())
+                near = x.detach().cpu()
+                stored = compressor.code(name, near) if is_worth_coding(near) else near.clone()
                 seen[key] = weakref.ref(x), stored
             self._stored[name] = stored
 
@@ -102,24 +109,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
         return [stored.table if isinstance(stored, CodedWeight) else stored for stored in held]
 
     def __repr__(self) -> str:
-        original_bytes = self.original_bytes
-        savings = 1 - self.stored_bytes / original_bytes if original_bytes else 0.0
         return (
             f"ibp.integrations.accelerate.CompressedWeights({len(self)} names, {len(self._each())} tensors, "
-            f"bytes={original_bytes:,} -> {self.stored_bytes:,}, savings={savings:.1%}, device={self.device})"
+            f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, device={self.device})"
         )
-
-
-def _check(name: Any, x: Any, stored: Mapping[str, Any]) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name!r} is a {type(x).__name__}; wanted a torch.Tensor")
-    if name in stored:
-        raise ValueError(f"{name!r} comes twice; wanted each name once")
-    if x.is_meta:
-        raise ValueError(f"{name!r} is on the meta device; wanted a tensor with values")
-
-
-def _stored(compressor: WeightCompressor, name: str, x: torch.Tensor) -> CodedWeight | torch.Tensor:
-    """The tensor in host memory: compressed, or a copy of its own."""
-    x = x.cpu()
-    return compressor.code(name, x) if is_worth_coding(x) else x.clone()

@@ -13,9 +13,12 @@ works with: importing this module before `dgl` leaves GraphBolt out.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch
 
 import ibp
 
+from .._common.closing import Closing
 from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 
@@ -41,9 +45,29 @@ _leave_out_graphbolt()
 import dgl  # type: ignore # noqa: E402
 from dgl.frame import Column, Frame, Scheme  # type: ignore # noqa: E402
 
-__all__ = ["attach", "close"]
+__all__ = ["AttachedFeature", "NotAttachedError", "attach", "close"]
 
 _EdgeType = str | tuple[str, str, str]
+
+
+class AttachedFeature(Closing):
+    """A feature that `attach` keeps in a table. `close()`, and the end of a `with` block, put the plain tensor back.
+
+    Attributes:
+        table: the table, or its cache.
+    """
+
+    def __init__(self, table: Table, undo: Callable[[], torch.Tensor]) -> None:
+        self.table, self._undo = table, undo
+
+    def close(self) -> None:
+        """Puts the plain tensor back into the graph. No-op if the feature is not attached any more."""
+        with contextlib.suppress(NotAttachedError):
+            self._undo()
+
+
+class NotAttachedError(ValueError):
+    """The feature is none that `attach` keeps in a table."""
 
 
 def attach(
@@ -55,7 +79,7 @@ def attach(
     etype: _EdgeType | None = None,
     table: Table | None = None,
     **options: Any,
-) -> Table:
+) -> AttachedFeature:
     """Keeps a feature of a graph's nodes or edges in a compressed table.
 
     Rows cannot be changed while a feature is attached: code that writes to them, or adds nodes or edges, turns the
@@ -72,7 +96,7 @@ def attach(
         options: of `ibp.compress`.
 
     Returns:
-        The table, or its cache.
+        What undoes it, by `close()` or as a context manager; its `table` is the table, or its cache.
 
     Raises:
         TypeError: graph is no DGLGraph, or table is no table.
@@ -96,8 +120,8 @@ def attach(
     if table.is_cuda and table.device != graph.device:
         raise ValueError(f"{what} is on {table.device}; wanted host memory or the graph's device, {graph.device}")
     device: tuple | None = None if graph.device == table.device else (graph.device, {})
-    frame._columns[name] = _TableColumn(table, _scheme_of(table), None, device)
-    return table
+    frame._columns[name] = _TableColumn(table, Scheme(tuple(table.shape[1:]), table.dtype), None, device)
+    return AttachedFeature(table, functools.partial(close, graph, name, ntype=ntype, edges=edges, etype=etype))
 
 
 def close(
@@ -118,12 +142,12 @@ def close(
     Raises:
         TypeError: graph is no DGLGraph.
         KeyError: the graph has no such type.
-        ValueError: the feature is not attached, or ntype and edges contradict each other.
+        ValueError: the feature is not attached (`NotAttachedError`), or ntype and edges contradict each other.
     """
     frame, what, _ = _frame_of(graph, name, ntype, edges, etype)
     column = frame._columns.get(name)
     if not isinstance(column, _TableColumn) or not column.is_attached:
-        raise ValueError(f"{what} is not attached")
+        raise NotAttachedError(f"{what} is not attached")
     frame._columns[name] = Column(column.data)
     return frame[name]
 
@@ -146,10 +170,6 @@ def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _Edg
     if of_edges:
         return graph._edge_frames[place], what, graph.num_edges(graph.canonical_etypes[place])
     return graph._node_frames[place], what, graph.num_nodes(graph.ntypes[place])
-
-
-def _scheme_of(table: Table) -> Scheme:
-    return Scheme(tuple(table.shape[1:]), table.dtype)
 
 
 class _TableColumn(Column):

@@ -22,30 +22,67 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
+from .._common.closing import Closing
+from .._common.statistics import Saves, Statistics
 from .._fetch.streaming import decompress
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._diffusers_weights import IbpConfig, IbpQuantizer
 
-__all__ = ["GroupBytes", "IbpConfig", "IbpQuantizer", "close", "compress_groups"]
+__all__ = ["CompressedGroups", "GroupBytes", "IbpConfig", "IbpQuantizer", "close", "compress_groups"]
 
 _STATE_HOOK = "_ibp_state_hook"  # attribute of a model: what removes its hook
 
 
-class GroupBytes(NamedTuple):
+@dataclass(frozen=True)
+class GroupBytes(Statistics, Saves):
     """Bytes of a model's compressed parameters as they were, and as they are stored; a shared one counts once."""
 
     original_bytes: int
     stored_bytes: int
 
 
+class CompressedGroups(Closing):
+    """A model that `compress_groups` has compressed. `close()`, and the end of a `with` block, undo that.
+
+    Attributes:
+        model: as given.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def stats(self) -> GroupBytes:
+        """The bytes of all compressed parameters that the model has now."""
+        tables = [coded.table for coded in _coded_of(_groups_of(self.model)).values()]
+        return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
+
+    def close(self) -> None:
+        """The model's groups have raw parameters in host memory again. No-op the second time."""
+        for group in _groups_of(self.model):
+            compressed = _compressed(group)
+            if compressed is not None:
+                compressed.restore()
+        if hasattr(self.model, _STATE_HOOK):
+            getattr(self.model, _STATE_HOOK).remove()
+            delattr(self.model, _STATE_HOOK)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"ibp.integrations.diffusers.CompressedGroups({type(self.model).__name__}, bytes={stats.original_bytes:,} "
+            f"-> {stats.stored_bytes:,}, savings={stats.savings:.1%})"
+        )
+
+
 def compress_groups(
     model: torch.nn.Module, *, path: str | None = None, max_sms: int | None = None, **compress_options: Any
-) -> GroupBytes:
+) -> CompressedGroups:
     """Compresses the parameters of a model that has diffusers' group offloading.
 
     Parameters of less than 4 KiB, those of subclasses of torch.Tensor (as quantised ones are) and buffers stay with
@@ -61,7 +98,7 @@ def compress_groups(
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
-        The bytes of all compressed parameters of the model, those of earlier calls included.
+        What undoes it, by `close()` or as a context manager. Its `stats()` count earlier calls, too.
 
     Raises:
         TypeError: model is no module, or an option is none of `ibp.compress`.
@@ -90,8 +127,7 @@ def compress_groups(
             _CompressedGroup(group, hooks, known, {"path": path, "max_sms": max_sms})
     if not hasattr(model, _STATE_HOOK):
         setattr(model, _STATE_HOOK, model.register_state_dict_post_hook(_decode_state))
-    tables = [coded.table for coded in _coded_of(groups).values()]
-    return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
+    return CompressedGroups(model)
 
 
 def close(model: torch.nn.Module) -> None:
@@ -100,13 +136,7 @@ def close(model: torch.nn.Module) -> None:
     Raises:
         TypeError: model is no module.
     """
-    for group in _groups_of(model):
-        compressed = _compressed(group)
-        if compressed is not None:
-            compressed.restore()
-    if hasattr(model, _STATE_HOOK):
-        getattr(model, _STATE_HOOK).remove()
-        delattr(model, _STATE_HOOK)
+    CompressedGroups(model).close()
 
 
 class _CompressedGroup:
@@ -201,15 +231,12 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
 
 
-def _is_at_rest(parameter: torch.Tensor) -> bool:
-    return parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
-
-
 def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """Gives a state dict the values of the parameters that are at rest."""
     coded = _coded_of(_groups_of(model))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if prefix + name in state and parameter in coded and _is_at_rest(parameter):
+        is_at_rest = parameter.untyped_storage().nbytes() < parameter.nbytes
+        if is_at_rest and prefix + name in state and parameter in coded:
             state[prefix + name] = coded[parameter].decoded(parameter.device)
 
 

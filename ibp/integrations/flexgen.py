@@ -21,7 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flexgen.flex_opt
@@ -120,31 +120,23 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 # ---- the weights of a layer as one stream ----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Layer:
-    """Tables that a layer's load_weight has asked for, and where they go."""
-
-    tables: list[CompressedTensor] = dataclasses.field(default_factory=list)
-    outs: list[torch.Tensor] = dataclasses.field(default_factory=list)
-
-
-_loading: _Layer | None = None  # the layer whose load_weight runs
+_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # tables, and where they go
+_loading: _Jobs | None = None  # what the layer whose load_weight runs has asked for
 _fetching: dict[str, Any] = {}  # options of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
     """Decodes a table into out; within a layer's load_weight, when that ends."""
-    layer = _loading or _Layer()
-    layer.tables.append(table)
-    layer.outs.append(out)
-    if layer is not _loading:
-        _decode(layer)
+    if _loading is None:
+        _decode([(table, out)])
+    else:
+        _loading.append((table, out))
 
 
-def _decode(layer: _Layer) -> None:
-    if layer.tables:
-        options = _fetching if layer.outs[0].is_cuda else {}
-        decompress(layer.tables, out=layer.outs, **options)
+def _decode(jobs: _Jobs) -> None:
+    if jobs:
+        tables, outs = map(list, zip(*jobs))
+        decompress(tables, out=outs, **(_fetching if outs[0].is_cuda else {}))
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
@@ -154,7 +146,7 @@ def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load_weight)
     def load(*args: Any) -> None:
         global _loading
-        _loading = _Layer()
+        _loading = []
         try:
             load_weight(*args)
             _decode(_loading)
@@ -166,18 +158,16 @@ def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
 
 # ---- enabling --------------------------------------------------------------------------------------------------------
 
-_replaced: list[tuple[Any, str, Any]] = []  # (owner, attribute, FlexGen's own)
+_enabled = contextlib.ExitStack()  # gives FlexGen its own functions back
 
 
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
-    _replaced.append((owner, name, original))
+    _enabled.callback(setattr, owner, name, original)
     setattr(owner, name, make(original))
 
 
-def enable(
-    *, path: str | None = None, max_sms: int | None = None, **compress_options: Any
-) -> contextlib.AbstractContextManager[None]:
+def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> contextlib.ExitStack:
     """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
 
     Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
@@ -189,7 +179,7 @@ def enable(
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
-        A context manager that calls `close` at the end of its block; it need not be used.
+        Something with `close()`, which is also a context manager that calls it; it need not be used.
 
     Raises:
         TypeError: an option is none of `ibp.compress`.
@@ -197,10 +187,13 @@ def enable(
     compressor = WeightCompressor(compress_options)
     close()
     _fetching.update(path=path, max_sms=max_sms)
+    _enabled.callback(_fetching.clear)
     _put(flexgen.flex_opt, "init_weight_list", lambda original: _compressing(original, compressor))
     for layer in _LAYERS:
         _put(getattr(flexgen.flex_opt, layer), "load_weight", _as_one_stream)
-    return _until_the_end()
+    at_the_end = contextlib.ExitStack()
+    at_the_end.callback(close)
+    return at_the_end
 
 
 def close() -> None:
@@ -208,17 +201,7 @@ def close() -> None:
 
     Models with compressed weights go on working, but fetch a layer's weights one by one.
     """
-    while _replaced:
-        setattr(*_replaced.pop())
-    _fetching.clear()
-
-
-@contextlib.contextmanager
-def _until_the_end() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        close()
+    _enabled.close()
 
 
 def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightCompressor) -> Callable[..., list]:

@@ -19,12 +19,14 @@ from dgl import graphbolt as gb  # type: ignore
 
 import ibp
 
+from .._common.closing import Closing
+from .._fetch.prefetch import Prefetch, prefetch
 from ._features import Table, fetch, table_of
 
 __all__ = ["Feature"]
 
 
-class Feature(gb.Feature):
+class Feature(gb.Feature, Closing):
     """A feature whose rows are fetched from a table: those of ids on a GPU by that GPU.
 
     Args:
@@ -43,7 +45,6 @@ class Feature(gb.Feature):
         if self._table.dim() == 0:
             raise ValueError("x has no dimensions; wanted a row for each node or edge")
         self._metadata, self._options = metadata or {}, options
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
     def table(self) -> Table:
@@ -64,29 +65,15 @@ class Feature(gb.Feature):
         """
         return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
 
-    def read_async(self, ids: torch.Tensor) -> Iterator[_FeatureRows]:
+    def read_async(self, ids: torch.Tensor) -> Iterator[Prefetch]:
         """Yields, once, what will have the rows: `wait()` returns them. On a GPU they are fetched on a stream beside
         the current one."""
-        if not ids.is_cuda:
-            yield _FeatureRows(self.read(ids), None)
-            return
-        current = torch.cuda.current_stream(ids.device)
-        stream = self._stream_of(ids.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            ids.record_stream(stream)
-            rows = self.read(ids)
-            rows.record_stream(current)
-        yield _FeatureRows(rows, stream.record_event())
+        table: Any = self.table  # of a cache too, ids are all that is needed
+        yield prefetch(table, ids) if ids.is_cuda else Prefetch(self.read(ids), None, True)
 
     def read_async_num_stages(self, ids_device: torch.device) -> int:
         """1: what `read_async` yields."""
         return 1
-
-    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
     def size(self) -> torch.Size:
         """The shape of a row."""
@@ -128,16 +115,3 @@ class Feature(gb.Feature):
 
     def __repr__(self) -> str:
         return f"Feature({self._table!r})"
-
-
-class _FeatureRows:
-    """Rows that are fetched, perhaps on another stream."""
-
-    def __init__(self, rows: torch.Tensor, fetched: torch.cuda.Event | None) -> None:
-        self._rows, self._fetched = rows, fetched
-
-    def wait(self) -> torch.Tensor:
-        """The rows, for work of the current stream."""
-        if self._fetched is not None:
-            torch.cuda.current_stream(self._rows.device).wait_event(self._fetched)
-        return self._rows

@@ -21,6 +21,7 @@ from torch_geometric.transforms import BaseTransform  # type: ignore
 
 import ibp
 
+from .._common.closing import Closing
 from .._machine import memory
 from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
@@ -108,7 +109,7 @@ def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[An
             yield store, name, is_edge, what
 
 
-class FetchFeatures(BaseTransform):
+class FetchFeatures(BaseTransform, Closing):
     """A transform that gives a loader's batches their features: rows of tables, at the batch's ids.
 
     For `transform=` of a loader whose data has no such features itself (else the loader gathers them). It can be
@@ -215,7 +216,7 @@ def _tables_of(given: Mapping[str, Any], what: str) -> dict[Any, Any]:
     return {name: table_of(value, f"{what}[{name!r}]", {}) for name, value in given.items()}
 
 
-class FeatureStore(torch_geometric.data.FeatureStore):
+class FeatureStore(torch_geometric.data.FeatureStore, Closing):
     """PyG's FeatureStore over compressed tables: tensors are compressed when they are put.
 
     As PyG's loaders read it (`NeighborLoader((store, graph_store), ...)`), every feature of a graph without types must

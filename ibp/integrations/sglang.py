@@ -10,9 +10,10 @@ keys in pools of `ibp.kv.KVStore`, one for each of SGLang's host pools; those us
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class _HostPool:
     def __init__(self, pool_bytes: int, device: str, level: str) -> None:
         self._pool_bytes, self._device, self._level = pool_bytes, device, level
         self._page_bytes: int | None = None
-        self._store: ibp.kv.KVStore | None = None
+        self.store: ibp.kv.KVStore | None = None
         self._pages: OrderedDict[str, int] = OrderedDict()  # those used last at the end
         self._free: list[int] = []
         self._num_put = 0  # since the last compaction
@@ -58,10 +59,6 @@ class _HostPool:
 
     def __len__(self) -> int:
         return len(self._pages)
-
-    @property
-    def store(self) -> ibp.kv.KVStore | None:
-        return self._store
 
     def put(self, key: str, value: torch.Tensor) -> bool:
         """Stores a page. False where it finds no room."""
@@ -74,24 +71,22 @@ class _HostPool:
         if value.nbytes != self._page_bytes:
             return False
         if value.nbytes == 0:
-            return self._put_key(key)
-        if self._store is None:
-            self._store = self._made_for(value)
-            self._free = list(range(self._store.num_pages))[::-1]
+            if len(self._pages) >= self._pool_bytes // _KEY_BYTES:
+                self._pages.popitem(last=False)
+            self._pages[key] = 0
+            return True
+        if self.store is None:
+            options: dict[str, Any] = {"pool_bytes": self._pool_bytes, "level": self._level, "device": self._device}
+            self.store = ibp.kv.KVStore(value, page_bytes=value.nbytes, **options)
+            self._free = list(range(self.store.num_pages))[::-1]
         if not (self._free or self._pages):
             return False
         page = self._free.pop() if self._free else self._pages.popitem(last=False)[1]
         self._num_put += 1
-        if not self._is_put(self._store, page, value.to(self._device)):
+        if not self._is_put(self.store, page, value.to(self._device)):
             self._free.append(page)
             return False
         self._pages[key] = page
-        return True
-
-    def _put_key(self, key: str) -> bool:
-        if len(self._pages) >= self._pool_bytes // _KEY_BYTES:
-            self._pages.popitem(last=False)
-        self._pages[key] = 0
         return True
 
     def _is_put(self, store: ibp.kv.KVStore, page: int, value: torch.Tensor) -> bool:
@@ -107,7 +102,7 @@ class _HostPool:
         """Loads a page into a contiguous tensor. False where it is not there."""
         if key not in self._pages or out.nbytes != self._page_bytes:
             return False
-        if self._store is not None and not self._is_got(self._store, key, out):
+        if self.store is not None and not self._is_got(self.store, key, out):
             return False
         self._pages.move_to_end(key)
         return True
@@ -125,14 +120,9 @@ class _HostPool:
 
     def clear(self) -> None:
         self._pages.clear()
-        if self._store is not None:
-            self._store.clear()
-            self._free = list(range(self._store.num_pages))[::-1]
-
-    def _made_for(self, value: torch.Tensor) -> ibp.kv.KVStore:
-        return ibp.kv.KVStore(
-            value, page_bytes=value.nbytes, pool_bytes=self._pool_bytes, level=self._level, device=self._device
-        )
+        if self.store is not None:
+            self.store.clear()
+            self._free = list(range(self.store.num_pages))[::-1]
 
 
 class IBPHiCacheStorage(HiCacheStorage):
@@ -217,7 +207,7 @@ class IBPHiCacheStorage(HiCacheStorage):
         metrics count transfers as for backends without numbers of their own."""
         with self._lock:
             return {
-                name: {"pages": len(pool), **(pool.store.stats()._asdict() if pool.store else {})}
+                name: {"pages": len(pool), **(pool.store.stats().as_dict() if pool.store else {})}
                 for name, pool in self._pools.items()
             }
 
@@ -304,13 +294,8 @@ def _page_starts(host: Any, keys: Sequence[str], host_indices: Any) -> list[int 
     return [int(at) for at in host_indices[::size]]
 
 
-def _leading(are_there: Any) -> int:
-    count = 0
-    for there in are_there:
-        if not there:
-            break
-        count += 1
-    return count
+def _leading(are_there: Iterable[bool]) -> int:
+    return sum(1 for _ in itertools.takewhile(bool, are_there))
 
 
 def _restorable(are_there: Sequence[bool], window: int) -> set[int]:

@@ -27,6 +27,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .._common.arguments import whole_number
+from .._common.statistics import Saves, Statistics
 from .._fetch.calls import sms_of
 from .._machine.memory import check_memory
 from .._schemes import AnyCodebook, check_scheme
@@ -41,7 +42,7 @@ _SCHEMES = ("planes", "ibp", "raw")
 
 
 @dataclass(frozen=True)
-class CompressedCacheStats:
+class CompressedCacheStats(Statistics, Saves):
     """What a cache holds, over all compressed layers.
 
     Attributes:
@@ -66,26 +67,31 @@ class CompressedCacheStats:
     sent_bytes: int
     num_codebooks: int
 
-    @property
-    def savings(self) -> float:
-        """1 - stored_bytes / original_bytes; 0 where nothing is coded."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
-
-class _Decoders:
+class _Decoders(dict[torch.device, TokenDecoder]):
     """The decoders of a cache, one a device, made when they are first asked for."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._decoders: dict[torch.device, TokenDecoder] = {}
 
-    def of(self, device: torch.device) -> TokenDecoder:
-        if device not in self._decoders:
-            self._decoders[device] = decoder_for(device, self.options)
-        return self._decoders[device]
+    def __missing__(self, device: torch.device) -> TokenDecoder:
+        return self.setdefault(device, decoder_for(device, self.options))
 
     def all(self) -> list[TokenDecoder]:
-        return list(self._decoders.values())
+        return list(self.values())
+
+
+def _decoded(number: int, what: str) -> property:
+    """The property of a layer that is the keys, 0, or the values, 1, of all tokens."""
+
+    def decode(layer: CompressedLayer) -> torch.Tensor | None:
+        return layer._all()[number] if layer.raw else None
+
+    def refuse(layer: CompressedLayer, value: object) -> None:
+        if value is not None:
+            raise AttributeError("the keys and values of a compressed layer cannot be set; pass them to update()")
+
+    return property(decode, refuse, doc=what)
 
 
 class CompressedLayer(DynamicLayer):
@@ -93,64 +99,34 @@ class CompressedLayer(DynamicLayer):
 
     `update` gives keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim] as those of
     DynamicLayer. `keys` and `values` do likewise, by decoding them when they are read.
+
+    Attributes:
+        history: the coded tokens; None before the first call.
+        raw: the raw keys and values behind the coded ones; () before the first call.
+        last_query: tokens that came with the last call of `update`.
     """
 
     def __init__(self, decoders: _Decoders) -> None:
         self._decoders, self._options = decoders, decoders.options
-        self._decoder: TokenDecoder | None = None
-        self._history: History | None = None
-        self._tails: tuple[torch.Tensor, torch.Tensor] | None = None  # raw keys and values, behind the coded ones
+        self._forget()
+        super().__init__()
+
+    def _forget(self) -> None:
+        self.history: History | None = None
+        self.raw: tuple[torch.Tensor, ...] = ()
+        self.last_query = 0
         self._pending: Pending | None = None
         self._fetch: Fetch | None = None
-        self._last_query = 0  # tokens that came with the last call
-        super().__init__()
 
     # ---- what it holds ----
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """All keys, decoded; None before the first ones."""
-        return self._whole(0)
+    keys = _decoded(0, "All keys, decoded; None before the first ones.")
+    values = _decoded(1, "All values, decoded; None before the first ones.")
 
-    @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
-        self._refuse_setting(value)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """All values, decoded; None before the first ones."""
-        return self._whole(1)
-
-    @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
-        self._refuse_setting(value)
-
-    def _refuse_setting(self, value: object) -> None:
-        if value is not None:
-            raise AttributeError("the keys and values of a compressed layer cannot be set; pass them to update()")
-
-    def _whole(self, number: int) -> torch.Tensor | None:
-        if self._tails is None:
-            return None
+    def _all(self) -> tuple[torch.Tensor, ...]:
+        """Keys and values of all tokens."""
         history = self._coded()
-        if history is None:
-            return self._tails[number]
-        return self._joined(self._decoder_of().fetch(history, self.get_seq_length()))[number]
-
-    @property
-    def history(self) -> History | None:
-        """The coded tokens; None before the first call."""
-        return self._history
-
-    @property
-    def raw(self) -> tuple[torch.Tensor, ...]:
-        """The raw keys and values behind the coded ones."""
-        return self._tails or ()
-
-    @property
-    def last_query(self) -> int:
-        """Tokens that came with the last call of `update`."""
-        return self._last_query
+        return self.raw if history is None else self._joined(self._decoder.fetch(history, self.get_seq_length()))
 
     def get_seq_length(self) -> int:
         """Tokens of a sequence, coded and raw ones."""
@@ -158,65 +134,58 @@ class CompressedLayer(DynamicLayer):
         return self._num_raw() + (history.num_tokens if history is not None else 0)
 
     def _num_raw(self) -> int:
-        return self._tails[0].shape[-2] if self._tails is not None and self._tails[0].dim() == 4 else 0
+        return self.raw[0].shape[-2] if self.raw and self.raw[0].dim() == 4 else 0
 
     def _coded(self) -> History | None:
         """The coded tokens, if there are any."""
-        return self._history if self._history is not None and self._history.num_blocks else None
+        return self.history if self.history is not None and self.history.num_blocks else None
 
-    def _decoder_of(self) -> TokenDecoder:
-        assert self._decoder is not None
-        return self._decoder
+    @property
+    def _decoder(self) -> TokenDecoder:
+        return self._decoders[self.device]
 
     # ---- new tokens ----
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Takes dtype, device and sizes from the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._decoder = self._decoders.of(key_states.device)
         books = self._options.codebooks or (None, None)
         keys, values = (Form.of(x, self._options.block, book) for x, book in zip((key_states, value_states), books))
-        self._history = History(keys, values, self._options, self._decoder.new_arena(), key_states.device)
+        self.history = History(keys, values, self._options, self._decoder.new_arena(), key_states.device)
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._tails = nothing, nothing.to(value_states.dtype)
+        self.raw = nothing, nothing.to(value_states.dtype)
         self.is_initialized = True
 
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values, [B, heads, new tokens, head_dim], and gives those of all tokens.
-
-        Raises:
-            RuntimeError: the keys require grad, a CUDA graph is being captured, or coded tokens were damaged.
-            ValueError: the keys are on neither a CPU nor a CUDA device, or do not fit the codebooks.
-        """
+        """Adds keys and values, [B, heads, new tokens, head_dim], and gives those of all tokens. Raises what
+        `CompressedCache.update` does."""
         _check_call(key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self._tails is not None
-        keys, values = (torch.cat([old, new], dim=-2) for old, new in zip(self._tails, (key_states, value_states)))
-        self._tails, self._last_query = (keys, values), key_states.shape[-2]
-        if self._coded() is not None:
-            keys, values = self._joined(self._fetched())
+        keys, values = (torch.cat([old, new], dim=-2) for old, new in zip(self.raw, (key_states, value_states)))
+        self.raw, self.last_query = (keys, values), key_states.shape[-2]
+        history = self._coded()
+        if history is not None:
+            keys, values = self._joined(self._fetched(history))
         self._begin_coding()
         return keys, values
 
-    def _fetched(self) -> Fetch:
+    def _fetched(self, history: History) -> Fetch:
         """What was fetched ahead, if it is for as many tokens as there are now, or what is fetched now."""
         fetch, self._fetch = self._fetch, None
-        history, num_tokens = self._coded(), self.get_seq_length()
-        assert history is not None
+        num_tokens = self.get_seq_length()
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
         del fetch  # first: the current stream waits for it
-        return self._decoder_of().fetch(history, num_tokens)
+        return self._decoder.fetch(history, num_tokens)
 
     def _joined(self, fetch: Fetch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens: the coded ones decoded, the raw ones behind them."""
-        assert self._tails is not None
         whole, num_raw = fetch.wait(), self._num_raw()
-        for tensor, tail in zip(whole, self._tails):
+        for tensor, tail in zip(whole, self.raw):
             if num_raw:
                 tensor[..., -num_raw:, :].copy_(tail)
         return whole
@@ -226,10 +195,9 @@ class CompressedLayer(DynamicLayer):
     def _begin_coding(self) -> None:
         """Queues the coding of blocks that the window has left behind."""
         num_blocks = (self._num_raw() - self._options.window) // self._options.block
-        if self._pending is None and num_blocks > 0:
-            assert self._tails is not None and self._history is not None
-            keys, values = (tail[..., : num_blocks * self._options.block, :] for tail in self._tails)
-            self._pending = self._history.encode(keys, values)
+        if self._pending is None and self.history is not None and num_blocks > 0:
+            keys, values = (tail[..., : num_blocks * self._options.block, :] for tail in self.raw)
+            self._pending = self.history.encode(keys, values)
 
     def is_coding_much(self) -> bool:
         """Whether the raw tokens are many that are being coded, so that waiting for them pays."""
@@ -239,16 +207,14 @@ class CompressedLayer(DynamicLayer):
         """Puts blocks that have been coded in the place of their raw tokens. wait: also where the GPU must be waited
         for; else these are left for later."""
         pending = self._pending
-        if pending is None or not (wait or pending.is_ready()):
+        if pending is None or self.history is None or not (wait or pending.is_ready()):
             return
-        assert self._tails is not None and self._history is not None
         self._fetch = None
         with torch.inference_mode(False), torch.no_grad():
-            self._decoder_of().store(self._history, pending)
+            self._decoder.store(self.history, pending)
             num_tokens = pending.num_blocks * self._options.block
             self._pending = None
-            keys, values = (tail[..., num_tokens:, :].clone() for tail in self._tails)
-            self._tails = keys, values
+            self.raw = tuple(tail[..., num_tokens:, :].clone() for tail in self.raw)
 
     # ---- ahead of use ----
 
@@ -259,7 +225,7 @@ class CompressedLayer(DynamicLayer):
         self.store(wait=self.is_coding_much())
         history = self._coded()
         if history is not None:
-            self._fetch = self._decoder_of().fetch(history, self.get_seq_length() + new_tokens)
+            self._fetch = self._decoder.fetch(history, self.get_seq_length() + new_tokens)
 
     def prefetch(self) -> None:
         """Begins to bring what the next call needs, if it has one new token."""
@@ -272,8 +238,7 @@ class CompressedLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forgets all tokens and codebooks."""
-        self._fetch = self._pending = self._history = self._tails = None
-        self._last_query = 0
+        self._forget()
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -284,29 +249,27 @@ class CompressedLayer(DynamicLayer):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; wanted minus the number of tokens, or 0")
-        if tokens_to_remove == 0 or self._tails is None:
+        if tokens_to_remove == 0 or not self.raw:
             return
         self._fetch, history = None, self._coded()
         num_left = max(0, self.get_seq_length() + tokens_to_remove)
         num_coded = history.num_tokens if history is not None else 0
-        if num_left < num_coded:
-            self._crop_coded(num_left)
+        if history is not None and num_left < num_coded:
+            self._crop_coded(history, num_left)
         else:
-            keys, values = (tail[..., : num_left - num_coded, :] for tail in self._tails)
-            self._tails = keys, values
+            self.raw = tuple(tail[..., : num_left - num_coded, :] for tail in self.raw)
         if self._pending is not None and self._pending.num_blocks * self._options.block > self._num_raw():
             self._pending = None
 
-    def _crop_coded(self, num_left: int) -> None:
+    def _crop_coded(self, history: History, num_left: int) -> None:
         """Keeps fewer tokens than are coded: whole blocks of them, and the others raw."""
-        history, self._pending = self._coded(), None
-        assert history is not None
+        self._pending = None
         num_blocks, num_raw = divmod(num_left, self._options.block)
-        fetch = self._decoder_of().fetch(history, self._options.block, range(num_blocks, num_blocks + 1))
-        keys, values = (whole[..., :num_raw, :].clone() for whole in fetch.wait())
+        fetch = self._decoder.fetch(history, self._options.block, range(num_blocks, num_blocks + 1))
+        raw = tuple(whole[..., :num_raw, :].clone() for whole in fetch.wait())
         with torch.inference_mode(False):
             history.truncate(num_blocks)
-        self._tails = keys, values
+        self.raw = raw
         self._code_anew_if_sparse()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -318,46 +281,38 @@ class CompressedLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence; coded tokens are shared by the copies."""
         if self.get_seq_length() > 0:
-            assert self._tails is not None
-            self._take(torch.arange(len(self._tails[0]), device=self.device).repeat_interleave(repeats))
+            self._take(torch.arange(len(self.raw[0]), device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences that an index tensor names."""
         if self.get_seq_length() > 0:
-            assert self._tails is not None
-            self._take(torch.arange(len(self._tails[0]), device=self.device)[indices])
+            self._take(torch.arange(len(self.raw[0]), device=self.device)[indices])
             self._code_anew_if_sparse()
 
     def _take(self, sequences: torch.Tensor) -> None:
-        assert self._tails is not None and self._history is not None
         self._fetch = None
-        keys, values = (tail.index_select(0, sequences) for tail in self._tails)
-        self._tails = keys, values
-        self._history.take(sequences)
-        if self._pending is not None:
-            self._pending.take(sequences)
+        self.raw = tuple(tail.index_select(0, sequences) for tail in self.raw)
+        for held in (self.history, self._pending):
+            if held is not None:
+                held.take(sequences)
 
     def _code_anew_if_sparse(self) -> None:
         """Makes all tokens raw, to be coded again by the next call, where most coded bytes are of none of them."""
-        if self._history is None or not self._history.is_sparse:
+        if self.history is None or not self.history.is_sparse:
             return
-        if self._coded() is not None:
-            self._tails = self._joined(self._decoder_of().fetch(self._history, self.get_seq_length()))
-        self._pending = None
+        self.raw, self._pending = self._all(), None
         with torch.inference_mode(False):
-            self._history.truncate(0)
+            self.history.truncate(0)
 
     def clone(self, decoders: _Decoders) -> CompressedLayer:
         """A copy of all tokens, for a cache with decoders of its own. Waits for what is being coded."""
         self.store(wait=True)
         copied = CompressedLayer(decoders)
-        if self._history is None or self._tails is None:
-            return copied
-        copied.dtype, copied.device, copied._last_query = self.dtype, self.device, self._last_query
-        copied._decoder, copied.is_initialized = decoders.of(self.device), True
-        with torch.inference_mode(False):
-            keys, values = (tail.clone() for tail in self._tails)
-            copied._history, copied._tails = self._history.clone(), (keys, values)
+        if self.history is not None:
+            copied.dtype, copied.device, copied.is_initialized = self.dtype, self.device, True
+            copied.last_query = self.last_query
+            with torch.inference_mode(False):
+                copied.history, copied.raw = self.history.clone(), tuple(tail.clone() for tail in self.raw)
         return copied
 
     def __repr__(self) -> str:

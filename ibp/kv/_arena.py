@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 
 from .._machine import memory as _memory
@@ -11,116 +9,67 @@ from .._machine import memory as _memory
 _SHARE, _FIRST_BYTES = 4, 1 << 20  # what is added: a quarter of what is used, more for the first MiB
 
 
-def _added(used: int, wanted: int) -> int:
-    """Bytes to add to an arena for `wanted` more."""
-    return max(wanted, used // _SHARE, min(used, _FIRST_BYTES))
+class TokenArena:
+    """Bytes that are handed out one after the other. Memory of the device that codes and decodes is one piece, which
+    moves when it grows; pinned host memory is in pieces that stay where they are.
 
-
-class TokenArena(ABC):
-    """Bytes that are handed out one after the other.
+    Args:
+        device: that codes and decodes.
+        pinned: whether the bytes are in pinned host memory.
 
     Attributes:
         used: bytes that have been handed out, those between them counted too.
+        filled: of pinned memory: recorded once the last bytes that were handed out are there.
     """
 
-    used = 0
+    def __init__(self, device: torch.device, pinned: bool) -> None:
+        self._device, self._pinned, self.used = device, pinned, 0
+        self._pieces: list[tuple[int, torch.Tensor]] = []  # by their offsets
+        self.filled = torch.cuda.Event() if pinned else None
 
     def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:
         """(offset, memory) of that many bytes behind all others, at a multiple of the alignment. Whatever interrupts
         it, the arena is as it was."""
         offset = -(-self.used // alignment) * alignment
-        memory = self._at(offset, num_bytes)
+        start, memory = self._pieces[-1] if self._pieces else (0, None)
+        if memory is None or offset + num_bytes > start + memory.numel():
+            start, memory = self._grown(offset, num_bytes)
         self.used = offset + num_bytes
-        return offset, memory
+        return offset, memory[offset - start : self.used - start]
 
-    @abstractmethod
-    def _at(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """The memory from an offset on that is not below `used`."""
+    def _grown(self, offset: int, num_bytes: int) -> tuple[int, torch.Tensor]:
+        """The last piece, once it has room for more bytes from an offset on."""
+        added = max(num_bytes, self.used // _SHARE, min(self.used, _FIRST_BYTES))
+        if self._pinned:
+            self._pieces.append((offset, _memory.empty(added, torch.device("cpu"), pin=True)))
+        else:
+            larger = torch.empty(offset + added, dtype=torch.uint8, device=self._device)
+            for start, part in self.parts():
+                larger[start : start + part.numel()].copy_(part)
+            self._pieces = [(0, larger)]
+        return self._pieces[-1]
 
-    @abstractmethod
     def rewind(self, used: int) -> None:
         """Takes back what was handed out behind the first bytes."""
-
-    @abstractmethod
-    def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """(offset, bytes) of what has been handed out: a few long pieces."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-
-    @abstractmethod
-    def clone(self) -> TokenArena:
-        """A copy of what is used, as the work issued to the current stream leaves it."""
-
-
-class DeviceTokenArena(TokenArena):
-    """One piece of memory of the device that codes and decodes, which moves when it grows."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def _at(self, offset: int, num_bytes: int) -> torch.Tensor:
-        if offset + num_bytes > self.memory.numel():
-            size = offset + _added(self.used, num_bytes)
-            larger = torch.empty(size, dtype=torch.uint8, device=self.memory.device)
-            larger[: self.used].copy_(self.memory[: self.used])
-            self.memory = larger
-        return self.memory[offset : offset + num_bytes]
-
-    def rewind(self, used: int) -> None:
         self.used = used
-
-    def parts(self) -> list[tuple[int, torch.Tensor]]:
-        return [(0, self.memory[: self.used])]
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
-    def clone(self) -> DeviceTokenArena:
-        copied = DeviceTokenArena(self.memory.device)
-        copied.used, copied.memory = self.used, self.memory[: self.used].clone()
-        return copied
-
-
-class PinnedTokenArena(TokenArena):
-    """Pinned host memory in pieces, which stay where they are.
-
-    Attributes:
-        filled: recorded once the last bytes that were handed out are there.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[int, torch.Tensor]] = []
-        self.filled = torch.cuda.Event()
-
-    def _at(self, offset: int, num_bytes: int) -> torch.Tensor:
-        if self._pieces:
-            start, memory = self._pieces[-1]
-            if offset + num_bytes <= start + memory.numel():
-                return memory[offset - start : offset - start + num_bytes]
-        memory = _memory.empty(_added(self.used, num_bytes), torch.device("cpu"), pin=True)
-        self._pieces.append((offset, memory))
-        return memory[:num_bytes]
-
-    def rewind(self, used: int) -> None:
-        self.used = used
-        while self._pieces and self._pieces[-1][0] >= used:
+        while self._pinned and self._pieces and self._pieces[-1][0] >= used:
             self._pieces.pop()
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
+        """(offset, bytes) of what has been handed out: a few long pieces."""
         ends = [*(start for start, _ in self._pieces[1:]), self.used]
         return [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory."""
         return sum(memory.numel() for _, memory in self._pieces)
 
-    def clone(self) -> PinnedTokenArena:
-        copied = PinnedTokenArena()
-        self.filled.synchronize()
+    def clone(self) -> TokenArena:
+        """A copy of what is used, as the work issued to the current stream leaves it."""
+        if self.filled is not None:
+            self.filled.synchronize()
+        copied = TokenArena(self._device, self._pinned)
         for offset, part in self.parts():
             copied.used = offset
             copied.reserve(part.numel(), 1)[1].copy_(part)

@@ -10,17 +10,16 @@ import torch
 from .. import _core, _schemes
 from .._fetch.streaming import STREAM_SMS
 from .._layout import geometry as _rows
+from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook, PlanesCodebook
 from .._schemes.estimation import check_codebook
-from .._schemes.kinds import Learned
-from .._schemes.planes.learning import learn_planes
+from .._schemes.kinds import CLEARLY_LESS, Learner, learned_from
+from .._tables.coded_rows import CodedRows
 
 _SECTOR = _core.SECTOR_BYTES
 _MOST_ROW_BYTES = 8192  # a row wastes 16 bytes on average, the rest of its last sector
 _LEARN_ELEMENTS = 1 << 19
 _LEAST_SAVINGS = 0.02  # of a codebook: with less, tokens are kept raw
-_FALL = 0.02  # of savings, after which a new codebook is looked for
-_GAIN = 0.01  # of savings, that a new codebook must bring
 _GROWTH = 1.5  # of index arrays
 _OUTER_DIMS = 3  # blocks, sequences and heads number the items of a tensor
 
@@ -110,7 +109,7 @@ class CodedTokens(NamedTuple):
         codebook: that they are coded with; None: they are raw.
         data: uint8: the coded bytes, and room behind them.
         lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw.
-        state: int64 [7], bytes of data in use, rows spilled and lost, a fault; None where they are raw.
+        state: int64 [8], the counters of `CodedRows`; None where they are raw.
         num_items: how many they are.
     """
 
@@ -144,37 +143,13 @@ def raw(items: torch.Tensor) -> CodedTokens:
 
 def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
     """Queues the coding of items [blocks, B, heads, elements], which takes as many bytes of memory as they have."""
-    device, item_bytes = items.device, items.shape[-1] * items.element_size()
+    item_bytes = items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
     num_rows = num_items * item_bytes // codebook.row_bytes
     room = -(-codebook.row_bytes // _SECTOR) * _SECTOR  # of a row that is kept raw: none is ever lost
-    data = torch.empty(num_rows * room, dtype=torch.uint8, device=device)
-    lengths = torch.zeros(num_rows, dtype=torch.int16, device=device).view(torch.uint16)
-    bases = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    state = torch.zeros(7, dtype=torch.int64, device=device)
-    none = torch.empty(0, dtype=torch.uint8, device=device)
-    torch.ops.ibp.encode_into.default(
-        none,
-        data,
-        lengths,
-        bases,
-        codebook.words(device),
-        codebook.codec,
-        0,
-        0,
-        num_items,
-        item_bytes,
-        none.view(torch.uint16),
-        state[:1],
-        state[1:3],
-        items,
-        None,
-        None,
-        0,
-        0,
-        state[3:],
-    )
-    return CodedTokens(codebook, data, lengths, bases, state, num_items)
+    rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
+    rows.handle.encode(items, rows._counts, rows.fault)
+    return CodedTokens(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
 
 
 class TokenOrder(NamedTuple):
@@ -259,9 +234,8 @@ class TokenSpan:
         else:
             num_items, slots, overflow, index, row_bytes = self.num_items, self._none, staged, self._index, 0
         shape = row_bytes, 0, num_items, item_bytes
-        torch.ops.ibp.gather_into.default(
-            slots, overflow, *index, self._words, self._codec, *shape, ids, sms, _OUTER_DIMS, out, fault
-        )
+        table = Handle(Parts(slots, overflow, *index, self._words, self._codec, *shape)).table
+        torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
 
     def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
         """int64 [n]: the items of blocks first to last - 1 of all blocks, in the order of a tensor's items. None: all
@@ -298,11 +272,10 @@ class TokenCodec:
 
     def __init__(self, form: Form, options: Options, given: AnyCodebook | None, device: torch.device) -> None:
         self.form, self._options, self._device = form, options, device
-        self._codebook = given
-        self._is_raw = options.scheme == "raw"
-        self._learned: Learned | None = None  # the codebook, with what it saved of the first items coded with it
-        self._looks = given is None and not self._is_raw  # for a codebook, when items are coded next
-        self.num_learned = 0
+        self._learner: Learner[AnyCodebook] = Learner()
+        if given is not None:
+            self._learner.take(given)
+        self._num_encoded = self.num_learned = 0
         self.spans: list[TokenSpan] = []
 
     def alignment_of(self, coded: CodedTokens) -> int:
@@ -313,19 +286,28 @@ class TokenCodec:
         """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for these where a
         codebook is learned from them."""
         items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
-        if self._looks and items.numel():
-            self._look(items)
-        return raw(items) if self._is_raw or self._codebook is None else encode(items, self._codebook)
+        if items.numel() and self._options.scheme != "raw":
+            self._num_encoded += 1
+            if self._learner.is_due(self._num_encoded):
+                self._look(items)
+        return raw(items) if self._learner.found is None else encode(items, self._learner.found)
 
     def _look(self, items: torch.Tensor) -> None:
         """Takes the codebook of some items where it saves more than the present one; none where it saves nothing."""
-        sample = _sampled(items)
-        learned = _learned(sample, self.form, self._options, items[..., 0].numel() * self.form.rows_per_item)
+        sample, codebook = _sampled(items), self._learner.found
+        learned = learned_from(
+            sample,
+            self.form.row_bytes,
+            self.form.dtype,
+            scheme=self._options.scheme,
+            level=self._options.level,
+            num_rows=items[..., 0].numel() * self.form.rows_per_item,
+        )
         found = _saved(sample, learned)
-        if self._codebook is None or found > _saved(sample, self._codebook) + _GAIN:
-            self._codebook, self._is_raw = learned, found < _LEAST_SAVINGS
-            self.num_learned += not self._is_raw
-        self._looks, self._learned = False, None
+        if codebook is None or found > _saved(sample, codebook) + CLEARLY_LESS:
+            codebook = None if found < _LEAST_SAVINGS else learned
+            self.num_learned += codebook is not None
+        self._learner.take(codebook, use=self._num_encoded)
 
     def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
         """Adds items whose num_bytes bytes are at an offset of the arena, as those behind all others."""
@@ -334,10 +316,7 @@ class TokenCodec:
         self.spans[-1].append(coded, offset)
         if coded.codebook is None or coded.num_items == 0:
             return
-        savings = 1 - num_bytes / (coded.num_items * self.form.item_bytes)
-        if self._learned is None:
-            self._learned = Learned(self._codebook, savings)
-        self._looks = self._looks or not self._learned.fits(savings, _FALL)
+        self._learner.note(num_bytes, coded.num_items * self.form.item_bytes)
 
     def decode(
         self,
@@ -364,8 +343,8 @@ class TokenCodec:
             self.spans[-1].truncate((num_slots - self.spans[-1].first_slot) * self.form.num_heads)
 
     def clone(self) -> TokenCodec:
-        copied = TokenCodec(self.form, self._options, self._codebook, self._device)
-        copied._is_raw, copied._learned, copied._looks = self._is_raw, self._learned, self._looks
+        copied = TokenCodec(self.form, self._options, None, self._device)
+        copied._learner, copied._num_encoded = replace(self._learner), self._num_encoded
         copied.num_learned, copied.spans = self.num_learned, [span.clone() for span in self.spans]
         return copied
 
@@ -389,33 +368,11 @@ def _signed(tensor: torch.Tensor) -> torch.Tensor:
 def _sampled(items: torch.Tensor) -> torch.Tensor:
     """Some items, from anywhere among them: uint8 on the CPU."""
     num_blocks, batch, heads, elements = items.shape
-    total = num_blocks * batch * heads
-    wanted = max(1, _LEARN_ELEMENTS // elements)
-    ids = torch.arange(total)
-    if total > wanted:
-        ids = torch.randint(total, (wanted,), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(items.device)
+    ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
     taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
     return taken.cpu().view(-1)
 
 
-def _learned(sample: torch.Tensor, form: Form, options: Options, num_rows: int) -> AnyCodebook | None:
-    """A codebook for rows like the sample's, num_rows of them for now."""
-    if options.scheme == "planes":
-        return learn_planes(
-            sample, form.row_bytes, num_rows, form.dtype, level=options.level, codes_invariant=True
-        ).codebook
-    rows = _rows.Geometry(torch.Size((sample.numel() // form.row_bytes, form.row_bytes)), torch.uint8, form.row_bytes)
-    request = _schemes.Request(sample, rows, torch.device("cpu"), 1.0)
-    return _schemes.learn(options.scheme, replace(request, codes_invariant=True))
-
-
 def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:
     """The share of the sample's bytes that a codebook saves."""
-    if codebook is None:
-        return 0.0
-    geometry = _rows.Geometry(
-        torch.Size((sample.numel() // codebook.row_bytes, codebook.row_bytes)), torch.uint8, codebook.row_bytes
-    )
-    lengths = _schemes.measure(sample, codebook, torch.device("cpu"))
-    return 1 - _schemes.total_stored(lengths, geometry) / max(1, sample.numel())
+    return 0.0 if codebook is None else 1 - _schemes.stored_share(sample, codebook)

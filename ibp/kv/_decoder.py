@@ -6,10 +6,12 @@ import torch
 
 from .._machine import memory as _memory
 from .._machine.ring import Ring, Turn
-from ._arena import DeviceTokenArena, PinnedTokenArena, TokenArena
+from .._rows.faults import Faults, FaultWords
+from ._arena import TokenArena
 from ._coding import Options
 from ._history import History, Pending
 
+_WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
 _SLACK = 8  # a buffer that grows becomes an eighth larger than the layer
 
 
@@ -71,8 +73,7 @@ class TokenDecoder:
         self.device = device
         self._sms: int | None = options.sms
         self.fetched_bytes = self.sent_bytes = 0
-        self._fault = torch.zeros(4, dtype=torch.int64)  # what decoding notes
-        self._noted = self._fault.numpy()  # the same, for the host
+        self._faults = Faults(_WORDS)
 
     @property
     def device_bytes(self) -> int:
@@ -80,7 +81,7 @@ class TokenDecoder:
         return 0
 
     def new_arena(self) -> TokenArena:
-        return DeviceTokenArena(self.device)
+        return TokenArena(self.device, pinned=False)
 
     def store(self, history: History, pending: Pending) -> None:
         """Puts coded blocks behind the others of a layer, once their sizes are known. Whatever interrupts it, they are
@@ -112,7 +113,7 @@ class TokenDecoder:
     def _decode(
         self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
-        history.decode(staged, keys, values, blocks, self._sms, self._fault)
+        history.decode(staged, keys, values, blocks, self._sms, self._faults.on(self.device))
 
     def check(self) -> None:
         """Raises what decoding has noted so far.
@@ -120,10 +121,7 @@ class TokenDecoder:
         Raises:
             RuntimeError: coded bytes in memory were damaged.
         """
-        if self._noted[0]:
-            status, position, item, _ = self._noted.tolist()
-            self._noted[:] = 0
-            raise RuntimeError(f"coded tokens were damaged: status {status}, item {item} at position {position}")
+        self._faults.raise_pending(self.device)
 
 
 class CudaTokenDecoder(TokenDecoder):
@@ -133,8 +131,7 @@ class CudaTokenDecoder(TokenDecoder):
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
         self._decoder, self._issued = torch.cuda.Stream(device), torch.cuda.Event()
-        host = _memory.empty(32, torch.device("cpu"), pin=True).view(torch.int64).zero_()
-        self._fault, self._noted = _memory.device_view(host, device), host.numpy()
+        self._faults.on(device)
 
     def fetch(self, history: History, num_tokens: int, blocks: range | None = None) -> Fetch:
         self.check()
@@ -173,10 +170,10 @@ class HostTokenDecoder(CudaTokenDecoder):
         return self._ring.num_bytes
 
     def new_arena(self) -> TokenArena:
-        return PinnedTokenArena()
+        return TokenArena(self.device, pinned=True)
 
     def _put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
-        assert isinstance(arena, PinnedTokenArena)
+        assert arena.filled is not None
         self._sender.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._sender):
             memory.copy_(data, non_blocking=True)
@@ -204,7 +201,7 @@ class HostTokenDecoder(CudaTokenDecoder):
 
     def _bring(self, history: History, turn: Turn) -> None:
         arena, stream = history.arena, self._ring.stream
-        assert isinstance(arena, PinnedTokenArena)
+        assert arena.filled is not None
         if turn.memory.numel() < arena.used:
             turn.reserve(arena.used + arena.used // _SLACK)
         stream.wait_event(arena.filled)

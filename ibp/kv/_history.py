@@ -43,7 +43,7 @@ class Pending:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
         self.sequences: torch.Tensor | None = None  # which of the coded ones each sequence is by now
         states = [coded.state for coded in (keys, values) if coded.state is not None]
-        self._states = torch.stack(states) if states else torch.empty(0, 7, dtype=torch.int64)
+        self._states = torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64)
         self._event: torch.cuda.Event | None = None
         if self._states.is_cuda:
             device = self._states.device

@@ -49,15 +49,19 @@ class PagedTensors:
                 raise ValueError(f"the tensors differ: one is {look}, the first is {looks[0]}")
         if first.dim() == 0 or not first[:1].numel():
             raise ValueError(f"a tensor of shape {list(first.shape)} has no blocks; wanted [num_blocks, ...]")
-        self.num_blocks, self.device = first.shape[0], first.device
-        self.block_bytes = first[0].numel() * first.element_size()
-        offsets, self.piece_bytes = _pieces(first[0])
-        starts = [tensor.data_ptr() + offset for tensor in self.tensors for offset in offsets]
-        near = torch.tensor(starts, dtype=torch.int64, device=self.device)
-        self._layout, scratch = _piece(first[0], self.piece_bytes)
+        self.num_blocks = first.shape[0]
         stride = first.stride(0) * first.element_size()
-        self._where = (near, None, stride, scratch.data_ptr(), len(offsets))  # as torch.ops.ibp.plan_pages takes it
-        self._used = (*_owners(self.tensors), near, scratch)
+        self._lay_out(first[0], [tensor.data_ptr() for tensor in self.tensors], None, stride)
+
+    def _lay_out(self, block: torch.Tensor, starts: Sequence[int], addresses: torch.Tensor | None, stride: int) -> None:
+        """Takes where blocks begin: at starts and each `stride` bytes behind them, counted from addresses if given."""
+        self.device, self.block_bytes = block.device, block.numel() * block.element_size()
+        offsets, self.piece_bytes = _pieces(block)
+        near = torch.tensor([start + offset for start in starts for offset in offsets], device=self.device)
+        self._layout, scratch = _piece(block, self.piece_bytes)
+        # As torch.ops.ibp.plan_pages takes it.
+        self._where = (near, addresses, stride, scratch.data_ptr(), len(offsets))
+        self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -68,26 +72,15 @@ class PagedTensors:
         return self._where[0].numel()
 
 
-class PageList:
-    """Tensors that are one page each; a call takes all. Used as `PagedTensors`, with as many blocks as tensors."""
+class PageList(PagedTensors):
+    """Tensors that are one page each, blocks of one tensor; a call takes all."""
 
     def __init__(self, tensors: Buffers) -> None:
-        self.tensors = tensors.tensors
-        first = self.tensors[0]
-        self.num_blocks, self.device = len(self.tensors), first.device
-        self.block_bytes = first.numel() * first.element_size()
-        offsets, self.piece_bytes = _pieces(first)
-        near = torch.tensor(offsets, dtype=torch.int64, device=self.device)
-        self._layout, scratch = _piece(first, self.piece_bytes)
-        self._where = (near, tensors.addresses, 0, scratch.data_ptr(), len(offsets))
-        self._used = (*_owners(self.tensors), near, tensors.addresses, scratch)
+        self.tensors, self.num_blocks = tensors.tensors, len(tensors.tensors)
+        self._lay_out(self.tensors[0], [0], tensors.addresses, 0)
 
     def __len__(self) -> int:
         return 1
-
-    @property
-    def pieces(self) -> int:
-        return self._where[0].numel()
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
-from .. import _core
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
+from .._fetch.ids import check_range, checked_ids
 from .._machine import memory as _memory
-from .._rows.table import CorruptTableError
+from .._rows.faults import Faults, FaultWords
+from .._rows.protocols import Ids
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import CodedRows
 from ..cache import RowCache
 from . import _sizes
 
-_INDEX_OUT_OF_RANGE = 2  # ibp_status
+_WORDS = FaultWords(
+    "{status}: row {value} of a layer",
+    out_of_range="a token that was selected is {token}; wanted 0 to {last}",
+    later="",
+)
 
 
-class KVRowsStats(NamedTuple):
+@dataclass(frozen=True)
+class KVRowsStats(Statistics):
     """What a `KVRows` has done.
 
     hits, misses: rows that `load` found in the cache, and rows that it fetched from where they are stored.
@@ -36,15 +43,14 @@ class KVRowsStats(NamedTuple):
         KVRowsStats(hits=0, misses=2, ...)
     """
 
+    __module__ = "ibp.kv"
+
     hits: int
     misses: int
     link_bytes: int
     spilled_rows: int
     lost_rows: int
     used_overflow_bytes: int
-
-
-KVRowsStats.__module__ = "ibp.kv"
 
 
 class KVRows:
@@ -137,8 +143,8 @@ class KVRows:
             for place in (self.places if cache_bytes else ())
         )
         self._heads = torch.arange(self.num_heads, device=self.device)
-        self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
-        self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self._faults = Faults(_WORDS)
+        self._faults.on(self.device)  # graphs find the record made
 
     @property
     def pool_bytes(self) -> int:
@@ -161,14 +167,14 @@ class KVRows:
 
     # ---- rows ----
 
-    def store(self, layer: int, rows: torch.Tensor, tokens: torch.Tensor, *, max_sms: int | None = None) -> None:
+    def store(self, layer: int, rows: torch.Tensor, tokens: Ids, *, max_sms: int | None = None) -> None:
         """Codes rows of tokens, of a prompt or of a generated token, in place of the rows that were there.
 
         Args:
             layer: number of the layer.
             rows: [tokens, num_heads, dim] of dtype on the device; dim is contiguous, the other strides are free. Or
                 [tokens, dim] where a token has one row.
-            tokens: int32 or int64 [tokens], all different, on the CPU or the device.
+            tokens: integers [tokens], all different; a tensor on the CPU or the device, or a list.
             max_sms: keep at most this many multiprocessors busy; None: all.
 
         Raises:
@@ -176,26 +182,26 @@ class KVRows:
             TypeError, ValueError: rows or tokens are not as described.
         """
         place = self.places[self._layer(layer)]
-        tokens = self._tokens(tokens)
+        chosen = self._tokens(tokens)
         if rows.dim() == 2 and self.num_heads == 1:
             rows = rows.unsqueeze(1)
-        if rows.shape != (*tokens.shape, self.num_heads, self.dim) or tokens.dim() != 1 or rows.dtype != self.dtype:
+        if rows.shape != (*chosen.shape, self.num_heads, self.dim) or chosen.dim() != 1 or rows.dtype != self.dtype:
             raise ValueError(
-                f"rows are {list(rows.shape)} of {rows.dtype} for tokens {list(tokens.shape)}; wanted "
+                f"rows are {list(rows.shape)} of {rows.dtype} for tokens {list(chosen.shape)}; wanted "
                 f"[tokens, {self.num_heads}, {self.dim}] of {self.dtype}"
             )
         if rows.device != self.device or (self.dim > 1 and rows.stride(-1) != 1):
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
-        row_ids = self._rows(tokens.unsqueeze(1)).view(-1)
+        row_ids = self._rows(chosen.unsqueeze(1)).view(-1)
         sms = sms_of(max_sms)
-        torch.ops.ibp.encode_into.default(*place.arguments, rows.detach(), None, row_ids, 0, sms, place._fault)
+        place.handle.encode(rows.detach(), place._counts, place.fault, row_ids=row_ids, max_sms=sms)
         if self.caches:
             self.caches[layer].invalidate(row_ids)
 
     def load(
         self,
         layer: int,
-        tokens: torch.Tensor,
+        tokens: Ids,
         *,
         per_head: bool = False,
         out: torch.Tensor | None = None,
@@ -205,8 +211,8 @@ class KVRows:
 
         Args:
             layer: number of the layer.
-            tokens: int32 or int64 [...], on the CPU or the device; with per_head [..., num_heads, k], the tokens of
-                each head.
+            tokens: integers [...], a tensor on the CPU or the device, or a list; with per_head [..., num_heads, k],
+                the tokens of each head.
             per_head: whether every head has tokens of its own.
             out: contiguous tensor to write to.
             max_sms: as in `store`.
@@ -219,10 +225,10 @@ class KVRows:
             TypeError, ValueError: tokens or out are not as described.
         """
         place = self.places[self._layer(layer)]
-        tokens = self._tokens(tokens)
-        if per_head and (tokens.dim() < 2 or tokens.shape[-2] != self.num_heads):
-            raise ValueError(f"tokens are {list(tokens.shape)}; wanted [..., {self.num_heads}, k] with per_head")
-        rows = self._rows(tokens if per_head else tokens.unsqueeze(-1), per_head)
+        chosen = self._tokens(tokens)
+        if per_head and (chosen.dim() < 2 or chosen.shape[-2] != self.num_heads):
+            raise ValueError(f"tokens are {list(chosen.shape)}; wanted [..., {self.num_heads}, k] with per_head")
+        rows = self._rows(chosen if per_head else chosen.unsqueeze(-1), per_head)
         shape = (*rows.shape, self.dim)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -236,7 +242,7 @@ class KVRows:
         else:
             sms = sms_of(max_sms)
             ids = rows.view(-1)
-            torch.ops.ibp.gather_items.default(*place.table_arguments, ids, sms, out, self._fault_near)
+            torch.ops.ibp.gather_items.default(place.handle.table, ids, sms, out, self._faults.on(self.device))
         return out
 
     def clear(self, layer: int | None = None) -> None:
@@ -265,13 +271,8 @@ class KVRows:
                 raise RuntimeError(f"{lost} rows of layer {number} found no room in overflow: give more overflow_bytes")
         for cache in self.caches:
             cache.check()
-        status, _, row, _ = self._fault.tolist()
-        self._fault.zero_()
-        if status == _INDEX_OUT_OF_RANGE:
-            token = row // self.num_heads
-            raise IndexError(f"a token that was selected is {token}; wanted 0 to {self.num_tokens - 1}")
-        if status != 0:
-            raise CorruptTableError(f"{_core.status_string(status)}: row {row} of a layer")
+        for words, record in self._faults.taken(self.device):
+            words.raise_for(record, token=record[2] // self.num_heads, last=self.num_tokens - 1)
 
     def stats(self) -> KVRowsStats:
         """Waits for the work on the device."""
@@ -292,16 +293,11 @@ class KVRows:
             raise IndexError(f"layer is {layer}; wanted 0 to {self.num_layers - 1}")
         return layer
 
-    def _tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _tokens(self, given: Ids) -> torch.Tensor:
         """Token numbers on the device, int64; numbers that the host knows are checked."""
-        if not isinstance(tokens, torch.Tensor) or tokens.dtype not in (torch.int32, torch.int64):
-            what = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-            raise TypeError(f"tokens are {what}; wanted a tensor of int32 or int64")
-        if not tokens.is_cuda and tokens.numel():
-            least, most = int(tokens.min()), int(tokens.max())
-            if least < 0 or most >= self.num_tokens:
-                wrong = least if least < 0 else most
-                raise IndexError(f"a token is {wrong}; wanted 0 to {self.num_tokens - 1}")
+        tokens = checked_ids(given, "tokens")
+        if not tokens.is_cuda:
+            check_range(tokens.reshape(-1), self.num_tokens, name="tokens")
         return tokens.to(self.device, torch.int64)
 
     def _rows(self, tokens: torch.Tensor, per_head: bool = False) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._layout import geometry, slots
-from .._schemes import AnyCodebook, PlanesCodebook, measure
+from .._schemes import AnyCodebook, PlanesCodebook, surveyed
 from .._schemes.estimation import analyze, check_codebook
 
 ROW_BYTES = 2048  # of pages: longer rows save no more, and shorter ones are more work (benchmarks/results/gather.csv)
@@ -80,13 +80,11 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
     if sample is None:
         savings = codebook.expected_savings or 0.0
         return _rounded(int(row_bytes * (1 - savings) * 1.02), 0.0, row_bytes)
-    data = geometry.bytes_of(_as_rows(sample, row_bytes))
-    lengths = measure(data, codebook, geometry.working_device(sample, None))
-    sizes = slots.stored_sizes(lengths, row_bytes, row_bytes).cpu().sort().values
-    slot_bytes = int(sizes[int(_SHARE_IN_SLOTS * (len(sizes) - 1))])
-    parts = (sizes - _up(slot_bytes)).clamp(min=0)
-    spilled = float(((parts + _SECTOR - 1) // _SECTOR * _SECTOR).double().mean())
-    return _rounded(slot_bytes, spilled, row_bytes)
+    data, worker = geometry.bytes_of(_as_rows(sample, row_bytes)), geometry.working_device(sample, None)
+    survey = surveyed(data, codebook, worker)
+    last = survey.num_rows - 1
+    rule = slots.SlotRule(_SECTOR, overflow_cost=0.0, most_spilled=last - int(_SHARE_IN_SLOTS * last))
+    return _rounded(*slots.slots_for(survey, row_bytes, rule), row_bytes)
 
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:

@@ -6,16 +6,21 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
-from .._fetch.paths import is_capturing
+from .._fetch.ids import check_range, list_of_ids
+from .._layout.slots import stored_sizes
 from .._machine import memory as _memory
-from .._rows.table import CorruptTableError
+from .._machine.memory import is_capturing
+from .._rows.faults import Faults, FaultWords
+from .._rows.handle import Handle
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import Buffers, CodedRows
 from . import _sizes
@@ -27,11 +32,16 @@ Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 # Multiprocessors that keep up with the link on an H200, where all of them do 76 GB/s each way: 16 code BF16 at 79 GB/s,
 # 8 decode it at 139 (benchmarks/results/encode_into.csv).
 _STORE_SMS, _LOAD_SMS = 24, 16
-_INDEX_OUT_OF_RANGE = 2  # ibp_status
+_WORDS = FaultWords(
+    "{status}: piece {value} of the store",
+    out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
+    later="",
+)
 _HIGHEST_PRIORITY = -1  # of a CUDA stream: its blocks get the next multiprocessors that other kernels leave
 
 
-class KVStoreStats(NamedTuple):
+@dataclass(frozen=True)
+class KVStoreStats(Statistics):
     """What a `KVStore` holds.
 
     stored_pages: pages that can be loaded.
@@ -48,15 +58,14 @@ class KVStoreStats(NamedTuple):
         KVStoreStats(stored_pages=2, pool_bytes=..., lost_rows=0)
     """
 
+    __module__ = "ibp.kv"
+
     stored_pages: int
     pool_bytes: int
     used_overflow_bytes: int
     overflow_bytes: int
     spilled_rows: int
     lost_rows: int
-
-
-KVStoreStats.__module__ = "ibp.kv"
 
 
 class Transfer:
@@ -107,7 +116,7 @@ class Transfer:
         if self._event is not None:
             self._event.synchronize()
         if not self._stores:
-            self._store.raise_fault()
+            self._store.faults.raise_pending(self._store.device)
 
     def lost(self) -> list[int]:
         """The pages of a store that have not been stored, since overflow had no room for a row of theirs. Waits for the
@@ -246,7 +255,7 @@ class KVStore:
         part_bytes = place.overflow.numel() // place.num_rows
         place.bases.copy_(part_bytes * torch.arange(place.num_rows, device=self.device))
         place.rooms.view(torch.int16).fill_(part_bytes // _core.SECTOR_BYTES)
-        place._used.fill_(place.overflow.numel())
+        place.used.fill_(place.overflow.numel())
 
     def _make_state(self) -> None:
         """What is known of pages and transfers. Flags have a page more, which bad page numbers stand for."""
@@ -256,11 +265,12 @@ class KVStore:
         seen = _memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(shape)
         self._seen = seen.zero_()  # the same for the host
         self._seen_near = _memory.device_view(seen, self.device) if on_gpu else seen
-        self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
-        self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self.faults = Faults(_WORDS)
+        self.faults.on(self.device)  # graphs find the record made
         self._streams: dict[bool, torch.cuda.Stream] = {}
         self._under_way: list[Transfer] = []
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
+        self._tables: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     # ---- what it is ----
@@ -306,8 +316,8 @@ class KVStore:
         Raises:
             IndexError: there is no such page.
         """
-        host = _on_host(pages)
-        _check_range("pages", host, self.num_pages)
+        host = list_of_ids(pages, "pages").cpu().to(torch.int64)
+        check_range(host, self.num_pages, name="pages")
         return self._seen[host].bool().all(1).tolist()
 
     # ---- transfers ----
@@ -341,7 +351,7 @@ class KVStore:
             place, layout, count = self.place, call.tensors._layout, self._rows_per_tensor
             row_ids, buffers = self._plan(call, count, None)
             sms = _sms_of(max_sms, _STORE_SMS if place.memory == "pinned" else 0)
-            torch.ops.ibp.encode_into.default(*place.arguments, layout, buffers, row_ids, 0, sms, place._fault)
+            place.handle.encode(layout, place._counts, place.fault, buffers=buffers, row_ids=row_ids, max_sms=sms)
             torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
             return self._begun(call, True)
 
@@ -365,12 +375,11 @@ class KVStore:
         with self._lock, self._on_stream(stream, False, call):
             piece = call.tensors.piece_bytes
             items, addresses = self._plan(call, self.page_bytes // piece, self._stored)
-            slots, overflow, lengths, bases, words, codec, slot_bytes, *_ = self.place.table_arguments
-            table = (slots, overflow, lengths, bases, words, codec, slot_bytes, 0)
-            shape = (self.num_pages * self.num_tensors * self.page_bytes // piece, piece)
+            table = self._table_of(piece)
             sms = _sms_of(max_sms, _LOAD_SMS if self.place.memory == "pinned" else 0)
             out = call.tensors.tensors[0]
-            torch.ops.ibp.gather_to.default(*table, *shape, items, addresses, sms, out, self._fault_near)
+            near = self.faults.on(self.device)
+            torch.ops.ibp.gather_items.default(table, items, sms, out, near, addresses=addresses)
             return self._begun(call, False)
 
     def free(self, pages: Pages) -> None:
@@ -389,7 +398,8 @@ class KVStore:
         self.synchronize()
         self.place.clear()
         self._give_parts()
-        self._stored.zero_(), self._seen.zero_(), self._fault.zero_()
+        self._stored.zero_(), self._seen.zero_()
+        self.faults.clear(self.device)
 
     def compact(self) -> int:
         """Takes back what rows own of overflow and do not need for what they hold now. Waits for the transfers so far.
@@ -423,7 +433,7 @@ class KVStore:
         self.synchronize()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        self.raise_fault()
+        self.faults.raise_pending(self.device)
         try:
             self.place.check()
         except IndexError:
@@ -447,7 +457,7 @@ class KVStore:
             raise ValueError(f"{once} has a number more than once")
         return _StoreCall(near, host, paged, near_blocks, first_tensor)
 
-    def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors | PageList:
+    def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors:
         if isinstance(tensors, PagedTensors):
             return tensors
         if isinstance(tensors, torch.Tensor) or (self.num_tensors > 1 and not isinstance(tensors, Buffers)):
@@ -463,7 +473,7 @@ class KVStore:
             self._lists[buffers] = PageList(buffers)
         return self._lists[buffers]
 
-    def _check_paged(self, paged: PagedTensors | PageList, first_tensor: int) -> None:
+    def _check_paged(self, paged: PagedTensors, first_tensor: int) -> None:
         if paged.device != self.device:
             raise ValueError(f"the tensors are on {paged.device}; the store is of {self.device}")
         if paged.block_bytes != self.page_bytes:
@@ -483,11 +493,11 @@ class KVStore:
 
     def _numbers(self, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, frozenset[int] | None]:
         """(numbers on the device, int64; the numbers, where the host knows them)."""
-        if isinstance(numbers, torch.Tensor) and numbers.is_cuda:
-            _check_integers(name, numbers)
-            return numbers.to(self.device, torch.int64).contiguous(), None
-        host = _on_host(numbers)
-        _check_range(name, host, count)
+        given = list_of_ids(numbers, name).to(torch.int64).contiguous()
+        if given.is_cuda:
+            return given.to(self.device), None
+        host = given
+        check_range(host, count, name=name)
         if self.device.type == "cuda":
             if is_capturing(self.device):
                 raise RuntimeError(f"{name} must be a tensor on {self.device} while a CUDA graph is captured")
@@ -537,14 +547,13 @@ class KVStore:
         torch.ops.ibp.plan_pages.default(call.near, call.blocks, *_sizes, *of._where, stored, ids, addresses)
         return ids, addresses
 
-    def raise_fault(self) -> None:
-        status, position, item, _ = self._fault.tolist()
-        if status == 0:
-            return
-        self._fault.zero_()
-        if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError("a page that was loaded is not stored, or a page or block number is out of range")
-        raise CorruptTableError(f"{_core.status_string(status)}: piece {item} of the store")
+    def _table_of(self, piece: int) -> torch.Tensor:
+        """The pool as a table whose items are pieces of so many bytes, for operations."""
+        if piece not in self._tables:
+            num_items = self.num_pages * self.num_tensors * self.page_bytes // piece
+            parts = self.place.handle.parts._replace(num_items=num_items, item_bytes=piece)
+            self._tables[piece] = Handle(parts).table
+        return self._tables[piece]
 
 
 class _StoreCall(NamedTuple):
@@ -553,12 +562,12 @@ class _StoreCall(NamedTuple):
 
     near: torch.Tensor
     host: frozenset[int] | None
-    paged: PagedTensors | PageList | None
+    paged: PagedTensors | None
     blocks: torch.Tensor | None
     first_tensor: int
 
     @property
-    def tensors(self) -> PagedTensors | PageList:
+    def tensors(self) -> PagedTensors:
         assert self.paged is not None
         return self.paged
 
@@ -589,41 +598,20 @@ def _sms_of(max_sms: int | None, usual: int) -> int:
     return usual if max_sms is None else sms_of(max_sms)
 
 
-def _on_host(numbers: Pages) -> torch.Tensor:
-    host = numbers.cpu() if isinstance(numbers, torch.Tensor) else torch.as_tensor(numbers)
-    if not host.numel():
-        host = host.to(torch.int64)
-    _check_integers("pages", host)
-    return host.to(torch.int64)
-
-
-def _check_integers(name: str, numbers: torch.Tensor) -> None:
-    if numbers.dim() != 1 or numbers.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} are {list(numbers.shape)} of {numbers.dtype}; wanted int32 or int64 [pages]")
-
-
-def _check_range(name: str, numbers: torch.Tensor, count: int) -> None:
-    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
-        wrong = next(number for number in numbers.tolist() if not 0 <= number < count)
-        raise IndexError(f"{name} has {wrong}; wanted 0 to {count - 1}")
-
-
 def _compact(place: Any, keeps: torch.Tensor) -> None:
     """Moves the overflow parts of the rows that are kept to the front, one after the other."""
     if not place.rooms.numel():
         return
     sector = _core.SECTOR_BYTES
-    lengths = place.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
-    part = (torch.where(lengths == 0, place.row_bytes, lengths) - place.slot_bytes).clamp(min=0)
-    needed = torch.where(keeps & (place.bases >= 0) & (lengths != min(place.row_bytes, 65535)), part, 0)
-    needed = (needed + sector - 1) // sector
+    parts = (stored_sizes(place.lengths, place.row_bytes, place.row_bytes) - place.slot_bytes).clamp(min=0)
+    needed = (torch.where(keeps & (place.bases >= 0), parts, 0) + sector - 1) // sector
     ends = needed.cumsum(0)
     starts, total = ends - needed, int(ends[-1]) if len(ends) else 0
     inside = torch.arange(total, device=needed.device) - starts.repeat_interleave(needed)
-    sectors = place.table_arguments[1].view(-1, sector)
+    sectors = place.handle.parts.overflow.view(-1, sector)
     sectors[:total] = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
     place.bases.copy_(torch.where(needed > 0, starts * sector, -1))
     place.rooms.copy_(needed.to(torch.int16).view(torch.uint16))
-    place._used.fill_(total * sector)
+    place.used.fill_(total * sector)
     if needed.is_cuda:
         torch.cuda.current_stream(needed.device).synchronize()

@@ -12,6 +12,7 @@ import torch
 
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
+from .._common.statistics import share_saved
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from .._tables.weights import is_worth_coding
@@ -50,7 +51,7 @@ class ModelReport:
     @property
     def savings(self) -> float:
         """1 - nbytes / num_bytes; 0 where nothing is coded."""
-        return 1 - self.nbytes / self.num_bytes if self.num_bytes else 0.0
+        return share_saved(self.num_bytes, self.nbytes)
 
     def __repr__(self) -> str:
         reasons = list(self.plain.values())

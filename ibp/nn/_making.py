@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from .._layout.geometry import sampled
 from .._machine import memory
 from .._tables import changes
 from .._tables.compressed_tensor import CompressedTensor
@@ -50,7 +51,7 @@ class GivenRows:
         return self._rows[first:last]
 
     def sample(self, num_rows: int) -> torch.Tensor:
-        return self._rows[torch.linspace(0, self.num_rows - 1, num_rows).to(self._rows.device, torch.int64)]
+        return self._rows[sampled(self.num_rows, num_rows).to(self._rows.device)]
 
 
 Rows = NormalRows | GivenRows

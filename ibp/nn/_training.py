@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -275,10 +276,19 @@ def _sum_of(parts: list[RowGradient]) -> RowGradient:
     """One gradient of all rows that any of the parts has."""
     if len(parts) == 1:
         return parts[0]
-    ids, places = torch.cat([part.ids for part in parts]).unique(return_inverse=True)
-    shape = (ids.numel(), parts[0].rows.shape[1])
-    total = RowGradient(ids, parts[0].rows.new_empty(shape), parts[0].grad.new_zeros(shape))
-    for part, place in zip(parts, places.split([part.ids.numel() for part in parts])):
-        total.rows[place] = part.rows
-        total.grad.index_add_(0, place, part.grad)
-    return total
+    ids, grad, places = summed([part.ids for part in parts], [part.grad for part in parts])
+    rows = parts[0].rows.new_empty(grad.shape)
+    for part, place in zip(parts, places):
+        rows[place] = part.rows
+    return RowGradient(ids, rows, grad)
+
+
+def summed(
+    ids: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+    """(all ids in order, each once; the sum of their gradients; where each part's ids are in them)."""
+    union, places = torch.cat(list(ids)).unique(return_inverse=True)
+    parts, total = places.split([part.numel() for part in ids]), grads[0].new_zeros(union.numel(), grads[0].shape[1])
+    for part, place in zip(grads, parts):
+        total.index_add_(0, place, part)
+    return union, total, parts

@@ -21,6 +21,8 @@ _REPLAYED_ON = "cuda"
 _LEAST_REPLAYED = 6  # runs of a chunk; with fewer, the host launches kernel by kernel
 _LARGE_BYTES = 4 << 20  # of a parameter that may have codebooks of its own: values of others may have another scale
 
+_OfState = Callable[[CodedState, torch.Tensor, torch.Tensor | None], None]
+
 
 class Work(NamedTuple):
     """Memory for the states of one chunk, raw: 1-D, of the parameters' dtype."""
@@ -99,7 +101,7 @@ class Chunk:
     def _set_runs(self, runs: list[Run]) -> None:
         self.runs, self.states = runs, [run.state for run in runs]
         self._is_replayed = len(runs) >= _LEAST_REPLAYED and self.device.type == _REPLAYED_ON
-        self._loads, self._writes = Replay(), Replay()
+        self._replays: dict[_OfState, Replay] = {CodedState.load: Replay(), CodedState.write: Replay()}
         self._bytes: tuple[Work, list[tuple[CodedState, torch.Tensor]]] | None = None
 
     def raw(self, work: Work) -> list[torch.Tensor]:
@@ -137,7 +139,7 @@ class Chunk:
             else:
                 states = self._split(run, rows, groups)
         except (torch.OutOfMemoryError, MemoryError, PinningError):
-            if run.state.fitted_at == 0:
+            if run.state.learner.learned_at == 0:
                 raise
         for state in states:
             state.settle()
@@ -172,33 +174,27 @@ class Chunk:
         """Before the states are decoded and coded: many of them by one call each, if that was done before."""
         if self._is_replayed:
             key = self._key(work)
-            for replay, what in ((self._loads, CodedState.load), (self._writes, CodedState.write)):
-                replay.prepare(key, functools.partial(self._of_all, what, work), self.device)
+            for what, replay in self._replays.items():
+                replay.prepare(key, functools.partial(self._of_all, what, work, None), self.device)
 
     def load(self, work: Work, near: torch.Tensor | None = None) -> None:
         """Decodes the states to work memory. near: copies of their slots, as `slots_near` has them."""
-        work_of_all = functools.partial(self._of_all, CodedState.load, work, near)
-        if self._is_replayed and near is None:
-            self._loads.run(self._key(work), work_of_all)
-        else:
-            work_of_all()
+        self._run_all(CodedState.load, work, near)
 
     def store(self, work: Work, near: torch.Tensor | None = None) -> None:
         """Codes the states in work memory. near: memory of the device that slots are coded to in place of their own."""
-        work_of_all = functools.partial(self._of_all, CodedState.write, work, near)
-        if self._is_replayed and near is None:
-            self._writes.run(self._key(work), work_of_all)
-        else:
-            work_of_all()
+        self._run_all(CodedState.write, work, near)
         for state in self.states:
             state.stores += 1
 
-    def _of_all(
-        self,
-        what: Callable[[CodedState, torch.Tensor, torch.Tensor | None], None],
-        work: Work,
-        near: torch.Tensor | None = None,
-    ) -> None:
+    def _run_all(self, what: _OfState, work: Work, near: torch.Tensor | None) -> None:
+        """Loads or writes all states."""
+        if self._is_replayed and near is None:
+            self._replays[what].run(self._key(work), functools.partial(self._of_all, what, work, None))
+        else:
+            self._of_all(what, work, near)
+
+    def _of_all(self, what: _OfState, work: Work, near: torch.Tensor | None) -> None:
         parts = self._parts(work)
         nears: Sequence[torch.Tensor | None] = [None] * len(parts) if near is None else self._near(near)
         for (state, memory), slots in zip(parts, nears):

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from .._layout import geometry, slots
+from .._layout import geometry
 from .._machine import calibration, staging
 from .._machine.calibration import Calibration
-from .._schemes import AnyCodebook, PlanesCodebook, Request, choice, measure
+from .._schemes import AnyCodebook, PlanesCodebook, Request, choice, stored_share
 from .._schemes.planes.codebook import num_entries
 from .._schemes.planes.learning import relearn
 
@@ -78,12 +78,5 @@ def _pairs(sample: torch.Tensor, element_bytes: int) -> Iterator[PlanesCodebook]
 
 def _worth(sample: torch.Tensor, codebook: AnyCodebook, machine: Calibration) -> float:
     """Bytes that a codebook saves of a row for each nanosecond that a byte takes."""
-    lengths = measure(geometry.bytes_of(sample), codebook, sample.device)
-    stored = slots.survey(lengths, geometry.Geometry.of(sample, ROW_BYTES)).stored
-    return (ROW_BYTES - stored / len(sample)) / ns_of(codebook, machine)
-
-
-def ns_of(codebook: AnyCodebook, machine: Calibration) -> float:
-    """Nanoseconds that a byte takes to be decoded and coded."""
-    rates = choice.coder_rates(codebook, machine)
-    return 1 / rates.decode_gbps + 1 / rates.encode_gbps
+    saved = ROW_BYTES * (1 - stored_share(geometry.bytes_of(sample), codebook))
+    return saved / choice.coder_ns(codebook, machine)

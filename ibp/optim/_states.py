@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .. import _core
+from .._common.statistics import Statistics, share_saved
 from .._layout import slots as _layout
 from .._machine.memory import PinningError
+from .._rows.handle import Handle
 from .._schemes import AnyCodebook
+from .._schemes.kinds import Learner
 from .._tables.coded_rows import CodedRows
 from ._families import Family, StateGroup
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
 
 _SECTOR = _core.SECTOR_BYTES
-_SPILLED_COST = 8  # bytes of slots that a byte in overflow is worth, which two kernels move over the link
-_MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
+# A byte in overflow is worth 8 of slots, as two kernels move it over the link.
+_RULE = _layout.SlotRule(overflow_cost=8, most_overflow=0.02 * ROW_BYTES)
 _CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
@@ -29,7 +33,8 @@ _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept 
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
 
-class Usage(NamedTuple):
+@dataclass(frozen=True)
+class Usage(Statistics):
     """Memory of states.
 
     original_bytes: of the states as torch keeps them.
@@ -46,6 +51,8 @@ class Usage(NamedTuple):
         True
     """
 
+    __module__ = "ibp.optim"
+
     original_bytes: int
     device_bytes: int
     host_bytes: int
@@ -53,13 +60,10 @@ class Usage(NamedTuple):
     @property
     def savings(self) -> float:
         """1 - device_bytes / original_bytes."""
-        return 1 - self.device_bytes / self.original_bytes if self.original_bytes else 0.0
+        return share_saved(self.original_bytes, self.device_bytes)
 
     def plus(self, other: Usage) -> Usage:
         return Usage(*(mine + others for mine, others in zip(self, other)))
-
-
-Usage.__module__ = "ibp.optim"
 
 
 class StateCoding(NamedTuple):
@@ -97,7 +101,7 @@ class CodedState:
     ) -> None:
         self.num_rows, self.num_bytes, self.device, self.pinned = num_rows, num_bytes, device, coding.pinned
         self.place: CodedRows | None = None
-        self.codebook: AnyCodebook | None = None  # that was learned for it, shared with others that are alike
+        self.learner: Learner[AnyCodebook] = Learner()  # whose codebook is shared with others that are alike
         self._reserve = coding.reserve
         self._host_memory: torch.Tensor | None = None
         self._lent: torch.Tensor | None = None  # to parts of its rows
@@ -106,7 +110,6 @@ class CodedState:
         self._crowded_bytes = 0.0  # in overflow beyond that, over all steps since then
         self.stores = stores  # how often it was kept
         self.version = 0  # another one where `load` or `write` have come to use other memory or another codebook
-        self.fitted_at = 0  # the number of the store that its codebook was learned for
         self.may_refit = False  # before the next store
 
     def load(self, out: torch.Tensor, near: torch.Tensor | None = None) -> None:
@@ -115,8 +118,8 @@ class CodedState:
         if self.is_new:
             out.zero_()
         elif self.place is not None:
-            slots, (_, *others) = self._slots(self.place, near), self.place.table_arguments
-            torch.ops.ibp.decode_bytes.default(slots, *others, 0, out.numel(), 0, out, self.place._fault)
+            table = self._handle(self.place, near).table
+            torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), 0, out, self.place.fault)
         elif self.raw is not None:
             out.copy_(self.raw, non_blocking=True)
 
@@ -124,21 +127,22 @@ class CodedState:
         """Keeps the state that has these bytes, for which there was a `fit`; the caller counts it in `stores`. All of
         overflow is free. near: memory of num_rows rows that slots are written to, in place of their own."""
         if self.place is not None:
-            slots, (_, *others) = self._slots(self.place, near), self.place.arguments
-            torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
+            self._handle(self.place, near).encode(data, self.place._counts, self.place.fault)
         else:
             assert self.raw is not None, "fit comes first"
             self.raw.copy_(data, non_blocking=True)
 
     @staticmethod
-    def _slots(place: CodedRows, near: torch.Tensor | None) -> torch.Tensor:
-        slots = cast(torch.Tensor, place.table_arguments[0])
-        return slots if near is None else near[: slots.numel()]
+    def _handle(place: CodedRows, near: torch.Tensor | None) -> Handle:
+        if near is None:
+            return place.handle
+        parts = place.handle.parts
+        return Handle(parts._replace(slots=near[: parts.slots.numel()]))
 
     def check(self) -> None:
         """RuntimeError: bytes of the state are damaged. Waits for the device."""
         if self.place is not None:
-            _check_counters(self.place._counters.tolist())
+            _check_counters(self.place.counters.tolist())
 
     def usage(self) -> Usage:
         """The memory that is held."""
@@ -152,8 +156,8 @@ class CodedState:
     @property
     def overdue(self) -> float:
         """The next store's number, to the one from which on a new codebook is wanted; 1 or more: it is wanted."""
-        ratio = _CROWDED_RATIO if self._crowded_bytes > _CROWDED_BYTES else _REFIT_RATIO
-        return (self.stores + 1) / (ratio * self.fitted_at) if self.fitted_at else 0.0
+        growth = _CROWDED_RATIO if self._crowded_bytes > _CROWDED_BYTES else _REFIT_RATIO
+        return self.learner.overdue(self.stores + 1, growth)
 
     @property
     def is_new(self) -> bool:
@@ -163,7 +167,7 @@ class CodedState:
     @property
     def wants_fit(self) -> bool:
         """Whether it has no codebook, or may take another one before the next store."""
-        return self.fitted_at == 0 or self.may_refit
+        return self.learner.learned_at == 0 or self.may_refit
 
     def fit(self, data: torch.Tensor, group: StateGroup) -> None:
         """Takes a codebook, and memory for rows coded by it: that of the place before if its slots suit. Other memory
@@ -177,7 +181,7 @@ class CodedState:
             torch.OutOfMemoryError, MemoryError: there is no memory; nothing has changed.
             PinningError: likewise, where another state keeps the rows coded; elsewhere they are kept raw then.
         """
-        wanted, overflow = _slots_for(group.survey)
+        wanted, overflow = _layout.slots_for(group.survey, ROW_BYTES, _RULE)
         slot_bytes = self._with_host_memory(wanted)
         self.version += 1
         if self.place is not None and self.place.slot_bytes == slot_bytes:
@@ -185,13 +189,14 @@ class CodedState:
             free_overflow([self])
         elif not self._move(group.codebook, slot_bytes):
             return
-        self.codebook, self._expected_bytes = group.codebook, overflow * self.num_rows
+        self.learner.found, self._expected_bytes = group.codebook, overflow * self.num_rows
         if not self.is_new:
             self.write(data.view(torch.uint8).view(-1))
 
     def settle(self) -> None:
         """Notes that there was a `fit`, or no memory for one."""
-        self.fitted_at, self._crowded_bytes, self.may_refit = self.stores + 1, 0.0, False
+        self.learner.take(self.learner.found, use=self.stores + 1)
+        self._crowded_bytes, self.may_refit = 0.0, False
 
     def release(self) -> None:
         """Gives back pinned memory, where other states keep the rows."""
@@ -291,7 +296,7 @@ def free_overflow(states: list[CodedState]) -> None:
     places = [state.place for state in states if state.place is not None]
     if places:
         torch._foreach_zero_([place.rooms.view(torch.int16) for place in places])
-        torch._foreach_zero_([place._used for place in places])
+        torch._foreach_zero_([place.used for place in places])
 
 
 def choose_learners(states: list[CodedState]) -> None:
@@ -301,7 +306,7 @@ def choose_learners(states: list[CodedState]) -> None:
         return
     families: dict[int, list[CodedState]] = {}
     for state in states:
-        families.setdefault(id(state.codebook), []).append(state)
+        families.setdefault(id(state.learner.found), []).append(state)
     most = max(_LEAST_LEARNED, len(families) // _LEARNED_SHARE)
     overdue = {key: max(state.overdue for state in alike) for key, alike in families.items()}
     for key in sorted((key for key in families if overdue[key] >= 1), key=lambda key: -overdue[key])[:most]:
@@ -347,9 +352,9 @@ class Watch:
         self._steps += 1
         if self._found is not None or (self._steps > _WATCHED_STEPS and self._steps % _LEARNING_STEPS):
             return
-        watched = [(state, state.fitted_at) for state in states if state.place is not None]
+        watched = [(state, state.learner.learned_at) for state in states if state.place is not None]
         try:
-            self._found = self._copied([state.place._counters for state in states if state.place is not None])
+            self._found = self._copied([state.place.counters for state in states if state.place is not None])
         except torch.OutOfMemoryError:
             return
         self._watched, self._asked_at = watched, self._steps
@@ -367,9 +372,9 @@ class Watch:
         return found
 
     def _judge(self, found: list[list[int]], steps: int) -> None:
-        for (state, fitted_at), counters in zip(self._watched, found):
+        for (state, learned_at), counters in zip(self._watched, found):
             _check_counters(counters)
-            if state.fitted_at == fitted_at:
+            if state.learner.learned_at == learned_at:
                 state.note_overflow(counters[0], steps)
 
 
@@ -378,10 +383,3 @@ def _check_counters(counters: list[int]) -> None:
     _, _, lost, fault, *_ = counters
     if lost or fault:
         raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
-
-
-def _slots_for(survey: _layout.Survey) -> tuple[int, float]:
-    """(bytes of the slots that cost the least together with what they leave to overflow, bytes of a mean row there)."""
-    return _layout.cheapest_slots(
-        survey.sectors, ROW_BYTES, overflow_cost=_SPILLED_COST, most_overflow=_MOST_SPILLED * ROW_BYTES
-    )

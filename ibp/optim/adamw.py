@@ -13,8 +13,8 @@ import torch
 from .._common.arguments import whole_number
 from .._machine.memory import check_memory
 from .._schemes.planes.learning import check_level
+from ._calling import loss_of, outside_of_graphs
 from ._chunks import NAMES, Chunk, ChunkPiece, Work, local, planned
-from ._compiling import outside_of_graphs
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
 from ._states import CodedState, StateCoding, Usage, Watch, choose_learners, free_overflow, growths
@@ -91,13 +91,43 @@ class _StepPlan:
         self.transfers: StateTransfers | None = None
 
 
-class _CodedStates(torch.optim.Adam):
-    """What Adam and AdamW share. `self.state` has the steps alone; the other states are in chunks, and each parameter
-    group has a list of chunks."""
+class Adam(torch.optim.Adam):
+    """Adam (Kingma and Ba, 2015) with coded states: weights have the bits that `torch.optim.Adam(fused=True)` gives
+    them. Like `AdamW`, except that weight_decay, 0 if not given, times the weight is added to the gradient.
+
+    Example:
+        >>> weights = torch.nn.Parameter(torch.ones(256, 256))
+        >>> optimizer = ibp.optim.Adam([weights], lr=0.5)  # in place of torch.optim.Adam
+        >>> weights.square().sum().backward()
+        >>> optimizer.step()
+        >>> weights.data[0, 0]
+        tensor(0.5000)
+    """
+
+    __module__ = "ibp.optim"
 
     _step_supports_amp_scaling = True  # of a GradScaler, by torch's kernel
 
-    def _set_options(self, level: str, memory: str | None, chunk_bytes: int | None) -> None:
+    # `self.state` has the steps alone; the other states are in chunks, and each parameter group has a list of chunks.
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        level: str = "default",
+        memory: str | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
         check_level(level)
         check_memory(memory, among=("device", "pinned"))
         self._level, self._memory = level, memory or "device"
@@ -106,6 +136,18 @@ class _CodedStates(torch.optim.Adam):
         self._given: dict[torch.Tensor, dict[str, Any]] = {}  # states that are being loaded
         self._are_given = False  # whether `self.state` has states as tensors that are not coded yet
         self._forget()
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=_check_kernel(foreach, fused),
+        )
 
     def _forget(self) -> None:
         """Drops all coded states and the memory to work in."""
@@ -159,10 +201,7 @@ class _CodedStates(torch.optim.Adam):
                 another dtype or device than its coded states; a CUDA graph is being captured; coded states are damaged;
                 there is no memory (torch.OutOfMemoryError). No weight and no state has changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step with coded states cannot be captured in a CUDA graph: it learns codebooks")
         if self._are_given:
@@ -359,9 +398,6 @@ class _CodedStates(torch.optim.Adam):
             return {**super().__getstate__(), **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_storage" in state:  # as ibp 0.2 pickled it
-            memory = "pinned" if state["_storage"] == "host" else "device"
-            state = {name: value for name, value in state.items() if name != "_storage"} | {"_memory": memory}
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(fused=True, foreach=None, capturable=False, differentiable=False)
@@ -430,7 +466,7 @@ class _CodedStates(torch.optim.Adam):
             self.state = coded
 
 
-class AdamW(_CodedStates, torch.optim.AdamW):
+class AdamW(Adam, torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter, 2019) with coded states: weights have the bits that
     `torch.optim.AdamW(fused=True)` gives them.
 
@@ -489,9 +525,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         memory: str | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        self._set_options(level, memory, chunk_bytes)
-        torch.optim.AdamW.__init__(
-            self,
+        super().__init__(
             params,
             lr,
             betas,
@@ -499,63 +533,22 @@ class AdamW(_CodedStates, torch.optim.AdamW):
             weight_decay,
             amsgrad,
             maximize=maximize,
+            foreach=foreach,
             capturable=capturable,
             differentiable=differentiable,
-            fused=_check_kernel(foreach, fused),
-        )
-
-
-class Adam(_CodedStates):
-    """Adam (Kingma and Ba, 2015) with coded states: weights have the bits that `torch.optim.Adam(fused=True)` gives
-    them. Like `AdamW`, except that weight_decay, 0 if not given, times the weight is added to the gradient.
-
-    Example:
-        >>> weights = torch.nn.Parameter(torch.ones(256, 256))
-        >>> optimizer = ibp.optim.Adam([weights], lr=0.5)  # in place of torch.optim.Adam
-        >>> weights.square().sum().backward()
-        >>> optimizer.step()
-        >>> weights.data[0, 0]
-        tensor(0.5000)
-    """
-
-    __module__ = "ibp.optim"
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        level: str = "default",
-        memory: str | None = None,
-        chunk_bytes: int | None = None,
-    ) -> None:
-        self._set_options(level, memory, chunk_bytes)
-        torch.optim.Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=_check_kernel(foreach, fused),
+            fused=fused,
+            level=level,
+            memory=memory,
+            chunk_bytes=chunk_bytes,
         )
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    _check_options(group)
+    """TypeError, ValueError: a parameter cannot be coded, or an option is not offered."""
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if group.get(name):
+            raise ValueError(f"{name} is {group[name]}; coded states are without it")
+    _check_kernel(group.get("foreach"), group.get("fused"))
     for param in group["params"]:
         if not param.is_floating_point() or param.dtype.itemsize not in (2, 4, 8):
             raise TypeError(f"a parameter is {param.dtype}; wanted floating-point elements of 2, 4 or 8 bytes")
@@ -564,14 +557,6 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(
                 f"a parameter of shape {list(own.shape)} has strides {own.stride()}; wanted one that is dense"
             )
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    """ValueError: an option is not offered."""
-    for name in ("amsgrad", "capturable", "differentiable"):
-        if group.get(name):
-            raise ValueError(f"{name} is {group[name]}; coded states are without it")
-    _check_kernel(group.get("foreach"), group.get("fused"))
 
 
 def _check_kernel(foreach: bool | None, fused: bool | None) -> bool:

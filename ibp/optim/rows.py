@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
+from .._common.group import RankGroup
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..nn._tables import placed_like
-from ..nn._training import RowGradient, RowsModule
-from ._compiling import outside_of_graphs
+from ..nn._training import RowGradient, RowsModule, summed
+from ._calling import loss_of, outside_of_graphs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
@@ -77,10 +80,7 @@ class RowOptimizer(torch.optim.Optimizer):
         Returns:
             What closure returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for stand_in in group["params"]:
                 module = self._modules[stand_in]
@@ -279,7 +279,7 @@ class RowWiseAdagrad(RowOptimizer):
         return {"sum": sums.clone()}
 
 
-def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> None:
+def average_gradients(modules: Any, group: ProcessGroup | None = None) -> None:
     """Gives every process of a group the mean of the gradients that all have, as DistributedDataParallel does it for
     parameters. A collective call, between `backward()` and `step()`.
 
@@ -307,32 +307,22 @@ def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> N
         _average(module, group)
 
 
-def _average(module: RowsModule, group: dist.ProcessGroup | None) -> None:
-    own = module.row_gradient()
-    on_gpu = "nccl" in dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+def _average(module: RowsModule, group: ProcessGroup | None) -> None:
+    own, members = module.row_gradient(), RankGroup(group)
     if own is None:
-        ids = torch.empty(0, dtype=torch.int64, device=device)
-        grad = torch.empty(0, module.embedding_dim, dtype=module.weight.dtype, device=device)
+        ids = torch.empty(0, dtype=torch.int64, device=members.device)
+        grad = torch.empty(0, module.embedding_dim, dtype=module.weight.dtype, device=members.device)
     else:
-        ids, grad = own.ids, own.grad / dist.get_world_size(group)
-    counts = [int(count) for count in _gathered(torch.tensor([ids.numel()], device=device), group)]
+        ids, grad = own.ids, own.grad / members.size
+    counts = [int(count) for count in members.gathered(torch.tensor([ids.numel()], device=members.device))]
     if not max(counts):
         return
-    all_ids, all_grads = (_gathered(_padded(part.to(device), max(counts)), group) for part in (ids, grad))
-    union, places = torch.cat([part[:n] for part, n in zip(all_ids, counts)]).unique(return_inverse=True)
-    total = grad.new_zeros(union.numel(), module.embedding_dim, device=device)
-    for part, place in zip(all_grads, places.split(counts)):
-        total.index_add_(0, place, part[: place.numel()])
+    all_ids, all_grads = (
+        [part[:count] for part, count in zip(members.gathered(_padded(of.to(members.device), max(counts))), counts)]
+        for of in (ids, grad)
+    )
+    union, total, _ = summed(all_ids, all_grads)
     module.set_gradient(union.to(ids.device), total.to(ids.device))
-
-
-def _gathered(part: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """A tensor of every rank, all of one shape and dtype; as bytes, since not every backend has every dtype."""
-    data = part.contiguous().view(torch.uint8)
-    parts = [torch.empty_like(data) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, data, group=group)
-    return [found.view(part.dtype) for found in parts]
 
 
 def _padded(part: torch.Tensor, num_rows: int) -> torch.Tensor:

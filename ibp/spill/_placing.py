@@ -91,17 +91,9 @@ def place(
             return slot_bytes
         if ratio is not None:
             return _targets.slot_bytes_of(ratio, geometry.row_bytes)
-        return _slots_within(threshold, coding, geometry)
+        return _targets.slots_within(threshold, coding.survey, geometry.row_bytes, _targets.RATIOS)
 
     return placed(CompressedTensor, x, geometry, learning, slots_for, _rows.working_device(x, device), progress)
-
-
-def _slots_within(threshold: float, coding: Coding, geometry: _rows.Geometry) -> int:
-    """The smallest slots of the paper's ratios that at most this share of the rows leaves."""
-    row_bytes, sectors = geometry.row_bytes, coding.survey.sectors.tolist()
-    sizes = _targets.sizes_of(_targets.RATIOS, row_bytes)
-    most = threshold * geometry.num_rows
-    return min(size for size in sizes if _targets.spill(sectors, size, row_bytes)[0] <= most)
 
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:

@@ -11,7 +11,7 @@ import torch
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._layout import geometry, slots
-from .._schemes import AnyCodebook, measure
+from .._schemes import AnyCodebook, surveyed
 from .._tables.coding import Learning
 from . import _targets
 
@@ -81,19 +81,22 @@ class TensorProfile:
         """What leaves slots of a size, those chosen if None, in a snapshot; None: on average over all."""
         chosen = self.histograms if snapshot is None else (self.histograms[snapshot],)
         slot_bytes = self.slot_bytes if slot_bytes is None else slot_bytes
-        found = [_targets.spill(sectors, slot_bytes, self.row_bytes) for sectors in chosen]
-        looked_at = sum(sum(sectors) for sectors in chosen)
+        found = [_survey(sectors).spilled(slot_bytes) for sectors in chosen]
+        looked_at = sum(map(sum, chosen))
         rows, num_bytes = (sum(part) / max(1, looked_at) for part in zip(*found))
         return Spill(rows, round(num_bytes * self.num_rows), num_bytes * self.num_rows / max(1, self.num_bytes))
 
     def at(self, threshold: float) -> TensorProfile:
         """The profile with the smallest slots that at most this share of the rows leaves in any snapshot."""
         share = _targets.checked_threshold(threshold)
-        for slot_bytes in reversed(_targets.sizes_of(self.ratios, self.row_bytes)):
-            spills = (self.spill(k, slot_bytes).rows for k in range(len(self.histograms)))
-            if max(spills) <= share:
-                return replace(self, slot_bytes=slot_bytes)
-        raise AssertionError("slots of whole rows are left by none")
+        surveys = map(_survey, self.histograms)
+        wanted = (_targets.slots_within(share, found, self.row_bytes, self.ratios) for found in surveys)
+        return replace(self, slot_bytes=max(wanted))
+
+
+def _survey(sectors: tuple[int, ...]) -> slots.Survey:
+    """Of rows that take k sectors each, as `TensorProfile.histograms` counts them."""
+    return slots.Survey(slots.SECTOR_BYTES * sum(k * count for k, count in enumerate(sectors)), torch.tensor(sectors))
 
 
 @dataclass(frozen=True)
@@ -286,16 +289,9 @@ class _Kept:
 
     def profile(self, learning: Learning, ratios: tuple[float, ...] | None) -> TensorProfile:
         row_bytes, data = self.geometry.row_bytes, torch.cat(self.samples)
-        rows = geometry.Geometry(torch.Size((data.numel() // row_bytes, row_bytes)), torch.uint8, row_bytes)
-        of_dtype = replace(
-            rows, shape=torch.Size((data.numel() // self.geometry.dtype.itemsize,)), dtype=self.geometry.dtype
-        )
+        shape = torch.Size((data.numel() // self.geometry.dtype.itemsize,))
+        of_dtype = geometry.Geometry(shape, self.geometry.dtype, row_bytes)
         codebook = learning.coding_in_slots(data, of_dtype, self.worker, False).codebook
-        histograms = []
-        for sample in self.samples:
-            lengths = measure(sample, codebook, self.worker)
-            whole = replace(rows, shape=torch.Size((sample.numel() // row_bytes, row_bytes)))
-            histograms.append(tuple(slots.survey(lengths, whole).sectors.tolist()))
-        return TensorProfile(
-            self.name, self.geometry.num_bytes, row_bytes, codebook, row_bytes, tuple(histograms), ratios
-        )
+        surveys = [surveyed(sample.view(-1), codebook, self.worker) for sample in self.samples]
+        histograms = tuple(tuple(found.sectors.tolist()) for found in surveys)
+        return TensorProfile(self.name, self.geometry.num_bytes, row_bytes, codebook, row_bytes, histograms, ratios)

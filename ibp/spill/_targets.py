@@ -43,20 +43,9 @@ def checked_threshold(threshold: float) -> float:
     return share
 
 
-def sizes_of(ratios: Sequence[float] | None, row_bytes: int) -> list[int]:
-    """Slot sizes to choose from, largest first: those of the ratios; None: every whole number of sectors."""
-    if ratios is None:
-        sectors = range(0, row_bytes, _core.SECTOR_BYTES)
-        return [row_bytes, *reversed(sectors)]
-    sizes = {slot_bytes_of(checked_ratio(ratio), row_bytes) for ratio in ratios}
-    return sorted(sizes | {row_bytes}, reverse=True)
-
-
-def spill(sectors: Sequence[int], slot_bytes: int, row_bytes: int) -> tuple[int, int]:
-    """(rows that leave slots of this size, bytes of their parts outside in whole sectors). sectors: how many rows take
-    k sectors as stored (`_layout.Survey`)."""
-    if slot_bytes >= row_bytes:
-        return 0, 0
-    first = slot_bytes // slots.SECTOR_BYTES
-    above = list(sectors[first + 1 :])
-    return sum(above), slots.SECTOR_BYTES * sum(count * (k + 1) for k, count in enumerate(above))
+def slots_within(share: float, found: slots.Survey, row_bytes: int, ratios: Sequence[float] | None) -> int:
+    """The smallest slots that at most this share of the rows leaves. ratios: to choose from, besides 1; None: all whole
+    numbers of sectors."""
+    sizes = None if ratios is None else [row_bytes, *(slot_bytes_of(ratio, row_bytes) for ratio in ratios)]
+    rule = slots.SlotRule(overflow_cost=0.0, most_spilled=share * found.num_rows, sizes=sizes)
+    return slots.slots_for(found, row_bytes, rule)[0]

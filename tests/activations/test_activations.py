@@ -20,6 +20,7 @@ from helpers import DTYPES, assert_same_bits, in_threads, slow_but
 from ibp._activations import coding, policy, spans, transfers
 from ibp._activations.origin import IndexOrigin
 from ibp._activations.region import SavedRegion
+from ibp._machine import memory as machine_memory
 
 LEAST = 1024
 CPU = torch.device("cpu")
@@ -210,16 +211,6 @@ def test_samples_are_not_of_one_part_of_every_image():
     rows[::16] %= 4
     recipe = coding.learn(rows.view(-1).view(torch.uint8), view_of(rows))
     assert recipe.needed_share == pytest.approx(22 / 64, abs=0.05)
-
-
-def test_samples_have_a_row_of_each_part():
-    """All rows where they are few."""
-    cpu = torch.device("cpu")
-    for total in (1, 2, 200):
-        assert coding._places(total, cpu).tolist() == [*range(total)]
-    total = 10 * coding._SAMPLE_BYTES // coding.ROW_BYTES
-    places = coding._places(total, cpu)
-    assert (places // 10).tolist() == [*range(total // 10)] and places.remainder(10).unique().tolist() == [*range(10)]
 
 
 def view_of(x):
@@ -484,7 +475,7 @@ def test_one_context_around_all_steps():
     with offload:
         for _ in range(3):
             assert_same_gradients(gradients(net, x), wanted)
-        assert len(offload._policy._recipes) <= offload._pass.numbers
+        assert len(offload._policy._learners) <= offload._pass.numbers
 
 
 def test_nothing_outlives_the_graph():
@@ -664,7 +655,7 @@ def linked(monkeypatch, small_pieces):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda of: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: None)
-    monkeypatch.setattr(transfers._memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(machine_memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
 
     def make(coded=True, memory="pinned", window_bytes=1 << 16):
         offload = offload_on(CPU, coded=coded, memory=memory, window_bytes=window_bytes)
@@ -901,11 +892,11 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
     def three(*of):
         taken.append(of)
         if len(taken) > 3:
-            raise transfers._memory.PinningError("no memory is pinned")
+            raise machine_memory.PinningError("no memory is pinned")
         return take(*of)
 
     monkeypatch.setattr(way.buffers, "take", three)
-    monkeypatch.setattr(transfers._memory, "_has_warned", False)
+    monkeypatch.setattr(machine_memory, "_warned", set())
     monkeypatch.setattr(Event, "query", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: recorded.append(of))
     with pytest.warns(RuntimeWarning, match="no memory is pinned"):

@@ -161,12 +161,12 @@ def test_caches(device, changes):
         ways.view(-1, 2).copy_(torch.tensor([-1, 0], device=device))
         OPS.fill_slab(*table, arrays["rows"], arrays["offsets"], 0, WAYS, slab.bytes, ways, fault)
         OPS.find_cached(arrays["ids"], 1, row_bytes, table[2], [ways], WAYS, entries, counts)
-        OPS.gather_cached(*table, arrays["ids"], entries, [slab.bytes], 0, out.bytes, fault)
+        OPS.gather_items(*table, arrays["ids"], 0, out.bytes, fault, entries=entries, slabs=[slab.bytes])
         OPS.drop_cached(arrays["rows"], WAYS, ways)
         OPS.claim_cached(
             *table, arrays["ids"], WAYS, SLOT_BYTES, slab.bytes, ways, stamps, clock, entries, counts, fault
         )
-        OPS.gather_cached(*table, arrays["ids"], entries, [slab.bytes], 0, out.bytes, fault)
+        OPS.gather_items(*table, arrays["ids"], 0, out.bytes, fault, entries=entries, slabs=[slab.bytes])
         return slab.check(), map_memory.check(), out.check(), written.check(), whole.check()
 
     with changing(arrays[changes], is_written=changes == "entries"):
@@ -186,15 +186,15 @@ def test_places(device, columns, changes):
         ibp.codecs.analyze(rows, scheme="planes"), NUM_ROWS, slot_bytes=96, overflow_bytes=1 << 20, device=device
     )
     slots, overflow = Result(place.slots.numel(), device), Result(place.overflow.numel(), device)
-    _, _, lengths, bases, *rest = place.table_arguments
-    rooms, whole, fault = place.rooms, Whole(device), zeros(4, I64, device)
+    _, _, lengths, bases, *rest, rooms, _ = place.handle.parts
+    whole, fault = Whole(device), zeros(4, I64, device)
     arrays = {"row_ids": torch.arange(NUM_ROWS, device=device), "lengths": lengths, "bases": bases, "rooms": rooms}
 
     def call():
         used, counts = zeros(1, I64, device), zeros(2, I64, device)
-        arguments = [slots.bytes, overflow.bytes, lengths, bases, *rest, rooms, used, counts]
-        OPS.encode_into(*arguments, rows, None, arrays["row_ids"], 0, 0, fault)
-        OPS.encode_into(*arguments, rows, None, None, 0, 0, fault)
+        place = [slots.bytes, overflow.bytes, lengths, bases, *rest, rooms, used]
+        OPS.encode_into(*place, rows, None, arrays["row_ids"], 0, 0, counts, fault)
+        OPS.encode_into(*place, rows, None, None, 0, 0, counts, fault)
         return slots.check(), overflow.check(), whole.check()
 
     with changing(arrays[changes], is_written=changes != "row_ids"):

@@ -54,16 +54,16 @@ def test_operations(compiled, place, device, scheme):
     """A gather, one in the order of windows, and decoding, to memory of the function's own."""
     x = spiky_rows(500, 60)
     table = make_table(x, scheme, place, device)
-    arguments = table.arguments(device)
+    handle = table.handle(device).table
 
     def gather(ids):
         out = [torch.empty(ids.numel(), 60, device=device) for _ in range(2)]
         noted = torch.zeros(4, dtype=torch.int64, device=device)
         sorted_ids, positions = OPS.partition_ids(ids, 500, 4)
-        OPS.gather_items(*arguments, ids, 0, out[0], noted)
-        OPS.gather_items(*arguments, sorted_ids, 0, out[1], noted, positions)
+        OPS.gather_items(handle, ids, 0, out[0], noted)
+        OPS.gather_items(handle, sorted_ids, 0, out[1], noted, positions)
         whole = torch.empty(500, 60, device=device)
-        OPS.decode_bytes(*arguments, 0, 500 * 240, 0, whole, noted)
+        OPS.decode_bytes(handle, 0, 500 * 240, 0, whole, noted)
         return out[0] - 1, out[1], whole, noted
 
     function = compiled(gather)

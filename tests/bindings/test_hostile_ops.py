@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ibp
+from handles import BY_VALUES, handle_of, takes_table, values_of
 from helpers import bytes_of, spiky_rows
 
 OPS = torch.ops.ibp
@@ -43,7 +44,7 @@ def coded_table(scheme):
     x = spiky_rows(100, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", memory="host")
     assert table.overflow.numel() and table.bases.numel()
-    return x, [value.clone() if isinstance(value, torch.Tensor) else value for value in table.arguments(CPU)]
+    return x, [value.clone() if isinstance(value, torch.Tensor) else value for value in values_of(table, CPU)]
 
 
 def selected():
@@ -105,8 +106,13 @@ def may_be_shorter(name, called, arguments):
     return called in less_work or (called == "data" and name != "encode_rows") or (called == "out" and has_positions)
 
 
-def arguments_of(name):
+def names_of(name):
     return [argument.name for argument in getattr(OPS, name).default._schema.arguments]
+
+
+def arguments_of(name):
+    """What the arguments of a call are called, the values that describe a table among them."""
+    return [*names_of("describe_table")[1:11], *names_of(name)[1:]] if takes_table(name) else names_of(name)
 
 
 def tensors_of(name, arguments):
@@ -116,7 +122,7 @@ def tensors_of(name, arguments):
 
 
 def call(name, arguments):
-    return getattr(OPS, name)(*arguments)
+    return getattr(BY_VALUES, name)(*arguments)
 
 
 def changed(arguments, place, value):
@@ -146,9 +152,27 @@ def numbered(cases):
 
 
 def test_a_first_row_past_all():
-    arguments = [*raw_table(), empty(U16), zeros(1, I64), zeros(2, I64), zeros(128), None, None]
+    place = [*raw_table(), empty(U16), zeros(1, I64)]
     with pytest.raises(RuntimeError, match=f"2 rows from row {MOST} on are not among 2"):
-        OPS.encode_into(*arguments, MOST, 0, fault())
+        BY_VALUES.encode_into(*place, zeros(128), None, None, MOST, 0, zeros(2, I64), fault())
+
+
+def test_a_table_is_no_place():
+    with pytest.raises(RuntimeError, match="not described as a place"):
+        OPS.encode_into(handle_of(*raw_table()), zeros(128), None, None, 0, 0, zeros(2, I64), fault())
+
+
+def test_bytes_that_are_no_handle():
+    table, (out, noted) = handle_of(*raw_table()), (zeros(128), fault())
+    OPS.decode_bytes(table.clone(), 0, 128, 0, out, noted)  # a copy is one
+    assert out.tolist() == list(range(128))
+    unmarked, repeated = table.clone(), table.repeat_interleave(2)[::2]
+    unmarked[:8] = 0
+    for wrong in (unmarked, repeated, table[:-1], table[:0], table.view(I64), zeros(4096), table.to("meta")):
+        with pytest.raises(RuntimeError, match="table"):
+            OPS.decode_bytes(wrong, 0, 128, 0, out, noted)
+    with pytest.raises(RuntimeError, match="out and table share memory"):
+        OPS.decode_bytes(table, 0, 128, 0, table[:128], noted)
 
 
 @numbered(GOOD)
@@ -226,10 +250,12 @@ def words_with(entry, row_bytes=64):
 
 
 CONTRADICTIONS = {
-    "items so large that count x item_bytes wraps": lambda: OPS.gather_items(
+    "items so large that count x item_bytes wraps": lambda: BY_VALUES.gather_items(
         *raw_table(0, 1 << 62, empty(U8)), zeros(4, I64), 0, zeros(16), fault()),
-    "one huge item": lambda: OPS.gather_items(*raw_table(1, 1 << 62, empty(U8)), zeros(4, I64), 0, zeros(16), fault()),
-    "a table of 2^80 bytes": lambda: OPS.encode_rows(*raw_table(1 << 40, 1 << 40, empty(U8)), zeros(128), fault()),
+    "one huge item": lambda: BY_VALUES.gather_items(
+        *raw_table(1, 1 << 62, empty(U8)), zeros(4, I64), 0, zeros(16), fault()),
+    "a table of 2^80 bytes": lambda: BY_VALUES.encode_rows(
+        *raw_table(1 << 40, 1 << 40, empty(U8)), zeros(128), fault()),
     "partition of a negative number of items": lambda: OPS.partition_ids(torch.arange(10), -(2**63), 0),
     "partition with too many windows": lambda: OPS.partition_ids(torch.arange(10), 1 << 40, 3),
     "index of a negative number of bytes": lambda: OPS.index_rows(empty(U16), -100, 64, 32),
@@ -248,17 +274,23 @@ CONTRADICTIONS = {
     "no rows to learn from": lambda: OPS.learn_planes(zeros(7), 8, 4, 8, 1, False, False),
     "rows to learn from that cut elements": lambda: OPS.learn_planes(zeros(64), 6, 4, 8, 10, False, False),
     "an exponent of all bits": lambda: OPS.learn_planes(zeros(64), 8, 4, 32, 10, False, False),
-    "more bytes than there are": lambda: OPS.decode_bytes(*raw_table(), -(2**63), MOST, 0, zeros(16), fault()),
-    "out too small": lambda: OPS.decode_bytes(*raw_table(), 0, 128, 0, zeros(16), fault()),
-    "a fault too short for nothing": lambda: OPS.decode_bytes(*raw_table(), 0, 0, 0, zeros(16), zeros(3, I64)),
-    "a selection from before its ids": lambda: OPS.select_rows(*raw_table(), zeros(3, I64), -1, *selected()),
-    "a selection of huge items": lambda: OPS.select_rows(*raw_table(0, 1 << 62), zeros(3, I64), 0, *selected()),
-    "a selection of parts of rows": lambda: OPS.select_rows(*raw_table(2, 32), zeros(1, I64), 0, *selected()),
+    "more bytes than there are": lambda: BY_VALUES.decode_bytes(*raw_table(), -(2**63), MOST, 0, zeros(16), fault()),
+    "out too small": lambda: BY_VALUES.decode_bytes(*raw_table(), 0, 128, 0, zeros(16), fault()),
+    "a fault too short for nothing": lambda: BY_VALUES.decode_bytes(*raw_table(), 0, 0, 0, zeros(16), zeros(3, I64)),
+    "a selection from before its ids": lambda: BY_VALUES.select_rows(*raw_table(), zeros(3, I64), -1, *selected()),
+    "a selection of huge items": lambda: BY_VALUES.select_rows(*raw_table(0, 1 << 62), zeros(3, I64), 0, *selected()),
+    "a selection of parts of rows": lambda: BY_VALUES.select_rows(*raw_table(2, 32), zeros(1, I64), 0, *selected()),
     "more participation bits than chunks": lambda: OPS.measure_rows(zeros(64), words_with(0), [1, 64, 4, 17]),
     "hits of scheme planes": lambda: OPS.count_hits(zeros(64), empty(U8), [2, 64, 8, 0, 64, *[0] * 10]),
     "elements of three bytes": lambda: OPS.measure_rows(zeros(63), empty(U8), [2, 63, 3, 0, 8, *[0] * 10]),
-    "raw rows with lengths": lambda: OPS.gather_items(
+    "raw rows with lengths": lambda: BY_VALUES.gather_items(
         *changed(raw_table(), 2, torch.ones(2, dtype=U16)), torch.tensor([0]), 0, zeros(64), fault()),
+    "items to positions and to addresses": lambda: BY_VALUES.gather_items(
+        *raw_table(), zeros(1, I64), 0, zeros(64), fault(), zeros(1, I32), addresses=zeros(1, I64)),
+    "entries without slabs": lambda: BY_VALUES.gather_items(
+        *raw_table(), zeros(1, I64), 0, zeros(64), fault(), entries=zeros(1, I64)),
+    "entries and dimensions": lambda: BY_VALUES.gather_items(
+        *raw_table(), zeros(1, I64), 0, zeros(64), fault(), entries=zeros(1, I64), slabs=[zeros(64)], outer_dims=0),
     "numbers behind scheme raw": lambda: OPS.measure_rows(zeros(64), empty(I32), [0, 64, 4, 5]),
     "an unknown scheme": lambda: OPS.measure_rows(zeros(64), empty(I32), [3, 64]),
 }  # fmt: skip
@@ -284,11 +316,11 @@ def test_positions_outside_of_out():
     """Noted as a fault; huge items too."""
     noted = fault()
     ids = torch.tensor([0, 1])
-    OPS.gather_items(*raw_table(), ids, 0, zeros(64), noted, torch.tensor([-1, 0], dtype=I32))
+    BY_VALUES.gather_items(*raw_table(), ids, 0, zeros(64), noted, torch.tensor([-1, 0], dtype=I32))
     assert noted.tolist()[:2] == [2, 2**32 - 1]
     noted = fault()
     huge = raw_table(0, 1 << 57, empty(U8))
-    OPS.gather_items(*huge, ids, 0, zeros(64), noted, torch.tensor([7, -1], dtype=I32))
+    BY_VALUES.gather_items(*huge, ids, 0, zeros(64), noted, torch.tensor([7, -1], dtype=I32))
     assert noted[0] == 2
 
 
@@ -320,6 +352,7 @@ def test_two_odd_arguments():
 
 LITTLE_WORK = """
 import os, torch, ibp
+from handles import BY_VALUES
 
 OPS, U8, I64 = torch.ops.ibp, torch.uint8, torch.int64
 
@@ -336,11 +369,11 @@ lengths = OPS.measure_rows(few, words, codec)
 bases = OPS.index_rows(lengths, 100 * 256, 256, 0)
 rows = torch.zeros(int(bases[-1]), dtype=U8)
 table = [data[:0], rows, lengths, bases[:-1], words, codec, 0, 0, 100, 256]
-OPS.encode_rows(*table, few, fault)
-OPS.decode_bytes(*table, 0, 100 * 256, 0, torch.ones(100 * 256, dtype=U8), fault)
-OPS.gather_items(*table, torch.arange(100), 0, torch.ones(100 * 256, dtype=U8), fault)
+BY_VALUES.encode_rows(*table, few, fault)
+BY_VALUES.decode_bytes(*table, 0, 100 * 256, 0, torch.ones(100 * 256, dtype=U8), fault)
+BY_VALUES.gather_items(*table, torch.arange(100), 0, torch.ones(100 * 256, dtype=U8), fault)
 rows, taken = torch.zeros(100 * 256, dtype=U8), torch.zeros(2, dtype=I64)
-OPS.select_rows(*table, torch.arange(60), 0, lengths.clone(), bases.clone(), rows, taken, fault)
+BY_VALUES.select_rows(*table, torch.arange(60), 0, lengths.clone(), bases.clone(), rows, taken, fault)
 assert fault[0] == 0
 little = threads()
 OPS.measure_rows(data, words, codec)

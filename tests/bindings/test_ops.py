@@ -3,10 +3,12 @@ compiled."""
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import ibp
+from handles import BY_VALUES, handle_of, values_of, with_handle
 from helpers import assert_same_bits, bytes_of, embedding, make_tensor, spiky_rows
 
 OPS = torch.ops.ibp
@@ -22,13 +24,13 @@ CODED = ["ibp", "planes"]
 
 def table_arguments(scheme, **arguments):
     x = spiky_rows(100, 60)
-    return x, ibp.compress(x, scheme=scheme, device="cpu", memory="host", **arguments).arguments(CPU)
+    return x, values_of(ibp.compress(x, scheme=scheme, device="cpu", memory="host", **arguments), CPU)
 
 
 def encode_arguments(scheme):
     x = spiky_rows(100, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", memory="host")
-    slots, overflow, *rest = table.arguments(CPU)
+    slots, overflow, *rest = values_of(table, CPU)
     return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
 
 
@@ -44,17 +46,26 @@ def any_planes(per_column=False, listed=False, default=0):
     return ibp.codecs.PlanesCodebook(240, 8, 1, 50, (2, 2), per_column, listed, default, 0, entries)
 
 
+DESCRIBED = []  # whose memory is described again
+
+
 def samples():
-    """One call of every operation that runs on the CPU: (operation, arguments)."""
+    """One call of every operation that runs on the CPU: (operation, arguments, keyword arguments)."""
+    for name, arguments, *options in samples_by_values():
+        yield name, with_handle(name, arguments), options[0] if options else {}
+
+
+def samples_by_values():
+    """The same, with the values that describe a table in the place of its handle."""
     x, slots_table = table_arguments("ibp", slot_bytes=32)
     tables = [slots_table, table_arguments("planes", slot_bytes=32)[1]]
     tables += [table_arguments(scheme, layout="packed")[1] for scheme in CODED]
     dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", memory="host")
     assert not dense.codebook.listed and len(dense.codebook.codec) > 9
-    tables.append(dense.arguments(CPU))
+    tables.append(values_of(dense, CPU))
     data, codebook = bytes_of(x), ibp.codecs.analyze(x)
     words, mask = codebook.words(CPU), make_tensor((50,), torch.uint8, "random")
-    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", memory="host").arguments(CPU)
+    raw = values_of(ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", memory="host"), CPU)
     lengths = OPS.measure_rows(data, words, codebook.codec)
     ids, ids32 = torch.tensor([5, 99, 5, 0]), torch.tensor([1, 2], dtype=torch.int32)
     yield "codebook_words", (mask, mask & 7, 4, False)
@@ -93,18 +104,20 @@ def samples():
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 5, torch.zeros(2 * 240, dtype=torch.uint8), fault())
     view = torch.zeros(2, 3, 2, 60)[:, 1]
-    yield "gather_into", (*slots_table, ids, 0, 2, view, fault())
-    yield "gather_into", (*slots_table, None, 3, 1, torch.zeros(100, 2, 60)[:, 1], fault())
+    yield "gather_items", (*slots_table, ids, 0, view, fault()), {"outer_dims": 2}
+    yield "gather_items", (*slots_table, None, 3, torch.zeros(100, 2, 60)[:, 1], fault()), {"outer_dims": 1}
     pieces = torch.zeros(4, 100, dtype=torch.float32)
     addresses = torch.tensor([pieces.data_ptr() + 400 * k for k in (2, 0, 3, 1)])
-    yield "gather_to", (*slots_table, ids, addresses, 0, pieces, fault())
+    yield "gather_items", (*slots_table, ids, 0, pieces, fault()), {"addresses": addresses}
     starts, flags = torch.tensor([1000, 5000]), torch.ones(3, 2, dtype=torch.uint8)
     of_pages = (torch.tensor([2, 9]), torch.tensor([0, 1]), 3, 4, 2, 0, starts, None, 100, 7, 1)
     planned = torch.zeros(8, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     yield "plan_pages", (*of_pages, flags, *planned)
     index = torch.ones(12, dtype=torch.uint16), torch.zeros(12, dtype=torch.uint16)
     yield "note_pages", (torch.tensor([8, 9, -1, -1]), 2, *index, flags, flags.clone())
-    yield "pack_table", (*slots_table, torch.zeros(ibp._core.TABLE_BYTES, dtype=torch.uint8))
+    described = ibp._core.TableHandle(OPS.describe_table.default, tuple(slots_table))
+    yield "describe_table", (torch.frombuffer(described, dtype=torch.uint8).data_ptr(), *slots_table)
+    DESCRIBED.append(described)
     yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 0, torch.zeros(5, 60), fault(), torch.tensor([4, 0], dtype=torch.int32))
     yield "decode_bytes", (*raw, 0, 9 * 32, 0, torch.zeros(9 * 32, dtype=torch.uint8), fault())
@@ -124,12 +137,12 @@ def cache_samples(table):
     rows, offsets, slab, stamps = ids, torch.tensor([0, 240, 480]), torch.zeros(720, dtype=torch.uint8), torch.zeros(66)
     yield "fill_slab", (*table, rows, offsets, 1, 4, slab.clone(), empty.clone(), fault())
     map_, counts = empty.clone(), torch.zeros(10, dtype=torch.int64)
-    OPS.fill_slab(*table, rows, offsets, 0, 4, slab, map_, fault())
+    BY_VALUES.fill_slab(*table, rows, offsets, 0, 4, slab, map_, fault())
     for given in (counts, None):
         yield "find_cached", (ids, 1, 240, lengths, [map_], 4, torch.zeros(3, dtype=torch.int64), given)
     entries = torch.zeros(3, dtype=torch.int64)
     OPS.find_cached(ids, 1, 240, lengths, [map_], 4, entries, None)
-    yield "gather_cached", (*table, ids, entries, [slab], 0, torch.zeros(3, 60), fault())
+    yield "gather_items", (*table, ids, 0, torch.zeros(3, 60), fault()), {"entries": entries, "slabs": [slab]}
     lru = torch.zeros(64 * 256, dtype=torch.uint8), empty.clone(), stamps.int(), torch.zeros(2, dtype=torch.int64)
     yield "claim_cached", (*table, ids, 32, 256, *lru, entries.clone(), counts, fault())
     yield "owners_of_rows", (rows, 3)
@@ -139,9 +152,9 @@ def cache_samples(table):
 
 SAMPLES = list(samples())
 NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
-         "drop_cached", "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached",
-         "gather_cached", "gather_into", "gather_items", "gather_to", "index_rows", "learn_entries", "learn_planes",
-         "measure_rows", "note_pages", "owners_of_rows", "pack_table", "partition_ids", "plan_pages", "select_rows",
+         "describe_table", "drop_cached", "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached",
+         "gather_items", "index_rows", "learn_entries", "learn_planes",
+         "measure_rows", "note_pages", "owners_of_rows", "partition_ids", "plan_pages", "select_rows",
          "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
 DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
 
@@ -152,10 +165,10 @@ def first_and_slow(names):
     return [pytest.param(number, id=f"{name}-{number}", marks=marks[number]) for number, name in enumerate(names)]
 
 
-@pytest.mark.parametrize("number", first_and_slow([name for name, _ in SAMPLES]))
+@pytest.mark.parametrize("number", first_and_slow([name for name, *_ in SAMPLES]))
 def test_opcheck(number):
-    name, arguments = SAMPLES[number]
-    torch.library.opcheck(getattr(OPS, name).default, arguments)
+    name, arguments, options = SAMPLES[number]
+    torch.library.opcheck(getattr(OPS, name).default, arguments, options)
 
 
 def test_every_operation_is_checked():
@@ -164,17 +177,18 @@ def test_every_operation_is_checked():
     names = [schema.name for schema in torch._C._jit_get_all_schemas()]
     defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
     assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags", "linear", *DELTAS}
-    assert {name for name, _ in SAMPLES} == NAMES
+    assert {name for name, *_ in SAMPLES} == NAMES
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")
 def test_fake_tensors_have_the_real_shapes(number):
-    name, arguments = SAMPLES[number]
+    name, arguments, options = SAMPLES[number]
     if name == "learn_planes":
         pytest.skip("how large a codebook is depends on the data")
-    real = getattr(OPS, name)(*arguments)
+    real = getattr(OPS, name)(*arguments, **options)
     with FakeTensorMode() as mode:
-        fake = getattr(OPS, name)(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
+        given, named = tree_map_only(torch.Tensor, mode.from_tensor, (arguments, options))
+        fake = getattr(OPS, name)(*given, **named)
     as_tuple = lambda value: value if isinstance(value, tuple) else () if value is None else (value,)  # noqa: E731
     looks = lambda value: [(t.shape, t.dtype, t.device) for t in as_tuple(value)]  # noqa: E731
     assert looks(fake) == looks(real)
@@ -184,10 +198,10 @@ def test_fake_tensors_have_the_real_shapes(number):
 def test_operations_give_what_the_methods_give(scheme):
     x, arguments = table_arguments(scheme, layout="packed")
     out, noted = torch.zeros(3 * 240, dtype=torch.uint8), fault()
-    OPS.gather_items(*arguments, torch.tensor([9, 0, 99]), 0, out, noted)
+    BY_VALUES.gather_items(*arguments, torch.tensor([9, 0, 99]), 0, out, noted)
     assert_same_bits(out.view(torch.float32).view(3, 60), x[[9, 0, 99]])
     assert noted.tolist() == [0, 0, 0, 0]
-    OPS.gather_items(*arguments, torch.tensor([9, 100, -1]), 0, out, noted)
+    BY_VALUES.gather_items(*arguments, torch.tensor([9, 100, -1]), 0, out, noted)
     assert noted.tolist()[:3] == [2, 1, 100] and (out[240:] == 0).all()
     assert_same_bits(out[:240].view(torch.float32), x[9])
 
@@ -197,24 +211,24 @@ def test_items_go_to_addresses(scheme):
     x, arguments = table_arguments(scheme, slot_bytes=32)
     pieces, noted = [torch.full((60,), 7.0) for _ in range(3)], fault()
     addresses = torch.tensor([piece.data_ptr() for piece in pieces])
-    OPS.gather_to(*arguments, torch.tensor([9, 100, 0]), addresses, 0, pieces[0], noted)
+    BY_VALUES.gather_items(*arguments, torch.tensor([9, 100, 0]), 0, pieces[0], noted, addresses=addresses)
     assert_same_bits(pieces[0], x[9])
     assert_same_bits(pieces[2], x[0])
     assert noted.tolist()[:3] == [2, 1, 100] and (pieces[1] == 0).all()
     with pytest.raises(RuntimeError, match="addresses"):
-        OPS.gather_to(*arguments, torch.tensor([9, 0]), addresses[:1], 0, pieces[0], noted)
+        BY_VALUES.gather_items(*arguments, torch.tensor([9, 0]), 0, pieces[0], noted, addresses=addresses[:1])
 
 
 @pytest.mark.parametrize("scheme", CODED)
 def test_encode_rows_writes_the_table(scheme):
     *arguments, data, noted = encode_arguments(scheme)
-    OPS.encode_rows(*arguments, data, noted)
+    BY_VALUES.encode_rows(*arguments, data, noted)
     out = torch.zeros_like(data)
-    OPS.decode_bytes(*arguments, 0, data.numel(), 0, out, noted)
+    BY_VALUES.decode_bytes(*arguments, 0, data.numel(), 0, out, noted)
     assert noted[0] == 0
     assert_same_bits(out, data)
     data[:240] = 0xA5
-    OPS.encode_rows(*arguments, data, noted)
+    BY_VALUES.encode_rows(*arguments, data, noted)
     assert noted[0] == 3
 
 
@@ -225,12 +239,12 @@ def test_compile(backend, scheme):
 
     def gather_and_sum(table, ids):
         out, noted = torch.zeros(ids.numel() * 240, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
-        OPS.gather_items(*table, ids, 0, out, noted)
+        OPS.gather_items(table, ids, 0, out, noted)
         return out.view(torch.float32).view(-1, 60).sum(0), noted
 
     compiled = torch.compile(gather_and_sum, fullgraph=True, backend=backend)
     for ids in (torch.tensor([3, 4, 99]), torch.tensor([0, 0, 1]), torch.tensor([17, 18, 19, 20, 21])):
-        total, noted = compiled(arguments, ids)
+        total, noted = compiled(handle_of(*arguments), ids)
         assert_same_bits(total, x[ids].sum(0))
         assert noted.tolist() == [0, 0, 0, 0]
 
@@ -238,23 +252,55 @@ def test_compile(backend, scheme):
 @pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile_the_coding(backend, scheme):
-    """From bytes to a table and back in one traced function."""
+    """From bytes to an index in one traced function; to a table with it, whose handle is made outside, and back in
+    another one."""
     x = embedding(300, 16)
     codebook = ibp.codecs.analyze(x, scheme=scheme)
 
-    def round_trip(data, words):
+    def index(data, words):
         lengths = OPS.measure_rows(data, words, codebook.codec)
-        bases = OPS.index_rows(lengths, data.numel(), 64, 32)
-        slots, overflow = torch.zeros(300 * 32, dtype=torch.uint8), torch.zeros(300 * 64, dtype=torch.uint8)
-        table = (slots, overflow, lengths, bases[:-1], words, codebook.codec, 32, 0, 300, 64)
-        out, noted = torch.zeros_like(data), torch.zeros(4, dtype=torch.int64)
-        OPS.encode_rows(*table, data, noted)
-        OPS.decode_bytes(*table, 0, data.numel(), 0, out, noted)
-        return out, noted, lengths
+        return lengths, OPS.index_rows(lengths, data.numel(), 64, 32)
 
-    out, noted, lengths = torch.compile(round_trip, fullgraph=True, backend=backend)(bytes_of(x), codebook.words(CPU))
-    assert noted[0] == 0 and int(lengths.to(torch.int64).sum()) > 0
-    assert_same_bits(out, bytes_of(x))
+    def round_trip(table, data):
+        before, out = (torch.zeros_like(data) for _ in range(2))
+        noted, early = (torch.zeros(4, dtype=torch.int64) for _ in range(2))
+        OPS.decode_bytes(table, 0, data.numel(), 0, before, early)
+        OPS.encode_rows(table, data, noted)
+        OPS.decode_bytes(table, 0, data.numel(), 0, out, noted)
+        return before, out, noted
+
+    compiled = [torch.compile(function, fullgraph=True, backend=backend) for function in (index, round_trip)]
+    lengths, bases = compiled[0](bytes_of(x), codebook.words(CPU))
+    assert int(lengths.to(torch.int64).sum()) > 0
+    slots, overflow = torch.zeros(300 * 32, dtype=torch.uint8), torch.zeros(300 * 64, dtype=torch.uint8)
+    table = handle_of(slots, overflow, lengths, bases[:-1], codebook.words(CPU), codebook.codec, 32, 0, 300, 64)
+    for given in (x, x.flip(1).contiguous()):
+        before, out, noted = compiled[1](table, bytes_of(given))
+        assert noted[0] in ((0,) if given is x else (0, 3)) and not torch.equal(before, out)
+        if noted[0] == 0:
+            assert_same_bits(out, bytes_of(given))
+
+
+def test_handles_of_many_tables_are_one_compiled_function():
+    """A handle is a tensor of a graph, not a number in it."""
+
+    class Rows(torch.nn.Module):
+        def __init__(self, table):
+            super().__init__()
+            self.table = table
+
+        def forward(self, ids):
+            return ibp.index_select(self.table, ids) + 1
+
+    counter = CompileCounter()
+    for seed in range(5):
+        x = embedding(100, 16, seed=seed)
+        table = ibp.compress(x, scheme="planes", device="cpu", memory="host")
+        table.index_select(torch.tensor([0]))
+        ids = torch.tensor([5, seed])
+        found = torch.compile(Rows(table), fullgraph=True, backend=counter)(ids)
+        assert_same_bits(found, x[ids] + 1)
+    assert counter.frame_count == 1
 
 
 def test_a_survey_of_damaged_lengths():

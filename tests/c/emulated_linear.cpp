@@ -189,9 +189,22 @@ bool is_right(double got, double wanted, double bound)
     return std::fabs(got - wanted) <= bound;
 }
 
+/* A vector's result has the same bits without the others. */
+void check_each(const ibp_digit_matrix &matrix, Bytes &x, uint32_t vectors, Bytes *bias, Bytes &y, uint64_t number)
+{
+    if (vectors == 0) return;
+    const auto rows = static_cast<uint32_t>(matrix.num_rows), vector = static_cast<uint32_t>(below(vectors));
+    Bytes own(size_t{2} * matrix.num_columns), alone(size_t{2} * rows);
+    memcpy(own.data, x.halves() + size_t{vector} * matrix.num_columns, own.size);
+    expect(ibp_cuda_linear(&matrix, own.halves(), 1, bias ? bias->halves() : nullptr, alone.halves(), nullptr) ==
+               IBP_OK,
+           "refused alone", number);
+    expect(memcmp(alone.data, y.halves() + size_t{vector} * rows, alone.size) == 0, "other bits alone", number);
+}
+
 void check(const Matrix &m, const Coded &coded, Listed &listed, uint64_t number)
 {
-    const auto vectors = static_cast<uint32_t>(below(9));
+    const auto vectors = static_cast<uint32_t>(below(pick({9u, 17u, 65u})));
     const Vectors kind = pick({kOrdinary, kOneHot, kNotFinite});
     const bool has_bias = chance(30), is_damaged = chance(20);
     Bytes x(size_t{2} * vectors * m.columns), bias(size_t{2} * m.rows), y(size_t{2} * vectors * m.rows);
@@ -202,6 +215,7 @@ void check(const Matrix &m, const Coded &coded, Listed &listed, uint64_t number)
     const ibp_status status =
         ibp_cuda_linear(&matrix, x.halves(), vectors, has_bias ? bias.halves() : nullptr, y.halves(), nullptr);
     expect(status == IBP_OK, "refused", number);
+    check_each(matrix, x, vectors, has_bias ? &bias : nullptr, y, number);
     for (uint32_t v = 0; v < vectors && status == IBP_OK && !is_damaged; v++)
         for (uint32_t r = 0; r < m.rows; r++) {
             if (!listed.regular[r]) continue;
@@ -227,13 +241,13 @@ void check_refusals()
     const Matrix m;
     const Coded coded(m);
     const Listed listed(m, coded);
-    Bytes x(size_t{2} * 9 * m.columns), y(size_t{2} * 9 * m.rows);
+    Bytes x(size_t{2} * m.columns), y(size_t{2} * m.rows);
     const auto refuses = [&](const ibp_digit_matrix &matrix, int64_t vectors, const char *what) {
         expect(ibp_cuda_linear(&matrix, x.halves(), vectors, nullptr, y.halves(), nullptr) == IBP_INVALID_ARGUMENT,
                what, 0);
     };
     const ibp_digit_matrix good = listed.of(m, coded);
-    refuses(good, 9, "9 vectors");
+    refuses(good, IBP_MOST_VECTORS + 1, "too many vectors");
     refuses(good, -1, "-1 vectors");
     ibp_digit_matrix bad = good;
     bad.starts = nullptr, refuses(bad, 1, "no starts");

@@ -582,6 +582,41 @@ static void check_fields(void)
     }
 }
 
+/* What stands in the header, and what was wanted in its place. */
+static void check_refusals(void)
+{
+    static const struct {
+        const char *line, *found, *wanted, *key;
+    } cases[] = {
+        {"dtype=U8 shape=0 scheme=raw row_bytes=70000 slot_bytes=8", "70000", "a number from 1 to 65536", "row_bytes"},
+        {"dtype=U8 shape=0 scheme=raw row_bytes=8 slot_bytes=4", "4", "row_bytes, or a multiple of 32 below it",
+         "slot_bytes"},
+        {"dtype=U8 shape=0 scheme=raw slot_bytes=8", NULL, "a number from 1 to 65536", "row_bytes"},
+        {"dtype=U8 shape=0 scheme=raw row_bytes=8  slot_bytes=8", "", "key=value, and one space between fields", NULL},
+        {"dtype=U8 dtype=U8", "dtype=U8", "no field there twice", NULL},
+        {"dtype=U8 shape=0 future=1", "future=1", "a field that this release knows: a newer one may", NULL},
+        {"dtype=U8 shape=0 codec=", "", "the name of a codec", "codec"},
+        {"dtype=U8 shape=0 codec=a block_bytes=8 scheme=raw", "raw", "no such field beside the others", "scheme"},
+    };
+    ibp_file file;
+    uint8_t *bytes;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        ibp_field fields[IBP_TABLE_FIELDS];
+        ibp_file_table table;
+        const ibp_status status = ibp_read_table((ibp_text){cases[i].line, strlen(cases[i].line)}, fields, &table);
+        const ibp_refusal *const refusal = &table.refusal;
+        const bool is_key = cases[i].key ? refusal->key && strcmp(refusal->key, cases[i].key) == 0 : !refusal->key,
+                   is_found = cases[i].found ? ibp_is_text(refusal->found, cases[i].found) : !refusal->found.data;
+        CHECK(status == IBP_BAD_FILE || status == IBP_UNSUPPORTED_TABLE, "%s", cases[i].line);
+        CHECK(is_key && is_found && strcmp(refusal->wanted, cases[i].wanted) == 0, "%s: %s", cases[i].line,
+              refusal->wanted ? refusal->wanted : "nothing");
+    }
+    CHECK(open_header("{" U8("a", "2", "0", "1") "}", 1, &file, &bytes) == IBP_BAD_FILE, "%s",
+          "a shape of other bytes");
+    CHECK(file.refusal.wanted && strncmp(file.refusal.found.data, "\"a\":{", 5) == 0, "%s", "what stands there");
+    free(bytes);
+}
+
 /* Files of which bytes are changed, or that are cut short, do no harm: a sanitizer watches what is read. */
 static void check_damage(rng *r)
 {
@@ -616,6 +651,7 @@ void test_file(void)
     rng r = rng_seed(41);
     check_headers();
     check_fields();
+    check_refusals();
     for (int round = 0; round < 10; round++) {
         check_tables(&r);
         check_clusters_and_sets(&r);

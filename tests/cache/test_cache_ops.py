@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import ibp
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 EMPTY, REMOVED = -1, -2
 CODED, PRESENT, DIRTY = 1 << 43, 1 << 60, 1 << 61
@@ -85,7 +86,7 @@ def table_of(name):
 
 def arguments_of(name, device=CPU):
     x, table = table_of(name)
-    return x, [value.to(device) if isinstance(value, torch.Tensor) else value for value in table.arguments(CPU)]
+    return x, [value.to(device) if isinstance(value, torch.Tensor) else value for value in values_of(table, CPU)]
 
 
 def stored_bytes(table):
@@ -130,7 +131,7 @@ class Slabs:
     def gather(self, ids, entries, positions=None, out_items=None):
         out = torch.full(((out_items or ids.numel()) * self.table[9],), 0xA5, dtype=torch.uint8, device=self.device)
         noted = fault(self.device)
-        OPS.gather_cached(*self.table, ids, entries, self.slabs, 0, out, noted, positions)
+        OPS.gather_items(*self.table, ids, 0, out, noted, positions, entries=entries, slabs=self.slabs)
         return out.view(-1, self.table[9]), noted.tolist()
 
 
@@ -200,7 +201,7 @@ def test_entries_are_those_of_the_documentation():
 def test_items_of_several_rows_positions_and_int32_ids():
     x = spiky_rows(90, 180)
     table = ibp.compress(x, scheme="planes", row_bytes=240, slot_bytes=64, device="cpu", memory="host")
-    arguments = table.arguments(CPU)
+    arguments = values_of(table, CPU)
     assert arguments[9] == 720 and arguments[5][1] == 240
     cache = Slabs(arguments, range(0, 270, 2), num_slabs=3)
     ids = torch.tensor([3, 89, 0, 3], dtype=torch.int32)
@@ -333,7 +334,7 @@ def test_lost_rows_are_noted_by_fill_and_claim():
     noise = make_tensor((8, 60), torch.int32, "random").view(torch.float32)
     ibp.encode_into(noise, place)
     assert place.counts().lost == 8
-    table, ids = place.table_arguments, torch.tensor([3, 5])
+    table, ids = list(place.handle.parts[:10]), torch.tensor([3, 5])
     noted, map_ = fault(), empty_map(1, 32)
     OPS.fill_slab(*table, ids, torch.tensor([0, 240]), 0, 32, torch.zeros(512, dtype=torch.uint8), map_, noted)
     assert noted.tolist()[:3] == [3, 0, 3] and not ways_of(map_)
@@ -444,7 +445,7 @@ def test_claim_keeps_the_rows_used_last(name):
         assert set(ways_of(cache.map)) == {row for ways in cache.used for row in ways}
         assert noted == [0, 0, 0, 0] and cache.clock.tolist() == [call + 1, call + 1]
         out = torch.zeros(30, 60)
-        OPS.gather_cached(*table, ids, entries, [cache.bytes], 0, out, fault())
+        OPS.gather_items(*table, ids, 0, out, fault(), entries=entries, slabs=[cache.bytes])
         assert_same_bits(out, x[ids])
     assert len(ways_of(cache.map)) >= 60  # nearly full
 
@@ -458,7 +459,7 @@ def test_claim_with_more_rows_than_there_are_ways():
     assert sum(entry != 0 for entry in entries.tolist()) == 64 and len(ways_of(cache.map)) == 32
     assert entries[:100].tolist() == entries[100:].tolist()
     out = torch.zeros(200, 60)
-    OPS.gather_cached(*table, ids, entries, [cache.bytes], 0, out, fault())
+    OPS.gather_items(*table, ids, 0, out, fault(), entries=entries, slabs=[cache.bytes])
     assert_same_bits(out, x[ids])
     entries, _ = cache.claim(torch.arange(200, 232))
     assert set(ways_of(cache.map)) == set(range(200, 232)) and (entries != 0).all()
@@ -504,7 +505,7 @@ def test_no_cache_at_all():
         OPS.find_cached(ids, 1, 240, table[2], maps, 4, entries, counts)
         assert not entries.any()
         out = torch.zeros(200, 60)
-        OPS.gather_cached(*table, ids, entries, slabs, 0, out, fault())
+        OPS.gather_items(*table, ids, 0, out, fault(), entries=entries, slabs=slabs)
         assert_same_bits(out, x[ids])
     cache = Lru(table, 0, 64)
     entries, noted = cache.claim(ids)
@@ -526,11 +527,11 @@ def refusals():
     yield "counts has", lambda: find(ids, 1, 240, table[2], [map_], 4, entries, torch.zeros(9, dtype=torch.int64))
     yield "rows_per_item", lambda: find(ids, 0, 240, table[2], [map_], 4, entries, None)
     yield "share memory", lambda: find(ids, 1, 240, table[2], [map_], 4, map_, None)
-    yield "entries has", lambda: OPS.gather_cached(*table, ids, entries[:1], [slab], 0, out, fault())
-    yield "more than 8", lambda: OPS.gather_cached(*table, ids, entries, [slab] * 9, 0, out, fault())
-    yield "out has", lambda: OPS.gather_cached(*table, ids, entries, [slab], 0, out[0], fault())
+    yield "entries has", lambda: OPS.gather_items(*table, ids, 0, out, fault(), entries=entries[:1], slabs=[slab])
+    yield "more than 8", lambda: OPS.gather_items(*table, ids, 0, out, fault(), entries=entries, slabs=[slab] * 9)
+    yield "out has", lambda: OPS.gather_items(*table, ids, 0, out[0], fault(), entries=entries, slabs=[slab])
     parts = [*table[:8], 300 * 2, 120]
-    yield "whole rows", lambda: OPS.gather_cached(*parts, ids, entries, [slab], 0, out, fault())
+    yield "whole rows", lambda: OPS.gather_items(*parts, ids, 0, out, fault(), entries=entries, slabs=[slab])
     yield "slab is 8", lambda: OPS.fill_slab(*table, ids, ids, 8, 4, slab, map_, fault())
     yield "offsets has", lambda: OPS.fill_slab(*table, ids, ids[:1], 0, 4, slab, map_, fault())
     yield "dtype", lambda: OPS.fill_slab(*table, ids.int(), ids, 0, 4, slab, map_, fault())
@@ -635,7 +636,7 @@ def test_gpu_claims(name, cuda):
         assert noted == [0, 0, 0, 0] and cache.clock.tolist() == [call + 1, call + 1]
         assert not cache.stamps[4 * 32 :].any()  # no set is locked
         out = torch.zeros(30, 60, device=cuda)
-        OPS.gather_cached(*table, ids.to(cuda), entries, [cache.bytes], 0, out, fault(cuda))
+        OPS.gather_items(*table, ids.to(cuda), 0, out, fault(cuda), entries=entries, slabs=[cache.bytes])
         assert_same_bits(out.cpu(), x[ids])
 
 
@@ -643,7 +644,7 @@ def test_gpu_claims_many_equal_rows_of_few_sets(cuda):
     """Every way is taken once, whatever warps want it."""
     x = make_tensor((5000, 64), torch.int32, "random").view(torch.float32)
     table = ibp.compress(x, scheme="raw")
-    table = table.arguments(cuda)
+    table = values_of(table, cuda)
     cache = Lru(table, 8, 256, cuda)
     draws = torch.Generator().manual_seed(2)
     for call in range(6):
@@ -654,7 +655,7 @@ def test_gpu_claims_many_equal_rows_of_few_sets(cuda):
         assert len(there) <= 256 and noted[0] == 0 and int(counts[:9].sum()) == 20000
         assert [entry != 0 for entry in entries.tolist()] == [row in there for row in ids.tolist()]
         out = torch.zeros(20000, 64, device=cuda)
-        OPS.gather_cached(*table, ids, entries, [cache.bytes], 0, out, fault(cuda))
+        OPS.gather_items(*table, ids, 0, out, fault(cuda), entries=entries, slabs=[cache.bytes])
         assert_same_bits(out.cpu(), x[ids.cpu()])
 
 
@@ -663,7 +664,7 @@ def test_gpu_rows_from_pinned_memory_in_a_graph(scheme, cuda):
     """Claim and gather are captured once; replays take other ids."""
     x = embedding(4000, 128)
     table = ibp.compress(x, scheme=scheme)
-    arguments = table.arguments(cuda)
+    arguments = values_of(table, cuda)
     cache = Lru(arguments, 8, 512, cuda)
     ids, out = torch.zeros(500, dtype=torch.int64, device=cuda), torch.zeros(500, 128, device=cuda)
     entries, noted = torch.zeros(500, dtype=torch.int64, device=cuda), fault(cuda)
@@ -671,7 +672,7 @@ def test_gpu_rows_from_pinned_memory_in_a_graph(scheme, cuda):
 
     def call():
         OPS.claim_cached(*arguments, ids, 32, 512, *cache.state, entries, counts, noted)
-        OPS.gather_cached(*arguments, ids, entries, [cache.bytes], 0, out, noted)
+        OPS.gather_items(*arguments, ids, 0, out, noted, entries=entries, slabs=[cache.bytes])
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -690,7 +691,7 @@ def test_a_gpu_reads_slabs_of_its_peer(gpus):
     near, far = gpus
     ibp._core.enable_peer(0, 1)
     table = ibp.compress(x, scheme="planes")
-    arguments, of_peer = table.arguments(near), table.arguments(far)
+    arguments, of_peer = values_of(table, near), values_of(table, far)
     stored = stored_bytes(of_peer)
     maps, slabs = [], []
     for slab, (device, given) in enumerate(((near, arguments), (far, of_peer))):
@@ -708,6 +709,6 @@ def test_a_gpu_reads_slabs_of_its_peer(gpus):
         entries, out = torch.zeros(2000, dtype=torch.int64, device=near), torch.zeros(2000, 128, device=near)
         counts, noted = torch.zeros(10, dtype=torch.int64, device=near), fault(near)
         OPS.find_cached(ids, 1, 512, arguments[2], given, 4, entries, counts)
-        OPS.gather_cached(*arguments, ids, entries, slabs, 0, out, noted)
+        OPS.gather_items(*arguments, ids, 0, out, noted, entries=entries, slabs=slabs)
         assert noted[0] == 0 and (counts[:2] > 500).all() and int(counts[8]) > 300
         assert_same_bits(out.cpu(), x[ids.cpu()])

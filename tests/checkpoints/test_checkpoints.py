@@ -464,7 +464,7 @@ def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="full"):
             compress(path, tmp_path / target, **options)
     monkeypatch.undo()
-    monkeypatch.setattr(ibp.checkpoints._outputs.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(ibp._files.writer.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         ibp.checkpoints.decompress(path, tmp_path / "old.safetensors")
     assert os.listdir(tmp_path) == ["old.safetensors"] and (tmp_path / "old.safetensors").read_bytes() == b"old"

@@ -8,11 +8,12 @@ import torch
 import ibp
 from ibp._cli import machine
 from ibp._cli.main import main
+from ibp._machine import timing
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(machine, "_TABLE_BYTES", 1 << 20)
+    monkeypatch.setitem(timing._TABLE_BYTES, "cpu", (1 << 20, 16))
     monkeypatch.setattr(machine, "_KINDS", {kind: machine._KINDS[kind] for kind in ("BF16 weights", "FP8 weights")})
 
 

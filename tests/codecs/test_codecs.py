@@ -292,7 +292,7 @@ def write_file(path, line, blocks, offsets):
 @pytest.mark.parametrize(
     "line, offsets, message",
     [
-        ("dtype=U8 shape=64 codec=zstd block_bytes=0", [0, 64], "blocks of 0 bytes"),
+        ("dtype=U8 shape=64 codec=zstd block_bytes=0", [0, 64], "block_bytes is '0'"),
         ("dtype=U8 shape=64 codec=zstd block_bytes=1", [0, 64], "'x:offsets' is U64"),
         ("dtype=U8 shape=64 codec=zstd block_bytes=64", [0, 1 << 40], "'x:blocks' is U8"),
         ("dtype=U8 shape=64 codec=zstd block_bytes=64", [0, 1 << 63], "'x:blocks' is U8"),

@@ -115,7 +115,6 @@ READ_BY_C = {  # what the reader in C, which has no memory for names and no dtyp
     "a table and a tensor of one name",
     "elements of 16 bytes",
     "a part of another table",
-    "a tau that is no number",
 }
 
 

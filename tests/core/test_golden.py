@@ -17,6 +17,7 @@ from golden.load import (
     reference_table,
 )
 from golden.make import CASES, edit_table
+from handles import BY_VALUES
 
 CORRUPT = 3  # IBP_CORRUPT_ROW
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 def core_decode(table, start, end):
     """(bytes start to end, fault) as the C core decodes them."""
     out, fault = torch.full((end - start,), 0xA5, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
-    torch.ops.ibp.decode_bytes(*op_arguments(table, *arrays_of(table, CPU)), start, end, 0, out, fault)
+    BY_VALUES.decode_bytes(*op_arguments(table, *arrays_of(table, CPU)), start, end, 0, out, fault)
     return out.numpy(), fault.tolist()
 
 
@@ -76,7 +77,7 @@ def test_core_encodes(name):
     )
     arguments = op_arguments(table, slots, overflow, lengths, torch.tensor(bases, dtype=torch.int64))
     fault = torch.zeros(4, dtype=torch.int64)
-    torch.ops.ibp.encode_rows(*arguments, data, fault)
+    BY_VALUES.encode_rows(*arguments, data, fault)
     assert fault[0] == 0
     np.testing.assert_array_equal(slots.numpy(), golden["slots"])
     np.testing.assert_array_equal(overflow.numpy(), golden["overflow"])

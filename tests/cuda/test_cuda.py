@@ -15,6 +15,8 @@ import ibp
 import reference
 from golden.load import CORRUPT_TABLES, arrays_of, load, op_arguments, reference_table
 from golden.make import CASES, edit_table
+from handles import BY_VALUES as OPS
+from handles import values_of, with_handle
 from helpers import (
     DTYPES,
     LAYOUTS,
@@ -34,7 +36,6 @@ from helpers import (
 from ibp._machine import memory as _memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 PLACES = ["pinned", "device"]
 CODED = ["ibp", "planes"]  # the schemes that code rows, for what is asked of every coder
@@ -564,7 +565,7 @@ def test_damaged_tables(cuda, chunk_bytes, layout, place):
                 torch.full((whole,), 0xA5, dtype=torch.uint8, device=device),
                 torch.zeros(4, dtype=torch.int64, device=device),
             )
-            OPS.decode_bytes(*near.arguments(device), 0, whole, 0, out, fault)
+            OPS.decode_bytes(*values_of(near, device), 0, whole, 0, out, fault)
             outs.append(out.cpu())
             faults.append(fault.tolist())
         assert_same_bits(outs[1], outs[0])
@@ -612,7 +613,7 @@ def test_bad_arguments(cuda):
         ibp.index_select(table, ids.float())
     with pytest.raises(RuntimeError, match="CUDA device"):
         out, fault = torch.zeros(720, dtype=torch.uint8, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
-        OPS.gather_items(*table.arguments(cuda), ids.cpu(), 0, out, fault)
+        OPS.gather_items(*values_of(table, cuda), ids.cpu(), 0, out, fault)
     torch.cuda.synchronize()
 
 
@@ -671,7 +672,7 @@ def cuda_samples(cuda):
     kinds = [
         (layout, place, scheme) for layout in ("slots of 32", "packed") for place in ("device",) for scheme in CODED
     ]
-    tables = [make_table(x, layout, place, cuda, scheme=scheme).arguments(cuda) for layout, place, scheme in kinds]
+    tables = [values_of(make_table(x, layout, place, cuda, scheme=scheme), cuda) for layout, place, scheme in kinds]
 
     def fault():
         return torch.zeros(4, dtype=torch.int64, device=cuda)
@@ -691,14 +692,13 @@ def cuda_samples(cuda):
 
 def test_opcheck(cuda):
     for name, arguments in cuda_samples(cuda):
-        torch.library.opcheck(getattr(OPS, name).default, arguments)
+        torch.library.opcheck(getattr(torch.ops.ibp, name).default, with_handle(name, arguments))
 
 
 @pytest.mark.parametrize("scheme", CODED)
 def test_compile(cuda, scheme):
     x = one_hot_rows(500, 60)
-    table = ibp.compress(x, scheme=scheme)  # holds the pinned memory that the arguments point to
-    arguments = table.arguments(cuda)
+    handle = ibp.compress(x, scheme=scheme).handle(cuda).table  # which holds the pinned memory
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def gather_and_sum(ids):
@@ -706,7 +706,7 @@ def test_compile(cuda, scheme):
             torch.zeros(len(ids) * 240, dtype=torch.uint8, device=ids.device),
             torch.zeros(4, dtype=torch.int64, device=ids.device),
         )
-        OPS.gather_items(*arguments, ids, 0, out, noted)
+        torch.ops.ibp.gather_items(handle, ids, 0, out, noted)
         return out.view(torch.float32).view(-1, 60).sum(0), noted
 
     ids = random_ids(500)

@@ -23,6 +23,8 @@ from golden.make_planes import (
     rows_of_k,
     with_later_fields,
 )
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import (
     LAYOUTS,
     assert_same_bits,
@@ -35,7 +37,6 @@ from helpers import (
     planes_codebook,
 )  # fmt: skip
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 CORRUPT = 3  # IBP_CORRUPT_ROW
 ELEMENT_BYTES = [1, 2, 4, 8]
@@ -471,7 +472,7 @@ def decode_row_by_row(table, device):
     size = table.row_bytes
     out = torch.full((table.num_rows * size,), 0xA5, dtype=torch.uint8, device=device)
     faults = torch.zeros(table.num_rows, 4, dtype=torch.int64, device=device)
-    arguments = table.arguments(device)
+    arguments = values_of(table, device)
     for row in range(table.num_rows):
         OPS.decode_bytes(*arguments, row * size, (row + 1) * size, 0, out[row * size : (row + 1) * size], faults[row])
     return out.cpu(), faults[:, :3].cpu()
@@ -601,7 +602,7 @@ def test_entries_that_are_no_symbols(cuda, kind):
         words = torch.from_numpy(rng.integers(0, 256, table.codebook.words(torch.device("cpu")).numel(), np.uint8))
         out = []
         for device, near in ((CPU, table), (cuda, table.to(cuda))):
-            arguments = list(near.arguments(device))
+            arguments = values_of(near, device)
             arguments[4] = words.to(device)
             out.append(torch.full((len(table) * table.row_bytes,), 0xA5, dtype=torch.uint8, device=device))
             fault = fault_on(device)

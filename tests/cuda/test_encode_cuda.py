@@ -12,6 +12,7 @@ import torch
 
 import ibp
 from golden.make_planes import KINDS, adversarial_rows
+from handles import BY_VALUES as OPS
 from helpers import (
     LAYOUTS,
     assert_same_bits,
@@ -30,7 +31,6 @@ from interrupts import Interrupted, InterruptedOperations, assert_kept, interrup
 from test_cuda import matching_rows, random_codebook
 from test_cuda_planes import any_codebook, ranked_rows
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 ROW_BYTES = [
     1,

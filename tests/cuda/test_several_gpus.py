@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import ibp
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, in_threads, layout_arguments, spiky_rows
 from ibp._machine import memory
 from models import IDS, Net, Wide
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 SCHEMES = ["raw", "ibp", "planes"]
 NUM_ITEMS, COLUMNS = 700, 60
@@ -176,7 +177,7 @@ def test_operations_refuse_two_devices(gpus, x):
     table = make_table(x, "ibp", gpus[0])
     for here, there in (gpus, gpus[::-1]):
         out, fault = torch.empty(2, COLUMNS, device=here), torch.zeros(4, dtype=torch.int64, device=here)
-        arguments = [*table.arguments(here), torch.tensor([5, 6], device=here), 0, out, fault]
+        arguments = [*values_of(table, here), torch.tensor([5, 6], device=here), 0, out, fault]
         OPS.gather_items(*arguments)
         assert_same_bits(arguments[-2].cpu(), x[5:7])
         for place, value in enumerate(arguments):

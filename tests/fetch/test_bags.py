@@ -276,9 +276,9 @@ def test_faults(cuda, fused):
         with pytest.raises(ValueError, match=r"offsets\[\d\] is"):
             ibp.embedding_bag(table, ids.clamp(max=399).view(-1), torch.tensor(wrong, device=cuda), check=True)
     with pytest.raises(RuntimeError, match="weights has the wrong dtype"):
-        arguments, fault = table.arguments(cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
+        handle, fault = table.handle(cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
         weights = torch.ones(6, device=cuda)
-        torch.ops.ibp.sum_bags(*arguments, ids.view(-1), None, [], None, weights, 0, -1, 2, 0, result, fault)
+        torch.ops.ibp.sum_bags(handle.table, ids.view(-1), None, [], None, weights, 0, -1, 2, 0, result, fault)
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "lru"}, {"writable": True}], ids=["static", "lru", "writable"])
@@ -307,7 +307,7 @@ def test_operation(cuda):
     table = tables_on(cuda, x)[1]
     ids, offsets = (part.to(cuda) for part in draw(20, num_rows=400))
     fault, out = torch.zeros(4, dtype=torch.int64, device=cuda), torch.empty(20, 64, dtype=x.dtype, device=cuda)
-    arguments = (*table.arguments(cuda), ids, None, [], offsets, None, 0, -1, 2, 0, out, fault)
+    arguments = (table.handle(cuda).table, ids, None, [], offsets, None, 0, -1, 2, 0, out, fault)
     torch.library.opcheck(torch.ops.ibp.sum_bags.default, arguments)
 
 

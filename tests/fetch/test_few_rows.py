@@ -1,6 +1,7 @@
 """Calls of index_select for few rows: a table that an earlier call has made ready takes the shortest way, gives the
 same bits, and leaves everything unusual to the operations."""
 
+import gc
 import sys
 
 import pytest
@@ -10,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
-from ibp._fetch import gather, ready
+from ibp._fetch import gather
+from ibp._rows.table import LEAST_SHARED_BYTES
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 CPU = torch.device("cpu")
@@ -19,7 +21,7 @@ CPU = torch.device("cpu")
 def ready_table(x, **arguments):
     table = ibp.compress(x, **ON_CPU, **arguments)
     table.index_select(torch.tensor([0]))
-    assert CPU in table._ready
+    assert table.handle(CPU).core.is_ready
     return table
 
 
@@ -79,8 +81,12 @@ def test_few_python_calls(table):
     assert len(entered) <= 5, entered
 
 
+def faultless():
+    return torch.zeros(4, dtype=torch.int64)
+
+
 def taken(table, ids, out=None, max_sms=0):
-    return table._ready[CPU].take(ids, out, max_sms)
+    return table.handle(CPU).core.take(ids, out, max_sms)
 
 
 class Marked(torch.Tensor):
@@ -109,7 +115,7 @@ def test_unusual_ids(table):
         ids.to("meta"),
         ids.as_subclass(Marked),
         torch.tensor(1),
-        torch.zeros(ready.LEAST_SHARED_BYTES, dtype=torch.int64),
+        torch.zeros(LEAST_SHARED_BYTES, dtype=torch.int64),
         resized(torch.tensor([1, 2])),
         [1, 2],
         None,
@@ -168,16 +174,31 @@ def test_corrupt_rows(x):
 def test_a_table_that_moves_is_made_ready_again(x):
     table = ready_table(x)
     table._refresh()
-    assert CPU not in table._ready
+    assert not table.handle(CPU).core.is_ready
     assert_same_bits(table.index_select(torch.tensor([7])), x[[7]])
-    assert CPU in table._ready
+    assert table.handle(CPU).core.is_ready
 
 
-def test_packed_tables_are_checked(table):
-    with pytest.raises(ValueError, match="not a table"):
-        ibp._core.ReadyTable(b"few", None, [], -1, CPU, [], 0, [60], table.dtype, False, 1)
-    with pytest.raises(RuntimeError, match="packed has"):
-        torch.ops.ibp.pack_table(*table.arguments(CPU), torch.empty(8, dtype=torch.uint8))
+def test_handles_are_checked(table):
+    describe, parts = torch.ops.ibp.describe_table.default, table.handle(CPU).parts
+    with pytest.raises(RuntimeError, match="slot_bytes is -1"):
+        ibp._core.TableHandle(describe, parts._replace(slot_bytes=-1))
+    nothing = ibp._core.TableHandle(lambda *_: None, parts)
+    assert nothing.take(torch.tensor([1]), None, 0) is None
+    with pytest.raises(RuntimeError, match="not what describe_table has described"):
+        bytes_ = torch.frombuffer(nothing, dtype=torch.uint8)
+        torch.ops.ibp.gather_items(bytes_, torch.tensor([1]), 0, torch.empty(240, dtype=torch.uint8), faultless())
+
+
+def test_a_handle_outlives_its_table(x):
+    """What operations are given keeps the memory, as long as they use it."""
+    table = ibp.compress(x, scheme="planes", **ON_CPU)
+    given = table.handle(CPU).table
+    del table
+    gc.collect()
+    out = torch.empty(3, 60, dtype=x.dtype)
+    torch.ops.ibp.gather_items(given, torch.tensor([7, 99, 0]), 0, out, faultless())
+    assert_same_bits(out, x[[7, 99, 0]])
 
 
 @pytest.mark.parametrize("place", ["device", "pinned"])
@@ -185,7 +206,7 @@ def test_on_a_gpu(place, cuda):
     x = embedding(1000, 256, dtype=torch.bfloat16)
     table = ibp.compress(x.to(cuda)) if place == "device" else ibp.compress(x).pin_memory()
     ids = torch.tensor([5, 999, 5, 0], device=cuda)
-    first, ready = table.index_select(ids), table._ready[ids.device]
+    first, ready = table.index_select(ids), table.handle(ids.device).core
     again = ready.take(ids, None, 0)
     assert_same_bits(again, first)
     assert_same_bits(again.cpu(), x[ids.cpu()])

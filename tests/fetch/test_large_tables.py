@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import ibp
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import (
     LAYOUTS,
     assert_same_bits,
@@ -18,7 +20,6 @@ from helpers import (
 )
 from ibp._fetch import gather, host_gather, paths
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 CODED = ["ibp", "planes"]
 KINDS = ["raw", *CODED]
@@ -124,7 +125,7 @@ def test_a_partitioned_gather_puts_items_where_they_belong(layout, scheme):
         ids = torch.randint(3000, (count,))
         sorted_ids, positions = OPS.partition_ids(ids, 3000, 4)
         out, fault = torch.full((count, 60), 7.0), torch.zeros(4, dtype=torch.int64)
-        OPS.gather_items(*table.arguments(CPU), sorted_ids, 0, out, fault, positions)
+        OPS.gather_items(*values_of(table, CPU), sorted_ids, 0, out, fault, positions)
         assert fault.tolist() == [0, 0, 0, 0]
         assert_same_bits(out, x[ids])
 
@@ -135,7 +136,7 @@ def test_positions_outside_are_noted():
     out, fault = torch.full((3, 60), 7.0), torch.zeros(4, dtype=torch.int64)
     for bad in (3, -1, 2**31 - 1):
         OPS.gather_items(
-            *table.arguments(CPU),
+            *values_of(table, CPU),
             torch.tensor([4, 5]),
             0,
             out,
@@ -147,7 +148,7 @@ def test_positions_outside_are_noted():
         assert (out[[0, 2]] == 7).all()
     with pytest.raises(RuntimeError, match="positions"):
         OPS.gather_items(
-            *table.arguments(CPU), torch.tensor([4, 5]), 0, out, fault, torch.tensor([0], dtype=torch.int32)
+            *values_of(table, CPU), torch.tensor([4, 5]), 0, out, fault, torch.tensor([0], dtype=torch.int32)
         )
 
 
@@ -541,7 +542,7 @@ def test_corrupt_rows(cuda, path):
 
 def test_positions_outside_are_noted_by_the_gpu(cuda):
     x = spiky_rows(30, 60)
-    arguments = make_table(x, "planes", "device", cuda).arguments(cuda)
+    arguments = values_of(make_table(x, "planes", "device", cuda), cuda)
     out, fault = torch.full((3, 60), 7.0, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
     OPS.gather_items(
         *arguments,

@@ -259,12 +259,13 @@ def test_every_weight(cuda, fused, shape):
     weight = matrix(*shape, cuda)
     table = coded(weight)
     one_hot = torch.eye(shape[1], dtype=torch.bfloat16, device=cuda)
-    for first in range(0, shape[1], 8 * 16):
-        part = one_hot[first : first + 8]
-        assert torch.equal(ibp.linear(part, table).t(), weight[:, first : first + 8])
+    for count, apart in ((8, 8 * 16), (64, 64)):
+        for first in range(0, shape[1], apart):
+            part = one_hot[first : first + count]
+            assert torch.equal(ibp.linear(part, table).t(), weight[:, first : first + count])
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 24])
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 16, 24, 33, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products(cuda, fused, shape, count):
     weight, bias = matrix(*shape, cuda), vectors(1, shape[0], cuda)[0]
@@ -279,10 +280,11 @@ def test_products(cuda, fused, shape, count):
         assert_same_bits(out, got)
 
 
-def test_irregular_rows(cuda, fused):
+@pytest.mark.parametrize("count", [8, 64])
+def test_irregular_rows(cuda, fused, count):
     """Raw and default rows, many escapes, rows that leave their slots."""
     weight, codebook = uneven(device=cuda)
-    x, bias = vectors(8, 2048, cuda), vectors(1, 96, cuda)[0]
+    x, bias = vectors(count, 2048, cuda), vectors(1, 96, cuda)[0]
     for slot_bytes in (3072, 3072 + 64, 4096):
         table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes)
         check_products(x, weight, bias, ibp.linear(x, table, bias))
@@ -300,7 +302,8 @@ def test_many_irregular_rows_are_decoded(cuda):
     assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
 
 
-def test_what_is_not_finite(cuda, fused):
+@pytest.mark.parametrize("count", [8, 40])
+def test_what_is_not_finite(cuda, fused, count):
     """Infinity and NaN come out where torch's function has them."""
     weight = matrix(256, 4000, cuda)
     rows, columns = (torch.randint(size, (60,), device=cuda) for size in weight.shape)
@@ -309,7 +312,7 @@ def test_what_is_not_finite(cuda, fused):
     for special in ((), (float("inf"), -float("inf"), float("nan"))):
         for i, value in enumerate(special):
             weight[rows[30 + 5 * i : 35 + 5 * i], columns[30 + 5 * i : 35 + 5 * i]] = value
-        x = vectors(8, 4000, cuda)
+        x = vectors(count, 4000, cuda)
         x[1, columns[3]], x[2, columns[25]], x[3, 17] = float("inf"), float("nan"), -float("inf")
         x[4, columns], x[5, columns[::2]] = 0.0, float("inf")
         got, wanted = ibp.linear(x, coded(weight)), F.linear(x, weight)
@@ -319,10 +322,10 @@ def test_what_is_not_finite(cuda, fused):
 
 def test_same_bits_every_time(cuda, fused):
     """Whatever else runs, and however many vectors there are."""
-    weight, x = matrix(4096, 1024, cuda), vectors(20, 1024, cuda)
+    weight, x = matrix(4096, 1024, cuda), vectors(64, 1024, cuda)
     table = coded(weight)
     first = ibp.linear(x, table)
-    for count in (8, 1, 2, 5, 16, 20):
+    for count in (8, 1, 2, 5, 16, 20, 32, 33, 64):
         assert_same_bits(ibp.linear(x[:count], table), first[:count])
 
 
@@ -426,7 +429,7 @@ def test_module_on_a_gpu(cuda, fused):
     with torch.no_grad():
         check_products(x, plain.weight, plain.bias, module(x))
     with pytest.raises(AssertionError, match="decoded"):
-        module(vectors(25, 1024, cuda))
+        module(vectors(65, 1024, cuda))
 
 
 def test_operation(cuda):
@@ -441,7 +444,7 @@ def test_operation(cuda):
         ((escaped.entries, x.float(), None, out), "x has the wrong dtype"),
         ((escaped.entries, x, None, out[0]), "out has 64 elements, 128 are needed"),
         ((escaped.starts, x, None, out), "entries has the wrong shape"),
-        ((escaped.entries, vectors(9, 96, cuda), None, vectors(9, 64, cuda)), "linear"),
+        ((escaped.entries, vectors(65, 96, cuda), None, vectors(65, 64, cuda)), "linear"),
     ):
         with pytest.raises(RuntimeError, match=message):
             torch.ops.ibp.linear(*given, *arguments)

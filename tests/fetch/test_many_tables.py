@@ -5,6 +5,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding
+from ibp._rows.handle import Handle
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 SIZES = (40, 7, 100, 1)
@@ -86,10 +87,10 @@ def test_what_does_not_fit_is_not_taken():
     _, tables = make()
     for table in tables:
         table.index_select(torch.tensor([0]))
-    ready = [table._ready[torch.device("cpu")] for table in tables]
+    ready = [table.handle(torch.device("cpu")).core for table in tables]
     ids, positions = torch.tensor([0, 0]), torch.tensor([1, 0], dtype=torch.int32)
-    out = torch.empty(2, 16, dtype=torch.bfloat16)
-    take = ibp._core.ReadyTable.take_many
+    out, not_ready = torch.empty(2, 16, dtype=torch.bfloat16), Handle(tables[0].handle(torch.device("cpu")).parts).core
+    take = ibp._core.TableHandle.take_many
     assert take(ready[:2], [0, 1, 2], ids, positions, out, 0)
     for wrong in (
         (ready[:2], [0, 2], ids, positions, out, 0),
@@ -97,6 +98,8 @@ def test_what_does_not_fit_is_not_taken():
         (ready[:2], [0, 3, 2], ids, positions, out, 0),
         (ready[:2], [1, 1, 2], ids, positions, out, 0),
         ([], [0], ids, positions, out, 0),
+        ([not_ready, ready[1]], [0, 1, 2], ids, positions, out, 0),
+        ([ready[0], not_ready], [0, 1, 2], ids, positions, out, 0),
         (ready[:2], [0, 1, 2], ids, positions[:1], out, 0),
         (ready[:2], [0, 1, 2], ids, positions.long(), out, 0),
         (ready[:2], [0, 1, 2], ids, positions, out[:1], 0),

@@ -317,7 +317,7 @@ def test_one_stream_of_many(cuda, streamed, monkeypatch):
     together."""
     calls, stream_bytes = [], OPS.stream_bytes.default
     noted = types.SimpleNamespace(
-        default=lambda *arguments: (calls.append(arguments[14:16]), stream_bytes(*arguments))[1]
+        default=lambda *arguments: (calls.append(arguments[5:7]), stream_bytes(*arguments))[1]
     )
     monkeypatch.setattr(OPS, "stream_bytes", noted)
     xs = [spiky_rows(700, 60, seed) for seed in range(4)]
@@ -596,20 +596,20 @@ def test_the_operation(cuda):
             torch.zeros(1 << 20, dtype=torch.uint8, device=cuda),
             torch.zeros(4, dtype=torch.int64, device=cuda),
         )
-        arguments = [*table.arguments(cuda), table.bases.cpu(), 1000, 7777, streamer.address, True, True, 8, ring]
+        arguments = [table.handle(cuda).table, table.bases.cpu(), 1000, 7777, streamer.address, True, True, 8, ring]
         out = torch.zeros(6777, dtype=torch.uint8, device=cuda)
         torch.library.opcheck(OPS.stream_bytes.default, (*arguments, out, fault))
         OPS.stream_bytes(*arguments, out, fault)
         assert_same_bits(out.cpu(), bytes_of(x)[1000:7777])
         for place, value, message in (
-            (10, table.bases, "on the CPU"),
-            (10, torch.zeros(3, dtype=torch.int64), "host_bases"),
-            (11, 9000, "not among"),
-            (12, 10**9, "not among"),
-            (13, 0, "streamer"),
-            (16, -1, "max_sms"),
-            (17, ring[1:], "range"),
-            (17, ring.cpu(), "CUDA device"),
+            (1, table.bases, "on the CPU"),
+            (1, torch.zeros(3, dtype=torch.int64), "host_bases"),
+            (2, 9000, "not among"),
+            (3, 10**9, "not among"),
+            (4, 0, "streamer"),
+            (7, -1, "max_sms"),
+            (8, ring[1:], "range"),
+            (8, ring.cpu(), "CUDA device"),
         ):
             bad = [*arguments[:place], value, *arguments[place + 1 :]]
             with pytest.raises(RuntimeError, match=message):

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import ibp
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import assert_same_bits, embedding
 from ibp._fetch.calls import spread_dims
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 ON_CPU = {"device": "cpu", "memory": "host"}
 SCHEMES = ["raw", "ibp", "planes"]
@@ -102,13 +103,13 @@ def test_bad_rows_leave_zeros_where_they_belong(x):
     ],
 )
 def test_the_operation_checks_its_arguments(x, out, dims, found):
-    arguments = ibp.compress(x, **ON_CPU).arguments(CPU)
+    arguments = values_of(ibp.compress(x, **ON_CPU), CPU)
     with pytest.raises(RuntimeError, match=found):
-        OPS.gather_into(*arguments, torch.arange(6), 0, dims, out(), torch.zeros(4, dtype=torch.int64))
+        OPS.gather_items(*arguments, torch.arange(6), 0, out(), torch.zeros(4, dtype=torch.int64), outer_dims=dims)
 
 
 def test_the_operation_writes_nothing_that_it_reads(x):
-    arguments = ibp.compress(x, scheme="raw", **ON_CPU).arguments(CPU)
+    arguments = values_of(ibp.compress(x, scheme="raw", **ON_CPU), CPU)
     shared = arguments[0].view(torch.bfloat16)[: 12 * 16].view(6, 2, 16)[:, 0]
     with pytest.raises(RuntimeError, match="share memory"):
-        OPS.gather_into(*arguments, torch.arange(6), 0, 1, shared, torch.zeros(4, dtype=torch.int64))
+        OPS.gather_items(*arguments, torch.arange(6), 0, shared, torch.zeros(4, dtype=torch.int64), outer_dims=1)

@@ -132,9 +132,21 @@ def test_a_flipped_bit_of_the_header(small):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("ibp.format", "hbp.format", "it has 'ibp.codebook.0' in its metadata and lacks 'ibp.format' in its metadata"),
-        ('"ibp.checks":"', '"jbp.checks":"', "lacks 'ibp.checks' in its metadata; a file of ibp has 'ibp.format'"),
-        ('"ibp.checks":{', '"ibq.checks":{', "lacks the tensor 'ibp.checks'; a file of ibp has 'ibp.format'"),
+        (
+            "ibp.format",
+            "hbp.format",
+            "it has 'ibp.codebook.0'; wanted 'ibp.format' in its metadata beside it: the header is damaged",
+        ),
+        (
+            '"ibp.checks":"',
+            '"jbp.checks":"',
+            "wanted 'ibp.checks' in its metadata beside it: .* a file of ibp has 'ibp.format'",
+        ),
+        (
+            '"ibp.checks":{',
+            '"ibq.checks":{',
+            "wanted the tensor 'ibp.checks' beside it: .* a file of ibp has 'ibp.format'",
+        ),
     ],
 )
 def test_a_name_that_is_lost(small, old, new, message):

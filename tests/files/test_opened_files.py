@@ -533,7 +533,7 @@ def refused(monkeypatch):
         raise PinningError("a mapped file cannot be pinned (as the test says)")
 
     monkeypatch.setattr(FileRows, "pin_here", pin_here)
-    monkeypatch.setattr(ibp._machine.memory, "_has_warned_of_copy", False)
+    monkeypatch.setattr(ibp._machine.memory, "_warned", set())
 
 
 def test_load_to_a_gpu(cuda, path):

@@ -57,6 +57,39 @@ static void open_table(const ibp_file *file, ibp_text text)
     free(workspace);
 }
 
+/* Reads every line of the metadata as fields of a table and of a codebook. */
+static void read_lines(const ibp_file *file)
+{
+    ibp_text key, value;
+    for (size_t at = 0; ibp_next_metadata(file, &at, &key, &value) == IBP_OK;) {
+        ibp_field of_table[IBP_TABLE_FIELDS], of_codebook[IBP_CODEBOOK_FIELDS];
+        ibp_file_table table;
+        ibp_refusal refusal = {0};
+        const ibp_status found = ibp_read_table(value, of_table, &table),
+                         read = ibp_read_codebook(value, of_codebook, &refusal);
+        REQUIRE(found == IBP_OK || ((found == IBP_BAD_FILE || found == IBP_UNSUPPORTED_TABLE) && table.refusal.wanted));
+        REQUIRE(read == IBP_OK || ((read == IBP_BAD_FILE || read == IBP_UNSUPPORTED_TABLE) && refusal.wanted));
+    }
+}
+
+/* The header alone says what the whole file says. */
+static void open_header(const ibp_file *file)
+{
+    const size_t num_bytes = (size_t)(file->data - file->bytes);
+    uint8_t *const bytes = allocate(num_bytes);
+    ibp_file header;
+    ibp_file_tensor tensor, same;
+    memcpy(bytes, file->bytes, num_bytes);
+    REQUIRE(ibp_open_header(bytes, num_bytes, file->num_bytes, &header) == IBP_OK);
+    REQUIRE(header.num_tensors == file->num_tensors && header.num_tables == file->num_tables);
+    for (size_t at = 0, other = 0; ibp_next_tensor(file, &at, &tensor) == IBP_OK;) {
+        REQUIRE(ibp_next_tensor(&header, &other, &same) == IBP_OK && at == other);
+        REQUIRE(same.start == tensor.start && same.num_bytes == tensor.num_bytes);
+        REQUIRE(tensor.data == file->data + tensor.start && (!same.data || header.data));
+    }
+    free(bytes);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     ibp_file file;
@@ -76,6 +109,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         for (size_t at = 0; ibp_next_table(&file, &at, &name) == IBP_OK; num_tables++) open_table(&file, name);
         REQUIRE(num_tables == file.num_tables && num_tensors == file.num_tensors);
         ibp_check_file(&file, hash, &block);
+        read_lines(&file);
+        open_header(&file);
     }
     free(bytes);
     return 0;

@@ -135,53 +135,83 @@ OF_FILES = {
     "a header of 2^63 bytes": Case(
         "raw.safetensors", "its header has 9223372036854775808", data=with_header_size(2**63)
     ),
-    "a header that is cut": Case("raw.safetensors", "its header is no JSON", data=with_header_size(200)),
-    "a byte less": Case("raw.safetensors", "it was cut or added to", data=lambda data: data[:-1]),
+    "a header that is cut": Case("raw.safetensors", "wanted a header in JSON, from { to }", data=with_header_size(200)),
+    "a byte less": Case("raw.safetensors", "within the file, which was cut or added to", data=lambda data: data[:-1]),
     "a byte more": Case("raw.safetensors", "it was cut or added to", data=lambda data: data + b"\0"),
     "half of it": Case("mixed.safetensors", "wanted 2 to", data=lambda data: data[: len(data) // 8]),
-    "most of it": Case("masks.safetensors", "it was cut or added to", data=lambda data: data[: len(data) - 5000]),
-    "no JSON": Case("raw.safetensors", "its header is no JSON", text=('{"__metadata__"', '{__metadata__"')),
-    "a list": Case("raw.safetensors", "it does not begin with", data=lambda data: with_header(data, "[1]")),
-    "no Unicode": Case("raw.safetensors", "is no JSON", data=lambda data: data[:12] + b"\xff" + data[13:]),
-    "half a surrogate pair": Case("mixed.safetensors", "surrogates not allowed", text=("no dimension", "\\ud800")),
+    "most of it": Case(
+        "masks.safetensors", "within the file, which was cut or added to", data=lambda data: data[: len(data) - 5000]
+    ),
+    "no JSON": Case("raw.safetensors", "wanted JSON: a name and a colon", text=('{"__metadata__"', '{__metadata__"')),
+    "a list": Case("raw.safetensors", "wanted a header in JSON, from {", data=lambda data: with_header(data, "[1]")),
+    "no Unicode": Case(
+        "raw.safetensors", "wanted JSON: a name and a colon", data=lambda data: data[:12] + b"\xff" + data[13:]
+    ),
+    "half a surrogate pair": Case("mixed.safetensors", "ud800.*wanted JSON", text=("no dimension", "\\ud800")),
     "nested lists": Case(
-        "raw.safetensors", "is no JSON", data=lambda data: with_header(data, '{"a":' + "[" * 99999 + "]" * 99999 + "}")
+        "raw.safetensors",
+        "it has .*; wanted JSON: dtype, shape and data_offsets",
+        data=lambda data: with_header(data, '{"a":' + "[" * 99999 + "]" * 99999 + "}"),
     ),
     "a number of many digits": Case(
-        "raw.safetensors", "a number of 5000 digits", data=lambda data: with_header(data, '{"a":' + "9" * 5000 + "}")
+        "raw.safetensors",
+        "wanted JSON: dtype, shape and data_offsets",
+        data=lambda data: with_header(data, '{"a":' + "9" * 5000 + "}"),
     ),
     "too many bits": Case(
         "raw.safetensors",
-        r"is U8 \[4611686018427387904, 8, 0\]; wanted at most 2\^63 - 1 bits, each size 0 taken as 1",
+        r"it has .*\[4611686018427387904,8,0\].*; wanted a shape of at most 2\^63 - 1 bits, each size 0 taken as 1",
         data=lambda data: with_header(data, with_empty(header_of(data), "4611686018427387904,8,0")),
     ),
     "too many bits behind a zero": Case(
         "raw.safetensors",
-        r"is U8 \[0, 1152921504606846976\]; wanted at most",
+        r"it has .*\[0,1152921504606846976\].*; wanted a shape of at most",
         data=lambda data: with_header(data, with_empty(header_of(data), "0,1152921504606846976")),
     ),
-    "not a number": Case("raw.safetensors", "it holds NaN", text=('"shape":[128]', '"shape":[NaN]')),
-    "a key that is there twice": Case("raw.safetensors", "a key is there twice", text=("ibp.release", "ibp.format")),
+    "not a number": Case("raw.safetensors", r"\[NaN\].*wanted JSON", text=('"shape":[128]', '"shape":[NaN]')),
+    "a key that is there twice": Case(
+        "raw.safetensors",
+        "it has 'ibp.table.slots'; wanted each name of a file of ibp once",
+        text=("ibp.release", "ibp.format"),
+    ),
     "a tensor that is there twice": Case(
-        "raw.safetensors", "a key is there twice", text=("packed:bases", "packed:overflow")
+        "raw.safetensors", "'packed:overflow' is there twice", text=("packed:bases", "packed:overflow")
     ),
     "metadata that is no text": Case(
-        "raw.safetensors", "is not text for text", text=('"ibp.format":"1"', '"ibp.format":1')
+        "raw.safetensors", "wanted text by text in __metadata__", text=('"ibp.format":"1"', '"ibp.format":1')
     ),
-    "another field of a tensor": Case("raw.safetensors", "has other fields than", text=('"shape":', '"shapes":')),
+    "another field of a tensor": Case(
+        "raw.safetensors",
+        "shapes.*; wanted JSON: dtype, shape and data_offsets of a tensor, and no other fields",
+        text=('"shape":', '"shapes":'),
+    ),
     "a size that is no number": Case(
-        "raw.safetensors", "no text and no sizes", text=('"shape":[128]', '"shape":["128"]')
+        "raw.safetensors", r'\["128"\].*wanted JSON: dtype', text=('"shape":[128]', '"shape":["128"]')
     ),
     "a size that is a fraction": Case(
-        "raw.safetensors", "no text and no sizes", text=('"shape":[128]', '"shape":[128.0]')
+        "raw.safetensors", r"\[128.0\].*wanted JSON: dtype", text=('"shape":[128]', '"shape":[128.0]')
     ),
-    "a negative size": Case("raw.safetensors", "no text and no sizes", text=('"shape":[128]', '"shape":[-128]')),
-    "a size that is true": Case("raw.safetensors", "no text and no sizes", text=('"shape":[128]', '"shape":[true]')),
-    "another size": Case("raw.safetensors", "wanted those of U8", text=('"shape":[128]', '"shape":[127]')),
-    "another dtype": Case("raw.safetensors", "wanted those of U16", text=('"dtype":"U8"', '"dtype":"U16"')),
-    "a gap": Case("foreign.safetensors", "'x:slots' begins at .*, without gap", data=moved),
+    "a negative size": Case(
+        "raw.safetensors", r"\[-128\].*wanted JSON: dtype", text=('"shape":[128]', '"shape":[-128]')
+    ),
+    "a size that is true": Case(
+        "raw.safetensors", r"\[true\].*wanted JSON: dtype", text=('"shape":[128]', '"shape":[true]')
+    ),
+    "another size": Case(
+        "raw.safetensors",
+        r'"U8","shape":\[127\].*; wanted as many bytes as its dtype and shape have',
+        text=('"shape":[128]', '"shape":[127]'),
+    ),
+    "another dtype": Case(
+        "raw.safetensors",
+        r'"U16","shape":\[1920\].*; wanted as many bytes as its dtype and shape have',
+        text=('"dtype":"U8"', '"dtype":"U16"'),
+    ),
+    "a gap": Case("foreign.safetensors", "wanted tensors one after the other up to the end of the file", data=moved),
     "data from back to front": Case(
-        "delta.safetensors", "wanted its first byte and its end", text=("[0,128]", "[128,0]")
+        "delta.safetensors",
+        r"\[128,0\].*; wanted the first byte and the end of its data in data_offsets",
+        text=("[0,128]", "[128,0]"),
     ),
     "a newer format": Case(
         "raw.safetensors",
@@ -200,25 +230,31 @@ OF_FILES = {
 }
 OF_TABLES = {
     "an unknown field": of_table(
-        "colour=1 dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48", "'colour'.*newer"
+        "colour=1 dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48",
+        "table 'slots': it has 'colour=1'; wanted a field that this release knows: a newer one may",
     ),
     "no scheme": of_table("dtype=BF16 shape=40,24 row_bytes=48 slot_bytes=48", "the field 'scheme' is missing"),
-    "another scheme": of_table("dtype=BF16 shape=40,24 scheme=zip row_bytes=48 slot_bytes=48", "its scheme is 'zip'"),
+    "another scheme": of_table(
+        "dtype=BF16 shape=40,24 scheme=zip row_bytes=48 slot_bytes=48",
+        "table 'slots': scheme is 'zip'; wanted a scheme that this release knows",
+    ),
     "a field that is there twice": of_table(
         "dtype=BF16 dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48", "twice"
     ),
     "two spaces": of_table("dtype=BF16  shape=40,24 scheme=raw row_bytes=48 slot_bytes=48", "wanted key=value"),
     "a field without a value": of_table("dtype shape=40,24 scheme=raw row_bytes=48 slot_bytes=48", "wanted key=value"),
-    "no fields": of_table('","x":"', "the field 'dtype' is missing"),
+    "no fields": of_table('","x":"', "table 'slots': the field 'scheme' is missing"),
     "another dtype of the table": of_table(
         "dtype=BF17 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48", "is none of torch"
     ),
     "a name that is no dtype": of_table(
         "dtype=LOAD shape=40,24 scheme=raw row_bytes=48 slot_bytes=48", "is none of torch"
     ),
-    "quantized elements": of_table("dtype=QINT8 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48", "no table can"),
+    "quantized elements": of_table(
+        "dtype=QINT8 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48", "has QINT8, which tables cannot have"
+    ),
     "elements of 16 bytes": of_table(
-        "dtype=COMPLEX128 shape=10,12 scheme=raw row_bytes=48 slot_bytes=48", "no table can"
+        "dtype=COMPLEX128 shape=10,12 scheme=raw row_bytes=48 slot_bytes=48", "has COMPLEX128, which tables cannot have"
     ),
     "another shape": of_table(
         "dtype=BF16 shape=80,24 scheme=raw row_bytes=48 slot_bytes=48", "wanted U8 of 3840 bytes"
@@ -237,8 +273,14 @@ OF_TABLES = {
     ),
     "a leading zero": of_table("dtype=BF16 shape=40,24 scheme=raw row_bytes=048 slot_bytes=48", "row_bytes is '048'"),
     "a leading zero in a list": of_table("dtype=BF16 shape=040,24 scheme=raw row_bytes=48 slot_bytes=48", "shape is"),
-    "rows without bytes": of_table("dtype=BF16 shape=40,24 scheme=raw row_bytes=0 slot_bytes=48", "rows of 0 bytes"),
-    "long rows": of_table("dtype=BF16 shape=40,24 scheme=raw row_bytes=65537 slot_bytes=48", "wanted 0 to 65536"),
+    "rows without bytes": of_table(
+        "dtype=BF16 shape=40,24 scheme=raw row_bytes=0 slot_bytes=48",
+        "row_bytes is '0'; wanted a number from 1 to 65536",
+    ),
+    "long rows": of_table(
+        "dtype=BF16 shape=40,24 scheme=raw row_bytes=65537 slot_bytes=48",
+        "row_bytes is '65537'; wanted a number from 1 to 65536",
+    ),
     "slots of an odd size": of_table(
         "dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=33", "wanted|slot_bytes"
     ),
@@ -249,11 +291,12 @@ OF_TABLES = {
         "dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48 rows_per_base=7", "wanted 32 or 1"
     ),
     "half of a delta": of_table(
-        "dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48 base=0000000000000000", "only one of"
+        "dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48 base=0000000000000000",
+        "the field 'result' is missing",
     ),
     "a delta with content": of_table(
         "dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48 base=0000000000000000 result=0000000000000000",
-        "content is there beside base",
+        "content is '.*'; wanted no such field beside the others",
     ),
     "another content": Case(
         "raw.safetensors",
@@ -282,10 +325,15 @@ OF_TABLES = {
     "no codec": Case(
         "codec.safetensors", "is coded by 'example_zlib'", "coded", text=("codec_level=6", "codec_level=7")
     ),
-    "a codec's field that is none": Case("codec.safetensors", "'level'", "coded", text=("codec_level=6", "level=6")),
+    "a codec's field that is none": Case(
+        "codec.safetensors",
+        "it has 'level=6'; wanted a field that this release knows",
+        "coded",
+        text=("codec_level=6", "level=6"),
+    ),
 }
 OF_CODEBOOKS = {
-    "no pairs": of_masks(MASKS.replace("pairs=1", "pairs=0"), "wanted U8 of 0 bytes"),
+    "no pairs": of_masks(MASKS.replace("pairs=1", "pairs=0"), "pairs is '0'; wanted a number from 1 to 65536"),
     "more pairs": of_masks(MASKS.replace("pairs=1", "pairs=30"), "'ibp.codebook.0:palette' is U8"),
     "pairs without an index": of_masks(
         MASKS.replace("pairs=1", "pairs=2"), "'ibp.codebook.0:index', of 40 bytes, is missing"
@@ -297,17 +345,27 @@ OF_CODEBOOKS = {
         "masks.safetensors", "codebook 0: .*bit", "slots", data=written("ibp.codebook.0:palette", b"\0\0\0\0\1")
     ),
     "a tau that is no number": Case("masks.safetensors", "tau is 'nan'", "slots", text=("tau=0.55", "tau=nan")),
-    "another field of a codebook": of_masks(f"colour=1 {MASKS}", "'colour'"),
-    "elements of 3 bytes": of_planes("element_bytes=2", "element_bytes=3", "do not fit each other"),
-    "elements of no bytes": of_planes("element_bytes=2", "element_bytes=0", "do not fit each other"),
-    "rows of no elements": of_planes("row_bytes=192", "row_bytes=0", "codebook 0: row_bytes is 0"),
-    "rotated by two": of_planes("rotate=1", "rotate=2", "codebook 0: rotate is 2"),
-    "long residuals": of_planes("residual_bits=8", "residual_bits=17", "do not fit each other"),
+    "another field of a codebook": of_masks(f"colour=1 {MASKS}", "it has 'colour=1'; wanted a field that"),
+    "elements of 3 bytes": of_planes("element_bytes=2", "element_bytes=3", "element_bytes is '3'; wanted 1, 2, 4 or 8"),
+    "elements of no bytes": of_planes(
+        "element_bytes=2", "element_bytes=0", "element_bytes is '0'; wanted 1, 2, 4 or 8"
+    ),
+    "rows of no elements": of_planes("row_bytes=192", "row_bytes=0", "codebook .*: row_bytes is '0'"),
+    "rotated by two": of_planes("rotate=1", "rotate=2", "codebook .*: rotate is '2'; wanted a number from 0 to 1"),
+    "long residuals": of_planes(
+        "residual_bits=8",
+        "residual_bits=17",
+        "residual_bits is '17'; wanted at most as many bits as an element has left",
+    ),
     "a residual of 2^64 bits": of_planes(
-        "residual_bits=8", "residual_bits=18446744073709551615", "do not fit each other"
+        "residual_bits=8",
+        "residual_bits=18446744073709551615",
+        "residual_bits is '18446744073709551615'; wanted at most",
     ),
     "digits of 5 bits": of_planes("digit_bits=4,4", "digit_bits=4,5", "digit_bits is '4,5'"),
-    "digits of no bits": of_planes("digit_bits=4,4", "digit_bits=4,4,0", "codebook 0: a width in digit_bits is 0"),
+    "digits of no bits": of_planes(
+        "digit_bits=4,4", "digit_bits=4,4,0", "digit_bits is '4,4,0'; wanted at most 4 numbers from 1 to 4"
+    ),
     "five planes": of_planes("digit_bits=4,4", "digit_bits=1,1,1,1,1", "wanted at most 4 numbers"),
     "a list that ends too late": of_planes("digit_bits=4,4", "digit_bits=4,4,", "digit_bits is"),
     "a flag that is there twice": of_planes("rotate=1", "rotate=1 per_column=1", "there twice"),
@@ -321,7 +379,10 @@ OF_CODEBOOKS = {
         "clusters.safetensors", "codebook 3|codebook 8", "ibp_slots", text=("clusters=0,1,2", "clusters=0,1,8")
     ),
     "clusters that are their own": Case(
-        "clusters.safetensors", "scheme", "ibp_slots", text=("clusters=0,1,2", "clusters=0,1,3")
+        "clusters.safetensors",
+        "codebook 3: it has clusters of its own",
+        "ibp_slots",
+        text=("clusters=0,1,2", "clusters=0,1,3"),
     ),
     "clusters of two kinds": Case(
         "clusters.safetensors", "do not fit each other", "ibp_slots", text=("clusters=0,1,2", "clusters=0,1,4")
@@ -342,14 +403,29 @@ OF_CHECKSUMS = {
     "a word of the header": Case(
         "mixed.safetensors", "the header has another checksum", None, text=('"note"', '"vote"')
     ),
-    "another hash": Case("raw.safetensors", "none it can have", None, text=("hash=xxh3_64", "hash=md5")),
+    "another hash": Case(
+        "raw.safetensors", "ibp.checks: hash is 'md5'; wanted xxh3_64", None, text=("hash=xxh3_64", "hash=md5")
+    ),
     "blocks of 1000 bytes": Case(
-        "raw.safetensors", "none it can have", None, text=("block_bytes=1048576", "block_bytes=1000")
+        "raw.safetensors",
+        "ibp.checks: block_bytes is '1000'; wanted a power of two",
+        None,
+        text=("block_bytes=1048576", "block_bytes=1000"),
     ),
     "blocks of no bytes": Case(
-        "raw.safetensors", "none it can have", None, text=("block_bytes=1048576", "block_bytes=0")
+        "raw.safetensors",
+        "ibp.checks: block_bytes is '0'; wanted a power of two",
+        None,
+        text=("block_bytes=1048576", "block_bytes=0"),
     ),
-    "a tensor behind the checksums": Case("raw.safetensors", "tensors follow it", None, data=followed),
-    "more blocks": Case("raw.safetensors", r"wanted U64 \[", None, text=("block_bytes=1048576", "block_bytes=1024")),
+    "a tensor behind the checksums": Case(
+        "raw.safetensors", "ibp.checks: it has 'ibp.checks'; wanted it behind all tensors", None, data=followed
+    ),
+    "more blocks": Case(
+        "raw.safetensors",
+        "wanted U64 of one dimension: an entry for each block, and two more",
+        None,
+        text=("block_bytes=1048576", "block_bytes=1024"),
+    ),
 }
 CASES = {**OF_FILES, **OF_TABLES, **OF_CODEBOOKS}

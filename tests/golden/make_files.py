@@ -19,6 +19,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "support"), str(HERE.parent.
 import ibp  # noqa: E402
 from golden import make_clusters, make_planes  # noqa: E402
 from helpers import bytes_of, make_tensor, planes_codebook, spiky_rows  # noqa: E402
+from ibp._files.fields import TableFields, dtype_name  # noqa: E402
 from ibp._files.writer import FileWriter, write_plain, write_table  # noqa: E402
 
 FILES = HERE / "files"
@@ -184,8 +185,10 @@ def write_set():
         FileWriter(FILES / names[1], header_bytes=4096) as second,
     ):
         number = first.codebook(split.codebook)
-        fields = {"scheme": split.scheme, "row_bytes": split.row_bytes, "slot_bytes": split.slot_bytes}
-        first.table("split", shape=tuple(split.shape), dtype=split.dtype, codebook=number, **fields)
+        fields = TableFields(
+            dtype_name(split.dtype), tuple(split.shape), split.scheme, split.row_bytes, split.slot_bytes, number
+        )
+        first.table("split", fields)
         for writer, part in ((first, "slots"), (first, "lengths"), (first, "bases"), (second, "overflow")):
             with writer.part(f"split:{part}", {"lengths": "U16", "bases": "U64"}.get(part, "U8")) as sink:
                 sink.write(getattr(split, part).view(torch.uint8))

@@ -61,7 +61,7 @@ def test_a_page_holds_the_reports():
     assert file["metadata"] == {"by": HOSTILE} and [t["name"] for t in file["tensors"]] == [r.name for r in reports]
     for tensor, found in zip(file["tensors"], reports):
         assert tensor["parts"] == found.parts and tensor["entropy"] == found.entropy
-        assert tensor["after"] == found.stored_bytes and tensor["shape"] == list(found.shape)
+        assert tensor["stored_bytes"] == found.stored_bytes and tensor["shape"] == list(found.shape)
         assert ("codebook" in tensor) == bool(found.codebook)
         assert not found.codebook or data["codebooks"][tensor["codebook"]] == found.codebook
 

@@ -315,6 +315,18 @@ def test_noise_is_kept_raw():
     assert stats.num_coded_tokens == 192 and 0 <= -stats.savings < 0.02
 
 
+def test_tokens_that_compress_are_coded_after_noise():
+    """A cache that was kept raw looks for codebooks again."""
+    cache, right = CompressedCache(**SMALL), DynamicCache()
+    for number in range(6):
+        most = 4 if number else 2**15
+        both = [torch.randint(-most, most, (2, HEADS, 96, HEAD_DIM), dtype=torch.int16) for _ in range(2)]
+        for got, wanted in zip(cache.update(*both, 0), right.update(*both, 0)):
+            assert_same_bits(got, wanted)
+        assert cache.stats().num_codebooks == 2 * (number > 0)
+    assert cache.stats().savings > 0.5
+
+
 def test_given_codebooks(model, prompt):
     learned_from = DynamicCache()
     wanted = answer(model, prompt, learned_from, 20)
@@ -431,8 +443,9 @@ def test_damaged_tokens_are_noticed():
     twins = Twins(layers=1).add(100)
     layer = twins.cache.layers[0]
     layer.store(wait=True)
-    layer.history.arena.memory[:4096] = 255
-    layer.history.arena.memory[-4096:] = 255
+    ((_, memory),) = layer.history.arena.parts()
+    memory[:4096] = 255
+    memory[-4096:] = 255
     layer.history.keys.spans[0]._lengths.view(torch.int16)[:] = 9
     keys, values = states(1)
     with pytest.raises(RuntimeError, match="damaged"):

@@ -119,7 +119,7 @@ def test_losses_are_the_same():
     made, plain = graph(), graph(attached=False)
     x = torch.randn(NUM_NODES, 128)
     made.ndata["feat"] = plain.ndata["feat"] = x
-    assert attach(made, "feat", scheme="planes").scheme == "planes"
+    assert attach(made, "feat", scheme="planes").table.scheme == "planes"
     found = losses(made)
     assert found == losses(plain) and len(set(found)) == 3
 
@@ -258,17 +258,31 @@ def test_detach():
     assert close(of_types, "feat", ntype="item").shape == (40, 8) and close(of_types, "w", etype=RATES).shape[0] == 400
 
 
+def test_what_attach_gives_undoes_it():
+    made = graph(attached=False)
+    with attach(made, "feat") as feature:
+        assert feature.table.shape == node_features().shape
+        assert made._node_frames[0]._columns["feat"].is_attached
+    column = made._node_frames[0]._columns["feat"]
+    assert isinstance(column.storage, torch.Tensor)
+    assert_same_bits(made.ndata["feat"], node_features())
+    feature.close()
+    assert made._node_frames[0]._columns["feat"] is column
+    with pytest.raises(ValueError, match="node feature 'feat' is not attached"):
+        close(made, "feat")
+
+
 def test_a_table_is_taken_as_it_is():
     made, table = graph(attached=False), ibp.compress(node_features(), scheme="planes")
-    assert attach(made, "feat", table=table) is table
-    assert attach(made, "new", table=table) is table
+    assert attach(made, "feat", table=table).table is table
+    assert attach(made, "new", table=table).table is table
     assert_same_bits(made.ndata["new"], node_features())
 
 
 def test_rows_through_a_cache():
     made = graph(attached=False)
     cache = ibp.RowCache(ibp.compress(node_features()), 20_000, torch.rand(NUM_NODES), devices="cpu")
-    assert attach(made, "feat", table=cache) is cache
+    assert attach(made, "feat", table=cache).table is cache
     assert_same_bits(made.ndata["feat"], node_features())
     assert_same_bits(made.subgraph(SEEDS).ndata["feat"], node_features()[SEEDS])
     assert 0 < cache.stats().hit_rate < 1

@@ -90,7 +90,7 @@ def test_a_unet(level):
     plain = make_unet()
     expected, model = compute(plain), offloaded(plain, level)
     raw_bytes = memory_of(model)
-    sizes = compress_groups(model, **ON_CPU)
+    sizes = compress_groups(model, **ON_CPU).stats()
     assert 0.9 * raw_bytes < sizes.original_bytes <= raw_bytes and sizes.stored_bytes < 0.7 * sizes.original_bytes
     assert memory_of(model) < 0.1 * raw_bytes
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_what_else_groups_hold(level):
     """Buffers keep what a call changes, a shared parameter has one table, integers come back."""
     plain = Toy()
     model = offloaded(plain, level)
-    sizes = compress_groups(model, **ON_CPU)
+    sizes = compress_groups(model, **ON_CPU).stats()
     assert sizes.original_bytes == 3 * 64 * 64 * 4 + 64 * 64 * 8  # two weights of blocks, top, and whole
     assert_same_bits(model.large, plain.large)
     for i in range(1, 4):
@@ -179,9 +179,9 @@ def test_at_rest_a_mistake_shows():
 def test_again_and_undone():
     plain = make_unet()
     model = offloaded(plain)
-    sizes = compress_groups(model, scheme="planes", **ON_CPU)
+    sizes = compress_groups(model, scheme="planes", **ON_CPU).stats()
     tables = tables_of(model)
-    assert compress_groups(model, **ON_CPU) == sizes
+    assert compress_groups(model, **ON_CPU).stats() == sizes
     assert tables_of(model) == tables
     assert {table.scheme for table in tables.values()} <= {"planes", "raw"}
     assert_same_bits(compute(model), compute(plain))
@@ -189,7 +189,21 @@ def test_again_and_undone():
         close(model)
     assert not tables_of(model) and not hasattr(model, adapter._STATE_HOOK)
     assert not model._state_dict_hooks
-    assert compress_groups(model, scheme="planes", **ON_CPU) == sizes
+    assert compress_groups(model, scheme="planes", **ON_CPU).stats() == sizes
+    assert_same_bits(compute(model), compute(plain))
+
+
+def test_what_compress_groups_gives_undoes_it():
+    plain = make_unet()
+    model = offloaded(plain)
+    with compress_groups(model, **ON_CPU) as groups:
+        assert groups.model is model and tables_of(model)
+        assert 0 < groups.stats().savings < 1 and "UNet2DModel, bytes=" in repr(groups)
+        assert_same_bits(compute(model), compute(plain))
+    assert not tables_of(model) and groups.stats() == adapter.GroupBytes(0, 0) and groups.stats().savings == 0
+    for parameter, original in zip(model.parameters(), plain.parameters()):
+        assert_same_bits(parameter.data, original.data)
+    groups.close()
     assert_same_bits(compute(model), compute(plain))
 
 
@@ -205,12 +219,12 @@ def test_diffusers_removes_its_hooks():
     """As it does to load LoRAs: the parameters are there again, and can be compressed again."""
     plain = make_unet()
     model = offloaded(plain)
-    sizes = compress_groups(model, **ON_CPU)
+    sizes = compress_groups(model, **ON_CPU).stats()
     _maybe_remove_and_reapply_group_offloading(model)
     for parameter, original in zip(model.parameters(), plain.parameters()):
         assert_same_bits(parameter.data, original.data)
     assert_same_bits(compute(model), compute(plain))
-    assert compress_groups(model, **ON_CPU) == sizes
+    assert compress_groups(model, **ON_CPU).stats() == sizes
     assert_same_bits(compute(model), compute(plain))
 
 

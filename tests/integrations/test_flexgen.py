@@ -319,9 +319,12 @@ def seams():
 
 def test_enabling_and_disabling(env, weights):
     own = seams()
-    adapter.enable()
+    enabled = adapter.enable()
     once = seams()
     assert all(a is not b for a, b in zip(own, once))
+    enabled.close()
+    assert seams() == own
+    adapter.enable()
     with adapter.enable(scheme="ibp", **ON_CPU):
         assert seams()[0].__wrapped__ is own[0]
         model = load(env, weights)

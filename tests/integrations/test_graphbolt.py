@@ -93,7 +93,8 @@ def test_what_goes_wrong(feature_class):
         feature_class(torch.tensor(1.0))
     with pytest.raises(TypeError, match="x is a NoneType"):
         feature_class(None)
-    feature.close()
+    with feature:
+        assert feature.count() == NUM_ROWS
     for call in (feature.read, feature.size, feature.count, feature.is_pinned, lambda: feature.read(IDS)):
         with pytest.raises(RuntimeError, match="freed by close"):
             call()
@@ -107,4 +108,3 @@ def test_rows_on_a_gpu(cuda, feature_class):
         got, current = read(IDS.to(cuda)), torch.cuda.current_stream()
         assert got.device == cuda and current == torch.cuda.default_stream()
         assert_same_bits(got.cpu(), x[IDS])
-    assert len(feature._streams) == 1

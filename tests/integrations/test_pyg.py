@@ -276,8 +276,8 @@ def test_features_that_the_batch_has_already():
 
 def test_after_close():
     data = graph(**features())
-    fetch = attach(data)
-    fetch.close()
+    with attach(data) as fetch:
+        batches(data, transform=fetch)
     with pytest.raises(RuntimeError, match="freed by close"):
         batches(data, transform=fetch)
 
@@ -395,8 +395,8 @@ def test_a_store_after_removal_and_close():
     with pytest.raises(KeyError, match=r"no feature \(None, 'x'\); there are \[\(None, 'image'\)\]"):
         store.get_tensor(None, "x", None)
     del store[None, "image"]
-    assert len(store) == 0
-    store.close()
+    with store:
+        assert len(store) == 0
     for call in (
         lambda: store.get_tensor(None, "image", None),
         lambda: store.put_tensor(torch.zeros(2, 2), None, "x", None),

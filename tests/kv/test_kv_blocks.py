@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ibp._machine import memory as _memory
-from ibp.kv._arena import DeviceTokenArena, PinnedTokenArena
+from ibp.kv._arena import TokenArena
 from ibp.kv._coding import Form
 from kv_blocks import BLOCK, Raw, any_changes, tokens
 
@@ -41,12 +41,13 @@ def test_rows_of_several_tokens():
 
 
 def test_an_arena_grows_and_takes_back():
-    arena = DeviceTokenArena(CPU)
+    arena = TokenArena(CPU, pinned=False)
     for size in (100, 1, 5000, 40):
         offset, memory = arena.reserve(size, 32)
         memory.fill_(size % 256)
         assert offset % 32 == 0 and memory.numel() == size
-    assert arena.memory[:100].eq(100).all() and arena.memory[128] == 1 and arena.used == 5224
+    ((_, memory),) = arena.parts()
+    assert memory[:100].eq(100).all() and memory[128] == 1 and arena.used == 5224
     arena.rewind(100)
     assert arena.reserve(8, 32)[0] == 128 and arena.parts()[0][1].numel() == 136
 
@@ -54,7 +55,7 @@ def test_an_arena_grows_and_takes_back():
 def test_an_arena_in_pieces(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     monkeypatch.setattr(_memory, "empty", lambda size, device, pin: torch.empty(size, dtype=torch.uint8))
-    arena, generator = PinnedTokenArena(), torch.Generator().manual_seed(0)
+    arena, generator = TokenArena(CPU, pinned=True), torch.Generator().manual_seed(0)
     given, held = [], torch.zeros(0, dtype=torch.uint8)
     for step in range(300):
         start, alignment = arena.used, 32 if step % 3 else 48
@@ -79,14 +80,14 @@ def test_what_cannot_be_stored_leaves_all_as_it_was(monkeypatch):
     pending, used = raw.history.encode(*tokens(2 * BLOCK, 3)), raw.history.arena.used
     calls = []
 
-    def fail_at_second(offset, num_bytes):
-        calls.append(offset)
+    def fail_at_second(num_bytes, alignment):
+        calls.append(num_bytes)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        return DeviceTokenArena._at(raw.history.arena, offset, num_bytes)
+        return TokenArena.reserve(raw.history.arena, num_bytes, alignment)
 
     with monkeypatch.context() as patch:
-        patch.setattr(raw.history.arena, "_at", fail_at_second)
+        patch.setattr(raw.history.arena, "reserve", fail_at_second)
         with pytest.raises(RuntimeError, match="out of memory"):
             raw.decoder.store(raw.history, pending)
     assert raw.history.arena.used == used and raw.history.num_blocks == 2

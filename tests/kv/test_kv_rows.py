@@ -115,17 +115,24 @@ def test_lost_rows_raise():
     assert_same_bits(whole.load(0, torch.arange(TOKENS)), wild)
 
 
+def test_tokens_may_be_a_list():
+    rows = rows_of(TOKENS)
+    kv = kv_of(rows)
+    kv.store(0, rows[:2], [7, 3])
+    assert_same_bits(kv.load(0, [3, 7]), rows[[1, 0]])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda kv, x: kv.store(2, x[:1], torch.tensor([0])), IndexError, "layer is 2; wanted 0 to 1"),
-        (lambda kv, x: kv.store(0, x[:1], torch.tensor([TOKENS])), IndexError, "a token is 200; wanted 0 to 199"),
-        (lambda kv, x: kv.store(0, x[:1], [0]), TypeError, "list; wanted a tensor"),
+        (lambda kv, x: kv.store(0, x[:1], torch.tensor([TOKENS])), IndexError, r"tokens\[0\] is 200; wanted 0 to 199"),
+        (lambda kv, x: kv.store(0, x[:1], {0}), TypeError, "tokens is a set; wanted an integer tensor"),
         (lambda kv, x: kv.store(0, x[:1], torch.tensor([0.0])), TypeError, "float32"),
         (lambda kv, x: kv.store(0, x[:2], torch.tensor([0])), ValueError, r"rows are \[2, 4, 64\]"),
         (lambda kv, x: kv.store(0, x[:1].float(), torch.tensor([0])), ValueError, "float32"),
         (lambda kv, x: kv.store(0, x[:2].repeat(1, 1, 2)[:, :, ::2], torch.tensor([0, 1])), ValueError, "whole rows"),
-        (lambda kv, x: kv.load(0, torch.tensor([-1])), IndexError, "a token is -1"),
+        (lambda kv, x: kv.load(0, torch.tensor([-1])), IndexError, r"tokens\[0\] is -1"),
         (lambda kv, x: kv.load(0, torch.tensor([0]), per_head=True), ValueError, r"wanted \[..., 4, k\]"),
         (lambda kv, x: kv.load(0, torch.tensor([0]), out=x[:2]), ValueError, "out is"),
         (lambda kv, x: kv_of(x, dtype=torch.float32), ValueError, "dtype is torch.float32"),
@@ -141,7 +148,7 @@ def test_what_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call(kv, rows)
     kv.check()
-    assert kv.stats() == (0, 0, 0, 0, 0, 0)
+    assert tuple(kv.stats()) == (0, 0, 0, 0, 0, 0)
 
 
 # ---- on the GPU ----

@@ -42,7 +42,7 @@ def refused(monkeypatch):
     monkeypatch.setattr(_core, "PinnedBuffer", RefusedBuffer)
     monkeypatch.setattr(_core, "PinnedRange", refuse)
     monkeypatch.setattr(torch, "empty", pageable_only)
-    monkeypatch.setattr(memory, "_has_warned", False)
+    monkeypatch.setattr(memory, "_warned", set())
     monkeypatch.setattr(host_gather, "_refused", set())
     monkeypatch.setattr(host_gather, "_rings", {})
     monkeypatch.setattr(host_gather, "_stages", {})

@@ -1169,7 +1169,7 @@ def test_gpu_damaged_table(cuda):
     ids = IDS.to(cuda)
     offloaded = ibp.offload(model, cuda, group_bytes=1 << 23)
     (weight,) = offloaded._groups[4].weights
-    lengths = weight.table.arguments(cuda)[2]
+    lengths = weight.table.handle(cuda).parts.lengths
     kept = lengths.clone()
     model(ids)
     torch.cuda.synchronize()

@@ -272,7 +272,7 @@ def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
     monkeypatch.setattr(_states, "_LEARNING_STEPS", 1)
     monkeypatch.setattr(_states, "_WATCHED_STEPS", 1 << 30)
     sizes = itertools.cycle([3456, 3392, 3520])
-    monkeypatch.setattr(_states, "_slots_for", lambda survey: (next(sizes), 0.0))
+    monkeypatch.setattr(_states._layout, "slots_for", lambda *_: (next(sizes), 0.0))
     torchs, ours = (parameters(device=device, shapes=[(30, 512), (5,)]) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=90_000)
     train(torchs, ours, optimizers, range(2))
@@ -389,7 +389,7 @@ def test_large_parameters_have_codebooks_of_their_own(monkeypatch):
     assert max(slots) <= 3456
     for index in range(2):  # parts of one parameter
         parts = [[run for run in chunk.runs if run.which == index] for chunk in chunks]
-        assert parts[0][1].state.codebook is parts[1][0].state.codebook
+        assert parts[0][1].state.learner.found is parts[1][0].state.learner.found
 
 
 def test_parameters_alike_share_a_run(monkeypatch):
@@ -413,7 +413,7 @@ def test_parameters_alike_share_a_run(monkeypatch):
     for index in range(2):
         runs = [run for run in chunk.runs if run.which == index]
         assert [run.start >> 16 for run in runs] == [0, 1, 2]
-        assert runs[0].state.codebook is runs[2].state.codebook is not runs[1].state.codebook
+        assert runs[0].state.learner.found is runs[2].state.learner.found is not runs[1].state.learner.found
         assert sum(run.state.num_bytes for run in runs) == sum(param.nbytes for param in ours)
     for usage in optimizers[1].stats().values():
         assert usage.savings > 0.14
@@ -470,21 +470,21 @@ def check_old_slots(monkeypatch, are_kept):
         codebooks = [state.place.codebook for state in states]
         if number == 2:
             before = slots, codebooks
-    assert all(state.stores == state.fitted_at == 4 for state in states)
+    assert all(state.stores == state.learner.learned_at == 4 for state in states)
     assert are_alive[-1] == [are_kept, are_kept] and all(new is not one for new, one in zip(codebooks, before[1]))
     assert not are_kept or slots == before[0]
 
 
 def test_slots_are_kept_while_codebooks_are_learned(monkeypatch):
     """Where their size suits the new codebook."""
-    monkeypatch.setattr(_states, "_slots_for", lambda survey: (3456, 0.0))
+    monkeypatch.setattr(_states._layout, "slots_for", lambda *_: (3456, 0.0))
     check_old_slots(monkeypatch, True)
 
 
 def test_old_slots_go_while_codebooks_are_learned(monkeypatch):
     """Nothing keeps those of one codebook when there are others for the next."""
     sizes = itertools.cycle([3456, 3456, 3392, 3392])
-    monkeypatch.setattr(_states, "_slots_for", lambda survey: (next(sizes), 0.0))
+    monkeypatch.setattr(_states._layout, "slots_for", lambda *_: (next(sizes), 0.0))
     check_old_slots(monkeypatch, False)
 
 
@@ -516,11 +516,11 @@ def test_few_codebooks_are_learned_in_a_step(monkeypatch):
         counts.append(len(calls))
         states = [state for chunk in optimizers[1]._chunks[0] for state in chunk.states]
         if number == 0:
-            codebooks = {id(state.codebook) for state in states}
+            codebooks = {id(state.learner.found) for state in states}
     check_same(torchs, ours)
     check_states(*optimizers)
     assert len(states) > 20 == len(codebooks) == counts[0] and 0 < max(counts[1:]) <= 5
-    assert min(state.fitted_at for state in states) > 1
+    assert min(state.learner.learned_at for state in states) > 1
 
 
 def train_in_parts(monkeypatch, device, memory="device"):
@@ -553,7 +553,7 @@ def train_in_parts(monkeypatch, device, memory="device"):
         taken.clear()
     check_states(*optimizers)
     states = [state for chunk in optimizers[1]._chunks[0] for state in chunk.states]
-    assert all(state.fitted_at > 1 and state.place is not None for state in states)
+    assert all(state.learner.learned_at > 1 and state.place is not None for state in states)
     return counts
 
 
@@ -584,9 +584,9 @@ def test_who_learns_in_a_step():
     coding, codebooks = _states.StateCoding("default", None, False, {}), [object() for _ in range(24)]
     states = [_states.CodedState(8, 8 * ROW_BYTES, torch.device("cpu"), coding, 7) for _ in range(48)]
     for number, state in enumerate(states):
-        state.codebook, state.fitted_at = codebooks[number // 2], 5
+        state.learner.take(codebooks[number // 2], use=5)
     for number, fitted_at in ((4, 1), (5, 1), (6, 2), (10, 1), (12, 2), (20, 1), (21, 5), (30, 7), (40, 2), (46, 1)):
-        states[number].fitted_at = fitted_at
+        states[number].learner.learned_at = fitted_at
     for number in (30, 40):  # and 8 is no more than 7 * 1.25
         states[number].note_overflow(20 << 20, 10)
     _states.choose_learners(states)
@@ -712,7 +712,7 @@ def train_with_many_runs(monkeypatch, device, num_steps=22):
         check_same(torchs, ours)
     check_states(*optimizers)
     (chunk,) = optimizers[1]._chunks[0]
-    assert len(chunk.runs) == 10 and len({state.fitted_at for state in chunk.states}) > 1
+    assert len(chunk.runs) == 10 and len({state.learner.learned_at for state in chunk.states}) > 1
     return optimizers, chunk
 
 
@@ -722,7 +722,7 @@ def test_many_runs_are_queued_by_one_call(monkeypatch):
     monkeypatch.setattr(_replay, "_captured", lambda *args: recorded.append(Recording(*args)) or recorded[-1])
     optimizers, chunk = train_with_many_runs(monkeypatch, "cpu")
     assert 4 <= len(recorded) <= 16 and all(len(recording.calls) == 10 for recording in recorded)
-    assert chunk._loads._graph is recorded[-2] and chunk._writes._graph is recorded[-1]
+    assert [replay._graph for replay in chunk._replays.values()] == recorded[-2:]
 
 
 def test_work_is_captured_where_it_lasts(monkeypatch):
@@ -748,7 +748,7 @@ def test_many_runs_that_cannot_be_captured(monkeypatch):
 
 def test_many_runs_are_queued_by_one_call_on_a_gpu(cuda, monkeypatch):
     optimizers, chunk = train_with_many_runs(monkeypatch, cuda)
-    assert chunk._loads._graph is not None and chunk._writes._graph is not None
+    assert all(replay._graph is not None for replay in chunk._replays.values())
 
 
 def test_damaged_states_are_seen():

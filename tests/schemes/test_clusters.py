@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import ibp
 import reference
 import reference_planes
 from golden import make_clusters
 from golden.make_clusters import CASES, HERE, coded_rows, encode_row, load, make_entries, make_masks, make_rows, refused
+from handles import BY_VALUES as OPS
+from handles import values_of, with_handle
 from helpers import (
     LAYOUTS,
     TENSORS,
@@ -33,7 +36,6 @@ from helpers import (
 from ibp._schemes.clusters import kmeans as clusters_kmeans
 from ibp._schemes.clusters import learning as clusters_learning
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 CORRUPT = 3  # IBP_CORRUPT_ROW
 SCHEMES = ["ibp", "planes"]
@@ -922,7 +924,7 @@ def op_samples():
     for scheme in SCHEMES:
         for layout in ("slots of 32", "packed"):
             x, table = local_table(scheme, layout, num_rows=400)
-            arguments = table.arguments(CPU)
+            arguments = values_of(table, CPU)
             slots, overflow, *rest = arguments
             fault = torch.zeros(4, dtype=torch.int64)
             samples.append(("measure_rows", (bytes_of(x), table.codebook.words(CPU), table.codebook.codec)))
@@ -944,15 +946,16 @@ def op_samples():
 )
 def test_opcheck(number):
     name, arguments = op_samples()[number]
-    torch.library.opcheck(getattr(OPS, name).default, arguments)
+    torch.library.opcheck(getattr(torch.ops.ibp, name).default, with_handle(name, arguments))
 
 
 @pytest.mark.parametrize("number", range(16))
 def test_fake_tensors_have_the_real_shapes(number):
     name, arguments = op_samples()[number]
-    real = getattr(OPS, name)(*arguments)
+    given = with_handle(name, arguments)
+    real = getattr(torch.ops.ibp, name)(*given)
     with FakeTensorMode() as mode:
-        fake = getattr(OPS, name)(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        fake = getattr(torch.ops.ibp, name)(*tree_map_only(torch.Tensor, mode.from_tensor, given))
     assert (real is None) == (fake is None)
     if real is not None:
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)

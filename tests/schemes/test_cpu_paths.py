@@ -15,13 +15,14 @@ from golden.make_planes import (
     random_codebook,
     with_later_fields,
 )
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, pairwise, spiky_rows
 from test_planes_rows import assert_coded_alike, assert_decoded_alike, codec_of
 
 ALL = 0xFFFFFFFF
 AVX2_BMI2, AVX512 = ibp._core.CPU_AVX2_BMI2, ibp._core.CPU_AVX512
 FEATURE_SETS = {"plain": 0, "avx2": AVX2_BMI2, "avx512": AVX2_BMI2 | AVX512}
-OPS = torch.ops.ibp
 
 
 @pytest.fixture(params=FEATURE_SETS)
@@ -136,7 +137,7 @@ def test_encode_rows_names_the_bad_row(scheme, bad_rows, features, set_threads):
     set_threads(3)
     x = spiky_rows(2000, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", memory="host")
-    slots, overflow, *rest = table.arguments(torch.device("cpu"))
+    slots, overflow, *rest = values_of(table, torch.device("cpu"))
     data, fault = bytes_of(x).clone(), torch.zeros(4, dtype=torch.int64)
     for row in bad_rows:
         data[240 * row : 240 * (row + 1)] = torch.randint(0, 256, (240,), dtype=torch.uint8)

@@ -9,6 +9,8 @@ import ibp
 import reference
 import reference_planes
 from golden.make_planes import KINDS, random_codebook
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import (
     SCHEMES,
     assert_same_bits,
@@ -25,7 +27,6 @@ from helpers import (
     spiky_rows,
 )
 
-OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 NAMED = ["raw", "ibp", "planes"]
 
@@ -312,7 +313,7 @@ def check_against_numpy(table):
     """Every row decoded alone is what numpy makes of it, or zeros and a fault; the whole table has a fault if any row
     has. Returns how many have."""
     size, corrupt = table.row_bytes, []
-    arguments = table.arguments(CPU)
+    arguments = values_of(table, CPU)
     for row in range(table.num_rows):
         out, fault = torch.full((size,), 0xA5, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
         OPS.decode_bytes(*arguments, row * size, (row + 1) * size, 0, out, fault)
@@ -436,7 +437,7 @@ def test_ops_check_codecs_of_planes():
     left out, in six numbers, digits ...]."""
     for kind in KINDS:
         x, table = planes_table(kind, {"layout": "packed"})
-        arguments = list(table.arguments(CPU))
+        arguments = values_of(table, CPU)
         words, codec = arguments[4:6]
         assert codec[:7] == [2, 192, 4, 1, 24, int(kind == "per_column"), int(kind == "listed")]
         assert codec[9:] == [0, 0, 0, 0, 0, 0, 1, 2, 2]

@@ -237,7 +237,14 @@ def test_placed_anew(level):
 
 @pytest.mark.parametrize("row_bytes", [160, 150, 32])
 @pytest.mark.parametrize(
-    "options", [{}, {"overflow_cost": 8.0, "most_overflow": 20.0}, {"part_cost": 40.0}, {"near": 1.2}]
+    "options",
+    [
+        {},
+        {"overflow_cost": 8.0, "most_overflow": 20.0},
+        {"part_cost": 40.0},
+        {"near": 1.2},
+        {"overflow_cost": 0.0, "most_spilled": 3},
+    ],
 )
 @given(data=st.data())
 def test_the_cheapest_slots(row_bytes, options, data):
@@ -249,13 +256,14 @@ def test_the_cheapest_slots(row_bytes, options, data):
     overflows = {size: [max(0, 32 * sectors - size) * (size < row_bytes) for sectors in taken] for size in sizes}
     costs = {}
     for size, parts in overflows.items():
-        if sum(parts) <= options.get("most_overflow", math.inf) * len(taken):
+        spilled = sum(part > 0 for part in parts)
+        few = spilled <= options.get("most_spilled", math.inf)
+        if few and sum(parts) <= options.get("most_overflow", math.inf) * len(taken):
             costs[size] = size * len(taken) + options.get("overflow_cost", 1) * sum(parts)
-            costs[size] += options.get("part_cost", 0) * sum(part > 0 for part in parts)
+            costs[size] += options.get("part_cost", 0) * spilled
     wanted = max(size for size, cost in costs.items() if cost <= options.get("near", 1) * min(costs.values()))
-    found = slots.cheapest_slots(
-        torch.tensor([taken.count(k) for k in range(most + 1)]), row_bytes, least=least, **options
-    )
+    survey = slots.Survey(0, torch.tensor([taken.count(k) for k in range(most + 1)]))
+    found = slots.slots_for(survey, row_bytes, slots.SlotRule(least=least, **options))
     assert found == (wanted, pytest.approx(sum(overflows[wanted]) / len(taken)))
 
 

@@ -18,6 +18,10 @@ class Text(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("num_bytes", c_size_t)]
 
 
+class Refusal(ctypes.Structure):
+    _fields_ = [("found", Text), ("wanted", c_char_p), ("key", c_char_p)]
+
+
 class FileView(ctypes.Structure):
     _fields_ = [
         ("bytes", c_void_p),
@@ -30,6 +34,7 @@ class FileView(ctypes.Structure):
         ("release", Text),
         ("num_tensors", c_size_t),
         ("num_tables", c_size_t),
+        ("refusal", Refusal),
     ]
 
 
@@ -41,6 +46,7 @@ class TensorView(ctypes.Structure):
         ("shape", c_int64 * MAX_DIMS),
         ("data", c_void_p),
         ("num_bytes", c_size_t),
+        ("start", c_size_t),
     ]
 
 
@@ -67,6 +73,7 @@ class FoundTable(ctypes.Structure):
         ("files", c_void_p),
         ("num_files", c_size_t),
         ("file", c_size_t),
+        ("refusal", Refusal),
     ]
 
 

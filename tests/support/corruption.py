@@ -7,9 +7,10 @@ and that a table which is whole still decodes. What fails an assertion, or ends 
 import torch
 
 import ibp
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import bytes_of, embedding, make_tensor, one_hot_rows, spiky_rows
 
-OPS = torch.ops.ibp
 U8, I64 = torch.uint8, torch.int64
 CPU = torch.device("cpu")
 SPOTS = 64  # that a round damages
@@ -96,7 +97,7 @@ class Whole:
 
 def on_device(table, device):
     """A table's arguments of operations, in memory of a device."""
-    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in table.arguments(CPU)]
+    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in values_of(table, CPU)]
 
 
 def some_ids(draw, num_items, count, device):
@@ -119,7 +120,7 @@ def corrupt_table(make, device, corruptions, *, pinned=False, seed=0):
     whole, so that all decoders read the same; what a damaged one says is safe, but is not the same everywhere.
     """
     table = make()
-    arguments = list(table.pin_memory().arguments(device)) if pinned else on_device(table, device)
+    arguments = values_of(table.pin_memory(), device) if pinned else on_device(table, device)
     damage, whole = Damage(arguments[:4], seed), Whole(device)
     codebook = Damage([arguments[4]], seed + 1) if arguments[4].numel() else damage
     num_items, item_bytes = arguments[8], arguments[9]
@@ -180,14 +181,14 @@ def corrupt_cache(make, device, corruptions, seed=0):
         offsets = torch.randint(-2, slab.numel() + 2, (96,), generator=damage.draw, device=device)
         OPS.claim_cached(*table, ids, *lru, entries, counts, fault)
         done += damage.spoil()
-        OPS.gather_cached(*table, ids, entries, [slab, slab], 0, out.bytes, fault)
+        OPS.gather_items(*table, ids, 0, out.bytes, fault, entries=entries, slabs=[slab, slab])
         OPS.find_cached(ids, rows_per_item, row_bytes, table[2], [ways], WAYS, entries, counts)
-        OPS.gather_cached(*table, ids, entries, [slab], 0, out.bytes, fault)
+        OPS.gather_items(*table, ids, 0, out.bytes, fault, entries=entries, slabs=[slab])
         OPS.fill_slab(*table, ids, offsets, 0, WAYS, slab, ways, fault)
         OPS.set_cached(ids, torch.empty(0, dtype=torch.uint16, device=device), WAYS, True, ways)
         OPS.drop_cached(ids[:9], WAYS, ways)
         OPS.claim_cached(*table, ids, *lru, entries, counts, fault)
-        OPS.gather_cached(*table, ids, entries, [slab], 0, out.bytes, fault)
+        OPS.gather_items(*table, ids, 0, out.bytes, fault, entries=entries, slabs=[slab])
         check_device(out.check(), whole.check())
     return done
 
@@ -200,7 +201,7 @@ def corrupt_place(device, corruptions, seed=0):
         ibp.codecs.analyze(rows, scheme="planes"), NUM_ROWS, slot_bytes=96, overflow_bytes=1 << 17, device=device
     )
     ibp.encode_into(rows, place)
-    arrays = [place.slots, place.overflow, place.lengths, place.bases, place.rooms, place._used]
+    arrays = [place.slots, place.overflow, place.lengths, place.bases, place.rooms, place.used]
     damage, whole, done = Damage(arrays, seed), Whole(device), 0
     while done < corruptions:
         done += damage.spoil()
@@ -208,10 +209,10 @@ def corrupt_place(device, corruptions, seed=0):
         ibp.encode_into(noise[:96], place, ids)
         ibp.encode_into(rows, place)
         out, fault = torch.empty(NUM_ROWS * 256, dtype=U8, device=device), torch.zeros(4, dtype=I64, device=device)
-        OPS.decode_bytes(*place.table_arguments, 0, out.numel(), 0, out, fault)
+        OPS.decode_bytes(*place.handle.parts[:10], 0, out.numel(), 0, out, fault)
         check_device(whole.check())
         damage.mend()
-        place._fault.zero_()
+        place.fault.zero_()
     ibp.encode_into(rows, place)
     assert torch.equal(place.decode(dtype=torch.float32).view(torch.int32), rows.view(torch.int32))
     return done

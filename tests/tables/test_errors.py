@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import ibp
+from handles import BY_VALUES as OPS
+from handles import values_of
 from helpers import assert_same_bits, compress_in_place, make_tensor, one_hot_rows
 
 
@@ -406,7 +408,7 @@ def test_ops_check_their_arguments(x):
     table = ibp.compress(x, scheme="ibp", device="cpu", memory="host")
     ids, fault = torch.tensor([0]), torch.zeros(4, dtype=torch.int64)
     out = torch.zeros(240, dtype=torch.uint8)
-    arguments = list(table.arguments(torch.device("cpu")))
+    arguments = values_of(table, torch.device("cpu"))
     slots, _, lengths, _, words, (_, row_bytes, chunk_bytes, num_flags) = arguments[:6]
     changes = [
         (0, slots.to(torch.int16)),
@@ -436,7 +438,7 @@ def test_ops_check_their_arguments(x):
     ]
     for place, wrong in changes + [(5, codec) for codec in codecs]:
         with pytest.raises(RuntimeError, match="ibp"):
-            torch.ops.ibp.gather_items(*arguments[:place], wrong, *arguments[place + 1 :], ids, 0, out, fault)
+            OPS.gather_items(*arguments[:place], wrong, *arguments[place + 1 :], ids, 0, out, fault)
     for wrong_ids, wrong_out, wrong_fault in (
         (ids.float(), out, fault),
         (ids, out[:-1], fault),
@@ -444,11 +446,11 @@ def test_ops_check_their_arguments(x):
         (ids, out.repeat(2)[::2], fault),
     ):
         with pytest.raises(RuntimeError, match="ibp"):
-            torch.ops.ibp.gather_items(*arguments, wrong_ids, 0, wrong_out, wrong_fault)
+            OPS.gather_items(*arguments, wrong_ids, 0, wrong_out, wrong_fault)
     for start, end in ((-1, 5), (5, 4), (0, 24001)):
         with pytest.raises(RuntimeError, match="ibp"):
-            torch.ops.ibp.decode_bytes(*arguments, start, end, 0, torch.zeros(30000, dtype=torch.uint8), fault)
-    torch.ops.ibp.gather_items(*arguments, ids, 0, out, fault)
+            OPS.decode_bytes(*arguments, start, end, 0, torch.zeros(30000, dtype=torch.uint8), fault)
+    OPS.gather_items(*arguments, ids, 0, out, fault)
     assert fault[0] == 0
 
 

@@ -1,5 +1,7 @@
 """Places in memory that is given: their bytes are moved as one piece, and read from there."""
 
+import copy
+
 import pytest
 import torch
 
@@ -33,6 +35,16 @@ def test_a_copy_of_the_memory_is_read(rows, sizes):
     memory.fill_(0xA5)
     assert_same_bits(other.decode(dtype=torch.float32), rows)
     assert other.counts().lost == 0 and (other.counts().used_bytes > 0) == bool(sizes)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"slots {sizes.get('slot_bytes')}")
+def test_a_copy_has_memory_of_its_own(rows, sizes):
+    place = ibp.CodedRows(ibp.codecs.analyze(rows, scheme="planes"), NUM_ROWS, device=rows.device, **sizes)
+    ibp.encode_into(rows, place)
+    other = copy.deepcopy(place)
+    ibp.encode_into(rows.flip(0).contiguous(), other)
+    assert_same_bits(place.decode(dtype=torch.float32), rows)
+    assert_same_bits(other.decode(dtype=torch.float32), rows.flip(0))
 
 
 def test_only_what_is_used_of_overflow_is_moved(rows):

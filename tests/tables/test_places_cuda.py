@@ -120,7 +120,7 @@ def test_equal_ids_harm_no_other_row(rows, codebook):
     ibp.encode_into(rows, place)
     ids = torch.full((NUM_ROWS,), 17, device=rows.device)
     ibp.encode_into(rows.roll(3, 0), place, ids)
-    place._fault.zero_()
+    place.fault.zero_()
     met = place.decode(dtype=torch.float32)
     others = torch.arange(NUM_ROWS, device=rows.device) != 17
     assert_same_bits(met[others], rows[others])
@@ -242,7 +242,7 @@ def test_garbage_in_the_index_does_no_harm(rows, codebook):
         place.bases.random_(-(2**63), 2**63 - 1, generator=generator)
         place.bases[::3] %= 2 * place.overflow.numel()
         place.rooms.view(torch.int16).random_(-(2**15), 2**15 - 1, generator=generator)
-        place._used.random_(generator=generator)
+        place.used.random_(generator=generator)
         ibp.encode_into(rows, place)
         torch.cuda.synchronize()
 
@@ -267,7 +267,7 @@ def test_what_is_refused(rows, codebook):
 
 def test_opcheck(rows, codebook):
     place = place_of(codebook)
-    arguments = (*place.arguments, rows, None, None, 0, 0, place._fault)
+    arguments = (place.handle.table, rows, None, None, 0, 0, place._counts, place.fault)
     torch.library.opcheck(torch.ops.ibp.encode_into.default, arguments)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ibp
+from handles import handle_of
 from helpers import assert_same_bits
 from ibp._tables import changes
 
@@ -439,7 +440,7 @@ def operands(x, numbers):
     lengths, bases, rooms, used = room.index
     fault, counts = torch.zeros(4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     slots = (room.slots, room.overflow, lengths, bases, codebook.words("cpu"), codebook.codec, 96, 0, 50, 192)
-    return table, (*slots, rooms, used, counts, x, None, torch.tensor(numbers), 0, 0, fault)
+    return table, [handle_of(*slots, rooms, used), x, None, torch.tensor(numbers), 0, 0, counts, fault]
 
 
 def test_the_operation_on_the_cpu():
@@ -452,7 +453,7 @@ def test_the_operation_on_the_cpu():
     for wrong in (x[:2], x.float().view(torch.uint8)[:, :191]):
         table, arguments = operands(x, [4, 0, 9])
         with pytest.raises(RuntimeError, match="row_ids has|x has"):
-            torch.ops.ibp.encode_into(*arguments[:13], wrong, *arguments[14:])
+            torch.ops.ibp.encode_into(arguments[0], wrong, *arguments[2:])
 
 
 # ---- on GPUs ----

@@ -17,9 +17,9 @@ namespace ibp {
 constexpr uint32_t kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int64_t kMostBlocks = 2048; // more than any GPU of today holds at once
 
-static uint32_t blocks_for(int64_t num_jobs, int64_t a_block)
+static Launch plan_rows(int64_t num_rows, int64_t a_block)
 {
-    return static_cast<uint32_t>(std::min((num_jobs + a_block - 1) / a_block, kMostBlocks));
+    return plan_jobs(num_rows, a_block, kMostBlocks, kThreads);
 }
 __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; }
 
@@ -552,9 +552,8 @@ ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t 
     if (count < 0 || num_slabs < 1 || num_slabs > IBP_MAX_SLABS) return IBP_INVALID_ARGUMENT;
     if (count == 0) return IBP_OK;
     if (rows == nullptr || owners == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp::name_owners<<<ibp::blocks_for(count, ibp::kThreads), ibp::kThreads, 0, stream>>>(rows, count, num_slabs,
-                                                                                          owners);
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::name_owners, ibp::plan_rows(count, ibp::kThreads), stream, rows, count, num_slabs,
+                              owners);
 }
 
 ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
@@ -569,9 +568,8 @@ ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map 
     }
     if (rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp::find_rows<<<ibp::blocks_for(rows.num_jobs, ibp::kThreads), ibp::kThreads, 0, stream>>>(rows, given, entries,
-                                                                                                counts);
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::find_rows, ibp::plan_rows(rows.num_jobs, ibp::kThreads), stream, rows, given,
+                              entries, counts);
 }
 
 ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,
@@ -581,9 +579,8 @@ ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const
         return IBP_INVALID_ARGUMENT;
     if (count == 0) return IBP_OK;
     if (rows == nullptr || offsets == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp::fill_rows<<<ibp::blocks_for(count, ibp::kWarps), ibp::kThreads, 0, stream>>>(*table, rows, offsets, count,
-                                                                                      *slab, fault);
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::fill_rows, ibp::plan_rows(count, ibp::kWarps), stream, *table, rows, offsets, count,
+                              *slab, fault);
 }
 
 ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
@@ -601,10 +598,9 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     constexpr int64_t kWarpsAtATime = 4096; // a GPU of 132 SMs holds more
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
-    const uint32_t blocks = ibp::blocks_for(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);
-    ibp::touch_rows<<<blocks, ibp::kThreads, 0, stream>>>(job);
-    ibp::claim_rows<<<blocks, ibp::kThreads, 0, stream>>>(*table, job);
-    return ibp::check_cuda(cudaGetLastError());
+    const ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);
+    const ibp_status status = ibp::launch_kernel(ibp::touch_rows, launch, stream, job);
+    return status == IBP_OK ? ibp::launch_kernel(ibp::claim_rows, launch, stream, *table, job) : status;
 }
 
 ibp_status ibp_cuda_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map, ibp_stream stream)
@@ -612,8 +608,7 @@ ibp_status ibp_cuda_drop_cached(const int64_t *rows, int64_t count, const ibp_ca
     if (map == nullptr || !ibp_is_map(map) || count < 0) return IBP_INVALID_ARGUMENT;
     if (count == 0) return IBP_OK;
     if (rows == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp::drop_rows<<<ibp::blocks_for(count, ibp::kThreads), ibp::kThreads, 0, stream>>>(rows, count, *map);
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::drop_rows, ibp::plan_rows(count, ibp::kThreads), stream, rows, count, *map);
 }
 
 ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
@@ -622,8 +617,7 @@ ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *lengths, int
     if (map == nullptr || !ibp_is_map(map) || count < 0) return IBP_INVALID_ARGUMENT;
     if (count == 0) return IBP_OK;
     if (rows == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp::set_rows<<<ibp::blocks_for(count, ibp::kThreads), ibp::kThreads, 0, stream>>>(rows, lengths, count, dirty,
-                                                                                       *map);
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::set_rows, ibp::plan_rows(count, ibp::kThreads), stream, rows, lengths, count, dirty,
+                              *map);
 }
 }

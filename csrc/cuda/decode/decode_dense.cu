@@ -4,20 +4,14 @@
 
 namespace ibp {
 
-template <class G> using Dense1 = DenseDecoder<uint8_t, G, true>;
-template <class G> using Dense2 = DenseDecoder<uint16_t, G, true>;
-template <class G> using Dense4 = DenseDecoder<uint32_t, G, true>;
-template <class G> using Dense8 = DenseDecoder<uint64_t, G, true>;
+template <typename T> struct DenseDecoders {
+    template <class G> using Of = DenseDecoder<T, G, true>;
+};
 
 ibp_status gather_dense(const Gather &gather)
 {
-    switch (gather.table.codebook.planes.element_bytes) {
-    case 1: return launch_by_group<Dense1>(gather);
-    case 2: return launch_by_group<Dense2>(gather);
-    case 4: return launch_by_group<Dense4>(gather);
-    case 8: return launch_by_group<Dense8>(gather);
-    default: return IBP_INVALID_ARGUMENT;
-    }
+    return by_element(gather.table.codebook,
+                      [&](auto zero) { return launch_by_group<DenseDecoders<decltype(zero)>::template Of>(gather); });
 }
 
 } // namespace ibp

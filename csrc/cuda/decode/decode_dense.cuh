@@ -343,8 +343,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
             for (uint32_t e = 0; e < 2u; e++) {
-                const uint32_t position = residuals + ibp_min_u32(i + e, n) * r;
-                const uint64_t bits = shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
+                const uint64_t bits = shared_bits64(residuals + ibp_min_u32(i + e, n) * r);
                 const uint64_t element = book.join(symbols[e], low_bits(bits, r));
                 words[2u * e] = static_cast<uint32_t>(element),
                            words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);

@@ -6,13 +6,8 @@ namespace ibp {
 
 template <uint32_t FIELDS> static ibp_status launch(const Gather &gather)
 {
-    switch (gather.table.codebook.planes.element_bytes) {
-    case 1: return launch_gather<ListedDecoder<uint8_t, FIELDS>>(gather);
-    case 2: return launch_gather<ListedDecoder<uint16_t, FIELDS>>(gather);
-    case 4: return launch_gather<ListedDecoder<uint32_t, FIELDS>>(gather);
-    case 8: return launch_gather<ListedDecoder<uint64_t, FIELDS>>(gather);
-    default: return IBP_INVALID_ARGUMENT;
-    }
+    return by_element(gather.table.codebook,
+                      [&](auto zero) { return launch_gather<ListedDecoder<decltype(zero), FIELDS>>(gather); });
 }
 
 ibp_status gather_listed(const Gather &gather)

@@ -214,9 +214,10 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     // The bits from one on that an element is computed in.
     static __device__ __forceinline__ Word field(uint32_t position)
     {
-        Word bits = shared_bits(position);
-        if constexpr (sizeof(T) == 8) bits |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
-        return bits;
+        if constexpr (sizeof(T) == 8)
+            return shared_bits64(position);
+        else
+            return shared_bits(position);
     }
     // An element, of its coded bits.
     __device__ __forceinline__ T element_of(Word coded) const
@@ -423,25 +424,26 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t base = 0; base < n; base += kWarp) {
             const uint32_t j = base + lane_id();
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!row.closed) element = element_at(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
+            if (!row.closed) element = element_at<false>(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
             if (j < n) store_element(cb.planes, window, columns[j], element);
         }
     }
     // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
-    // far. By all lanes together.
+    // far. SKIPS: planes that none of them reaches, and residuals of no bits, are not looked at. By all lanes together.
+    template <bool SKIPS>
     __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
                                             uint32_t (&next)[IBP_MAX_PLANES]) const
     {
-        uint32_t at = j, rank = 0;
+        uint32_t at = j, rank = 0, escaped = kAllLanes;
         bool open = active;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= cb.planes.num_planes) continue;
+            if (p >= cb.planes.num_planes || (SKIPS && escaped == 0u)) continue;
             const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u;
             const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
             if (open) rank += digit;
             open = open && digit == escape;
-            const uint32_t escaped = G::ballot(open);
+            escaped = G::ballot(open);
             at = next[p] + ibp_popcount(escaped & G::lanes_below());
             next[p] += ibp_popcount(escaped);
             if (!open) at = 0;
@@ -450,7 +452,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         Word symbol = entries()[rank];
         if (open && r < kBits)
             symbol = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
-        return element_of(symbol | low_bits(field(parts.residuals + j * r), r));
+        if (!SKIPS || r != 0u) symbol |= low_bits(field(parts.residuals + j * r), r);
+        return element_of(symbol);
     }
 
     // Stores all columns. parts: of the values, where there are any.

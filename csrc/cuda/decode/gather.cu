@@ -57,9 +57,6 @@ static bool spills_far(const ibp_table &table)
 
 // ---- the decoders ----
 
-static bool is_any(const ibp_codebook &) { return true; }
-static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
-static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
 
 // A codebook goes to the first decoder of its scheme that takes it and knows its fields.

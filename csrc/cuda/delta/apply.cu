@@ -6,8 +6,9 @@
 // All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
 // taken back if that is not. A row that is corrupt changes nothing, both times.
 #include "../decode/decode_listed.cuh"
-#include "../encode/rows.cuh"
 #include "versions.cuh"
+
+#include <algorithm>
 
 namespace ibp {
 
@@ -28,7 +29,6 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
     sum_versions(const ibp_delta_tensor *versions, const uint32_t num_versions, const int64_t num_rows,
                  const uint32_t row_bytes, const DeltaState state)
 {
-    constexpr uint32_t kAhead = 4;
     const WarpRows mine;
     PlacedSum total;
 #pragma unroll 1
@@ -38,21 +38,8 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
         const ibp_delta_tensor &version = versions[row.version];
         const uint8_t *const from = version.base + row.start;
         const uint64_t first_word = static_cast<uint64_t>(row.start) / 8u;
-        uint64_t sum = 0;
         const uint32_t num_pairs = aligned(from, 16) ? row.valid / 16u : 0u;
-#pragma unroll 1
-        for (uint32_t p = lane_id(); p < num_pairs; p += kAhead * kWarp) {
-            ulonglong2 pairs[kAhead];
-#pragma unroll
-            for (uint32_t i = 0; i < kAhead; i++)
-                if (p + i * kWarp < num_pairs) pairs[i] = reinterpret_cast<const ulonglong2 *>(from)[p + i * kWarp];
-#pragma unroll
-            for (uint32_t i = 0; i < kAhead; i++) {
-                const uint64_t number = first_word + 2u * (p + i * kWarp);
-                if (p + i * kWarp < num_pairs)
-                    sum += ibp_mix_word(pairs[i].x, number) + ibp_mix_word(pairs[i].y, number + 1u);
-            }
-        }
+        uint64_t sum = sum_pairs(reinterpret_cast<const ulonglong2 *>(from), num_pairs, lane_id(), kWarp, first_word);
         for (uint32_t w = 2u * num_pairs + lane_id(); 8u * w < row.valid; w += kWarp)
             sum += ibp_mix_word(load_any_word(from, row.valid, w), first_word + w);
         __syncwarp();
@@ -156,7 +143,9 @@ template <typename T> struct DeltaAdder {
         {
             uint64_t *const near = reinterpret_cast<uint64_t *>(bytes) + w;
             const uint64_t before = is_whole ? *near : load_any_word(bytes, valid, w),
-                           after = negates ? subtract_elements<T>(before, elements) : add_elements<T>(before, elements);
+                           highest = ibp_highest_bits(sizeof(T)),
+                           after = negates ? ibp_subtract_elements(before, elements, highest)
+                                           : ibp_add_elements(before, elements, highest);
             if (is_whole)
                 *near = after;
             else
@@ -197,32 +186,6 @@ template <typename T> struct DeltaAdder {
         uint32_t next[IBP_MAX_PLANES]; // elements that reached the further planes so far
         bool closed;
     };
-    // Element j, one a lane, of consecutive ones; planes that none of them reaches are not looked at. By all lanes
-    // together.
-    __device__ __forceinline__ T element_at(const Book &book, Values &values, uint32_t j, bool active) const
-    {
-        uint32_t at = j, rank = 0, open = kAllLanes; // open: lanes whose element is in a further plane
-        bool reaches = active;
-#pragma unroll
-        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= cb.planes.num_planes || open == 0u) continue;
-            const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u,
-                           digit = shared_bits(values.parts.digits[p] + (reaches ? at : 0u) * num_bits) & escape;
-            if (reaches) rank += digit;
-            reaches = reaches && digit == escape;
-            open = __ballot_sync(kAllLanes, reaches);
-            at = values.next[p] + ibp_popcount(open & Decoder::G::lanes_below());
-            values.next[p] += ibp_popcount(open);
-        }
-        const uint32_t r = cb.planes.residual_bits;
-        typename Decoder::Word symbol = decoder.entries()[rank];
-        if (open != 0u && reaches && r < kBits) {
-            const uint32_t raw = values.parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits;
-            symbol = low_bits(Decoder::field(raw), book.symbol_bits) << r;
-        }
-        if (r != 0u) symbol |= low_bits(Decoder::field(values.parts.residuals + j * r), r);
-        return decoder.element_of(symbol);
-    }
     // Adds n elements, from number `first` of the row on, whose columns are in decoder.numbers().
     __device__ __forceinline__ void add_batch(const Book &book, Values &values, uint32_t first, uint32_t n,
                                               Target &target) const
@@ -233,7 +196,9 @@ template <typename T> struct DeltaAdder {
             const uint32_t j = base + lane_id();
             const bool active = j < n;
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!values.closed) element = element_at(book, values, first + ibp_min_u32(j, n - 1u), active);
+            if (!values.closed)
+                element = decoder.template element_at<true>(book, values.parts, first + ibp_min_u32(j, n - 1u), active,
+                                                            values.next);
             add_elements_of(active ? decoder.numbers()[j] : 0u, element, active, target);
         }
     }
@@ -348,61 +313,32 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     change.flush();
 }
 
-struct ApplyCall {
-    const ibp_delta_tensor *versions;
-    uint32_t num_versions;
-    int64_t num_rows;
-    DeltaState state;
-    ibp_stream stream;
-};
-
-template <typename T> struct Applying {
-    static ibp_status judge(const ApplyCall &call, bool is_applied)
-    {
-        return launch_kernel(judge_deltas, Launch{1, kJudgeThreads, 0, 1}, call.stream, call.versions,
-                             call.num_versions, is_applied, call.state);
-    }
-    static ibp_status sum(const ibp_codebook &cb, const ApplyCall &call)
-    {
-        Launch launch;
-        const ibp_status status =
-            plan_rows(reinterpret_cast<const void *>(sum_versions), kSumOfVersionsThreads, 0, call.num_rows, &launch);
-        if (status != IBP_OK) return status;
-        return launch_kernel(sum_versions, launch, call.stream, call.versions, call.num_versions, call.num_rows,
-                             cb.row_bytes, call.state);
-    }
-    static ibp_status add(const ibp_codebook &cb, const ApplyCall &call, bool takes_back)
-    {
-        ibp_status status = IBP_OK;
-        for (const Coded coded : {Coded::kShort, Coded::kLong}) {
-            const uint32_t warp_bytes = DeltaAdder<T>::shared_bytes_of(cb, coded),
-                           warps = std::min(kApplyThreads / kWarp, kMostSharedBytes / warp_bytes);
-            Launch launch{};
-            if (status == IBP_OK)
-                status = plan_rows(reinterpret_cast<const void *>(add_deltas<T>), warps * kWarp, warps * warp_bytes,
-                                   call.num_rows, &launch);
-            if (status == IBP_OK)
-                status = launch_kernel(add_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions,
-                                       call.num_rows, coded, takes_back, call.state);
-        }
-        return status;
-    }
-    static ibp_status launch(const ibp_codebook &cb, const ApplyCall &call, const bool &takes_back)
-    {
-        if (takes_back) return add(cb, call, true);
-        ibp_status status = sum(cb, call);
-        if (status == IBP_OK) status = judge(call, false);
-        if (status == IBP_OK) status = add(cb, call, false);
-        if (status == IBP_OK) status = judge(call, true);
-        return status == IBP_OK ? add(cb, call, true) : status;
-    }
-};
-
-ibp_status plan_rows(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_rows, Launch *launch)
+static ibp_status judge(const DeltaCall &call, const DeltaState &state, bool is_applied)
 {
-    const int64_t warps = num_threads / kWarp;
-    *launch = {0, num_threads, shared_bytes, 1};
-    return plan_blocks(kernel, num_threads, shared_bytes, (num_rows + warps - 1) / warps, 0, &launch->blocks);
+    return launch_kernel(judge_deltas, Launch{1, kJudgeThreads, 0, 1}, call.stream, call.versions, call.num_versions,
+                         is_applied, state);
+}
+template <typename T> static ibp_status add(const DeltaCall &call, const DeltaState &state, bool takes_back)
+{
+    ibp_status status = IBP_OK;
+    for (const Coded coded : {Coded::kShort, Coded::kLong}) {
+        const uint32_t warp_bytes = DeltaAdder<T>::shared_bytes_of(call.cb, coded),
+                       warps = std::min(kApplyThreads / kWarp, kMostSharedBytes / warp_bytes);
+        if (status == IBP_OK)
+            status = launch_rows(add_deltas<T>, warps * kWarp, warps * warp_bytes, call, call.cb, call.versions,
+                                 call.num_versions, call.num_rows, coded, takes_back, state);
+    }
+    return status;
+}
+template <typename T> static ibp_status apply(const DeltaCall &call, const DeltaState &state, bool takes_back)
+{
+    if (takes_back) return add<T>(call, state, true);
+    ibp_status status = launch_rows(sum_versions, kSumOfVersionsThreads, 0, call, call.versions, call.num_versions,
+                                    call.num_rows, call.cb.row_bytes, state);
+    if (status == IBP_OK) status = judge(call, state, false);
+    if (status == IBP_OK) status = add<T>(call, state, false);
+    if (status == IBP_OK) status = judge(call, state, true);
+    return status == IBP_OK ? add<T>(call, state, true) : status;
 }
 
 } // namespace ibp
@@ -417,7 +353,8 @@ ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_t
     if (!ibp_cuda_applies_deltas(codebook) || state == nullptr) return IBP_INVALID_ARGUMENT;
     if (num_rows == 0) return IBP_OK;
     if (!ibp::are_versions(versions, num_versions, num_rows)) return IBP_INVALID_ARGUMENT;
-    const ibp::ApplyCall call{versions, num_versions, num_rows, {state}, stream};
-    return ibp::by_element<ibp::Applying>(*codebook, call, takes_back);
+    const ibp::DeltaCall call{*codebook, versions, num_versions, num_rows, stream};
+    return ibp::by_element(
+        *codebook, [&](auto zero) { return ibp::apply<decltype(zero)>(call, ibp::DeltaState{state}, takes_back); });
 }
 }

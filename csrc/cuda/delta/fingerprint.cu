@@ -4,31 +4,9 @@
 #include "../launch.cuh"
 #include "sums.cuh"
 
-#include <algorithm>
-
 namespace ibp {
 
-constexpr uint32_t kSumThreads = 256, kPairsAhead = 4; // pairs of words that a thread loads at once
-
-// The words of pairs [first, num_pairs), every `step`-th, of data that is aligned to 16 bytes.
-__device__ __forceinline__ uint64_t sum_pairs(const ulonglong2 *pairs, int64_t num_pairs, int64_t first, int64_t step,
-                                              uint64_t first_word)
-{
-    uint64_t sum = 0;
-    for (int64_t p = first; p < num_pairs; p += kPairsAhead * step) {
-        ulonglong2 words[kPairsAhead];
-#pragma unroll
-        for (uint32_t i = 0; i < kPairsAhead; i++)
-            if (p + i * step < num_pairs) words[i] = pairs[p + i * step];
-#pragma unroll
-        for (uint32_t i = 0; i < kPairsAhead; i++) {
-            const uint64_t number = first_word + 2u * static_cast<uint64_t>(p + i * step);
-            if (p + i * step < num_pairs)
-                sum += ibp_mix_word(words[i].x, number) + ibp_mix_word(words[i].y, number + 1u);
-        }
-    }
-    return sum;
-}
+constexpr uint32_t kSumThreads = 256;
 
 __global__ void __launch_bounds__(kSumThreads)
     sum_words(const uint8_t *data, const int64_t num_bytes, const uint64_t first_word, unsigned long long *sum)
@@ -50,8 +28,6 @@ extern "C" ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes,
     constexpr int64_t kBytesABlock = 16 * ibp::kPairsAhead * ibp::kSumThreads, kMostBlocks = 4096;
     if (num_bytes < 0 || sum == nullptr || !ibp::has_bytes(part, num_bytes)) return IBP_INVALID_ARGUMENT;
     if (num_bytes == 0) return IBP_OK;
-    const int64_t blocks = std::min<int64_t>(kMostBlocks, (num_bytes + kBytesABlock - 1) / kBytesABlock);
-    ibp::sum_words<<<static_cast<uint32_t>(blocks), ibp::kSumThreads, 0, stream>>>(
-        part, num_bytes, first_word, reinterpret_cast<unsigned long long *>(sum));
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::sum_words, ibp::plan_jobs(num_bytes, kBytesABlock, kMostBlocks, ibp::kSumThreads),
+                              stream, part, num_bytes, first_word, reinterpret_cast<unsigned long long *>(sum));
 }

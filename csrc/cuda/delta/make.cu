@@ -65,7 +65,7 @@ template <typename T> struct DeltaRows {
         for (uint32_t i = 0; i < 2u; i++) {
             loaded.newer[i] = newer[2 * i] | static_cast<uint64_t>(newer[2 * i + 1]) << 32;
             loaded.base[i] = base[2 * i] | static_cast<uint64_t>(base[2 * i + 1]) << 32;
-            loaded.words[i] = subtract_elements<T>(loaded.newer[i], loaded.base[i]);
+            loaded.words[i] = ibp_subtract_elements(loaded.newer[i], loaded.base[i], ibp_highest_bits(sizeof(T)));
         }
     }
     static __device__ __forceinline__ T element(const Loaded &loaded, uint32_t e)
@@ -363,42 +363,6 @@ __global__ void __launch_bounds__(kMakeThreads)
     }
 }
 
-struct MakeCall {
-    const ibp_delta_tensor *versions;
-    uint32_t num_versions;
-    int64_t num_rows;
-    ibp_stream stream;
-};
-template <typename T> struct Measuring {
-    static ibp_status launch(const ibp_codebook &cb, const MakeCall &call, uint16_t *lengths, uint16_t *counts,
-                             uint64_t *sums)
-    {
-        Launch launch;
-        const ibp_status status =
-            plan_rows(reinterpret_cast<const void *>(measure_deltas<T>), kMakeThreads, 0, call.num_rows, &launch);
-        if (status != IBP_OK) return status;
-        return launch_kernel(measure_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions,
-                             call.num_rows, lengths, counts, sums);
-    }
-};
-template <typename T> struct Encoding {
-    static ibp_status launch(const ibp_codebook &cb, const MakeCall &call, const uint16_t *lengths,
-                             const uint16_t *counts, const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes)
-    {
-        ibp_status status = IBP_OK;
-        for (const Coded coded : {Coded::kShort, Coded::kLong}) {
-            Launch launch{};
-            if (status == IBP_OK)
-                status = plan_rows(reinterpret_cast<const void *>(encode_deltas<T>), kMakeThreads,
-                                   kMakeThreads / kWarp * encode_bytes<T>(cb.row_bytes, coded), call.num_rows, &launch);
-            if (status == IBP_OK)
-                status = launch_kernel(encode_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions,
-                                       call.num_rows, coded, lengths, counts, bases, overflow, overflow_bytes);
-        }
-        return status;
-    }
-};
-
 } // namespace ibp
 
 extern "C" {
@@ -417,8 +381,11 @@ ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta
     if (num_rows == 0) return IBP_OK;
     if (!ibp::are_versions(versions, num_versions, num_rows) || !lengths || !counts || !sums)
         return IBP_INVALID_ARGUMENT;
-    const ibp::MakeCall call{versions, num_versions, num_rows, stream};
-    return ibp::by_element<ibp::Measuring>(*codebook, call, lengths, counts, sums);
+    const ibp::DeltaCall call{*codebook, versions, num_versions, num_rows, stream};
+    return ibp::by_element(*codebook, [&](auto zero) {
+        return ibp::launch_rows(ibp::measure_deltas<decltype(zero)>, ibp::kMakeThreads, 0, call, *codebook, versions,
+                                num_versions, num_rows, lengths, counts, sums);
+    });
 }
 
 ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *versions, uint32_t num_versions,
@@ -429,7 +396,18 @@ ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_
     if (num_rows == 0 || overflow_bytes == 0) return IBP_OK;
     if (!ibp::are_versions(versions, num_versions, num_rows) || !lengths || !counts || !bases || !overflow)
         return IBP_INVALID_ARGUMENT;
-    const ibp::MakeCall call{versions, num_versions, num_rows, stream};
-    return ibp::by_element<ibp::Encoding>(*codebook, call, lengths, counts, bases, overflow, overflow_bytes);
+    const ibp::DeltaCall call{*codebook, versions, num_versions, num_rows, stream};
+    return ibp::by_element(*codebook, [&](auto zero) {
+        ibp_status status = IBP_OK;
+        for (const ibp::Coded coded : {ibp::Coded::kShort, ibp::Coded::kLong}) {
+            const uint32_t warp_bytes = ibp::encode_bytes<decltype(zero)>(codebook->row_bytes, coded);
+            if (status == IBP_OK)
+                status =
+                    ibp::launch_rows(ibp::encode_deltas<decltype(zero)>, ibp::kMakeThreads,
+                                     ibp::kMakeThreads / ibp::kWarp * warp_bytes, call, *codebook, versions,
+                                     num_versions, num_rows, coded, lengths, counts, bases, overflow, overflow_bytes);
+        }
+        return status;
+    });
 }
 }

@@ -17,6 +17,30 @@ __device__ __forceinline__ uint64_t sum_of_warp(uint64_t v)
     return v;
 }
 
+constexpr uint32_t kPairsAhead = 4; // pairs of words that a thread loads at once
+
+// The words of pairs [first, num_pairs), every `step`-th, of data that is aligned to 16 bytes. Number is of 32 or 64
+// bits. first_word: number of the first pair's first word.
+template <typename Number>
+__device__ __forceinline__ uint64_t sum_pairs(const ulonglong2 *pairs, Number num_pairs, Number first, Number step,
+                                              uint64_t first_word)
+{
+    uint64_t sum = 0;
+    for (Number p = first; p < num_pairs; p += kPairsAhead * step) {
+        ulonglong2 words[kPairsAhead];
+#pragma unroll
+        for (uint32_t i = 0; i < kPairsAhead; i++)
+            if (p + i * step < num_pairs) words[i] = pairs[p + i * step];
+#pragma unroll
+        for (uint32_t i = 0; i < kPairsAhead; i++) {
+            const uint64_t number = first_word + 2u * static_cast<uint64_t>(p + i * step);
+            if (p + i * step < num_pairs)
+                sum += ibp_mix_word(words[i].x, number) + ibp_mix_word(words[i].y, number + 1u);
+        }
+    }
+    return sum;
+}
+
 // Word i of num_bytes bytes at any address, zeros past them. Reads no byte outside them.
 __device__ __forceinline__ uint64_t load_any_word(const uint8_t *data, int64_t num_bytes, int64_t i)
 {

@@ -9,8 +9,6 @@
 #include "../launch.cuh"
 #include "sums.cuh"
 
-#include <algorithm>
-
 namespace ibp {
 
 constexpr uint32_t kMostDeltaRow = 8192; // bytes
@@ -30,25 +28,6 @@ __device__ __forceinline__ bool takes(Coded coded, uint32_t length)
 __host__ __device__ __forceinline__ uint32_t most_stored(Coded coded, uint32_t row_bytes)
 {
     return coded == Coded::kShort ? ibp_min_u32(kShortCoded, row_bytes) : row_bytes;
-}
-
-// ---- elements of 64 bits ----
-
-// The highest bit of each element.
-template <typename T>
-constexpr uint64_t kHighest = ~uint64_t{0} / (sizeof(T) == 8 ? ~uint64_t{0} : (uint64_t{1} << 8 * sizeof(T) % 64) - 1)
-                              << (8 * sizeof(T) - 1);
-
-// Sums and differences modulo 2^w, each element for itself.
-template <typename T> __device__ __forceinline__ uint64_t add_elements(uint64_t a, uint64_t b)
-{
-    constexpr uint64_t kTop = kHighest<T>;
-    return ((a & ~kTop) + (b & ~kTop)) ^ ((a ^ b) & kTop);
-}
-template <typename T> __device__ __forceinline__ uint64_t subtract_elements(uint64_t a, uint64_t b)
-{
-    constexpr uint64_t kTop = kHighest<T>;
-    return ((a | kTop) - (b & ~kTop)) ^ ((a ^ ~b) & kTop);
 }
 
 // ---- the sequence of rows ----
@@ -121,20 +100,26 @@ inline bool are_versions(const ibp_delta_tensor *versions, uint32_t num_versions
            num_rows <= INT64_MAX / (int64_t{IBP_OVERFLOW_ALIGN} * kMostDeltaRow);
 }
 
-// Blocks of num_threads threads with shared_bytes: as many as the device holds at once, or as there are rows for.
-ibp_status plan_rows(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_rows, Launch *launch);
+// ---- launching ----
 
-// Calls function<T>(arguments...) for the elements of a codebook.
-template <template <typename> class Function, class... Arguments>
-ibp_status by_element(const ibp_codebook &cb, const Arguments &...arguments)
+// What the functions of deltas are asked for.
+struct DeltaCall {
+    const ibp_codebook &cb;
+    const ibp_delta_tensor *versions;
+    uint32_t num_versions;
+    int64_t num_rows;
+    ibp_stream stream;
+};
+
+// Launches a kernel whose warps take the rows of a call.
+template <class... Parameters, class... Arguments>
+ibp_status launch_rows(void (*kernel)(Parameters...), uint32_t num_threads, uint32_t shared_bytes,
+                       const DeltaCall &call, const Arguments &...arguments)
 {
-    switch (cb.planes.element_bytes) {
-    case 1: return Function<uint8_t>::launch(cb, arguments...);
-    case 2: return Function<uint16_t>::launch(cb, arguments...);
-    case 4: return Function<uint32_t>::launch(cb, arguments...);
-    case 8: return Function<uint64_t>::launch(cb, arguments...);
-    default: return IBP_INVALID_ARGUMENT;
-    }
+    Launch launch;
+    const ibp_status status = plan_resident(reinterpret_cast<const void *>(kernel), num_threads, shared_bytes,
+                                            call.num_rows, num_threads / kWarp, 0, &launch);
+    return status == IBP_OK ? launch_kernel(kernel, launch, call.stream, arguments...) : status;
 }
 
 } // namespace ibp

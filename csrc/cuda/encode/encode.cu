@@ -6,16 +6,16 @@
 
 namespace ibp {
 
-static bool is_any(const ibp_codebook &) { return true; }
-static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
-static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
-static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pairs(cb.planes) && has_code_table(cb); }
-// Whether a row's list fits shared memory beside its stage, and no other encoder is faster.
+// Whether symbols are exponents of 8 bits, and rows whole vectors.
+static bool encodes_fast(const ibp_codebook &cb)
+{
+    return is_fast(cb) && cb.planes.rotate == 1u && bits_of_symbol(cb.planes) == 8u && cb.row_bytes % 16u == 0u;
+}
+// Whether a row's list fits shared memory beside its stage and the tables, on any GPU.
 static bool has_values(const ibp_codebook &cb)
 {
-    constexpr uint32_t kLongest = 16384;
-    const bool of_pairs = cb.planes.element_bytes == 2u && cb.planes.residual_bits > 8u && has_pairs(cb.planes);
-    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest && !of_pairs;
+    constexpr uint32_t kLongest = 32768;
+    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest;
 }
 
 // A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored
@@ -31,9 +31,8 @@ static const Encoder kEncoders[] = {
     {IBP_SCHEME_RAW, is_any, 0, nullptr, encode_masks},
     {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
     {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_listed},
-    {IBP_SCHEME_PLANES, encodes_fast, kInvariantBits | kConsecutive, measure_fast, encode_fast},
+    {IBP_SCHEME_PLANES, encodes_fast, kConsecutive, measure_fast, encode_fast},
     {IBP_SCHEME_PLANES, has_values, kConsecutive, measure_dense, encode_values},
-    {IBP_SCHEME_PLANES, is_of_pairs, kConsecutive, measure_dense, encode_pairs},
     {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_dense, encode_dense},
 };
 
@@ -64,8 +63,7 @@ extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t
 {
     // The arrays that are written are those of the arguments: the table's own pointers are not read.
     if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
-    if (!ibp::has_bytes(slots, table->slots_bytes) || !ibp::has_bytes(overflow, table->overflow_bytes))
-        return IBP_INVALID_ARGUMENT;
+    if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);
     if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_num_rows(table);

@@ -1,180 +1,50 @@
-// encode_fast.cuh - dense rows of scheme planes with one plane of digits of four bits over consecutive symbols of up to
-// a byte (FORMAT.md section 6): what level="fast" makes.
+// encode_fast.cuh - dense rows of scheme planes with one plane of digits of four bits over consecutive symbols
+// (FORMAT.md section 6): what level="fast" makes of most floats. Elements are rotated, their symbol is an exponent of 8
+// bits, and rows are whole vectors.
 //
 // A lane takes 16 bytes a step. A digit is a subtraction and a comparison, four symbols at once; residuals and digits
 // of a lane are whole bytes at places that are known. Escapes are rare: a vote finds them, and only then are they
 // counted.
-// Most tables are of floats whose symbol is an exponent of 8 bits, with rows of whole vectors: PlainFastEncoder.
 #ifndef IBP_ENCODE_FAST_CUH
 #define IBP_ENCODE_FAST_CUH
 
-#include "byte_symbols.cuh"
+#include "../digits.cuh"
+#include "../kinds.h"
+#include "encoder.cuh"
 
 namespace ibp {
 
-template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
-    using Symbols = ByteSymbols<T>;
+template <typename T, uint32_t LANES> struct FastEncoder {
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements that have residuals of whole bytes");
     using Group = EncodeGroup<LANES>;
     using G = Group;
-    using Symbols::columns, Symbols::kPerLane, Symbols::kWords, Symbols::residual_bits, Symbols::row_bytes,
-        Symbols::symbol_bits;
     static constexpr uint32_t kBlocks = 1;
-    static constexpr bool kFillsStage = false;
-    static constexpr uint32_t kSteps = 2, kStepBytes = kVector * LANES, kEscape = 15, kDigitBits = 4;
+    static constexpr bool kFillsStage = true;
+    static constexpr uint32_t kWords = kVector / sizeof(T) / 4u; // that hold a byte of each element of a lane
+    static constexpr uint32_t kResidualBytes = sizeof(T) - 1u;   // of an element
+    static constexpr uint32_t kSteps = 2, kStepBytes = kVector * LANES, kEscape = 15;
     static constexpr uint32_t kHigh = 0x80808080u, kBytes = 0x01010101u;
-    const uint32_t first_symbol, of_symbol; // in each byte
+    const uint32_t row_bytes, columns, first_symbol; // first_symbol: in each byte
 
     static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &) { return 0; }
-    // The list of symbols that escape.
-    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
-    {
-        return (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 31u) / 16u * 16u;
-    }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
     __device__ __forceinline__ FastEncoder(const ibp_codebook &cb, uint32_t *)
-        : Symbols(cb), first_symbol((static_cast<uint32_t>(cb.planes.first_symbol) & 0xffu) * kBytes),
-          of_symbol(low_bits(0xffu, symbol_bits) * kBytes)
+        : row_bytes(cb.row_bytes), columns(cb.row_bytes / static_cast<uint32_t>(sizeof(T))),
+          first_symbol((static_cast<uint32_t>(cb.planes.first_symbol) & 0xffu) * kBytes)
     {
     }
-    __device__ __forceinline__ FastEncoder of_cluster(const ibp_codebook &, uint32_t) const { return *this; }
+    __device__ __forceinline__ void select(const ibp_codebook &, uint32_t) {}
 
     // The digits of four symbols, a byte each. escaped: the highest bit of a byte is set where its symbol escapes.
-    // BYTES: symbols have 8 bits.
-    template <bool BYTES = false>
     __device__ __forceinline__ uint32_t digits_of(uint32_t symbols, uint32_t &escaped) const
     {
         // How far each symbol is behind the first one: a subtraction without borrows from byte to byte.
         const uint32_t difference = (symbols | kHigh) - (first_symbol & ~kHigh);
-        uint32_t ahead = difference ^ ((symbols ^ ~first_symbol) & kHigh);
-        if (!BYTES) ahead &= of_symbol;
+        const uint32_t ahead = difference ^ ((symbols ^ ~first_symbol) & kHigh);
         escaped = (((ahead & ~kHigh) + (0x80u - kEscape) * kBytes) | ahead) & kHigh;
         return (ahead | (escaped >> 7u) * kEscape) & kEscape * kBytes;
     }
-
-    // A lane's elements of one step. column: past the last one where it has none. differ: as split says.
-    struct Lane {
-        uint32_t column, num, symbols[kWords], escaped[kWords], residuals[4], digits, differ;
-    };
-    __device__ __forceinline__ Lane look_at(uint32_t (&word)[4], uint32_t first) const
-    {
-        Lane lane{};
-        lane.column = first / static_cast<uint32_t>(sizeof(T));
-        if (lane.column >= columns) return lane;
-        lane.num = ibp_min_u32(columns - lane.column, kPerLane);
-        if (lane.num < kPerLane) this->fill_up(word, lane.num);
-        lane.differ = this->split(word, lane.symbols, lane.residuals);
-#pragma unroll
-        for (uint32_t w = 0; w < kWords; w++) {
-            const uint32_t digits = digits_of(lane.symbols[w], lane.escaped[w]);
-            lane.digits |= permute_bytes(digits | digits >> 4, 0, 0x4420) << 16u * w;
-        }
-        if (lane.num < kPerLane) {
-            lane.digits = low_bits(lane.digits, kDigitBits * lane.num);
-#pragma unroll
-            for (uint32_t w = 0; w < kWords; w++)
-                lane.escaped[w] = low_bits(lane.escaped[w], 8u * (lane.num > 4u * w ? lane.num - 4u * w : 0u));
-        }
-        return lane;
-    }
-    static __device__ __forceinline__ uint32_t count_escaped(const Lane &lane)
-    {
-        uint32_t count = 0;
-#pragma unroll
-        for (uint32_t w = 0; w < kWords; w++) count += ibp_popcount(lane.escaped[w]);
-        return count;
-    }
-
-    __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
-    {
-        uint32_t sums[2] = {0, 0};
-        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kStepBytes) {
-            uint32_t word[4];
-            row.load(first, word);
-            const Lane lane = look_at(word, first);
-            sums[0] += count_escaped(lane);
-            sums[1] |= lane.differ != 0u;
-        }
-        G::sum(sums);
-        if (sums[1] != 0u) return kNoCodedForm;
-        return to_byte(columns * residual_bits) + to_byte(columns * kDigitBits) + to_byte(sums[0] * symbol_bits);
-    }
-
-    __device__ __forceinline__ void put(const Lane &lane, uint8_t *residuals, uint8_t *digits) const
-    {
-        using Digits = std::conditional_t<kPerLane == 8, uint32_t, uint16_t>;
-        put_bytes(residuals + lane.column * residual_bits / 8u, lane.residuals, (lane.num * residual_bits + 7u) / 8u);
-        uint8_t *const to = digits + lane.column / 2u;
-        if (lane.num == kPerLane && aligned(to, sizeof(Digits))) {
-            *reinterpret_cast<Digits *>(to) = static_cast<Digits>(lane.digits);
-            return;
-        }
-        for (uint32_t i = 0; i < (lane.num + 1u) / 2u; i++) to[i] = static_cast<uint8_t>(lane.digits >> 8u * i);
-    }
-    // Appends the symbols of a step that escape to a list of num_listed symbols. Returns how many it has then.
-    static __device__ __forceinline__ uint32_t list_escaped(const Lane (&lanes)[kSteps], uint8_t *list,
-                                                            uint32_t num_listed)
-    {
-        const uint32_t counts[1] = {count_escaped(lanes[0]) | count_escaped(lanes[1]) << 16};
-        uint32_t before[1], total[1];
-        G::scan(counts, before, total);
-#pragma unroll
-        for (uint32_t s = 0; s < kSteps; s++) {
-            uint8_t *to = list + num_listed + (before[0] >> 16u * s & 0xffffu);
-#pragma unroll
-            for (uint32_t w = 0; w < kWords; w++) Symbols::append(to, lanes[s].symbols[w], lanes[s].escaped[w]);
-            num_listed += total[0] >> 16u * s & 0xffffu;
-        }
-        return num_listed;
-    }
-
-    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end.
-    __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
-                                               uint32_t most_bytes) const
-    {
-        uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words), *const list =
-                                                                             bytes + bit_stage_bytes(row_bytes);
-        const uint32_t digits_at = start_bit + to_byte(columns * residual_bits),
-                       symbols_at = digits_at + to_byte(columns * kDigitBits);
-        if (symbols_at > 8u * most_bytes) return symbols_at / 8u;
-        uint32_t num_listed = 0, differ = 0;
-#pragma unroll 1
-        for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
-            uint32_t word[kSteps][4], escaped = 0;
-            Lane lanes[kSteps];
-#pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) row.load(base + s * kStepBytes + kVector * G::lane(), word[s]);
-#pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) {
-                lanes[s] = look_at(word[s], base + s * kStepBytes + kVector * G::lane());
-                if (lanes[s].num != 0u) put(lanes[s], bytes + start_bit / 8u, bytes + digits_at / 8u);
-#pragma unroll
-                for (uint32_t w = 0; w < kWords; w++) escaped |= lanes[s].escaped[w];
-                differ |= lanes[s].differ;
-            }
-            if (G::any(escaped != 0u)) num_listed = list_escaped(lanes, list, num_listed);
-        }
-        if (this->invariant_bits != 0u && G::any(differ != 0u)) return kNoCodedForm;
-        const uint32_t end = symbols_at + to_byte(num_listed * symbol_bits);
-        if (num_listed == 0u || end > 8u * most_bytes) return end / 8u;
-        G::sync(); // the list is there
-        for (uint32_t i = G::lane(); i < num_listed; i += LANES)
-            stage.or_bits(symbols_at + i * symbol_bits, static_cast<uint32_t>(list[i]));
-        return end / 8u;
-    }
-};
-
-// Of elements that are rotated and have symbols of 8 bits and no invariant bits, in rows of whole vectors.
-template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, LANES> {
-    using Base = FastEncoder<T, LANES>;
-    using Group = typename Base::Group;
-    using G = Group;
-    using Base::columns, Base::kPerLane, Base::kSteps, Base::kStepBytes, Base::kWords, Base::row_bytes;
-    static constexpr bool kFillsStage = true;
-    static constexpr uint32_t kResidualBytes = sizeof(T) - 1u; // of an element
-
-    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
-    __device__ __forceinline__ PlainFastEncoder(const ibp_codebook &cb, uint32_t *table) : Base(cb, table) {}
-    __device__ __forceinline__ PlainFastEncoder of_cluster(const ibp_codebook &, uint32_t) const { return *this; }
-
+    // Symbols and residuals of a lane, side by side.
     static __device__ __forceinline__ void split(const uint32_t (&word)[4], uint32_t (&symbols)[kWords],
                                                  uint32_t (&residuals)[3])
     {
@@ -198,6 +68,24 @@ template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, L
             residuals[2] = permute_bytes(rotated[2], rotated[3], 0x6542);
         }
     }
+    // Bits of a row as coded.
+    __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
+    {
+        uint32_t num_escaped[1] = {0};
+        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kStepBytes) {
+            uint32_t word[4], symbols[kWords], residuals[3], escaped;
+            row.load(first, word);
+            split(word, symbols, residuals);
+#pragma unroll
+            for (uint32_t w = 0; w < kWords; w++) {
+                digits_of(symbols[w], escaped);
+                num_escaped[0] += ibp_popcount(escaped);
+            }
+        }
+        G::sum(num_escaped);
+        return 8u * (columns * kResidualBytes + columns / 2u + num_escaped[0]);
+    }
+
     static __device__ __forceinline__ void put(const uint32_t (&residuals)[3], uint32_t digits, uint8_t *to_residuals,
                                                uint8_t *to_digits)
     {
@@ -209,6 +97,13 @@ template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, L
             for (uint32_t i = 0; i < 3u; i++) reinterpret_cast<uint32_t *>(to_residuals)[i] = residuals[i];
             *reinterpret_cast<uint16_t *>(to_digits) = static_cast<uint16_t>(digits);
         }
+    }
+    // Appends every one of four symbols that escapes.
+    static __device__ __forceinline__ void append(uint8_t *&to, uint32_t symbols, uint32_t escaped)
+    {
+#pragma unroll
+        for (uint32_t e = 0; e < 4; e++)
+            if ((escaped >> 8u * e & 0xffu) != 0u) *to++ = static_cast<uint8_t>(symbols >> 8u * e);
     }
     // Puts the symbols of a step that escape at `to` if there is room for all of them. Returns how many escape.
     static __device__ __noinline__ uint32_t append_escaped(uint4 symbols, uint4 escaped, uint8_t *to, uint32_t room)
@@ -226,12 +121,12 @@ template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, L
         for (uint32_t s = 0; s < kSteps; s++) {
             uint8_t *at = to + (s == 0u ? before[0] & 0xffffu : of_first + (before[0] >> 16));
 #pragma unroll
-            for (uint32_t w = 0; w < kWords; w++)
-                Base::append(at, of_symbols[s * kWords + w], of_escaped[s * kWords + w]);
+            for (uint32_t w = 0; w < kWords; w++) append(at, of_symbols[s * kWords + w], of_escaped[s * kWords + w]);
         }
         return count;
     }
 
+    // Codes a row into a stage. Returns the bytes up to its end.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {
@@ -254,7 +149,7 @@ template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, L
                 split(word[s], of_step, of_lane);
 #pragma unroll
                 for (uint32_t w = 0; w < kWords; w++) {
-                    found[w] = this->template digits_of<true>(of_step[w], escaped[s * kWords + w]);
+                    found[w] = digits_of(of_step[w], escaped[s * kWords + w]);
                     found[w] |= found[w] >> 4;
                     symbols[s * kWords + w] = of_step[w];
                     any |= escaped[s * kWords + w];

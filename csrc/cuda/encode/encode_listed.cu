@@ -7,11 +7,11 @@ using Plain = ListedEncoders<kNoFields>;
 
 ibp_status measure_listed(const Measure &measure)
 {
-    return Plain::take(measure.codebook) ? Plain::launch(measure) : measure_listed_of_any_fields(measure);
+    return Plain::take(codebook_of(measure)) ? Plain::launch(measure) : measure_listed_of_any_fields(measure);
 }
 ibp_status encode_listed(const Encode &encode)
 {
-    return Plain::take(encode.place.table.codebook) ? Plain::launch(encode) : encode_listed_of_any_fields(encode);
+    return Plain::take(codebook_of(encode)) ? Plain::launch(encode) : encode_listed_of_any_fields(encode);
 }
 
 } // namespace ibp

@@ -20,11 +20,6 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane, kStepBytes = kVector * LANES;
 
     using Base::Base;
-    __device__ __forceinline__ explicit ListedEncoder(const Base &base) : Base(base) {}
-    __device__ __forceinline__ ListedEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
-    {
-        return ListedEncoder(Base::of_cluster(cb, k));
-    }
 
     // Shared memory of a group behind its stage: the listed elements, whole lanes of them, and the bitmap.
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)

@@ -25,14 +25,12 @@ template <uint32_t LANES> struct MasksEncoder {
           num_flags(cb.num_flags)
     {
     }
-    __device__ __forceinline__ MasksEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
+    __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
     {
         const uint64_t offset = uint64_t{k} * cb.cluster_stride;
-        MasksEncoder one = *this;
-        one.mask += offset, one.bitval += offset, one.flags += offset;
+        mask += offset, bitval += offset, flags += offset;
         // Any number may stand there: no row has more participation bits than bytes.
-        if (cb.num_clusters > 1u) one.num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
-        return one;
+        if (cb.num_clusters > 1u) num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
     }
 
     // What a lane knows of its four words: the words, the bits kept of them, and their participation bits with their

@@ -27,6 +27,9 @@ struct Encode {
     ibp_stream stream;
 };
 
+inline const ibp_codebook &codebook_of(const Measure &measure) { return measure.codebook; }
+inline const ibp_codebook &codebook_of(const Encode &encode) { return encode.place.table.codebook; }
+
 // The encoders, each in a translation unit of its own under encode/. encode.cu says which codebooks each one takes.
 ibp_status measure_masks(const Measure &measure);
 ibp_status encode_masks(const Encode &encode);
@@ -36,7 +39,6 @@ ibp_status measure_listed(const Measure &measure);
 ibp_status encode_listed(const Encode &encode);
 ibp_status measure_listed_of_any_fields(const Measure &measure); // for encode_listed.cu
 ibp_status encode_listed_of_any_fields(const Encode &encode);
-ibp_status encode_pairs(const Encode &encode);
 ibp_status encode_values(const Encode &encode);
 ibp_status measure_fast(const Measure &measure);
 ibp_status encode_fast(const Encode &encode);

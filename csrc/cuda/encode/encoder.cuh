@@ -10,7 +10,7 @@
 //         static uint32_t table_bytes(const ibp_codebook &);
 //         static uint32_t scratch_bytes(const ibp_codebook &);
 //         SomeEncoder(const ibp_codebook &, uint32_t *table);
-//         SomeEncoder of_cluster(const ibp_codebook &, uint32_t k) const;
+//         void select(const ibp_codebook &, uint32_t k);
 //         uint32_t measure(const PlainRow &row) const;
 //         uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t most_bytes) const;
 //     };
@@ -20,7 +20,7 @@
 //     kFillsStage    whether encode writes every byte of the coded row, and reads none
 //     table_bytes    shared memory of a block, from byte 0 on, where `table` points; a multiple of 16
 //     scratch_bytes  shared memory of a group behind its stage; a multiple of 16
-//     of_cluster     the encoder for the rows of cluster k; k is 0 where there is one cluster
+//     select         makes it the encoder for rows of cluster k; k is 0 where there is one cluster
 //     measure        bits of the coded row
 //     encode         bytes with which the bits of the coded row end
 //
@@ -56,12 +56,6 @@ namespace ibp {
 
 // Threads of a block: several blocks an SM, or a larger one where the SMs are limited.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
-// Bytes in whole sectors, the unit of overflow parts.
-__device__ __forceinline__ uint32_t to_sectors(uint32_t num_bytes)
-{
-    return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
-}
-__device__ __forceinline__ uint32_t to_sector(uint32_t num_bytes) { return to_sectors(num_bytes) * IBP_OVERFLOW_ALIGN; }
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
@@ -402,26 +396,6 @@ __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, ui
         reinterpret_cast<uint32_t *>(dst + head)[i] = __funnelshift_r(words[i], words[i + 1], 8u * head);
 #pragma unroll 1
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
-}
-
-// put_bytes for any address and any number of bytes.
-static __device__ __noinline__ void put_each(uint8_t *to, uint4 words, uint32_t num_bytes)
-{
-    const uint32_t values[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (uint32_t i = 0; i < 16; i++)
-        if (i < num_bytes) to[i] = static_cast<uint8_t>(values[i / 4u] >> 8u * (i % 4u));
-}
-// Stores the first num_bytes of four words.
-__device__ __forceinline__ void put_bytes(uint8_t *to, const uint32_t (&words)[4], uint32_t num_bytes)
-{
-    if (num_bytes % 4u == 0u && aligned(to, 4)) {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++)
-            if (4u * i < num_bytes) reinterpret_cast<uint32_t *>(to)[i] = words[i];
-    } else {
-        put_each(to, make_uint4(words[0], words[1], words[2], words[3]), num_bytes);
-    }
 }
 
 // The parts of the contract that a compiler can see.

@@ -11,6 +11,7 @@
 
 #include "../kinds.h"
 #include "../planes_book.cuh"
+#include "../positions.cuh"
 #include "encoder.cuh"
 
 #include <type_traits>
@@ -108,7 +109,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
             const uint32_t number = i / planes.num_entries, rank = i % planes.num_entries,
                            first = planes.per_column ? i - rank : 0u;
-            const PlanesEncoder one = of_cluster(cb, planes.per_column ? 0u : number);
+            PlanesEncoder one = *this;
+            one.select(cb, planes.per_column ? 0u : number);
             bool is_first = true;
             const T symbol = one.entry(first + rank);
             for (uint32_t q = 0; q < rank; q++) is_first = is_first && one.entry(first + q) != symbol;
@@ -143,12 +145,10 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return code;
     }
-    __device__ __forceinline__ PlanesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
+    __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
     {
-        PlanesEncoder one = *this;
-        one.entries += uint64_t{k} * cb.cluster_stride;
-        if (has_all) one.codes += k << symbol_bits;
-        return one;
+        entries += uint64_t{k} * cb.cluster_stride;
+        if (has_all) codes += k << symbol_bits;
     }
     __device__ __forceinline__ uint32_t code_of_rank(uint32_t rank) const
     {
@@ -389,18 +389,11 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     // As ibp_choose_position_form: every lane looks at a few forms, the first of the shortest is taken.
     __device__ __forceinline__ ibp_position_form choose_form(uint32_t k) const
     {
-        constexpr uint32_t kLists = IBP_MAX_LOW_BITS + 1u, kForms = 1u + 2u * kLists;
         if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);
         uint32_t least = ~0u;
-        for (uint32_t i = G::lane() % G::kWidth; i < kForms; i += G::kWidth)
-            least = ibp_min_u32(least, form_at(k, i).num_bytes * 32u + i);
-        return form_at(k, G::min_in_warp(least) % 32u);
-    }
-    __device__ __forceinline__ ibp_position_form form_at(uint32_t k, uint32_t i) const
-    {
-        constexpr uint32_t kLists = IBP_MAX_LOW_BITS + 1u;
-        if (i == 0u) return ibp_bitmap_form(k, columns);
-        return ibp_list_form(k, columns, i > kLists, (i - 1u) % kLists);
+        for (uint32_t i = G::lane() % G::kWidth; i < kPositionForms; i += G::kWidth)
+            least = ibp_min_u32(least, position_form_at(i, k, columns).num_bytes * kWarp + i);
+        return position_form_at(G::min_in_warp(least) % kWarp, k, columns);
     }
 
     // Where the parts are, in stage bits; digits[num_planes] are the raw symbols.

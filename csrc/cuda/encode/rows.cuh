@@ -14,6 +14,15 @@
 
 namespace ibp {
 
+// The encoder for rows of cluster k.
+template <class Encoder>
+__device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_codebook &cb, uint32_t k)
+{
+    Encoder one = encoder;
+    one.select(cb, k);
+    return one;
+}
+
 // The cluster that codes a row in the fewest bytes, the first of equal ones; and the bytes of the row with its number.
 struct Choice {
     uint32_t cluster, bytes;
@@ -25,7 +34,7 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
     if (!ibp_has_clusters(&cb)) return {0, bytes_of(encoder.measure(row))};
     Choice best{0, ~0u};
     for (uint32_t k = 0; k < cb.num_clusters; k++) {
-        const uint32_t bytes = 1u + bytes_of(encoder.of_cluster(cb, k).measure(row));
+        const uint32_t bytes = 1u + bytes_of(of_cluster(encoder, cb, k).measure(row));
         if (bytes < best.bytes) best = {k, bytes};
     }
     return best;
@@ -86,7 +95,7 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
         const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
         if (numbered && G::lane() == 0u) stage.or_bits(0, k);
         const uint32_t most = ibp_min_u32(valid, marker) - 1u,
-                       coded = encoder.of_cluster(cb, k).encode(row, stage, numbered ? 8u : 0u, most);
+                       coded = of_cluster(encoder, cb, k).encode(row, stage, numbered ? 8u : 0u, most);
         if (coded <= most) length = coded;
     }
     const bool may_be_default = expected == kAnyLength || expected == marker;
@@ -97,7 +106,7 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
     }
     G::sync();
     const uint32_t stored = length != 0u ? length : valid;
-    pad<G>(stage, stored, to_sector(stored));
+    pad<G>(stage, stored, ibp_sector_bytes(stored));
     return length;
 }
 
@@ -121,7 +130,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     if (spills || claims) {
         if (G::lane() == 0u) {
             part = claims ? claim_part(place, row, valid) : part_of(place, row, IBP_LOAD_ONCE(place.bases[row]), valid);
-            if (part.base != kClaimed && part.sectors < to_sectors(in_overflow))
+            if (part.base != kClaimed && part.sectors < ibp_sectors_of(in_overflow))
                 part = take_part_for(place, part, in_overflow, valid);
         }
         part.base = G::broadcast(part.base);
@@ -133,9 +142,10 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     const bool lost = spills && part.base == IBP_NO_BASE;
     if (!lost) {
         const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
-        copy_out<G>(place.slots + slot, stage, 0,
-                    room_in(ibp_min_u32(to_sector(stored - in_overflow), table.slot_bytes), table.slots_bytes, slot));
-        copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, to_sector(in_overflow));
+        copy_out<G>(
+            place.slots + slot, stage, 0,
+            room_in(ibp_min_u32(ibp_sector_bytes(stored - in_overflow), table.slot_bytes), table.slots_bytes, slot));
+        copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, ibp_sector_bytes(in_overflow));
     }
     if (claims) __threadfence();
     G::sync(); // the row is there
@@ -218,36 +228,18 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
 
 // ---- launching ----
 
-// As many blocks as the device holds at once, or as there is work for; where the SMs are limited, one block for each.
-inline ibp_status plan_blocks(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_blocks,
-                              int max_sms, uint32_t *blocks)
-{
-    int device = 0, num_sms = 0, blocks_an_sm = 0;
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK) status = allow_shared(kernel);
-    if (status == IBP_OK)
-        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
-                                                                          static_cast<int>(num_threads), shared_bytes));
-    const int64_t most = max_sms > 0 ? std::min(max_sms, num_sms) : int64_t{num_sms} * std::max(1, blocks_an_sm);
-    *blocks = static_cast<uint32_t>(std::min(num_blocks, most));
-    return status;
-}
-
-template <class Encoder> ibp_status launch_measure(const Measure &measure)
+template <class Encoder> ibp_status launch_rows(const Measure &measure)
 {
     const ibp_codebook &cb = measure.codebook;
     const auto kernel = measure_rows<Encoder>;
     const int64_t groups = kEncodeThreads / Encoder::Group::kLanes,
                   num_rows = ibp_rows_of_bytes(measure.num_bytes, cb.row_bytes);
-    const uint32_t shared_bytes = Encoder::table_bytes(cb);
-    uint32_t blocks;
-    const ibp_status status = plan_blocks(reinterpret_cast<const void *>(kernel), kEncodeThreads, shared_bytes,
-                                          (num_rows + groups - 1) / groups, 0, &blocks);
+    Launch launch;
+    const ibp_status status = plan_resident(reinterpret_cast<const void *>(kernel), kEncodeThreads,
+                                            Encoder::table_bytes(cb), num_rows, groups, 0, &launch);
     if (status != IBP_OK) return status;
-    kernel<<<blocks, kEncodeThreads, shared_bytes, measure.stream>>>(cb, measure.data, measure.num_bytes, num_rows,
-                                                                     measure.lengths);
-    return check_cuda(cudaGetLastError());
+    return launch_kernel(kernel, launch, measure.stream, cb, measure.data, measure.num_bytes, num_rows,
+                         measure.lengths);
 }
 
 // Makes the groups of a block, whole warps, as few as there is shared memory for where an SM has num_blocks blocks.
@@ -267,39 +259,33 @@ inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_
     return status;
 }
 
-template <class Encoder> ibp_status launch_encode(const Encode &encode)
+template <class Encoder> ibp_status launch_rows(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
-    const ibp_codebook &cb = encode.place.table.codebook;
+    const ibp_codebook &cb = codebook_of(encode);
     const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
                    group_bytes = bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
-    uint32_t groups = (encode.max_sms > 0 ? kMostEncodeThreads : kEncodeThreads) / lanes, blocks;
+    uint32_t groups = (encode.max_sms > 0 ? kMostEncodeThreads : kEncodeThreads) / lanes;
+    Launch launch;
     ibp_status status = fit_groups(table_bytes, group_bytes, lanes, encode.max_sms > 0 ? 1u : 2u, &groups);
-    const uint32_t threads = groups * lanes, shared_bytes = table_bytes + groups * group_bytes;
     if (status == IBP_OK)
-        status = plan_blocks(reinterpret_cast<const void *>(kernel), threads, shared_bytes,
-                             (encode.source.num_rows + groups - 1) / groups, encode.max_sms, &blocks);
+        status =
+            plan_resident(reinterpret_cast<const void *>(kernel), groups * lanes, table_bytes + groups * group_bytes,
+                          encode.source.num_rows, groups, encode.max_sms, &launch);
     if (status != IBP_OK) return status;
     const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
                       encode.fault};
-    kernel<<<blocks, threads, shared_bytes, encode.stream>>>(job);
-    return check_cuda(cudaGetLastError());
+    return launch_kernel(kernel, launch, encode.stream, job);
 }
 
 // As many lanes as rows of a length keep busy.
-template <template <uint32_t> class Encoder> ibp_status launch_by_lanes(const Measure &measure)
+template <template <uint32_t> class Encoder, class Call> ibp_status launch_by_lanes(const Call &call)
 {
-    if (measure.codebook.row_bytes <= kLongestOfPart) return launch_measure<Encoder<kPartLanes>>(measure);
-    if (measure.codebook.row_bytes <= kLongestOfWarp) return launch_measure<Encoder<kWarp>>(measure);
-    return launch_measure<Encoder<kEncodeThreads>>(measure);
-}
-template <template <uint32_t> class Encoder> ibp_status launch_by_lanes(const Encode &encode)
-{
-    const uint32_t row_bytes = encode.place.table.codebook.row_bytes;
-    if (row_bytes <= kLongestOfPart) return launch_encode<Encoder<kPartLanes>>(encode);
-    if (row_bytes <= kLongestOfWarp) return launch_encode<Encoder<kWarp>>(encode);
-    return launch_encode<Encoder<kEncodeThreads>>(encode);
+    const uint32_t row_bytes = codebook_of(call).row_bytes;
+    if (row_bytes <= kLongestOfPart) return launch_rows<Encoder<kPartLanes>>(call);
+    if (row_bytes <= kLongestOfWarp) return launch_rows<Encoder<kWarp>>(call);
+    return launch_rows<Encoder<kEncodeThreads>>(call);
 }
 
 } // namespace ibp

@@ -18,14 +18,10 @@ struct Divider {
         return {static_cast<uint32_t>(divisor), static_cast<uint32_t>((one - 1u) / static_cast<uint64_t>(divisor) + 1u),
                 31u + bits};
     }
-    __device__ __forceinline__ uint32_t divide(uint32_t n) const
-    {
-        return static_cast<uint32_t>(uint64_t{n} * magic >> shift);
-    }
     // Divides, and leaves the remainder in n.
     __device__ __forceinline__ uint32_t split(uint32_t &n) const
     {
-        const uint32_t quotient = divide(n);
+        const auto quotient = static_cast<uint32_t>(uint64_t{n} * magic >> shift);
         n -= quotient * divisor;
         return quotient;
     }

@@ -65,9 +65,9 @@ __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uin
     const ibp_table &table = place.table;
     const uint32_t sectors = place.rooms != nullptr
                                  ? IBP_LOAD_ONCE(place.rooms[row])
-                                 : to_sectors(ibp_overflow_part(ibp_stored_bytes(IBP_LOAD_ONCE(place.lengths[row]),
-                                                                                 table.codebook.row_bytes, valid),
-                                                                table.slot_bytes));
+                                 : ibp_sectors_of(ibp_overflow_part(ibp_stored_bytes(IBP_LOAD_ONCE(place.lengths[row]),
+                                                                                     table.codebook.row_bytes, valid),
+                                                                    table.slot_bytes));
     if (!ibp_part_in_bounds(base, IBP_OVERFLOW_ALIGN * sectors, table.overflow_bytes)) return {IBP_NO_BASE, 0};
     return {base, sectors};
 }
@@ -98,8 +98,8 @@ __device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, 
 {
     Part part{IBP_NO_BASE, 0};
     if (place.rooms != nullptr && own.sectors != 0u)
-        part = take_part(place, to_sectors(ibp_overflow_part(valid, place.table.slot_bytes)));
-    return part.base != IBP_NO_BASE ? part : take_part(place, to_sectors(in_overflow));
+        part = take_part(place, ibp_sectors_of(ibp_overflow_part(valid, place.table.slot_bytes)));
+    return part.base != IBP_NO_BASE ? part : take_part(place, ibp_sectors_of(in_overflow));
 }
 
 } // namespace ibp

@@ -4,18 +4,18 @@
 
 namespace ibp {
 
-template <uint32_t LANES> using Values1 = DenseValuesEncoder<uint8_t, LANES>;
-template <uint32_t LANES> using Values2 = DenseValuesEncoder<uint16_t, LANES>;
-template <uint32_t LANES> using Values4 = DenseValuesEncoder<uint32_t, LANES>;
+template <typename T> struct ValuesEncoders {
+    template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES>;
+};
 
 ibp_status encode_values(const Encode &encode)
 {
-    switch (encode.place.table.codebook.planes.element_bytes) {
-    case 1: return launch_by_lanes<Values1>(encode);
-    case 2: return launch_by_lanes<Values2>(encode);
-    case 4: return launch_by_lanes<Values4>(encode);
-    default: return IBP_INVALID_ARGUMENT;
-    }
+    return by_element(codebook_of(encode), [&](auto zero) {
+        if constexpr (sizeof zero <= 4)
+            return launch_by_lanes<ValuesEncoders<decltype(zero)>::template Of>(encode);
+        else
+            return IBP_INVALID_ARGUMENT;
+    });
 }
 
 } // namespace ibp

@@ -44,13 +44,10 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             to[i] = path_of(low_bits(i, symbol_bits), table[i]);
         __syncthreads();
     }
-    __device__ __forceinline__ ValuesEncoder(const Base &base, const uint32_t *of_symbols)
-        : Base(base), paths(of_symbols)
+    __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
     {
-    }
-    __device__ __forceinline__ ValuesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
-    {
-        return ValuesEncoder(Base::of_cluster(cb, k), paths + (k << symbol_bits));
+        Base::select(cb, k);
+        paths += k << symbol_bits;
     }
     __device__ __forceinline__ uint32_t path_of(uint32_t symbol, uint32_t code) const
     {
@@ -193,12 +190,26 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         return (packed[0] | packed[1 % kWords] << 2u * r) |
                static_cast<uint64_t>(packed[2 % kWords] | packed[3 % kWords] << 2u * r) << 4u * r;
     }
-    // Not inlined: most residuals are narrow, and what is short stays in the cache of instructions.
+    // Not inlined: most residuals are narrow, and what is short stays in the cache of instructions. Those of two bytes
+    // are put together in registers.
     static __device__ __noinline__ void put_wide(BitStage stage, uint32_t position, uint4 low, uint4 high, uint32_t num,
                                                  uint32_t r)
     {
         const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r);
+        if constexpr (sizeof(T) == 2) {
+            uint64_t pairs[4]; // 18 bits or more each
+#pragma unroll
+            for (uint32_t i = 0; i < 4u; i++)
+                pairs[i] = (words[i] & ones) | static_cast<uint64_t>(words[i] >> 16 & ones) << r;
+            const uint64_t first = pairs[0] | pairs[1] << 2u * r, second = pairs[2] | pairs[3] << 2u * r;
+            const bool is_full = r == 16u; // the first 64 bits
+            const uint64_t lower = is_full ? first : first | second << 4u * r,
+                           upper = is_full ? second : second >> (64u - 4u * r);
+            stage.or_bits(position, low_bits(lower, num * r));
+            stage.or_bits(position + 64u, low_bits(upper, num * r > 64u ? num * r - 64u : 0u));
+            return;
+        }
         BitWriter writer(stage, position);
 #pragma unroll
         for (uint32_t e = 0; e < kOctet; e++)
@@ -333,11 +344,6 @@ template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<
     using Symbol = typename Base::Symbol;
 
     using Base::Base;
-    __device__ __forceinline__ explicit DenseValuesEncoder(const Base &base) : Base(base) {}
-    __device__ __forceinline__ DenseValuesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
-    {
-        return DenseValuesEncoder(Base::of_cluster(cb, k));
-    }
     // Shared memory of a group behind its stage: the list.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {

@@ -3,8 +3,6 @@
 #include "../cuda_checks.h"
 #include "../launch.cuh"
 
-#include <algorithm>
-
 namespace ibp {
 
 constexpr uint32_t kPageThreads = 256;
@@ -36,9 +34,9 @@ __global__ void __launch_bounds__(kPageThreads)
     }
 }
 
-static uint32_t blocks_for(int64_t num_threads)
+static Launch plan_threads(int64_t num_threads)
 {
-    return static_cast<uint32_t>(std::min(kMostPageBlocks, (num_threads + kPageThreads - 1) / kPageThreads));
+    return plan_jobs(num_threads, kPageThreads, kMostPageBlocks, kPageThreads);
 }
 
 } // namespace ibp
@@ -50,8 +48,7 @@ extern "C" ibp_status ibp_cuda_plan_pages(const ibp_page_transfer *transfer, con
     const int64_t count = ibp_num_transfer_ids(transfer);
     if (count == 0) return IBP_OK;
     if (ids == nullptr || addresses == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp::plan_pages<<<ibp::blocks_for(count), ibp::kPageThreads, 0, stream>>>(*transfer, stored, ids, addresses);
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::plan_pages, ibp::plan_threads(count), stream, *transfer, stored, ids, addresses);
 }
 
 extern "C" ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
@@ -62,7 +59,6 @@ extern "C" ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks
         return IBP_INVALID_ARGUMENT;
     if (num_blocks == 0 || num_rows == 0) return IBP_OK;
     if (ids == nullptr || lengths == nullptr || stored == nullptr || seen == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp::note_pages<<<ibp::blocks_for(num_blocks * ibp::kWarp), ibp::kPageThreads, 0, stream>>>(
-        ids, num_blocks, ids_per_block, lengths, rooms, num_rows, stored, seen);
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::note_pages, ibp::plan_threads(num_blocks * ibp::kWarp), stream, ids, num_blocks,
+                              ids_per_block, lengths, rooms, num_rows, stored, seen);
 }

@@ -1,5 +1,7 @@
-// linear.cu - ibp_cuda_linear: which matrices and vectors the kernel takes, and its launch.
+// linear.cu - ibp_cuda_linear: which matrices and vectors it takes, which kernel multiplies them, and the launch of the
+// one for few.
 #include "linear.cuh"
+#include "many.h"
 
 #include "../launch.cuh"
 
@@ -44,21 +46,48 @@ static ibp_status plan_blocks(const void *kernel, uint32_t num_strips, Launch *l
     return status;
 }
 
-} // namespace ibp
-
-extern "C" ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
-                                      const uint16_t *bias, uint16_t *y, ibp_stream stream)
+static ibp_status multiply_few(const LinearJob &job, ibp_stream stream)
 {
-    using namespace ibp;
-    if (!is_matrix(matrix) || !has_list(*matrix) || num_vectors < 0 || num_vectors > kMostVectors)
-        return IBP_INVALID_ARGUMENT;
-    if (num_vectors == 0) return IBP_OK;
-    if (x == nullptr || y == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
-    const LinearJob job{*matrix, x, bias, y, static_cast<uint32_t>(num_vectors)};
     const auto kernel = linear_kernel<Block, kBlocksAnSm>;
     const auto *const code = reinterpret_cast<const void *>(kernel);
     ibp_status status = allow_shared(code);
     Launch launch;
     if (status == IBP_OK) status = plan_blocks(code, num_strips(job), &launch);
     return status == IBP_OK ? launch_kernel(kernel, launch, stream, job) : status;
+}
+
+// As many vectors as a kernel takes at once, of those that are left; *count: how many these were.
+static ibp_status multiply_some(LinearJob job, ibp_stream stream, uint32_t *count)
+{
+    const uint32_t left = job.num_vectors;
+    for (uint32_t most = IBP_MOST_VECTORS; most > kMostVectors; most /= 2u) {
+        if (most >= 2u * left) continue;
+        job.num_vectors = *count = std::min(left, most);
+        bool launched = false;
+        const ibp_status status = job.num_vectors > kMostVectors ? multiply_many(job, stream, &launched) : IBP_OK;
+        if (status != IBP_OK || launched) return status;
+    }
+    job.num_vectors = *count = std::min(left, kMostVectors);
+    return multiply_few(job, stream);
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
+                                      const uint16_t *bias, uint16_t *y, ibp_stream stream)
+{
+    using namespace ibp;
+    if (!is_matrix(matrix) || !has_list(*matrix) || num_vectors < 0 || num_vectors > IBP_MOST_VECTORS)
+        return IBP_INVALID_ARGUMENT;
+    if (num_vectors == 0) return IBP_OK;
+    if (x == nullptr || y == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
+    LinearJob job{*matrix, x, bias, y, static_cast<uint32_t>(num_vectors)};
+    ibp_status status = IBP_OK;
+    while (job.num_vectors != 0u && status == IBP_OK) {
+        uint32_t count = 0;
+        status = multiply_some(job, stream, &count);
+        job.num_vectors -= count;
+        job.x += uint64_t{count} * job.columns(), job.y += uint64_t{count} * job.rows();
+    }
+    return status;
 }

@@ -164,16 +164,12 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
 
 // Blocks for num_units columns: enough to fill the device, and not more than have eight rows a thread; a multiple of
 // the tiles of 256 columns.
-static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_units, uint32_t *num_blocks)
+static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_units, Launch *launch)
 {
-    int device = 0, num_sms = 0, blocks_an_sm = 0;
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK)
-        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kThreads, 0));
+    const ibp_status status = plan_resident(kernel, kThreads, 0, INT32_MAX, 1, 0, launch);
     const int64_t tiles = (num_units + kThreads - 1) / kThreads, slices = kThreads / std::min(num_units, kThreads);
-    const int64_t filling = std::max<int64_t>(1, int64_t{num_sms} * std::max(1, blocks_an_sm) / tiles);
-    *num_blocks =
+    const int64_t filling = std::max<int64_t>(1, launch->blocks / tiles);
+    launch->blocks =
         static_cast<uint32_t>(tiles * std::min(filling, (num_rows + kRowsAhead * slices - 1) / (kRowsAhead * slices)));
     return status;
 }
@@ -187,13 +183,13 @@ extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, 
         return IBP_INVALID_ARGUMENT;
     if (num_rows == 0) return IBP_OK;
     if (data == nullptr || counts == nullptr) return IBP_INVALID_ARGUMENT;
-    uint32_t blocks;
-    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits),
-                                              static_cast<int64_t>(num_rows), (row_bytes + 3u) / 4u, &blocks);
+    const auto rows = static_cast<int64_t>(num_rows);
+    ibp::Launch launch;
+    const ibp_status status =
+        ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits), rows, (row_bytes + 3u) / 4u, &launch);
     if (status != IBP_OK) return status;
-    ibp::count_bits<<<blocks, ibp::kThreads, 0, stream>>>(data, static_cast<int64_t>(num_rows), row_bytes,
-                                                          reinterpret_cast<unsigned long long *>(counts));
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::count_bits, launch, stream, data, rows, row_bytes,
+                              reinterpret_cast<unsigned long long *>(counts));
 }
 
 extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
@@ -204,12 +200,11 @@ extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t 
     if (num_rows == 0) return IBP_OK;
     if (data == nullptr || hits == nullptr) return IBP_INVALID_ARGUMENT;
     const uint32_t unit_bytes = cb->chunk_bytes > 4 ? cb->chunk_bytes : 4;
-    uint32_t blocks;
-    const ibp_status status =
-        ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_hits), static_cast<int64_t>(num_rows),
-                        (cb->row_bytes + unit_bytes - 1) / unit_bytes, &blocks);
+    const auto rows = static_cast<int64_t>(num_rows);
+    ibp::Launch launch;
+    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_hits), rows,
+                                              (cb->row_bytes + unit_bytes - 1) / unit_bytes, &launch);
     if (status != IBP_OK) return status;
-    ibp::count_hits<<<blocks, ibp::kThreads, 0, stream>>>(*cb, data, static_cast<int64_t>(num_rows),
-                                                          reinterpret_cast<unsigned long long *>(hits));
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::count_hits, launch, stream, *cb, data, rows,
+                              reinterpret_cast<unsigned long long *>(hits));
 }

@@ -3,8 +3,6 @@
 #include "../cuda_checks.h"
 #include "../launch.cuh"
 
-#include <algorithm>
-
 namespace ibp {
 
 constexpr uint32_t kIndexThreads = 256, kScanThreads = 1024;
@@ -60,7 +58,7 @@ __global__ void __launch_bounds__(kIndexThreads)
 {
     __shared__ uint32_t rows[IBP_MAX_ROW_BYTES / IBP_OVERFLOW_ALIGN + 1];
     __shared__ unsigned long long bytes;
-    const uint32_t num_bins = (row_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN + 1u;
+    const uint32_t num_bins = ibp_sectors_of(row_bytes) + 1u;
     for (uint32_t i = threadIdx.x; i < num_bins; i += kIndexThreads) rows[i] = 0;
     if (threadIdx.x == 0) bytes = 0;
     __syncthreads();
@@ -70,8 +68,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r < num_rows; r += step) {
         const uint32_t own =
             ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r));
-        const uint32_t sectors =
-            ibp_min_u32((own + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN, num_bins - 1u); // of a corrupt length too
+        const uint32_t sectors = ibp_min_u32(ibp_sectors_of(own), num_bins - 1u); // of a corrupt length too
         if (sectors != bin) {
             if (count != 0u) atomicAdd(&rows[bin], count);
             bin = sectors, count = 0;
@@ -87,10 +84,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     if (threadIdx.x == 0) atomicAdd(survey, bytes);
 }
 
-static uint32_t index_blocks(int64_t num_rows)
-{
-    return static_cast<uint32_t>(std::min<int64_t>((num_rows + kIndexThreads - 1) / kIndexThreads, 512));
-}
+static Launch plan_index(int64_t num_rows) { return plan_jobs(num_rows, kIndexThreads, 512, kIndexThreads); }
 
 } // namespace ibp
 
@@ -99,17 +93,18 @@ extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_b
                                           ibp_stream stream)
 {
     if (!ibp_are_sizes(num_bytes, row_bytes) || overflow_bytes == nullptr) return IBP_INVALID_ARGUMENT;
-    if (slot_bytes != row_bytes && (slot_bytes > row_bytes || slot_bytes % IBP_OVERFLOW_ALIGN != 0))
-        return IBP_INVALID_ARGUMENT;
+    if (!ibp_is_slot(slot_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes),
                   num_groups = ibp_group_of_row(num_rows + ibp::kWarp - 1);
     if (num_rows > 0 && bases == nullptr) return IBP_INVALID_ARGUMENT;
     auto *const sums = reinterpret_cast<unsigned long long *>(bases);
+    ibp_status status = IBP_OK;
     if (num_rows > 0)
-        ibp::sum_rooms<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows,
-                                                                                       row_bytes, slot_bytes, sums);
-    ibp::scan_rooms<<<1, ibp::kScanThreads, 0, stream>>>(num_groups, sums, overflow_bytes);
-    return ibp::check_cuda(cudaGetLastError());
+        status = ibp::launch_kernel(ibp::sum_rooms, ibp::plan_index(num_rows), stream, lengths, num_bytes, num_rows,
+                                    row_bytes, slot_bytes, sums);
+    if (status != IBP_OK) return status;
+    return ibp::launch_kernel(ibp::scan_rooms, ibp::Launch{1, ibp::kScanThreads, 0, 1}, stream, num_groups, sums,
+                              overflow_bytes);
 }
 
 extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
@@ -119,8 +114,6 @@ extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     if (num_rows == 0) return IBP_OK;
     if (lengths == nullptr || survey == nullptr) return IBP_INVALID_ARGUMENT;
-    auto *const counts = reinterpret_cast<unsigned long long *>(survey);
-    ibp::survey_rows<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows,
-                                                                                     row_bytes, counts);
-    return ibp::check_cuda(cudaGetLastError());
+    return ibp::launch_kernel(ibp::survey_rows, ibp::plan_index(num_rows), stream, lengths, num_bytes, num_rows,
+                              row_bytes, reinterpret_cast<unsigned long long *>(survey));
 }

@@ -25,7 +25,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parsing.add_output(parser, "the file (.safetensors, .npz, .pt) or directory to write, a URL, or -")
     parsing.add_work(parser)
     parsing.add_force(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -54,7 +54,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=_seconds, default=8.0, metavar="S", help="how long, about, 1 to 120 (default: 8)"
     )
     parser.add_argument("--refresh", action="store_true", help="measure the link again, though it is known")
-    parsing.add_common(parser)
 
 
 def _seconds(text: str) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .. import inputs, output, parsing
 
 if TYPE_CHECKING:
-    from ibp.checkpoints import CheckpointReport
+    from ibp.checkpoints import CheckpointReport, TensorReport
 
 INTERRUPTED = 130  # the exit status
 HELP = "compress checkpoints and arrays"
@@ -60,8 +61,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-restart", action="store_true", help="begin anew, though a run was interrupted")
     parsing.add_force(parser)
-    parsing.add_verbose(parser)
-    parsing.add_common(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="list every tensor")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -126,7 +126,15 @@ def _verified(path: str, arguments: argparse.Namespace) -> int:
 def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[object]:
     from .. import work
 
-    parts: list[object] = [_tensors(report), ""] if arguments.verbose else []
+    columns: dict[str, Callable[[TensorReport], object]] = {
+        "tensor": lambda tensor: tensor.name,
+        "dtype": output.show_dtype,
+        "scheme": lambda tensor: tensor.scheme or "plain",
+        ">before": lambda tensor: output.show_size(tensor.num_bytes),
+        ">after": lambda tensor: output.show_size(tensor.stored_bytes),
+        ">saved": lambda tensor: output.show_share(tensor.savings),
+    }
+    parts: list[object] = [output.table_of(report.tensors, columns), ""] if arguments.verbose else []
     coded = sum(tensor.scheme is not None for tensor in report.tensors)
     parts.append(
         f"{output.shown(report.path)}: {output.show_count(len(report.tensors), 'tensor')}, {coded:,} compressed; "
@@ -146,22 +154,3 @@ def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: in
     if verified is not None:
         parts.append(f"{output.show_size(verified)} were read again, and every tensor is what it was.")
     return parts
-
-
-def _tensors(report: CheckpointReport) -> object:
-    from ibp._files.fields import dtype_name
-
-    return output.table(
-        ["tensor", "dtype", "scheme", ">before", ">after", ">saved"],
-        [
-            [
-                tensor.name,
-                dtype_name(tensor.dtype),
-                tensor.scheme or "plain",
-                output.show_size(tensor.num_bytes),
-                output.show_size(tensor.stored_bytes),
-                output.show_share(tensor.savings),
-            ]
-            for tensor in report.tensors
-        ],
-    )

@@ -30,7 +30,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-verify", action="store_true", help="do not compare the checksums of what is read")
     parsing.add_jobs(parser)
     parsing.add_force(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

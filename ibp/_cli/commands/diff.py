@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import inputs, output, parsing
@@ -35,7 +37,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parsing.add_names(parser)
     parsing.add_work(parser)
     parsing.add_force(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,11 +90,8 @@ def _write(path: str, found: list[Change], deltas: dict[str, Any], new: Any) -> 
 def _total(found: list[Change]) -> dict[str, Any]:
     after = [change for change in found if change.status != "removed"]
     weights = [change.delta_bytes for change in found]
-    counts: dict[str, int] = {}
-    for change in found:
-        counts[change.status] = counts.get(change.status, 0) + 1
     return {
-        "tensors": counts,
+        "tensors": dict(Counter(change.status for change in found)),
         "num_elements": sum(change.num_elements for change in after),
         "num_bytes": sum(change.num_bytes for change in after),
         "changed": sum(change.changed for change in after),
@@ -102,25 +100,19 @@ def _total(found: list[Change]) -> dict[str, Any]:
 
 
 def _parts(arguments: argparse.Namespace, found: list[Change], document: dict[str, Any]) -> list[object]:
-    from ibp._files.fields import dtype_name
-
     listed = [change for change in found if arguments.all or change.status != "same"]
-    rows = [
-        [
-            change.name,
-            dtype_name(change.dtype),
-            change.status,
-            f"{change.changed:,}",
-            output.show_share(change.share),
-            "" if change.delta_bytes is None else output.show_size(change.delta_bytes),
-        ]
-        for change in listed
-    ]
-    table = output.table(["tensor", "dtype", "status", ">changed", ">share", ">delta"], rows)
+    columns: dict[str, Callable[[Change], object]] = {
+        "tensor": lambda change: change.name,
+        "dtype": output.show_dtype,
+        "status": lambda change: change.status,
+        ">changed": lambda change: f"{change.changed:,}",
+        ">share": lambda change: output.show_share(change.share),
+        ">delta": lambda change: "" if change.delta_bytes is None else output.show_size(change.delta_bytes),
+    }
     total = document["total"]
     counts = ", ".join(f"{number:,} {status}" for status, number in total["tensors"].items())
     parts: list[object] = [
-        *([table, ""] if rows else []),
+        *([output.table_of(listed, columns), ""] if listed else []),
         f"{output.show_count(len(found), 'tensor')}: {counts or 'none'}.",
     ]
     if total["delta_bytes"] is not None and document["differs"]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .. import inputs, output, parsing
 
 if TYPE_CHECKING:
-    from ibp.checkpoints import CheckpointEstimate
+    from ibp.checkpoints import CheckpointEstimate, TensorEstimate
 
 HELP = "say what each scheme would save, without writing anything"
 DESCRIPTION = """\
@@ -28,7 +29,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parsing.add_level(parser)
     parsing.add_names(parser)
     parsing.add_jobs(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,23 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _parts(found: CheckpointEstimate, listed: set[str]) -> list[object]:
-    from ibp._files.fields import dtype_name
+    def saved(scheme: str) -> Callable[[TensorEstimate], object]:
+        return lambda tensor: output.show_share(tensor.savings[scheme]) if scheme in tensor.savings else ""
 
-    schemes = list(dict.fromkeys(scheme for tensor in found.tensors for scheme in tensor.savings))
-    rows = [
-        [
-            tensor.name,
-            dtype_name(tensor.dtype),
-            output.show_size(tensor.num_bytes),
-            *(output.show_share(tensor.savings[scheme]) if scheme in tensor.savings else "" for scheme in schemes),
-            tensor.best or "plain",
-        ]
-        for tensor in found.tensors
-        if tensor.name in listed
-    ]
-    table = output.table(["tensor", "dtype", ">size", *(f">{scheme}" for scheme in schemes), "takes"], rows)
+    schemes = dict.fromkeys(scheme for tensor in found.tensors for scheme in tensor.savings)
+    columns: dict[str, Callable[[TensorEstimate], object]] = {
+        "tensor": lambda tensor: tensor.name,
+        "dtype": output.show_dtype,
+        ">size": lambda tensor: output.show_size(tensor.num_bytes),
+        **{f">{scheme}": saved(scheme) for scheme in schemes},
+        "takes": lambda tensor: tensor.best or "plain",
+    }
     return [
-        table,
+        output.table_of((tensor for tensor in found.tensors if tensor.name in listed), columns),
         "",
         f"{output.show_count(len(found.tensors), 'tensor')}: {output.show_size(found.num_bytes)} would become "
         f"{output.show_size(found.file_bytes)}, {output.show_saved(found.savings)}.",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import inputs, output, parsing
 
@@ -40,7 +40,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     for argument in (plot, page):
         parsing.path(argument)
     parsing.add_names(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
     _check_names(arguments, files)
     _write_pictures(arguments, files)
-    output.report(arguments, {"files": [_document(file) for file in files]}, *_parts(arguments, files))
+    output.report(arguments, {"files": [file.as_dict() for file in files]}, *_parts(arguments, files))
     return status
 
 
@@ -94,20 +93,6 @@ def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> N
         write_whole(Path(arguments.plot), drawing.draw(tensors, ", ".join(file.path for file in files)))
 
 
-def _document(file: FileReport) -> dict[str, Any]:
-    return {
-        "path": file.path,
-        "format": file.format,
-        "estimate": file.is_estimate,
-        "file_bytes": file.file_bytes,
-        "metadata": file.metadata,
-        "original_bytes": file.original_bytes,
-        "stored_bytes": file.stored_bytes,
-        "savings": file.savings,
-        "tensors": [{**vars(tensor), "savings": tensor.savings} for tensor in file.tensors],
-    }
-
-
 # ---- what is printed ----
 
 
@@ -119,7 +104,8 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
             for tensor in file.tensors:
                 yield from _details(tensor)
             continue
-        yield f"{output.shown(file.path)}: {_kind(file)}"
+        kind = f"{file.format}, {output.show_size(file.file_bytes)}"
+        yield f"{output.shown(file.path)}: {kind}{'; sizes after are estimates' if file.is_estimate else ''}"
         yield ""
         yield _list(file)
         if arguments.planes:
@@ -130,26 +116,17 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
         yield from (f"{tensor.name}: {tensor.note}" for tensor in file.tensors if tensor.note)
 
 
-def _kind(file: FileReport) -> str:
-    return f"{file.format}, {output.show_size(file.file_bytes)}" + (
-        "; sizes after are estimates" if file.is_estimate else ""
-    )
-
-
 def _list(file: FileReport) -> object:
-    rows = [
-        [
-            tensor.name,
-            _dtype(tensor),
-            _shape(tensor),
-            "delta" if tensor.kind == "delta" else tensor.scheme,
-            output.show_size(tensor.original_bytes),
-            output.show_size(tensor.stored_bytes),
-            output.show_share(tensor.savings),
-        ]
-        for tensor in file.tensors
-    ]
-    return output.table(["tensor", "dtype", "shape", "scheme", ">before", ">after", ">saved"], rows)
+    columns: dict[str, Callable[[TensorContents], object]] = {
+        "tensor": lambda tensor: tensor.name,
+        "dtype": _dtype,
+        "shape": lambda tensor: "x".join(map(str, tensor.shape)) or "scalar",
+        "scheme": lambda tensor: "delta" if tensor.kind == "delta" else tensor.scheme,
+        ">before": lambda tensor: output.show_size(tensor.original_bytes),
+        ">after": lambda tensor: output.show_size(tensor.stored_bytes),
+        ">saved": lambda tensor: output.show_share(tensor.savings),
+    }
+    return output.table_of(file.tensors, columns)
 
 
 def _dtype(tensor: TensorContents) -> str:
@@ -160,10 +137,6 @@ def _dtype(tensor: TensorContents) -> str:
 
     dtype = getattr(torch, tensor.dtype, None)
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else tensor.dtype
-
-
-def _shape(tensor: TensorContents) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"
 
 
 def _total(file: FileReport) -> str:
@@ -203,7 +176,8 @@ def _details(tensor: TensorContents) -> Iterator[object]:
         yield output.table(["bits", ">entropy", ">kept", ">ranked", ">left out"], list(_bits(tensor)))
     if tensor.entries:
         yield ""
-        yield output.table(["entry", "stands for", ">share"], _entries(tensor))
+        entries = [(name, meaning, output.show_share(share)) for name, meaning, share in tensor.entries]
+        yield output.table(["entry", "stands for", ">share"], entries)
 
 
 def _facts(tensor: TensorContents) -> list[list[str]]:
@@ -238,7 +212,3 @@ def _bits(tensor: TensorContents) -> Iterator[list[str]]:
             most, least = width - 1 - first, width - bit
             yield [str(most) if most == least else f"{most}-{least}", *lines[first]]
             first = bit
-
-
-def _entries(tensor: TensorContents) -> list[list[str]]:
-    return [[name, meaning, output.show_share(share)] for name, meaning, share in tensor.entries]

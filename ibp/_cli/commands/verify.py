@@ -31,7 +31,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parsing.add_inputs(parser)
     parser.add_argument("--content", action="store_true", help="decode tables, and compare what comes out")
     parsing.add_jobs(parser)
-    parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..._layout.geometry import sampled
+
 # Of the rows that k-means looks at, for up to 64 clusters; for more, fewer, so that time grows no further with their
 # number. 256 MiB as float32.
 _SAMPLE_BITS, _FULL_SAMPLE_CLUSTERS = 1 << 26, 64
@@ -46,8 +48,9 @@ def _far_seeds(bits: torch.Tensor, norms: torch.Tensor, count: int) -> torch.Ten
     """Rows to start from, each drawn with a probability that grows with its distance to those before (k-means++),
     seeded."""
     generator = torch.Generator().manual_seed(0)
-    step = -(-len(bits) // _MOST_SEEDS)
-    bits, norms = bits[::step], norms[::step]
+    if len(bits) > _MOST_SEEDS:
+        some = sampled(len(bits), _MOST_SEEDS).to(bits.device)
+        bits, norms = bits[some], norms[some]
     chosen = [int(torch.randint(len(bits), (1,), generator=generator))]
     nearest = _distances(bits, norms, bits[chosen]).squeeze(1)
     while len(chosen) < min(count, len(bits)) and float(nearest.max()) > 0:

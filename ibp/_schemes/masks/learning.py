@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..._common.progress import tqdm
+from ..._layout import geometry as _rows
 from ..request import Request
 from .codebook import CHUNK_BYTES, Codebook, MasksForm
 
@@ -180,12 +181,9 @@ class _Sweep:
 
     @functools.cached_property
     def _few_rows(self) -> list[torch.Tensor]:
-        """Rows of every group for the greedy choice, evenly spread, on the CPU."""
+        """Rows of every group for the greedy choice, on the CPU."""
         most = max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes)
-        return [
-            part.view(-1, self.row_bytes)[:: -(-size // most)].reshape(-1).contiguous().cpu()
-            for part, size in zip(self.parts, self.sizes.tolist())
-        ]
+        return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
         """Bits that each chunk saves over all rows of a group with every one of the masks, participation bits paid:

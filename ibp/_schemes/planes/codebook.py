@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -36,27 +36,13 @@ class PlanesForm(NamedTuple):
     def codec(self) -> list[int]:
         """What the operations are told besides the words (read_planes in csrc/bindings); elements and symbols as signed
         64-bit numbers."""
-        split = [
-            PlanesCodebook.number,
-            self.row_bytes,
-            self.element_bytes,
-            self.rotate,
-            self.residual_bits,
-            int(self.per_column),
-            int(self.listed),
-        ]
+        split = [PlanesCodebook.number, self.row_bytes, self.element_bytes, self.rotate, self.residual_bits]
+        kinds = [int(self.per_column), int(self.listed)]
         values = [signed(self.default, 64), signed(self.closed, 64)]
         invariant = [self.invariant_bits, signed(self.invariant_value, 64)]
         consecutive = [int(self.first_symbol is not None), signed(self.first_symbol or 0, 64)]
-        return [
-            *split,
-            *values,
-            *invariant,
-            *consecutive,
-            int(self.signed_default),
-            self.num_constant,
-            *self.digit_bits,
-        ]
+        rest = [int(self.signed_default), self.num_constant]
+        return [*split, *kinds, *values, *invariant, *consecutive, *rest, *self.digit_bits]
 
 
 @public
@@ -123,25 +109,6 @@ class PlanesCodebook(AnyCodebook):
 
     scheme = "planes"
     number = 2  # IBP_SCHEME_PLANES
-    _fields = (
-        "row_bytes",
-        "element_bytes",
-        "rotate",
-        "residual_bits",
-        "digit_bits",
-        "per_column",
-        "listed",
-        "default",
-        "closed",
-        "entries",
-        "expected_savings",
-        "invariant_bits",
-        "invariant_value",
-        "first_symbol",
-        "signed_default",
-        "live_columns",
-        "row_template",
-    )
 
     def __post_init__(self) -> None:
         row_bytes = whole("row_bytes", self.row_bytes, 1, _core.MAX_ROW_BYTES)
@@ -259,8 +226,8 @@ class PlanesCodebook(AnyCodebook):
 
     @property
     def is_fast(self) -> bool:
-        """Dense rows, of digits of two bits and symbols of at most a byte."""
-        return not self.listed and is_fast(self.symbol_bits, self.digit_bits)
+        """Dense rows, of digits of two bits and symbols of at most a byte (csrc/cuda/decode/decode_dense.cuh)."""
+        return not self.listed and self.symbol_bits <= 8 and set(self.digit_bits) <= {2}
 
     @property
     def level(self) -> str:
@@ -302,6 +269,9 @@ class PlanesCodebook(AnyCodebook):
         return [*parts, f"nbytes={self.nbytes}"]
 
 
+PlanesCodebook._fields = tuple(field.name for field in fields(PlanesCodebook))
+
+
 def symbol_bytes(symbol_bits: int) -> int:
     """Bytes of the smallest unsigned type that holds a symbol."""
     return next(size for size in ELEMENT_BYTES if 8 * size >= symbol_bits)
@@ -310,12 +280,6 @@ def symbol_bytes(symbol_bits: int) -> int:
 def num_entries(digit_bits: tuple[int, ...]) -> int:
     """Symbols that digits of these widths name."""
     return sum(2**b - 1 for b in digit_bits)
-
-
-def is_fast(symbol_bits: int, digit_bits: tuple[int, ...]) -> bool:
-    """Whether the decoder of dense rows is at its best: symbols of at most a byte, digits of two bits
-    (csrc/cuda/decode/decode_dense.cuh)."""
-    return symbol_bits <= 8 and set(digit_bits) <= {2}
 
 
 def signed(number: int, bits: int) -> int:

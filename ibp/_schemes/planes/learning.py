@@ -11,7 +11,7 @@ from ..._layout import geometry as _rows
 from ..._layout import slots
 from ..._machine import staging
 from ..request import Request
-from .codebook import ELEMENT_BYTES, PlanesCodebook, signed, symbol_bytes
+from .codebook import PlanesCodebook, signed, symbol_bytes
 
 LEVELS = ("default", "fast")
 _LEARN_ELEMENTS = 1 << 19  # of the rows of a cluster that are looked at
@@ -72,7 +72,6 @@ def learn_planes(
     num_rows: int,
     dtype: torch.dtype,
     *,
-    element_bytes: int | None = None,
     level: str = "default",
     codes_invariant: bool = False,
 ) -> LearnedPlanes:
@@ -89,19 +88,19 @@ def learn_planes(
         sample: uint8 [n * row_bytes], whole rows in any order, on the CPU.
         row_bytes: bytes of a row.
         num_rows: rows of the whole table, over which the codebook's own bytes are spread.
-        dtype: of the table's elements; it decides where exponents are looked for.
-        element_bytes: 1, 2, 4 or 8; None: the dtype's (a complex dtype's parts), or the largest that divides row_bytes.
+        dtype: of the elements, or of the parts of complex ones; it decides where exponents are looked for. Symbols are
+            of elements, or of the largest parts of them that divide row_bytes.
         level: "default" or "fast", as in `ibp.compress`.
         codes_invariant: whether bits and columns that all of the sample agrees on are coded too, so that every row has
             a coded form.
 
     Raises:
-        ValueError: the sample has no row or is not of whole rows, or element_bytes does not divide row_bytes.
+        ValueError: the sample has no row or is not of whole rows.
     """
     _check_sample(sample, row_bytes)
     if sample.numel() == 0:
         raise ValueError("the sample has no row to learn from")
-    element_bytes, exponent_bits = _element_of(dtype, row_bytes, element_bytes)
+    element_bytes, exponent_bits = _element_of(dtype, row_bytes)
     num_rows = max(num_rows, sample.numel() // row_bytes)
     codebook = _codebook_of(
         *torch.ops.ibp.learn_planes.default(
@@ -138,7 +137,7 @@ def _check_sample(sample: torch.Tensor, row_bytes: int) -> None:
         raise ValueError(f"the sample is {sample.dtype} {list(sample.shape)}; wanted torch.uint8 [n * {row_bytes}]")
 
 
-def _element_of(dtype: torch.dtype, row_bytes: int, element_bytes: int | None) -> tuple[int, int]:
+def _element_of(dtype: torch.dtype, row_bytes: int) -> tuple[int, int]:
     """(bytes of an element, bits of its exponent or 0)."""
     exponent_bits, own_bytes = 0, dtype.itemsize
     if dtype.is_floating_point or dtype.is_complex:
@@ -146,12 +145,7 @@ def _element_of(dtype: torch.dtype, row_bytes: int, element_bytes: int | None) -
         exponent_bits = (
             8 * own_bytes - 1 + round(math.log2(torch.finfo(dtype).eps)) if own_bytes > 1 else 4
         )  # of a byte all bits are tried
-    if element_bytes is None:
-        element_bytes = math.gcd(own_bytes, row_bytes)
-    if element_bytes not in ELEMENT_BYTES or row_bytes % element_bytes:
-        raise ValueError(
-            f"element_bytes is {element_bytes}; wanted one of {ELEMENT_BYTES} that divides row_bytes, {row_bytes}"
-        )
+    element_bytes = math.gcd(own_bytes, row_bytes)
     return element_bytes, exponent_bits if element_bytes == own_bytes else 0
 
 

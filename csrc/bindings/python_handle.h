@@ -1,11 +1,11 @@
-// ready_table.h - a table on a device, ready for calls for few items: what a call has in common with the one before is
-// worked out once.
+// python_handle.h - ibp._core.TableHandle: what owns a handle, and calls for few items of its table, of which all that
+// is the same from call to call is worked out once.
 //
-// torch's dispatcher, the unpacking of a table's fifteen arguments and their checks cost ten times what a launch does.
-// Here a call asks the ids for their memory by methods of torch.Tensor, allocates the result by torch.empty_strided and
-// launches. Whatever is not the usual case is left to the operations: the call returns None, having done nothing.
-#ifndef IBP_READY_TABLE_H
-#define IBP_READY_TABLE_H
+// torch's dispatcher costs several times what a launch does. Here a call asks the ids for their memory by methods of
+// torch.Tensor, allocates the result by torch.empty_strided and launches. Whatever is not the usual case is left to the
+// operations: the call returns None, having done nothing.
+#ifndef IBP_PYTHON_HANDLE_H
+#define IBP_PYTHON_HANDLE_H
 
 #include "ready_cache.h"
 
@@ -13,7 +13,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -73,33 +73,38 @@ struct Torch {
     }
 };
 
-class ReadyTable {
+class TableHandle {
   public:
-    // packed: a struct ibp_table, as pack_table writes it. kept: what owns its memory. ranges: (address, bytes) of all
-    // that it reads. device: number of the CUDA device; -1: the CPU. faults: host addresses of records of faults; the
-    // kernel notes in the first one, whose address there is fault. item_shape, dtype: of an item. most_items: of a
-    // call; more are left to the operations.
-    ReadyTable(const py::buffer &packed, py::object kept, const std::vector<std::pair<uintptr_t, size_t>> &ranges,
-               int device, py::object torch_device, std::vector<uintptr_t> faults, uintptr_t fault,
-               const std::vector<int64_t> &item_shape, py::object dtype, bool is_complex, int64_t most_items)
-        : kept_(std::move(kept)), device_(device), torch_device_(std::move(torch_device)), faults_(std::move(faults)),
-          fault_(reinterpret_cast<ibp_fault *>(fault)), item_shape_(item_shape), strides_(item_shape.size() + 1),
-          dtype_(std::move(dtype)), is_complex_(is_complex), most_items_(most_items)
+    // describe: torch.ops.ibp.describe_table. parts: what it is given, and what owns the table's memory.
+    TableHandle(const py::object &describe, py::tuple parts) : parts_(std::move(parts))
     {
-        const py::buffer_info info = packed.request();
-        if (info.size * info.itemsize < static_cast<py::ssize_t>(sizeof table_))
-            throw py::value_error("packed is not a table");
-        std::memcpy(&table_, info.ptr, sizeof table_);
-        for (const auto &range : ranges) ranges_.push_back({range.first, range.first + range.second});
+        describe(reinterpret_cast<uintptr_t>(&handle_), *parts_);
+    }
+    TableHandle(const TableHandle &) = delete;
+    TableHandle &operator=(const TableHandle &) = delete;
+
+    py::buffer_info bytes() { return py::buffer_info(reinterpret_cast<uint8_t *>(&handle_), sizeof handle_); }
+    bool is_ready() const { return is_ready_; }
+
+    // Readies the handle for calls for few items. faults: host address of two records of faults, whose memory `kept`
+    // owns; the kernel notes in the first one, whose address there is fault. item_shape, dtype: of an item. most_items:
+    // of a call; more are left to the operations.
+    void make_ready(py::object kept, py::object torch_device, uintptr_t faults, uintptr_t fault,
+                    const std::vector<int64_t> &item_shape, py::object dtype, bool is_complex, int64_t most_items)
+    {
+        faults_ = reinterpret_cast<const ibp_fault *>(faults), fault_ = reinterpret_cast<ibp_fault *>(fault);
+        item_shape_ = item_shape, strides_ = py::tuple(item_shape.size() + 1);
         int64_t stride = 1;
         for (size_t d = item_shape_.size() + 1; d-- > 0; stride *= d > 0 ? item_shape_[d - 1] : 1) strides_[d] = stride;
+        torch_device_ = std::move(torch_device), dtype_ = std::move(dtype), is_complex_ = is_complex;
         empty_options_["dtype"] = dtype_;
         empty_options_["device"] = torch_device_;
-        if (device_ >= 0) {
+        if (on_gpu()) {
             current_device_ = torch_.c.attr("_cuda_getDevice");
             current_stream_ = torch_.c.attr("_cuda_getCurrentRawStream");
-            device_number_ = py::int_(device_);
+            device_number_ = py::int_(handle_.device);
         }
+        kept_ = std::move(kept), most_items_ = most_items, is_ready_ = true;
     }
 
     // The items at ids as a new tensor, or in out where that is one; None where this is not the place for the call.
@@ -116,11 +121,11 @@ class ReadyTable {
     // Items of many tables in one call: those at ids[starts[t]] to ids[starts[t + 1] - 1] of table t, item k to
     // position positions[k] of out. All tables are on out's device. false, with nothing launched, where that does not
     // fit.
-    static bool take_many(const std::vector<const ReadyTable *> &tables, const std::vector<int64_t> &starts,
+    static bool take_many(const std::vector<const TableHandle *> &tables, const std::vector<int64_t> &starts,
                           py::handle ids, py::handle positions, py::handle out, int max_sms)
     {
         if (tables.empty() || starts.size() != tables.size() + 1 || max_sms < 0) return false;
-        const ReadyTable &first = *tables[0];
+        const TableHandle &first = *tables[0];
         const Torch &torch = first.torch_;
         ibp_ids items{};
         Range of_ids{}, of_positions{};
@@ -133,7 +138,7 @@ class ReadyTable {
         of_positions = {places, places + static_cast<uintptr_t>(items.count) * 4};
         if (!first.is_here(out) || !first.fits(py::reinterpret_borrow<py::object>(out), items.count)) return false;
         const auto to = static_cast<uintptr_t>(torch.data_ptr.number(out));
-        const Range written{to, to + static_cast<uintptr_t>(items.count * first.table_.item_bytes)};
+        const Range written{to, to + static_cast<uintptr_t>(items.count * first.handle_.table().item_bytes)};
         if (written.meets(of_ids) || written.meets(of_positions)) return false;
         for (size_t t = 0; t < tables.size(); t++)
             if (starts[t] > starts[t + 1] || !tables[t]->is_like(first) || tables[t]->meets_table(written))
@@ -144,15 +149,18 @@ class ReadyTable {
     }
 
   private:
-    bool is_like(const ReadyTable &other) const
+    bool on_gpu() const { return handle_.device >= 0; }
+
+    bool is_like(const TableHandle &other) const
     {
-        return device_ == other.device_ && dtype_.is(other.dtype_) && item_shape_ == other.item_shape_;
+        return is_ready() && handle_.device == other.handle_.device && dtype_.is(other.dtype_) &&
+               item_shape_ == other.item_shape_;
     }
 
-    static bool gather_many(const std::vector<const ReadyTable *> &tables, const std::vector<int64_t> &starts,
+    static bool gather_many(const std::vector<const TableHandle *> &tables, const std::vector<int64_t> &starts,
                             const ibp_ids &items, uint8_t *out, int max_sms)
     {
-        const ReadyTable &first = *tables[0];
+        const TableHandle &first = *tables[0];
         const ibp_stream stream = first.stream();
         const py::gil_scoped_release release;
         for (size_t t = 0; t < tables.size(); t++) {
@@ -171,14 +179,15 @@ class ReadyTable {
     {
         ibp_ids items{};
         Range read{};
-        if (max_sms < 0 || has_faults() || torch_.has_observers() || !read_ids(ids, &items, &read)) return py::none();
-        if (device_ >= 0 && Name::as_number(Name::checked(PyObject_CallNoArgs(current_device_.ptr()))) != device_)
+        if (max_sms < 0 || !is_ready() || has_faults() || torch_.has_observers() || !read_ids(ids, &items, &read))
+            return py::none();
+        if (on_gpu() && Name::as_number(Name::checked(PyObject_CallNoArgs(current_device_.ptr()))) != handle_.device)
             return py::none();
         const bool is_new = out.is_none();
         const py::object result = is_new ? new_result(items.count) : py::reinterpret_borrow<py::object>(out);
         if (!is_here(result) || (!is_new && !fits(result, items.count))) return py::none();
         const auto to = static_cast<uintptr_t>(torch_.data_ptr.number(result));
-        const Range written{to, to + static_cast<uintptr_t>(items.count * table_.item_bytes)};
+        const Range written{to, to + static_cast<uintptr_t>(items.count * handle_.table().item_bytes)};
         if (to == 0 || (!is_new && (meets_table(written) || written.meets(read)))) return py::none();
         if (cache != nullptr && !is_new && cache->meets(written)) return py::none();
         return gather_from(cache, items, reinterpret_cast<uint8_t *>(to), max_sms) ? result : py::none();
@@ -186,8 +195,8 @@ class ReadyTable {
 
     bool has_faults() const
     {
-        for (const uintptr_t fault : faults_)
-            if (*reinterpret_cast<const volatile int64_t *>(fault) != 0) return true;
+        for (size_t k = 0; k < 2; k++)
+            if (*reinterpret_cast<const volatile int64_t *>(faults_ + k) != 0) return true;
         return false;
     }
 
@@ -195,8 +204,8 @@ class ReadyTable {
     bool is_here(py::handle tensor) const
     {
         if (reinterpret_cast<PyObject *>(Py_TYPE(tensor.ptr())) != torch_.tensor.ptr()) return false;
-        if (device_ < 0) return torch_.is_cpu.of(tensor).ptr() == Py_True;
-        return torch_.is_cuda.of(tensor).ptr() == Py_True && torch_.get_device.number(tensor) == device_;
+        if (!on_gpu()) return torch_.is_cpu.of(tensor).ptr() == Py_True;
+        return torch_.is_cuda.of(tensor).ptr() == Py_True && torch_.get_device.number(tensor) == handle_.device;
     }
 
     // Whether num_bytes bytes of a contiguous tensor are in its storage, which can have been resized.
@@ -248,7 +257,7 @@ class ReadyTable {
             if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), py::ssize_t(d))) != wanted) return false;
         }
         if (!torch_.is_contiguous.is_true(out) || torch_.is_neg.is_true(out)) return false;
-        const int64_t num_bytes = count * table_.item_bytes;
+        const int64_t num_bytes = count * handle_.table().item_bytes;
         return !(is_complex_ && torch_.is_conj.is_true(out)) && is_held(out, num_bytes, element_bytes());
     }
 
@@ -256,24 +265,28 @@ class ReadyTable {
     {
         int64_t elements = 1;
         for (const int64_t size : item_shape_) elements *= size;
-        return table_.item_bytes / elements;
+        return handle_.table().item_bytes / elements;
     }
 
     bool meets_table(const Range &written) const
     {
-        return std::any_of(ranges_.begin(), ranges_.end(), [&](const Range &range) { return range.meets(written); });
+        const auto fault = reinterpret_cast<uintptr_t>(fault_);
+        return written.meets({fault, fault + sizeof *fault_}) ||
+               std::any_of(std::begin(handle_.parts), std::end(handle_.parts),
+                           [&](const Range &range) { return range.meets(written); });
     }
 
     // Items of the table, and of a cache where there is one, whose entries for the items are memory of torch's. false:
     // not done, and what was written does not matter.
     bool gather_from(const ReadyCache *cache, const ibp_ids &items, uint8_t *out, int max_sms) const
     {
-        const int64_t row_bytes = table_.codebook.row_bytes;
+        const ibp_table &table = handle_.table();
+        const int64_t row_bytes = table.codebook.row_bytes;
         py::object held;
         uint64_t *entries = nullptr;
         if (cache != nullptr) {
-            if (table_.item_bytes == 0 || table_.item_bytes % row_bytes != 0) return false;
-            held = torch_.empty(py::make_tuple(items.count * (table_.item_bytes / row_bytes)), py::make_tuple(1),
+            if (table.item_bytes == 0 || table.item_bytes % row_bytes != 0) return false;
+            held = torch_.empty(py::make_tuple(items.count * (table.item_bytes / row_bytes)), py::make_tuple(1),
                                 py::arg("dtype") = torch_.int64, py::arg("device") = torch_device_);
             entries = reinterpret_cast<uint64_t *>(torch_.data_ptr.number(held));
         }
@@ -282,47 +295,45 @@ class ReadyTable {
         if (cache == nullptr) return gather(items, nullptr, out, max_sms, on) == IBP_OK;
         ibp_cache found;
         ibp_fault unused{};
-        const bool on_cpu = device_ < 0;
-        return cache->find(table_, items, entries, on_cpu ? &unused : fault_, on_cpu, on, &found) == IBP_OK &&
+        return cache->find(table, items, entries, on_gpu() ? fault_ : &unused, !on_gpu(), on, &found) == IBP_OK &&
                gather(items, &found, out, max_sms, on) == IBP_OK;
     }
 
     // cache: nullptr: all rows come from the table.
     ibp_status gather(const ibp_ids &items, const ibp_cache *cache, uint8_t *out, int max_sms, ibp_stream on) const
     {
-        if (device_ >= 0)
-            return cache ? ibp_cuda_gather_cached(&table_, &items, cache, out, fault_, max_sms, on)
-                         : ibp_cuda_gather_items(&table_, &items, out, fault_, max_sms, on);
-        const size_t scratch_bytes = ibp_scratch_bytes(table_.codebook.row_bytes);
+        const ibp_table &table = handle_.table();
+        if (on_gpu())
+            return cache ? ibp_cuda_gather_cached(&table, &items, cache, out, fault_, max_sms, on)
+                         : ibp_cuda_gather_items(&table, &items, out, fault_, max_sms, on);
+        const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
         const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
         ibp_fault unused{};
-        return cache ? ibp_gather_cached(&table_, &items, cache, 0, items.count, out, scratch.get(), scratch_bytes,
+        return cache ? ibp_gather_cached(&table, &items, cache, 0, items.count, out, scratch.get(), scratch_bytes,
                                          &unused)
-                     : ibp_gather_items(&table_, &items, 0, items.count, out, scratch.get(), scratch_bytes, &unused);
+                     : ibp_gather_items(&table, &items, 0, items.count, out, scratch.get(), scratch_bytes, &unused);
     }
 
     // torch's current stream of the table's device.
     ibp_stream stream() const
     {
-        if (device_ < 0) return nullptr;
+        if (!on_gpu()) return nullptr;
         const py::object stream = Name::checked(PyObject_CallOneArg(current_stream_.ptr(), device_number_.ptr()));
         return reinterpret_cast<ibp_stream>(static_cast<uintptr_t>(Name::as_number(stream)));
     }
 
     const Torch &torch_ = Torch::get();
-    ibp_table table_;
-    std::vector<Range> ranges_;
-    py::object kept_;
-    int device_;
-    py::object torch_device_, current_device_, current_stream_, device_number_;
-    std::vector<uintptr_t> faults_;
-    ibp_fault *fault_;
+    ibp::TableHandle handle_{};
+    py::tuple parts_;
+    py::object kept_, torch_device_, current_device_, current_stream_, device_number_;
+    const ibp_fault *faults_ = nullptr;
+    ibp_fault *fault_ = nullptr;
     std::vector<int64_t> item_shape_;
     py::tuple strides_; // of a result
     py::object dtype_;
     py::dict empty_options_;
-    bool is_complex_;
-    int64_t most_items_;
+    bool is_complex_ = false, is_ready_ = false;
+    int64_t most_items_ = 0;
 };
 
 } // namespace ibp_python

@@ -1,10 +1,10 @@
-"""How optimizers are called from compiled code."""
+"""How steps of optimizers are called: with a closure or without, and from compiled code."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -23,3 +23,11 @@ def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _
 
     made: list[Callable[_Given, _Result]] = []
     return call
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a step's closure returns, which computes the loss again, with gradients; None where there is no closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -1,0 +1,323 @@
+// digits.cuh - what the kernels that multiply vectors with a coded matrix of BF16 share: how bytes come to shared
+// memory, how elements become operands of tensor cores, in which order products are added, and the products of escapes.
+#ifndef IBP_DIGITS_CUH
+#define IBP_DIGITS_CUH
+
+#include "../floats.cuh"
+#include "../warp.cuh"
+
+#include <cfloat>
+
+namespace ibp {
+
+struct LinearJob {
+    ibp_digit_matrix matrix;
+    const uint16_t *x, *bias; // [num_vectors, columns]; [rows] or NULL
+    uint16_t *y;              // [num_vectors, rows]
+    uint32_t num_vectors;
+
+    __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(matrix.num_rows); }
+    __host__ __device__ __forceinline__ uint32_t columns() const { return matrix.num_columns; }
+};
+
+// ---- what the hardware does ----
+
+// Begins to copy 16 bytes to shared memory; zeros if they are not wanted.
+__device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from, bool wanted)
+{
+#ifdef __CUDACC__
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes() + shared)),
+                   num_bytes = wanted ? 16u : 0u;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(num_bytes)
+                 : "memory");
+#else
+    const uint4 vector = wanted ? *reinterpret_cast<const uint4 *>(from) : uint4{};
+    *reinterpret_cast<uint4 *>(shared_bytes() + shared) = vector;
+#endif
+}
+// Ends a group of copies, and waits until all groups but the last NUM_LEFT have arrived.
+__device__ __forceinline__ void end_copies()
+{
+#ifdef __CUDACC__
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int NUM_LEFT> __device__ __forceinline__ void await_copies()
+{
+#ifdef __CUDACC__
+    asm volatile("cp.async.wait_group %0;" ::"n"(NUM_LEFT) : "memory");
+#endif
+    __syncwarp();
+}
+
+// Lets the next kernel of the stream begin, if it is launched to overlap this one; waits until what the stream had
+// before is done and can be read. The vectors are read behind it, and never as read-only data (`ld.global.nc`): other
+// kernels may write them while this one has begun.
+__device__ __forceinline__ void let_next_begin()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void await_work_before()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// sums += a b, of 16 rows and 8 vectors over 16 columns: `mma.m16n8k16`. Of lane 4 g + t, halves of words: a[0], a[2]:
+// row g, columns 2 t and 2 t + 1, and those 8 further; a[1], a[3]: row g + 8; b: vector g; sums: rows g, g, g + 8,
+// g + 8, vectors 2 t, 2 t + 1, 2 t, 2 t + 1.
+__device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
+{
+#ifdef __CUDACC__
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+    const uint32_t g = lane_id() / 4u, t = lane_id() % 4u;
+    for (uint32_t lane = 0; lane < 4u; lane++)
+        for (uint32_t i = 0; i < 4u; i++) {
+            const uint32_t weights = __shfl_sync(kAllLanes, a[i], static_cast<int>(4u * g + lane));
+            for (uint32_t v = 0; v < 2u; v++) {
+                const uint32_t x = __shfl_sync(kAllLanes, b[i / 2u], static_cast<int>(4u * (2u * t + v) + lane));
+                float &sum = sums[2u * (i % 2u) + v];
+                sum += float_of_bits(weights << 16) * float_of_bits(x << 16);
+                sum += float_of_bits(weights & 0xffff0000u) * float_of_bits(x & 0xffff0000u);
+            }
+        }
+#endif
+}
+
+// A barrier of NUM_THREADS threads of the block, whole warps: some wait until all have arrived, the others only arrive.
+template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void await_barrier()
+{
+#ifdef __CUDACC__
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(NUM_THREADS) : "memory");
+#else
+    named_barrier(ID, NUM_THREADS);
+#endif
+}
+template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void arrive_at_barrier()
+{
+#ifdef __CUDACC__
+    asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(NUM_THREADS) : "memory");
+#else
+    named_arrival(ID, NUM_THREADS);
+#endif
+}
+
+// ---- the order of sums ----
+
+constexpr uint32_t kStripRows = 16, kStepColumns = 128;
+
+// Columns are cut into 16 pieces of whole steps. The products of a piece are added one after the other, and the sums
+// of pieces in pairs, pairs of pairs and so on: every kernel adds in this order, however many blocks and vectors there
+// are.
+constexpr uint32_t kPieces = 16;
+
+__host__ __device__ __forceinline__ uint32_t num_steps(const LinearJob &job)
+{
+    return (job.columns() + kStepColumns - 1u) / kStepColumns;
+}
+__host__ __device__ __forceinline__ uint32_t piece_begin(const LinearJob &job, uint32_t piece)
+{
+    return static_cast<uint32_t>(uint64_t{num_steps(job)} * piece / kPieces);
+}
+// The sum of `sums`, in pairs, pairs of pairs and so on.
+template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&sums)[COUNT])
+{
+#pragma unroll
+    for (uint32_t apart = 1; apart < COUNT; apart *= 2u)
+#pragma unroll
+        for (uint32_t i = 0; i < COUNT; i += 2u * apart) sums[i] += sums[i + apart];
+    return sums[0];
+}
+
+__host__ __device__ __forceinline__ uint32_t num_strips(const LinearJob &job)
+{
+    return (job.rows() + kStripRows - 1u) / kStripRows;
+}
+// The last strips share rows with the one before where the rows are no multiple of 16.
+__device__ __forceinline__ uint32_t first_row(const LinearJob &job, uint32_t strip)
+{
+    return ibp_min_u32(strip * kStripRows, job.rows() - kStripRows);
+}
+
+// ---- elements ----
+
+// 32 elements of a row: a byte of sign and mantissa, and a digit of four bits each.
+struct Elements {
+    uint32_t residuals[8], digits[4];
+};
+
+// Both elements of a word, from residual and exponent in a byte each to sign, exponent, mantissa.
+__device__ __forceinline__ uint32_t turned(uint32_t rotated)
+{
+    return select_bits(0x7fff7fffu, rotated >> 1, rotated << 15);
+}
+
+// Exponents of 8 elements, a byte each, those with even numbers apart from those with odd ones. firsts: first_symbol in
+// every byte.
+struct Exponents {
+    uint32_t even, odd;
+
+    __device__ __forceinline__ Exponents(uint32_t digits, uint32_t firsts)
+        : even((digits & 0x0f0f0f0fu) + firsts), odd((digits >> 4 & 0x0f0f0f0fu) + firsts)
+    {
+    }
+};
+
+// One of the 8 operands of 16 columns that a lane's elements of two rows make. Of four elements in a row of columns, 0
+// and 2 make a word and 1 and 3: exponents of them are neighbours. number: a constant after unrolling.
+__device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements (&rows)[2], uint32_t number,
+                                             uint32_t firsts)
+{
+    const uint32_t even_order = number % 2u ? 0x7260u : 0x5240u, odd_order = number % 2u ? 0x7361u : 0x5341u;
+#pragma unroll
+    for (uint32_t r = 0; r < 2u; r++) {
+        const Exponents exponents(rows[r].digits[number / 2u], firsts);
+        a[r] = turned(permute_bytes(rows[r].residuals[number], exponents.even, even_order));
+        a[2u + r] = turned(permute_bytes(rows[r].residuals[number], exponents.odd, odd_order));
+    }
+}
+
+// A strip's step in shared memory: residuals, 128 bytes a row, then digits. Vector v of the residuals of row r is at
+// v ^ (r % 2), so that lanes that read together read from different banks.
+struct StripStep {
+    static constexpr uint32_t kDigitsStart = kStripRows * kStepColumns, kBytes = kDigitsStart / 2u * 3u;
+
+    // Begins to copy a strip's bytes from `column` on to byte `to` of shared memory, by a warp.
+    static __device__ __forceinline__ void begin_copy(const LinearJob &job, uint32_t strip, uint32_t column,
+                                                      uint32_t to)
+    {
+        const uint32_t lane = lane_id(), row = lane / 8u, vector = lane % 8u, g = lane / 4u, t = lane % 4u;
+        const uint64_t pitch = job.matrix.slot_bytes;
+        const uint8_t *const slots = job.matrix.slots + first_row(job, strip) * pitch,
+                             *const residuals = slots + row * pitch + column + 16u * vector,
+                             *const digits = slots + g * pitch + job.columns() + column / 2u + 16u * t;
+        const uint32_t residuals_to = to + row * kStepColumns + 16u * (vector ^ row % 2u),
+                       digits_to = to + kDigitsStart + g * kStepColumns / 2u + 16u * t;
+#pragma unroll
+        for (uint32_t i = 0; i < kStripRows / 4u; i++)
+            copy_vector(residuals_to + 4u * i * kStepColumns, residuals + 4u * i * pitch,
+                        column + 16u * vector < job.columns());
+#pragma unroll
+        for (uint32_t i = 0; i < kStripRows / 8u; i++)
+            copy_vector(digits_to + 4u * i * kStepColumns, digits + 8u * i * pitch, column + 32u * t < job.columns());
+    }
+    // The lane's elements of a row of the step at byte `at`.
+    static __device__ __forceinline__ Elements elements(uint32_t at, uint32_t row)
+    {
+        const uint32_t t = lane_id() % 4u;
+        const uint4 *const residuals = reinterpret_cast<const uint4 *>(shared_bytes() + at + row * kStepColumns);
+        const uint4 low = residuals[2u * t ^ row % 2u], high = residuals[(2u * t + 1u) ^ row % 2u];
+        const uint4 digits =
+            reinterpret_cast<const uint4 *>(shared_bytes() + at + kDigitsStart + row * kStepColumns / 2u)[t];
+        return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, {digits.x, digits.y, digits.z, digits.w}};
+    }
+};
+
+// ---- escapes ----
+
+// The escapes of a row: where they are in the list, and the first of them. Their loads can be under way long before
+// they are used: first where they begin and end, then the entries.
+struct RowEscapes {
+    static constexpr uint32_t kTogether = 4; // entries whose loads are under way together
+
+    uint32_t first = 0, end = 0;
+    ibp_escape entries[kTogether] = {};
+
+    __device__ __forceinline__ void find(const LinearJob &job, uint32_t row)
+    {
+        first = __ldg(job.matrix.starts + row);
+        end = ibp_min_u32(__ldg(job.matrix.starts + row + 1u), job.matrix.num_escapes);
+    }
+    __device__ __forceinline__ void load(const LinearJob &job)
+    {
+#pragma unroll
+        for (uint32_t j = 0; j < kTogether; j++) {
+            const bool wanted = first < end && j < end - first;
+            const uint2 words =
+                wanted ? __ldg(reinterpret_cast<const uint2 *>(job.matrix.escapes + first + j)) : make_uint2(0, 0);
+            entries[j] = {ibp_min_u32(words.x, job.columns() - 1u), static_cast<uint16_t>(words.y),
+                          static_cast<uint16_t>(words.y >> 16)};
+        }
+    }
+    __device__ __forceinline__ uint32_t num_loaded() const
+    {
+        return first < end ? ibp_min_u32(end - first, kTogether) : 0u;
+    }
+    // Goes on to the entries behind those that are loaded.
+    __device__ __forceinline__ void load_next(const LinearJob &job)
+    {
+        first += num_loaded();
+        load(job);
+    }
+};
+
+// The products of a row's escapes with vectors first, first + 2, ...: of the weights that they were multiplied as like
+// other digits, and of the right weights.
+template <uint32_t VECTORS> struct Corrections {
+    static constexpr uint32_t kTogether = RowEscapes::kTogether;
+
+    float taken[VECTORS] = {}, right[VECTORS] = {};
+
+    static __device__ __forceinline__ float x_at(const LinearJob &job, uint32_t vector, uint32_t column)
+    {
+        return float_of_bits(static_cast<uint32_t>(job.x[uint64_t{vector} * job.columns() + column]) << 16);
+    }
+    // Adds the products of the loaded entries. All loads are under way together: for vectors that are not there others
+    // are loaded.
+    // Of what weights were multiplied as there are no products where x is infinite or NaN: both weights have the same
+    // sign, and the sum of the row is infinite or NaN already, as it is to be.
+    __device__ __forceinline__ void add_loaded(const LinearJob &job, const RowEscapes &escapes, uint32_t first_vector)
+    {
+        const ibp_escape(&entries)[kTogether] = escapes.entries;
+        const uint32_t num_entries = escapes.num_loaded();
+        float x[VECTORS][kTogether];
+#pragma unroll
+        for (uint32_t i = 0; i < VECTORS; i++) {
+            const uint32_t vector = ibp_min_u32(first_vector + 2u * i, job.num_vectors - 1u);
+#pragma unroll
+            for (uint32_t j = 0; j < kTogether; j++)
+                x[i][j] = j < num_entries ? x_at(job, vector, entries[j].column) : 0.0f;
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < VECTORS; i++)
+#pragma unroll
+            for (uint32_t j = 0; j < kTogether; j++) {
+                const float finite = fabsf(x[i][j]) <= FLT_MAX ? x[i][j] : 0.0f;
+                if (j >= num_entries) continue;
+                taken[i] = fmaf(float_of_bits(static_cast<uint32_t>(entries[j].taken) << 16), finite, taken[i]);
+                right[i] = fmaf(float_of_bits(static_cast<uint32_t>(entries[j].weight) << 16), x[i][j], right[i]);
+            }
+    }
+    // escapes: with those first loaded.
+    __device__ __forceinline__ void add(const LinearJob &job, RowEscapes &escapes, uint32_t first_vector)
+    {
+        for (; escapes.num_loaded() != 0u; escapes.load_next(job)) add_loaded(job, escapes, first_vector);
+    }
+    // sum: of the products of vector `number`. In this order an element alone, multiplied by one, comes out exactly.
+    __device__ __forceinline__ float corrected(float sum, uint32_t number) const
+    {
+        return (sum - taken[number]) + right[number];
+    }
+};
+
+__device__ __forceinline__ float bias_of(const LinearJob &job, uint32_t row)
+{
+    return job.bias != nullptr ? float_of_bits(static_cast<uint32_t>(job.bias[row]) << 16) : 0.0f;
+}
+__device__ __forceinline__ void store_sum(const LinearJob &job, uint32_t vector, uint32_t row, float sum, float bias)
+{
+    if (job.bias != nullptr) sum += bias;
+    if (vector < job.num_vectors)
+        job.y[uint64_t{vector} * job.rows() + row] = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
+}
+
+} // namespace ibp
+
+#endif

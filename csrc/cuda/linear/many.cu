@@ -1,0 +1,89 @@
+// many.cu - the launch of the kernel that multiplies up to 64 vectors. Where the library is compiled for 9.0, this file
+// is compiled for the features that compute capability 9.0 has alone.
+#include "many.h"
+
+#include "many.cuh"
+
+#include "../launch.cuh"
+
+#include <algorithm>
+#include <atomic>
+
+namespace ibp {
+
+constexpr uint32_t kMostSharedBytes = 226u << 10;
+
+// Clusters of a kernel that the current device runs at a time; 0: none, as it has no code for the device.
+template <class Block> static ibp_status count_clusters(uint32_t *clusters)
+{
+#ifdef __CUDACC__
+    constexpr int kMostDevices = 64;
+    static std::atomic<uint32_t> known[kMostDevices]; // 1 more
+    int device = 0, major = 0, found = 0;
+    ibp_status status = check_cuda(cudaGetDevice(&device));
+    if (status != IBP_OK) return status;
+    const uint32_t held = device < kMostDevices ? known[device].load(std::memory_order_relaxed) : 0u;
+    *clusters = held - 1u;
+    if (held != 0u) return IBP_OK;
+    const auto kernel = many_kernel<Block>;
+    cudaFuncAttributes code{};
+    status = check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    if (status != IBP_OK) return status;
+    const bool has_code = major == 9 && check_cuda(cudaFuncGetAttributes(&code, kernel)) == IBP_OK;
+    if (has_code) {
+        cudaLaunchAttribute cluster{};
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim.x = Block::kParts, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = Block::kParts, config.blockDim = Block::kThreads, config.dynamicSmemBytes = kMostSharedBytes;
+        config.attrs = &cluster, config.numAttrs = 1;
+        status = allow_shared(reinterpret_cast<const void *>(kernel));
+        if (status == IBP_OK) status = check_cuda(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
+        if (status != IBP_OK) return status;
+    }
+    *clusters = static_cast<uint32_t>(std::max(0, found));
+    if (device < kMostDevices) known[device] = *clusters + 1u;
+    return IBP_OK;
+#else
+    *clusters = 2;
+    return IBP_OK;
+#endif
+}
+
+template <class Block> static ibp_status launch_if_fits(const LinearJob &job, ibp_stream stream, bool *launched)
+{
+    const uint32_t shared_bytes = Block::shared_bytes(job);
+    if (shared_bytes > kMostSharedBytes) return IBP_OK;
+    uint32_t clusters = 0;
+    ibp_status status = count_clusters<Block>(&clusters);
+    if (status != IBP_OK || clusters == 0u) return status;
+    const auto kernel = many_kernel<Block>;
+    const uint32_t blocks = Block::kParts * std::min(clusters, Block::num_tiles(job));
+    status = allow_shared(reinterpret_cast<const void *>(kernel));
+    *launched = status == IBP_OK;
+    return status == IBP_OK
+               ? launch_kernel(kernel, Launch{blocks, Block::kThreads, shared_bytes, Block::kParts, true}, stream, job)
+               : status;
+}
+
+// A tile costs a block the same whatever its columns: few blocks a cluster where their parts would be short.
+template <uint32_t VECTORS> static ibp_status launch_parts(const LinearJob &job, ibp_stream stream, bool *launched)
+{
+#ifdef __CUDACC__
+    constexpr uint32_t kShortSteps = 40;
+    ibp_status status = IBP_OK;
+    if (num_steps(job) <= kShortSteps) status = launch_if_fits<ManyBlock<VECTORS, 4>>(job, stream, launched);
+    return status != IBP_OK || *launched ? status : launch_if_fits<ManyBlock<VECTORS, 8>>(job, stream, launched);
+#else // a block at a time
+    return launch_if_fits<ManyBlock<VECTORS, 1>>(job, stream, launched);
+#endif
+}
+
+ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched)
+{
+    *launched = false;
+    if (job.num_vectors <= 16u) return launch_parts<16>(job, stream, launched);
+    return job.num_vectors <= 32u ? launch_parts<32>(job, stream, launched) : launch_parts<64>(job, stream, launched);
+}
+
+} // namespace ibp

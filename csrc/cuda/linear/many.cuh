@@ -1,0 +1,499 @@
+// many.cuh - products of up to 64 vectors with a coded matrix of BF16, for GPUs of compute capability 9.0: an element
+// is decoded once for all vectors, as an operand of `wgmma` in registers.
+//
+// A cluster of blocks takes tiles of 64 rows, one after the other. Each block has a part of the columns: its vectors'
+// elements stay in its shared memory, in the order that the digits make cheap, so that of the L2 cache only weights are
+// wanted. Two groups of four warps multiply, each half of the part's pieces (digits.cuh): bytes of the coming steps,
+// those of the next tile among them, are copied to shared memory while one is multiplied. The sums of a tile lie in
+// shared memory, where the finishers of all blocks of the cluster read them, each for its part of the vectors: four
+// warps a block, which also take away and add the products of escapes, as in linear.cuh. Sums are added in the order
+// that linear.cuh has: their bits are the same.
+// Bound by device memory.
+#ifndef IBP_MANY_CUH
+#define IBP_MANY_CUH
+
+#include "digits.cuh"
+
+namespace ibp {
+
+// VECTORS: 16, 32 or 64. PARTS of the columns, and blocks of a cluster: 1 to 8.
+template <uint32_t VECTORS, uint32_t PARTS> struct ManyBlock {
+    static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kTileRows = 64, kStages = 3;
+    static constexpr uint32_t kGroup = 128, kGroups = 2; // threads of a group that multiplies, and groups
+    static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
+    static constexpr uint32_t kGroupPieces = kPieces / PARTS / kGroups; // of a tile and a group
+    static constexpr uint32_t kPitch = kTileRows + 4u;                  // of the sums of a vector, so that banks differ
+    static constexpr uint32_t kSumsStart = kMultipliers / kWarp * kStages * StripStep::kBytes;
+    static constexpr uint32_t kBarriersStart = kSumsStart + VECTORS * kPitch * sizeof(float);
+    static constexpr uint32_t kVectorsStart = kBarriersStart + 128u; // whole 128 bytes, as `wgmma` wants
+    static constexpr uint32_t kStepBytes = VECTORS * kStepColumns * 2u;
+    static constexpr uint32_t kFinished = VECTORS / PARTS / 2u; // vectors of a finishing thread
+
+    static __host__ __device__ __forceinline__ uint32_t part_begin(const LinearJob &job, uint32_t part)
+    {
+        return piece_begin(job, part * (kPieces / PARTS));
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_tiles(const LinearJob &job)
+    {
+        return (job.rows() + kTileRows - 1u) / kTileRows;
+    }
+    static uint32_t shared_bytes(const LinearJob &job)
+    {
+        uint32_t steps = 0;
+        for (uint32_t part = 0; part < PARTS; part++) {
+            const uint32_t of_part = part_begin(job, part + 1u) - part_begin(job, part);
+            if (of_part > steps) steps = of_part;
+        }
+        return kVectorsStart + steps * kStepBytes;
+    }
+    // Byte of the 16 bytes of the vectors' elements that a thread reads and writes: of step `step` of the part and
+    // operand `operand` of 8, those of `vector` for its columns 8 half to 8 half + 7.
+    static __device__ __forceinline__ uint32_t vector_at(uint32_t step, uint32_t operand, uint32_t vector,
+                                                         uint32_t half)
+    {
+        return kVectorsStart + step * kStepBytes + operand * (VECTORS * 32u) + vector / 8u * 256u + half * 128u +
+               vector % 8u * 16u;
+    }
+    static __device__ __forceinline__ uint32_t sum_at(uint32_t vector, uint32_t row)
+    {
+        return kSumsStart + (vector * kPitch + row) * static_cast<uint32_t>(sizeof(float));
+    }
+};
+
+// ---- what the hardware does ----
+
+#ifdef __CUDACC__
+__device__ __forceinline__ uint32_t shared_address(uint32_t byte)
+{
+    return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes() + byte));
+}
+__device__ __forceinline__ uint32_t address_in(uint32_t block, uint32_t byte)
+{
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(byte)), "r"(block));
+    return there;
+}
+#endif
+
+// A barrier among blocks of a cluster in the shared memory of each: it turns once all blocks have arrived at it.
+// With one block it is a barrier of the block among its finishers and those that wait.
+template <class Block, uint32_t NUMBER> struct ClusterBarrier {
+    static constexpr uint32_t kByte = Block::kBarriersStart + 8u * NUMBER;
+
+    static __device__ __forceinline__ void begin()
+    {
+#ifdef __CUDACC__
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(kByte)), "r"(Block::kParts)
+                     : "memory");
+#endif
+    }
+    // What this thread and those before it in barriers have written is there for all who wait.
+    static __device__ __forceinline__ void arrive(uint32_t block)
+    {
+#ifdef __CUDACC__
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(block, kByte))
+                     : "memory");
+#endif
+    }
+    // The same of one that has read, and holds what it has read.
+    static __device__ __forceinline__ void arrive_after_reading(uint32_t block)
+    {
+#ifdef __CUDACC__
+        asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(block, kByte))
+                     : "memory");
+#endif
+    }
+    static __device__ __forceinline__ void await(uint32_t turn)
+    {
+#ifdef __CUDACC__
+        asm volatile("{\n.reg .pred done;\nagain:\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                     "@!done bra again;\n}" ::"r"(shared_address(kByte)),
+                     "r"(turn & 1u)
+                     : "memory");
+#endif
+    }
+};
+
+// All threads of a cluster.
+__device__ __forceinline__ void await_cluster()
+{
+#ifdef __CUDACC__
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+__device__ __forceinline__ float float_in(uint32_t block, uint32_t byte)
+{
+#ifdef __CUDACC__
+    float value;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address_in(block, byte)) : "memory");
+    return value;
+#else
+    return *reinterpret_cast<const float *>(shared_bytes() + byte);
+#endif
+}
+// What threads have written to shared memory is there for `wgmma` of threads behind a barrier.
+__device__ __forceinline__ void publish_vectors()
+{
+#ifdef __CUDACC__
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#ifdef __CUDACC__
+// sums += a b, of 64 rows and the vectors over 16 columns: a warp has 16 of the rows as in multiply_tile, and in sums
+// those of 8 vectors after the other. b: where the vectors' elements begin in shared memory.
+#define IBP_FLOATS_4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define IBP_FLOATS_8(i) IBP_FLOATS_4(i), IBP_FLOATS_4((i) + 4)
+#define IBP_OPERANDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+__device__ __forceinline__ void multiply_group(float (&d)[8], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, "
+        "1, 1, 1, 0;"
+        : IBP_FLOATS_8(0)
+        : IBP_OPERANDS);
+}
+__device__ __forceinline__ void multiply_group(float (&d)[16], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,"
+                 "%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+                 : IBP_FLOATS_8(0), IBP_FLOATS_8(8)
+                 : IBP_OPERANDS);
+}
+__device__ __forceinline__ void multiply_group(float (&d)[32], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,"
+                 "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, "
+                 "1, 1, 0;"
+                 : IBP_FLOATS_8(0), IBP_FLOATS_8(8), IBP_FLOATS_8(16), IBP_FLOATS_8(24)
+                 : IBP_OPERANDS);
+}
+#undef IBP_OPERANDS
+#undef IBP_FLOATS_8
+#undef IBP_FLOATS_4
+#endif
+
+// Products that a group of warps has begun. The compiler does not see that they read operands and write sums later:
+// `await` is between these.
+struct GroupProducts {
+    template <uint32_t FLOATS>
+    static __device__ __forceinline__ void begin(float (&sums)[FLOATS], const uint32_t (&a)[4], uint32_t vectors)
+    {
+#ifdef __CUDACC__
+        // Vectors 128 bytes apart by halves of 8 columns, 256 by 8 vectors.
+        const uint64_t b =
+            uint64_t{(shared_address(vectors) & 0x3ffffu) >> 4} | uint64_t{128u >> 4} << 16 | uint64_t{256u >> 4} << 32;
+        multiply_group(sums, a, b);
+#else
+        const uint32_t g = lane_id() / 4u, t = lane_id() % 4u;
+        for (uint32_t i = 0; i < FLOATS / 4u; i++) {
+            const uint8_t *const from = shared_bytes() + vectors + i * 256u + g * 16u + t * 4u;
+            const uint32_t b[2] = {*reinterpret_cast<const uint32_t *>(from),
+                                   *reinterpret_cast<const uint32_t *>(from + 128)};
+            float tile[4];
+            for (uint32_t j = 0; j < 4u; j++) tile[j] = sums[4u * i + j];
+            multiply_tile(tile, a, b);
+            for (uint32_t j = 0; j < 4u; j++) sums[4u * i + j] = tile[j];
+        }
+#endif
+    }
+    static __device__ __forceinline__ void order_registers()
+    {
+#ifdef __CUDACC__
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+    }
+    static __device__ __forceinline__ void end_batch()
+    {
+#ifdef __CUDACC__
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+    }
+    template <int NUM_LEFT, class T, uint32_t COUNT> static __device__ __forceinline__ void await(T (&registers)[COUNT])
+    {
+#ifdef __CUDACC__
+        asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NUM_LEFT) : "memory");
+#pragma unroll
+        for (uint32_t i = 0; i < COUNT; i++) touch(registers[i]);
+#endif
+    }
+
+  private:
+#ifdef __CUDACC__
+    static __device__ __forceinline__ void touch(float &value) { asm volatile("" : "+f"(value)::"memory"); }
+    static __device__ __forceinline__ void touch(uint32_t &value) { asm volatile("" : "+r"(value)::"memory"); }
+    static __device__ __forceinline__ void touch(uint32_t (&values)[4])
+    {
+#pragma unroll
+        for (uint32_t i = 0; i < 4u; i++) touch(values[i]);
+    }
+#endif
+};
+
+// ---- a block ----
+
+// Sums of a tile are written, in all blocks of the cluster; they have been read, and the room is free.
+template <class Block> using Written = ClusterBarrier<Block, 0>;
+template <class Block> using Read = ClusterBarrier<Block, 1>;
+
+// Named barriers: of both groups that multiply, of the second one and the finishers, of the finishers; and, where there
+// is one block, of the finishers and the first group.
+constexpr uint32_t kBothGroups = 1, kGroupAndFinishers = 2, kFinishers = 3, kFinishersAndGroup = 4;
+
+struct Place {
+    uint32_t part, first_tile, tiles_apart;
+};
+
+// A group of warps that multiplies; each has 16 rows of a tile.
+template <class Block> struct GroupMultiplier {
+    static constexpr uint32_t kSums = Block::kVectors / 2u; // of a thread
+    static constexpr uint32_t kLevels = Block::kGroupPieces == 8u ? 3u : Block::kGroupPieces == 4u ? 2u : 1u;
+
+    const LinearJob &job;
+    const Place &place;
+    const uint32_t warp, group, stages, first_piece, begin, end; // steps of the group
+    uint32_t copied_tile, copied_step, copied_stage;
+
+    __device__ __forceinline__ GroupMultiplier(const LinearJob &linear, const Place &of)
+        : job(linear), place(of), warp(threadIdx.x / kWarp), group(threadIdx.x / Block::kGroup),
+          stages(warp * Block::kStages * StripStep::kBytes),
+          first_piece((place.part * Block::kGroups + group) * Block::kGroupPieces),
+          begin(piece_begin(job, first_piece)), end(piece_begin(job, first_piece + Block::kGroupPieces)),
+          copied_tile(place.first_tile), copied_step(begin), copied_stage(0)
+    {
+    }
+    __device__ __forceinline__ void begin_copies()
+    {
+        if (copied_tile < Block::num_tiles(job) && copied_step < end)
+            StripStep::begin_copy(job, copied_tile * (Block::kTileRows / kStripRows) + warp % 4u,
+                                  copied_step * kStepColumns, stages + copied_stage * StripStep::kBytes);
+        end_copies();
+        copied_stage = copied_stage + 1u == Block::kStages ? 0u : copied_stage + 1u;
+        if (++copied_step >= end) copied_step = begin, copied_tile += place.tiles_apart;
+    }
+    __device__ __forceinline__ void begin_first_copies()
+    {
+#pragma unroll
+        for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
+    }
+    // Adds the products of a step. Up to three batches of two operands are multiplied while the next one is decoded.
+    __device__ __forceinline__ void multiply_step(uint32_t step, uint32_t stage, uint32_t (&operands)[4][2][4],
+                                                  float (&sums)[kSums])
+    {
+        await_copies<Block::kStages - 2>();
+        begin_copies();
+        const uint32_t g = lane_id() / 4u, at = stages + stage * StripStep::kBytes;
+        const Elements rows[2] = {StripStep::elements(at, g), StripStep::elements(at, g + 8u)};
+        const uint32_t firsts = job.matrix.first_symbol * 0x01010101u,
+                       of_part = step - Block::part_begin(job, place.part);
+#pragma unroll
+        for (uint32_t i = 0; i < 4u; i++) {
+            GroupProducts::await<3>(operands[i]);
+#pragma unroll
+            for (uint32_t j = 0; j < 2u; j++) make_operand(operands[i][j], rows, 2u * i + j, firsts);
+            GroupProducts::order_registers();
+#pragma unroll
+            for (uint32_t j = 0; j < 2u; j++)
+                GroupProducts::begin(sums, operands[i][j], Block::vector_at(of_part, 2u * i + j, 0, 0));
+            GroupProducts::end_batch();
+        }
+    }
+    // sums: of the group's pieces of a tile, in pairs, pairs of pairs and so on.
+    __device__ __forceinline__ void multiply_tile_rows(uint32_t &stage, float (&sums)[kSums])
+    {
+        float of_pairs[kLevels][kSums];
+        uint32_t operands[4][2][4] = {};
+        uint32_t step = begin;
+#pragma unroll 1
+        for (uint32_t piece = 0; piece < Block::kGroupPieces; piece++) {
+            const uint32_t last = piece_begin(job, first_piece + piece + 1u);
+#pragma unroll
+            for (uint32_t i = 0; i < kSums; i++) sums[i] = 0.0f;
+#pragma unroll 1
+            for (; step < last; step++) {
+                multiply_step(step, stage, operands, sums);
+                stage = stage + 1u == Block::kStages ? 0u : stage + 1u;
+            }
+            GroupProducts::await<0>(sums);
+            bool is_second = Block::kGroupPieces > 1u;
+#pragma unroll
+            for (uint32_t level = 0; level < kLevels && Block::kGroupPieces > 1u; level++) {
+                const bool was_second = is_second;
+                is_second = was_second && (piece >> level & 1u);
+#pragma unroll
+                for (uint32_t i = 0; i < kSums; i++) {
+                    if (is_second)
+                        sums[i] = of_pairs[level][i] + sums[i];
+                    else if (was_second)
+                        of_pairs[level][i] = sums[i];
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ void run()
+    {
+        const uint32_t row = warp % 4u * kStripRows + lane_id() / 4u, vector = 2u * (lane_id() % 4u);
+        uint32_t stage = 0;
+        for (uint32_t tile = place.first_tile, turn = 0; tile < Block::num_tiles(job);
+             tile += place.tiles_apart, turn++) {
+            float sums[kSums];
+            multiply_tile_rows(stage, sums);
+            if (group == 0u)
+                await_room(turn);
+            else
+                await_barrier<kBothGroups, Block::kMultipliers>();
+#pragma unroll
+            for (uint32_t i = 0; i < kSums; i++) {
+                float &sum = *reinterpret_cast<float *>(
+                    shared_bytes() + Block::sum_at(vector + i / 4u * 8u + i % 2u, row + 8u * (i / 2u % 2u)));
+                sum = group == 0u ? sums[i] : sum + sums[i];
+            }
+            if (group == 0u)
+                arrive_at_barrier<kBothGroups, Block::kMultipliers>();
+            else
+                arrive_at_barrier<kGroupAndFinishers, Block::kMultipliers>();
+        }
+    }
+    __device__ __forceinline__ void await_room(uint32_t turn) const
+    {
+        if (turn == 0u) return;
+        if (Block::kParts > 1u)
+            Read<Block>::await(turn - 1u);
+        else
+            await_barrier<kFinishersAndGroup, Block::kMultipliers>();
+    }
+};
+
+// Four warps: a thread has a row of a tile, and of the block's part of the vectors every other one.
+template <class Block> struct Finishers {
+    const LinearJob &job;
+    const Place &place;
+    const uint32_t thread, row, first_vector;
+
+    __device__ __forceinline__ Finishers(const LinearJob &linear, const Place &of)
+        : job(linear), place(of), thread(threadIdx.x - Block::kMultipliers), row(thread % Block::kTileRows),
+          first_vector(place.part * (Block::kVectors / Block::kParts) + thread / Block::kTileRows)
+    {
+    }
+    __device__ __forceinline__ void say_written(uint32_t turn) const
+    {
+        await_barrier<kGroupAndFinishers, Block::kMultipliers>();
+        if (Block::kParts == 1u) return;
+        if (thread < Block::kParts) Written<Block>::arrive(thread);
+        __syncwarp();
+        Written<Block>::await(turn);
+    }
+    __device__ __forceinline__ void say_read(bool is_last) const
+    {
+        if (Block::kParts == 1u) {
+            if (!is_last) arrive_at_barrier<kFinishersAndGroup, Block::kMultipliers>();
+            return;
+        }
+        await_barrier<kFinishers, Block::kGroup>();
+        if (thread < Block::kParts) Read<Block>::arrive_after_reading(thread);
+    }
+    // A store waits for all that its sum was read from: only then is the room free.
+    __device__ __forceinline__ void store_sums(uint32_t to_row, float bias,
+                                               const Corrections<Block::kFinished> &corrections) const
+    {
+        float sums[Block::kFinished][Block::kParts];
+#pragma unroll
+        for (uint32_t part = 0; part < Block::kParts; part++)
+#pragma unroll
+            for (uint32_t i = 0; i < Block::kFinished; i++)
+                sums[i][part] = float_in(part, Block::sum_at(first_vector + 2u * i, row));
+#pragma unroll
+        for (uint32_t i = 0; i < Block::kFinished; i++)
+            store_sum(job, first_vector + 2u * i, to_row, corrections.corrected(sum_in_pairs(sums[i]), i), bias);
+    }
+    // The row of y in a tile; of the last tile, where there is none.
+    __device__ __forceinline__ uint32_t row_of(uint32_t tile) const
+    {
+        const uint32_t strip = ibp_min_u32(tile, Block::num_tiles(job) - 1u) * (Block::kTileRows / kStripRows);
+        return first_row(job, strip + row / kStripRows) + row % kStripRows;
+    }
+    // While a tile is multiplied, loads are under way of the entries of the next one and of where those of the tile
+    // after it begin.
+    __device__ __forceinline__ void run()
+    {
+        RowEscapes escapes, next;
+        escapes.find(job, row_of(place.first_tile)), next.find(job, row_of(place.first_tile + place.tiles_apart));
+        escapes.load(job);
+        for (uint32_t tile = place.first_tile, turn = 0; tile < Block::num_tiles(job);
+             tile += place.tiles_apart, turn++) {
+            const uint32_t to_row = row_of(tile);
+            Corrections<Block::kFinished> corrections;
+            corrections.add(job, escapes, first_vector);
+            const float bias = bias_of(job, to_row);
+            escapes = next, escapes.load(job);
+            next.find(job, row_of(tile + 2u * place.tiles_apart));
+            say_written(turn);
+            store_sums(to_row, bias, corrections);
+            say_read(tile + place.tiles_apart >= Block::num_tiles(job));
+        }
+    }
+};
+
+// Brings the elements of the block's part of the columns: a thread those of a vector for one pair of operands at a
+// time, of all four lanes.
+template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
+{
+    const uint32_t begin = Block::part_begin(job, part), steps = Block::part_begin(job, part + 1u) - begin;
+#pragma unroll 2
+    for (uint32_t item = threadIdx.x; item < steps * Block::kVectors * 4u; item += Block::kThreads) {
+        const uint32_t pair = item / 8u % 4u, vector = item / 32u % (Block::kVectors / 8u) * 8u + item % 8u,
+                       step = item / (4u * Block::kVectors), column = (begin + step) * kStepColumns + 8u * pair;
+        const uint16_t *const from = job.x + uint64_t{vector} * job.columns() + column;
+        uint4 x[4];
+#pragma unroll
+        for (uint32_t t = 0; t < 4u; t++) {
+            const bool wanted = vector < job.num_vectors && column + 32u * t < job.columns();
+            x[t] = wanted ? *reinterpret_cast<const uint4 *>(from + 32u * t) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (uint32_t half = 0; half < 2u; half++) {
+            const uint32_t order = half ? 0x7632u : 0x5410u;
+            const auto store = [&](uint32_t operand, const uint4 &words) {
+                *reinterpret_cast<uint4 *>(shared_bytes() + Block::vector_at(step, operand, vector, half)) = words;
+            };
+            store(2u * pair, make_uint4(permute_bytes(x[0].x, x[0].y, order), permute_bytes(x[1].x, x[1].y, order),
+                                        permute_bytes(x[2].x, x[2].y, order), permute_bytes(x[3].x, x[3].y, order)));
+            store(2u * pair + 1u,
+                  make_uint4(permute_bytes(x[0].z, x[0].w, order), permute_bytes(x[1].z, x[1].w, order),
+                             permute_bytes(x[2].z, x[2].w, order), permute_bytes(x[3].z, x[3].w, order)));
+        }
+    }
+    publish_vectors();
+}
+
+template <class Block>
+__global__ void __launch_bounds__(Block::kThreads, 1) many_kernel(const __grid_constant__ LinearJob job)
+{
+#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // `wgmma` is there
+    let_next_begin();
+    const Place place{blockIdx.x % Block::kParts, blockIdx.x / Block::kParts, gridDim.x / Block::kParts};
+    const bool multiplies = threadIdx.x < Block::kMultipliers;
+    if (threadIdx.x == Block::kMultipliers) Written<Block>::begin(), Read<Block>::begin();
+    if (multiplies) {
+        GroupMultiplier<Block> multiplier(job, place);
+        multiplier.begin_first_copies();
+        await_work_before();
+        bring_vectors<Block>(job, place.part);
+        await_cluster();
+        multiplier.run();
+    } else {
+        await_work_before();
+        bring_vectors<Block>(job, place.part);
+        await_cluster();
+        Finishers<Block>(job, place).run();
+    }
+    await_cluster(); // others may still read the sums of this block
+#endif
+}
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,22 @@
+"""What is undone by `close()`, and by the end of a `with` block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TypeVar
+
+_Self = TypeVar("_Self", bound="Closing")
+
+
+class Closing(ABC):
+    """Something with a `close()`, as a context manager that calls it."""
+
+    @abstractmethod
+    def close(self) -> object:
+        """Undoes what was done."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,77 @@
+"""Calls timed on a device: work of a GPU by events, work that the host takes part in by the clock."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+_Result = TypeVar("_Result")
+# Of a table that calls are timed on, by type of device: several times its caches, and at most such a part of its free
+# memory.
+_TABLE_BYTES = {"cpu": (32 << 20, 16), "cuda": (128 << 20, 32)}
+_HEAD_START_S = 2e-3
+
+
+def free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def timed_once(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
+    """(what a call returns, the seconds until its work on a device is done, its host part too)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return result, max(time.perf_counter() - start, 1e-9)
+
+
+class Clock:
+    """Times calls on a device.
+
+    Args:
+        device: of a CUDA device the calls use the current stream.
+        budget_s: seconds that one measurement may take, about.
+
+    Attributes:
+        table_bytes: of a table to time calls on.
+    """
+
+    def __init__(self, device: torch.device, budget_s: float) -> None:
+        self.device, self._budget_s = device, budget_s
+        on_gpu = device.type == "cuda"
+        most_bytes, part = _TABLE_BYTES[device.type]
+        free_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else free_host_bytes()
+        self.table_bytes = max(1 << 20, min(most_bytes, free_bytes // part))
+        self._zeros = 0  # of the scratch, for the head start
+        if on_gpu:
+            self._scratch = torch.empty(self.table_bytes, dtype=torch.uint8, device=device)
+            self._zeros = int(_HEAD_START_S / self.gpu_s(self._scratch.zero_)) + 1
+
+    def wall_s(self, call: Callable[[], object]) -> float:
+        """Median of the seconds until a call's work is done, its host part too."""
+        return statistics.median(timed_once(call, self.device)[1] for _ in range(self._repeats(call)))
+
+    def gpu_s(self, call: Callable[[], object]) -> float:
+        """Median of the seconds that a call's work takes on the GPU, behind a head start that hides how long the calls
+        take to be issued. The call must not wait for it."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self._repeats(call))]
+        for _ in range(self._zeros):
+            self._scratch.zero_()
+        for start, end in events:
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
+
+    def _repeats(self, call: Callable[[], object]) -> int:
+        """How often the budget lets a call be timed, by its second run."""
+        _, seconds = (timed_once(call, self.device)[1] for _ in range(2))
+        return max(3, min(15, int(self._budget_s / seconds)))
