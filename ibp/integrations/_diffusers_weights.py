@@ -25,7 +25,7 @@ class _Method(str, Enum):
     IBP = METHOD
 
 
-class IbpConfig(CodingFields, QuantizationConfigMixin):
+class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
     """`quantization_config` of `from_pretrained` of a model of diffusers: its matrices become tables while they are
     loaded, as `ibp.nn.compress` makes them.
 
@@ -35,11 +35,11 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
     Example:
         >>> from diffusers import DiTTransformer2DModel
-        >>> from ibp.integrations.diffusers import IbpConfig
+        >>> from ibp.integrations.diffusers import IbpDiffusersConfig
         >>> sizes = {"num_attention_heads": 4, "attention_head_dim": 64, "in_channels": 4, "sample_size": 8}
         >>> DiTTransformer2DModel(**sizes, num_layers=1, norm_num_groups=1).bfloat16().save_pretrained("dit")
         >>> model = DiTTransformer2DModel.from_pretrained(
-        ...     "dit", quantization_config=IbpConfig(min_bytes=1 << 16), torch_dtype=torch.bfloat16
+        ...     "dit", quantization_config=IbpDiffusersConfig(min_bytes=1 << 16), torch_dtype=torch.bfloat16
         ... )
         >>> len(model.hf_quantizer.report.coded) > 5
         True
@@ -63,8 +63,8 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
         return self.to_dict()
 
 
-class IbpQuantizer(DiffusersQuantizer):
-    """What diffusers calls while it loads a model with an `IbpConfig`.
+class IbpDiffusersQuantizer(DiffusersQuantizer):
+    """What diffusers calls while it loads a model with an `IbpDiffusersConfig`.
 
     Attributes:
         report: what is coded, and what stays plain and why; None while the model is loaded.
@@ -74,7 +74,7 @@ class IbpQuantizer(DiffusersQuantizer):
 
     use_keep_in_fp32_modules = True
 
-    def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
+    def __init__(self, quantization_config: IbpDiffusersConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.report: ModelReport | None = None
         self._loading: Loading | None = None
@@ -166,5 +166,5 @@ class IbpQuantizer(DiffusersQuantizer):
 
 
 # diffusers has no function to register a quantizer, but reads these when it loads a model.
-auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = IbpConfig
-auto.AUTO_QUANTIZER_MAPPING[METHOD] = IbpQuantizer
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = IbpDiffusersConfig
+auto.AUTO_QUANTIZER_MAPPING[METHOD] = IbpDiffusersQuantizer

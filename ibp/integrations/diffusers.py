@@ -1,8 +1,8 @@
 """Models of Hugging Face diffusers with coded weights, and its group offloading with compressed weights.
 
-    from ibp.integrations.diffusers import IbpConfig
+    from ibp.integrations.diffusers import IbpDiffusersConfig
 
-    DiTTransformer2DModel.from_pretrained(name, quantization_config=IbpConfig(), torch_dtype=torch.bfloat16)
+    DiTTransformer2DModel.from_pretrained(name, quantization_config=IbpDiffusersConfig(), torch_dtype=torch.bfloat16)
 
 Matrices become tables while the model is loaded. Or they rest in host memory:
 
@@ -32,9 +32,9 @@ from .._common.closing import Closing
 from .._common.statistics import Saves, Statistics
 from .._fetch.streaming import decompress
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
-from ._diffusers_weights import IbpConfig, IbpQuantizer
+from ._diffusers_weights import IbpDiffusersConfig, IbpDiffusersQuantizer
 
-__all__ = ["CompressedGroups", "GroupBytes", "IbpConfig", "IbpQuantizer", "close", "compress_groups"]
+__all__ = ["CompressedGroups", "GroupBytes", "IbpDiffusersConfig", "IbpDiffusersQuantizer", "close", "compress_groups"]
 
 _STATE_HOOK = "_ibp_state_hook"  # attribute of a model: what removes its hook
 

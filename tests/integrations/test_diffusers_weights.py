@@ -9,7 +9,7 @@ from ibp.nn._tables import TableModule
 
 pytestmark = pytest.mark.frameworks
 diffusers = pytest.importorskip("diffusers")
-IbpConfig = pytest.importorskip("ibp.integrations.diffusers").IbpConfig
+IbpDiffusersConfig = pytest.importorskip("ibp.integrations.diffusers").IbpDiffusersConfig
 LEAST = 1 << 14
 
 
@@ -55,17 +55,19 @@ def num_tables(model):
 
 def test_plain_checkpoints(saved, tmp_path):
     folder, plain = saved
-    model = load(plain, folder, quantization_config=IbpConfig(min_bytes=LEAST))
+    model = load(plain, folder, quantization_config=IbpDiffusersConfig(min_bytes=LEAST))
     assert num_tables(model) == len(model.hf_quantizer.report.coded) > 15 and model.hf_quantizer.report.savings > 0.1
     assert_same_bits(outputs(model), outputs(plain))
     model.save_pretrained(tmp_path / "again")
     again = load(plain, tmp_path / "again")
     assert num_tables(again) == 0 and not hasattr(again, "hf_quantizer")
     assert_same_bits(outputs(again), outputs(plain))
-    partly = load(plain, folder, quantization_config=IbpConfig(min_bytes=LEAST, include="transformer_blocks.0"))
+    partly = load(
+        plain, folder, quantization_config=IbpDiffusersConfig(min_bytes=LEAST, include="transformer_blocks.0")
+    )
     assert 0 < num_tables(partly) < num_tables(model)
     with pytest.raises(ValueError, match="ibp.offload"):
-        load(plain, folder, quantization_config=IbpConfig(), device_map={"": "disk"})
+        load(plain, folder, quantization_config=IbpDiffusersConfig(), device_map={"": "disk"})
 
 
 def test_compressed_directories(saved, tmp_path):

@@ -385,7 +385,9 @@ def test_on_a_gpu(llama, tmp_path, cuda):
     torch.testing.assert_close(model(IDS.to(cuda)).logits.cpu(), wanted, rtol=0.1, atol=0.2)
     save_coded(model, tmp_path / "small")
     ibp.checkpoints.compress(folder, f"{tmp_path / 'packed'}/")
+    shutil.copy(tmp_path / "small" / "config.json", tmp_path / "packed")
     for small in ("small", "packed"):
         model = load(tmp_path / small, device_map={"": cuda})
+        assert num_tables(model) == MODELS["llama"][1]
         torch.testing.assert_close(model(IDS.to(cuda)).logits.cpu(), wanted, rtol=0.1, atol=0.2)
     torch.testing.assert_close(load(tmp_path / "small").to(cuda)(IDS.to(cuda)).logits.cpu(), wanted, rtol=0.1, atol=0.2)
