@@ -329,6 +329,10 @@ def test_parts_off_the_device_are_offloaded(llama, tmp_path, monkeypatch):
             assert_same_bits(outputs(model), outputs(plain))
             assert torch.equal(tokens(model), tokens(plain))
     assert device_map["lm_head"] == "disk"
+    save_coded(model, tmp_path / "saved")
+    model.save_pretrained(tmp_path / "plain")
+    for folder in ("saved", "plain"):
+        assert_same_bits(outputs(load(tmp_path / folder)), outputs(plain))
 
 
 def test_device_maps_that_are_refused(llama):
