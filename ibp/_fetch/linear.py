@@ -33,7 +33,8 @@ def linear(
     64 on GPUs of compute capability 9.0. It runs where W is BF16 at level "fast" in that GPU's memory, N is at least
     16, K a multiple of 32, slot_bytes at least 1.5 K, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such
     tables. The kernel adds products in float, in an order that depends on K alone: a vector's result has the same bits
-    however many vectors there are. They differ from the bits of torch's function, which differ by shape and GPU, too.
+    however many vectors there are, but for rows that torch multiplies (below). They differ from the bits of torch's
+    function, which differ by shape and GPU, too.
     In all other cases torch's function multiplies by W, decoded on x's device for the time of the call.
 
     The first call with a table decodes it once, to list the few escaped weights, which its digits do not give, and

@@ -377,7 +377,9 @@ def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> No
     if len(records) > 1:
         weight_map = {name: record["file"] for record in records for name in record["names"]}
         total = sum(record["data_bytes"] for record in records)
-        write_index(target, weight_map, total)
+        made = journal.directory / target.name  # a later call removes what a killed one leaves of it there
+        write_index(made, weight_map, total)
+        os.replace(index_of(made), index_of(target))
     sync_directory(target.parent)
     journal.close()
 

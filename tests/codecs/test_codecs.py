@@ -78,7 +78,7 @@ def test_out_and_many():
     assert found[1] is outs[1] and all(torch.equal(one, x) for one in found)
     with pytest.raises(TypeError, match="out has dtype torch.int32; wanted torch.int64"):
         whole.decompress(out=x.int())
-    with pytest.raises(ValueError, match="max_sms and path are for tables; a tensor coded by 'zstd' has neither"):
+    with pytest.raises(ValueError, match="max_sms and path are for tables; an ibp.WholeTensor has neither"):
         ibp.decompress(whole, path="gpu")
 
 

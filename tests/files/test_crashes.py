@@ -89,8 +89,10 @@ def kill_before(name, function, *args, **options):
 def kill_after(name, function, *args, **options):
     if name == "write":
         args = args[0], args[1][: len(args[1]) // 2]
-    function(*args, **options)
-    os._exit(KILLED)
+    try:
+        function(*args, **options)
+    finally:  # a call that fails, such as of a file that may be missing, is one to be killed after, too
+        os._exit(KILLED)
 
 
 @pytest.mark.parametrize("kill", [kill_before, kill_after], ids=["before", "after"])
