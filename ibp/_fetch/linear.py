@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -110,7 +109,10 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None) -> 
 
 def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     """Whether the kernel takes the vectors; whether it takes the table, `escapes_of` says."""
-    if not x.is_cuda or table.device != x.device or x.numel() == 0 or x.numel() > most_vectors(x.device) * x.shape[-1]:
+    if not x.is_cuda or table.device != x.device or x.numel() == 0:
+        return False
+    count = x.numel() // x.shape[-1]
+    if count > MOST_VECTORS and count > most_vectors(x.device):
         return False
     if _is_transformed():
         return False
@@ -124,7 +126,6 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     return True
 
 
-@functools.cache
 def most_vectors(device: torch.device) -> int:
     """How many vectors a GPU multiplies with coded weights faster than with weights that are decoded before."""
     return MOST_VECTORS_90 if torch.cuda.get_device_capability(device) == (9, 0) else MOST_VECTORS

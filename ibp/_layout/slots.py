@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .. import _core
@@ -75,20 +76,20 @@ OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)  # of eq
 def slots_for(found: Survey, row_bytes: int, rule: SlotRule) -> tuple[int, float]:
     """(bytes of the slots that suit rows, bytes of overflow of a mean row). Slots are a multiple of 32 bytes below
     row_bytes, or row_bytes."""
-    rows = found.sectors.to(torch.float64)
+    rows = found.sectors.numpy().astype(np.float64)
     if len(rows) < 2:
         return row_bytes, 0.0
     total = max(1.0, float(rows.sum()))
-    slots = torch.arange(len(rows), dtype=torch.float64) * SECTOR_BYTES
-    rows_above = rows.flip(0).cumsum(0).flip(0) - rows  # rows that leave a slot of k sectors
-    overflow = (rows * slots).flip(0).cumsum(0).flip(0) - rows * slots - rows_above * slots
+    slots = np.arange(len(rows), dtype=np.float64) * SECTOR_BYTES
+    rows_above = rows[::-1].cumsum()[::-1] - rows  # rows that leave a slot of k sectors
+    overflow = (rows * slots)[::-1].cumsum()[::-1] - rows * slots - rows_above * slots
     slots[-1] = row_bytes  # whose last sector may be a part of one
     costs = total * slots + rule.overflow_cost * overflow + rule.part_cost * rows_above
     costs[(overflow > rule.most_overflow * total) | (rows_above > rule.most_spilled)] = math.inf
     if rule.sizes is not None:
-        costs[~torch.isin(slots, torch.tensor(rule.sizes, dtype=torch.float64))] = math.inf
+        costs[~np.isin(slots, rule.sizes)] = math.inf
     first = rule.least // SECTOR_BYTES
-    best = first + int((costs[first:] <= rule.near * costs[first:].min()).nonzero()[-1])
+    best = first + int(np.flatnonzero(costs[first:] <= rule.near * costs[first:].min())[-1])
     return int(slots[best]), float(overflow[best] / total)
 
 

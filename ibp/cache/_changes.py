@@ -75,7 +75,7 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
     lengths = view.handle(worker).parts.lengths
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
     held = entries.nonzero()[:, 0]
-    coded = _Coded.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)
+    coded = _CodedChanges.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)
     fitting = coded.fits.nonzero()[:, 0]
     kept, lost = held, None
     if fitting.numel() < held.numel():
@@ -96,7 +96,9 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
             torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
 
 
-def _put(slab: Slab, generation: Generation, numbers: torch.Tensor, entries: torch.Tensor, coded: _Coded) -> None:
+def _put(
+    slab: Slab, generation: Generation, numbers: torch.Tensor, entries: torch.Tensor, coded: _CodedChanges
+) -> None:
     """Copies coded rows to the slots that they have in a slab, and notes that they have changed."""
     if numbers.numel() == 0:
         return
@@ -134,7 +136,7 @@ def _wide(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.int64) if can_be else rows
 
 
-class _Coded(NamedTuple):
+class _CodedChanges(NamedTuple):
     """Rows as a cache stores them: bytes [rows, at most a slot], entries of lengths as int16, whether they fit a
     slot."""
 
@@ -143,7 +145,7 @@ class _Coded(NamedTuple):
     fits: torch.Tensor
 
     @classmethod
-    def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _Coded:
+    def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _CodedChanges:
         """data: [rows, row_bytes]. Default rows, which have no bytes, fit no slot."""
         (num_rows, row_bytes), device = data.shape, data.device
         if codebook is None:
@@ -166,8 +168,8 @@ class _Coded(NamedTuple):
             fits &= found != 0
         return cls(slots, found, fits)
 
-    def some(self, which: torch.Tensor) -> _Coded:
-        return _Coded(_rows_at(self.bytes, which), self.lengths[which], self.fits[which])
+    def some(self, which: torch.Tensor) -> _CodedChanges:
+        return _CodedChanges(_rows_at(self.bytes, which), self.lengths[which], self.fits[which])
 
 
 def flush(state: CacheState) -> None:

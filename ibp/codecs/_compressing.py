@@ -157,7 +157,7 @@ def compress(
     of_rows |= {"level": level, "row_bytes": row_bytes}
     slots = {"layout": None if layout == "slots" else layout, "slot_bytes": slot_bytes}
     given = {**of_rows, **slots, "level": None if level == "default" else level, "inplace": inplace or None}
-    if isinstance(scheme, Chosen):
+    if not isinstance(scheme, str) and isinstance(scheme, Chosen):
         _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, **given)
         return scheme.compress(x, numa=numa, **place)
     if is_general(scheme):

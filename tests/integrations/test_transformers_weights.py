@@ -16,6 +16,10 @@ pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
 weights = pytest.importorskip("ibp.integrations.transformers")
 IbpConfig, save_coded = weights.IbpConfig, weights.save_coded
+# Older ones code the weights of a coded directory anew, and say nothing of shapes that do not fit (seen with 5.10).
+has_hooks = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20), reason="wants transformers from 5.20 on"
+)
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -147,6 +151,7 @@ def refuse(*arguments, **options):
     raise AssertionError("a table was made")
 
 
+@has_hooks
 @pytest.mark.parametrize("shard_bytes", [None, 200_000])
 def test_directories_that_models_are_saved_to(saved, tmp_path, monkeypatch, shard_bytes):
     name, folder, plain = saved
@@ -291,6 +296,7 @@ def test_tied_weights_that_differ_in_the_checkpoint(tmp_path):
     assert_same_bits(outputs(model), wanted)
 
 
+@has_hooks
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_shapes_that_do_not_fit(tmp_path, name):
     torch.manual_seed(0)
