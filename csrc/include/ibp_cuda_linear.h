@@ -80,9 +80,9 @@ typedef struct {
 } ibp_digit_matrix;
 
 /* y = x W^T + bias: W, the matrix; x [num_vectors, K], bias [N] or NULL, y [num_vectors, N], all BF16. Rows are decoded
- * in registers and never written. W is read once for up to 8 vectors, and on GPUs of compute capability 9.0 for up to 64
- * (32 where K is above 8,192), else once for every 8. Products are added in float, in an order that depends on K alone,
- * and rounded once: y of a vector does not depend on how many there are.
+ * in registers and never written. W is read once for up to 8 vectors, and on GPUs of compute capability 9.0 for up to
+ * 64 (32 where K is above 8,192), else once for every 8. Products are added in float, in an order that depends on K
+ * alone, and rounded once: y of a vector does not depend on how many there are.
  * Rows that are stored raw or as default rows give any numbers, which are finite for finite x. The list of escapes is
  * not compared with the rows; columns and starts out of range do no harm.
  * num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes.
