@@ -17,8 +17,7 @@ from .._files.reader import part_names
 from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import METHOD
 from ..checkpoints._source import SourceTensor
-from ..nn import ModelReport
-from ._loading import CodingFields, Loading, check_device_map, is_coded
+from ._loading import CodingFields, CodingQuantizer, Loading, check_device_map, is_coded
 
 
 class _Method(str, Enum):
@@ -45,7 +44,7 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
         True
 
     Args:
-        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are those of the model's modules.
+        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are names of the model's modules.
         quant_method: "ibp", as config.json has it.
 
     Raises:
@@ -59,15 +58,15 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
         self.quant_method = _Method.IBP
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The fields, of which the class's `repr` tells."""
+        """The fields that `repr` shows."""
         return self.to_dict()
 
 
-class IbpDiffusersQuantizer(DiffusersQuantizer):
+class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
     """What diffusers calls while it loads a model with an `IbpDiffusersConfig`.
 
     Attributes:
-        report: what is coded, and what stays plain and why; None while the model is loaded.
+        report: which weights are coded, and why others stay plain; None while the model is loaded.
     """
 
     __module__ = "ibp.integrations.diffusers"
@@ -76,8 +75,6 @@ class IbpDiffusersQuantizer(DiffusersQuantizer):
 
     def __init__(self, quantization_config: IbpDiffusersConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self.report: ModelReport | None = None
-        self._loading: Loading | None = None
         self._coded: dict[str, SourceTensor] = {}  # of files of ibp
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
@@ -112,12 +109,12 @@ class IbpDiffusersQuantizer(DiffusersQuantizer):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def _is_table(self, name: str) -> bool:
-        return self._loading is not None and self._loading.codes(name) and self._coded[name].table is not None
+        return self._codes(name) and self._coded[name].table is not None
 
     def check_if_quantized_param(
         self, model: Any, param_value: Any, param_name: str, state_dict: dict[str, Any], **options: Any
     ) -> bool:
-        return self._loading is not None and self._loading.codes(param_name)
+        return self._codes(param_name)
 
     def create_quantized_param(
         self,
@@ -153,15 +150,6 @@ class IbpDiffusersQuantizer(DiffusersQuantizer):
 
     @property
     def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: gradients reach adapters through coded weights."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
         return True
 
 

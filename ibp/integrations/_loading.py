@@ -43,7 +43,7 @@ class CodingFields:
         self.exclude = _names(exclude)
 
     def plan(self, model: torch.nn.Module) -> ModelPlan:
-        """What is to be done to a model."""
+        """How weights of a model are coded while they are loaded."""
         return ModelPlan(
             model,
             include=self.include,
@@ -114,7 +114,7 @@ class Loading:
         return torch.Size(reversed(shape)) if is_transposed else shape
 
     def finish(self) -> ModelReport:
-        """Codes what is left to be coded, when the checkpoint is read."""
+        """Codes the remaining weights, when the checkpoint is read."""
         rest = self._fields.plan(self._model)
         rest.code_all(self._tables, but=self._is_away)
         first, second = self._plan.report(), rest.report()
@@ -150,3 +150,26 @@ def is_coded(path: str | os.PathLike[str]) -> bool:
         return False
     with safe_open(path, framework="pt") as file:
         return FORMAT in (file.metadata() or {})
+
+
+class CodingQuantizer:
+    """What the quantizers of both frameworks have: a report, and a `Loading` while a model is loaded. It stands before
+    the framework's class among the bases."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.report: ModelReport | None = None
+        self._loading: Loading | None = None
+
+    def _codes(self, name: str) -> bool:
+        """Whether a parameter is coded when it is loaded."""
+        return self._loading is not None and self._loading.codes(name)
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: gradients reach adapters through coded weights."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

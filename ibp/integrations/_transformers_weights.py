@@ -33,9 +33,9 @@ from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import METHOD, WEIGHTS
 from ..checkpoints._planning import SHARD_BYTES
 from ..checkpoints._source import SourceTensor
-from ..nn import ModelReport, coded_state_dict
+from ..nn import coded_state_dict
 from ..nn._tables import TableModule
-from ._loading import CodingFields, Loading, away_of, is_coded
+from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
 
 _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
@@ -75,7 +75,7 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
         (5, torch.Size([1, 5]))
 
     Args:
-        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are those of the model's modules.
+        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are names of the model's modules.
         quant_method: "ibp", as config.json has it.
 
     Raises:
@@ -89,11 +89,11 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
 
 @register_quantizer(METHOD)
-class IbpQuantizer(HfQuantizer):
+class IbpQuantizer(CodingQuantizer, HfQuantizer):
     """What transformers calls while it loads a model with an `IbpConfig`.
 
     Attributes:
-        report: what is coded, and what stays plain and why; None while the model is loaded.
+        report: which weights are coded, and why others stay plain; None while the model is loaded.
         offloaded: what `ibp.offload` returned, where a device map leaves a part of the model off the GPU.
     """
 
@@ -103,9 +103,7 @@ class IbpQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self.report: ModelReport | None = None
         self.offloaded: Offloaded | None = None
-        self._loading: Loading | None = None
         self._away: tuple[str, ...] = ()  # modules that a device map leaves off the device that computes
         self._device: torch.device | None = None
 
@@ -143,7 +141,7 @@ class IbpQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel | None, param_name: str, **options: Any) -> bool:
         """Whether a parameter is coded when it is loaded; tied ones are coded when transformers has tied them."""
-        return self._loading is not None and self._loading.codes(param_name)
+        return self._codes(param_name)
 
     def get_quantize_ops(self) -> _Coding:
         return _Coding(self)
@@ -193,15 +191,6 @@ class IbpQuantizer(HfQuantizer):
         return ({} if _without_weights.get() else None), {}
 
     def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: gradients reach adapters through coded weights."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
         return True
 
 
@@ -291,7 +280,7 @@ class _Coming:
 
 
 class _CodedFile:
-    """A coded file as transformers reads those of safetensors."""
+    """A coded file with the methods of a safetensors file that transformers calls."""
 
     def __init__(self, path: str) -> None:
         self._source = open_ibp(path)

@@ -7,6 +7,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
+from models import losses_of
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -137,14 +138,7 @@ def test_lora():
         model = peft.get_peft_model(model, config).train()
         if order == "adapters first":
             ibp.offload(model, "cpu", lookahead=1, **OFFLOAD)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-        losses.append([])
-        for _ in range(4):
-            loss = model(input_ids=IDS, labels=IDS).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
+        losses.append(losses_of(model, IDS, 4))
     assert losses[0] == losses[1] == losses[2]
     assert losses[0][0] != losses[0][-1]
 

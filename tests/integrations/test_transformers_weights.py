@@ -11,6 +11,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp.nn._tables import TableModule
+from models import losses_of
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -367,14 +368,7 @@ def test_adapters_are_put_on_coded_weights(llama):
         config._register_custom_module({ibp.nn.Linear: peft.tuners.lora.Linear})
         torch.manual_seed(1)
         model = peft.get_peft_model(model, config).train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-        losses.append([])
-        for _ in range(3):
-            loss = model(input_ids=IDS, labels=IDS).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
+        losses.append(losses_of(model, IDS, 3))
     assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]
 
 

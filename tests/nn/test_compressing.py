@@ -12,20 +12,9 @@ from torch import nn
 import ibp
 from helpers import assert_same_bits
 from ibp.nn._tables import TableModule
+from models import IDS, Block
 
 WIDTH = 256
-IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [63, 0, 5, 8, 9, 7, 9, 3]])
-
-
-class Block(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=dtype)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
 
 
 class Net(nn.Module):
@@ -36,7 +25,7 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.embed = nn.Embedding(512, WIDTH, dtype=dtype)
         nn.init.normal_(self.embed.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(dtype) for _ in range(5))
+        self.blocks = nn.ModuleList(Block(dtype, WIDTH) for _ in range(5))
         self.head = nn.Linear(WIDTH, 512, bias=False, dtype=dtype)
         if tie:
             self.head.weight = self.embed.weight
@@ -147,7 +136,7 @@ def test_gradients_reach_everything_else():
         torch.testing.assert_close(one, other)
 
 
-# ---- what is chosen ----
+# ---- choosing modules ----
 
 
 @pytest.mark.parametrize(

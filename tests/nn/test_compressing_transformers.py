@@ -6,6 +6,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp.nn._tables import TableModule
+from models import losses_of
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -135,14 +136,7 @@ def test_adapters_train_on_coded_weights():
         if is_coded:
             compress(model)
             assert isinstance(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer, ibp.nn.Linear)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-        losses.append([])
-        for _ in range(4):
-            loss = model(input_ids=IDS, labels=IDS).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
+        losses.append(losses_of(model, IDS, 4))
     assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]
 
 

@@ -1,4 +1,4 @@
-"""Models that several test files offload."""
+"""Models that several test files make, and the training that they compare."""
 
 import torch
 from torch import nn
@@ -10,11 +10,11 @@ IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [63, 0, 5, 8, 9, 7, 9, 3]])
 
 
 class Block(nn.Module):
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype=torch.float32, width=WIDTH):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=dtype)
+        self.norm = nn.LayerNorm(width, dtype=dtype)
+        self.up = nn.Linear(width, 2 * width, dtype=dtype)
+        self.down = nn.Linear(2 * width, width, dtype=dtype)
 
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).relu())
@@ -91,3 +91,16 @@ class Wide(nn.Module):
         for layer, wanted in zip(self.layers, self.wanted):
             assert [tuple(map(int, bits)) for bits in layer.seen] == [tuple(map(int, wanted))] * num_passes
         self.forget()
+
+
+def losses_of(model, ids, steps):
+    """The loss of each step of AdamW on the parameters that train, of a language model of transformers."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
