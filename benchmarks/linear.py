@@ -2,7 +2,7 @@
 
     python -m benchmarks.linear [--out DIR] [--device cpu] [--quick]
 
-BF16 weights N(0, 0.02) at level "fast", 1 to 64 vectors, matrices of the shapes of models: those of one shape lie
+BF16 weights N(0, 0.02) at level "fast", 1 to 64 vectors, matrices of the shapes of models: one shape lies
 several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms: `cuBLAS`:
 torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded before;
 `ibp.linear`: decoded in registers by the kernel that multiplies. `stack` are the matrices of 32 layers of Llama-7B's

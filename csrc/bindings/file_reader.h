@@ -60,7 +60,7 @@ inline void open_header(const std::vector<uint8_t> &bytes, size_t file_bytes, ib
                           (release.empty() ? "a later one" : release.substr(0, 40)) + " wrote it and reads it");
 }
 
-// (bytes of a block, number of blocks) of a file's checksums; None if it has none; a text that says what is wrong.
+// (bytes of a block, number of blocks) of a file's checksums; None if it has none; a text if they are refused.
 inline py::object checks_of(const ibp_file &file)
 {
     ibp_file_checks checks{};

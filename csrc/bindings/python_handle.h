@@ -1,5 +1,5 @@
-// python_handle.h - ibp._core.TableHandle: what owns a handle, and calls for few items of its table, of which all that
-// is the same from call to call is worked out once.
+// python_handle.h - ibp._core.TableHandle: the owner of a handle, and calls for few items of its table. Everything that
+// stays the same from call to call is worked out once.
 //
 // torch's dispatcher costs several times what a launch does. Here a call asks the ids for their memory by methods of
 // torch.Tensor, allocates the result by torch.empty_strided and launches. Whatever is not the usual case is left to the

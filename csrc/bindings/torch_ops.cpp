@@ -216,8 +216,8 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
 
 // ---- gathering ----
 
-// The items at ids, or all of them: one after the other, at positions of out, at addresses, which are trusted like
-// those of buffers, or in the order of the first outer_dims dimensions of out, which may have any strides then. Rows
+// The items at ids, or all of them: one after the other, at positions of out, at addresses, or in the order of the
+// first outer_dims dimensions of out, which may have any strides then. Addresses are trusted, as buffers' are. Rows
 // that have entries come from slabs.
 void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
                   const Out &out, const Out &fault, const std::optional<Tensor> &positions,

@@ -24,7 +24,7 @@ static bool take_key(ibp_json *json, bool is_first, ibp_text *key)
     return (is_first || ibp_take_symbol(json, ',')) && ibp_take_string(json, key) && ibp_take_symbol(json, ':');
 }
 
-/* What is left of an object's inside, or of JSON, to show where it went wrong. */
+/* The rest of an object's inside, or of JSON, to show where it went wrong. */
 static ibp_text rest_of(const char *at, ibp_text inside)
 {
     return (ibp_text){at, (size_t)(inside.data + inside.num_bytes - at)};
@@ -98,7 +98,7 @@ static bool take_tensor(ibp_json *json, ibp_file_tensor *tensor, int64_t offsets
     return found == (DTYPE | SHAPE | OFFSETS);
 }
 
-/* What is wanted of a tensor that is not as it says, or does not lie in the data; NULL if it is and does. */
+/* What a reader wanted, where a tensor is not as it says or does not lie in the data; else NULL. */
 static const char *wanted_of(const ibp_file *file, const ibp_file_tensor *tensor, const int64_t offsets[2])
 {
     const uint32_t bits = ibp_bits_of_dtype(tensor->dtype);

@@ -7,7 +7,7 @@
 #define IBP_FILE_ALIGN 128u                                    /* what the writer pads tensors to */
 #define IBP_SHAPE_BITS "2^63 - 1 bits, each size 0 taken as 1" /* of a tensor */
 
-/* Notes what is wrong. @return IBP_BAD_FILE. */
+/* Notes a refusal. @return IBP_BAD_FILE. */
 ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
 
 /* ---- fields: "key=value key=value" ---- */

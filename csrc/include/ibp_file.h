@@ -52,7 +52,7 @@ IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 typedef struct ibp_refusal {
     ibp_text found;     /* a piece of the header; its data is NULL where something is missing */
     const char *wanted; /* what should stand there, in English; NULL where nothing was noted */
-    const char *key;    /* of the field of which it is the value; else NULL */
+    const char *key;    /* of the field, if it is a field's value; else NULL */
 } ibp_refusal;
 
 /* ---- a file ------------------------------------------------------------------------------------------------------ */
@@ -110,8 +110,8 @@ IBP_API bool ibp_is_part(const ibp_file *file, const ibp_file_tensor *tensor);
  * @return IBP_NOT_IN_FILE if there is none, IBP_BAD_FILE if there are several. */
 IBP_API ibp_status ibp_find_tensor(const ibp_file *file, const char *name, ibp_file_tensor *tensor);
 
-/* What the header says of the checksums: an entry for each block of the data in front of them, one for what is in front
- * of the data, and one for these entries. */
+/* The checksums of a file, as its header has them: one for each block of the data in front of them, one for the bytes
+ * in front of the data, and one for the checksums. */
 typedef struct ibp_file_checks {
     uint64_t block_bytes, num_blocks;
     size_t start; /* of the entries, among the data of the file */

@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """That of --device; else the current GPU if there is one, else the CPU. ValueError, Failure for what is none."""
+    """The device of --device; else the current GPU if there is one, else the CPU. ValueError, Failure: there is no such
+    device."""
     device = memory.usual(arguments.device)
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise output.Failure(f"device is {arguments.device!r}, but there are {torch.cuda.device_count()} GPUs")

@@ -1,4 +1,4 @@
-"""What is undone by `close()`, and by the end of a `with` block."""
+"""A change that `close()` undoes, and the end of a `with` block."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no
 memory with anything else. Arguments that break these rules or contradict each other raise RuntimeError, whatever they
-are. Only the bytes of `table`, a streamer's address, those of buffers and `addresses` are trusted.
+are. Only the bytes of `table`, addresses of streamers and buffers, and `addresses` are trusted.
 
     table                         uint8 on the CPU: the handle of a table on the device of the other tensors, as
                                   `_rows.handle` makes it by `describe_table`. It owns what it reads. An operation that

@@ -25,7 +25,7 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
 
 
 def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
-    """ids, a tensor or what `tensor_of` takes, as int32 or int64; TypeError for what is no integer."""
+    """ids, a tensor or what `tensor_of` takes, as int32 or int64; TypeError if they are no integers."""
     if not isinstance(ids, torch.Tensor):
         ids = tensor_of(ids, name)
     if ids.dtype == torch.int64 or ids.dtype == torch.int32:

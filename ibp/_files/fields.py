@@ -59,7 +59,7 @@ class ChecksumError(FileFormatError):
 
 @contextlib.contextmanager
 def refused(what: str) -> Iterator[None]:
-    """A ValueError or TypeError that is raised becomes a FileFormatError that says what is refused."""
+    """A ValueError or TypeError that is raised becomes a FileFormatError that shows the refused text."""
     try:
         yield
     except FileFormatError:

@@ -34,7 +34,7 @@ def warn_of_pageable(refused: PinningError) -> None:
 
 
 def warn_of_copy(refused: PinningError) -> None:
-    """What is mapped from files is copied for GPUs."""
+    """GPUs get copies of mapped files."""
     _warn(refused, "tables that GPUs fetch from are copied to pinned memory instead, each once")
 
 

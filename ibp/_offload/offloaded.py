@@ -200,7 +200,7 @@ class OffloadStats(Statistics):
 
 
 class _CallHook(NotCopied):
-    """Says when a module is called. start, end: what is told; torch.compile leaves both alone."""
+    """Says when a module is called. start, end: functions to call; torch.compile leaves both alone."""
 
     def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
         self._start, self._end = start, end

@@ -174,7 +174,7 @@ def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
     if not isinstance(checkpoint, (str, Path)):
         yield from checkpoint.items() if isinstance(checkpoint, Mapping) else checkpoint
         return
-    index = Path(checkpoint) / _INDEX_NAME  # of which a directory may have others, of other precisions
+    index = Path(checkpoint) / _INDEX_NAME  # a directory may have more, of other precisions
     with open_file(index if index.is_file() else checkpoint) as file:
         for name, value in file.items():
             if not isinstance(value, (torch.Tensor, CompressedTensor)):

@@ -435,8 +435,8 @@ class Table(TensorManners, Saves):
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, *place)
 
     def make_ready(self, device: torch.device) -> None:
-        """Readies the table's handle for calls with ids on the device that decodes, where it is not; those of many
-        items have a choice of paths."""
+        """Readies the table's handle, if it is not ready, for calls with ids on the device that decodes. Calls for many
+        items choose among paths instead."""
         if self.item_bytes == 0 or memory.is_capturing(device) or self.handle(device).core.is_ready:
             return
         most_items = LEAST_SHARED_BYTES // self.item_bytes

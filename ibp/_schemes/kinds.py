@@ -66,7 +66,7 @@ class Learner(Generic[_Found]):
     Data that do not compress, or never stay as they are, are learned from ever more rarely.
 
     Attributes:
-        found: a codebook, or what is made of one; None: raw is best, or nothing was learned yet.
+        found: a codebook, or an object made of one; None: raw is best, or nothing was learned yet.
         share: bytes that the data it was learned from take, to their raw bytes; None: the data noted next say that.
         learned_at: number of the use that it was learned for, from 1 on; 0: there was none yet.
         times: that it was learned anew.

@@ -164,7 +164,7 @@ class _Lender:
     """Lends a slab to the other ranks of a cache.
 
     Attributes:
-        slab: what is lent; of host memory a copy of what was given, in a shared segment.
+        slab: the lent memory; for host memory a copy of the slab, in a shared segment.
     """
 
     slab: Slab

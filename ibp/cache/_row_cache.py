@@ -383,7 +383,7 @@ class RowCache(TensorManners):
     ) -> None:
         """Looks items up in a cache that replaces rows, and makes room for the items that it lacks."""
         slab = generation.slabs[0]
-        fault = new_record(ids.device)  # what is corrupt, the gather notes too
+        fault = new_record(ids.device)  # the gather notes corrupt rows, too
         torch.ops.ibp.claim_cached.default(
             handle.table,
             ids,

@@ -38,8 +38,8 @@ def all_gather_into_tensor(
     captures torch's own call.
 
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments, measure the link,
-    learn a codec from samples of their tensors, and try out what is fastest. Some later calls check whether that choice
-    still fits.
+    learn a codec from samples of their tensors, and try out which way is fastest. Some later calls check whether that
+    choice still fits.
 
     Example:
         >>> # on each rank of a group

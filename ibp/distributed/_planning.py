@@ -67,7 +67,7 @@ class CallOptions(NamedTuple):
     name: str
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """Raises TypeError, ValueError for wrong ones, and for what are no tensors."""
+        """Raises TypeError, ValueError for wrong tensors, and for arguments that are no tensors."""
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")

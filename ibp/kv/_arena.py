@@ -56,7 +56,7 @@ class TokenArena:
             self._pieces.pop()
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """(offset, bytes) of what has been handed out: a few long pieces."""
+        """(offset, bytes) of all pieces handed out, joined to a few long ones."""
         ends = [*(start for start, _ in self._pieces[1:]), self.used]
         return [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
 
@@ -66,7 +66,7 @@ class TokenArena:
         return sum(memory.numel() for _, memory in self._pieces)
 
     def clone(self) -> TokenArena:
-        """A copy of what is used, as the work issued to the current stream leaves it."""
+        """A copy of the used pieces, as the work issued to the current stream leaves them."""
         if self.filled is not None:
             self.filled.synchronize()
         copied = TokenArena(self._device, self._pinned)

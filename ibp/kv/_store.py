@@ -548,7 +548,7 @@ class KVStore:
         return ids, addresses
 
     def _table_of(self, piece: int) -> torch.Tensor:
-        """The pool as a table whose items are pieces of so many bytes, for operations."""
+        """The pool as a table for operations. piece: bytes of an item."""
         if piece not in self._tables:
             num_items = self.num_pages * self.num_tensors * self.page_bytes // piece
             parts = self.place.handle.parts._replace(num_items=num_items, item_bytes=piece)

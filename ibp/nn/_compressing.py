@@ -213,7 +213,7 @@ class ModelPlan:
 
         Args:
             tables: of the same values, by parameter; they are taken where they have the form that is wanted.
-            but: of which parameters weights stay plain.
+            but: says which parameters stay plain.
             progress: show a progress bar.
         """
         left = [weight for weight in self._weights if not any(but(f"{name}.weight") for name in weight.names)]
@@ -225,7 +225,7 @@ class ModelPlan:
                 bar.update(weight.num_bytes)
 
     def report(self) -> ModelReport:
-        """What is coded by now."""
+        """A report of the weights that are coded so far."""
         return ModelReport(tuple(self._coded), dict(self._plain), self._num_bytes, self._nbytes)
 
     def _modules(self, weight: _Weight) -> list[torch.nn.Module]:
@@ -274,7 +274,7 @@ def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-# ---- what is found ----
+# ---- finding weights ----
 
 
 def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
@@ -334,7 +334,7 @@ def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int)
     return None if weight.is_meta or is_worth_coding(weight.detach()) else _NO_GAIN
 
 
-# ---- what is replaced ----
+# ---- replacing modules ----
 
 
 def _put_over(model: torch.nn.Module, names: Iterable[str], table: CompressedTensor, fused: bool) -> None:

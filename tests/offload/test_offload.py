@@ -728,7 +728,7 @@ def test_a_part_of_coded_modules_is_left_alone():
     for name, value in state.items():
         assert_same_bits(value, before[name])
     report = ibp.nn.compress(model, min_bytes=1000)
-    assert not report.coded and set(report.plain) == {"1", "3", "4"}  # what is offloaded is not coded again
+    assert not report.coded and set(report.plain) == {"1", "3", "4"}  # offloaded weights are not coded again
     offloaded.close()
     assert_same_bits(model(IDS), wanted)
     assert (model[0].weight, model[2].weight) == tables

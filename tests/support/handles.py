@@ -23,7 +23,7 @@ def takes_table(name):
 
 
 def with_handle(name, arguments):
-    """The arguments of an operation, of which the first ones are the values that describe a table, if it takes one."""
+    """The arguments of an operation. If it takes a table, the first arguments are the values that describe it."""
     size = _SIZES.get(name, 10)
     return (handle_of(*arguments[:size]), *arguments[size:]) if takes_table(name) else arguments
 

@@ -190,7 +190,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         return (packed[0] | packed[1 % kWords] << 2u * r) |
                static_cast<uint64_t>(packed[2 % kWords] | packed[3 % kWords] << 2u * r) << 4u * r;
     }
-    // Not inlined: most residuals are narrow, and what is short stays in the cache of instructions. Those of two bytes
+    // Not inlined: most residuals are narrow, and short code stays in the cache of instructions. Residuals of two bytes
     // are put together in registers.
     static __device__ __noinline__ void put_wide(BitStage stage, uint32_t position, uint4 low, uint4 high, uint32_t num,
                                                  uint32_t r)

@@ -250,7 +250,7 @@ struct RowEscapes {
     {
         return first < end ? ibp_min_u32(end - first, kTogether) : 0u;
     }
-    // Goes on to the entries behind those that are loaded.
+    // Loads the next entries.
     __device__ __forceinline__ void load_next(const LinearJob &job)
     {
         first += num_loaded();

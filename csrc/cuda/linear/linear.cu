@@ -56,7 +56,7 @@ static ibp_status multiply_few(const LinearJob &job, ibp_stream stream)
     return status == IBP_OK ? launch_kernel(kernel, launch, stream, job) : status;
 }
 
-// As many vectors as a kernel takes at once, of those that are left; *count: how many these were.
+// Multiplies the first vectors of a job, as many as one kernel takes; *count: how many.
 static ibp_status multiply_some(LinearJob job, ibp_stream stream, uint32_t *count)
 {
     const uint32_t left = job.num_vectors;

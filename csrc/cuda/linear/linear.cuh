@@ -2,8 +2,8 @@
 // tensor cores, and never written.
 //
 // A block takes strips of 16 rows, one after the other. Each of its multiplying warps has two of the 16 pieces of the
-// columns (digits.cuh), and takes their steps of 128 columns one after the other: bytes of the coming steps, those of
-// the next strip among them, are copied to shared memory while one is multiplied. A lane holds 32 elements each of rows
+// columns (digits.cuh), and takes their steps of 128 columns one after the other: while a step is multiplied, bytes of
+// coming steps, also of the next strip, are copied to shared memory. A lane holds 32 elements each of rows
 // g and g + 8, for g = lane / 4: of them tensor cores take 4 and 4 at a time, in an order of columns that the digits
 // make cheap, and the vectors come in the same order.
 // Escapes are multiplied like other digits, as if their symbols followed those of the digits. One more warp, the

@@ -1,13 +1,13 @@
 // many.cuh - products of up to 64 vectors with a coded matrix of BF16, for GPUs of compute capability 9.0: an element
 // is decoded once for all vectors, as an operand of `wgmma` in registers.
 //
-// A cluster of blocks takes tiles of 64 rows, one after the other. Each block has a part of the columns: its vectors'
-// elements stay in its shared memory, in the order that the digits make cheap, so that of the L2 cache only weights are
-// wanted. Two groups of four warps multiply, each half of the part's pieces (digits.cuh): bytes of the coming steps,
-// those of the next tile among them, are copied to shared memory while one is multiplied. The sums of a tile lie in
-// shared memory, where the finishers of all blocks of the cluster read them, each for its part of the vectors: four
-// warps a block, which also take away and add the products of escapes, as in linear.cuh. Sums are added in the order
-// that linear.cuh has: their bits are the same.
+// A cluster of blocks takes tiles of 64 rows, one after the other. Each block has a part of the columns, and keeps the
+// vectors' elements of it in shared memory, in the order that the digits make cheap: L2 brings weights alone. Two
+// groups of four warps multiply, each half of the part's pieces (digits.cuh): while a step is multiplied, bytes of
+// coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a tile in shared
+// memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their block's share of
+// the vectors, and take away and add the products of escapes as linear.cuh does. Sums are added in the order of
+// linear.cuh, to the same bits.
 // Bound by device memory.
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
@@ -46,8 +46,8 @@ template <uint32_t VECTORS, uint32_t PARTS> struct ManyBlock {
         }
         return kVectorsStart + steps * kStepBytes;
     }
-    // Byte of the 16 bytes of the vectors' elements that a thread reads and writes: of step `step` of the part and
-    // operand `operand` of 8, those of `vector` for its columns 8 half to 8 half + 7.
+    // Where 16 bytes of a vector's elements begin: of step `step` of the part, the columns 8 half to 8 half + 7 of
+    // operand `operand` of 8.
     static __device__ __forceinline__ uint32_t vector_at(uint32_t step, uint32_t operand, uint32_t vector,
                                                          uint32_t half)
     {
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t address_in(uint32_t block, uint32_t byte)
 #endif
 
 // A barrier among blocks of a cluster in the shared memory of each: it turns once all blocks have arrived at it.
-// With one block it is a barrier of the block among its finishers and those that wait.
+// A cluster of one block has named barriers in its place.
 template <class Block, uint32_t NUMBER> struct ClusterBarrier {
     static constexpr uint32_t kByte = Block::kBarriersStart + 8u * NUMBER;
 
@@ -143,8 +143,8 @@ __device__ __forceinline__ void publish_vectors()
 }
 
 #ifdef __CUDACC__
-// sums += a b, of 64 rows and the vectors over 16 columns: a warp has 16 of the rows as in multiply_tile, and in sums
-// those of 8 vectors after the other. b: where the vectors' elements begin in shared memory.
+// sums += a b, of 64 rows and the vectors over 16 columns: a warp has 16 of the rows as in multiply_tile, and its sums
+// are four floats for each 8 vectors. b: where the vectors' elements begin in shared memory.
 #define IBP_FLOATS_4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define IBP_FLOATS_8(i) IBP_FLOATS_4(i), IBP_FLOATS_4((i) + 4)
 #define IBP_OPERANDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
@@ -415,8 +415,8 @@ template <class Block> struct Finishers {
         const uint32_t strip = ibp_min_u32(tile, Block::num_tiles(job) - 1u) * (Block::kTileRows / kStripRows);
         return first_row(job, strip + row / kStripRows) + row % kStripRows;
     }
-    // While a tile is multiplied, loads are under way of the entries of the next one and of where those of the tile
-    // after it begin.
+    // While a tile is multiplied, the escapes of the next tile are loaded, and for the tile after it where its escapes
+    // begin.
     __device__ __forceinline__ void run()
     {
         RowEscapes escapes, next;
@@ -437,8 +437,8 @@ template <class Block> struct Finishers {
     }
 };
 
-// Brings the elements of the block's part of the columns: a thread those of a vector for one pair of operands at a
-// time, of all four lanes.
+// Brings the vectors' elements of the block's part of the columns. A thread brings, of one vector, the elements that
+// four lanes take for a pair of operands, and then the next ones.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
 {
     const uint32_t begin = Block::part_begin(job, part), steps = Block::part_begin(job, part + 1u) - begin;

@@ -6,8 +6,7 @@
 
 namespace ibp {
 
-// y of up to 64 vectors. *launched: whether the current device has the kernel, and it takes so many vectors of so many
-// columns.
+// y of up to 64 vectors. *launched: whether the current device has the kernel, and the vectors fit shared memory.
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched);
 
 } // namespace ibp

@@ -12,8 +12,8 @@ Write the tensors of compressed files as they were, bit for bit.
 
 The format is told by the suffix of OUT: .safetensors, .npy, .npz, .pt; a
 directory gets model.safetensors, and a set of files becomes a set again. From
-a directory to a directory, all other files are copied. The checksums of what is
-read are compared first."""
+a directory to a directory, all other files are copied. Checksums are compared
+first."""
 EPILOG = """\
 examples:
   ibp decompress model.ibp.safetensors -o model.safetensors
