@@ -11,11 +11,9 @@ static bool encodes_fast(const ibp_codebook &cb)
 {
     return is_fast(cb) && cb.planes.rotate == 1u && bits_of_symbol(cb.planes) == 8u && cb.row_bytes % 16u == 0u;
 }
-// Whether a row's list fits shared memory beside its stage and the tables, on any GPU.
 static bool has_values(const ibp_codebook &cb)
 {
-    constexpr uint32_t kLongest = 32768;
-    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest;
+    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb);
 }
 
 // A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored

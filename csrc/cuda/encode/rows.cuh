@@ -242,18 +242,35 @@ template <class Encoder> ibp_status launch_rows(const Measure &measure)
                          measure.lengths);
 }
 
+// Shared memory of a group: its stage and what its encoder has besides.
+template <class Encoder> uint32_t group_bytes_of(const ibp_codebook &cb)
+{
+    return bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
+}
+
+// Dynamic shared memory that a block of the current device can have, in bytes.
+inline ibp_status shared_of_block(int *num_bytes)
+{
+    constexpr int kStatic = 1024; // at most
+    int device;
+    ibp_status status = check_cuda(cudaGetDevice(&device));
+    if (status == IBP_OK)
+        status = check_cuda(cudaDeviceGetAttribute(num_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    *num_bytes -= kStatic;
+    return status;
+}
+
 // Makes the groups of a block, whole warps, as few as there is shared memory for where an SM has num_blocks blocks.
 inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
                              uint32_t *groups)
 {
-    constexpr int kReserved = 1024; // of an SM for each block, and at most of a block for what is static
+    constexpr int kReserved = 1024; // of an SM for each block
     int device, of_sm = 0, of_block = 0;
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK)
         status = check_cuda(cudaDeviceGetAttribute(&of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-    if (status == IBP_OK)
-        status = check_cuda(cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    const int64_t room = std::min(of_block, of_sm / static_cast<int>(num_blocks)) - kReserved - int64_t{table_bytes};
+    if (status == IBP_OK) status = shared_of_block(&of_block);
+    const int64_t room = std::min(of_block, of_sm / static_cast<int>(num_blocks) - kReserved) - int64_t{table_bytes};
     const int64_t of_warps = std::max(1u, kWarp / lanes), fitting = room / group_bytes / of_warps * of_warps;
     *groups = static_cast<uint32_t>(std::clamp<int64_t>(fitting, of_warps, *groups));
     return status;
@@ -265,7 +282,7 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
     const ibp_codebook &cb = codebook_of(encode);
     const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
-                   group_bytes = bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
+                   group_bytes = group_bytes_of<Encoder>(cb);
     uint32_t groups = (encode.max_sms > 0 ? kMostEncodeThreads : kEncodeThreads) / lanes;
     Launch launch;
     ibp_status status = fit_groups(table_bytes, group_bytes, lanes, encode.max_sms > 0 ? 1u : 2u, &groups);

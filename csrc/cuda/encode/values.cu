@@ -8,13 +8,27 @@ template <typename T> struct ValuesEncoders {
     template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES>;
 };
 
+// On some GPUs the list of a long row does not fit shared memory beside its stage: encode_dense.cu takes it there.
+template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
+{
+    const ibp_codebook &cb = codebook_of(encode);
+    int of_block = 0;
+    const ibp_status status = shared_of_block(&of_block);
+    if (status != IBP_OK) return status;
+    const uint64_t wanted = uint64_t{Encoder::table_bytes(cb)} + group_bytes_of<Encoder>(cb);
+    return wanted <= static_cast<uint64_t>(of_block) ? launch_rows<Encoder>(encode) : encode_dense(encode);
+}
+
 ibp_status encode_values(const Encode &encode)
 {
     return by_element(codebook_of(encode), [&](auto zero) {
-        if constexpr (sizeof zero <= 4)
-            return launch_by_lanes<ValuesEncoders<decltype(zero)>::template Of>(encode);
-        else
+        using Element = decltype(zero);
+        if constexpr (sizeof zero > 4)
             return IBP_INVALID_ARGUMENT;
+        else if (codebook_of(encode).row_bytes > kLongestOfWarp)
+            return encode_if_fits<DenseValuesEncoder<Element, kEncodeThreads>>(encode);
+        else
+            return launch_by_lanes<ValuesEncoders<Element>::template Of>(encode);
     });
 }
 
