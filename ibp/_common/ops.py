@@ -60,6 +60,10 @@ ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 i
 `linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h: starts and entries, the escapes of the table, are int32
 [rows + 1] and [escapes, 2], x, bias and out bfloat16 [vectors, columns], [rows] and [vectors, rows].
 
+`times_matrix` is x [vectors, rows] times the matrix [rows, columns] of dtype that a table on `worker` holds, in x's
+dtype and on its device. It decodes the matrix for the time of the call. It notes no faults: it gives gradients of
+products whose forward pass has read the same rows.
+
 `add_rows`, on the CPU, adds a table of differences to `base`, the memory of its tensor, as ibp_add_rows of ibp.h does;
 change is int64 [1], added to. `measure_deltas`, `encode_deltas` and `apply_deltas`, for CUDA alone, are
 ibp_cuda_measure_deltas and so on of ibp_cuda.h: tensors is int64 [n, 10], the structs ibp_delta_tensor, whose addresses
@@ -201,8 +205,12 @@ _define(
     "int reduction, int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
 )
 _define(
-    "linear(Tensor slots, int slot_bytes, int first_symbol, Tensor starts, Tensor entries, Tensor x, Tensor? bias, "
+    "linear(Tensor slots, int slot_bytes, SymInt first_symbol, Tensor starts, Tensor entries, Tensor x, Tensor? bias, "
     "Tensor(a!) out) -> ()"
+)
+_define(
+    "times_matrix(Tensor table, Tensor x, int columns, ScalarType dtype, Device worker) -> Tensor",
+    lambda _, x, columns, *args: x.new_empty((x.shape[0], columns)),
 )
 _TRANSFER = (
     "Tensor pages, Tensor blocks, int num_pages, int num_blocks, int num_tensors, int first_tensor, Tensor starts, "
@@ -265,6 +273,16 @@ _define(
 )
 _define("drop_cached(Tensor rows, int ways, Tensor(a!) map) -> ()")
 _define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!) map) -> ()")
+
+
+def _times_matrix(table, x, columns, dtype, worker):
+    matrix = torch.empty((x.shape[1], columns), dtype=dtype, device=worker)
+    fault = torch.zeros(4, dtype=torch.int64, device=worker)
+    torch.ops.ibp.decode_bytes.default(table, 0, matrix.nbytes, 0, matrix, fault)
+    return x @ matrix.to(x.device, x.dtype)
+
+
+_lib.impl("times_matrix", _times_matrix, "CompositeExplicitAutograd")
 
 torch.ops.load_library(str(Path(__file__).parent.parent / "_lib" / "libibp_torch.so"))
 

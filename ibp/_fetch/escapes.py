@@ -3,10 +3,12 @@ them."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 
+from .._machine.memory import is_capturing
 from .._rows.table import Table
 from .._schemes import PlanesCodebook
 from .streaming import decode_items
@@ -17,13 +19,17 @@ _LEAST_ROWS = 16
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
 _LARGEST_FIRST_SYMBOL = 254 - _NUM_SYMBOLS  # what an escape is multiplied as is finite
 _LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
-_CHUNK_ELEMENTS = 1 << 24  # that are looked at together
+_CHUNK_ELEMENTS = 1 << 22  # that are looked at together, in about seven bytes each
+_warned: set[str] = set()  # that a product decodes its matrix every time: told once a process
 
 
 class Escapes(NamedTuple):
     """What is known of a table besides its digits.
 
-    first_symbol: the exponent of digit 0.
+    slots: those of the table, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
+        graphs, in every call.
+    below: uint8 [first_symbol], whose size alone counts: how many exponents lie below that of digit 0. Compiled code
+        takes sizes of tensors for variables, but numbers that it finds on modules for constants.
     starts: int32 [N + 1], where a row's entries begin.
     entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half those of what
         digit 15 is multiplied as.
@@ -31,7 +37,8 @@ class Escapes(NamedTuple):
         default rows, or with more than `MOST_OF_A_ROW` escapes.
     """
 
-    first_symbol: int
+    slots: torch.Tensor
+    below: torch.Tensor
     starts: torch.Tensor
     entries: torch.Tensor
     rows: torch.Tensor
@@ -42,19 +49,33 @@ class Escapes(NamedTuple):
         return sum(tensor.nbytes for tensor in self[1:])
 
 
+def prepare(table: Table) -> None:
+    """See `CompressedTensor.prepare_linear`."""
+    table.handle(table.device)
+    if table.is_cuda:
+        escapes_of(table)
+
+
 def escapes_of(table: Table) -> Escapes | None:
     """The escapes of a table on a GPU. None: the kernel does not take it; or none have been listed yet, and cannot be
     now, as a graph is being captured or code compiled."""
     held: tuple[Any, Escapes | None] | None = table._escapes
     if torch.compiler.is_compiling():
-        return held[1] if held is not None and held[0][:2] == (table.version, table.shape) else None
+        if held is not None:
+            return held[1]
+        from torch._dynamo.comptime import comptime
+
+        comptime(_warn_of_decoding)  # while the code is compiled, not when it runs
+        return None
     state = _state(table)
-    is_captured = torch.cuda.is_current_stream_capturing()
+    is_captured = is_capturing(table.device)
     if held is not None and held[0] == state:
         if is_captured and not any(held[1] is kept for kept in (None, *table._escapes_of_graphs)):
             table._escapes_of_graphs += (held[1],)
         return held[1]
     if is_captured:
+        if takes(table):
+            _warn_of_decoding()
         return None
     escapes = None
     if takes(table):
@@ -63,6 +84,18 @@ def escapes_of(table: Table) -> Escapes | None:
         torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
     table._escapes = state, escapes
     return escapes
+
+
+def _warn_of_decoding(context: object = None) -> None:
+    """Says once a process what is slow. context: of `comptime`."""
+    message = (
+        "ibp.linear is compiled or captured before the escapes of its table are listed, or after the table has "
+        "changed: every call will decode the whole matrix. Call table.prepare_linear() first, and compile or capture "
+        "again"
+    )
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _state(table: Table) -> tuple:
@@ -107,20 +140,22 @@ def list_escapes(table: Table) -> Escapes | None:
     if len(rows) > num_rows * (1 - _LEAST_REGULAR):
         return None
     starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
-    return Escapes(first_symbol, starts, entries, rows, weights)
+    below = torch.zeros(first_symbol, dtype=torch.uint8, device=table.device)
+    slots = torch.nn.Parameter(table.slots, requires_grad=False)
+    return Escapes(slots, below, starts, entries, rows, weights)
 
 
 def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[torch.Tensor, ...]:
     """(escapes of each row, entries, irregular rows, their weights) of rows start to end - 1."""
     weights = decode_items(table, start, end, check=True)
-    bits = weights.view(torch.int16).int()
+    bits = weights.view(torch.int16)
     escaped = ((bits >> 7) - first_symbol & 0xFF) >= _NUM_SYMBOLS
     counts = escaped.sum(1)
     # A row's digits and residuals are what its length says: a byte and a half an element, and a byte an escape.
     lengths = table.lengths[start:end].view(torch.int16).int() & 0xFFFF
     regular = (lengths == table.shape[1] // 2 * 3 + counts) & (lengths < table.row_bytes) & (counts <= MOST_OF_A_ROW)
     rows, columns = (escaped & regular[:, None]).nonzero(as_tuple=True)
-    weight = bits[rows, columns] & 0xFFFF
+    weight = bits[rows, columns].int() & 0xFFFF
     taken = weight & 0x807F | first_symbol + _NUM_SYMBOLS << 7
     entries = torch.stack((columns.int(), weight | taken << 16), dim=1)
     irregular = (~regular).nonzero().view(-1)

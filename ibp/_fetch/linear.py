@@ -11,6 +11,7 @@ from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .calls import check_out, check_table
 from .escapes import COLUMNS, Escapes, escapes_of
+from .products import differentiable, is_transformed, wants_gradients
 from .streaming import decompress
 
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
@@ -30,17 +31,23 @@ def linear(
 
     On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and up to
     64 on GPUs of compute capability 9.0. It runs where W is BF16 at level "fast" in that GPU's memory, N is at least
-    16, K a multiple of 32, slot_bytes at least 1.5 K, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such
-    tables. The kernel adds products in float, in an order that depends on K alone: a vector's result has the same bits
-    however many vectors there are, but for rows that torch multiplies (below). They differ from the bits of torch's
-    function, which differ by shape and GPU, too.
+    16, K a multiple of 32, and slot_bytes at least 1.5 K; `ibp.nn.Linear.from_linear` makes such tables. The kernel
+    adds products in float, in an order that depends on K alone: a vector's result has the same bits however many
+    vectors there are, but for rows that torch multiplies (below). They differ from the bits of torch's function, which
+    differ by shape and GPU, too.
     In all other cases torch's function multiplies by W, decoded on x's device for the time of the call.
 
-    The first call with a table decodes it once, to list the few escaped weights, which its digits do not give, and
-    synchronises. The list counts in the table's `nbytes`, and is made anew after the table has changed. A CUDA graph
-    that was captured before that call, or a function that was compiled before it, decodes W every time. A graph that
-    was captured later keeps the list that it was captured with: capture it again after the table has changed. Rows that
-    are stored raw, or have more than 64 escaped weights, are kept decoded beside the list, and torch multiplies by
+    Gradients reach x and bias, under autocast too. Nothing is kept for them: backward decodes W again, for the time of
+    its product, and rows of the table must not change before. Where transforms of torch.func are in force, or the
+    source is no table, autograd keeps W until backward.
+
+    The kernel needs a list of the few escaped weights, which the table's digits do not give. Modules of `ibp.nn` list
+    them when they take a table, and `table.prepare_linear()` does so for a table of your own. Calls neither synchronise
+    nor allocate more than their result then, and from the first one on they can be captured in a CUDA graph, or
+    compiled with fullgraph=True and mode="reduce-overhead". Otherwise the first call lists them; graphs that are
+    captured before it, and code that is compiled before it, decode W every time, and a warning says so once. The list
+    counts in the table's `nbytes`, and is made anew after the table has changed: compile and capture again then. Rows
+    that are stored raw, or have more than 64 escaped weights, are kept decoded beside the list, and torch multiplies by
     them; where more than one row in 32 is such a row, all of W is decoded for every call.
 
     Example:
@@ -64,6 +71,7 @@ def linear(
         ValueError: a shape or device does not fit.
         CorruptTableError: the table's bytes contradict each other; where W is decoded for the call, a GPU reports it as
             `index_select` does.
+        RuntimeError: in backward, rows of the table have changed since the call.
     """
     if isinstance(table, torch.Tensor) or not isinstance(table, (Table, Decodable)):
         check_table(table)
@@ -73,13 +81,11 @@ def linear(
         check_out(out, shape, table.dtype)
         if out.device != x.device:
             raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
-    escapes = escapes_of(table) if isinstance(table, Table) and _may_fuse(x, table, bias) else None
-    if escapes is not None and isinstance(table, Table):
-        result = _multiply(x, table, escapes, bias, shape, out)
-        if check:
-            torch.cuda.current_stream(x.device).synchronize()
-        return result
-    result = F.linear(x, decompress(table, device=x.device, check=check), bias)
+    if not wants_gradients(x, bias):
+        return _product(x, table, bias, out, check)
+    result = differentiable(_product, x, table, bias)
+    if check and isinstance(table, Table):
+        table.check()
     return result if out is None else out.copy_(result)
 
 
@@ -90,6 +96,33 @@ def slot_bytes_for(columns: int) -> int | None:
         return None
     least = columns // 2 * 3 + _SYMBOL_BYTES
     return min(2 * columns, -(-least // 32) * 32)
+
+
+def _product(
+    x: torch.Tensor,
+    table: Any,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    check: bool = False,
+) -> torch.Tensor:
+    """What `linear` gives, without gradients where the kernel multiplies."""
+    x, bias = _as_autocast(x), None if bias is None else _as_autocast(bias)
+    escapes = escapes_of(table) if isinstance(table, Table) and _may_fuse(x, table, bias) else None
+    if escapes is None:
+        result = F.linear(x, decompress(table, device=x.device, check=check), bias)
+        return result if out is None else out.copy_(result)
+    result = _multiply(x, table, escapes, bias, (*x.shape[:-1], table.shape[0]), out)
+    if check:
+        torch.cuda.current_stream(x.device).synchronize()
+    return result
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """What torch's products take in place of x where autocast is in force."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None) -> None:
@@ -114,28 +147,15 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     count = x.numel() // x.shape[-1]
     if count > MOST_VECTORS and count > most_vectors(x.device):
         return False
-    if _is_transformed():
+    if is_transformed():
         return False
     given = (x,) if bias is None else (x, bias)
-    if any(tensor.dtype != torch.bfloat16 or tensor.device != x.device for tensor in given):
-        return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        return False
-    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.bfloat16:
-        return False
-    return True
+    return all(tensor.dtype == torch.bfloat16 and tensor.device == x.device for tensor in given)
 
 
 def most_vectors(device: torch.device) -> int:
     """How many vectors a GPU multiplies with coded weights faster than with weights that are decoded before."""
     return MOST_VECTORS_90 if torch.cuda.get_device_capability(device) == (9, 0) else MOST_VECTORS
-
-
-def _is_transformed() -> bool:
-    """Whether forward gradients are computed, or functions of torch.func are in force, which see no kernel."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _multiply(
@@ -149,7 +169,7 @@ def _multiply(
     vectors = x.detach().reshape(-1, x.shape[-1]).contiguous()
     bias = None if bias is None else bias.detach().contiguous()
     result = out if out is not None and out.is_contiguous() else x.new_empty(shape)
-    matrix = table.slots, table.slot_bytes, escapes.first_symbol, escapes.starts, escapes.entries
+    matrix = escapes.slots, table.slot_bytes, escapes.below.shape[0], escapes.starts, escapes.entries
     torch.ops.ibp.linear.default(*matrix, vectors, bias, result)
     if len(escapes.rows):
         irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .._common import ipc, wire
-from .._fetch import gather, indexing, streaming
+from .._fetch import escapes, gather, indexing, streaming
 from .._fetch import prefetch as prefetching
 from .._machine import memory
 from .._machine import numa as _numa
@@ -386,6 +386,26 @@ class CompressedTensor(Table):
         It raises what `index_select` and `decompress` raise, and ValueError for a stream of another device.
         """
         return prefetching.prefetch(self, ids, device=device, out=out, stream=stream, max_sms=max_sms, path=path)
+
+    def prepare_linear(self) -> CompressedTensor:
+        """Readies the table for `ibp.linear` where it lies. Returns self.
+
+        On a GPU it decodes the table once, in parts, lists the weights that the coded digits do not give, and waits.
+        Without it the first call of `ibp.linear` does so, if it is neither compiled nor captured in a CUDA graph. The
+        list counts in `nbytes`. Call it again after rows have changed. Modules of `ibp.nn` call it whenever they take a
+        table.
+
+        Example:
+            >>> table = ibp.compress(torch.randn(512, 1024).bfloat16(), level="fast").prepare_linear()
+            >>> multiply = torch.compile(lambda x: ibp.linear(x, table), fullgraph=True, backend="aot_eager")
+            >>> multiply(torch.ones(2, 1024).bfloat16()).shape
+            torch.Size([2, 512])
+
+        Raises:
+            CorruptTableError: the table's bytes contradict each other.
+        """
+        escapes.prepare(self)
+        return self
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """x[key], decoding only the rows that the key needs: ints, slices, ..., None, index tensors, arrays and lists,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from .._fetch.bags import embedding_bag
 from .._fetch.gather import index_select
+from .._fetch.products import differentiable
 from .._fetch.streaming import decompress
 from .._rows.table import Table
 
@@ -101,9 +102,12 @@ def _torch_embedding(
 
 
 def linear_of(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The whole table decoded on input's device for the time of the call (longer where autograd keeps it for input's
-    gradient)."""
+    """The whole table decoded on input's device for the time of the call, and again for input's gradient."""
     _check_table(weight, "weight")
+    return differentiable(_decoded_linear, input, weight, bias)
+
+
+def _decoded_linear(input: torch.Tensor, weight: Table, bias: torch.Tensor | None) -> torch.Tensor:
     return F.linear(input, decompress(weight, device=input.device), bias)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from .._common.states import SavedTensor
 from .._fetch.linear import linear, slot_bytes_for
+from .._fetch.products import differentiable
 from .._machine import memory
 from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor
@@ -29,10 +30,21 @@ def saves_tables() -> bool:
 
 class SharedTable:
     """What modules that share a table hold, as others hold one parameter: a table that is loaded or moved replaces the
-    old one for all of them."""
+    old one for all of them. It is ready for compiled code and for products."""
 
     def __init__(self, table: CompressedTensor) -> None:
         self.table, self.saved = table, SavedTensor()
+
+    @property
+    def table(self) -> CompressedTensor:
+        return self._table
+
+    @table.setter
+    def table(self, table: CompressedTensor) -> None:
+        self._table = table.prepare_linear()
+
+    def __reduce__(self) -> tuple[type[SharedTable], tuple[CompressedTensor]]:
+        return SharedTable, (self.table,)
 
 
 class TableModule(torch.nn.Module):
@@ -185,7 +197,9 @@ def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module
 class Linear(TableModule):
     """`torch.nn.Linear` with fixed weights, which are decoded on the input's device for the time of a call.
 
-    Where the input requires grad, autograd keeps the decoded weights until backward.
+    Gradients reach inputs and bias: backward decodes the weights again, so that no plain weights are kept meanwhile.
+    What `ibp.linear` needs of a table on a GPU is readied when the module takes the table, is moved or loaded: the
+    first call may be compiled or captured in a CUDA graph.
 
     Example:
         >>> dense = torch.nn.Linear(256, 128)
@@ -281,10 +295,14 @@ class Conv1D(Linear):
         """x [..., in_features] times the weights: [..., out_features]."""
         if self.fused and x.is_cuda:
             return linear(x, self.weight, self.bias)
-        weight = self.weight.decompress(device=x.device).t().contiguous()
-        vectors = x.reshape(-1, x.shape[-1])
-        products = vectors @ weight if self.bias is None else torch.addmm(self.bias, vectors, weight)
-        return products.view(*x.shape[:-1], self.out_features)
+        return differentiable(_transposed_product, x, self.weight, self.bias)
+
+
+def _transposed_product(x: torch.Tensor, table: CompressedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What transformers' `Conv1D` computes, in its bits."""
+    weight, vectors = table.decompress(device=x.device).t().contiguous(), x.reshape(-1, x.shape[-1])
+    products = vectors @ weight if bias is None else torch.addmm(bias, vectors, weight)
+    return products.view(*x.shape[:-1], table.shape[0])
 
 
 def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits
-from ibp._fetch import escapes, linear
+from ibp._fetch import escapes, linear, products
 
 SHAPES = [(4096, 1024), (48, 32), (100, 4128), (16, 96), (1000, 2048)]
 
@@ -87,12 +87,12 @@ def test_a_new_codebook_is_not_used_with_old_escapes():
 
 
 def test_functions_that_see_no_kernel():
-    assert not linear._is_transformed()
+    assert not products.is_transformed()
     with torch.autograd.forward_ad.dual_level():
-        assert linear._is_transformed()
+        assert products.is_transformed()
     seen = []
-    torch.func.vmap(lambda x: seen.append(linear._is_transformed()) or x)(torch.ones(2))
-    assert seen == [True] and not linear._is_transformed()
+    torch.func.vmap(lambda x: seen.append(products.is_transformed()) or x)(torch.ones(2))
+    assert seen == [True] and not products.is_transformed()
 
 
 def test_which_tables_the_kernel_takes():
@@ -185,7 +185,7 @@ def multiplied(table, listed):
     slots = table.slots.view(rows, table.slot_bytes).int()
     residuals, digits = slots[:, :columns], slots[:, columns : columns // 2 * 3]
     digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
-    bits = (residuals & 1) << 15 | digits + listed.first_symbol << 7 | residuals >> 1
+    bits = (residuals & 1) << 15 | digits + len(listed.below) << 7 | residuals >> 1
     counts = listed.starts.diff()
     assert listed.starts[0] == 0 and len(counts) == rows
     at = torch.repeat_interleave(torch.arange(rows), counts), listed.entries[:, 0].long()
@@ -203,7 +203,7 @@ def test_escapes_complete_the_digits(slot_bytes):
     table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, device="cpu", memory="host")
     listed = escapes.list_escapes(table)
     assert listed.rows.tolist() == [3, 5, 20] and len(listed.entries) >= 620
-    assert listed.nbytes == 4 * 97 + 8 * len(listed.entries) + 3 * (8 + 4096)
+    assert listed.nbytes == len(listed.below) + 4 * 97 + 8 * len(listed.entries) + 3 * (8 + 4096)
     assert_same_bits(multiplied(table, listed), weight)
 
 
@@ -213,7 +213,7 @@ def test_escapes_are_listed_by_chunks(monkeypatch):
     table = coded(weight)
     whole = escapes.list_escapes(table)
     monkeypatch.setattr(escapes, "_CHUNK_ELEMENTS", 96 * 7)
-    for one, other in zip(escapes.list_escapes(table)[1:], whole[1:]):
+    for one, other in zip(escapes.list_escapes(table), whole):
         assert torch.equal(one, other)
     assert_same_bits(multiplied(table, whole), weight)
 
@@ -441,7 +441,7 @@ def test_module_on_a_gpu(cuda, fused):
 def test_operation(cuda):
     table, x = coded(matrix(64, 96, cuda)), vectors(2, 96, cuda)
     out, escaped = torch.empty(2, 64, dtype=x.dtype, device=cuda), escapes.list_escapes(table)
-    given = (table.slots, table.slot_bytes, escaped.first_symbol, escaped.starts)
+    given = (table.slots, table.slot_bytes, len(escaped.below), escaped.starts)
     for bias in (None, vectors(1, 64, cuda)[0]):
         torch.library.opcheck(torch.ops.ibp.linear.default, (*given, escaped.entries, x, bias, out))
     for arguments, message in (

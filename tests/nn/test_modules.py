@@ -160,11 +160,40 @@ def test_copies():
 
 @pytest.mark.slow
 def test_compiled():
+    """From the first call on."""
     torch.compiler.reset()
-    model = make_model()
-    expected = model(IDS), model(IDS[:1])
+    model, plain = make_model(), make_model(compressed=False)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close((compiled(IDS), compiled(IDS[:1])), expected)
+    torch.testing.assert_close((compiled(IDS), compiled(IDS[:1])), (plain(IDS), plain(IDS[:1])))
+
+
+def test_tables_are_prepared_when_they_are_taken(monkeypatch):
+    """Made, moved, loaded, set, copied, unpickled: each table of a module, whichever module it is taken by."""
+    prepared = []
+
+    def prepare(table):
+        prepared.append(table)
+        return table
+
+    monkeypatch.setattr(ibp.CompressedTensor, "prepare_linear", prepare)
+
+    def check(model):
+        for module in (model.embedding, model.fixed):
+            assert any(module.weight is table for table in prepared)
+        prepared.clear()
+
+    model, other = make_model(), make_model(seed=5)
+    check(model)
+    model._apply(lambda x: x.clone())
+    check(model)
+    model.load_state_dict(other.state_dict())
+    check(model)
+    model.load_state_dict(ibp.nn.coded_state_dict(other), assign=True)
+    check(model)
+    model.fixed.weight, model.embedding.weight = other.fixed.weight, other.embedding.weight
+    check(model)
+    check(copy.deepcopy(model))
+    check(pickle.loads(pickle.dumps(model)))
 
 
 @pytest.fixture

@@ -1,0 +1,67 @@
+"""Gradients of products with a table's matrix. backward decodes the matrix again, so that autograd does not keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._rows.table import Table
+from .calls import worker_of
+from .streaming import decompress
+
+Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+
+
+def differentiable(
+    product: Product, x: torch.Tensor, table: Table | Any, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """product(x, table, bias): x [..., K] times the transposed matrix [N, K] of a table, and bias [N].
+
+    Autograd keeps the matrix until backward where the source is no table, whose changes nothing counts, and in
+    transforms of torch.func, which take no autograd.Function of this kind.
+    """
+    if not wants_gradients(x, bias) or not isinstance(table, Table) or is_transformed():
+        return product(x, table, bias)
+    return _Product.apply(x, bias, table, product)
+
+
+def wants_gradients(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def is_transformed() -> bool:
+    """Whether forward gradients are computed, or functions of torch.func are in force, which see no kernel."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, table: Table, product: Product) -> torch.Tensor:
+        ctx.table, ctx.version, ctx.dtype = table, table.version, x.dtype
+        return product(x, table, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.table.version != ctx.version:
+            raise RuntimeError(
+                f"rows of the table have changed {ctx.table.version - ctx.version} times between forward and backward: "
+                "the gradient would be that of other weights"
+            )
+        rows = torch.atleast_2d(grad).flatten(0, -2)
+        x_grad = bias_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = _times(rows, ctx.table).view(*grad.shape[:-1], ctx.table.shape[1]).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            bias_grad = rows.sum(0)
+        return x_grad, bias_grad, None, None
+
+
+def _times(x: torch.Tensor, table: Table) -> torch.Tensor:
+    """x [M, N] times the matrix [N, K] of a table."""
+    if not torch.compiler.is_compiling():
+        return x @ decompress(table, device=x.device).to(x.dtype)
+    # A compiler would move an operation that only decodes to the forward pass, and keep the matrix from there on.
+    worker = worker_of(table, x.device)
+    return torch.ops.ibp.times_matrix.default(table.handle(worker).table, x, table.shape[1], table.dtype, worker)
