@@ -26,8 +26,8 @@ _warned: set[str] = set()  # that a product decodes its matrix every time: told 
 class Escapes(NamedTuple):
     """What is known of a table besides its digits.
 
-    slots: those of the table, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
-        graphs, in every call.
+    slots: the table's, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
+        graphs in every call.
     below: uint8 [first_symbol], whose size alone counts: how many exponents lie below that of digit 0. Compiled code
         takes sizes of tensors for variables, but numbers that it finds on modules for constants.
     starts: int32 [N + 1], where a row's entries begin.
