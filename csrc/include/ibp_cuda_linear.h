@@ -83,8 +83,8 @@ typedef struct {
 /* y = x W^T + bias: W, the matrix; x [num_vectors, K], bias [N] or NULL, y [num_vectors, N], all BF16. Rows are decoded
  * in registers and never written. W is read once for up to 8 vectors, and on GPUs of compute capability 9.0 for up to
  * 64 (32 where K is above 8,192) or 65 to 256, else once for every 8. Products are added in float and rounded once: for
- * up to IBP_MOST_INVARIANT vectors in an order that depends on K alone, so that y of a vector does not depend on how many
- * there are; for more in an order that depends on N, K and the GPU.
+ * up to IBP_MOST_INVARIANT vectors in an order that depends on K alone, so that y of a vector does not depend on how
+ * many there are; for more in an order that depends on N, K and the GPU.
  * Rows that are stored raw or as default rows give any numbers, which are finite for finite x. The list of escapes is
  * not compared with the rows; columns and starts out of range do no harm.
  * num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes. workspace: ibp_cuda_linear_bytes bytes of device memory,
