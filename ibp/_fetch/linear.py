@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from .products import differentiable, is_transformed, wants_gradients
 from .streaming import decompress
 
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
-MOST_VECTORS_90 = 64  # the same on GPUs of compute capability 9.0: IBP_MOST_VECTORS
+# The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
+LEAST_90, MOST_90 = 64, 512  # IBP_MOST_INVARIANT, IBP_MOST_VECTORS
 _SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow
 
 
@@ -29,12 +31,12 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
-    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and up to
-    64 on GPUs of compute capability 9.0. It runs where W is BF16 at level "fast" in that GPU's memory, N is at least
-    16, K a multiple of 32, and slot_bytes at least 1.5 K; `ibp.nn.Linear.from_linear` makes such tables. The kernel
-    adds products in float, in an order that depends on K alone: a vector's result has the same bits however many
-    vectors there are, but for rows that torch multiplies (below). They differ from the bits of torch's function, which
-    differ by shape and GPU, too.
+    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and on
+    GPUs of compute capability 9.0 up to one for each 16 rows, at least 64 and at most 512. It runs where W is BF16 at
+    level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, and slot_bytes at least 1.5 K;
+    `ibp.nn.Linear.from_linear` makes such tables. The kernel adds products in float, for up to 64 vectors in an order
+    that depends on K alone: a vector's result has then the same bits however many vectors there are, but for rows that
+    torch multiplies (below). They differ from the bits of torch's function, which differ by shape and GPU, too.
     In all other cases torch's function multiplies by W, decoded on x's device for the time of the call.
 
     Gradients reach x and bias, under autocast too. Nothing is kept for them: backward decodes W again, for the time of
@@ -42,13 +44,13 @@ def linear(
     source is no table, autograd keeps W until backward.
 
     The kernel needs a list of the few escaped weights, which the table's digits do not give. Modules of `ibp.nn` list
-    them when they take a table, and `table.prepare_linear()` does so for a table of your own. Calls neither synchronise
-    nor allocate more than their result then, and from the first one on they can be captured in a CUDA graph, or
-    compiled with fullgraph=True and mode="reduce-overhead". Otherwise the first call lists them; graphs that are
-    captured before it, and code that is compiled before it, decode W every time, and a warning says so once. The list
-    counts in the table's `nbytes`, and is made anew after the table has changed: compile and capture again then. Rows
-    that are stored raw, or have more than 64 escaped weights, are kept decoded beside the list, and torch multiplies by
-    them; where more than one row in 32 is such a row, all of W is decoded for every call.
+    them when they take a table, and `table.prepare_linear()` does so for a table of your own. Calls do not synchronise
+    then, allocate their result and at most a workspace for more than 64 vectors, and from the first one on can be
+    captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead". Otherwise the first call lists
+    them; graphs that are captured before it, and code that is compiled before it, decode W every time, and a warning
+    says so once. The list counts in the table's `nbytes`, and is made anew after the table has changed: compile and
+    capture again then. Rows that are stored raw, or have more than 64 escaped weights, are kept decoded beside the
+    list, and torch multiplies by them; where more than one row in 32 is such a row, all of W is decoded for every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
@@ -83,9 +85,7 @@ def linear(
             raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
     if not wants_gradients(x, bias):
         return _product(x, table, bias, out, check)
-    result = differentiable(_product, x, table, bias)
-    if check and isinstance(table, Table):
-        table.check()
+    result = differentiable(partial(_product, check=check), x, table, bias)
     return result if out is None else out.copy_(result)
 
 
@@ -145,7 +145,7 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     if not x.is_cuda or table.device != x.device or x.numel() == 0:
         return False
     count = x.numel() // x.shape[-1]
-    if count > MOST_VECTORS and count > most_vectors(x.device):
+    if count > MOST_VECTORS and count > most_vectors(x.device, table.shape[0]):
         return False
     if is_transformed():
         return False
@@ -153,9 +153,11 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     return all(tensor.dtype == torch.bfloat16 and tensor.device == x.device for tensor in given)
 
 
-def most_vectors(device: torch.device) -> int:
+def most_vectors(device: torch.device, num_rows: int) -> int:
     """How many vectors a GPU multiplies with coded weights faster than with weights that are decoded before."""
-    return MOST_VECTORS_90 if torch.cuda.get_device_capability(device) == (9, 0) else MOST_VECTORS
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return MOST_VECTORS
+    return min(MOST_90, max(LEAST_90, num_rows // 16))
 
 
 def _multiply(
