@@ -172,11 +172,19 @@ def test_opcheck(number):
 
 
 def test_every_operation_is_checked():
-    """The others need a GPU: tests/fetch/test_streaming.py, test_large_tables.py, test_places_cuda.py, test_bags.py,
-    test_linear.py and test_delta.py check them."""
+    """tests/fetch/test_products.py checks times_matrix. The others need a GPU: test_streaming.py, test_large_tables.py,
+    test_places_cuda.py, test_bags.py, test_linear.py and test_delta.py check them."""
     names = [schema.name for schema in torch._C._jit_get_all_schemas()]
     defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
-    assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags", "linear", *DELTAS}
+    assert defined == NAMES | {
+        "stream_bytes",
+        "stage_items",
+        "encode_into",
+        "sum_bags",
+        "linear",
+        "times_matrix",
+        *DELTAS,
+    }
     assert {name for name, *_ in SAMPLES} == NAMES
 
 
