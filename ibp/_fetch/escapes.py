@@ -79,7 +79,7 @@ def escapes_of(table: Table) -> Escapes | None:
         return None
     escapes = None
     if takes(table):
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # calls in other modes use them, too
             escapes = list_escapes(table)
         torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
     table._escapes = state, escapes
