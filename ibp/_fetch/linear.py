@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .. import _core
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .calls import check_out, check_table
@@ -86,7 +87,7 @@ def linear(
 def slot_bytes_for(columns: int) -> int | None:
     """`slot_bytes` of a BF16 table at level "fast" whose rows have `columns` columns and room for 32 escapes. None: the
     kernel takes no such rows."""
-    if columns == 0 or columns % COLUMNS:
+    if columns == 0 or columns % COLUMNS or 2 * columns > _core.MAX_ROW_BYTES:
         return None
     least = columns // 2 * 3 + _SYMBOL_BYTES
     return min(2 * columns, -(-least // 32) * 32)
