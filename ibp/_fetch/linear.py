@@ -16,7 +16,8 @@ from .streaming import decompress
 
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
 MOST_VECTORS_90 = 64  # the same on GPUs of compute capability 9.0: IBP_MOST_VECTORS
-_SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow
+_SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow,
+_LONG_COLUMNS = 1024  # in rows of at least so many columns: most shorter ones have no escape
 
 
 def linear(
@@ -41,8 +42,8 @@ def linear(
     synchronises. The list counts in the table's `nbytes`, and is made anew after the table has changed. A CUDA graph
     that was captured before that call, or a function that was compiled before it, decodes W every time. A graph that
     was captured later keeps the list that it was captured with: capture it again after the table has changed. Rows that
-    are stored raw, or have more than 64 escaped weights, are kept decoded beside the list, and torch multiplies by
-    them; where more than one row in 32 is such a row, all of W is decoded for every call.
+    are stored raw, or have more than 64 escaped weights and more than one in 128, are kept decoded beside the list, and
+    torch multiplies by them; where more than one row in 32 is such a row, all of W is decoded for every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
@@ -85,11 +86,11 @@ def linear(
 
 
 def slot_bytes_for(columns: int) -> int | None:
-    """`slot_bytes` of a BF16 table at level "fast" whose rows have `columns` columns and room for 32 escapes. None: the
-    kernel takes no such rows."""
+    """`slot_bytes` of a BF16 table at level "fast" whose rows have `columns` columns; long ones have room for 32
+    escapes. None: the kernel takes no such rows."""
     if columns == 0 or columns % COLUMNS or 2 * columns > _core.MAX_ROW_BYTES:
         return None
-    least = columns // 2 * 3 + _SYMBOL_BYTES
+    least = columns // 2 * 3 + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
     return min(2 * columns, -(-least // 32) * 32)
 
 
