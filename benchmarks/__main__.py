@@ -37,7 +37,7 @@ CACHES = {
 }  # likewise
 TRAINING = {"adamw": 75, "activations": 115}  # likewise
 PAPERS = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise
-BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters")
+BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights")
 GRACE_S = 5  # to print what was measured
 
 
