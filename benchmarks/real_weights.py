@@ -20,7 +20,7 @@ that stay plain at level "fast". `taken`: share of the weights in matrices that 
 `irregular`: share of the rows of the others that are irregular. `escapes`: of a million weights of coded matrices;
 `best_escapes`: with the best 15 consecutive exponents. `outlier_rows`: share of the rows whose root mean square is over
 8 times another than the median of their matrix. `row_scales`: the largest root mean square of a row over the smallest,
-in the median matrix; `exponents`: those that weights have, in the median matrix.
+in the median matrix; `exponents`: those that weights have, in the median matrix. `products`: the GPU that multiplied.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from . import harness, ratio, sets
 
 COLUMNS = (
     "case,source,matrices,weights,fast,default,plain,taken,decoded,irregular,escapes,best_escapes,outlier_rows,"
-    "row_scales,exponents,gpu,commit"
+    "row_scales,exponents,products,commit"
 ).split(",")
 LEAST_ROWS, LEAST_COLUMNS, LEAST_WEIGHTS = 16, 32, 4096  # of a matrix
 OUTLIER = 8  # times the median root mean square of a row, or a part of it
@@ -275,7 +275,7 @@ def main(argv=None):
     before = rows_of(path)
     sheet, tried = ratio.Sheet(path, COLUMNS), set()
     same = {
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "products": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "commit": harness.commit_id(),
     }
     for name, source, matrices in models(args):

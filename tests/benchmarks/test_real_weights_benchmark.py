@@ -43,7 +43,7 @@ def test_the_script_on_the_cpu(tmp_path):
     assert list(rows["NCF, embeddings"]) == real_weights.COLUMNS
     row = rows["Resemblyzer, an LSTM"]
     assert (row["source"], row["matrices"], row["weights"]) == ("resemblyzer 9.1", "1", str(64 * 256))
-    assert (row["taken"], row["decoded"], row["irregular"], row["gpu"]) == ("1.00000", "0", "0.00000", "none")
+    assert (row["taken"], row["decoded"], row["irregular"], row["products"]) == ("1.00000", "0", "0.00000", "CPU")
     assert 0.2 < float(row["fast"]) < 0.25 and float(row["escapes"]) < 1000
     assert real_weights.main(["--device", "cpu", "--out", str(tmp_path), "--quick"]) == 0
     assert [line["case"] for line in lines_of(tmp_path)] == list(rows)  # the row of a model that is left out stays
