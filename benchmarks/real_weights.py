@@ -202,7 +202,7 @@ class Matrix:
         scales = weight.float().square().mean(1).sqrt()
         scales = scales[scales > 0]
         median = scales.median()
-        first = table and getattr(table.codebook, "first_symbol", None)
+        first = None if table is None else getattr(table.codebook, "first_symbol", None)
         is_taken = table is not None and escapes.takes(table)
         listed = escapes.list_escapes(table) if is_taken else None
         return cls(

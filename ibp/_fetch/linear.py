@@ -52,7 +52,7 @@ def linear(
         True
 
     Args:
-        x: tensor [..., K].
+        x: tensor [..., K], or a nested one.
         table: of a matrix [N, K], of x's dtype; or anything else that decodes itself, such as an `ibp.RowCache`.
         bias: [N], of x's dtype and on its device.
         out: tensor [..., N] of the table's dtype, on x's device, to write to.
@@ -62,14 +62,19 @@ def linear(
         Tensor [..., N] on x's device; out if it was given.
 
     Raises:
-        TypeError: an argument is no tensor or table, or has another dtype.
-        ValueError: a shape or device does not fit.
+        TypeError: x or bias is no tensor, table is no table, or out has another dtype.
+        ValueError: a shape does not fit; x is on the meta device, or out on another than x; x is nested, and out given.
+        RuntimeError: by torch's function, as for plain weights: dtypes differ, or bias is on another device than x.
         CorruptTableError: the table's bytes contradict each other; where W is decoded for the call, a GPU reports it as
             `index_select` does.
     """
     if isinstance(table, torch.Tensor) or not isinstance(table, (Table, Decodable)):
         check_table(table)
     _check_arguments(x, table, bias)
+    if x.is_nested:  # has no shape
+        if out is not None:
+            raise ValueError("x is a nested tensor; wanted no out")
+        return F.linear(x, decompress(table, device=x.device, check=check), bias)
     shape = (*x.shape[:-1], table.shape[0])
     if out is not None:
         check_out(out, shape, table.dtype)
@@ -98,9 +103,11 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None) -> 
     for name, tensor in (("x", x), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
+    if x.is_meta:
+        raise ValueError("x is on the meta device; wanted the CPU or a CUDA device")
     if len(table.shape) != 2:
         raise ValueError(f"the table has shape {list(table.shape)}; wanted two dimensions")
-    if x.dim() == 0 or x.shape[-1] != table.shape[1]:
+    if not x.is_nested and (x.dim() == 0 or x.shape[-1] != table.shape[1]):
         raise ValueError(f"x has shape {list(x.shape)}; wanted [..., {table.shape[1]}]")
     if bias is not None and tuple(bias.shape) != (table.shape[0],):
         raise ValueError(f"bias has shape {list(bias.shape)}; wanted [{table.shape[0]}]")
@@ -120,6 +127,8 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
         return False
     given = (x,) if bias is None else (x, bias)
     if any(tensor.dtype != torch.bfloat16 or tensor.device != x.device for tensor in given):
+        return False
+    if any(tensor.layout != torch.strided for tensor in given):
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return False
