@@ -1,11 +1,12 @@
-"""All benchmarks, then the chart: `python -m benchmarks [--coding] [--caches] [--training] [--papers] [--all]
-[--unlimited] [--out DIR] [--device cpu] [--quick]`.
+"""All benchmarks, then the chart: `python -m benchmarks [--coding] [--caches] [--training] [--papers] [--models]
+[--all] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
 Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
 --caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --papers: what
-only tables and figures of papers ask for, and the choice between codecs, in under 4. --all: all of these, and the
-scripts that count bytes, which are the same on every machine. Each script runs in a process of its own. On a GPU a
-script of speed is stopped when its time is over, and what it measured stays; --unlimited lets it finish.
+only tables and figures of papers ask for, and the choice between codecs, in under 4. --models: language models from
+coded weights, in under 5, with transformers. --all: all of these, and the scripts that count bytes, which are the same
+on every machine. Each script runs in a process of its own. On a GPU a script of speed is stopped when its time is over,
+and what it measured stays; --unlimited lets it finish.
 """
 
 import argparse
@@ -37,6 +38,7 @@ CACHES = {
 }  # likewise
 TRAINING = {"adamw": 75, "activations": 115}  # likewise
 PAPERS = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise
+MODELS = {"llm": 75, "llm --compiled": 125, "llm --large": 90}  # likewise, with options of the script
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights")
 GRACE_S = 5  # to print what was measured
 
@@ -52,9 +54,9 @@ def stop(process):
 
 
 def run_script(name, argv, limit_s=None):
-    """@return the script's exit status."""
-    started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", f"{__package__}.{name}", *argv])
+    """name: of the script, and its own options. @return its exit status."""
+    started, (script, *options) = time.perf_counter(), name.split()
+    process = subprocess.Popen([sys.executable, "-m", f"{__package__}.{script}", *options, *argv])
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -75,12 +77,13 @@ def main(argv=None):
     own.add_argument("--caches", action="store_true")
     own.add_argument("--training", action="store_true")
     own.add_argument("--papers", action="store_true")
+    own.add_argument("--models", action="store_true")
     own.add_argument("--unlimited", action="store_true")
     options, others = own.parse_known_args(argv)
     args, started = harness.parse_args(others, __doc__), time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # past run_script, which ends its script
-    limits = {} if options.unlimited or args.device == "cpu" else SPEED | CODING | CACHES | TRAINING | PAPERS
-    named = {"coding": CODING, "caches": CACHES, "training": TRAINING, "papers": PAPERS}
+    named = {"coding": CODING, "caches": CACHES, "training": TRAINING, "papers": PAPERS, "models": MODELS}
+    limits = {} if options.unlimited or args.device == "cpu" else SPEED | CODING | CACHES | TRAINING | PAPERS | MODELS
     chosen = [group for option, group in named.items() if getattr(options, option)] or [SPEED]
     names = [name for group in ((SPEED, *named.values(), BYTES) if options.all else chosen) for name in group]
     failed = [name for name in names if run_script(name, others, limits.get(name))]

@@ -135,6 +135,7 @@ class Table:
     where: function(row) -> whether the row is shown.
     across: function(row) -> head of its column.
     more: by head, function({head: row}) -> text of columns behind the arms.
+    order: function(row) -> what lines are sorted by; None: they stand as they were measured.
     """
 
     heading: str
@@ -145,9 +146,11 @@ class Table:
     where: Callable = lambda row: True
     across: Callable = arm_name
     more: dict[str, Callable] = field(default_factory=dict)
+    order: Callable | None = None
 
     def rows(self, results):
         rows = [row for row in results.rows(self.csv) if row.get("case") != "device"]
+        rows = rows if self.order is None else sorted(rows, key=self.order)
         most = max((row.get("sms") or 0 for row in rows), default=0)
         return [row for row in (row | {"most": most} for row in rows) if self.where(row)]
 
@@ -178,6 +181,36 @@ CODERS = {  # arms of codec.csv
     *("nvcomp ANS compress", "planes compress", "compress", "analyze"),
 }
 RATIO_METHODS = ("paper", "ibp", "planes", ratio.ZSTD)
+
+
+def by_size(row):
+    """Of a row of llm.csv: small models before large ones."""
+    return row["weight_bytes"], row["context"] or 0, row["rows"]
+
+
+def beside_plain(row):
+    """Milliseconds, and of other arms than plain how many times as fast as it."""
+    times = f" ({row['times']:.2f})" if row["times"] and row["arm"] != "plain" else ""
+    return fine_number(row["ms"]) + times
+
+
+STEPS = Table(
+    "Language models from coded weights",
+    "llm",
+    "Milliseconds in which each sequence of a batch gets a token, by transformers with a static cache, in a CUDA graph "
+    "or compiled by `torch.compile` (`offloaded`: plain weights in host memory, without a graph); in brackets how many "
+    "times as fast as plain",
+    {
+        "model": lambda row: row["model"] + ", compiled" * (row["way"] == "compiled step"),
+        "batch": cell("rows"),
+        "context": cell("context", "{:,}".format),
+    },
+    beside_plain,
+    lambda row: row["way"] in ("step", "compiled step"),
+    cell("arm"),
+    {"tokens a second, coded": lambda arms: fine_number(arms["coded"]["tokens_per_s"]) if "coded" in arms else ""},
+    by_size,
+)
 
 TABLES = (
     Table(
@@ -341,6 +374,41 @@ TABLES = (
         },
         where=lambda row: bool(row["tokens_per_s"]),
     ),
+    STEPS,
+    Table(
+        "",
+        "llm",
+        "A prompt of one sequence, in a CUDA graph: milliseconds, in brackets how many times as fast as plain",
+        {"model": cell("model"), "tokens": cell("rows", "{:,}".format)},
+        beside_plain,
+        lambda row: row["way"] == "prefill",
+        cell("arm"),
+        order=by_size,
+    ),
+    Table(
+        "",
+        "llm",
+        "GB of weights, and seconds of coding them on the GPU",
+        {
+            "model": cell("model"),
+            "plain": cell("weight_bytes", gigabytes),
+            "coded": cell("device_bytes", gigabytes),
+            "share": lambda row: f"{row['device_bytes'] / row['weight_bytes']:.3f}",
+            "most while they are coded": cell("peak_bytes", gigabytes),
+            "seconds": lambda row: fine_number(row["ms"] / 1e3),
+        },
+        where=lambda row: row["way"] == "weights" and row["arm"] == "coded",
+        order=by_size,
+    ),
+    Table(
+        "",
+        "llm",
+        "Milliseconds of `from_pretrained` from the page cache, in brackets how many times as fast as plain",
+        {"model": cell("model"), "GB": cell("weight_bytes", gigabytes)},
+        beside_plain,
+        lambda row: row["way"] == "loading",
+        cell("arm"),
+    ),
     Table(
         "",
         "real_weights",
@@ -364,8 +432,7 @@ TABLES = (
         "Models larger than the GPU",
         "weights",
         "Milliseconds a token of a Llama with random weights, or of a call on many tokens at once (prompt 0: that "
-        "many sequences of 1,024 tokens). In brackets the bound's share: the link's time for the stored bytes, or, of "
-        "coded weights on the GPU, the time of plain ones",
+        "many sequences of 1,024 tokens). In brackets the bound's share: the link's time for the stored bytes",
         {
             "weights": lambda row: f"{row['weight_bytes'] / 1e9:.2f} GB, {kind(row)}, {arm_name(row)}",
             "GB on the host": cell("host_bytes", gigabytes),
@@ -667,14 +734,19 @@ def results_page(results):
         memory(results),
     ]
     for table in TABLES:
-        if table.heading:
+        rows = table.rows(results)
+        if table.heading and results.rows(table.csv):
             parts.append(f"## {table.heading}")
-        parts += [f"{table.text} (`{table.csv}.csv`{machine(table.rows(results))}):", table.markdown(results)]
+        if rows:
+            parts += [f"{table.text} (`{table.csv}.csv`{machine(rows)}):", table.markdown(results)]
     return "\n\n".join(parts) + "\n"
 
 
 # ---- the figures that pages cite -----------------------------------------------------------------------------------
 
+GPU_GB = (24, 80, 141)  # whose free memory is reckoned
+LEAST_SHARE = 0.2  # of it that weights take; a smaller model gains little
+PROMPT, SEQUENCE = 2048, 8192  # tokens
 TEXTS = {  # of a column, where its numbers are not texts as they are
     **dict.fromkeys(("ms", "step_ms"), lambda value: f"{fine_number(value)} ms"),
     **dict.fromkeys(("host_bytes", "weight_bytes"), gigabytes),
@@ -779,6 +851,46 @@ def choices(results):
     )
 
 
+def language_models(results):
+    """Steps of language models; empty before they are measured."""
+    if not STEPS.rows(results):
+        return ""
+    return f"{STEPS.text} {source(results, 'llm')}:\n\n{STEPS.markdown(results)}"
+
+
+def freed_memory(results):
+    """What fits beside the weights; empty before it is measured."""
+    lines = [
+        line
+        for gb in GPU_GB
+        for row in results.rows("llm", way="weights", arm="coded")
+        if (line := room(row, gb, results))
+    ]
+    if not lines:
+        return ""
+    heads = ["model, GB plain and coded", "GPU, GB", "beside plain weights", "beside coded ones", "times"]
+    return (
+        f"Tokens whose BF16 keys and values fit beside the weights, with room to compute on a prompt of {PROMPT:,} "
+        f"tokens, and how many sequences of {SEQUENCE:,} tokens these are; reckoned from measured bytes "
+        f"{source(results, 'llm')}:\n\n{markdown(heads, lines)}"
+    )
+
+
+def room(coded, gpu_gb, results):
+    """A line of that table; None: the coded weights do not fit the GPU, or take little of it."""
+    name, token_bytes = coded["model"], coded["token_bytes"]
+    prompts = [row for row in results.rows("llm", way="prefill", model=name, rows=PROMPT) if row["peak_bytes"]]
+    besides = [row["peak_bytes"] - row["device_bytes"] - PROMPT * token_bytes for row in prompts]
+    weights = coded["weight_bytes"], coded["device_bytes"]
+    free = [1e9 * gpu_gb - num_bytes - max(besides, default=0) for num_bytes in weights]
+    if not besides or free[1] < 0 or weights[1] < LEAST_SHARE * 1e9 * gpu_gb:
+        return None
+    tokens = [int(num_bytes // token_bytes) for num_bytes in free]
+    texts = [f"{count:,}: {count // SEQUENCE}" if count > 0 else "do not fit" for count in tokens]
+    times = f"{tokens[1] / tokens[0]:.1f}" if tokens[0] > 0 else ""
+    return [f"{name}, {' and '.join(map(gigabytes, weights))}", gpu_gb, *texts, times]
+
+
 def headline(results):
     """The table of README.md: what people do without ibp, and ibp."""
     gather, normal = results.rows("gather"), {"case": "normal 0.02", "dtype": "bfloat16", "row_bytes": charts.ROW_BYTES}
@@ -861,6 +973,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{weights|ms||raw through hooks|dtype=bfloat16|rows=1|prompt=256} with raw weights through the same hooks, "
     "and {weights|ms||accelerate cpu_offload} with accelerate's `cpu_offload`; raw weights that fit the GPU take "
     "{weights|ms||on the GPU|dtype=bfloat16|rows=1|prompt=256} {from weights}.",
+    "language models": language_models,
+    "freed memory": freed_memory,
     "linear": "Through the matrices of a 32-layer model one token at a time, `ibp.linear` gives "
     "{linear|tokens_per_s|stack of 32 layers, 1|ibp.linear} tokens a second, cuBLAS with plain BF16 weights "
     "{linear|tokens_per_s|stack of 32 layers, 1|cuBLAS} {from linear}.",

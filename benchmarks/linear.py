@@ -2,7 +2,7 @@
 
     python -m benchmarks.linear [--out DIR] [--device cpu] [--quick]
 
-BF16 weights N(0, 0.02) at level "fast", 1 to 64 vectors, matrices of the shapes of models: one shape lies
+BF16 weights N(0, 0.02) at level "fast", 1 to 512 vectors, matrices of the shapes of models: one shape lies
 several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms: `cuBLAS`:
 torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded before;
 `ibp.linear`: decoded in registers by the kernel that multiplies. `stack` are the matrices of 32 layers of Llama-7B's
@@ -36,8 +36,9 @@ SHAPES = (
     (128256, 4096),
 )
 QUICK_SHAPES = ((64, 256), (96, 128))
-COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
-WANTED = {16: 1.25, 32: 1.2, 64: 1.1}  # times cuBLAS's rate; of fewer vectors 1
+COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (1, 8)
+# Times cuBLAS's rate; of fewer vectors 1.
+WANTED = {16: 1.25, 32: 1.2, 64: 1.1, 128: 1.0, 256: 0.9, 512: 0.95}
 STACK_COUNTS = (1, 8)  # and after another kernel
 LAYERS, QUICK_LAYERS = 32, 2
 LAYER = {0: 4, 1: 2, 2: 1}  # matrices of a layer: how many of each of SHAPES

@@ -2,15 +2,14 @@
 
     python -m benchmarks.weights [--out DIR] [--device cpu] [--quick]
 
-Beside it raw weights through the same hooks, weights on the GPU, plain and as `ibp.nn.compress` codes them, and
-accelerate's cpu_offload. A Llama of transformers
-with 7 billion random weights, N(0, 0.02) in BF16, FP16 and FP8 (E4M3, cast before each product). A token is one call of
-the model after a prompt, with its cache, until the host has seen its end: the median of several. `prompt` 0 stands for
-one call on so many tokens, `rows` sequences of 1,024, that the GPU computes as long as raw weights take to come. In the
-same run the bits of every weight that a layer sees are summed up on the device and compared, and at batch 1 the
-tokens; not the bits of accelerate's weights, which no hook sees, nor the tokens of coded weights on the GPU, whose
-products are summed in another order. The bound is the copy engine's rate over the bytes stored; for coded weights on
-the GPU, the time of plain ones; for `prompt` 0, 1.03 times that. With two GPUs layers take turns.
+Beside it raw weights through the same hooks, weights on the GPU, and accelerate's cpu_offload; `llm.py` has coded
+weights that stay on the GPU. A Llama of transformers with 7 billion random weights, N(0, 0.02) in BF16, FP16 and FP8
+(E4M3, cast before each product). A token is one call of the model after a prompt, with its cache, until the host has
+seen its end: the median of several. `prompt` 0 stands for one call on so many tokens, `rows` sequences of 1,024, that
+the GPU computes as long as raw weights take to come. In the same run the bits of every weight that a layer sees are
+summed up on the device and compared, and at batch 1 the tokens; not the bits of accelerate's weights, which no hook
+sees. The bound is the copy engine's rate over the bytes stored; for `prompt` 0, 1.03 times the time of weights on the
+GPU. With two GPUs layers take turns.
 
 weights.csv has, after the common columns, prompt (tokens), ms (a token, or the call), bound_ms, host_bytes and
 device_bytes (what weights take there, the arena included) and weight_bytes (of the raw weights); `rows` are the batch.
@@ -66,12 +65,11 @@ TINY = {
     "max_position_embeddings": 128,
 }
 CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # (batch, prompt)
-RESIDENT_CELLS, QUICK_RESIDENT_CELLS = ((1, 256), (16, 256), (64, 256)), ((2, 8),)
 NUM_TOKENS, FEW_TOKENS = 6, 2  # timed a cell; of accelerate, which takes over a second for each
-ACCELERATE, RESIDENT = "accelerate cpu_offload", "ibp.nn.compress"  # arms
+ACCELERATE = "accelerate cpu_offload"  # an arm
 FEW_SMS = 8  # beside the number that ibp.offload takes by itself
 STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
-FP8_SHARE, COMPUTE_SHARE, RESIDENT_SHARE, LOAD_SECONDS = 0.90, 1.03, 0.77, 10.0
+FP8_SHARE, COMPUTE_SHARE, LOAD_SECONDS = 0.90, 1.03, 10.0
 EXTRA_COLUMNS = ("prompt", "ms", "bound_ms", "host_bytes", "device_bytes", "weight_bytes")
 
 
@@ -111,10 +109,6 @@ class Bench:
         model = self.model()
         model.load_state_dict(self.state, assign=True)
         return model.to(self.run.device)
-
-    def compressed(self):
-        model = self.on_gpu()
-        return model, ibp.nn.compress(model, min_bytes=self.min_bytes)
 
     def offloaded(self, device=None, checkpoint=None, **options):
         model = self.model()
@@ -171,11 +165,10 @@ class Bench:
         """Raises AssertionError unless every layer sees the bits of its weight."""
         seen, handles = {}, []
         for name, module in model.named_modules():
-            if isinstance(module, (nn.Linear, ibp.nn.Linear)):
+            if isinstance(module, nn.Linear):
 
                 def note(module, args, name=f"{name}.weight"):
-                    weight = module.weight
-                    seen[name] = bits_of(weight.decompress() if isinstance(weight, ibp.CompressedTensor) else weight)
+                    seen[name] = bits_of(module.weight)
 
                 handles.append(module.register_forward_pre_hook(note))
         for _ in range(2):
@@ -192,8 +185,8 @@ class Bench:
         if batch == 1 and not torch.equal(first, tokens.cpu()[:, : first.shape[1]]):
             raise AssertionError(f"the tokens after a prompt of {prompt} differ from those of the first arm")
 
-    def add(self, arm, batch, prompt, seconds, *, handle=None, report=None, bound=0.0, sms=0):
-        """handle: of ibp.offload; report: of ibp.nn.compress; without them all weights are where the arm says."""
+    def add(self, arm, batch, prompt, seconds, *, handle=None, bound=0.0, sms=0):
+        """handle: of ibp.offload; without it all weights are where the arm says."""
         on_host = arm == ACCELERATE  # which has a layer's weights on the GPU at a time, and does not say how many
         host_bytes, device_bytes = (self.num_bytes, "") if on_host else (0, self.num_bytes)
         weight_bytes, savings = self.num_bytes, 0.0
@@ -202,8 +195,6 @@ class Bench:
             host_bytes, device_bytes, weight_bytes = stats.host_bytes, stats.device_bytes, stats.weight_bytes
             tables = [weight.table for weight in handle._division.weights if weight.table is not None]
             savings = 1 - sum(table.stored_bytes for table in tables) / sum(table.original_bytes for table in tables)
-        if report is not None:
-            device_bytes, savings = self.num_bytes - report.num_bytes + report.nbytes, report.savings
         self.run.add(
             case=f"Llama of {self.num_bytes / 1e9:.2f} GB",
             arm=arm,
@@ -238,19 +229,15 @@ def link_bytes_a_token(handle):
     return sum(group.stored_bytes for group in handle._groups)
 
 
-def measure(
-    bench, arm, model, cells, *, handle=None, report=None, num_tokens=NUM_TOKENS, bound=None, sms=0, check=True
-):
+def measure(bench, arm, model, cells, *, handle=None, num_tokens=NUM_TOKENS, bound=0.0, sms=0, check=True):
     """Times all cells of an arm, and checks tokens, and bits where hooks of this script see them."""
     with bench.run.cell(f"{arm}, {bench.dtype}"):
         if check:
             bench.check_weights(model)
         for batch, prompt in cells:
             seconds, tokens = bench.seconds_a_token(model, batch, prompt, num_tokens)
-            if report is None:
-                bench.check_tokens(batch, prompt, tokens)
-            limit = bound(batch, prompt) if callable(bound) else bound or 0.0
-            bench.add(arm, batch, prompt, seconds, handle=handle, report=report, bound=limit, sms=sms)
+            bench.check_tokens(batch, prompt, tokens)
+            bench.add(arm, batch, prompt, seconds, handle=handle, bound=bound, sms=sms)
         if check:
             bench.check_weights(model)
 
@@ -262,18 +249,14 @@ def release(run):
         torch.cuda.empty_cache()
 
 
-def measure_streams(bench, cells, resident_cells):
-    """Arms through hooks. Returns the seconds a token of weights on the GPU, by cell."""
-    run, plain = bench.run, {}
-    balance, compute = measure_on_gpu(bench, dict.fromkeys((*cells, *resident_cells)))
-    for row in run.rows:
-        if row["arm"] == "on the GPU" and row["dtype"] == harness.dtype_name(bench.dtype):
-            plain[row["rows"], row["prompt"]] = float(row["ms"]) / 1e3
+def measure_streams(bench, cells):
+    """Arms through hooks, and weights on the GPU."""
+    run = bench.run
+    balance, compute = measure_on_gpu(bench, cells)
     for arm, options in (("raw through hooks", {"scheme": "raw"}), ("ibp", {})):
         release(run)
         with run.cell(f"{arm}, {bench.dtype}"):
             measure_stream(bench, arm, options, cells, balance, compute)
-    return plain
 
 
 def measure_on_gpu(bench, cells):
@@ -312,14 +295,6 @@ def balanced_tokens(bench, model):
         return 64
     few = 4096
     return round(few * bench.num_bytes / ideal.LINK_COPY_GBPS / 1e9 / bench.seconds_a_call(model, few) / 1024) * 1024
-
-
-def measure_resident(bench, cells, plain):
-    """Weights that `ibp.nn.compress` codes, on the GPU."""
-    release(bench.run)
-    with bench.run.cell(RESIDENT):
-        model, report = bench.compressed()
-        measure(bench, RESIDENT, model, cells, report=report, bound=lambda *cell: plain.get(cell, 0.0), sms=None)
 
 
 def measure_accelerate(bench):
@@ -386,10 +361,8 @@ def shortfalls(rows):
             raw = next((r for key, r in by.items() if key[:4] == ("raw through hooks", dtype, batch, prompt)), None)
             if row["sms"] == STREAM_SMS and raw and dtype == "bfloat16" and float(raw["ms"]) < RAW_FACTOR * ms:
                 yield f"{what}, {float(raw['ms']) / ms:.2f} times as fast as raw weights, wanted {RAW_FACTOR}"
-        elif arm in ("ibp", RESIDENT, "ibp, loading") and bound and ms > bound:
+        elif arm in ("ibp", "ibp, loading") and bound and ms > bound:
             yield f"{what}, wanted {bound:.1f}"
-        if arm == RESIDENT and int(row["device_bytes"]) > RESIDENT_SHARE * int(row["weight_bytes"]):
-            yield f"{what}: {int(row['device_bytes']) / int(row['weight_bytes']):.3f} of raw bytes on the GPU"
         if arm == "ibp, two GPUs":
             one = by.get(("ibp", dtype, batch, prompt, STREAM_SMS))
             if one and float(one["ms"]) < TWO_GPUS_FACTOR * ms:
@@ -407,12 +380,10 @@ def main(argv=None):
         print("transformers is not installed: nothing to measure")
         return run.finish()
     cells = bench_cells(run)
-    resident_cells = QUICK_RESIDENT_CELLS if run.quick else RESIDENT_CELLS
     transformers.logging.set_verbosity_error()
     with run.cell("BF16"):
         bench = Bench(run, torch.bfloat16)
-        plain = measure_streams(bench, cells, resident_cells)
-        measure_resident(bench, resident_cells, plain)
+        measure_streams(bench, cells)
         measure_loading(bench)
         if not run.on_gpu or torch.cuda.device_count() > 1:
             measure_two_gpus(bench, cells)
@@ -421,7 +392,7 @@ def main(argv=None):
     for dtype in (torch.float16, torch.float8_e4m3fn):
         release(run)
         with run.cell(str(dtype)):
-            measure_streams(Bench(run, dtype), cells[:1], ())
+            measure_streams(Bench(run, dtype), cells[:1])
     return run.finish(shortfalls(run.rows))
 
 

@@ -1,6 +1,7 @@
 // torch_linear_ops.cpp - torch.ops.ibp.linear: tensors to pointers, as torch_ops.cpp.
 #include "torch_tensors.h"
 
+#include <memory>
 #include <optional>
 
 namespace {
@@ -47,9 +48,12 @@ void linear(const Device &device, const Tensor &slots, int64_t slot_bytes, int64
     const Tensor near = aligned(x);
     const uint16_t *const vectors = bfloat16s_of(near, x.numel(), "x");
     uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, matrix.num_rows, "out"), "out");
-    check(ibp_cuda_linear(&matrix, vectors, num_vectors, bias ? bfloat16s_of(*bias, matrix.num_rows, "bias") : nullptr,
-                          to, device.stream()),
-          "linear");
+    const uint16_t *const added = bias ? bfloat16s_of(*bias, matrix.num_rows, "bias") : nullptr;
+    const int64_t num_bytes = ibp_cuda_linear_bytes(&matrix, num_vectors);
+    std::unique_ptr<Tensor> workspace;
+    if (num_bytes != 0) workspace = std::make_unique<Tensor>(new_tensor(x, {num_bytes}, ScalarType::Byte));
+    auto *const bytes = workspace ? static_cast<uint8_t *>(workspace->data_ptr()) : nullptr;
+    check(ibp_cuda_linear(&matrix, vectors, num_vectors, added, to, bytes, device.stream()), "linear");
 }
 
 } // namespace

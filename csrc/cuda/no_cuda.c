@@ -10,6 +10,7 @@ int ibp_cuda_device_count(void) { return 0; }
 const char *ibp_cuda_last_error(void) { return ""; }
 bool ibp_cuda_makes_deltas(const ibp_codebook *codebook) { return false; }
 bool ibp_cuda_applies_deltas(const ibp_codebook *codebook) { return false; }
+int64_t ibp_cuda_linear_bytes(const ibp_digit_matrix *matrix, int64_t num_vectors) { return 0; }
 
 IBP_WITHOUT_CUDA(ibp_cuda_count_bits, const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                  ibp_stream stream)
@@ -32,7 +33,7 @@ IBP_WITHOUT_CUDA(ibp_cuda_gather_items, const ibp_table *table, const ibp_ids *i
 IBP_WITHOUT_CUDA(ibp_cuda_sum_bags, const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
                  const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_linear, const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
-                 const uint16_t *bias, uint16_t *y, ibp_stream stream)
+                 const uint16_t *bias, uint16_t *y, uint8_t *workspace, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_decode_bytes, const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                  ibp_fault *fault, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_enable_peer, int device, int peer)

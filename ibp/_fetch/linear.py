@@ -15,7 +15,8 @@ from .escapes import COLUMNS, Escapes, escapes_of
 from .streaming import decompress
 
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
-MOST_VECTORS_90 = 64  # the same on GPUs of compute capability 9.0: IBP_MOST_VECTORS
+# The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
+LEAST_90, MOST_90 = 64, 512  # IBP_MOST_INVARIANT, IBP_MOST_VECTORS
 _SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow,
 _LONG_COLUMNS = 1024  # in rows of at least so many columns: most shorter ones have no escape
 
@@ -30,12 +31,13 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
-    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and up to
-    64 on GPUs of compute capability 9.0. It runs where W is BF16 at level "fast" in that GPU's memory, N is at least
-    16, K a multiple of 32, slot_bytes at least 1.5 K, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such
-    tables. The kernel adds products in float, in an order that depends on K alone: a vector's result has the same bits
-    however many vectors there are, but for rows that torch multiplies (below). They differ from the bits of torch's
-    function, which differ by shape and GPU, too.
+    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and on
+    GPUs of compute capability 9.0 up to one for each 16 rows, at least 64 and at most 512. It runs where W is BF16 at
+    level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least 1.5 K, and no gradient
+    is wanted; `ibp.nn.Linear.from_linear` makes such tables. The kernel adds products in float, for up to 64 vectors in
+    an order that depends on K alone: a vector's result has then the same bits however many vectors there are, but for
+    rows that torch multiplies (below). They differ from the bits of torch's function, which differ by shape and GPU,
+    too.
     In all other cases torch's function multiplies by W, decoded on x's device for the time of the call.
 
     The first call with a table decodes it once, to list the few escaped weights, which its digits do not give, and
@@ -121,7 +123,7 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     if not x.is_cuda or table.device != x.device or x.numel() == 0:
         return False
     count = x.numel() // x.shape[-1]
-    if count > MOST_VECTORS and count > most_vectors(x.device):
+    if count > MOST_VECTORS and count > most_vectors(x.device, table.shape[0]):
         return False
     if _is_transformed():
         return False
@@ -137,9 +139,11 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     return True
 
 
-def most_vectors(device: torch.device) -> int:
+def most_vectors(device: torch.device, num_rows: int) -> int:
     """How many vectors a GPU multiplies with coded weights faster than with weights that are decoded before."""
-    return MOST_VECTORS_90 if torch.cuda.get_device_capability(device) == (9, 0) else MOST_VECTORS
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return MOST_VECTORS
+    return min(MOST_90, max(LEAST_90, num_rows // 16))
 
 
 def _is_transformed() -> bool:

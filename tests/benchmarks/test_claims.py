@@ -95,6 +95,56 @@ def test_nets_whose_peak_falls_on_the_device_and_nets_whose_peak_rises(tmp_path)
     )
 
 
+def models_csv(directory, *lines):
+    columns = "model,way,arm,rows,context,ms,tokens_per_s,times,device_bytes,peak_bytes,weight_bytes,token_bytes"
+    lines = [f"x,H200,{line}" for line in lines]
+    return write(directory, "llm", f"case,gpu,{columns}", *lines)
+
+
+def test_steps_of_language_models(tmp_path):
+    results = models_csv(
+        tmp_path,
+        *("Large,step,coded,8,512,20,400,,75,,100,1", "Small,step,plain,1,512,2,500,1.000,10,,10,1"),
+        *("Small,step,coded,1,512,1.6,625,1.250,8,,10,1", "Small,compiled step,plain,16,512,2,500,1.000,10,,10,1"),
+        "Small,prefill,plain,64,,9,9,1.000,10,,10,1",
+    )
+    text, table = claims.language_models(results).split(":\n\n")
+    assert text.endswith("#language-models-from-coded-weights))")
+    assert table.split("\n") == [
+        "| model | batch | context | plain | coded | tokens a second, coded |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| Small | 1 | 512 | 2.00 | 1.60 (1.25) | 625 |",
+        "| Small, compiled | 16 | 512 | 2.00 |  |  |",
+        "| Large | 8 | 512 |  | 20.0 | 400 |",
+    ]
+
+
+def test_what_freed_memory_holds(tmp_path):
+    """A token takes 1 MB; a prompt of 2,048 tokens 1 GB besides its keys and values."""
+    weights = {"A": (16, 12), "B": (141, 106), "C": (60, 50)}
+    lines = [f"{name},weights,coded,0,,1,,,{b * 10**9},,{a * 10**9},1000000" for name, (a, b) in weights.items()]
+    for name, (plain, coded) in list(weights.items())[:2]:
+        for gb in (plain, coded):
+            lines.append(f"{name},prefill,x,2048,,1,,,{gb * 10**9},{gb * 10**9 + 3048 * 10**6},1,1")
+    lines.append("A,prefill,x,512,,1,,,1,99000000000,1,1")  # of another prompt
+    text = claims.freed_memory(models_csv(tmp_path, *lines))
+    assert text.split(":\n\n")[1].split("\n")[2:] == [  # C has no prompt; A is small beside 80 GB
+        "| A, 16.00 and 12.00 | 24 | 7,000: 0 | 11,000: 1 | 1.6 |",
+        "| B, 141.00 and 106.00 | 141 | do not fit | 34,000: 4 |  |",
+    ]
+
+
+def test_tables_and_figures_wait_for_their_csv(tmp_path):
+    empty = reading.Results(tmp_path)
+    assert claims.language_models(empty) == "" == claims.freed_memory(empty)
+    assert claims.freed_memory(models_csv(tmp_path, "A,step,coded,1,512,1,1,,1,,1,1")) == ""
+    for path in harness.RESULTS.glob("*.csv"):
+        if path.name != "llm.csv":
+            (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "llm.csv").unlink()
+    assert "Language models" not in claims.results_page(reading.Results(tmp_path))
+
+
 def test_the_chart(tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("gather", "stream", "codec"):

@@ -13,7 +13,7 @@ from benchmarks import harness, weights  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
-ARMS = ["on the GPU", "raw through hooks", "ibp", weights.RESIDENT, "ibp, loading", "ibp, two GPUs"]
+ARMS = ["on the GPU", "raw through hooks", "ibp", "ibp, loading", "ibp, two GPUs"]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,8 @@ def test_the_script_on_the_cpu(measured):
     assert arms.pop("bfloat16") == {*ARMS, *([weights.ACCELERATE] if weights.accelerate else [])}
     assert arms == {dtype: set(ARMS[:3]) for dtype in ("float16", "float8_e4m3fn")}
     cells = {(row["arm"], int(row["rows"]), int(row["prompt"])) for row in rows if row["dtype"] == "bfloat16"}
-    streamed, (resident,) = {*weights.QUICK_CELLS, (1, 0)}, weights.QUICK_RESIDENT_CELLS
-    assert {(arm, *cell) for arm in ARMS[1:3] for cell in streamed} <= cells
-    assert {("on the GPU", *resident), (weights.RESIDENT, *resident), ("ibp, loading", 0, 0)} <= cells
+    assert {(arm, *cell) for arm in ARMS[:3] for cell in (*weights.QUICK_CELLS, (1, 0))} <= cells
+    assert ("ibp, loading", 0, 0) in cells
     assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
 
 
@@ -50,8 +49,6 @@ def test_what_weights_take(measured):
         host_bytes, weight_bytes, savings = int(row["host_bytes"]), int(row["weight_bytes"]), float(row["savings"])
         if arm == "on the GPU":
             assert host_bytes == 0 and int(row["device_bytes"]) == weight_bytes
-        elif arm == weights.RESIDENT:
-            assert host_bytes == 0 and int(row["device_bytes"]) < 0.95 * weight_bytes and savings > 0.1
         elif arm == weights.ACCELERATE:
             assert host_bytes == weight_bytes and row["device_bytes"] == ""
         elif arm == "raw through hooks":
@@ -154,16 +151,6 @@ def ibp(ms, **changed):
         ),
         ([ibp(100, prompt=0, bound_ms="101.00")], [ibp(102, prompt=0, bound_ms="101.00")], "102.0 ms, wanted 101.0"),
         (
-            [row_of(weights.RESIDENT, 25, bound_ms="26.00")],
-            [row_of(weights.RESIDENT, 27, bound_ms="26.00")],
-            "27.0 ms, wanted 26.0",
-        ),
-        (
-            [row_of(weights.RESIDENT, 25, bound_ms="26.00", device_bytes=770)],
-            [row_of(weights.RESIDENT, 25, bound_ms="26.00", device_bytes=780)],
-            "0.780 of raw bytes on the GPU",
-        ),
-        (
             [row_of("ibp, loading", 9000, bound_ms="10000.00", prompt=0)],
             [row_of("ibp, loading", 11000, bound_ms="10000.00", prompt=0)],
             "11000.0 ms, wanted 10000.0",
@@ -179,7 +166,7 @@ def ibp(ms, **changed):
             "ibp is 7.7 times as fast, wanted 8.0",
         ),
     ],
-    ids=["bf16", "fp16", "fp8", "raw", "balance", "resident", "resident bytes", "loading", "two GPUs", "accelerate"],
+    ids=["bf16", "fp16", "fp8", "raw", "balance", "loading", "two GPUs", "accelerate"],
 )
 def test_targets(reached, short, said):
     assert list(weights.shortfalls(reached)) == []

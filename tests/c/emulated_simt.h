@@ -52,6 +52,9 @@ struct alignas(8) uint2 {
 struct alignas(8) int2 {
     int x, y;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };

@@ -294,6 +294,25 @@ def test_products(cuda, fused, shape, count):
         assert_same_bits(out, got)
 
 
+@pytest.mark.parametrize("rows,columns", [(8192, 544), (4099, 4128), (4096, 14336), (1100, 8192)])
+def test_products_of_many_vectors(cuda, fused, rows, columns):
+    """Up to 512: more than 256 in two parts; those past 8192 / 16 are decoded."""
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("a GPU of compute capability 9.0 multiplies so many")
+    weight, bias = matrix(rows, columns, cuda), vectors(1, rows, cuda)[0]
+    table, most = coded(weight), min(512, rows // 16)
+    one_hot = torch.eye(columns, dtype=torch.bfloat16, device=cuda)[torch.randperm(columns, device=cuda)]
+    for count in [65, 100, 128, 129, 200, 256, 300, 512]:
+        if count > most:
+            continue
+        assert torch.equal(ibp.linear(one_hot[:count], table).t(), weight @ one_hot[:count].t())
+        x = vectors(count, columns, cuda)
+        for given in (None, bias):
+            got = ibp.linear(x, table, given, check=True)
+            check_products(x, weight, given, got)
+            assert_same_bits(ibp.linear(x, table, given), got)
+
+
 @pytest.mark.parametrize("count", [8, 64])
 def test_irregular_rows(cuda, fused, count):
     """Raw and default rows, many escapes, rows that leave their slots. torch multiplies by some of them, and may round
@@ -322,10 +341,10 @@ def test_many_irregular_rows_are_decoded(cuda):
     assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
 
 
-@pytest.mark.parametrize("count", [8, 40])
+@pytest.mark.parametrize("count", [8, 40, 100])
 def test_what_is_not_finite(cuda, fused, count):
     """Infinity and NaN come out where torch's function has them."""
-    weight = matrix(256, 4000, cuda)
+    weight = matrix(1600 if count > 64 else 256, 4000, cuda)
     rows, columns = (torch.randint(size, (60,), device=cuda) for size in weight.shape)
     weight[rows[:20], columns[:20]] = 0.0
     weight[rows[20:30], columns[20:30]] = 5e4
@@ -449,7 +468,7 @@ def test_module_on_a_gpu(cuda, fused):
     with torch.no_grad():
         check_products(x, plain.weight, plain.bias, module(x))
     with pytest.raises(AssertionError, match="decoded"):
-        module(vectors(65, 1024, cuda))
+        module(vectors(513, 1024, cuda))
 
 
 def test_operation(cuda):
@@ -464,7 +483,7 @@ def test_operation(cuda):
         ((escaped.entries, x.float(), None, out), "x has the wrong dtype"),
         ((escaped.entries, x, None, out[0]), "out has 64 elements, 128 are needed"),
         ((escaped.starts, x, None, out), "entries has the wrong shape"),
-        ((escaped.entries, vectors(65, 96, cuda), None, vectors(65, 64, cuda)), "linear"),
+        ((escaped.entries, vectors(513, 96, cuda), None, vectors(513, 64, cuda)), "linear"),
     ):
         with pytest.raises(RuntimeError, match=message):
             torch.ops.ibp.linear(*given, *arguments)

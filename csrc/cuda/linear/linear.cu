@@ -57,14 +57,16 @@ static ibp_status multiply_few(const LinearJob &job, ibp_stream stream)
 }
 
 // Multiplies the first vectors of a job, as many as one kernel takes; *count: how many.
-static ibp_status multiply_some(LinearJob job, ibp_stream stream, uint32_t *count)
+static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream, uint32_t *count)
 {
     const uint32_t left = job.num_vectors;
-    for (uint32_t most = IBP_MOST_VECTORS; most > kMostVectors; most /= 2u) {
+    for (uint32_t most = kMostOfTiles; most > kMostVectors; most /= 2u) {
         if (most >= 2u * left) continue;
         job.num_vectors = *count = std::min(left, most);
         bool launched = false;
-        const ibp_status status = job.num_vectors > kMostVectors ? multiply_many(job, stream, &launched) : IBP_OK;
+        const ibp_status status = *count > IBP_MOST_INVARIANT ? multiply_tiles(job, image, stream, &launched)
+                                  : *count > kMostVectors     ? multiply_many(job, stream, &launched)
+                                                              : IBP_OK;
         if (status != IBP_OK || launched) return status;
     }
     job.num_vectors = *count = std::min(left, kMostVectors);
@@ -73,19 +75,27 @@ static ibp_status multiply_some(LinearJob job, ibp_stream stream, uint32_t *coun
 
 } // namespace ibp
 
+extern "C" int64_t ibp_cuda_linear_bytes(const ibp_digit_matrix *matrix, int64_t num_vectors)
+{
+    if (!ibp::is_matrix(matrix) || num_vectors <= IBP_MOST_INVARIANT || num_vectors > IBP_MOST_VECTORS) return 0;
+    return ibp::image_bytes(static_cast<uint32_t>(num_vectors), matrix->num_columns);
+}
+
 extern "C" ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
-                                      const uint16_t *bias, uint16_t *y, ibp_stream stream)
+                                      const uint16_t *bias, uint16_t *y, uint8_t *workspace, ibp_stream stream)
 {
     using namespace ibp;
     if (!is_matrix(matrix) || !has_list(*matrix) || num_vectors < 0 || num_vectors > IBP_MOST_VECTORS)
         return IBP_INVALID_ARGUMENT;
     if (num_vectors == 0) return IBP_OK;
     if (x == nullptr || y == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
+    if (ibp_cuda_linear_bytes(matrix, num_vectors) != 0 && (workspace == nullptr || !is_aligned(workspace, 128u)))
+        return IBP_INVALID_ARGUMENT;
     LinearJob job{*matrix, x, bias, y, static_cast<uint32_t>(num_vectors)};
     ibp_status status = IBP_OK;
     while (job.num_vectors != 0u && status == IBP_OK) {
         uint32_t count = 0;
-        status = multiply_some(job, stream, &count);
+        status = multiply_some(job, workspace, stream, &count);
         job.num_vectors -= count;
         job.x += uint64_t{count} * job.columns(), job.y += uint64_t{count} * job.rows();
     }

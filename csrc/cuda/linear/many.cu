@@ -7,25 +7,21 @@
 #include "../launch.cuh"
 
 #include <algorithm>
-#include <atomic>
 
 namespace ibp {
 
 constexpr uint32_t kMostSharedBytes = 226u << 10;
 
-// Clusters of a kernel that the current device runs at a time; 0: none, as it has no code for the device.
-template <class Block> static ibp_status count_clusters(uint32_t *clusters)
+ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes,
+                                uint32_t *clusters)
 {
 #ifdef __CUDACC__
-    constexpr int kMostDevices = 64;
-    static std::atomic<uint32_t> known[kMostDevices]; // 1 more
     int device = 0, major = 0, found = 0;
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status != IBP_OK) return status;
     const uint32_t held = device < kMostDevices ? known[device].load(std::memory_order_relaxed) : 0u;
     *clusters = held - 1u;
     if (held != 0u) return IBP_OK;
-    const auto kernel = many_kernel<Block>;
     cudaFuncAttributes code{};
     status = check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     if (status != IBP_OK) return status;
@@ -33,11 +29,11 @@ template <class Block> static ibp_status count_clusters(uint32_t *clusters)
     if (has_code) {
         cudaLaunchAttribute cluster{};
         cluster.id = cudaLaunchAttributeClusterDimension;
-        cluster.val.clusterDim.x = Block::kParts, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+        cluster.val.clusterDim.x = parts, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
         cudaLaunchConfig_t config{};
-        config.gridDim = Block::kParts, config.blockDim = Block::kThreads, config.dynamicSmemBytes = kMostSharedBytes;
+        config.gridDim = parts, config.blockDim = threads, config.dynamicSmemBytes = shared_bytes;
         config.attrs = &cluster, config.numAttrs = 1;
-        status = allow_shared(reinterpret_cast<const void *>(kernel));
+        status = allow_shared(kernel);
         if (status == IBP_OK) status = check_cuda(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
         if (status != IBP_OK) return status;
     }
@@ -45,7 +41,7 @@ template <class Block> static ibp_status count_clusters(uint32_t *clusters)
     if (device < kMostDevices) known[device] = *clusters + 1u;
     return IBP_OK;
 #else
-    *clusters = 2;
+    *clusters = parts == 1u ? 2u : 0u; // a block at a time
     return IBP_OK;
 #endif
 }
@@ -54,10 +50,12 @@ template <class Block> static ibp_status launch_if_fits(const LinearJob &job, ib
 {
     const uint32_t shared_bytes = Block::shared_bytes(job);
     if (shared_bytes > kMostSharedBytes) return IBP_OK;
-    uint32_t clusters = 0;
-    ibp_status status = count_clusters<Block>(&clusters);
-    if (status != IBP_OK || clusters == 0u) return status;
     const auto kernel = many_kernel<Block>;
+    static KnownClusters known;
+    uint32_t clusters = 0;
+    ibp_status status = known.count(reinterpret_cast<const void *>(kernel), Block::kParts, Block::kThreads,
+                                    kMostSharedBytes, &clusters);
+    if (status != IBP_OK || clusters == 0u) return status;
     const uint32_t blocks = Block::kParts * std::min(clusters, Block::num_tiles(job));
     status = allow_shared(reinterpret_cast<const void *>(kernel));
     *launched = status == IBP_OK;

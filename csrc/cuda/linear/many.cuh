@@ -12,7 +12,7 @@
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
 
-#include "digits.cuh"
+#include "sm90.cuh"
 
 namespace ibp {
 
@@ -54,190 +54,17 @@ template <uint32_t VECTORS, uint32_t PARTS> struct ManyBlock {
         return kVectorsStart + step * kStepBytes + operand * (VECTORS * 32u) + vector / 8u * 256u + half * 128u +
                vector % 8u * 16u;
     }
+    // Sums of a tile are written, in all blocks of the cluster; they have been read, and the room is free. A cluster of
+    // one block has named barriers in place of these.
+    static __device__ __forceinline__ SharedBarrier written() { return {kBarriersStart}; }
+    static __device__ __forceinline__ SharedBarrier read() { return {kBarriersStart + SharedBarrier::kBytes}; }
     static __device__ __forceinline__ uint32_t sum_at(uint32_t vector, uint32_t row)
     {
         return kSumsStart + (vector * kPitch + row) * static_cast<uint32_t>(sizeof(float));
     }
 };
 
-// ---- what the hardware does ----
-
-#ifdef __CUDACC__
-__device__ __forceinline__ uint32_t shared_address(uint32_t byte)
-{
-    return static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes() + byte));
-}
-__device__ __forceinline__ uint32_t address_in(uint32_t block, uint32_t byte)
-{
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(byte)), "r"(block));
-    return there;
-}
-#endif
-
-// A barrier among blocks of a cluster in the shared memory of each: it turns once all blocks have arrived at it.
-// A cluster of one block has named barriers in its place.
-template <class Block, uint32_t NUMBER> struct ClusterBarrier {
-    static constexpr uint32_t kByte = Block::kBarriersStart + 8u * NUMBER;
-
-    static __device__ __forceinline__ void begin()
-    {
-#ifdef __CUDACC__
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(kByte)), "r"(Block::kParts)
-                     : "memory");
-#endif
-    }
-    // What this thread and those before it in barriers have written is there for all who wait.
-    static __device__ __forceinline__ void arrive(uint32_t block)
-    {
-#ifdef __CUDACC__
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(block, kByte))
-                     : "memory");
-#endif
-    }
-    // The same of one that has read, and holds what it has read.
-    static __device__ __forceinline__ void arrive_after_reading(uint32_t block)
-    {
-#ifdef __CUDACC__
-        asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(block, kByte))
-                     : "memory");
-#endif
-    }
-    static __device__ __forceinline__ void await(uint32_t turn)
-    {
-#ifdef __CUDACC__
-        asm volatile("{\n.reg .pred done;\nagain:\n"
-                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-                     "@!done bra again;\n}" ::"r"(shared_address(kByte)),
-                     "r"(turn & 1u)
-                     : "memory");
-#endif
-    }
-};
-
-// All threads of a cluster.
-__device__ __forceinline__ void await_cluster()
-{
-#ifdef __CUDACC__
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-__device__ __forceinline__ float float_in(uint32_t block, uint32_t byte)
-{
-#ifdef __CUDACC__
-    float value;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address_in(block, byte)) : "memory");
-    return value;
-#else
-    return *reinterpret_cast<const float *>(shared_bytes() + byte);
-#endif
-}
-// What threads have written to shared memory is there for `wgmma` of threads behind a barrier.
-__device__ __forceinline__ void publish_vectors()
-{
-#ifdef __CUDACC__
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
-#ifdef __CUDACC__
-// sums += a b, of 64 rows and the vectors over 16 columns: a warp has 16 of the rows as in multiply_tile, and its sums
-// are four floats for each 8 vectors. b: where the vectors' elements begin in shared memory.
-#define IBP_FLOATS_4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
-#define IBP_FLOATS_8(i) IBP_FLOATS_4(i), IBP_FLOATS_4((i) + 4)
-#define IBP_OPERANDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-__device__ __forceinline__ void multiply_group(float (&d)[8], const uint32_t (&a)[4], uint64_t b)
-{
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, "
-        "1, 1, 1, 0;"
-        : IBP_FLOATS_8(0)
-        : IBP_OPERANDS);
-}
-__device__ __forceinline__ void multiply_group(float (&d)[16], const uint32_t (&a)[4], uint64_t b)
-{
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,"
-                 "%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
-                 : IBP_FLOATS_8(0), IBP_FLOATS_8(8)
-                 : IBP_OPERANDS);
-}
-__device__ __forceinline__ void multiply_group(float (&d)[32], const uint32_t (&a)[4], uint64_t b)
-{
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,"
-                 "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, "
-                 "1, 1, 0;"
-                 : IBP_FLOATS_8(0), IBP_FLOATS_8(8), IBP_FLOATS_8(16), IBP_FLOATS_8(24)
-                 : IBP_OPERANDS);
-}
-#undef IBP_OPERANDS
-#undef IBP_FLOATS_8
-#undef IBP_FLOATS_4
-#endif
-
-// Products that a group of warps has begun. The compiler does not see that they read operands and write sums later:
-// `await` is between these.
-struct GroupProducts {
-    template <uint32_t FLOATS>
-    static __device__ __forceinline__ void begin(float (&sums)[FLOATS], const uint32_t (&a)[4], uint32_t vectors)
-    {
-#ifdef __CUDACC__
-        // Vectors 128 bytes apart by halves of 8 columns, 256 by 8 vectors.
-        const uint64_t b =
-            uint64_t{(shared_address(vectors) & 0x3ffffu) >> 4} | uint64_t{128u >> 4} << 16 | uint64_t{256u >> 4} << 32;
-        multiply_group(sums, a, b);
-#else
-        const uint32_t g = lane_id() / 4u, t = lane_id() % 4u;
-        for (uint32_t i = 0; i < FLOATS / 4u; i++) {
-            const uint8_t *const from = shared_bytes() + vectors + i * 256u + g * 16u + t * 4u;
-            const uint32_t b[2] = {*reinterpret_cast<const uint32_t *>(from),
-                                   *reinterpret_cast<const uint32_t *>(from + 128)};
-            float tile[4];
-            for (uint32_t j = 0; j < 4u; j++) tile[j] = sums[4u * i + j];
-            multiply_tile(tile, a, b);
-            for (uint32_t j = 0; j < 4u; j++) sums[4u * i + j] = tile[j];
-        }
-#endif
-    }
-    static __device__ __forceinline__ void order_registers()
-    {
-#ifdef __CUDACC__
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-    }
-    static __device__ __forceinline__ void end_batch()
-    {
-#ifdef __CUDACC__
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-    }
-    template <int NUM_LEFT, class T, uint32_t COUNT> static __device__ __forceinline__ void await(T (&registers)[COUNT])
-    {
-#ifdef __CUDACC__
-        asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NUM_LEFT) : "memory");
-#pragma unroll
-        for (uint32_t i = 0; i < COUNT; i++) touch(registers[i]);
-#endif
-    }
-
-  private:
-#ifdef __CUDACC__
-    static __device__ __forceinline__ void touch(float &value) { asm volatile("" : "+f"(value)::"memory"); }
-    static __device__ __forceinline__ void touch(uint32_t &value) { asm volatile("" : "+r"(value)::"memory"); }
-    static __device__ __forceinline__ void touch(uint32_t (&values)[4])
-    {
-#pragma unroll
-        for (uint32_t i = 0; i < 4u; i++) touch(values[i]);
-    }
-#endif
-};
-
 // ---- a block ----
-
-// Sums of a tile are written, in all blocks of the cluster; they have been read, and the room is free.
-template <class Block> using Written = ClusterBarrier<Block, 0>;
-template <class Block> using Read = ClusterBarrier<Block, 1>;
 
 // Named barriers: of both groups that multiply, of the second one and the finishers, of the finishers; and, where there
 // is one block, of the finishers and the first group.
@@ -297,7 +124,7 @@ template <class Block> struct GroupMultiplier {
             GroupProducts::order_registers();
 #pragma unroll
             for (uint32_t j = 0; j < 2u; j++)
-                GroupProducts::begin(sums, operands[i][j], Block::vector_at(of_part, 2u * i + j, 0, 0));
+                GroupProducts::begin(sums, operands[i][j], PackedVectors{Block::vector_at(of_part, 2u * i + j, 0, 0)});
             GroupProducts::end_batch();
         }
     }
@@ -361,7 +188,7 @@ template <class Block> struct GroupMultiplier {
     {
         if (turn == 0u) return;
         if (Block::kParts > 1u)
-            Read<Block>::await(turn - 1u);
+            Block::read().await_cluster(turn - 1u);
         else
             await_barrier<kFinishersAndGroup, Block::kMultipliers>();
     }
@@ -382,9 +209,9 @@ template <class Block> struct Finishers {
     {
         await_barrier<kGroupAndFinishers, Block::kMultipliers>();
         if (Block::kParts == 1u) return;
-        if (thread < Block::kParts) Written<Block>::arrive(thread);
+        if (thread < Block::kParts) Block::written().arrive_in(thread);
         __syncwarp();
-        Written<Block>::await(turn);
+        Block::written().await_cluster(turn);
     }
     __device__ __forceinline__ void say_read(bool is_last) const
     {
@@ -393,7 +220,7 @@ template <class Block> struct Finishers {
             return;
         }
         await_barrier<kFinishers, Block::kGroup>();
-        if (thread < Block::kParts) Read<Block>::arrive_after_reading(thread);
+        if (thread < Block::kParts) Block::read().arrive_after_reading(thread);
     }
     // A store waits for all that its sum was read from: only then is the room free.
     __device__ __forceinline__ void store_sums(uint32_t to_row, float bias,
@@ -476,7 +303,7 @@ __global__ void __launch_bounds__(Block::kThreads, 1) many_kernel(const __grid_c
     let_next_begin();
     const Place place{blockIdx.x % Block::kParts, blockIdx.x / Block::kParts, gridDim.x / Block::kParts};
     const bool multiplies = threadIdx.x < Block::kMultipliers;
-    if (threadIdx.x == Block::kMultipliers) Written<Block>::begin(), Read<Block>::begin();
+    if (threadIdx.x == Block::kMultipliers) Block::written().begin(Block::kParts), Block::read().begin(Block::kParts);
     if (multiplies) {
         GroupMultiplier<Block> multiplier(job, place);
         multiplier.begin_first_copies();

@@ -1,0 +1,118 @@
+// tiles.cu - the launch of the kernels that multiply 65 to 256 vectors. Where the library is compiled for 9.0, this
+// file is compiled for the features that compute capability 9.0 has alone.
+#include "many.h"
+
+#include "tiles.cuh"
+
+#include "../launch.cuh"
+
+#include <algorithm>
+#include <iterator>
+#ifdef __CUDACC__
+#include <cudaTypedefs.h>
+#endif
+
+namespace ibp {
+
+// ---- maps of the matrix, for copies of tiles ----
+
+#ifdef __CUDACC__
+static ibp_status find_encoder(PFN_cuTensorMapEncodeTiled_v12000 *encoder)
+{
+    static void *found = nullptr; // threads find the same
+    if (found == nullptr) {
+        cudaDriverEntryPointQueryResult result;
+        const ibp_status status = check_cuda(
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
+        if (status != IBP_OK) return status;
+    }
+    *encoder = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+    return IBP_OK;
+}
+
+// Of bytes [rows, columns], of which a tile has box_columns columns; *is_map: whether there is one.
+static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const LinearJob &job, const uint8_t *bytes,
+                     uint32_t columns, uint32_t box_columns, uint32_t box_rows, CUtensorMapSwizzle swizzle,
+                     CUtensorMap *map)
+{
+    const cuuint64_t sizes[2] = {columns, job.rows()}, pitches[1] = {job.matrix.slot_bytes};
+    const cuuint32_t box[2] = {box_columns, box_rows}, apart[2] = {1, 1};
+    return encoder(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t *>(bytes), sizes, pitches, box, apart,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+#endif
+
+// *has_maps: whether the driver makes them.
+template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_maps)
+{
+    *has_maps = true;
+#ifdef __CUDACC__
+    const LinearJob &job = tiles->job;
+    const uint8_t *const slots = job.matrix.slots;
+    PFN_cuTensorMapEncodeTiled_v12000 encoder = nullptr;
+    const ibp_status status = find_encoder(&encoder);
+    if (status != IBP_OK) return status;
+    *has_maps = encoder != nullptr &&
+                make_map(encoder, job, slots, job.columns(), kStepColumns, Block::kTileRows, CU_TENSOR_MAP_SWIZZLE_128B,
+                         &tiles->residuals) &&
+                make_map(encoder, job, slots + job.columns(), job.columns() / 2u, kStepColumns / 2u, Block::kTileRows,
+                         CU_TENSOR_MAP_SWIZZLE_64B, &tiles->digits);
+#endif
+    return IBP_OK;
+}
+
+// ---- launches ----
+
+// Into how many parts the columns are cut, and how many clusters of as many blocks there are: where the SMs are done
+// first. A tile costs a block as long as kFixed steps besides its steps, and kOfCluster where sums are exchanged.
+template <class Block> static ibp_status plan_parts(const LinearJob &job, uint32_t *parts, uint32_t *clusters)
+{
+    constexpr uint32_t kFixed = 2, kOfCluster = Block::kVectors / 64u + 2u, kCounts[] = {1, 2, 3, 4, 8};
+    static KnownClusters known[std::size(kCounts)];
+    uint64_t least = UINT64_MAX;
+    for (size_t i = 0; i < std::size(kCounts); i++) {
+        const uint32_t count = kCounts[i];
+        uint32_t found = 0;
+        const ibp_status status = known[i].count(reinterpret_cast<const void *>(tiles_kernel<Block>), count,
+                                                 Block::kThreads, Block::kSharedBytes, &found);
+        if (status != IBP_OK) return status;
+        if (found == 0u || count > num_steps(job)) continue;
+        const uint64_t turns = (Block::num_tiles(job) + found - 1u) / found,
+                       cost = turns * ((num_steps(job) + count - 1u) / count + kFixed + (i != 0u ? kOfCluster : 0u));
+        if (cost < least) least = cost, *parts = count, *clusters = std::min(found, Block::num_tiles(job));
+    }
+    return IBP_OK;
+}
+
+template <uint32_t VECTORS>
+static ibp_status launch_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched)
+{
+    using Block = TileBlock<VECTORS>;
+    uint32_t parts = 0, clusters = 0;
+    TilesJob tiles{};
+    tiles.job = job, tiles.image = image;
+    ibp_status status = plan_parts<Block>(job, &parts, &clusters);
+    if (status == IBP_OK && parts != 0u) status = make_maps<Block>(&tiles, launched);
+    if (status != IBP_OK || !*launched) return status;
+    tiles.parts = parts;
+    constexpr uint32_t kImageThreads = 256;
+    const uint32_t items = num_steps(job) * (kStepColumns / 16u) * VECTORS;
+    status = launch_kernel(image_kernel<VECTORS>,
+                           Launch{(items + kImageThreads - 1u) / kImageThreads, kImageThreads, 0, 1u, true}, stream,
+                           job, image);
+    if (status == IBP_OK) status = allow_shared(reinterpret_cast<const void *>(tiles_kernel<Block>));
+    return status == IBP_OK ? launch_kernel(tiles_kernel<Block>,
+                                            Launch{parts * clusters, Block::kThreads, Block::kSharedBytes, parts, true},
+                                            stream, tiles)
+                            : status;
+}
+
+ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched)
+{
+    *launched = false;
+    return job.num_vectors <= kMostOfTiles / 2u ? launch_tiles<kMostOfTiles / 2u>(job, image, stream, launched)
+                                                : launch_tiles<kMostOfTiles>(job, image, stream, launched);
+}
+
+} // namespace ibp

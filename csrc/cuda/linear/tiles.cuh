@@ -1,0 +1,599 @@
+// tiles.cuh - products of 65 to 256 vectors with a coded matrix of BF16, for GPUs of compute capability 9.0: an element
+// is decoded once for all vectors, as an operand of `wgmma` in registers.
+//
+// The vectors are brought to the order of operands first, by a kernel of its own: their image. A block, or a cluster of
+// blocks of which each has a part of the columns, takes tiles of 128 rows, one after the other. One warp has weights of
+// coming steps copied to shared memory, another one the image. Two groups of four warps multiply, each 64 of the rows:
+// while tensor cores multiply half a step, the next half is decoded. Escaped weights, of which a warp has one in two or
+// three steps, are put into the operands, so that every weight is multiplied as it is. Sums of a cluster's blocks are
+// added through shared memory.
+// Bound by tensor cores and by decoding.
+#ifndef IBP_TILES_CUH
+#define IBP_TILES_CUH
+
+#include "sm90.cuh"
+#ifdef __CUDACC__
+#include <cuda.h>
+#endif
+
+namespace ibp {
+
+struct TilesJob {
+#ifdef __CUDACC__
+    CUtensorMap residuals, digits; // of the matrix
+#endif
+    LinearJob job;
+    const uint8_t *image;
+    uint32_t parts; // of the columns, and blocks of a cluster: 1, 2, 3, 4 or 8
+};
+
+// VECTORS: 128 or 256.
+template <uint32_t VECTORS> struct TileBlock {
+    static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = 2, kTileRows = 64 * kGroups;
+    static constexpr uint32_t kMultipliers = kGroup * kGroups, kWarps = kMultipliers / kWarp;
+    static constexpr uint32_t kThreads = kMultipliers + kGroup;
+    // Of a thread that multiplies, and of those that copy: all that an SM has.
+    static constexpr uint32_t kMultiplierRegisters = 232, kCopierRegisters = 40;
+    static constexpr uint32_t kHalf = kStepColumns / 2u;
+    static constexpr uint32_t kWeightStages = VECTORS == 256u ? 2 : 3, kHalfStages = 4;
+    static constexpr uint32_t kDigitsStart = kTileRows * kStepColumns, kWeightBytes = kDigitsStart / 2u * 3u,
+                              kHalfBytes = VECTORS * kHalf * 2u;
+    static constexpr uint32_t kHalvesStart = kWeightStages * kWeightBytes,
+                              kSumsStart = kHalvesStart + kHalfStages * kHalfBytes;
+    static constexpr uint32_t kRound = 64, kPitch = kTileRows + 4u; // vectors whose sums are in shared memory together
+    static constexpr uint32_t kBarriersStart = kSumsStart + kRound * kPitch * sizeof(float);
+    static constexpr uint32_t kNumBarriers = 2u * (kWeightStages + kHalfStages) + 2u;
+    static constexpr uint32_t kSharedBytes = kBarriersStart + kNumBarriers * SharedBarrier::kBytes;
+
+    static __host__ __device__ __forceinline__ uint32_t num_tiles(const LinearJob &job)
+    {
+        return (job.rows() + kTileRows - 1u) / kTileRows;
+    }
+    static __device__ __forceinline__ SharedBarrier barrier(uint32_t number)
+    {
+        return {kBarriersStart + number * SharedBarrier::kBytes};
+    }
+    // Sums of a tile are written, in all blocks of the cluster; they have been read, and the room is free.
+    static __device__ __forceinline__ SharedBarrier written() { return barrier(kNumBarriers - 2u); }
+    static __device__ __forceinline__ SharedBarrier read() { return barrier(kNumBarriers - 1u); }
+};
+
+// Stages of shared memory that a warp has filled by copies and the warps that multiply empty, one after the other.
+// FIRST: its first barrier.
+template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
+    static constexpr uint32_t kUsers = Block::kMultipliers + kWarp; // threads
+    uint32_t stage = 0, turn = 0;
+
+    static __device__ __forceinline__ void begin()
+    {
+        for (uint32_t i = 0; i < STAGES; i++)
+            Block::barrier(FIRST + i).begin(1), Block::barrier(FIRST + STAGES + i).begin(Block::kWarps);
+    }
+    __device__ __forceinline__ void move_on()
+    {
+        stage++;
+        if (stage == STAGES) stage = 0, turn++;
+    }
+    __device__ __forceinline__ SharedBarrier filled() const { return Block::barrier(FIRST + stage); }
+    // By the warp that copies.
+    __device__ __forceinline__ void await_room() const
+    {
+#ifdef __CUDACC__
+        if (turn > 0u) Block::barrier(FIRST + STAGES + stage).await(turn - 1u);
+#else
+        if (turn > 0u) named_barrier(FIRST + STAGES + stage + kFirstOfRings, kUsers);
+#endif
+    }
+    __device__ __forceinline__ void say_filled() const // without a GPU: copies are done
+    {
+#ifndef __CUDACC__
+        named_arrival(FIRST + stage + kFirstOfRings, kUsers);
+#endif
+    }
+    // By all warps that multiply.
+    __device__ __forceinline__ void await_filled() const
+    {
+#ifdef __CUDACC__
+        filled().await(turn);
+#else
+        named_barrier(FIRST + stage + kFirstOfRings, kUsers);
+#endif
+    }
+    __device__ __forceinline__ void say_emptied() const
+    {
+        __syncwarp();
+#ifdef __CUDACC__
+        if (lane_id() == 0u) Block::barrier(FIRST + STAGES + stage).arrive();
+#else
+        named_arrival(FIRST + STAGES + stage + kFirstOfRings, kUsers);
+#endif
+    }
+
+  private:
+    static constexpr uint32_t kFirstOfRings = 2; // named barriers before
+};
+template <class Block> using WeightRing = Ring<Block, 0, Block::kWeightStages>;
+template <class Block> using HalfRing = Ring<Block, 2u * Block::kWeightStages, Block::kHalfStages>;
+
+constexpr uint32_t kAllMultipliers = 1; // a named barrier
+
+// What a block has of a job: steps of the columns, and every tiles_apart-th tile.
+struct TilesPlace {
+    uint32_t part, begin, end, first_tile, tiles_apart;
+
+    __device__ __forceinline__ explicit TilesPlace(const TilesJob &tiles)
+        : part(blockIdx.x % tiles.parts), begin(num_steps(tiles.job) * part / tiles.parts),
+          end(num_steps(tiles.job) * (part + 1u) / tiles.parts), first_tile(blockIdx.x / tiles.parts),
+          tiles_apart(gridDim.x / tiles.parts)
+    {
+    }
+};
+
+// ---- copies ----
+
+// Weights of a step, 128 rows of 128 columns: of each row a line of 128 bytes of residuals, the 16 bytes j of it at
+// j ^ row % 8, and then of each row a line of 64 bytes of digits, the 16 bytes j at j ^ row / 2 % 4. Lanes that read
+// together read from different banks. What lies outside the matrix is zeros.
+template <class Block>
+__device__ __forceinline__ void copy_weights(const TilesJob &tiles, uint32_t tile, uint32_t step, uint32_t to,
+                                             const SharedBarrier &filled)
+{
+    const uint32_t row = tile * Block::kTileRows;
+#ifdef __CUDACC__
+    if (lane_id() != 0u) return;
+    const auto copy = [&](const CUtensorMap &map, uint32_t byte, uint32_t column) {
+        asm volatile("{\n.reg .b64 once;\ncreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+                     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1, {%2, %3}], [%4], once;\n}" ::"r"(shared_address(byte)),
+                     "l"(&map), "r"(column), "r"(row), "r"(shared_address(filled.byte))
+                     : "memory");
+    };
+    filled.arrive_and_expect(Block::kWeightBytes);
+    copy(tiles.residuals, to, step * kStepColumns);
+    copy(tiles.digits, to + Block::kDigitsStart, step * kStepColumns / 2u);
+#else
+    const LinearJob &job = tiles.job;
+    for (uint32_t i = lane_id(); i < Block::kTileRows * 12u; i += kWarp) {
+        const uint32_t r = i / 12u, j = i % 12u < 8u ? i % 12u : i % 12u - 8u;
+        const bool is_digits = i % 12u >= 8u;
+        const uint32_t column = step * kStepColumns + (is_digits ? 32u : 16u) * j;
+        const uint8_t *const from = job.matrix.slots + uint64_t{row + r} * job.matrix.slot_bytes +
+                                    (is_digits ? job.columns() + column / 2u : column);
+        uint8_t *const line = shared_bytes() + to + (is_digits ? Block::kDigitsStart + 64u * r : 128u * r);
+        const bool is_there = row + r < job.rows() && column < job.columns();
+        reinterpret_cast<uint4 *>(line)[j ^ (is_digits ? r / 2u % 4u : r % 8u)] =
+            is_there ? *reinterpret_cast<const uint4 *>(from) : uint4{};
+    }
+#endif
+}
+template <class Block>
+__device__ __forceinline__ void copy_half(const uint8_t *from, uint32_t to, const SharedBarrier &filled)
+{
+#ifdef __CUDACC__
+    if (lane_id() != 0u) return;
+    filled.arrive_and_expect(Block::kHalfBytes);
+    asm volatile("{\n.reg .b64 again;\ncreatepolicy.fractional.L2::evict_last.b64 again, 1.0;\n"
+                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], again;\n}" ::"r"(shared_address(to)),
+                 "l"(from), "r"(Block::kHalfBytes), "r"(shared_address(filled.byte))
+                 : "memory");
+#else
+    for (uint32_t i = lane_id() * 16u; i < Block::kHalfBytes; i += kWarp * 16u)
+        *reinterpret_cast<uint4 *>(shared_bytes() + to + i) = *reinterpret_cast<const uint4 *>(from + i);
+#endif
+}
+
+template <class Block> __device__ __forceinline__ void copy_all_weights(const TilesJob &tiles, const TilesPlace &place)
+{
+    WeightRing<Block> ring;
+    for (uint32_t tile = place.first_tile; tile < Block::num_tiles(tiles.job); tile += place.tiles_apart)
+        for (uint32_t step = place.begin; step < place.end; step++, ring.move_on()) {
+            ring.await_room();
+            copy_weights<Block>(tiles, tile, step, ring.stage * Block::kWeightBytes, ring.filled());
+            ring.say_filled();
+        }
+}
+template <class Block> __device__ __forceinline__ void copy_all_halves(const TilesJob &tiles, const TilesPlace &place)
+{
+    HalfRing<Block> ring;
+    await_work_before();
+    for (uint32_t tile = place.first_tile; tile < Block::num_tiles(tiles.job); tile += place.tiles_apart)
+        for (uint32_t half = 2u * place.begin; half < 2u * place.end; half++, ring.move_on()) {
+            ring.await_room();
+            copy_half<Block>(tiles.image + uint64_t{half} * Block::kHalfBytes,
+                             Block::kHalvesStart + ring.stage * Block::kHalfBytes, ring.filled());
+            ring.say_filled();
+        }
+}
+
+// ---- products ----
+
+// The escapes of a row from a column on, one after the other.
+struct RowCursor {
+    const ibp_escape *at, *end; // at: behind `next`
+    uint2 entry, next;          // the next one is on its way while steps before it are multiplied
+
+    __device__ __forceinline__ uint2 load(const ibp_escape *from) const
+    {
+        return from < end ? __ldg(reinterpret_cast<const uint2 *>(from)) : make_uint2(UINT32_MAX, 0);
+    }
+    __device__ __forceinline__ void skip(uint32_t first_column)
+    {
+        while (entry.x < first_column) entry = next, next = load(at++);
+    }
+    __device__ __forceinline__ void find(const LinearJob &job, uint32_t row, uint32_t first_column)
+    {
+        const uint32_t own = ibp_min_u32(row, job.rows() - 1u);
+        const auto start = [&](uint32_t of) {
+            return ibp_min_u32(__ldg(job.matrix.starts + of), job.matrix.num_escapes);
+        };
+        at = job.matrix.escapes + start(own), end = job.matrix.escapes + start(own + 1u);
+        if (row >= job.rows()) at = end;
+        entry = load(at), next = load(at + 1), at += 2;
+        skip(first_column);
+    }
+};
+
+// A group of warps that multiplies; each has 16 rows of a tile, and a lane those with numbers row and row + 8.
+template <class Block> struct TileMultiplier {
+    static constexpr uint32_t kSums = Block::kVectors / 2u; // of a thread
+    static constexpr uint32_t kOperands = 4;                // of half a step
+
+    const LinearJob &job;
+    const TilesPlace &place;
+    const uint32_t t = lane_id() % 4u, row = threadIdx.x / kWarp * kStripRows + lane_id() / 4u, firsts;
+    WeightRing<Block> weights;
+    HalfRing<Block> halves, emptied;
+    RowCursor cursors[2];
+    uint32_t next_column; // of all escapes of the warp's rows
+    uint32_t num_halves = 0;
+
+    // Coded bytes of half a step.
+    struct Coded {
+        uint4 residuals[2];
+        uint2 digits[2];
+    } coded;
+
+    __device__ __forceinline__ TileMultiplier(const LinearJob &linear, const TilesPlace &of)
+        : job(linear), place(of), firsts(linear.matrix.first_symbol * 0x01010101u)
+    {
+    }
+    __device__ __forceinline__ void load(uint32_t half)
+    {
+        const uint8_t *const from = shared_bytes() + weights.stage * Block::kWeightBytes;
+#pragma unroll
+        for (uint32_t r = 0; r < 2u; r++) {
+            const uint32_t own = row + 8u * r;
+            coded.residuals[r] =
+                *reinterpret_cast<const uint4 *>(from + own * 128u + 16u * ((2u * t + half) ^ own % 8u));
+            coded.digits[r] = *reinterpret_cast<const uint2 *>(from + Block::kDigitsStart + own * 64u +
+                                                               16u * (t ^ own / 2u % 4u) + 8u * half);
+        }
+    }
+    // The same as make_operand, of four operands.
+    __device__ __forceinline__ void decode(uint32_t (&operands)[kOperands][4]) const
+    {
+#pragma unroll
+        for (uint32_t r = 0; r < 2u; r++) {
+            const uint4 &words = coded.residuals[r];
+            const uint32_t residuals[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+            for (uint32_t i = 0; i < kOperands; i++) {
+                const Exponents exponents(i < 2u ? coded.digits[r].x : coded.digits[r].y, firsts);
+                operands[i][r] = turned(permute_bytes(residuals[i], exponents.even, i % 2u ? 0x7260u : 0x5240u));
+                operands[i][2u + r] = turned(permute_bytes(residuals[i], exponents.odd, i % 2u ? 0x7361u : 0x5341u));
+            }
+        }
+    }
+
+    // ---- escapes ----
+
+    __device__ __forceinline__ void find_next()
+    {
+        next_column = __reduce_min_sync(kAllLanes, ibp_min_u32(cursors[0].entry.x, cursors[1].entry.x));
+    }
+    // Whether an escape is in the columns of a step's half, up to column `end` of the step, that this lane decodes.
+    __device__ __forceinline__ bool is_own(const uint2 &entry, uint32_t end, uint32_t half) const
+    {
+        return entry.x < end && entry.x % kStepColumns / 32u == t && entry.x / 16u % 2u == half;
+    }
+    // Where the warp has escapes of a step: bit 2 half + r for rows row + 8 r, and bit 4 if a row may have more.
+    __device__ __forceinline__ uint32_t find_escapes(uint32_t end) const
+    {
+        uint32_t found = 0;
+#pragma unroll
+        for (uint32_t r = 0; r < 2u; r++) {
+#pragma unroll
+            for (uint32_t half = 0; half < 2u; half++)
+                if (is_own(cursors[r].entry, end, half)) found |= 1u << (2u * half + r);
+            if (cursors[r].next.x < end) found |= 16u;
+        }
+        return __reduce_or_sync(kAllLanes, found);
+    }
+    static __device__ __forceinline__ void put(uint32_t (&operands)[kOperands][4], uint32_t r, const uint2 &entry,
+                                               bool is_here)
+    {
+        // Of four elements 0 and 2 are halves of a word, and 1 and 3.
+        const uint32_t number = entry.x % 16u / 4u * 2u + entry.x % 2u, order = entry.x & 2u ? 0x5410u : 0x3254u;
+#pragma unroll
+        for (uint32_t i = 0; i < kOperands; i++)
+#pragma unroll
+            for (uint32_t odd = 0; odd < 2u; odd++) {
+                uint32_t &word = operands[i][2u * odd + r];
+                word = permute_bytes(word, entry.y, is_here && number == 2u * i + odd ? order : 0x3210u);
+            }
+    }
+    __device__ __forceinline__ void put_escapes(uint32_t (&operands)[kOperands][4], uint32_t found, uint32_t end,
+                                                uint32_t half) const
+    {
+#pragma unroll
+        for (uint32_t r = 0; r < 2u; r++) {
+            if (found >> (2u * half + r) & 1u) put(operands, r, cursors[r].entry, is_own(cursors[r].entry, end, half));
+            if ((found & 16u) == 0u) continue;
+            const ibp_escape *at = cursors[r].at;
+            for (uint2 entry = cursors[r].next; entry.x < end; entry = cursors[r].load(at++))
+                put(operands, r, entry, is_own(entry, end, half));
+        }
+    }
+
+    // ---- steps ----
+
+    __device__ __forceinline__ void begin_tile(uint32_t tile)
+    {
+#pragma unroll
+        for (uint32_t r = 0; r < 2u; r++)
+            cursors[r].find(job, tile * Block::kTileRows + row + 8u * r, place.begin * kStepColumns);
+        find_next();
+        weights.await_filled();
+        load(0);
+    }
+    // Adds the products of a step whose first half is loaded; loads that of the next step.
+    __device__ __forceinline__ void multiply_step(uint32_t step, uint32_t (&operands)[2][kOperands][4],
+                                                  float (&sums)[kSums])
+    {
+        const uint32_t end = (step + 1u) * kStepColumns;
+        const bool has_escapes = next_column < end;
+        const uint32_t found = has_escapes ? find_escapes(end) : 0u;
+#pragma unroll
+        for (uint32_t half = 0; half < 2u; half++) {
+            auto &own = operands[half];
+            GroupProducts::await<1>(own);
+            if (num_halves++ >= 2u) emptied.say_emptied(), emptied.move_on(); // the half before the last one
+            decode(own);
+            if (found != 0u) put_escapes(own, found, end, half);
+            if (half == 0u) {
+                load(1);
+            } else {
+                if (has_escapes) {
+#pragma unroll
+                    for (uint32_t r = 0; r < 2u; r++) cursors[r].skip(end);
+                    find_next();
+                }
+                weights.say_emptied(), weights.move_on();
+                if (step + 1u < place.end) weights.await_filled(), load(0);
+            }
+            halves.await_filled();
+            GroupProducts::order_registers();
+#pragma unroll
+            for (uint32_t i = 0; i < kOperands; i++)
+                GroupProducts::begin(sums, own[i],
+                                     LinedVectors{Block::kHalvesStart + halves.stage * Block::kHalfBytes, i});
+            GroupProducts::end_batch();
+            halves.move_on();
+        }
+    }
+    __device__ __forceinline__ void multiply_tile_rows(uint32_t tile, float (&sums)[kSums])
+    {
+        uint32_t operands[2][kOperands][4] = {};
+#pragma unroll
+        for (uint32_t i = 0; i < kSums; i++) sums[i] = 0.0f;
+        begin_tile(tile);
+#pragma unroll 1
+        for (uint32_t step = place.begin; step < place.end; step++) multiply_step(step, operands, sums);
+        GroupProducts::await<0>(sums);
+    }
+};
+
+// ---- sums ----
+
+// Two rows of a vector, `row` and the next one.
+struct RowPair {
+    const LinearJob &job;
+    uint32_t row;
+    float bias[2];
+
+    __device__ __forceinline__ RowPair(const LinearJob &linear, uint32_t of) : job(linear), row(of)
+    {
+#pragma unroll
+        for (uint32_t i = 0; i < 2u; i++) bias[i] = row + i < job.rows() ? bias_of(job, row + i) : 0.0f;
+    }
+    __device__ __forceinline__ void store(uint32_t vector, float first, float second) const
+    {
+        if (vector >= job.num_vectors || row >= job.rows()) return;
+        uint16_t *const y = job.y + uint64_t{vector} * job.rows() + row;
+        const uint32_t both = bfloat16s_of_floats(first + bias[0], second + bias[1]);
+        if (reinterpret_cast<uintptr_t>(y) % 4u == 0u && row + 1u < job.rows()) {
+            *reinterpret_cast<uint32_t *>(y) = both;
+            return;
+        }
+        y[0] = static_cast<uint16_t>(both);
+        if (row + 1u < job.rows()) y[1] = static_cast<uint16_t>(both >> 16);
+    }
+};
+
+// Of a block that has all columns: from registers. Lanes with neighbouring rows exchange sums, so that each has two
+// rows of one vector.
+template <class Block>
+__device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
+                                           const float (&sums)[Block::kVectors / 2u])
+{
+    const uint32_t g = lane_id() / 4u, t = lane_id() % 4u,
+                   row = tile * Block::kTileRows + threadIdx.x / kWarp * kStripRows + (g & ~1u);
+    const RowPair pairs[2] = {RowPair(job, row), RowPair(job, row + 8u)};
+    const bool is_odd = g % 2u != 0u;
+#pragma unroll
+    for (uint32_t i = 0; i < Block::kVectors / 8u; i++)
+#pragma unroll
+        for (uint32_t r = 0; r < 2u; r++) {
+            const float first = sums[4u * i + 2u * r], second = sums[4u * i + 2u * r + 1u],
+                        other = __shfl_xor_sync(kAllLanes, is_odd ? first : second, 4);
+            pairs[r].store(8u * i + 2u * t + g % 2u, is_odd ? other : first, is_odd ? second : other);
+        }
+}
+
+// Of a cluster: each block adds what all of them have of its share of the vectors.
+template <class Block> struct SharedSums {
+    static constexpr uint32_t kPairs = Block::kTileRows / 2u,
+                              kApart = Block::kMultipliers / kPairs; // vectors at a time
+
+    const TilesJob &tiles;
+    const TilesPlace &place;
+    uint32_t turn = 0;
+
+    static __device__ __forceinline__ uint32_t at(uint32_t vector, uint32_t row)
+    {
+        return Block::kSumsStart + (vector * Block::kPitch + row) * static_cast<uint32_t>(sizeof(float));
+    }
+    static __device__ __forceinline__ float2 floats_in(uint32_t block, uint32_t byte)
+    {
+#ifdef __CUDACC__
+        float2 both;
+        asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(both.x), "=f"(both.y)
+                     : "r"(address_in(block, byte)));
+        return both;
+#else
+        return *reinterpret_cast<const float2 *>(shared_bytes() + byte);
+#endif
+    }
+    // vectors: the first one of the round.
+    template <uint32_t PARTS> __device__ __forceinline__ void add(uint32_t tile, uint32_t vectors) const
+    {
+        constexpr uint32_t kShare = (Block::kRound + PARTS - 1u) / PARTS, kTogether = 8u / PARTS;
+        const uint32_t row = threadIdx.x % kPairs * 2u;
+        const RowPair pair(tiles.job, tile * Block::kTileRows + row);
+        const uint32_t begin = place.part * kShare, end = ibp_min_u32(begin + kShare, Block::kRound);
+#pragma unroll 1
+        for (uint32_t vector = begin + threadIdx.x / kPairs; vector < end; vector += kTogether * kApart) {
+            float2 found[kTogether][PARTS];
+#pragma unroll
+            for (uint32_t part = 0; part < PARTS; part++)
+#pragma unroll
+                for (uint32_t i = 0; i < kTogether; i++)
+                    found[i][part] = floats_in(part, at(ibp_min_u32(vector + i * kApart, end - 1u), row));
+#pragma unroll
+            for (uint32_t i = 0; i < kTogether; i++) {
+                float2 sum = found[i][0];
+#pragma unroll
+                for (uint32_t part = 1; part < PARTS; part++) sum.x += found[i][part].x, sum.y += found[i][part].y;
+                if (vector + i * kApart < end) pair.store(vectors + vector + i * kApart, sum.x, sum.y);
+            }
+        }
+    }
+    __device__ __forceinline__ void add_parts(uint32_t tile, uint32_t vectors) const
+    {
+        if (tiles.parts == 2u) add<2>(tile, vectors);
+        if (tiles.parts == 3u) add<3>(tile, vectors);
+        if (tiles.parts == 4u) add<4>(tile, vectors);
+        if (tiles.parts == 8u) add<8>(tile, vectors);
+    }
+    __device__ __forceinline__ void store(uint32_t tile, const float (&sums)[Block::kVectors / 2u])
+    {
+        const uint32_t own_row = threadIdx.x / kWarp * kStripRows + lane_id() / 4u, t = lane_id() % 4u;
+#pragma unroll
+        for (uint32_t round = 0; round < Block::kVectors / Block::kRound; round++, turn++) {
+            if (turn > 0u) Block::read().await_cluster(turn - 1u);
+#pragma unroll
+            for (uint32_t i = 0; i < Block::kRound / 2u; i++)
+                *reinterpret_cast<float *>(shared_bytes() +
+                                           at(i / 4u * 8u + 2u * t + i % 2u, own_row + 8u * (i / 2u % 2u))) =
+                    sums[round * (Block::kRound / 2u) + i];
+            await_barrier<kAllMultipliers, Block::kMultipliers>();
+            if (threadIdx.x < tiles.parts) Block::written().arrive_in(threadIdx.x);
+            Block::written().await_cluster(turn);
+            add_parts(tile, round * Block::kRound);
+            await_barrier<kAllMultipliers, Block::kMultipliers>();
+            if (threadIdx.x < tiles.parts) Block::read().arrive_after_reading(threadIdx.x);
+        }
+    }
+};
+
+// ---- the kernels ----
+
+template <uint32_t REGISTERS, bool MORE> __device__ __forceinline__ void take_registers()
+{
+#ifdef __CUDACC__
+    if constexpr (MORE)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+
+template <class Block>
+__global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_constant__ TilesJob tiles)
+{
+#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // `wgmma` is there
+    let_next_begin();
+    const TilesPlace place(tiles);
+    if (threadIdx.x == 0u) {
+        WeightRing<Block>::begin(), HalfRing<Block>::begin();
+        Block::written().begin(tiles.parts), Block::read().begin(tiles.parts);
+        SharedBarrier::publish();
+    }
+    await_cluster();
+    if (threadIdx.x < Block::kMultipliers) {
+        take_registers<Block::kMultiplierRegisters, true>();
+        TileMultiplier<Block> multiplier(tiles.job, place);
+        SharedSums<Block> shared_sums{tiles, place};
+        for (uint32_t tile = place.first_tile; tile < Block::num_tiles(tiles.job); tile += place.tiles_apart) {
+            float sums[Block::kVectors / 2u];
+            multiplier.multiply_tile_rows(tile, sums);
+            if (tile == place.first_tile) await_work_before(); // which may still read what y holds
+            if (tiles.parts == 1u)
+                store_sums<Block>(tiles.job, tile, sums);
+            else
+                shared_sums.store(tile, sums);
+        }
+    } else {
+        take_registers<Block::kCopierRegisters, false>();
+        const uint32_t warp = (threadIdx.x - Block::kMultipliers) / kWarp;
+        if (warp == 0u) copy_all_weights<Block>(tiles, place);
+        if (warp == 1u) copy_all_halves<Block>(tiles, place);
+        __syncwarp();
+    }
+    await_cluster(); // others may still read the sums of this block
+#endif
+}
+
+// The image of vectors: halves of steps one after the other, of each a line of 128 bytes a vector (LinedVectors).
+// A thread brings an operand of a vector. Zeros stand for vectors and columns that are not there.
+template <uint32_t VECTORS> __global__ void image_kernel(const __grid_constant__ LinearJob job, uint8_t *image)
+{
+    let_next_begin();
+    await_work_before();
+    constexpr uint32_t kOperands = kStepColumns / 16u; // of a step
+    const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x, operand = item % kOperands,
+                   vector = item / kOperands % VECTORS, step = item / (kOperands * VECTORS);
+    if (step >= num_steps(job)) return;
+    uint2 words[4];
+#pragma unroll
+    for (uint32_t t = 0; t < 4u; t++) {
+        const uint32_t column = step * kStepColumns + 32u * t + 4u * operand;
+        const bool is_there = vector < job.num_vectors && column < job.columns();
+        words[t] = is_there ? *reinterpret_cast<const uint2 *>(job.x + uint64_t{vector} * job.columns() + column)
+                            : make_uint2(0, 0);
+    }
+    uint8_t *const to = image + uint64_t{2u * step + operand / 4u} * (VECTORS * 128u);
+#pragma unroll
+    for (uint32_t half = 0; half < 2u; half++) {
+        const uint32_t order = half ? 0x7632u : 0x5410u;
+        *reinterpret_cast<uint4 *>(to + LinedVectors::place(vector, operand % 4u * 2u + half)) =
+            make_uint4(permute_bytes(words[0].x, words[0].y, order), permute_bytes(words[1].x, words[1].y, order),
+                       permute_bytes(words[2].x, words[2].y, order), permute_bytes(words[3].x, words[3].y, order));
+    }
+}
+
+} // namespace ibp
+
+#endif
