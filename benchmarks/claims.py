@@ -410,6 +410,25 @@ TABLES = (
         cell("arm"),
     ),
     Table(
+        "",
+        "real_weights",
+        "Weights of trained models in BF16, which all come back bit for bit: savings at both levels, the share of the "
+        "weights in matrices that the kernel takes, matrices of these that are decoded for every call, irregular rows "
+        "of the others, escapes, and rows whose scale is over 8 times another than the median of their matrix",
+        {
+            "model": cell("case"),
+            "weights": cell("weights", "{:,}".format),
+            "fast": cell("fast", percent),
+            "default": cell("default", percent),
+            "taken": cell("taken", percent),
+            "decoded": lambda row: f"{row['decoded']} of {row['matrices']}",
+            "irregular rows": cell("irregular", partial(percent, digits=2)),
+            "escapes a million": cell("escapes", "{:,.0f}".format),
+            "rows of another scale": cell("outlier_rows", partial(percent, digits=2)),
+            "largest row over smallest": cell("row_scales", fine_number),
+        },
+    ),
+    Table(
         "Models larger than the GPU",
         "weights",
         "Milliseconds a token of a Llama with random weights, or of a call on many tokens at once (prompt 0: that "
@@ -802,6 +821,26 @@ def spilled_rates(results):
     )
 
 
+def real_weights(results):
+    """What the levels save of trained models of a million weights and more, and what the kernel makes of them."""
+    rows = [row for row in results.rows("real_weights") if row["weights"] >= 1_000_000]
+
+    def span(column, text):
+        values = [row[column] for row in rows]
+        return f"{text(min(values))} to {text(max(values))}"
+
+    def total(column):
+        return sum(row[column] for row in rows)
+
+    return (
+        f"Of {len(rows)} trained models with {total('weights') / 1e6:.0f} million weights, rounded to BF16, level "
+        f'"fast" saves {span("fast", percent)}, level "default" {span("default", percent)}. Of a million weights '
+        f"{span('escapes', '{:,.0f}'.format)} are escaped; {total('decoded')} of {total('matrices')} matrices have so "
+        "many irregular rows that every call decodes them "
+        "([RESULTS.md](../benchmarks/RESULTS.md#products-with-coded-matrices))."
+    )
+
+
 def choices(results):
     rows = [row for row in results.rows("choose") if row["chosen"]]
     good = sum(row["loss"] <= row["wanted_loss"] for row in rows)
@@ -939,6 +978,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "linear": "Through the matrices of a 32-layer model one token at a time, `ibp.linear` gives "
     "{linear|tokens_per_s|stack of 32 layers, 1|ibp.linear} tokens a second, cuBLAS with plain BF16 weights "
     "{linear|tokens_per_s|stack of 32 layers, 1|cuBLAS} {from linear}.",
+    "real weights": real_weights,
     "flexgen": "With opt-6.7b in FP16, batch 4 and all weights in host memory, a step takes "
     "{flexgen_opt|token_s||FlexGen} and {flexgen_opt|host_bytes||FlexGen} GB of host memory without ibp, "
     "{flexgen_opt|token_s||FlexGen, ibp} and {flexgen_opt|host_bytes||FlexGen, ibp} GB with it {from flexgen_opt}.",

@@ -14,7 +14,8 @@ from .._schemes import PlanesCodebook
 from .streaming import decode_items
 
 COLUMNS = 32  # the kernel takes rows of a multiple of this many columns
-MOST_OF_A_ROW = 64  # escapes; one warp adds those of 16 rows, four of each at a time
+MOST_OF_A_ROW = 64  # escapes; one warp adds those of 16 rows, four of each at a time. Of longer rows one in
+COLUMNS_AN_ESCAPE = 128  # columns: that takes about as long as decoding the row
 _LEAST_ROWS = 16
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
 _LARGEST_FIRST_SYMBOL = 254 - _NUM_SYMBOLS  # what an escape is multiplied as is finite
@@ -34,7 +35,7 @@ class Escapes(NamedTuple):
     entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half those of what
         digit 15 is multiplied as.
     rows, weights: int64 [rows] and bfloat16 [rows, K]: irregular rows, which torch multiplies: stored raw or as
-        default rows, or with more than `MOST_OF_A_ROW` escapes.
+        default rows, or with more than `MOST_OF_A_ROW` escapes and more than one in `COLUMNS_AN_ESCAPE` columns.
     """
 
     slots: torch.Tensor
@@ -153,7 +154,8 @@ def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[t
     counts = escaped.sum(1)
     # A row's digits and residuals are what its length says: a byte and a half an element, and a byte an escape.
     lengths = table.lengths[start:end].view(torch.int16).int() & 0xFFFF
-    regular = (lengths == table.shape[1] // 2 * 3 + counts) & (lengths < table.row_bytes) & (counts <= MOST_OF_A_ROW)
+    most = max(MOST_OF_A_ROW, table.shape[1] // COLUMNS_AN_ESCAPE)
+    regular = (lengths == table.shape[1] // 2 * 3 + counts) & (lengths < table.row_bytes) & (counts <= most)
     rows, columns = (escaped & regular[:, None]).nonzero(as_tuple=True)
     weight = bits[rows, columns].int() & 0xFFFF
     taken = weight & 0x807F | first_symbol + _NUM_SYMBOLS << 7

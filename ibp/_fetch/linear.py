@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .. import _core
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .calls import check_out, check_table
@@ -18,7 +19,8 @@ from .streaming import decompress
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
 # The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
 LEAST_90, MOST_90 = 64, 512  # IBP_MOST_INVARIANT, IBP_MOST_VECTORS
-_SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow
+_SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow,
+_LONG_COLUMNS = 1024  # in rows of at least so many columns: most shorter ones have no escape
 
 
 def linear(
@@ -49,8 +51,9 @@ def linear(
     captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead". Otherwise the first call lists
     them; graphs that are captured before it, and code that is compiled before it, decode W every time, and a warning
     says so once. The list counts in the table's `nbytes`, and is made anew after the table has changed: compile and
-    capture again then. Rows that are stored raw, or have more than 64 escaped weights, are kept decoded beside the
-    list, and torch multiplies by them; where more than one row in 32 is such a row, all of W is decoded for every call.
+    capture again then. Rows that are stored raw, or have more than 64 escaped weights and more than one in 128,
+    are kept decoded beside the list, and torch multiplies by them; where more than one row in 32 is such a row, all of W
+    is decoded for every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
@@ -59,7 +62,7 @@ def linear(
         True
 
     Args:
-        x: tensor [..., K].
+        x: tensor [..., K], or a nested one.
         table: of a matrix [N, K], of x's dtype; or anything else that decodes itself, such as an `ibp.RowCache`.
         bias: [N], of x's dtype and on its device.
         out: tensor [..., N] of the table's dtype, on x's device, to write to.
@@ -69,8 +72,9 @@ def linear(
         Tensor [..., N] on x's device; out if it was given.
 
     Raises:
-        TypeError: an argument is no tensor or table, or has another dtype.
-        ValueError: a shape or device does not fit.
+        TypeError: x or bias is no tensor, table is no table, or out has another dtype.
+        ValueError: a shape does not fit; x is on the meta device, or out on another than x; x is nested, and out given.
+        RuntimeError: by torch's function, as for plain weights: dtypes differ, or bias is on another device than x.
         CorruptTableError: the table's bytes contradict each other; where W is decoded for the call, a GPU reports it as
             `index_select` does.
         RuntimeError: in backward, rows of the table have changed since the call.
@@ -78,6 +82,10 @@ def linear(
     if isinstance(table, torch.Tensor) or not isinstance(table, (Table, Decodable)):
         check_table(table)
     _check_arguments(x, table, bias)
+    if x.is_nested:  # has no shape
+        if out is not None:
+            raise ValueError("x is a nested tensor; wanted no out")
+        return F.linear(x, decompress(table, device=x.device, check=check), bias)
     shape = (*x.shape[:-1], table.shape[0])
     if out is not None:
         check_out(out, shape, table.dtype)
@@ -90,11 +98,11 @@ def linear(
 
 
 def slot_bytes_for(columns: int) -> int | None:
-    """`slot_bytes` of a BF16 table at level "fast" whose rows have `columns` columns and room for 32 escapes. None: the
-    kernel takes no such rows."""
-    if columns == 0 or columns % COLUMNS:
+    """`slot_bytes` of a BF16 table at level "fast" whose rows have `columns` columns; long ones have room for 32
+    escapes. None: the kernel takes no such rows."""
+    if columns == 0 or columns % COLUMNS or 2 * columns > _core.MAX_ROW_BYTES:
         return None
-    least = columns // 2 * 3 + _SYMBOL_BYTES
+    least = columns // 2 * 3 + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
     return min(2 * columns, -(-least // 32) * 32)
 
 
@@ -129,9 +137,11 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None) -> 
     for name, tensor in (("x", x), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
+    if x.is_meta:
+        raise ValueError("x is on the meta device; wanted the CPU or a CUDA device")
     if len(table.shape) != 2:
         raise ValueError(f"the table has shape {list(table.shape)}; wanted two dimensions")
-    if x.dim() == 0 or x.shape[-1] != table.shape[1]:
+    if not x.is_nested and (x.dim() == 0 or x.shape[-1] != table.shape[1]):
         raise ValueError(f"x has shape {list(x.shape)}; wanted [..., {table.shape[1]}]")
     if bias is not None and tuple(bias.shape) != (table.shape[0],):
         raise ValueError(f"bias has shape {list(bias.shape)}; wanted [{table.shape[0]}]")
@@ -150,7 +160,10 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     if is_transformed():
         return False
     given = (x,) if bias is None else (x, bias)
-    return all(tensor.dtype == torch.bfloat16 and tensor.device == x.device for tensor in given)
+    return all(
+        tensor.dtype == torch.bfloat16 and tensor.device == x.device and tensor.layout == torch.strided
+        for tensor in given
+    )
 
 
 def most_vectors(device: torch.device, num_rows: int) -> int:

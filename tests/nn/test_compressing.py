@@ -248,6 +248,18 @@ def test_modules_that_are_held_twice():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("columns", [32768, 32800, 53248])
+def test_long_rows(columns):
+    """Rows of more than 65,536 bytes are cut, and `ibp.linear` decodes them."""
+    plain = nn.Linear(columns, 20, dtype=torch.bfloat16)
+    model, x = nn.Sequential(plain).eval(), torch.ones(2, columns, dtype=torch.bfloat16)
+    wanted = plain(x)
+    assert compress(model).coded == ("0",)
+    assert_same_bits(model(x), wanted)
+    assert_same_bits(model.state_dict()["0.weight"], plain.weight.detach())
+
+
+@torch.no_grad()
 def test_modules_of_torch_that_hold_layers():
     torch.manual_seed(0)
     model = nn.TransformerEncoder(

@@ -101,6 +101,24 @@ def test_level_fast(dtype):
     assert ibp.estimate(x, level="fast", device="cpu")["planes"] == pytest.approx(table.savings, abs=0.01)
 
 
+@pytest.mark.parametrize("dtype", FAST, ids=str)
+@pytest.mark.parametrize("zero_rows", [0.0, 0.7])
+def test_level_fast_takes_the_run_that_most_elements_have(dtype, zero_rows):
+    """Also where a row in fifty is of another scale, as in trained matrices, and where most rows are zeros."""
+    generator = torch.Generator().manual_seed(4)
+    scales = torch.where(torch.rand(2000, 1, generator=generator) < 0.02, 8.0, 1.0) / 64
+    x = torch.randn(2000, 512, generator=generator) * scales
+    x[torch.rand(2000, generator=generator) < zero_rows] = 0
+    x = x.to(dtype)
+    codebook = compressed(x, level="fast").codebook
+    whole = x.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    assert codebook.rotate == 1
+    num_symbols = 2**codebook.symbol_bits
+    symbols = whole[whole != 0] >> codebook.residual_bits - 1 & num_symbols - 1
+    inside = torch.bincount(symbols, minlength=num_symbols).unfold(0, 15, 1).sum(1)
+    assert len(symbols) - inside[codebook.first_symbol] <= 1.1 * (len(symbols) - inside.max())
+
+
 def test_level_fast_of_what_it_saves_nothing_of():
     x = dropped(normal()).bfloat16()
     assert compressed(x, level="fast").codebook == compressed(x, scheme="planes").codebook
