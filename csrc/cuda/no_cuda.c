@@ -11,7 +11,6 @@ const char *ibp_cuda_last_error(void) { return ""; }
 int64_t ibp_cuda_linear_bytes(const ibp_digit_matrix *matrix, int64_t num_vectors) { return 0; }
 bool ibp_cuda_makes_deltas(const ibp_codebook *codebook) { return false; }
 bool ibp_cuda_applies_deltas(const ibp_codebook *codebook) { return false; }
-int64_t ibp_cuda_linear_bytes(const ibp_digit_matrix *matrix, int64_t num_vectors) { return 0; }
 
 IBP_WITHOUT_CUDA(ibp_cuda_count_bits, const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                  ibp_stream stream)

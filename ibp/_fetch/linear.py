@@ -52,8 +52,8 @@ def linear(
     them; graphs that are captured before it, and code that is compiled before it, decode W every time, and a warning
     says so once. The list counts in the table's `nbytes`, and is made anew after the table has changed: compile and
     capture again then. Rows that are stored raw, or have more than 64 escaped weights and more than one in 128,
-    are kept decoded beside the list, and torch multiplies by them; where more than one row in 32 is such a row, all of W
-    is decoded for every call.
+    are kept decoded beside the list, and torch multiplies by them; where more than one row in 32 is such a row, all of
+    W is decoded for every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
