@@ -18,7 +18,7 @@ from .streaming import decompress
 
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
 # The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
-LEAST_90, MOST_90 = 64, 512  # IBP_MOST_INVARIANT, IBP_MOST_VECTORS
+LEAST_90, MOST_90 = 128, 512  # IBP_MOST_VECTORS
 _SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow,
 _LONG_COLUMNS = 1024  # in rows of at least so many columns: most shorter ones have no escape
 
@@ -34,7 +34,7 @@ def linear(
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
     On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and on
-    GPUs of compute capability 9.0 up to one for each 16 rows, at least 64 and at most 512. It runs where W is BF16 at
+    GPUs of compute capability 9.0 up to one for each 16 rows, at least 128 and at most 512. It runs where W is BF16 at
     level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, and slot_bytes at least 1.5 K;
     `ibp.nn.Linear.from_linear` makes such tables. The kernel adds products in float, for up to 64 vectors in an order
     that depends on K alone: a vector's result has then the same bits however many vectors there are, but for rows that

@@ -300,7 +300,7 @@ def test_products_of_many_vectors(cuda, fused, rows, columns):
     if torch.cuda.get_device_capability(cuda) != (9, 0):
         pytest.skip("a GPU of compute capability 9.0 multiplies so many")
     weight, bias = matrix(rows, columns, cuda), vectors(1, rows, cuda)[0]
-    table, most = coded(weight), min(512, rows // 16)
+    table, most = coded(weight), min(512, max(128, rows // 16))
     one_hot = torch.eye(columns, dtype=torch.bfloat16, device=cuda)[torch.randperm(columns, device=cuda)]
     for count in [65, 100, 128, 129, 200, 256, 300, 512]:
         if count > most:
