@@ -12,7 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from . import charts, harness, ratio, reproduction
@@ -194,6 +194,27 @@ def beside_plain(row):
     return fine_number(row["ms"]) + times
 
 
+def matrix_name(row):
+    """Of a row of linear.csv."""
+    return row["case"].partition(",")[0]
+
+
+def times_of_cublas(row):
+    """Microseconds, and of other arms than cuBLAS the times of its rate."""
+    times = "" if row["arm"] == "cuBLAS" else f" ({row['times']:.2f})"
+    return fine_number(row["us"]) + times
+
+
+PRODUCTS = Table(
+    "Products with coded matrices",
+    "linear",
+    "Microseconds of a product of BF16 vectors, by their number, with a matrix of outputs x inputs in a CUDA graph; in "
+    "brackets the times of cuBLAS's rate with plain weights",
+    {"matrix": matrix_name, "arm": cell("arm")},
+    times_of_cublas,
+    lambda row: " x " in row["case"] and "another" not in row["case"],
+    cell("vectors"),
+)
 STEPS = Table(
     "Language models from coded weights",
     "llm",
@@ -353,13 +374,15 @@ TABLES = (
         where=lambda row: bool(row["matmul_share"]),
     ),
     Table("On the CPU alone", "cpu", GBPS, ROWS, cell("gbps", fine_number)),
+    PRODUCTS,
     Table(
-        "Products with coded matrices",
+        "",
         "linear",
-        "BF16, outputs x inputs and the number of vectors: microseconds of a product in a CUDA graph, in brackets the "
-        "times of cuBLAS's rate",
-        {"matrix, vectors": cell("case")},
-        lambda row: f"{fine_number(row['us'])} ({row['times']:.2f})",
+        "The same where another kernel writes the vectors before each product, whose time counts for both arms",
+        {"matrix": matrix_name, "arm": cell("arm")},
+        times_of_cublas,
+        lambda row: row["case"].endswith("another kernel"),
+        cell("vectors"),
     ),
     Table(
         "",
@@ -858,6 +881,17 @@ def language_models(results):
     return f"{STEPS.text} {source(results, 'llm')}:\n\n{STEPS.markdown(results)}"
 
 
+def products(results):
+    """`ibp.linear` alone, by matrix and number of vectors."""
+    fused = replace(
+        PRODUCTS,
+        line={"vectors": cell("vectors")},
+        where=lambda row: row["arm"] == "ibp.linear" and PRODUCTS.where(row),
+        across=matrix_name,
+    )
+    return f"{PRODUCTS.text} {source(results, 'linear')}:\n\n{fused.markdown(results)}"
+
+
 def freed_memory(results):
     """What fits beside the weights; empty before it is measured."""
     lines = [
@@ -974,6 +1008,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "and {weights|ms||accelerate cpu_offload} with accelerate's `cpu_offload`; raw weights that fit the GPU take "
     "{weights|ms||on the GPU|dtype=bfloat16|rows=1|prompt=256} {from weights}.",
     "language models": language_models,
+    "products": products,
     "freed memory": freed_memory,
     "linear": "Through the matrices of a 32-layer model one token at a time, `ibp.linear` gives "
     "{linear|tokens_per_s|stack of 32 layers, 1|ibp.linear} tokens a second, cuBLAS with plain BF16 weights "
