@@ -169,8 +169,8 @@ IBP_MULTIPLY_GROUP(256, 128, 128, 129, 130, 131, 132)
 #undef IBP_FLOATS_4
 #endif
 
-// Where vectors' elements of an operand's 16 columns lie in shared memory: 16 bytes of a vector for each half of the
-// columns. Eight vectors in a row, by halves of columns;
+// Where the vectors' elements for an operand of 16 columns lie in shared memory: for each vector 16 bytes a half of the
+// columns. Here eight vectors follow each other, half by half.
 struct PackedVectors {
     uint32_t byte;
 
@@ -185,8 +185,8 @@ struct PackedVectors {
     }
 #endif
 };
-// or a line of 128 bytes a vector, with those of four operands: 16 bytes number j are at j ^ vector % 8. byte: of the
-// lines, a multiple of 1,024.
+// Here each vector has a line of 128 bytes for four operands, whose 16 bytes j lie at j ^ vector % 8. byte: where the
+// lines begin, a multiple of 1,024.
 struct LinedVectors {
     uint32_t byte, operand;
 

@@ -30,7 +30,8 @@ static ibp_status find_encoder(PFN_cuTensorMapEncodeTiled_v12000 *encoder)
     return IBP_OK;
 }
 
-// Of bytes [rows, columns], of which a tile has box_columns columns; *is_map: whether there is one.
+// Makes the map of bytes [rows, columns], for tiles of box_rows rows and box_columns columns. Returns whether the
+// driver takes it.
 static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const LinearJob &job, const uint8_t *bytes,
                      uint32_t columns, uint32_t box_columns, uint32_t box_rows, CUtensorMapSwizzle swizzle,
                      CUtensorMap *map)

@@ -1,12 +1,12 @@
-// tiles.cuh - products of 65 to 256 vectors with a coded matrix of BF16, for GPUs of compute capability 9.0: an element
-// is decoded once for all vectors, as an operand of `wgmma` in registers.
+// tiles.cuh - multiplies 65 to 256 vectors by a coded matrix of BF16, on GPUs of compute capability 9.0. A warp decodes
+// each weight once, in registers, as an operand of `wgmma` for all vectors.
 //
-// The vectors are brought to the order of operands first, by a kernel of its own: their image. A block, or a cluster of
-// blocks of which each has a part of the columns, takes tiles of 128 rows, one after the other. One warp has weights of
-// coming steps copied to shared memory, another one the image. Two groups of four warps multiply, each 64 of the rows:
-// while tensor cores multiply half a step, the next half is decoded. Escaped weights, of which a warp has one in two or
-// three steps, are put into the operands, so that every weight is multiplied as it is. Sums of a cluster's blocks are
-// added through shared memory.
+// A first kernel puts the vectors in the order of the operands: it makes their image. A block then takes tiles of 128
+// rows, one after the other; in a cluster each block takes a part of the columns. One warp copies the weights of coming
+// steps to shared memory, and another warp copies the image. Two groups of four warps multiply 64 rows each: tensor
+// cores multiply half a step while the warps decode the next half. A warp meets an escaped weight in about one step of
+// three and puts it into the operand, so that sums need no correction. The blocks of a cluster add their sums through
+// shared memory.
 // Bound by tensor cores and by decoding.
 #ifndef IBP_TILES_CUH
 #define IBP_TILES_CUH
@@ -32,7 +32,7 @@ template <uint32_t VECTORS> struct TileBlock {
     static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = 2, kTileRows = 64 * kGroups;
     static constexpr uint32_t kMultipliers = kGroup * kGroups, kWarps = kMultipliers / kWarp;
     static constexpr uint32_t kThreads = kMultipliers + kGroup;
-    // Of a thread that multiplies, and of those that copy: all that an SM has.
+    // Registers of a thread that multiplies and of a thread that copies; together they take all of an SM.
     static constexpr uint32_t kMultiplierRegisters = 232, kCopierRegisters = 40;
     static constexpr uint32_t kHalf = kStepColumns / 2u;
     static constexpr uint32_t kWeightStages = VECTORS == 256u ? 2 : 3, kHalfStages = 4;
@@ -40,7 +40,8 @@ template <uint32_t VECTORS> struct TileBlock {
                               kHalfBytes = VECTORS * kHalf * 2u;
     static constexpr uint32_t kHalvesStart = kWeightStages * kWeightBytes,
                               kSumsStart = kHalvesStart + kHalfStages * kHalfBytes;
-    static constexpr uint32_t kRound = 64, kPitch = kTileRows + 4u; // vectors whose sums are in shared memory together
+    // Vectors whose sums lie in shared memory at a time; floats from one vector's sums to the next.
+    static constexpr uint32_t kRound = 64, kPitch = kTileRows + 4u;
     static constexpr uint32_t kBarriersStart = kSumsStart + kRound * kPitch * sizeof(float);
     static constexpr uint32_t kNumBarriers = 2u * (kWeightStages + kHalfStages) + 2u;
     static constexpr uint32_t kSharedBytes = kBarriersStart + kNumBarriers * SharedBarrier::kBytes;
@@ -53,13 +54,13 @@ template <uint32_t VECTORS> struct TileBlock {
     {
         return {kBarriersStart + number * SharedBarrier::kBytes};
     }
-    // Sums of a tile are written, in all blocks of the cluster; they have been read, and the room is free.
+    // All blocks of the cluster have written a tile's sums; all have read them, and the room is free.
     static __device__ __forceinline__ SharedBarrier written() { return barrier(kNumBarriers - 2u); }
     static __device__ __forceinline__ SharedBarrier read() { return barrier(kNumBarriers - 1u); }
 };
 
-// Stages of shared memory that a warp has filled by copies and the warps that multiply empty, one after the other.
-// FIRST: its first barrier.
+// Stages of shared memory. One warp fills them by copies, one after the other, and the warps that multiply empty them.
+// FIRST: number of its first barrier.
 template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
     static constexpr uint32_t kUsers = Block::kMultipliers + kWarp; // threads
     uint32_t stage = 0, turn = 0;
@@ -117,7 +118,7 @@ template <class Block> using HalfRing = Ring<Block, 2u * Block::kWeightStages, B
 
 constexpr uint32_t kAllMultipliers = 1; // a named barrier
 
-// What a block has of a job: steps of the columns, and every tiles_apart-th tile.
+// A block's share of a job: the steps from begin to end of every tiles_apart-th tile.
 struct TilesPlace {
     uint32_t part, begin, end, first_tile, tiles_apart;
 
@@ -131,9 +132,10 @@ struct TilesPlace {
 
 // ---- copies ----
 
-// Weights of a step, 128 rows of 128 columns: of each row a line of 128 bytes of residuals, the 16 bytes j of it at
-// j ^ row % 8, and then of each row a line of 64 bytes of digits, the 16 bytes j at j ^ row / 2 % 4. Lanes that read
-// together read from different banks. What lies outside the matrix is zeros.
+// Copies the weights of a step, 128 rows of 128 columns. Each row has a line of 128 bytes of residuals, whose 16 bytes
+// j lie at j ^ row % 8; behind all of these, each row has a line of 64 bytes of digits, whose 16 bytes j lie at
+// j ^ row / 2 % 4: lanes that read together read from different banks. Zeros stand for rows and columns outside the
+// matrix.
 template <class Block>
 __device__ __forceinline__ void copy_weights(const TilesJob &tiles, uint32_t tile, uint32_t step, uint32_t to,
                                              const SharedBarrier &filled)
@@ -234,7 +236,7 @@ struct RowCursor {
     }
 };
 
-// A group of warps that multiplies; each has 16 rows of a tile, and a lane those with numbers row and row + 8.
+// A group of warps that multiplies. Each warp has 16 rows of a tile, and each lane has rows `row` and `row + 8`.
 template <class Block> struct TileMultiplier {
     static constexpr uint32_t kSums = Block::kVectors / 2u; // of a thread
     static constexpr uint32_t kOperands = 4;                // of half a step
@@ -297,7 +299,8 @@ template <class Block> struct TileMultiplier {
     {
         return entry.x < end && entry.x % kStepColumns / 32u == t && entry.x / 16u % 2u == half;
     }
-    // Where the warp has escapes of a step: bit 2 half + r for rows row + 8 r, and bit 4 if a row may have more.
+    // Where the warp has escapes in a step: bit 2 half + r stands for rows `row + 8 r`, and bit 4 for more than one in
+    // a row.
     __device__ __forceinline__ uint32_t find_escapes(uint32_t end) const
     {
         uint32_t found = 0;
@@ -347,7 +350,7 @@ template <class Block> struct TileMultiplier {
         weights.await_filled();
         load(0);
     }
-    // Adds the products of a step whose first half is loaded; loads that of the next step.
+    // Adds the products of a step whose first half is loaded, and loads the first half of the next step.
     __device__ __forceinline__ void multiply_step(uint32_t step, uint32_t (&operands)[2][kOperands][4],
                                                   float (&sums)[kSums])
     {
@@ -421,8 +424,8 @@ struct RowPair {
     }
 };
 
-// Of a block that has all columns: from registers. Lanes with neighbouring rows exchange sums, so that each has two
-// rows of one vector.
+// Stores the sums of a block that has all columns, from registers. Lanes with neighbouring rows exchange sums, so that
+// each has two rows of one vector.
 template <class Block>
 __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
                                            const float (&sums)[Block::kVectors / 2u])
@@ -441,7 +444,7 @@ __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
         }
 }
 
-// Of a cluster: each block adds what all of them have of its share of the vectors.
+// In a cluster each block has a share of the vectors, and adds their sums of all blocks.
 template <class Block> struct SharedSums {
     static constexpr uint32_t kPairs = Block::kTileRows / 2u,
                               kApart = Block::kMultipliers / kPairs; // vectors at a time
