@@ -3,25 +3,25 @@ them."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 
+from .._common.once import warn_once
 from .._machine.memory import is_capturing
 from .._rows.table import Table
 from .._schemes import PlanesCodebook
 from .streaming import decode_items
 
 COLUMNS = 32  # the kernel takes rows of a multiple of this many columns
-MOST_OF_A_ROW = 64  # escapes; one warp adds those of 16 rows, four of each at a time. Of longer rows one in
-COLUMNS_AN_ESCAPE = 128  # columns: that takes about as long as decoding the row
+# A regular row has at most 64 escapes, or one in 128 columns: adding their products then takes about as long as
+# decoding the row.
+MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
 _LEAST_ROWS = 16
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
-_LARGEST_FIRST_SYMBOL = 254 - _NUM_SYMBOLS  # what an escape is multiplied as is finite
+_LARGEST_FIRST_SYMBOL = 254 - _NUM_SYMBOLS  # digit 15 gives a finite weight, too
 _LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
 _CHUNK_ELEMENTS = 1 << 22  # that are looked at together, in about seven bytes each
-_warned: set[str] = set()  # that a product decodes its matrix every time: told once a process
 
 
 class Escapes(NamedTuple):
@@ -29,11 +29,11 @@ class Escapes(NamedTuple):
 
     slots: the table's, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
         graphs in every call.
-    below: uint8 [first_symbol], whose size alone counts: how many exponents lie below that of digit 0. Compiled code
-        takes sizes of tensors for variables, but numbers that it finds on modules for constants.
+    below: uint8 [first_symbol]: its size is the exponent of digit 0. Compiled code takes sizes of tensors for
+        variables, but numbers on modules for constants.
     starts: int32 [N + 1], where a row's entries begin.
-    entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half those of what
-        digit 15 is multiplied as.
+    entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half the bits that
+        digit 15 gives.
     rows, weights: int64 [rows] and bfloat16 [rows, K]: irregular rows, which torch multiplies: stored raw or as
         default rows, or with more than `MOST_OF_A_ROW` escapes and more than one in `COLUMNS_AN_ESCAPE` columns.
     """
@@ -88,15 +88,12 @@ def escapes_of(table: Table) -> Escapes | None:
 
 
 def _warn_of_decoding(context: object = None) -> None:
-    """Says once a process what is slow. context: of `comptime`."""
-    message = (
+    """Warns that every call will decode the matrix. context: an argument that `comptime` gives."""
+    warn_once(
         "ibp.linear is compiled or captured before the escapes of its table are listed, or after the table has "
         "changed: every call will decode the whole matrix. Call table.prepare_linear() first, and compile or capture "
         "again"
     )
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _state(table: Table) -> tuple:

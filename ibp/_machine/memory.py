@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 from .. import _core
 from .._common import ops
 from .._common.arguments import whole_number
+from .._common.once import warn_once
 
 if TYPE_CHECKING:
     from .._rows.table import Table
@@ -25,7 +25,6 @@ class PinningError(RuntimeError):
 
 
 _LEAST_HUGE_BYTES = 4 << 20  # of memory that is to have huge pages of 2 MiB
-_warned: set[str] = set()  # the consequences that were told: each once a process
 
 
 def warn_of_pageable(refused: PinningError) -> None:
@@ -39,9 +38,7 @@ def warn_of_copy(refused: PinningError) -> None:
 
 
 def _warn(refused: PinningError, consequence: str) -> None:
-    if consequence not in _warned:
-        _warned.add(consequence)
-        warnings.warn(f"{refused}: {consequence}", RuntimeWarning, stacklevel=4)
+    warn_once(f"{refused}: {consequence}", key=consequence, stacklevel=4)
 
 
 @contextlib.contextmanager

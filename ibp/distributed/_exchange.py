@@ -9,7 +9,6 @@ before it is moved: the host knows what has room while tensors are still on thei
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .._common.group import all_taking_part
+from .._common.once import warn_once
 from ._messages import Memory, Messages, Part, Status
 from ._slots import MessageSlots, Slot, on
 
@@ -30,7 +30,10 @@ else:
 
 _LAG = 1  # pieces that are coded before the first one is waited for
 _NO_TIMEOUT = timedelta(0)
-_has_warned = False
+SENT_TWICE = (
+    "a message had no room for all rows, and the tensor is sent again, raw: it differs from the tensors that its codec "
+    "was learned from. Codecs that ibp has learned by itself are learned anew after some such calls"
+)
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class CodedWork(Work):
         if is_strange:
             raise RuntimeError("ranks use different codecs: a message was coded with another one than is decoded with")
         if is_lost:
-            _warn()
+            warn_once(SENT_TWICE, stacklevel=3)
             job.note_lost()
             job.repair(status)
         messages.give_back(status)
@@ -218,15 +221,3 @@ def _synchronize(event: torch.cuda.Event, until: float | None) -> None:
 def _left(until: float) -> timedelta:
     """What backends take for a timeout: 0 would be none."""
     return timedelta(seconds=max(1e-3, until - time.monotonic()))
-
-
-def _warn() -> None:
-    """Says, once a process, that rows are sent twice."""
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        message = (
-            "a message had no room for all rows, and the tensor is sent again, raw: it differs from those that its "
-            "codec was learned from. Codecs that ibp has learned by itself are learned anew after some such calls"
-        )
-        warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -20,6 +20,7 @@ from helpers import DTYPES, assert_same_bits, in_threads, slow_but
 from ibp._activations import coding, policy, spans, transfers
 from ibp._activations.origin import IndexOrigin
 from ibp._activations.region import SavedRegion
+from ibp._common import once
 from ibp._machine import memory as machine_memory
 
 LEAST = 1024
@@ -896,7 +897,7 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
         return take(*of)
 
     monkeypatch.setattr(way.buffers, "take", three)
-    monkeypatch.setattr(machine_memory, "_warned", set())
+    monkeypatch.setattr(once, "said", set())
     monkeypatch.setattr(Event, "query", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: recorded.append(of))
     with pytest.warns(RuntimeWarning, match="no memory is pinned"):

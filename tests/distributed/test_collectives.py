@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import ibp
 from helpers import assert_same_bits
+from ibp._common import once
 from ibp.distributed import (
     Codec,
     Link,
@@ -349,7 +350,7 @@ def relay_lost(rank):
         Codec(learned.codebook, learned.slot_bytes, 0.0),
         [tensor_of(k, scale=10.0 ** (9 * k)) for k in range(3)],
     )
-    _exchange._has_warned = True
+    once.said.add(_exchange.SENT_TWICE)
     if rank == 0:
         works = [send(x, 1, codec=codec, async_op=True) for x in xs]
     else:
@@ -475,7 +476,7 @@ def test_shares_are_those_of_spans(count):
 
 def lose(rank, what):
     """A codec with too little room: the bits are right, one warning is given."""
-    _exchange._has_warned = False
+    once.said.discard(_exchange.SENT_TWICE)
     learned = Codec.learn(tensor_of(9))
     codec, size = Codec(learned.codebook, learned.slot_bytes, 0.0), dist.get_world_size()
     x = tensor_of(rank, count=400_000 // 4 * 4, scale=1e20 if rank == 0 else 0.02)
@@ -885,7 +886,7 @@ def test_nccl_with_codecs_mixed_up(nccl):
 
 
 def lose_on_gpus(rank):
-    _exchange._has_warned = True
+    once.said.add(_exchange.SENT_TWICE)
     device, learned = torch.device("cuda", rank), Codec.learn(tensor_of(9))
     codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
     xs = [tensor_of(other, count=1_000_000, scale=1e20 if other == 0 else 0.02).to(device) for other in range(2)]

@@ -12,6 +12,7 @@ from torch._dynamo.utils import get_static_address_type
 
 import ibp
 from helpers import assert_same_bits
+from ibp._common import once
 from ibp._fetch import escapes, linear, products
 
 ROWS, COLUMNS = 64, 96
@@ -289,7 +290,7 @@ def test_training_is_compiled(way):
 def test_warning_where_escapes_are_not_listed(kernel, monkeypatch):
     """Once, and the code is compiled anew when they are."""
     torch.compiler.reset()
-    monkeypatch.setattr(escapes, "_warned", set())
+    monkeypatch.setattr(once, "said", set())
     module, plain = coded_linear()
     table, x = module.weight, torch.randn(2, COLUMNS).bfloat16()
     run = torch.compile(lambda x: ibp.linear(x, table), fullgraph=True, backend="aot_eager")
@@ -432,7 +433,7 @@ def test_a_table_of_ones_own(cuda, never_decoded):
 
 
 def test_warning_where_a_graph_is_captured_first(cuda, monkeypatch):
-    monkeypatch.setattr(escapes, "_warned", set())
+    monkeypatch.setattr(once, "said", set())
     module, plain = coded_linear(rows=512, columns=1024)
     table, x = module.weight.to(cuda), torch.randn(4, 1024, device=cuda).bfloat16()
     table.decompress()

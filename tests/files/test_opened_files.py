@@ -14,6 +14,7 @@ import torch
 import ibp
 from golden.make_files import FILES
 from helpers import assert_same_bits, bytes_of, spiky_rows
+from ibp._common import once
 from ibp._files import opened, shared, writer
 from ibp._files.writer import FileWriter, header_room, write_plain, write_table
 from ibp._machine.memory import PinningError
@@ -533,7 +534,7 @@ def refused(monkeypatch):
         raise PinningError("a mapped file cannot be pinned (as the test says)")
 
     monkeypatch.setattr(FileRows, "pin_here", pin_here)
-    monkeypatch.setattr(ibp._machine.memory, "_warned", set())
+    monkeypatch.setattr(once, "said", set())
 
 
 def test_load_to_a_gpu(cuda, path):
