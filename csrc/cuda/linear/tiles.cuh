@@ -250,11 +250,7 @@ template <class Block> struct TileMultiplier {
     uint32_t next_column; // of all escapes of the warp's rows
     uint32_t num_halves = 0;
 
-    // Coded bytes of half a step.
-    struct Coded {
-        uint4 residuals[2];
-        uint2 digits[2];
-    } coded;
+    Elements coded[2]; // half a step of rows `row` and `row + 8`: 16 elements each, in the lower half
 
     __device__ __forceinline__ TileMultiplier(const LinearJob &linear, const TilesPlace &of)
         : job(linear), place(of), firsts(linear.matrix.first_symbol * 0x01010101u)
@@ -266,26 +262,17 @@ template <class Block> struct TileMultiplier {
 #pragma unroll
         for (uint32_t r = 0; r < 2u; r++) {
             const uint32_t own = row + 8u * r;
-            coded.residuals[r] =
+            const uint4 residuals =
                 *reinterpret_cast<const uint4 *>(from + own * 128u + 16u * ((2u * t + half) ^ own % 8u));
-            coded.digits[r] = *reinterpret_cast<const uint2 *>(from + Block::kDigitsStart + own * 64u +
-                                                               16u * (t ^ own / 2u % 4u) + 8u * half);
+            const uint2 digits = *reinterpret_cast<const uint2 *>(from + Block::kDigitsStart + own * 64u +
+                                                                  16u * (t ^ own / 2u % 4u) + 8u * half);
+            coded[r] = {{residuals.x, residuals.y, residuals.z, residuals.w}, {digits.x, digits.y}};
         }
     }
-    // The same as make_operand, of four operands.
     __device__ __forceinline__ void decode(uint32_t (&operands)[kOperands][4]) const
     {
 #pragma unroll
-        for (uint32_t r = 0; r < 2u; r++) {
-            const uint4 &words = coded.residuals[r];
-            const uint32_t residuals[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-            for (uint32_t i = 0; i < kOperands; i++) {
-                const Exponents exponents(i < 2u ? coded.digits[r].x : coded.digits[r].y, firsts);
-                operands[i][r] = turned(permute_bytes(residuals[i], exponents.even, i % 2u ? 0x7260u : 0x5240u));
-                operands[i][2u + r] = turned(permute_bytes(residuals[i], exponents.odd, i % 2u ? 0x7361u : 0x5341u));
-            }
-        }
+        for (uint32_t i = 0; i < kOperands; i++) make_operand(operands[i], coded, i, firsts);
     }
 
     // ---- escapes ----
