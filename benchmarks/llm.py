@@ -8,7 +8,7 @@ Qwen3-32B's shape. --large: Llama-3-70B's, coded only, since its plain weights f
 that the others left in the CSV.
 
 Arms: `plain`; `coded`, by `ibp.nn.compress`; `offloaded`, the plain weights in host memory by `ibp.offload(scheme=
-"raw")`, for GPUs that they do not fit. `way` says what is measured, `rows` of how many tokens at once:
+"raw")`, for GPUs that they do not fit. `way` names the measurement, and `rows` counts the tokens of a call:
 
     step           every sequence of a batch takes its next token, greedily; a static cache of `context` positions, full
                    of random keys and values; attention is transformers' "sdpa". In a CUDA graph, but for `offloaded`.
@@ -100,7 +100,7 @@ TINY = {
 SHAPES = {
     "Llama-3-8B": ("Llama", LLAMA_8B),
     "Llama-3-8B, 8 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 8}),
-    "Llama-3-8B, 3 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 3, "vocab_size": 32000}),  # of which one loads
+    "Llama-3-8B, 3 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 3, "vocab_size": 32000}),  # for loading
     "Qwen3-32B": ("Qwen3", QWEN_32B),
     "Llama-3-70B": ("Llama", LLAMA_70B),
 }
@@ -206,7 +206,7 @@ def now(run):
 
 
 class Memory:
-    """What is taken of a GPU's memory from now on, beyond what is held already; without a GPU, nothing.
+    """Counts the GPU memory that is allocated from now on; without a GPU, 0.
 
     Attributes:
         peak_bytes: the most that was taken, when it was last noted.
@@ -520,12 +520,16 @@ def load_seconds(run, path):
 # ---- parts of the script -------------------------------------------------------------------------------------------
 
 
+def measure_both_arms(bench, prefills):
+    bench.measure_steps(BATCHES, CONTEXT)
+    bench.measure_prefills(prefills)
+    if not bench.run.quick:
+        bench.measure_steps(LONG_BATCHES, LONG_CONTEXT)
+
+
 def measure_llama(run, rates):
     bench = Bench(run, rates, "Llama-3-8B")
-    bench.measure_steps(BATCHES, CONTEXT)
-    bench.measure_prefills(PREFILLS)
-    if not run.quick:
-        bench.measure_steps(LONG_BATCHES, LONG_CONTEXT)
+    measure_both_arms(bench, PREFILLS)
     bench.measure_offloaded()
     del bench
     measure_loading(run, rates)
@@ -537,11 +541,7 @@ def measure_compiled(run, rates):
 
 
 def measure_qwen(run, rates):
-    bench = Bench(run, rates, "Qwen3-32B")
-    bench.measure_steps(BATCHES, CONTEXT)
-    bench.measure_prefills(FEW_PREFILLS)
-    if not run.quick:
-        bench.measure_steps(LONG_BATCHES, LONG_CONTEXT)
+    measure_both_arms(Bench(run, rates, "Qwen3-32B"), FEW_PREFILLS)
 
 
 def measure_large(run, rates):
