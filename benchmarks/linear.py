@@ -9,9 +9,9 @@ torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the sa
 shape, one after the other: what a token takes at least, and `tokens_per_s` what comes out at most. Products overlap
 there as far as the kernels let them; `after another kernel` are cases in which one writes the vectors before each
 product, and its time counts for both arms, as in a model's layers. GB/s count the original bytes of the weights; `us`:
-of a product; `host_us`: until a call comes back without a graph, of one vector; `times`: of cuBLAS's rate, of which
-WANTED is wanted; `vectors`: of a product. Results are compared with products in double, and one-hot vectors with the
-weights themselves.
+of a product; `host_us`: until a call comes back without a graph, of one vector; `times`: of cuBLAS's rate, and
+WANTED is its target; `vectors`: of a product. Results are compared with products in double, and one-hot vectors with
+the weights themselves.
 """
 
 import sys

@@ -20,7 +20,8 @@ that stay plain at level "fast". `taken`: share of the weights in matrices that 
 `irregular`: share of the rows of the others that are irregular. `escapes`: of a million weights of coded matrices;
 `best_escapes`: with the best 15 consecutive exponents. `outlier_rows`: share of the rows whose root mean square is over
 8 times another than the median of their matrix. `row_scales`: the largest root mean square of a row over the smallest,
-in the median matrix; `exponents`: those that weights have, in the median matrix. `products`: the GPU that multiplied.
+in the median matrix; `exponents`: how many different ones weights have, in the median matrix. `products`: the GPU that
+multiplied.
 """
 
 import argparse
@@ -105,7 +106,7 @@ DATA = {  # name: names of sets of sets.py
 
 
 def matrices_of(tensors):
-    """Those that are large enough, in BF16."""
+    """The matrices that are large enough, in BF16."""
     found = (x.reshape(len(x), -1) for x in tensors if x.is_floating_point() and x.dim() > 1)
     return [
         x.to(torch.bfloat16).contiguous()
@@ -144,7 +145,7 @@ def models(args):
         yield name, f"{package} {version}", matrices
 
 
-# ---- what is counted -----------------------------------------------------------------------------------------------
+# ---- counts -------------------------------------------------------------------------------------------------------
 
 
 def coded(matrices, level):
@@ -163,7 +164,7 @@ def savings(matrices, report):
 
 
 def flushed(x):
-    """With zeros for what is below the smallest normal number: torch's products on some machines have zeros there."""
+    """Puts zeros in place of subnormal numbers, as products of torch on some machines do."""
     return x.masked_fill(x.abs() < torch.finfo(x.dtype).tiny, 0)
 
 
@@ -182,7 +183,7 @@ def check(weight, table):
 
 @dataclass
 class Matrix:
-    """What is counted of a matrix."""
+    """Counts of a matrix."""
 
     is_taken: bool
     irregular: int | None
@@ -217,7 +218,7 @@ class Matrix:
 
 
 def counted(matrices, device):
-    """The columns of a model that say what is in its matrices."""
+    """The columns of the CSV that describe a model's matrices."""
     matrices = [weight.to(device) for weight in matrices]
     modules, report = coded(matrices, "fast")
     tables = [module.weight if isinstance(module, ibp.nn.Linear) else None for module in modules]

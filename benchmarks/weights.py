@@ -5,11 +5,11 @@
 Beside it raw weights through the same hooks, weights on the GPU, and accelerate's cpu_offload; `llm.py` has coded
 weights that stay on the GPU. A Llama of transformers with 7 billion random weights, N(0, 0.02) in BF16, FP16 and FP8
 (E4M3, cast before each product). A token is one call of the model after a prompt, with its cache, until the host has
-seen its end: the median of several. `prompt` 0 stands for one call on so many tokens, `rows` sequences of 1,024, that
-the GPU computes as long as raw weights take to come. In the same run the bits of every weight that a layer sees are
-summed up on the device and compared, and at batch 1 the tokens; not the bits of accelerate's weights, which no hook
-sees. The bound is the copy engine's rate over the bytes stored; for `prompt` 0, 1.03 times the time of weights on the
-GPU. With two GPUs layers take turns.
+seen its end: the median of several. `prompt` 0 stands for one call on `rows` sequences of 1,024 tokens, chosen
+so that the GPU computes for as long as raw weights take to arrive. In the same run the bits of every weight that a
+layer sees are summed up on the device and compared, and at batch 1 the tokens; not the bits of accelerate's weights,
+which no hook sees. The bound is the copy engine's rate over the bytes stored; for `prompt` 0, 1.03 times the time of
+weights on the GPU. With two GPUs layers take turns.
 
 weights.csv has, after the common columns, prompt (tokens), ms (a token, or the call), bound_ms, host_bytes and
 device_bytes (what weights take there, the arena included) and weight_bytes (of the raw weights); `rows` are the batch.

@@ -75,7 +75,7 @@ struct Torch {
 
 class TableHandle {
   public:
-    // describe: torch.ops.ibp.describe_table. parts: what it is given, and what owns the table's memory.
+    // describe: torch.ops.ibp.describe_table. parts: its arguments, which own the table's memory.
     TableHandle(const py::object &describe, py::tuple parts) : parts_(std::move(parts))
     {
         describe(reinterpret_cast<uintptr_t>(&handle_), *parts_);

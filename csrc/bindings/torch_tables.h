@@ -226,7 +226,7 @@ inline int64_t rows_per_item_of(const ibp_table &table)
 {
     const int64_t row_bytes = table.codebook.row_bytes;
     require(table.item_bytes > 0 && table.item_bytes % row_bytes == 0, "items of ", table.item_bytes,
-            " bytes are not whole rows of ", row_bytes, ", of which a cache is made");
+            " bytes are not whole rows of ", row_bytes, ", the unit of a cache");
     return table.item_bytes / row_bytes;
 }
 

@@ -272,8 +272,8 @@ struct Near : std::vector<Tensor> {
     explicit Near(const std::vector<Tensor> &tensors) : std::vector<Tensor>(tensors) {}
 };
 
-// The tensors of a call, which are on one device. No byte that is written belongs to another tensor: an operation that
-// reads what it writes at the same time would act on numbers that it has not checked.
+// The tensors of a call, which are on one device. No byte that is written belongs to another tensor: else an
+// operation could overwrite numbers that it has checked, and act on the new ones.
 class Given {
   public:
     // names: of the operation's arguments, in their order and with a blank between them.

@@ -19,8 +19,9 @@ from .streaming import decompress
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
 # The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
 LEAST_90, MOST_90 = 128, 512  # IBP_MOST_VECTORS
-_SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow,
-_LONG_COLUMNS = 1024  # in rows of at least so many columns: most shorter ones have no escape
+# A slot has 32 bytes for a row's escapes, so that decoding the row reads no overflow, if the row has at least 1,024
+# columns; most shorter rows have no escape.
+_SYMBOL_BYTES, _LONG_COLUMNS = 32, 1024
 
 
 def linear(

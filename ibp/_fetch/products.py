@@ -47,7 +47,7 @@ class _Product(torch.autograd.Function):
         if ctx.table.version != ctx.version:
             raise RuntimeError(
                 f"rows of the table have changed {ctx.table.version - ctx.version} times between forward and backward: "
-                "the gradient would be that of other weights"
+                "the gradient would be of other weights"
             )
         rows = torch.atleast_2d(grad).flatten(0, -2)
         x_grad = bias_grad = None

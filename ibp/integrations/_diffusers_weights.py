@@ -30,7 +30,8 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
 
     Of a pipeline, load the model so and give it to the pipeline. Memory holds the coded model and one file of plain
     weights, mapped. `model.save_pretrained` writes plain weights and a plain config.json. A directory that
-    `ibp compress` wrote needs no argument once this module is imported. `model.hf_quantizer.report` says what is coded.
+    `ibp compress` wrote needs no argument once this module is imported. `model.hf_quantizer.report` names the
+    coded weights.
 
     Example:
         >>> from diffusers import DiTTransformer2DModel

@@ -146,7 +146,7 @@ def compress(
 
 class ModelPlan:
     """What `compress` does to a model, weight by weight. A loader makes one of a model on the meta device, and gives
-    the values as it reads them. Arguments are those of `compress`; `min_bytes` is checked."""
+    the values as it reads them. The arguments are as in `compress`; `min_bytes` is checked."""
 
     def __init__(
         self,

@@ -298,7 +298,7 @@ def test_products(cuda, fused, shape, count):
 def test_products_of_many_vectors(cuda, fused, rows, columns):
     """Up to 512: more than 256 in two parts; those past 8192 / 16 are decoded."""
     if torch.cuda.get_device_capability(cuda) != (9, 0):
-        pytest.skip("a GPU of compute capability 9.0 multiplies so many")
+        pytest.skip("wants a GPU of compute capability 9.0")
     weight, bias = matrix(rows, columns, cuda), vectors(1, rows, cuda)[0]
     table, most = coded(weight), min(512, max(128, rows // 16))
     one_hot = torch.eye(columns, dtype=torch.bfloat16, device=cuda)[torch.randperm(columns, device=cuda)]

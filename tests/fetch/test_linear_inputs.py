@@ -1,5 +1,5 @@
 """Products with inputs that the kernel does not take, or that no product has: as torch's with plain weights, or one
-sentence that says what was wanted."""
+sentence that names the right input."""
 
 import pytest
 import torch

@@ -55,8 +55,8 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // At the barrier of a block of the cluster: what this thread and those before it in barriers have written is there
-    // for all who wait.
+    // Arrives at the barrier of a block of the cluster. All who wait there see what this thread has written, and what
+    // threads wrote that it has met at a barrier.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__
@@ -64,7 +64,7 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // The same of one that has read, and holds what it has read.
+    // The same for a thread that has only read: the values are in its registers.
     __device__ __forceinline__ void arrive_after_reading(uint32_t block) const
     {
 #ifdef __CUDACC__
