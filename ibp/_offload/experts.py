@@ -12,14 +12,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._fetch.ids import check_range
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
 from .groups import Experts
 from .resting import NotCopied
-from .weights import Weight
+from .weights import Weight, stand_in
 
 # From so many choices of an expert on, for each expert, a call uses the group: 98 % of the experts are chosen where all
 # are chosen alike.
@@ -90,16 +89,6 @@ class Stack:
         return self.weight.items(self.cache.index_select(ids, out=out))
 
 
-class _Called:
-    """The module as its own forward sees it: with the workspace in the place of its weights."""
-
-    def __init__(self, module: nn.Module, tensors: dict[str, torch.Tensor], num_experts: int) -> None:
-        vars(self).update(tensors, num_experts=num_experts, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 class ExpertsForward(NotCopied):
     """The forward of a module of experts: its own, whatever implementation transformers is told to use.
 
@@ -146,7 +135,8 @@ class ExpertsForward(NotCopied):
         tensors = {name: stack.fetch(held, has_spare) for name, stack in self.stacks.items()}
         slots = slots.to(ids.dtype)
         args, kwargs = ((args[0], slots, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, name: slots})
-        return self._own(_Called(self.module, tensors | self._small(held), len(held)), *args, **kwargs)
+        values = {**tensors, **self._small(held), "num_experts": len(held)}
+        return self._own(stand_in(self.module, values), *args, **kwargs)
 
     def _small(self, held: torch.Tensor) -> dict[str, torch.Tensor]:
         """The experts' part of tensors that are too small to be offloaded: biases, scales."""

@@ -326,7 +326,8 @@ class _Divider:
         )
 
     def _looks_rows_up(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Embedding) and module.max_norm is None and module in self._found
+        is_usual = isinstance(module, nn.Embedding) and module.max_norm is None and "forward" not in vars(module)
+        return is_usual and module in self._found
 
     def _use(self, module: nn.Module, name: str, weights: list[Weight]) -> list[Group]:
         """Groups the weights that are in no group yet, and notes that the module uses the groups of all. Returns

@@ -31,7 +31,7 @@ from .fetcher import CudaWeightFetcher, WeightFetcher
 from .groups import Division, Experts, Group, Lookup, Use, divide, spread
 from .resting import NotCopied, Resting
 from .schedule import Schedule
-from .weights import Checkpoint, Weight, put, read_checkpoint
+from .weights import Checkpoint, Weight, put, read_checkpoint, stand_in
 
 _GROUP_BYTES = 128 << 20  # of weights fetched together: three such groups are about a layer of 7 billion weights
 _LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
@@ -276,29 +276,15 @@ class _RowsForward(NotCopied):
     """The forward of a module that looks rows up: its own, with a table in the place of the weight."""
 
     def __init__(self, lookup: Lookup, look_up: Callable[..., Any]) -> None:
-        self._lookup, self._look_up, self._forward = lookup, look_up, lookup.module.forward
-        self._lock, self._calls = threading.Lock(), 0
+        self._lookup, self._look_up = lookup, look_up
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._look_up(self, *args, **kwargs)
 
     def look_up(self, *args: Any, **kwargs: Any) -> Any:
-        self._exchange(1)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            self._exchange(-1)
-
-    def _exchange(self, calls: int) -> None:
-        module, attribute = self._lookup.module, self._lookup.attribute
-        with self._lock:
-            if self._calls == 0:
-                self._parameter = module._parameters.pop(attribute)
-                module.__dict__[attribute] = self._lookup.weight.table
-            self._calls += calls
-            if self._calls == 0:
-                del module.__dict__[attribute]
-                module._parameters[attribute] = self._parameter
+        module: Any = self._lookup.module
+        table = {self._lookup.attribute: self._lookup.weight.table}
+        return type(module).forward(stand_in(module, table), *args, **kwargs)
 
 
 @dataclass(frozen=True)

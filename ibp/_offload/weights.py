@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -165,6 +165,18 @@ def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, other)
     else:
         tensor.data = value
+
+
+def stand_in(module: torch.nn.Module, values: Mapping[str, Any]) -> torch.nn.Module:
+    """What the forward of a module's class can be called with: the module but for some attributes, which are values of
+    this call alone."""
+    made = object.__new__(type(module))
+    vars(made).update(vars(module))
+    vars(made).pop("forward", None)
+    for held in ("_parameters", "_buffers"):
+        vars(made)[held] = {name: tensor for name, tensor in vars(module)[held].items() if name not in values}
+    vars(made).update(values)
+    return made
 
 
 def can_be_stored(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}
-MIXTURES = ["mixtral", "qwen3 moe", "olmoe", "gpt-oss"]
+MIXTURES = {"mixtral": 3, "qwen3 moe": 3, "olmoe": 3, "gpt-oss": 3, "deepseek v3": 2}  # layers with experts
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
 
 
@@ -40,6 +40,14 @@ MODELS = {
     ),
     "gpt-oss": lambda: transformers.GptOssForCausalLM(
         transformers.GptOssConfig(**SMALL, **HEADS, head_dim=16, num_local_experts=16, num_experts_per_tok=4)
+    ),
+    "deepseek v3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **SMALL,
+            **{"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 16, "num_experts_per_tok": 4},
+            **{"n_group": 4, "topk_group": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        )
     ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=512, n_embd=64, n_layer=3, n_head=4, n_positions=128)
@@ -128,7 +136,7 @@ def test_mixtures(name, implementation):
     for resident_bytes in (0, sum(parameter.nbytes for parameter in model.parameters()) // 2):
         with ibp.offload(model, "cpu", lookahead=1, resident_bytes=resident_bytes, **OFFLOAD) as offloaded:
             assert torch.equal(model.generate(ids, **options), wanted)
-            assert len(offloaded._experts) == 3
+            assert len(offloaded._experts) == MIXTURES[name]
             assert offloaded.stats().expert_misses > 0
             offloaded.reset_stats()
             model(ids)

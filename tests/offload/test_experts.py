@@ -148,6 +148,25 @@ def test_arguments_by_name():
         experts(x)
 
 
+class Scaled(Experts):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(1, 2, EXPERTS).bfloat16())
+
+    def forward(self, hidden, index, weights):
+        return super().forward(hidden, index, weights * self.scale[index])
+
+
+def test_a_class_of_another_one():
+    """Its forward may call that class's, and has the part of buffers that belongs to the experts."""
+    experts, x = Scaled(), tokens(3)
+    index, weights = torch.tensor([[7, 2], [2, 5], [0, 7]]), torch.ones(3, 2, dtype=torch.bfloat16)
+    wanted = experts(x, index, weights)
+    with offload(experts) as offloaded:
+        assert_same_bits(experts(x, index, weights), wanted)
+        assert offloaded.stats().expert_misses and isinstance(experts.up_proj, nn.Parameter)
+
+
 def test_gradients():
     models = [Mixture(), Mixture()]
     offload(models[1])
