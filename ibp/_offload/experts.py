@@ -140,9 +140,12 @@ class ExpertsForward(NotCopied):
 
     def _small(self, held: torch.Tensor) -> dict[str, torch.Tensor]:
         """The experts' part of tensors that are too small to be offloaded: biases, scales."""
+        all_tensors = [*self.module.named_parameters(recurse=False), *self.module.named_buffers(recurse=False)]
+        tensors = {name: tensor for name, tensor in all_tensors if name not in self.stacks}
+        if not tensors:
+            return {}
         experts = held.clamp(0, self._experts.num_experts - 1)
-        tensors = [*self.module.named_parameters(recurse=False), *self.module.named_buffers(recurse=False)]
-        return {name: tensor[experts] for name, tensor in tensors if name not in self.stacks}
+        return {name: tensor[experts] for name, tensor in tensors.items()}
 
     @property
     def device_bytes(self) -> int:
