@@ -1,4 +1,4 @@
-"""Products with compressed matrices: `linear`."""
+"""Products with compressed matrices: `linear`, and `linear_groups` by stacks of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from .._rows.table import Table
 from .calls import check_out, check_table
 from .escapes import COLUMNS, Escapes, escapes_of
 from .products import differentiable, is_transformed, wants_gradients
-from .streaming import decompress
+from .streaming import decode_items, decompress
 
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
 # The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
 LEAST_90, MOST_90 = 128, 512  # IBP_MOST_VECTORS
 MOST_MATRICES = 4  # of a launch: IBP_MOST_MATRICES
+MOST_OF_A_GROUP = 8  # vectors that the kernel multiplies by a matrix of a stack
+_ROWS_OF_STACKS = 16  # matrices of a stack have a multiple of as many rows, where the kernel takes them
 # A slot has 32 bytes for a row's escapes, so that decoding the row reads no overflow, if the row has at least 1,024
 # columns; most shorter rows have no escape.
 _SYMBOL_BYTES, _LONG_COLUMNS = 32, 1024
@@ -228,12 +230,17 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None, out
 
 def _may_fuse(x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]) -> bool:
     """Whether the kernel takes the vectors; whether it takes the tables, `escapes_of` says."""
+    if not _are_near(x, tables, biases):
+        return False
+    count = x.numel() // x.shape[-1]
+    return count <= MOST_VECTORS or count <= most_vectors(x.device, sum(table.shape[0] for table in tables))
+
+
+def _are_near(x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None] = ()) -> bool:
+    """Whether these are tensors that kernels multiply, and all are on one GPU."""
     if not x.is_cuda or x.numel() == 0:
         return False
     if any(not isinstance(table, Table) or table.device != x.device for table in tables):
-        return False
-    count = x.numel() // x.shape[-1]
-    if count > MOST_VECTORS and count > most_vectors(x.device, sum(table.shape[0] for table in tables)):
         return False
     if is_transformed():
         return False
@@ -286,3 +293,112 @@ def _multiply(
 
 def _added(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(0) if bias is None else bias.detach().contiguous()
+
+
+# ---- by stacks of matrices ----
+
+
+def linear_groups(x: torch.Tensor, table: Table, groups: torch.Tensor, rows: int) -> torch.Tensor:
+    """Groups of vectors, each times one matrix of a stack, as `torch.nn.functional.linear` multiplies.
+
+    On a GPU a kernel multiplies where `escapes_for_groups` gives escapes: it reads coded bytes alone, of a matrix once
+    for each of its groups, and does not wait. Otherwise the matrices of the groups are decoded one after the other, and
+    groups on a GPU are waited for.
+
+    Example:
+        >>> x, stack = torch.randn(3, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
+        >>> groups = groups_of(torch.tensor([1, 1, 3]), num_matrices=4)
+        >>> y = linear_groups(x, ibp.compress(stack.view(128, 64), level="fast"), groups, rows=32)
+        >>> torch.equal(y[2], torch.nn.functional.linear(x[2:], stack[3])[0])
+        True
+
+    Args:
+        x: tensor [V, K].
+        table: of the matrices one below the other [E * rows, K], of x's dtype.
+        groups: int32 [G, 3] on x's device: the number of a matrix, the group's first vector, and how many it has, at
+            most 8. The first group of no vectors ends the list. No vector is in two groups.
+        rows: of a matrix.
+
+    Returns:
+        Tensor [V, rows], without gradients. Vectors that are in no group have any values.
+
+    Raises:
+        TypeError: an argument is not of its type, or groups not int32.
+        ValueError: shapes do not fit, or groups is on another device than x.
+        IndexError: a group is out of range; the kernel leaves it out.
+        CorruptTableError: as `linear`.
+    """
+    check_table(table)
+    _check_arguments(x, table, None, None)
+    if not isinstance(groups, torch.Tensor) or groups.dtype != torch.int32:
+        raise TypeError(f"groups is {getattr(groups, 'dtype', type(groups).__name__)}; wanted a tensor of torch.int32")
+    if x.dim() != 2 or groups.dim() != 2 or groups.shape[1] != 3:
+        raise ValueError(f"x has shape {list(x.shape)} and groups {list(groups.shape)}; wanted [V, K] and [G, 3]")
+    if groups.device != x.device:
+        raise ValueError(f"groups is on {groups.device}; wanted x's device, {x.device}")
+    if rows < 1 or table.shape[0] % rows:
+        raise ValueError(f"a matrix has {rows} rows; wanted a part of the table's {table.shape[0]}")
+    x, escapes = x.detach(), escapes_for_groups(x, table, rows)
+    y = x.new_empty(len(x), rows)
+    if escapes is None:
+        _multiply_one_by_one(x, table, groups, rows, y)
+    elif len(groups):
+        torch.ops.ibp.linear_groups.default(
+            escapes.slots,
+            table.slot_bytes,
+            escapes.below,
+            escapes.starts,
+            escapes.entries,
+            x.contiguous(),
+            groups.contiguous(),
+            rows,
+            y,
+        )
+    return y
+
+
+def escapes_for_groups(x: torch.Tensor, table: Table, rows: int) -> Escapes | None:
+    """The escapes of a stack that the kernel multiplies by vectors such as x. None: it does not, as where rows are
+    irregular."""
+    escapes = escapes_of(table) if rows % _ROWS_OF_STACKS == 0 and _are_near(x, [table]) else None
+    return None if escapes is None or len(escapes.rows) else escapes
+
+
+def _multiply_one_by_one(x: torch.Tensor, table: Table, groups: torch.Tensor, rows: int, y: torch.Tensor) -> None:
+    num_matrices = table.shape[0] // rows
+    for number, first, count in groups.tolist():
+        if count == 0:
+            return
+        if not (0 <= number < num_matrices and 0 <= first <= first + count <= len(x) and count <= MOST_OF_A_GROUP):
+            raise IndexError(f"a group is {[number, first, count]}; there are {num_matrices} matrices, {len(x)} vectors")
+        matrix = decode_items(table, number * rows, (number + 1) * rows, x.device)
+        y[first : first + count] = F.linear(x[first : first + count], matrix)
+
+
+def groups_of(numbers: torch.Tensor, num_matrices: int) -> torch.Tensor:
+    """The groups of vectors for `linear_groups`, without waiting for a GPU.
+
+    Example:
+        >>> groups_of(torch.tensor([1, 1, 3]), num_matrices=4)
+        tensor([[ 1,  0,  2],
+                [ 3,  2,  1],
+                [ 3, 10,  0]], dtype=torch.int32)
+
+    Args:
+        numbers: integers [V] in increasing order, the matrix of each vector. Vectors whose number is out of range are
+            in no group.
+        num_matrices: E.
+
+    Returns:
+        int32 [min(V, E) + V // 8, 3]: groups in the order of the vectors, then groups of no vectors.
+    """
+    device, num_vectors = numbers.device, len(numbers)
+    starts = torch.searchsorted(numbers, torch.arange(num_matrices + 1, dtype=numbers.dtype, device=device))
+    num_groups = (starts.diff() + (MOST_OF_A_GROUP - 1)) // MOST_OF_A_GROUP  # of each matrix
+    ends = num_groups.cumsum(0)
+    places = torch.arange(min(num_vectors, num_matrices) + num_vectors // MOST_OF_A_GROUP, device=device)
+    matrix = torch.searchsorted(ends, places, right=True).clamp_(max=num_matrices - 1)
+    # Groups that are left over begin behind the last matrix's vectors.
+    first = (starts[:-1] - (ends - num_groups) * MOST_OF_A_GROUP)[matrix] + places * MOST_OF_A_GROUP
+    count = (starts[1:][matrix] - first).clamp_(0, MOST_OF_A_GROUP)
+    return torch.stack((matrix, first, count), dim=1).int()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from .._fetch.streaming import Decoder
+from ..nn._stacks import is_stack
 from .arena import Region
 from .weights import Weight, can_be_stored
 
@@ -114,13 +114,11 @@ class Experts:
     Attributes:
         stacks: by attribute, the module's weights [num_experts, ...].
         group: all of them.
-        choice: the name of forward's second argument, the experts of each token.
     """
 
     module: nn.Module
     stacks: dict[str, Weight]
     group: Group
-    choice: str
 
     @property
     def num_experts(self) -> int:
@@ -284,7 +282,7 @@ class _Divider:
         elif self._is_stack(module):
             stacks = dict(self._found[module])
             group = self._new_group(module, name, list(stacks.values()))
-            self._division.experts.append(Experts(module, stacks, group, _arguments_of(module)[1]))
+            self._division.experts.append(Experts(module, stacks, group))
             number = group.device_number
             self._visit_children(module, name, {**outer, number: outer.get(number, 0) + group.num_bytes})
         elif isinstance(module, _WHOLE) or (name and self._fits(module, below)):
@@ -321,7 +319,7 @@ class _Divider:
         weights = [weight for _, weight in self._found.get(module, ())]
         return (
             bool(weights)
-            and _is_stack(module)
+            and is_stack(module)
             and all(len(weight.holders) == 1 and weight.stacked_row_bytes is not None for weight in weights)
         )
 
@@ -345,21 +343,6 @@ class _Divider:
         group = Group(name or type(module).__name__, self._division.device_numbers[module], weights)
         self._division.groups.append(group)
         return group
-
-
-def _is_stack(module: nn.Module) -> bool:
-    """Whether a module is of a class that transformers' `use_experts_implementation` decorates, with experts of this
-    process alone: forward(hidden states, experts of each token, ...) over tensors [num_experts, ...]."""
-    is_decorated = all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed"))
-    if not is_decorated or getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
-        return False
-    if len(_arguments_of(module)) < 2:
-        return False
-    return all(tensor.dim() > 0 and len(tensor) == module.num_experts for _, tensor, _ in _tensors_of(module))
-
-
-def _arguments_of(module: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -25,13 +25,14 @@ from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
+from ..nn._stacks import by_rows, stand_in
 from ..nn._tables import TableModule
-from .experts import ExpertsForward, by_rows
+from .experts import ExpertsForward
 from .fetcher import CudaWeightFetcher, WeightFetcher
 from .groups import Division, Experts, Group, Lookup, Use, divide, spread
 from .resting import NotCopied, Resting
 from .schedule import Schedule
-from .weights import Checkpoint, Weight, put, read_checkpoint, stand_in
+from .weights import Checkpoint, Weight, put, read_checkpoint
 
 _GROUP_BYTES = 128 << 20  # of weights fetched together: three such groups are about a layer of 7 billion weights
 _LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
@@ -284,7 +285,7 @@ class _RowsForward(NotCopied):
     def look_up(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._lookup.module
         table = {self._lookup.attribute: self._lookup.weight.table}
-        return type(module).forward(stand_in(module, table), *args, **kwargs)
+        return type(module).forward(stand_in(module, table, type(module)), *args, **kwargs)
 
 
 @dataclass(frozen=True)

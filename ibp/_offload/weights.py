@@ -167,18 +167,6 @@ def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value
 
 
-def stand_in(module: torch.nn.Module, values: Mapping[str, Any]) -> torch.nn.Module:
-    """What the forward of a module's class can be called with: the module but for some attributes, which are values of
-    this call alone."""
-    made = object.__new__(type(module))
-    vars(made).update(vars(module))
-    vars(made).pop("forward", None)
-    for held in ("_parameters", "_buffers"):
-        vars(made)[held] = {name: tensor for name, tensor in vars(module)[held].items() if name not in values}
-    vars(made).update(values)
-    return made
-
-
 def can_be_stored(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain memory of a dtype that tables hold, and not a subclass with rules of its own."""
     return (

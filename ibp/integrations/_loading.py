@@ -108,10 +108,10 @@ class Loading:
         return value if isinstance(value, torch.Tensor) else value.decompress()
 
     def _shape_of(self, key: str, value: CompressedTensor | torch.Tensor) -> torch.Size:
-        """The shape that a value is to have: a table of `Conv1D` holds the transposed weight."""
-        shape = self._model.get_parameter(key).shape
+        """The shape that a value is to have: tables of some modules hold the transposed matrices."""
+        held = self._model.get_parameter(key)
         is_transposed = not isinstance(value, torch.Tensor) and self._plan.is_transposed(key)
-        return torch.Size(reversed(shape)) if is_transposed else shape
+        return held.mT.shape if is_transposed else held.shape
 
     def finish(self) -> ModelReport:
         """Codes the remaining weights, when the checkpoint is read."""

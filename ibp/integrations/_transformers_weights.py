@@ -34,7 +34,7 @@ from ..checkpoints._model_files import METHOD, WEIGHTS
 from ..checkpoints._planning import SHARD_BYTES
 from ..checkpoints._source import SourceTensor
 from ..nn import coded_state_dict
-from ..nn._tables import TableModule
+from ..nn._tables import TRANSPOSED, TableModule
 from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
 
 _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
@@ -364,9 +364,9 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
         place = id(value) if is_table else (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         if held.setdefault(place, key) != key and (is_table or value.numel()):
             continue
-        if key.endswith("weight_transposed"):
-            key = key.removesuffix("_transposed")
-            value = compress_rows(value.decompress().t().contiguous(), layout="packed")
+        if is_table and key.endswith(TRANSPOSED):
+            key = key.removesuffix(TRANSPOSED)
+            value = compress_rows(value.decompress().mT.contiguous(), layout="packed")
         state[key] = value if isinstance(value, CompressedTensor) else value.contiguous()
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
     if any(isinstance(conversion, WeightConverter) for conversion in conversions):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -18,6 +18,8 @@ from .._tables.compression import compress_rows
 from .._tables.weights import is_worth_coding
 from ..checkpoints._source import is_chosen
 from ._embedding import Embedding
+from ._experts import Experts
+from ._stacks import by_rows, is_stack, reshaped
 from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
 _LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
@@ -32,6 +34,7 @@ _NEIGHBOURS = (
     ("wi_0", "wi_1"),
 )
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
+_SHARED_STACK = "in several modules of experts"
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,10 @@ class ModelReport:
         ibp.nn.ModelReport(1 module coded, 2,097,152 bytes to 1,6..., savings=0.23, plain: 1 smaller than min_bytes)
 
     Attributes:
-        coded: names of modules that hold tables now.
-        plain: name -> why it stays as it is, of every other `torch.nn.Linear`, `torch.nn.Embedding` and `Conv1D`, and
-            of their subclasses. Modules that `include` and `exclude` leave out are not listed.
+        coded: names of modules that hold tables now; of experts, those of the stacked weights.
+        plain: name -> why it stays as it is, of every other `torch.nn.Linear`, `torch.nn.Embedding` and `Conv1D`, of
+            their subclasses, and of every other stacked weight. Modules that `include` and `exclude` leave out are not
+            listed.
         num_bytes: of the coded weights, uncompressed; a weight that modules share counts once.
         nbytes: of their tables.
     """
@@ -78,7 +82,9 @@ class _Weight:
 
     Attributes:
         num_bytes: uncompressed.
-        names: of modules of the kinds that `compress` replaces, by each name that the model has for them.
+        names: of modules of the kinds that `compress` replaces, by each name that the model has for them; of a stacked
+            weight, its own.
+        is_stacked: whether a module of experts has it.
         stays: whether a module keeps it plain.
         reason: why, where a module of these kinds does; None: it does not, or was not asked for.
     """
@@ -86,8 +92,13 @@ class _Weight:
     def __init__(self) -> None:
         self.num_bytes = 0
         self.names: list[str] = []
-        self.stays = False
+        self.is_stacked = self.stays = False
         self.reason: str | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the parameter in the model's state."""
+        return self.names if self.is_stacked else [f"{name}.weight" for name in self.names]
 
 
 def compress(
@@ -103,8 +114,8 @@ def compress(
     """Replaces the matrices of a model by tables, in place. Each plain weight is gone before the next one is coded, so
     that memory holds at most one table more than the plain model.
 
-    Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, and transformers'
-    `Conv1D` an `ibp.nn.Conv1D`. Subclasses of these, modules with hooks and modules whose forward was replaced stay as
+    Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, transformers'
+    `Conv1D` an `ibp.nn.Conv1D`, and its modules of stacked experts become `ibp.nn.Experts`. Subclasses of these, modules with hooks and modules whose forward was replaced stay as
     they are, and so do weights that train: weights that require grad in training mode. A weight that several modules
     share, as a tied head and its embedding, becomes one table that all of them use; if one of these modules stays
     plain, all do. A weight that a table would not make at least 2 % smaller stays plain.
@@ -174,7 +185,7 @@ class ModelPlan:
         self._weights, self._plain = _find(model, _Choice(model, include, exclude), min_bytes)
         if not self._weights and _TRAINS in self._plain.values():
             raise ValueError("the weights of the model train: call model.eval() or model.requires_grad_(False) first")
-        self._of = {f"{name}.weight": weight for weight in self._weights for name in weight.names}
+        self._of = {key: weight for weight in self._weights for key in weight.keys}
         self._coded: list[str] = []
         self._num_bytes = self._nbytes = 0
 
@@ -189,14 +200,19 @@ class ModelPlan:
         return key in self._of
 
     def is_transposed(self, key: str) -> bool:
-        """Whether a table holds the transposed parameter."""
-        return not _has_rows(self._modules(self._of[key])[0])
+        """Whether a table holds the transposed parameter, or its transposed matrices."""
+        return self._is_transposed(self._of[key])
 
     def takes(self, key: str, table: CompressedTensor) -> bool:
         """Whether a table has the form that the modules of a parameter want; else a table is made of its values."""
-        modules = self._modules(self._of[key])
-        if table.dim() != 2 or not all(map(_has_rows, modules)):
+        weight = self._of[key]
+        if table.dim() != (3 if weight.is_stacked else 2) or self._is_transposed(weight):
             return False
+        if weight.is_stacked:
+            if table.row_bytes != table.shape[-1] * table.dtype.itemsize:
+                return False
+            table = by_rows(table)
+        modules = self._modules(weight)
         is_looked_up = any(isinstance(module, torch.nn.Embedding) for module in modules)
         is_multiplied = not all(isinstance(module, torch.nn.Embedding) for module in modules)
         if is_looked_up and table.item_bytes != table.row_bytes:
@@ -205,7 +221,7 @@ class ModelPlan:
 
     def table_of(self, key: str, values: torch.Tensor) -> CompressedTensor:
         """A table of a parameter's values, where they are."""
-        return _table_of(self._modules(self._of[key]), self._level, values)
+        return self._table_of(self._of[key], values)
 
     def put(self, key: str, table: CompressedTensor) -> bool:
         """Puts modules over a table in the place of all modules that hold a parameter. False: the table is not small
@@ -226,12 +242,13 @@ class ModelPlan:
             but: says which parameters stay plain.
             progress: show a progress bar.
         """
-        left = [weight for weight in self._weights if not any(but(f"{name}.weight") for name in weight.names)]
+        left = [weight for weight in self._weights if not any(map(but, weight.keys))]
         total = sum(weight.num_bytes for weight in left)
         with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
             for weight in left:
                 known = self._known(weight, tables)
-                self._put(weight, _table_of(self._modules(weight), self._level) if known is None else known)
+                held = self._model.get_parameter(weight.keys[0])
+                self._put(weight, self._table_of(weight, held) if known is None else known)
                 bar.update(weight.num_bytes)
 
     def finish(self) -> ModelReport:
@@ -242,11 +259,23 @@ class ModelPlan:
         return ModelReport(tuple(self._coded), dict(self._plain), self._num_bytes, self._nbytes)
 
     def _modules(self, weight: _Weight) -> list[torch.nn.Module]:
-        return [self._model.get_submodule(name) for name in weight.names]
+        return [self._model.get_submodule(key.rpartition(".")[0]) for key in weight.keys]
+
+    def _is_transposed(self, weight: _Weight) -> bool:
+        module: Any = self._modules(weight)[0]
+        return bool(module.is_transposed) if weight.is_stacked else not _has_rows(module)
+
+    def _table_of(self, weight: _Weight, values: torch.Tensor) -> CompressedTensor:
+        values = values.detach()
+        if all(isinstance(module, torch.nn.Embedding) for module in self._modules(weight)):
+            return compress_rows(values.contiguous())
+        matrices = (values.mT if self._is_transposed(weight) else values).contiguous()
+        table = matrix_table(matrices.view(-1, matrices.shape[-1]), level=self._level)
+        return reshaped(table, matrices.shape) if weight.is_stacked else table
 
     def _known(self, weight: _Weight, tables: Mapping[str, CompressedTensor]) -> CompressedTensor | None:
-        held = cast(torch.Tensor, self._modules(weight)[0].weight)
-        for key in (f"{name}.weight" for name in weight.names):
+        held = self._model.get_parameter(weight.keys[0])
+        for key in weight.keys:
             table = tables.get(key)
             if table is not None and (table.shape, table.dtype) == (held.shape, held.dtype) and self.takes(key, table):
                 return table.to(held.device)
@@ -256,7 +285,10 @@ class ModelPlan:
         if table.nbytes > weight.num_bytes * (1 - _LEAST_SAVINGS):
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
             return False
-        _put_over(self._model, weight.names, table, self._fused)
+        if weight.is_stacked:
+            _put_in_experts(self._model, weight.names[0], table, self._fused)
+        else:
+            _put_over(self._model, weight.names, table, self._fused)
         self._coded += weight.names
         self._num_bytes, self._nbytes = self._num_bytes + weight.num_bytes, self._nbytes + table.nbytes
         return True
@@ -298,11 +330,16 @@ def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list
             if parameter is None:
                 continue
             weight = found.setdefault(_place_of(parameter), _Weight())
-            if attribute != "weight" or not isinstance(module, _kinds()) or not choice.has(name):
+            is_stacked = parameter.dim() == 3 and is_stack(module)
+            is_of_a_kind = attribute == "weight" and isinstance(module, _kinds())
+            if not (is_stacked or is_of_a_kind) or not choice.has(name):
                 weight.stays = True
                 continue
-            weight.names.append(name)
+            weight.is_stacked = is_stacked
+            weight.names.append(f"{name}.{attribute}" if is_stacked and name else name)
             reason = _reason(module, parameter, min_bytes)
+            if is_stacked and len(weight.names) > 1:
+                reason = _SHARED_STACK
             if reason is not None:
                 weight.stays, weight.reason = True, reason
                 continue
@@ -332,7 +369,7 @@ def _place_of(tensor: torch.Tensor) -> object:
 
 def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int) -> str | None:
     """Why a module of these kinds stays plain; None: it does not."""
-    if type(module) not in _kinds() or "forward" in vars(module):
+    if not is_stack(module) and (type(module) not in _kinds() or "forward" in vars(module)):
         return "with a class or forward of its own"
     if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and hooks):
         return "with hooks"
@@ -357,6 +394,16 @@ def _join(modules: list[torch.nn.Module | None]) -> None:
         multiply_together(*linears)
 
 
+def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, fused: bool) -> None:
+    """Puts a table in the place of a stacked weight of this name."""
+    of_module, _, attribute = name.rpartition(".")
+    module = model.get_submodule(of_module)
+    if not isinstance(module, Experts):
+        module = Experts(module, fused)
+        model.set_submodule(of_module, module)
+    module.put(attribute, table)
+
+
 def _put_over(model: torch.nn.Module, names: Iterable[str], table: CompressedTensor, fused: bool) -> None:
     """Puts modules over one table in the place of modules."""
     made: dict[torch.nn.Module, TableModule] = {}
@@ -367,14 +414,6 @@ def _put_over(model: torch.nn.Module, names: Iterable[str], table: CompressedTen
             made[module].train(module.training)
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, made[module])
-
-
-def _table_of(modules: list[torch.nn.Module], level: str, values: torch.Tensor | None = None) -> CompressedTensor:
-    """A table for modules of the values; None: of the weight that they hold."""
-    weight = (cast(torch.Tensor, modules[0].weight) if values is None else values).detach()
-    if all(isinstance(module, torch.nn.Embedding) for module in modules):
-        return compress_rows(weight.contiguous())
-    return matrix_table((weight if _has_rows(modules[0]) else weight.t()).contiguous(), level=level)
 
 
 def _has_rows(module: torch.nn.Module) -> bool:

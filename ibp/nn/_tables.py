@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from math import prod
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from .._tables.torch_functions import linear_of
 from ._neighbours import Neighbours
+from ._stacks import by_rows, reshaped
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that choose no slots
-_TRANSPOSED = "weight_transposed"  # of a `Conv1D` in a coded state
+TRANSPOSED = "_transposed"  # how names of transposed tables end in a coded state
 _is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)  # whether a state_dict() that is made holds tables
 
 
@@ -54,9 +56,12 @@ class TableModule(torch.nn.Module):
     Attributes:
         transposed: whether plain weights are [columns, rows]. In a coded state such a table has a name of its own,
             since a square one does not tell.
+        stacked: (), or the number of matrices that the table has one below the other, of which plain weights are a
+            stack.
     """
 
     transposed = False
+    stacked: tuple[int, ...] = ()
 
     def __init__(self, table: CompressedTensor, stays: bool) -> None:
         super().__init__()
@@ -93,19 +98,34 @@ class TableModule(torch.nn.Module):
         self._save_weight(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
+    def _name_of_weight(self, prefix: str) -> str:
+        """What a state calls the weights. prefix: of names in the module."""
+        return prefix + "weight"
+
     def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
-        key, table = prefix + "weight", self.current_table()
+        key = self._name_of_weight(prefix)
         if saves_tables():
-            state[prefix + _TRANSPOSED if self.transposed else key] = table
+            table = self.current_table()
+            state[key + TRANSPOSED if self.transposed else key] = reshaped(table, self._shape) if self.stacked else table
         else:
             if key in state:  # by an earlier state_dict(): the tensor that was made for it may be old
                 self._shared.saved = SavedTensor()
             state[key] = self._shared.saved.of(state, self._plain)
 
+    @property
+    def _shape(self) -> torch.Size:
+        """Of the table in a coded state."""
+        rows, columns = self.weight.shape
+        return torch.Size((*self.stacked, rows // prod(self.stacked), columns))
+
+    def plain_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The weights as the plain module has them, of rows of the table: of all, or of whole matrices of a stack."""
+        matrices = rows.view(-1, *self._shape[1:]) if self.stacked else rows
+        return matrices.mT.contiguous() if self.transposed else matrices
+
     def _plain(self) -> torch.Tensor:
         """The weights on the CPU."""
-        weight = self.weight.decompress(device="cpu")
-        return weight.t().contiguous() if self.transposed else weight
+        return self.plain_of(self.weight.decompress(device="cpu"))
 
     def current_table(self) -> CompressedTensor:
         """The table, with all rows as they are now."""
@@ -124,29 +144,43 @@ class TableModule(torch.nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        is_table = self.transposed and prefix + _TRANSPOSED in state_dict
-        key, held = prefix + (_TRANSPOSED if is_table else "weight"), self.weight
+        self.load_weight(
+            self._name_of_weight(prefix),
+            state_dict,
+            local_metadata.get("assign_to_params_buffers", False),
+            missing_keys if strict else [],
+            unexpected_keys,
+            error_msgs,
+        )
+
+    def load_weight(
+        self,
+        name: str,
+        state_dict: Mapping[str, Any],
+        assigns: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Takes the weights that a state has under a name. assigns: tables as they are; else copies."""
+        held, shape = self.weight, self._shape
+        is_table = self.transposed and name + TRANSPOSED in state_dict
+        key, turns = (name + TRANSPOSED, False) if is_table else (name, self.transposed)
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
+            missing_keys.append(key)
             return
-        turns = self.transposed and not is_table
-        table, shape = state_dict[key], held.shape[::-1] if turns else held.shape
-        if not isinstance(table, (CompressedTensor, torch.Tensor)):
-            error_msgs.append(f"{key} is a {type(table).__name__}; wanted an ibp.CompressedTensor or a tensor")
-        elif (table.shape, table.dtype) != (shape, held.dtype):
+        value, shape = state_dict[key], torch.Size((*shape[:-2], shape[-1], shape[-2])) if turns else shape
+        if not isinstance(value, (CompressedTensor, torch.Tensor)):
+            error_msgs.append(f"{key} is a {type(value).__name__}; wanted an ibp.CompressedTensor or a tensor")
+        elif (value.shape, value.dtype) != (shape, held.dtype):
             error_msgs.append(
-                f"{key} has shape {list(table.shape)} and dtype {table.dtype}; wanted {list(shape)} and {held.dtype}"
+                f"{key} has shape {list(value.shape)} and dtype {value.dtype}; wanted {list(shape)} and {held.dtype}"
             )
-        elif turns:
-            plain = table.decompress() if isinstance(table, CompressedTensor) else table
-            self._take(placed_like(held, plain.t().contiguous()))
-        elif isinstance(table, CompressedTensor) and local_metadata.get("assign_to_params_buffers", False):
-            self._take(table)
         else:
-            self._take(placed_like(held, table))
+            table = rows_of_weight(value, turns)
+            self._take(table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
 
     def _take(self, table: CompressedTensor) -> None:
         """Takes a table, loaded or moved, in place of the one held."""
@@ -154,6 +188,23 @@ class TableModule(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight!r}{', stays=True' if self.stays else ''}"
+
+
+def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:
+    """The rows of a module's table: of a plain weight, a matrix or a stack of them, or of a table of it.
+
+    Args:
+        turns: whether the rows are the matrices' columns.
+    """
+    columns = weight.shape[-1]
+    if isinstance(weight, CompressedTensor):
+        if weight.dim() == 2 and not turns:
+            return weight
+        if weight.row_bytes == columns * weight.dtype.itemsize and not turns:
+            return by_rows(weight)
+        weight = weight.decompress()
+    matrices = weight.mT if turns else weight
+    return matrices.reshape(-1, matrices.shape[-1]).contiguous()
 
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:

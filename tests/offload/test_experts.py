@@ -10,7 +10,7 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads
-from ibp._offload.experts import slots_for
+from ibp.nn._stacks import slots_for
 from ibp._offload.groups import divide
 
 WIDTH, INNER, EXPERTS, CHOICES, LAYERS = 256, 128, 8, 2, 3
@@ -27,12 +27,15 @@ class Experts(nn.Module):
 
     def __init__(self, is_transposed=False):
         super().__init__()
-        self.num_experts, self.has_gate, self.is_transposed = EXPERTS, False, is_transposed
+        self.num_experts, self.has_gate, self.has_bias, self.is_transposed = EXPERTS, False, False, is_transposed
         shapes = {"up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
         for seed, (name, shape) in enumerate(shapes.items()):
             weight = embedding(EXPERTS * shape[0], shape[1], torch.bfloat16, seed=seed).view(-1, *shape)
             self.register_parameter(name, nn.Parameter(weight.mT.contiguous() if is_transposed else weight, False))
         self.bias = nn.Parameter(embedding(EXPERTS, INNER, torch.bfloat16, seed=9), False)
+
+    def _apply_gate(self, x):
+        raise AssertionError("there is no gate")
 
     def times(self, x, weight):
         return torch.einsum("tkh,tkhi->tki" if self.is_transposed else "tkh,tkih->tki", x, weight)

@@ -1,0 +1,172 @@
+"""`Experts`: stacked experts of transformers with tables in the place of their stacked weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._fetch.gather import index_select
+from .._fetch.linear import escapes_for_groups, groups_of, linear_groups
+from .._tables.compressed_tensor import CompressedTensor
+from ._stacks import MOST_CHOICES, Calls, by_rows, rows_of, slots_for
+from ._tables import TableModule
+
+# The most choices of experts in a call whose products read the coded weights: 64 tokens that choose 16. Not measured.
+MOST_GROUPED = 64 * 16
+_DOWN, _BIAS = "down_proj", "_bias"
+
+
+class Stack(TableModule):
+    """The table of a stacked weight of `Experts`, whose name the module has. `Experts` calls it by `fetch` and `times`.
+
+    Args:
+        table: [experts, rows, columns], of rows that are table rows.
+        transposed: whether plain weights are [experts, columns, rows].
+    """
+
+    def __init__(self, table: CompressedTensor, transposed: bool) -> None:
+        super().__init__(by_rows(table), stays=False)
+        self.stacked, self.transposed, self.num_rows = table.shape[:1], transposed, table.shape[1]
+
+    def all(self, device: torch.device) -> torch.Tensor:
+        """The plain weights of all experts on a device."""
+        return self.plain_of(self.weight.decompress(device=device))
+
+    def fetch(self, experts: torch.Tensor) -> torch.Tensor:
+        """The plain weights of experts, on their device. Numbers below 0: of any expert."""
+        ids = rows_of(torch.arange(self.num_rows, device=experts.device), experts.clamp(min=0), self.num_rows)
+        return self.plain_of(index_select(self.weight, ids))
+
+    def has_kernel(self, x: torch.Tensor) -> bool:
+        """Whether a kernel multiplies vectors such as x by coded experts."""
+        return escapes_for_groups(x, self.weight, self.num_rows) is not None
+
+    def times(self, x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        """The product of each vector x [V, columns] with its group's expert, as `linear_groups` has groups."""
+        return linear_groups(x, self.weight, groups, self.num_rows)
+
+    def _name_of_weight(self, prefix: str) -> str:
+        return prefix[:-1]
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """`Experts` loads the table: torch gives a module only names that begin with its own and a dot."""
+
+
+class Experts(torch.nn.Module):
+    """Stacked experts of transformers whose stacked weights are coded, as `ibp.nn.compress` makes them.
+
+    On a GPU a call for few tokens sorts the choices by expert and multiplies by a kernel that decodes weights in
+    registers; it does not wait for the GPU, and can be compiled or captured in a CUDA graph. All other calls run the
+    class's own forward: with the experts that were chosen, decoded for the call, or with all where most are. Results on
+    the CPU have the bits of the plain module.
+
+    Gradients reach inputs and small parameters; autograd keeps the experts that were decoded until backward.
+
+    Args:
+        module: of a class that transformers' `use_experts_implementation` decorates. Its attributes become this
+            module's.
+        fused: whether the kernel multiplies.
+    """
+
+    def __init__(self, module: torch.nn.Module, fused: bool) -> None:
+        super().__init__()
+        held = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
+        vars(self).update({**vars(module), **held})
+        self.fused, self._kind = fused, type(module)
+        self._calls = Calls(self._kind, [])
+
+    @property
+    def stacks(self) -> dict[str, Stack]:
+        """The coded weights, by name."""
+        return {name: module for name, module in self._modules.items() if isinstance(module, Stack)}
+
+    def put(self, name: str, table: CompressedTensor) -> None:
+        """Puts a table in the place of a stacked weight: as the plain weight, or its transposed matrices."""
+        del self._parameters[name]
+        self.add_module(name, Stack(table, bool(self.is_transposed)))
+        self._calls = Calls(self._kind, self.stacks)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the class's own forward.
+
+        Raises:
+            IndexError: an expert is not there. On a GPU, the results of its token are NaN where the kernel multiplies,
+                and the error comes as `ibp.index_select` says where it does not.
+        """
+        ids = self._calls.ids_of(args, kwargs)
+        if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED and self._has_kernel(*args):
+            return self._multiplied(*args)
+        return self._decoded(args, kwargs, ids)
+
+    def _has_kernel(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+        stacks, small = self.stacks, {*self._parameters, *self._buffers}
+        if not self.fused or hidden.dtype != torch.bfloat16 or hidden.dim() != 2 or ids.dim() != 2:
+            return False
+        if stacks.keys() != {self._up, _DOWN} or small != ({self._up + _BIAS, _DOWN + _BIAS} if self.has_bias else set()):
+            return False
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *self.parameters())):
+            return False
+        return all(stack.has_kernel(hidden) for stack in stacks.values())
+
+    @property
+    def _up(self) -> str:
+        return "gate_up_proj" if self.has_gate else "up_proj"
+
+    def _multiplied(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What transformers' implementations compute, from coded weights."""
+        num_tokens, num_choices = index.shape
+        ids, gates, order = index.reshape(-1), weights.reshape(-1), None
+        if num_tokens == 1:
+            x, places = hidden.expand(num_choices, -1), torch.arange(num_choices, dtype=ids.dtype, device=ids.device)
+            groups = torch.stack((ids, places, torch.ones_like(ids)), dim=1).int()
+        else:
+            ids, order = torch.sort(ids)
+            x, gates, groups = hidden[order // num_choices], gates[order], groups_of(ids, self.num_experts)
+        experts = ids.clamp(0, self.num_experts - 1)
+        y = self._times(self._up, x, groups, experts)
+        y = self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
+        y = self._times(_DOWN, y, groups, experts)
+        if getattr(self, "has_post_expert_norm", False):
+            y = self.post_expert_norm(y)
+        y = y * gates.masked_fill(ids != experts, torch.nan)[:, None]
+        if order is not None:
+            y = torch.empty_like(y).index_copy_(0, order, y)
+        return y.view(num_tokens, num_choices, -1).sum(1).to(hidden.dtype)
+
+    def _times(self, name: str, x: torch.Tensor, groups: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """experts: of each vector."""
+        y = self.stacks[name].times(x, groups)
+        return y.add_(getattr(self, name + _BIAS)[experts]) if self.has_bias else y
+
+    @torch.compiler.disable
+    def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
+        """What the class's own forward gives, with decoded weights."""
+        calls, stacks = self._calls, self.stacks
+        if ids is None or ids.numel() >= MOST_CHOICES * self.num_experts:
+            device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.device("cpu"))
+            return calls.with_all(self, args, kwargs, {name: stack.all(device) for name, stack in stacks.items()})
+        calls.check(ids, self.num_experts, type(self).__name__)
+        slots, held = slots_for(ids, self.num_experts)
+        return calls.with_slots(self, args, kwargs, slots, held, {name: stack.fetch(held) for name, stack in stacks.items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        for name, stack in self.stacks.items():
+            missing = missing_keys if strict else []
+            stack.load_weight(prefix + name, state_dict, assigns, missing, unexpected_keys, error_msgs)
+
+    def extra_repr(self) -> str:
+        return f"{self._kind.__name__}, {self.num_experts} experts{', fused=True' if self.fused else ''}"

@@ -1,0 +1,151 @@
+"""Stacks of experts: which modules of transformers hold them, and calls of such a module for a few of its experts.
+
+The experts of a call lie in slots, as many as the call can need. The forward of the module's class computes with the
+slots in the place of all experts, and with numbers of slots in the place of numbers of experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .._fetch.ids import check_range
+from .._tables.compressed_tensor import CompressedTensor
+
+# From so many choices of an expert on, for each expert, a call uses all experts: 98 % of them are chosen where all are
+# chosen alike.
+MOST_CHOICES = 4
+
+
+def is_stack(module: torch.nn.Module) -> bool:
+    """Whether a module is of a class that transformers' `use_experts_implementation` decorates, with experts of this
+    process alone: forward(hidden states, experts of each token, ...) over tensors [num_experts, ...]."""
+    has_attributes = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed"))
+    is_decorated = has_attributes and hasattr(type(module), "_apply_gate")
+    if not is_decorated or getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
+        return False
+    tensors = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    return len(arguments_of(type(module))) > 1 and all(
+        tensor.dim() > 0 and len(tensor) == module.num_experts for _, tensor in tensors
+    )
+
+
+def arguments_of(kind: type[torch.nn.Module]) -> tuple[str, ...]:
+    """The names of the arguments that a class's forward takes."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def reshaped(table: CompressedTensor, shape: torch.Size) -> CompressedTensor:
+    """A table over the same memory and of the same rows, in another shape."""
+    return table._with(lambda tensor: tensor, shape)
+
+
+def by_rows(table: CompressedTensor) -> CompressedTensor:
+    """A table over the same memory whose items are its rows."""
+    return reshaped(table, torch.Size((table.num_rows, table.row_bytes // table.dtype.itemsize)))
+
+
+def rows_of(numbers: torch.Tensor, experts: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Numbers of the rows of experts in a table that has num_rows of each, [experts * num_rows]. numbers: 0 to
+    num_rows - 1."""
+    return torch.add(numbers, experts[:, None], alpha=num_rows).view(-1)
+
+
+def may_leave_slots(ids: torch.Tensor) -> bool:
+    """Whether slots may be left over: only the choices of one token are known to be different experts."""
+    return len(ids) != 1 or ids.numel() < 2
+
+
+def slots_for(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of a workspace that hold the experts of a call.
+
+    Args:
+        ids: integers [tokens, choices], the experts of each token.
+
+    Returns:
+        (int64 [tokens, choices], the slot of each choice; int64 [slots], the expert of each slot, -1 in slots that are
+        left over). Slots have the experts in increasing order; the slots of one token have its choices in their order.
+        Ids that are out of range remain so: as `num_experts` where several tokens share slots. There are at least two
+        slots: `torch.histc`, by which transformers counts the tokens of each, waits for the GPU where there is one.
+    """
+    experts = ids.reshape(-1).to(torch.int64)
+    if not may_leave_slots(ids):
+        return torch.arange(experts.numel(), device=ids.device).view(ids.shape), experts
+    experts = experts.clamp(-1, num_experts).remainder(num_experts + 1)
+    is_chosen = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device).scatter_(0, experts, 1)
+    slots = (is_chosen.cumsum(0) - 1)[experts]
+    num_slots = max(2, min(experts.numel(), num_experts + 1))
+    held = torch.full((num_slots,), -1, dtype=torch.int64, device=ids.device).scatter_(0, slots, experts)
+    return slots.view(ids.shape), held
+
+
+class Calls:
+    """Calls of the forward that a class of stacked experts has, with tensors of the call in the place of a module's own.
+
+    Args:
+        kind: the class. Modules of other classes need the attributes that its forward reads.
+        stacks: names of the stacked weights.
+    """
+
+    def __init__(self, kind: Any, stacks: Iterable[str]) -> None:
+        self.kind, self._stacks, self._choice = kind, frozenset(stacks), arguments_of(kind)[1]
+
+    def ids_of(self, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The experts of each token [tokens, choices], an argument of the call; None: there is none."""
+        ids = args[1] if len(args) > 1 else kwargs.get(self._choice)
+        return ids if isinstance(ids, torch.Tensor) else None
+
+    def check(self, ids: torch.Tensor, num_experts: int, name: str) -> None:
+        """Raises IndexError for experts that are not there, on the CPU. name: of the module."""
+        if not ids.is_cuda:
+            check_range(ids.reshape(-1), num_experts, name=f"{self._choice} of {name}")
+
+    def with_all(
+        self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Any]
+    ) -> Any:
+        """What forward gives with all experts. values: attributes of this call, such as the stacked weights."""
+        return self.kind.forward(stand_in(module, values, self.kind), *args, **kwargs)
+
+    def with_slots(
+        self,
+        module: torch.nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        slots: torch.Tensor,
+        held: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+    ) -> Any:
+        """What forward gives with a few experts. slots, held: of `slots_for`. weights: by name, stacked ones of the
+        experts held."""
+        ids: Any = self.ids_of(args, kwargs)
+        slots = slots.to(ids.dtype)
+        if len(args) > 1:
+            args = args[0], slots, *args[2:]
+        else:
+            kwargs = {**kwargs, self._choice: slots}
+        return self.with_all(module, args, kwargs, {**self._small(module, held), **weights, "num_experts": len(held)})
+
+    def _small(self, module: torch.nn.Module, held: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The experts' part of other tensors: biases, scales."""
+        all_tensors = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        tensors = {name: tensor for name, tensor in all_tensors if name not in self._stacks}
+        if not tensors:
+            return {}
+        experts = held.clamp(0, module.num_experts - 1)  # type: ignore[operator]
+        return {name: tensor[experts] for name, tensor in tensors.items()}
+
+
+def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: type[torch.nn.Module]) -> torch.nn.Module:
+    """What the forward of a class can be called with: an object of the class with the module's attributes, but for
+    some, which are values of this call alone."""
+    made = object.__new__(kind)
+    vars(made).update(vars(module))
+    vars(made).pop("forward", None)
+    for held in ("_parameters", "_buffers"):
+        vars(made)[held] = {name: tensor for name, tensor in vars(module)[held].items() if name not in values}
+    vars(made).update(values)
+    return made
