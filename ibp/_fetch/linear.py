@@ -370,7 +370,8 @@ def _multiply_one_by_one(x: torch.Tensor, table: Table, groups: torch.Tensor, ro
         if count == 0:
             return
         if not (0 <= number < num_matrices and 0 <= first <= first + count <= len(x) and count <= MOST_OF_A_GROUP):
-            raise IndexError(f"a group is {[number, first, count]}; there are {num_matrices} matrices, {len(x)} vectors")
+            of_all = f"{num_matrices} matrices and {len(x)} vectors"
+            raise IndexError(f"a group is {[number, first, count]}; wanted one of {of_all}")
         matrix = decode_items(table, number * rows, (number + 1) * rows, x.device)
         y[first : first + count] = F.linear(x[first : first + count], matrix)
 

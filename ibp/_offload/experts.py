@@ -14,14 +14,14 @@ import torch
 
 from ..cache import RowCache
 from ..nn._stacks import MOST_CHOICES, Calls, may_leave_slots, rows_of, slots_for
-from .groups import Experts
+from .groups import StackedModule
 from .resting import NotCopied
 from .weights import Weight
 
 _BESIDE_ROWS = 512  # bytes: the map and the counters of a cache of one row take less
 
 
-class Stack:
+class CachedStack:
     """One stacked weight on a device: its experts, looked up by a cache of rows.
 
     Slots that are left over ask for the first row again and again, which the cache has on the device: they fetch
@@ -60,7 +60,7 @@ class ExpertsForward(NotCopied):
 
     def __init__(
         self,
-        experts: Experts,
+        experts: StackedModule,
         device: torch.device,
         cache_bytes: int,
         use_group: Callable[[], AbstractContextManager[None]],
@@ -70,7 +70,7 @@ class ExpertsForward(NotCopied):
         self._calls = Calls(type(experts.module), experts.stacks)
         total = sum(weight.num_bytes for weight in experts.stacks.values())
         self.stacks = {
-            name: Stack(weight, device, cache_bytes * weight.num_bytes // total)
+            name: CachedStack(weight, device, cache_bytes * weight.num_bytes // total)
             for name, weight in experts.stacks.items()
         }
         self.num_spare = torch.zeros((), dtype=torch.int64, device=device)  # slots left over, all in all

@@ -107,7 +107,7 @@ class Lookup:
 
 
 @dataclass(eq=False)
-class Experts:
+class StackedModule:
     """A module with a stack of experts, as transformers has them. A call for few tokens fetches the experts that the
     router chose; a call for many uses the group.
 
@@ -160,7 +160,7 @@ class Division:
     groups: list[Group] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
-    experts: list[Experts] = field(default_factory=list)
+    experts: list[StackedModule] = field(default_factory=list)
     others: list[Other] = field(default_factory=list)
     device_numbers: dict[nn.Module, int] = field(default_factory=dict)
     blocks: list[nn.Module] = field(default_factory=list)
@@ -282,7 +282,7 @@ class _Divider:
         elif self._is_stack(module):
             stacks = dict(self._found[module])
             group = self._new_group(module, name, list(stacks.values()))
-            self._division.experts.append(Experts(module, stacks, group))
+            self._division.experts.append(StackedModule(module, stacks, group))
             number = group.device_number
             self._visit_children(module, name, {**outer, number: outer.get(number, 0) + group.num_bytes})
         elif isinstance(module, _WHOLE) or (name and self._fits(module, below)):

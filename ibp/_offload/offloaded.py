@@ -29,7 +29,7 @@ from ..nn._stacks import by_rows, stand_in
 from ..nn._tables import TableModule
 from .experts import ExpertsForward
 from .fetcher import CudaWeightFetcher, WeightFetcher
-from .groups import Division, Experts, Group, Lookup, Use, divide, spread
+from .groups import Division, Group, Lookup, StackedModule, Use, divide, spread
 from .resting import NotCopied, Resting
 from .schedule import Schedule
 from .weights import Checkpoint, Weight, put, read_checkpoint
@@ -608,7 +608,7 @@ class Offloaded(Closing):
         self._uses_of[use.module] = use
         self._hook_calls(use.module, lambda: self._enter(use), lambda: self._leave(use))
 
-    def _install_experts(self, experts: Experts, cache_bytes: int) -> None:
+    def _install_experts(self, experts: StackedModule, cache_bytes: int) -> None:
         use = Use(experts.module, [experts.group])
         device = self._devices[experts.group.device_number]
         forward = ExpertsForward(

@@ -16,6 +16,7 @@ docs/embeddings.md says how they are trained.
 from ._collection import EmbeddingCollection
 from ._compressing import ModelReport, compress
 from ._embedding import Embedding, EmbeddingBag
+from ._experts import Experts
 from ._tables import Conv1D, Linear, coded_state_dict, multiply_together
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingCollection",
+    "Experts",
     "Linear",
     "ModelReport",
     "coded_state_dict",

@@ -115,10 +115,11 @@ def compress(
     that memory holds at most one table more than the plain model.
 
     Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, transformers'
-    `Conv1D` an `ibp.nn.Conv1D`, and its modules of stacked experts become `ibp.nn.Experts`. Subclasses of these, modules with hooks and modules whose forward was replaced stay as
-    they are, and so do weights that train: weights that require grad in training mode. A weight that several modules
-    share, as a tied head and its embedding, becomes one table that all of them use; if one of these modules stays
-    plain, all do. A weight that a table would not make at least 2 % smaller stays plain.
+    `Conv1D` an `ibp.nn.Conv1D`, and a module of experts that transformers has stacked an `ibp.nn.Experts`. Subclasses
+    of the first three, modules with hooks and modules whose forward was replaced stay as they are, and so do weights
+    that train: weights that require grad in training mode. A weight that several modules share, as a tied head and its
+    embedding, becomes one table that all of them use; if one of these modules stays plain, all do. A weight that a
+    table would not make at least 2 % smaller stays plain.
 
     Tables lie where the weights lay: on the GPU, or in host memory (pinned, if there is a GPU), from where
     `model.to("cuda")` brings them. Their weights are fixed, and no parameters. Gradients reach inputs, biases and all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +17,7 @@ MOST_GROUPED = 64 * 16
 _DOWN, _BIAS = "down_proj", "_bias"
 
 
-class Stack(TableModule):
+class CodedStack(TableModule):
     """The table of a stacked weight of `Experts`, whose name the module has. `Experts` calls it by `fetch` and `times`.
 
     Args:
@@ -36,7 +36,7 @@ class Stack(TableModule):
     def fetch(self, experts: torch.Tensor) -> torch.Tensor:
         """The plain weights of experts, on their device. Numbers below 0: of any expert."""
         ids = rows_of(torch.arange(self.num_rows, device=experts.device), experts.clamp(min=0), self.num_rows)
-        return self.plain_of(index_select(self.weight, ids))
+        return self.plain_of(index_select(self.weight, ids, device=experts.device))
 
     def has_kernel(self, x: torch.Tensor) -> bool:
         """Whether a kernel multiplies vectors such as x by coded experts."""
@@ -50,7 +50,9 @@ class Stack(TableModule):
         return prefix[:-1]
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """`Experts` loads the table: torch gives a module only names that begin with its own and a dot."""
+        """Takes no table: `Experts` loads it, since torch gives a module only names that begin with its own and a
+        dot."""
+        super(TableModule, self)._load_from_state_dict(*args)
 
 
 class Experts(torch.nn.Module):
@@ -69,22 +71,31 @@ class Experts(torch.nn.Module):
         fused: whether the kernel multiplies.
     """
 
+    __module__ = "ibp.nn"
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    act_fn: Any
+    post_expert_norm: Any
+
     def __init__(self, module: torch.nn.Module, fused: bool) -> None:
         super().__init__()
         held = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
         vars(self).update({**vars(module), **held})
-        self.fused, self._kind = fused, type(module)
+        self.fused, self._kind = fused, cast(Any, type(module))
         self._calls = Calls(self._kind, [])
 
     @property
-    def stacks(self) -> dict[str, Stack]:
+    def stacks(self) -> dict[str, CodedStack]:
         """The coded weights, by name."""
-        return {name: module for name, module in self._modules.items() if isinstance(module, Stack)}
+        return {name: module for name, module in self._modules.items() if isinstance(module, CodedStack)}
 
     def put(self, name: str, table: CompressedTensor) -> None:
         """Puts a table in the place of a stacked weight: as the plain weight, or its transposed matrices."""
         del self._parameters[name]
-        self.add_module(name, Stack(table, bool(self.is_transposed)))
+        self.add_module(name, CodedStack(table, bool(self.is_transposed)))
         self._calls = Calls(self._kind, self.stacks)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -100,10 +111,11 @@ class Experts(torch.nn.Module):
         return self._decoded(args, kwargs, ids)
 
     def _has_kernel(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
-        stacks, small = self.stacks, {*self._parameters, *self._buffers}
-        if not self.fused or hidden.dtype != torch.bfloat16 or hidden.dim() != 2 or ids.dim() != 2:
+        stacks, names = self.stacks, {self._up, _DOWN}
+        biases = {name + _BIAS for name in names} if self.has_bias else set()
+        if not self.fused or stacks.keys() != names or {*self._parameters, *self._buffers} != biases:
             return False
-        if stacks.keys() != {self._up, _DOWN} or small != ({self._up + _BIAS, _DOWN + _BIAS} if self.has_bias else set()):
+        if hidden.dtype != torch.bfloat16 or hidden.dim() != 2 or ids.dim() != 2:
             return False
         if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *self.parameters())):
             return False
@@ -144,11 +156,12 @@ class Experts(torch.nn.Module):
         """What the class's own forward gives, with decoded weights."""
         calls, stacks = self._calls, self.stacks
         if ids is None or ids.numel() >= MOST_CHOICES * self.num_experts:
-            device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.device("cpu"))
+            device = next(iter(stacks.values())).weight.device if ids is None else ids.device
             return calls.with_all(self, args, kwargs, {name: stack.all(device) for name, stack in stacks.items()})
-        calls.check(ids, self.num_experts, type(self).__name__)
+        calls.check(ids, self.num_experts, self._kind.__name__)
         slots, held = slots_for(ids, self.num_experts)
-        return calls.with_slots(self, args, kwargs, slots, held, {name: stack.fetch(held) for name, stack in stacks.items()})
+        weights = {name: stack.fetch(held) for name, stack in stacks.items()}
+        return calls.with_slots(self, args, kwargs, slots, held, weights)
 
     def _load_from_state_dict(
         self,

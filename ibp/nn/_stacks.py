@@ -84,7 +84,7 @@ def slots_for(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.
 
 
 class Calls:
-    """Calls of the forward that a class of stacked experts has, with tensors of the call in the place of a module's own.
+    """Calls of the forward that a class of stacked experts has, with tensors of the call in place of a module's own.
 
     Args:
         kind: the class. Modules of other classes need the attributes that its forward reads.
@@ -104,9 +104,7 @@ class Calls:
         if not ids.is_cuda:
             check_range(ids.reshape(-1), num_experts, name=f"{self._choice} of {name}")
 
-    def with_all(
-        self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Any]
-    ) -> Any:
+    def with_all(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Any]) -> Any:
         """What forward gives with all experts. values: attributes of this call, such as the stacked weights."""
         return self.kind.forward(stand_in(module, values, self.kind), *args, **kwargs)
 
@@ -129,13 +127,13 @@ class Calls:
             kwargs = {**kwargs, self._choice: slots}
         return self.with_all(module, args, kwargs, {**self._small(module, held), **weights, "num_experts": len(held)})
 
-    def _small(self, module: torch.nn.Module, held: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _small(self, module: Any, held: torch.Tensor) -> dict[str, torch.Tensor]:
         """The experts' part of other tensors: biases, scales."""
         all_tensors = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         tensors = {name: tensor for name, tensor in all_tensors if name not in self._stacks}
         if not tensors:
             return {}
-        experts = held.clamp(0, module.num_experts - 1)  # type: ignore[operator]
+        experts = held.clamp(0, module.num_experts - 1)
         return {name: tensor[experts] for name, tensor in tensors.items()}
 
 

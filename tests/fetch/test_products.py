@@ -13,7 +13,8 @@ from torch._dynamo.utils import get_static_address_type
 import ibp
 from helpers import assert_same_bits
 from ibp._common import once
-from ibp._fetch import escapes, linear, products
+from ibp._fetch import linear, products
+from products import kernels_on_the_cpu, lists
 
 ROWS, COLUMNS = 64, 96
 
@@ -30,41 +31,12 @@ def coded_linear(seed=0, scale=0.02, irregular=False, device="cpu", rows=ROWS, c
     return ibp.nn.Linear.from_linear(plain, **options), plain
 
 
-def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
-    """ibp_cuda_linear in torch: digits and residuals, with escapes in place of what digits give."""
-    first = 0
-    for number, begins in enumerate(starts):
-        rows, columns = len(begins) - 1, x.shape[1]
-        bytes_of_rows = slots[number].view(rows, slot_bytes[number]).int()
-        residuals, digits = bytes_of_rows[:, :columns], bytes_of_rows[:, columns : columns // 2 * 3]
-        digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
-        bits = (residuals & 1) << 15 | digits + len(below[number]) << 7 | residuals >> 1
-        escaped, listed = torch.repeat_interleave(torch.arange(rows), begins.diff()), entries[number]
-        bits[escaped, listed[:, 0].long()] = listed[:, 1] & 0xFFFF
-        bias = biases[number] if biases and len(biases[number]) else None
-        y = F.linear(x, bits.to(torch.int16).view(torch.bfloat16), bias)
-        out.view(-1)[first : first + y.numel()].view(y.shape).copy_(y)
-        first += y.numel()
-
-
 @pytest.fixture
 def kernel(monkeypatch):
     """The kernel's part in torch, for tables on the CPU. Numbers of vectors of its calls, of which one takes up to four
     tables."""
-    calls, library = [], torch.library.Library("ibp", "IMPL")
-
-    def run(*arguments):
-        assert 1 <= len(arguments[0]) <= 4
-        calls.append(len(arguments[5]))
-        multiply(*arguments)
-
-    def may_fuse(x, tables, biases):
-        return x.dtype == torch.bfloat16 and 0 < x.numel() <= 64 * COLUMNS and not products.is_transformed()
-
-    library.impl("linear", run, "CPU")
-    monkeypatch.setattr(linear, "_may_fuse", may_fuse)
-    yield calls
-    library._destroy()
+    with kernels_on_the_cpu(monkeypatch) as calls:
+        yield calls
 
 
 @pytest.fixture(params=["decoded", "by the kernel"])
@@ -74,10 +46,6 @@ def way(request):
         return lambda table: None
     request.getfixturevalue("kernel")
     return lists
-
-
-def lists(table):
-    table._escapes = escapes._state(table), escapes.list_escapes(table)
 
 
 def kept(run):

@@ -70,6 +70,8 @@ def gemma3():
     return causal("Gemma3TextConfig", "Gemma3ForCausalLM", **more)()
 
 
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
+
 # By name: how a model is made, and how many of its modules hold tables then.
 MODELS = {
     "llama": (causal("LlamaConfig", "LlamaForCausalLM"), 2 * 7 + 2),
@@ -77,7 +79,9 @@ MODELS = {
     "qwen3": (causal("Qwen3Config", "Qwen3ForCausalLM", head_dim=64), 2 * 7 + 2),
     "gemma3": (gemma3, 2 * 7),  # an embedding with a forward of its own, which is the tied head's
     "mistral": (causal("MistralConfig", "MistralForCausalLM"), 2 * 7 + 2),
-    "mixtral": (causal("MixtralConfig", "MixtralForCausalLM", num_local_experts=4), 2 * 4 + 2),  # experts are stacked
+    "mixtral": (causal("MixtralConfig", "MixtralForCausalLM", num_local_experts=4), 2 * 6 + 2),
+    "qwen3 moe": (causal("Qwen3MoeConfig", "Qwen3MoeForCausalLM", **QWEN3_MOE), 2 * 6 + 2),
+    "gpt-oss": (causal("GptOssConfig", "GptOssForCausalLM", head_dim=64, num_local_experts=8), 2 * 6 + 2),
     "phi": (causal("PhiConfig", "PhiForCausalLM"), 2 * 6 + 2),
     "gpt2": (gpt2, 2 * 4 + 3),
     "t5": (t5, 2 * 6 + 2 * 10 + 4),
@@ -160,8 +164,8 @@ def test_directories_that_models_are_saved_to(saved, tmp_path, monkeypatch, shar
     save_coded(model, tmp_path, shard_bytes=shard_bytes)
     assert (tmp_path / "model.safetensors").exists() == (shard_bytes is None)
     del model
-    if name != "gpt2":  # of whose matrices the file has the plain ones' rows
-        monkeypatch.setattr("ibp.nn._compressing._table_of", refuse)
+    if name not in ("gpt2", "gpt-oss"):  # of whose matrices the file has the plain ones' rows
+        monkeypatch.setattr("ibp.nn._compressing.ModelPlan._table_of", refuse)
     loaded, info = type(plain).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     check(loaded, plain, name)

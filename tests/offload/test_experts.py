@@ -4,13 +4,10 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads
-from ibp.nn._stacks import slots_for
 from ibp._offload.groups import divide
 
 WIDTH, INNER, EXPERTS, CHOICES, LAYERS = 256, 128, 8, 2, 3
@@ -76,37 +73,6 @@ class Mixture(nn.Module):
 
 def tokens(number):
     return torch.randn(number, WIDTH, dtype=torch.bfloat16)
-
-
-# ---- slots ----
-
-
-@given(
-    num_experts=st.integers(1, 9),
-    ids=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=0, max_size=12),
-    dtype=st.sampled_from([torch.int32, torch.int64]),
-)
-def test_slots(num_experts, ids, dtype):
-    ids = torch.tensor(ids, dtype=dtype).reshape(-1, 2) % num_experts
-    slots, held = slots_for(ids, num_experts)
-    assert slots.shape == ids.shape and torch.equal(held[slots], ids.long())
-    assert 2 <= len(held) <= max(2, min(ids.numel(), num_experts + 1))
-    if len(ids) != 1:
-        used = held[held >= 0]
-        assert torch.equal(used, ids.unique().long())
-        assert torch.equal(held[: len(used)], used)
-
-
-@pytest.mark.parametrize("bad", [-1, -7, 4, 1 << 40])
-def test_slots_of_ids_out_of_range(bad):
-    """They remain out of range, and no expert takes their place, however many experts are chosen besides."""
-    for ids in ([[bad, 1]], [[0, bad], [1, 2]], [[0, 1], [2, 3], [bad, 0]]):
-        ids = torch.tensor(ids)
-        slots, held = slots_for(ids, 4)
-        assert bool((slots < len(held)).all())
-        found, is_bad = held[slots], ids == bad
-        assert torch.equal(found[~is_bad], ids[~is_bad])
-        assert int(found[is_bad]) == (bad if len(ids) == 1 else 4)
 
 
 # ---- the same results ----

@@ -1,0 +1,162 @@
+"""Products of groups of vectors with stacked matrices: `linear_groups`, and the groups that `groups_of` makes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ibp
+from helpers import assert_same_bits
+from ibp._fetch.linear import groups_of, linear_groups
+from products import kernels_on_the_cpu, lists
+
+MATRICES, ROWS, COLUMNS = 5, 32, 64
+
+
+def stack(irregular=False, rows=ROWS, columns=COLUMNS, matrices=MATRICES):
+    """Matrices, and a table of them one below the other. Some weights are escapes."""
+    torch.manual_seed(0)
+    weights = torch.empty(matrices, rows, columns).normal_(std=0.02).bfloat16()
+    weights[:, ::5, 3] = 0
+    if irregular:
+        weights[1, 7] *= 2.0**-40
+    return weights, ibp.nn.Linear.from_linear(linear_of(weights), device="cpu", memory="host").weight
+
+
+def linear_of(weights):
+    module = torch.nn.Linear(weights.shape[-1], weights.shape[0] * weights.shape[1], bias=False, dtype=weights.dtype)
+    module.weight.data = weights.flatten(0, 1)
+    return module
+
+
+def vectors(number, columns=COLUMNS):
+    return torch.randn(number, columns).bfloat16()
+
+
+def wanted(x, weights, numbers):
+    results = [F.linear(vector, weights[number]) for vector, number in zip(x, numbers)]
+    return torch.stack(results) if results else x.new_empty(0, weights.shape[1])
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    with kernels_on_the_cpu(monkeypatch) as calls:
+        yield calls
+
+
+@given(num_matrices=st.integers(1, 9), numbers=st.lists(st.integers(-2, 10), max_size=60), is_long=st.booleans())
+def test_groups(num_matrices, numbers, is_long):
+    numbers = torch.tensor(sorted(numbers), dtype=torch.int64 if is_long else torch.int32)
+    groups = groups_of(numbers, num_matrices)
+    assert groups.dtype == torch.int32 and len(groups) == min(len(numbers), num_matrices) + len(numbers) // 8
+    held = groups[groups[:, 2] > 0].tolist()
+    assert not groups[len(held) :, 2].any()
+    found = [(number, first + place) for number, first, count in held for place in range(count)]
+    assert found == [(int(n), place) for place, n in enumerate(numbers) if 0 <= n < num_matrices]
+    assert all(count == 8 or following[0] != number for (number, _, count), following in zip(held, held[1:]))
+
+
+@pytest.mark.parametrize("irregular", [False, True])
+@pytest.mark.parametrize("numbers", [[], [3], [0, 0, 2, 4], [1] * 8, [1] * 17 + [4] * 9], ids=len)
+def test_products(kernel, numbers, irregular):
+    """Where a row is irregular, matrices are decoded."""
+    weights, table = stack(irregular)
+    lists(table)
+    x = vectors(len(numbers))
+    y = linear_groups(x, table, groups_of(torch.tensor(numbers, dtype=torch.int64), MATRICES), ROWS)
+    torch.testing.assert_close(y, wanted(x, weights, numbers))
+    assert kernel == ([len(numbers)] if numbers and not irregular else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decoded_matrices(dtype):
+    """Groups in any order; what follows the first one of no vectors is not looked at, and nothing else is written."""
+    weights = stack()[0].to(dtype)
+    table = ibp.compress(weights.flatten(0, 1))
+    x = vectors(5).to(dtype).requires_grad_()
+    groups = torch.tensor([[4, 3, 2], [0, 0, 1], [0, 0, 0], [9, 9, 9]], dtype=torch.int32)
+    y = linear_groups(x, table, groups, ROWS)
+    assert_same_bits(y[3:], F.linear(x[3:], weights[4]).detach())
+    assert_same_bits(y[:1], F.linear(x[:1], weights[0]).detach())
+    assert not y.requires_grad
+
+
+def test_refusals():
+    (weights, table), x = stack(), vectors(2)
+    groups = groups_of(torch.tensor([0, 1]), MATRICES)
+    for arguments, error, message in (
+        ((x, weights, groups, ROWS), TypeError, "table is a Tensor; wanted an ibp.CompressedTensor"),
+        ((None, table, groups, ROWS), TypeError, "x is a NoneType"),
+        ((x, table, groups.long(), ROWS), TypeError, "groups is torch.int64; wanted a tensor of torch.int32"),
+        ((x, table, None, ROWS), TypeError, "groups is NoneType; wanted"),
+        ((x[0], table, groups, ROWS), ValueError, r"x has shape \[64\] and groups \[2, 3\]; wanted \[V, K\] and"),
+        ((x, table, groups[:, :2], ROWS), ValueError, r"groups \[2, 2\]; wanted"),
+        ((x[:, 1:], table, groups, ROWS), ValueError, r"x has shape \[2, 63\]; wanted \[..., 64\]"),
+        ((x, table, groups, 33), ValueError, "a matrix has 33 rows; wanted a part of the table's 160"),
+        ((x, table, groups, 0), ValueError, "a matrix has 0 rows"),
+        ((x, table, groups.to("meta"), ROWS), ValueError, "groups is on meta; wanted x's device, cpu"),
+    ):
+        with pytest.raises(error, match=message):
+            linear_groups(*arguments)
+    for bad in ([5, 0, 1], [-1, 0, 1], [0, 1, 2], [0, -1, 1], [0, 0, 9]):
+        with pytest.raises(IndexError, match="a group is .*; wanted one of 5 matrices and 2 vectors"):
+            linear_groups(x, table, torch.tensor([bad], dtype=torch.int32), ROWS)
+
+
+@pytest.mark.slow  # torch.compile is loaded
+@torch.no_grad()
+def test_compiled(kernel):
+    weights, table = stack()
+    lists(table)
+    torch.compiler.reset()
+
+    def multiply(x, numbers):
+        return linear_groups(x, table, groups_of(numbers, MATRICES), ROWS)
+
+    x, numbers = vectors(20), [0] * 9 + [2] * 3 + [4] * 8
+    y = torch.compile(multiply, fullgraph=True)(x, torch.tensor(numbers))
+    torch.testing.assert_close(y, wanted(x, weights, numbers))
+    assert kernel == [20]
+
+
+# ---- GPUs ----
+
+
+@pytest.mark.parametrize("rows, columns", [(1536, 2048), (2048, 768), (16, 32), (48, 2880)])
+@torch.no_grad()
+def test_on_a_gpu(cuda, rows, columns):
+    weights, table = stack(rows=rows, columns=columns)
+    weights, table = weights.to(cuda), table.to(cuda).prepare_linear()
+    for numbers in ([2], [0, 4], [0, 1, 1, 3], [1] * 8, [1] * 17 + [4] * 9, sorted([0, 1, 2, 3, 4] * 40)):
+        x, ids = vectors(len(numbers), columns).to(cuda), torch.tensor(numbers, device=cuda)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = linear_groups(x, table, groups_of(ids, MATRICES), rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(y, wanted(x, weights, numbers))
+
+
+@torch.no_grad()
+def test_a_gpu_leaves_groups_out_of_range_out(cuda):
+    weights, table = stack()
+    table, x = table.to(cuda).prepare_linear(), vectors(3).to(cuda)
+    groups = torch.tensor([[5, 0, 1], [2, 1, 1], [0, 2, 2]], dtype=torch.int32, device=cuda)
+    y = linear_groups(x, table, groups, ROWS)
+    torch.testing.assert_close(y[1], F.linear(x[1], weights[2].to(cuda)))
+
+
+@torch.no_grad()
+def test_a_cuda_graph(cuda):
+    weights, table = stack()
+    weights, table = weights.to(cuda), table.to(cuda).prepare_linear()
+    x, ids = vectors(20).to(cuda), torch.zeros(20, dtype=torch.int64, device=cuda)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = linear_groups(x, table, groups_of(ids, MATRICES), ROWS)
+    for _ in range(3):
+        numbers = torch.randint(0, MATRICES, (20,)).sort().values
+        ids.copy_(numbers)
+        graph.replay()
+        torch.testing.assert_close(y, wanted(x, weights, numbers.tolist()))

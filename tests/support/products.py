@@ -1,0 +1,75 @@
+"""The kernels that multiply by coded matrices, in torch: for tables on the CPU, in tests of the code around them."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+from ibp._fetch import escapes, linear, products
+
+
+def lists(table):
+    """Lists a table's escapes, as on a GPU: kernels multiply by it then."""
+    table._escapes = escapes._state(table), escapes.list_escapes(table)
+
+
+def matrix_of(slots, slot_bytes, below, starts, entries, columns):
+    """A table's matrix: digits and residuals, with escapes in place of what digits give."""
+    rows = len(starts) - 1
+    bytes_of_rows = slots.view(rows, slot_bytes).int()
+    residuals, digits = bytes_of_rows[:, :columns], bytes_of_rows[:, columns : columns // 2 * 3]
+    digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
+    bits = (residuals & 1) << 15 | digits + len(below) << 7 | residuals >> 1
+    escaped = torch.repeat_interleave(torch.arange(rows), starts.diff())
+    bits[escaped, entries[:, 0].long()] = entries[:, 1] & 0xFFFF
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
+    """ibp_cuda_linear."""
+    first = 0
+    for number, table in enumerate(zip(slots, slot_bytes, below, starts, entries)):
+        bias = biases[number] if biases and len(biases[number]) else None
+        y = F.linear(x, matrix_of(*table, x.shape[1]), bias)
+        out.view(-1)[first : first + y.numel()].view(y.shape).copy_(y)
+        first += y.numel()
+
+
+def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, num_rows, out):
+    """ibp_cuda_linear_groups."""
+    matrices = matrix_of(slots, slot_bytes, below, starts, entries, x.shape[1]).view(-1, num_rows, x.shape[1])
+    assert groups.dtype == torch.int32 and groups.shape[1] == 3 and x.is_contiguous()
+    for matrix, first, count in groups.tolist():
+        if count == 0:
+            break
+        assert count <= 8
+        if 0 <= matrix < len(matrices) and 0 <= first <= first + count <= len(x):
+            out[first : first + count] = F.linear(x[first : first + count], matrices[matrix])
+
+
+@contextlib.contextmanager
+def kernels_on_the_cpu(monkeypatch):
+    """Kernels multiply by tables on the CPU whose escapes are listed, in `ibp.linear` up to 64 vectors. Gives a list,
+    to which each call adds its number of vectors."""
+    calls, library = [], torch.library.Library("ibp", "IMPL")
+
+    def run(*arguments):
+        assert 1 <= len(arguments[0]) <= 4
+        calls.append(len(arguments[5]))
+        multiply(*arguments)
+
+    def run_groups(*arguments):
+        calls.append(len(arguments[5]))
+        multiply_groups(*arguments)
+
+    def are_near(x, tables, biases=()):
+        return x.dtype == torch.bfloat16 and x.numel() > 0 and not products.is_transformed()
+
+    library.impl("linear", run, "CPU")
+    library.impl("linear_groups", run_groups, "CPU")
+    monkeypatch.setattr(linear, "_are_near", are_near)
+    monkeypatch.setattr(linear, "most_vectors", lambda device, num_rows: 64)
+    try:
+        yield calls
+    finally:
+        library._destroy()
