@@ -298,7 +298,9 @@ def _added(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 # ---- by stacks of matrices ----
 
 
-def linear_groups(x: torch.Tensor, table: Table, groups: torch.Tensor, rows: int) -> torch.Tensor:
+def linear_groups(
+    x: torch.Tensor, table: Table, groups: torch.Tensor, rows: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Groups of vectors, each times one matrix of a stack, as `torch.nn.functional.linear` multiplies.
 
     On a GPU a kernel multiplies where `escapes_for_groups` gives escapes: it reads coded bytes alone, of a matrix once
@@ -318,13 +320,15 @@ def linear_groups(x: torch.Tensor, table: Table, groups: torch.Tensor, rows: int
         groups: int32 [G, 3] on x's device: the number of a matrix, the group's first vector, and how many it has, at
             most 8. The first group of no vectors ends the list. No vector is in two groups.
         rows: of a matrix.
+        out: tensor [V, rows] of the table's dtype, contiguous and on x's device, to write to.
 
     Returns:
-        Tensor [V, rows], without gradients. Vectors that are in no group have any values.
+        Tensor [V, rows], without gradients; out if it was given. Results of vectors that are in no group are what out
+        had, or any values.
 
     Raises:
-        TypeError: an argument is not of its type, or groups not int32.
-        ValueError: shapes do not fit, or groups is on another device than x.
+        TypeError: an argument is not of its type, groups not int32, or out has another dtype.
+        ValueError: shapes do not fit, groups or out is on another device than x, or out is not contiguous.
         IndexError: a group is out of range; the kernel leaves it out.
         CorruptTableError: as `linear`.
     """
@@ -338,8 +342,12 @@ def linear_groups(x: torch.Tensor, table: Table, groups: torch.Tensor, rows: int
         raise ValueError(f"groups is on {groups.device}; wanted x's device, {x.device}")
     if rows < 1 or table.shape[0] % rows:
         raise ValueError(f"a matrix has {rows} rows; wanted a part of the table's {table.shape[0]}")
+    if out is not None:
+        check_out(out, (len(x), rows), table.dtype)
+        if out.device != x.device or not out.is_contiguous():
+            raise ValueError(f"out is on {out.device}, with strides {out.stride()}; wanted {x.device}, contiguous")
     x, escapes = x.detach(), escapes_for_groups(x, table, rows)
-    y = x.new_empty(len(x), rows)
+    y = x.new_empty(len(x), rows) if out is None else out
     if escapes is None:
         _multiply_one_by_one(x, table, groups, rows, y)
     elif len(groups):
@@ -393,13 +401,17 @@ def groups_of(numbers: torch.Tensor, num_matrices: int) -> torch.Tensor:
     Returns:
         int32 [min(V, E) + V // 8, 3]: groups in the order of the vectors, then groups of no vectors.
     """
-    device, num_vectors = numbers.device, len(numbers)
-    starts = torch.searchsorted(numbers, torch.arange(num_matrices + 1, dtype=numbers.dtype, device=device))
-    num_groups = (starts.diff() + (MOST_OF_A_GROUP - 1)) // MOST_OF_A_GROUP  # of each matrix
-    ends = num_groups.cumsum(0)
-    places = torch.arange(min(num_vectors, num_matrices) + num_vectors // MOST_OF_A_GROUP, device=device)
-    matrix = torch.searchsorted(ends, places, right=True).clamp_(max=num_matrices - 1)
+    num_vectors = len(numbers)
+    num_places = min(num_vectors, num_matrices) + num_vectors // MOST_OF_A_GROUP
+    counted = torch.arange(max(num_matrices + 1, num_places), device=numbers.device, dtype=numbers.dtype)
+    # int32 throughout, and few operations: of such sizes each takes as long as another.
+    starts = torch.searchsorted(numbers, counted[: num_matrices + 1], out_int32=True)
+    num_groups = starts.diff().add_(MOST_OF_A_GROUP - 1).div_(MOST_OF_A_GROUP, rounding_mode="floor")
+    ends = num_groups.cumsum(0, dtype=torch.int32)
+    places = counted[:num_places].int()
+    matrix = torch.searchsorted(ends[:-1], places, right=True, out_int32=True)
     # Groups that are left over begin behind the last matrix's vectors.
-    first = (starts[:-1] - (ends - num_groups) * MOST_OF_A_GROUP)[matrix] + places * MOST_OF_A_GROUP
-    count = (starts[1:][matrix] - first).clamp_(0, MOST_OF_A_GROUP)
-    return torch.stack((matrix, first, count), dim=1).int()
+    bases = starts[:-1].sub(ends.sub(num_groups), alpha=MOST_OF_A_GROUP)
+    first = bases.index_select(0, matrix).add_(places, alpha=MOST_OF_A_GROUP)
+    count = starts[1:].index_select(0, matrix).sub_(first).clamp_(0, MOST_OF_A_GROUP)
+    return torch.stack((matrix, first, count), dim=1)

@@ -42,9 +42,9 @@ class CodedStack(TableModule):
         """Whether a kernel multiplies vectors such as x by coded experts."""
         return escapes_for_groups(x, self.weight, self.num_rows) is not None
 
-    def times(self, x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        """The product of each vector x [V, columns] with its group's expert, as `linear_groups` has groups."""
-        return linear_groups(x, self.weight, groups, self.num_rows)
+    def times(self, x: torch.Tensor, groups: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """The product of each vector x [V, columns] with its group's expert, as `linear_groups` gives it."""
+        return linear_groups(x, self.weight, groups, self.num_rows, out=out)
 
     def _name_of_weight(self, prefix: str) -> str:
         return prefix[:-1]
@@ -128,28 +128,29 @@ class Experts(torch.nn.Module):
     def _multiplied(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What transformers' implementations compute, from coded weights."""
         num_tokens, num_choices = index.shape
-        ids, gates, order = index.reshape(-1), weights.reshape(-1), None
-        if num_tokens == 1:
-            x, places = hidden.expand(num_choices, -1), torch.arange(num_choices, dtype=ids.dtype, device=ids.device)
-            groups = torch.stack((ids, places, torch.ones_like(ids)), dim=1).int()
+        ids, order = index.reshape(-1), None
+        if num_tokens == 1:  # whose experts differ: each is a group
+            ids, x = ids.clamp(-1, self.num_experts), hidden.expand(num_choices, -1)
+            groups = torch.stack((ids, torch.arange(num_choices, device=ids.device), torch.ones_like(ids)), dim=1).int()
         else:
             ids, order = torch.sort(ids)
-            x, gates, groups = hidden[order // num_choices], gates[order], groups_of(ids, self.num_experts)
-        experts = ids.clamp(0, self.num_experts - 1)
-        y = self._times(self._up, x, groups, experts)
+            x, groups = hidden[order // num_choices], groups_of(ids, self.num_experts)
+        y = self._times(self._up, x, groups, ids)
         y = self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
-        y = self._times(_DOWN, y, groups, experts)
+        # NaN remains where an expert is not there, and no group has the vector.
+        y = self._times(_DOWN, y, groups, ids, out=hidden.new_full((len(ids), self.stacks[_DOWN].num_rows), torch.nan))
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
-        y = y * gates.masked_fill(ids != experts, torch.nan)[:, None]
         if order is not None:
             y = torch.empty_like(y).index_copy_(0, order, y)
-        return y.view(num_tokens, num_choices, -1).sum(1).to(hidden.dtype)
+        return (y.view(num_tokens, num_choices, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
-    def _times(self, name: str, x: torch.Tensor, groups: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """experts: of each vector."""
-        y = self.stacks[name].times(x, groups)
-        return y.add_(getattr(self, name + _BIAS)[experts]) if self.has_bias else y
+    def _times(
+        self, name: str, x: torch.Tensor, groups: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """ids: the experts of the vectors."""
+        y = self.stacks[name].times(x, groups, out)
+        return y.add_(getattr(self, name + _BIAS)[ids.clamp(0, self.num_experts - 1)]) if self.has_bias else y
 
     @torch.compiler.disable
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:

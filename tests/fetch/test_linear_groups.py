@@ -80,6 +80,10 @@ def test_decoded_matrices(dtype):
     assert_same_bits(y[3:], F.linear(x[3:], weights[4]).detach())
     assert_same_bits(y[:1], F.linear(x[:1], weights[0]).detach())
     assert not y.requires_grad
+    out = torch.full((5, ROWS), 7, dtype=dtype)
+    assert linear_groups(x, table, groups, ROWS, out=out) is out
+    assert_same_bits(out[[0, 3, 4]], y[[0, 3, 4]])
+    assert bool((out[1:3] == 7).all())
 
 
 def test_refusals():
@@ -99,6 +103,13 @@ def test_refusals():
     ):
         with pytest.raises(error, match=message):
             linear_groups(*arguments)
+    for out, error, message in (
+        (torch.empty(2, ROWS), TypeError, "out has dtype torch.float32; wanted torch.bfloat16"),
+        (torch.empty(3, ROWS).bfloat16(), ValueError, r"out has shape \[3, 32\]; wanted \[2, 32\]"),
+        (torch.empty(ROWS, 2).bfloat16().t(), ValueError, r"out is on cpu, with strides \(1, 2\); wanted cpu, contig"),
+    ):
+        with pytest.raises(error, match=message):
+            linear_groups(x, table, groups, ROWS, out=out)
     for bad in ([5, 0, 1], [-1, 0, 1], [0, 1, 2], [0, -1, 1], [0, 0, 9]):
         with pytest.raises(IndexError, match="a group is .*; wanted one of 5 matrices and 2 vectors"):
             linear_groups(x, table, torch.tensor([bad], dtype=torch.int32), ROWS)
