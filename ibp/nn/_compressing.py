@@ -287,7 +287,7 @@ class ModelPlan:
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
             return False
         if weight.is_stacked:
-            _put_in_experts(self._model, weight.names[0], table, self._fused)
+            table = _put_in_experts(self._model, weight.names[0], table, self._fused)
         else:
             _put_over(self._model, weight.names, table, self._fused)
         self._coded += weight.names
@@ -395,14 +395,14 @@ def _join(modules: list[torch.nn.Module | None]) -> None:
         multiply_together(*linears)
 
 
-def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, fused: bool) -> None:
-    """Puts a table in the place of a stacked weight of this name."""
+def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, fused: bool) -> CompressedTensor:
+    """Puts a table in the place of a stacked weight of this name. Returns the table that is multiplied."""
     of_module, _, attribute = name.rpartition(".")
     module = model.get_submodule(of_module)
     if not isinstance(module, Experts):
         module = Experts(module, fused)
         model.set_submodule(of_module, module)
-    module.put(attribute, table)
+    return module.put(attribute, table).weight
 
 
 def _put_over(model: torch.nn.Module, names: Iterable[str], table: CompressedTensor, fused: bool) -> None:

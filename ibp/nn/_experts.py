@@ -92,11 +92,13 @@ class Experts(torch.nn.Module):
         """The coded weights, by name."""
         return {name: module for name, module in self._modules.items() if isinstance(module, CodedStack)}
 
-    def put(self, name: str, table: CompressedTensor) -> None:
+    def put(self, name: str, table: CompressedTensor) -> CodedStack:
         """Puts a table in the place of a stacked weight: as the plain weight, or its transposed matrices."""
         del self._parameters[name]
-        self.add_module(name, CodedStack(table, bool(self.is_transposed)))
+        stack = CodedStack(table, bool(self.is_transposed))
+        self.add_module(name, stack)
         self._calls = Calls(self._kind, self.stacks)
+        return stack
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the class's own forward.

@@ -27,8 +27,12 @@ def test_the_script_on_the_cpu(measured):
     assert {row["layers"] for row in rows} == {"3"}
     cells = {(row["arm"], row["routing"], int(row["rows"])) for row in rows}
     few = {(arm, routing, tokens) for arm in moe.ARMS for routing in ("uniform", "sticky") for tokens in (1, 3)}
-    assert cells == few | {(arm, "uniform", moe.QUICK_PREFILL) for arm in moe.ARMS[:3]}
+    assert cells == few | {
+        (arm, "uniform", moe.QUICK_PREFILL) for arm in (moe.PLAIN, moe.CODED, moe.STREAMED, moe.BY_INDEX)
+    }
     assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
+    assert all((float(row["times"] or 0) > 0) == (row["arm"] == moe.CODED) for row in rows)
+    assert {float(row["savings"]) > 0.2 for row in rows if row["arm"] == moe.CODED} == {True}
 
 
 def test_what_is_moved(measured):
@@ -39,8 +43,11 @@ def test_what_is_moved(measured):
             asked = int(rows[moe.BY_INDEX, routing, tokens]["asked_bytes"])
             assert link[moe.BY_INDEX] < 0.75 * link[moe.BY_INDEX + moe.RAW] < 0.75 * 1.1 * asked
             assert link[moe.CACHED] < link[moe.BY_INDEX] < link[moe.STREAMED]
-            hits = {arm: float(rows[arm, routing, tokens]["hit_rate"]) for arm in moe.ARMS[2:]}
+            hits = {arm: float(rows[arm, routing, tokens]["hit_rate"]) for arm in moe.ARMS[4:]}
             assert hits[moe.BY_INDEX] == 0 < hits[moe.CACHED + moe.RAW] < hits[moe.CACHED]
+
+
+OTHERS = {"rows": 8, "routing": "uniform", "ms_of_48": "10.0", "bound_ms": "", "layers": 48}
 
 
 @pytest.mark.parametrize("routing", ["uniform", "sticky"])
@@ -54,6 +61,17 @@ def test_routes(routing):
     counts = torch.bincount(found[:, 0].flatten(), minlength=32).sort(descending=True).values
     share = float(counts[:4].sum() / counts.sum())
     assert (kept > 0.5 and share > 0.3) if routing == "sticky" else (kept < 0.2 and share < 0.2)
+
+
+def test_shortfalls_of_coded_experts():
+    def row(times, savings, way="graph"):
+        return {"case": "8 tokens", "arm": moe.CODED, "way": way, "times": times, "savings": savings, **OTHERS}
+
+    assert list(moe.shortfalls([row("1.21", "0.245"), row("0.9", "0.245", "eager")])) == []
+    assert list(moe.shortfalls([row("1.1", "0.23")])) == [
+        "8 tokens: 1.1 times as fast as plain, wanted 1.2",
+        "8 tokens: 0.23 saved, wanted 0.24",
+    ]
 
 
 def test_shortfalls():
