@@ -65,6 +65,16 @@ class Experts(torch.nn.Module):
 
     Gradients reach inputs and small parameters; autograd keeps the experts that were decoded until backward.
 
+    Example:
+        >>> # needs the package transformers
+        >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+        >>> sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_experts": 8, "moe_intermediate_size": 256}
+        >>> model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=512, **sizes)).bfloat16().eval()
+        >>> report = ibp.nn.compress(model, include="*.experts")
+        >>> experts = model.model.layers[0].mlp.experts
+        >>> type(experts), experts.stacks["down_proj"].weight.shape
+        (<class 'ibp.nn.Experts'>, torch.Size([2048, 256]))
+
     Args:
         module: of a class that transformers' `use_experts_implementation` decorates. Its attributes become this
             module's.

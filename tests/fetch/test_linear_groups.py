@@ -163,6 +163,7 @@ def test_a_cuda_graph(cuda):
     weights, table = stack()
     weights, table = weights.to(cuda), table.to(cuda).prepare_linear()
     x, ids = vectors(20).to(cuda), torch.zeros(20, dtype=torch.int64, device=cuda)
+    linear_groups(x, table, groups_of(ids, MATRICES), ROWS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = linear_groups(x, table, groups_of(ids, MATRICES), ROWS)

