@@ -56,7 +56,8 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
     """Uninitialised uint8 tensor; pinned memory where pin is set, of this size and not rounded up to a power of two as
     by torch's own allocator, on a NUMA node (negative: the caller's) where the system can."""
     if not pin or num_bytes == 0:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        on_host = device.type == "cpu"
+        return empty_pageable(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     with pinning(f"{num_bytes:,} bytes of memory"):
         buffer = _core.PinnedBuffer(num_bytes, node)
     if buffer.is_used:

@@ -370,8 +370,6 @@ def encode_block(
 ) -> torch.Tensor:
     """Codes a block of rows into slices of slots and overflow on its own device. Returns where a fault is noted."""
     device = block.device
-    if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
-        slots.zero_(), overflow.zero_()
     fault = new_record(device)
     words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
     table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
