@@ -5,13 +5,16 @@
 BF16 weights N(0, 0.02) at level "fast", 1 to 512 vectors, matrices of the shapes of models: one shape lies
 several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms: `cuBLAS`:
 torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded before;
-`ibp.linear`: decoded in registers by the kernel that multiplies. `stack` are the matrices of 32 layers of Llama-7B's
-shape, one after the other: what a token takes at least, and `tokens_per_s` what comes out at most. Products overlap
-there as far as the kernels let them; `after another kernel` are cases in which one writes the vectors before each
-product, and its time counts for both arms, as in a model's layers. GB/s count the original bytes of the weights; `us`:
-of a product; `host_us`: until a call comes back without a graph, of one vector; `times`: of cuBLAS's rate, and
-WANTED is its target; `vectors`: of a product. Results are compared with products in double, and one-hot vectors with
-the weights themselves.
+`ibp.linear`: decoded in registers by the kernel that multiplies.
+In cases named `together`, with shapes as `4096 + 1024 + 1024 x 4096`, the same vectors are multiplied with several
+matrices: `cuBLAS` has all rows in one matrix, as engines do, `cuBLAS, one by one` has not, and `ibp.linear` takes the
+tables in one call. `stack` are the matrices of 32 layers of Llama-7B's shape, one after the other: what a token takes
+at least, and `tokens_per_s` what comes out at most. Products overlap there as far as the kernels let them; `after
+another kernel` are cases in which one writes the vectors before each product, and its time counts for all arms, as in a
+model's layers.
+GB/s count the original bytes of the weights; `us`: of a product, or of those of a call; `host_us`: until a call comes
+back without a graph, of one vector; `times`: of cuBLAS's rate, and WANTED is its target; `vectors`: of a product.
+Results are compared with products in double, and one-hot vectors with the weights themselves.
 """
 
 import sys
@@ -41,10 +44,17 @@ COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (1, 8)
 WANTED = {16: 1.25, 32: 1.2, 64: 1.1, 128: 1.0, 256: 0.9, 512: 0.95}
 STACK_COUNTS = (1, 8)  # and after another kernel
 LAYERS, QUICK_LAYERS = 32, 2
-LAYER = {0: 4, 1: 2, 2: 1}  # matrices of a layer: how many of each of SHAPES
+LAYER = ((0, 0, 0), (0,), (1, 1), (2,))  # matrices of a layer, as numbers of SHAPES; some have the same vectors
+TOGETHER = (
+    ((4096, 1024, 1024), 4096),
+    ((14336, 14336), 4096),
+    ((8192, 1024, 1024), 8192),
+    ((28672, 28672), 8192),
+)
+QUICK_TOGETHER = (((64, 32), 128),)
 ROTATED_BYTES = 256 << 20  # of one shape: several times the L2 cache
 LEAST_CALLS = 8  # in a graph
-CUBLAS, DECODED, FUSED = "cuBLAS", "decode, then cuBLAS", "ibp.linear"
+CUBLAS, ONE_BY_ONE, DECODED, FUSED = "cuBLAS", "cuBLAS, one by one", "decode, then cuBLAS", "ibp.linear"
 
 
 def make(shape, device):
@@ -56,39 +66,55 @@ def make(shape, device):
     return weight, ibp.nn.Linear.from_linear(module).weight
 
 
-class Case:
-    """Matrices that are multiplied one after the other with vectors of their width, and where rates go. of_model:
-    whether they are all those of a model. after_another: whether a kernel writes the vectors before each product."""
+class Group:
+    """Matrices that are multiplied with the same vectors: weights, tables, and the weights as one matrix."""
 
-    def __init__(self, run, rates, name, matrices, of_model=False, after_another=False):
-        self.run, self.rates, self.matrices, self.of_model = run, rates, matrices, of_model
-        self.after_another = after_another
+    def __init__(self, *matrices):
+        self.weights, self.tables = zip(*matrices)
+        self.weight = torch.cat(self.weights) if len(matrices) > 1 else self.weights[0]
+        self.columns = self.weight.shape[1]
+
+    def clone(self):
+        return Group(*((weight.clone(), table.clone()) for weight, table in zip(self.weights, self.tables)))
+
+    def multiply(self, arm, x):
+        if arm == CUBLAS:
+            F.linear(x, self.weight)
+        elif arm == FUSED:
+            ibp.linear(x, self.tables)
+        else:
+            for weight in self.weights if arm == ONE_BY_ONE else self.tables:
+                F.linear(x, weight)
+
+
+class Case:
+    """Groups of matrices that are multiplied one after the other with vectors of their width, and where rates go.
+    of_model: whether they are all those of a model. after_another: whether a kernel writes the vectors before each
+    product."""
+
+    def __init__(self, run, rates, name, groups, of_model=False, after_another=False):
+        self.run, self.rates, self.groups, self.of_model = run, rates, groups, of_model
+        self.after_another, self.is_together = after_another, any(len(group.tables) > 1 for group in groups)
         self.name, self.suffix = name, ", after another kernel" if after_another else ""
-        self.num_bytes = sum(weight.nbytes for weight, _ in matrices)
-        self.stored = sum(table.stored_bytes for _, table in matrices)
-        columns = sorted({weight.shape[1] for weight, _ in matrices})
-        self.written = {count: matrices[0][0].new_empty(count, matrices[0][0].shape[1]) for count in COUNTS}
+        self.num_bytes = sum(group.weight.nbytes for group in groups)
+        self.stored = sum(table.stored_bytes for group in groups for table in group.tables)
+        columns = sorted({group.columns for group in groups})
+        self.written = {count: groups[0].weight.new_empty(count, groups[0].columns) for count in COUNTS}
         self.x = {count: {k: torch.randn(count, k, device=run.device).bfloat16() for k in columns} for count in COUNTS}
 
-    @staticmethod
-    def product(arm, x, weight, table):
-        if arm == CUBLAS:
-            return F.linear(x, weight)
-        return F.linear(x, table) if arm == DECODED else ibp.linear(x, table)
-
     def products(self, arm, count):
-        for weight, table in self.matrices:
-            x = self.x[count][weight.shape[1]]
+        for group in self.groups:
+            x = self.x[count][group.columns]
             if self.after_another:
                 torch.mul(x, 1, out=self.written[count])
                 x = self.written[count]
-            self.product(arm, x, weight, table)
+            group.multiply(arm, x)
 
     def host_us(self, arm, count):
         """Until a call comes back."""
-        weight, table = self.matrices[0]
-        x = self.x[count][weight.shape[1]]
-        return 1e6 * small_calls.returning_s(self.run, lambda: self.product(arm, x, weight, table))
+        group = self.groups[0]
+        x = self.x[count][group.columns]
+        return 1e6 * small_calls.returning_s(self.run, lambda: group.multiply(arm, x))
 
     def seconds(self, arm, count):
         """Of all products."""
@@ -102,25 +128,25 @@ class Case:
         return self.run.seconds([graph.replay])
 
     def ideal_gbps(self, arm):
-        moved = self.num_bytes if arm == CUBLAS else self.stored
+        moved = self.num_bytes if arm in (CUBLAS, ONE_BY_ONE) else self.stored
         moved += 2 * self.num_bytes if arm == DECODED else 0  # written, and read again
         return ideal.device_gbps(self.num_bytes, moved, self.rates.copy_gbps)
 
     def record(self, arm, count, seconds, cublas_s):
         gbps = self.num_bytes * 1e-9 / seconds
         wanted = WANTED.get(count, 1.0) * self.num_bytes * 1e-9 / cublas_s if arm == FUSED else None
-        rows, columns = self.matrices[0][0].shape
+        rows, columns = self.groups[0].weight.shape
         self.run.add(
             case=f"{self.name}, {count}{self.suffix}",
             arm=arm,
             rows=rows,
             row_bytes=2 * columns,
             dtype=torch.bfloat16,
-            savings=0.0 if arm == CUBLAS else 1 - self.stored / self.num_bytes,
+            savings=0.0 if arm in (CUBLAS, ONE_BY_ONE) else 1 - self.stored / self.num_bytes,
             gbps=gbps,
             ideal_gbps=self.ideal_gbps(arm),
             sms=None,
-            us=harness.four_digits(1e6 * seconds / len(self.matrices)),
+            us=harness.four_digits(1e6 * seconds / len(self.groups)),
             vectors=count,
             times=f"{cublas_s / seconds:.3f}",
             tokens_per_s=harness.four_digits(count / seconds) if self.of_model else None,
@@ -133,7 +159,8 @@ class Case:
             with self.run.cell(f"{self.name}, {count} vectors{self.suffix}"):
                 cublas_s = self.seconds(CUBLAS, count)
                 self.record(CUBLAS, count, cublas_s, cublas_s)
-                for arm in (FUSED,) if self.after_another else (DECODED, FUSED):
+                others = (ONE_BY_ONE,) if self.is_together else () if self.after_another else (DECODED,)
+                for arm in (*others, FUSED):
                     self.record(arm, count, self.seconds(arm, count), cublas_s)
 
 
@@ -150,21 +177,30 @@ def check(weight, table, x):
         raise AssertionError(f"weights of {list(weight.shape)} are not decoded as they were")
 
 
-def measure_shape(run, rates, shape, matrix):
-    weight, table = matrix
-    check(weight, table, torch.randn(max(COUNTS), shape[1], device=run.device).bfloat16())
-    count = max(LEAST_CALLS, -(-ROTATED_BYTES // table.stored_bytes)) if run.on_gpu else 2
-    matrices = [matrix] + [(weight.clone(), table.clone()) for _ in range(count - 1)]
-    name = f"{shape[0]} x {shape[1]}"
-    Case(run, rates, name, matrices).measure(QUICK_COUNTS if run.quick else COUNTS)
-    Case(run, rates, name, matrices, after_another=True).measure(STACK_COUNTS)
+def measure_group(run, rates, name, group):
+    for weight, table in zip(group.weights, group.tables):
+        check(weight, table, torch.randn(max(COUNTS), group.columns, device=run.device).bfloat16())
+    count = max(LEAST_CALLS, -(-ROTATED_BYTES // (group.weight.nbytes * 3 // 4))) if run.on_gpu else 2
+    groups = [group, *(group.clone() for _ in range(count - 1))]
+    Case(run, rates, name, groups).measure(QUICK_COUNTS if run.quick else COUNTS)
+    Case(run, rates, name, groups, after_another=True).measure(STACK_COUNTS)
+
+
+def measure_together(run, rates, rows, columns):
+    group = Group(*(make((of_matrix, columns), run.device) for of_matrix in rows))
+    x = torch.randn(1, columns, device=run.device).bfloat16()
+    for got, table in zip(ibp.linear(x, group.tables), group.tables):
+        harness.check_bits(got, ibp.linear(x, table), "products together")
+    measure_group(run, rates, f"{' + '.join(map(str, rows))} x {columns}, together", group)
 
 
 def measure_stack(run, rates, made):
     layers = QUICK_LAYERS if run.quick else LAYERS
-    kinds = [made[number % len(made)] for number, count in LAYER.items() for _ in range(count)]
-    matrices = [(weight.clone(), table.clone()) for _ in range(layers) for weight, table in kinds]
-    Case(run, rates, f"stack of {layers} layers", matrices, of_model=True).measure(STACK_COUNTS)
+    layer = [Group(*(made[number % len(made)] for number in numbers)) for numbers in LAYER]
+    groups = [group.clone() for _ in range(layers) for group in layer]
+    single = [Group(matrix) for group in groups for matrix in zip(group.weights, group.tables)]
+    for name, of_model in (("", single), (", together", groups)):
+        Case(run, rates, f"stack of {layers} layers{name}", of_model, of_model=True).measure(STACK_COUNTS)
 
 
 def main(argv=None):
@@ -176,7 +212,10 @@ def main(argv=None):
     for shape in QUICK_SHAPES if run.quick else SHAPES:
         made.append(make(shape, run.device))
         with run.cell(f"{shape[0]} x {shape[1]}"):
-            measure_shape(run, rates, shape, made[-1])
+            measure_group(run, rates, f"{shape[0]} x {shape[1]}", Group(made[-1]))
+    for rows, columns in QUICK_TOGETHER if run.quick else TOGETHER:
+        with run.cell(f"{rows} x {columns}, together"):
+            measure_together(run, rates, rows, columns)
     with run.cell("stack"):
         measure_stack(run, rates, made)
     return run.finish(harness.missed(run.rows))

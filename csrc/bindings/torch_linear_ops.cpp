@@ -14,7 +14,8 @@ uint16_t *bfloat16s_of(const Tensor &tensor, int64_t count, const char *name)
     return data_of<uint16_t>(tensor, ScalarType::BFloat16, count, name);
 }
 
-ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, int64_t first_symbol, const Tensor &starts,
+// below: as many bytes as there are exponents before the first symbol.
+ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor &below, const Tensor &starts,
                            const Tensor &entries, int64_t num_columns)
 {
     const int64_t num_rows = starts.numel() - 1;
@@ -26,7 +27,7 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, int64_t firs
     matrix.slots = data_of<uint8_t>(slots, ScalarType::Byte, slots.numel(), "slots");
     matrix.slots_bytes = slots.numel();
     matrix.slot_bytes = to_u32(slot_bytes, 16, UINT32_MAX, "slot_bytes");
-    matrix.first_symbol = to_u32(first_symbol, 0, UINT8_MAX, "first_symbol");
+    matrix.first_symbol = to_u32(below.numel(), 0, UINT8_MAX, "the first symbol");
     matrix.num_rows = num_rows, matrix.num_columns = to_u32(num_columns, 1, INT32_MAX, "the columns");
     matrix.starts = static_cast<const uint32_t *>(begins);
     matrix.escapes = static_cast<const ibp_escape *>(list), matrix.num_escapes = static_cast<uint32_t>(entries.size(0));
@@ -39,26 +40,42 @@ Tensor aligned(const Tensor &x)
     return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u ? x : torch::stable::clone(x);
 }
 
-void linear(const Device &device, const Tensor &slots, int64_t slot_bytes, int64_t first_symbol, const Tensor &starts,
-            const Tensor &entries, const Tensor &x, const std::optional<Tensor> &bias, const Out &out)
+// biases: none, or as many as there are matrices, where an empty one adds nothing. out: the results one after the other.
+void linear(const Device &device, const Tensors &slots, const std::vector<int64_t> &slot_bytes, const Tensors &below,
+            const Tensors &starts, const Tensors &entries, const Tensor &x, const Tensors &biases, const Out &out)
 {
+    const size_t count = slots.size();
+    require(count >= 1 && count <= IBP_MOST_MATRICES, "slots has ", static_cast<int64_t>(count),
+            " tensors, 1 to 4 are needed");
+    require(slot_bytes.size() == count && below.size() == count && starts.size() == count && entries.size() == count &&
+                (biases.empty() || biases.size() == count),
+            "the lists have different lengths");
     require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
     const int64_t num_vectors = x.size(0);
-    const ibp_digit_matrix matrix = matrix_of(slots, slot_bytes, first_symbol, starts, entries, x.size(1));
     const Tensor near = aligned(x);
     const uint16_t *const vectors = bfloat16s_of(near, x.numel(), "x");
-    uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, matrix.num_rows, "out"), "out");
-    const uint16_t *const added = bias ? bfloat16s_of(*bias, matrix.num_rows, "bias") : nullptr;
-    const int64_t num_bytes = ibp_cuda_linear_bytes(&matrix, num_vectors);
+    ibp_product products[IBP_MOST_MATRICES] = {};
+    int64_t starts_at[IBP_MOST_MATRICES] = {}, num_results = 0;
+    for (size_t i = 0; i < count; i++) {
+        ibp_product &product = products[i];
+        product.matrix = matrix_of(slots[i], slot_bytes[i], below[i], starts[i], entries[i], x.size(1));
+        const int64_t num_rows = product.matrix.num_rows;
+        if (!biases.empty() && biases[i].numel() != 0) product.bias = bfloat16s_of(biases[i], num_rows, "biases");
+        starts_at[i] = num_results, num_results += total_bytes(num_vectors, num_rows, "out");
+    }
+    uint16_t *const to = bfloat16s_of(out, num_results, "out");
+    for (size_t i = 0; i < count && to != nullptr; i++) products[i].y = to + starts_at[i];
+    const auto num_products = static_cast<int64_t>(count);
+    const int64_t num_bytes = ibp_cuda_linear_bytes(products, num_products, num_vectors);
     std::unique_ptr<Tensor> workspace;
     if (num_bytes != 0) workspace = std::make_unique<Tensor>(new_tensor(x, {num_bytes}, ScalarType::Byte));
     auto *const bytes = workspace ? static_cast<uint8_t *>(workspace->data_ptr()) : nullptr;
-    check(ibp_cuda_linear(&matrix, vectors, num_vectors, added, to, bytes, device.stream()), "linear");
+    check(ibp_cuda_linear(products, num_products, vectors, num_vectors, bytes, device.stream()), "linear");
 }
 
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
-    operation<linear>(m, "linear", "slots slot_bytes first_symbol starts entries x bias out");
+    operation<linear>(m, "linear", "slots slot_bytes below starts entries x biases out");
 }

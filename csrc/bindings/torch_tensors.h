@@ -251,7 +251,7 @@ class Device {
 // The arguments of an operation as torch gives them, taken one after the other.
 class Arguments;
 template <typename T> constexpr bool kIsGroup = std::is_constructible_v<T, Arguments &>;
-template <typename T, typename = void> constexpr bool kIsRole = false; // Out, OnCpu, Near
+template <typename T, typename = void> constexpr bool kIsRole = false; // Out, OnCpu, Tensors, Near
 template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> = true;
 
 // A tensor that the operation writes.
@@ -264,6 +264,12 @@ struct Out : Tensor {
 struct OnCpu : Tensor {
     using Value = Tensor;
     explicit OnCpu(const Tensor &tensor) : Tensor(tensor) {}
+};
+
+// Tensors where the others are.
+struct Tensors : std::vector<Tensor> {
+    using Value = std::vector<Tensor>;
+    explicit Tensors(const std::vector<Tensor> &tensors) : std::vector<Tensor>(tensors) {}
 };
 
 // Tensors on any CUDA device, where the others are on one.
@@ -285,8 +291,9 @@ class Given {
         if constexpr (kIsGroup<T>) {
             argument.add_to(*this);
             return;
-        } else if constexpr (std::is_same_v<T, Near>) {
-            for (const Tensor &tensor : argument) add({position_, nullptr, &tensor, kNear, false, {}});
+        } else if constexpr (std::is_base_of_v<std::vector<Tensor>, T>) {
+            const Place place = std::is_same_v<T, Near> ? kNear : kHere;
+            for (const Tensor &tensor : argument) add({position_, nullptr, &tensor, place, false, {}});
         } else if constexpr (std::is_base_of_v<Tensor, T>) {
             const Place place = std::is_same_v<T, OnCpu> ? kCpu : kHere;
             add({position_, nullptr, &argument, place, std::is_same_v<T, Out>, {}});

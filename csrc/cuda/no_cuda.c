@@ -8,7 +8,7 @@
 bool ibp_cuda_is_built(void) { return false; }
 int ibp_cuda_device_count(void) { return 0; }
 const char *ibp_cuda_last_error(void) { return ""; }
-int64_t ibp_cuda_linear_bytes(const ibp_digit_matrix *matrix, int64_t num_vectors) { return 0; }
+int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors) { return 0; }
 bool ibp_cuda_makes_deltas(const ibp_codebook *codebook) { return false; }
 bool ibp_cuda_applies_deltas(const ibp_codebook *codebook) { return false; }
 
@@ -32,8 +32,8 @@ IBP_WITHOUT_CUDA(ibp_cuda_gather_items, const ibp_table *table, const ibp_ids *i
                  int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_sum_bags, const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
                  const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
-IBP_WITHOUT_CUDA(ibp_cuda_linear, const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
-                 const uint16_t *bias, uint16_t *y, uint8_t *workspace, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_linear, const ibp_product *products, int64_t num_products, const uint16_t *x,
+                 int64_t num_vectors, uint8_t *workspace, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_decode_bytes, const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                  ibp_fault *fault, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_enable_peer, int device, int peer)

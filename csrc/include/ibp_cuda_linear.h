@@ -57,6 +57,7 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
 
 #define IBP_MOST_VECTORS 512  /* of a call */
 #define IBP_MOST_INVARIANT 64 /* with up to this many, y of a vector does not depend on how many there are */
+#define IBP_MOST_MATRICES 4   /* of a call */
 
 /* An element of a row whose digit is an escape. */
 typedef struct {
@@ -80,22 +81,31 @@ typedef struct {
     const ibp_escape *escapes; /* by rows and columns; aligned to 8 bytes */
 } ibp_digit_matrix;
 
-/* y = x W^T + bias: W, the matrix; x [num_vectors, K], bias [N] or NULL, y [num_vectors, N], all BF16. Rows are decoded
- * in registers and never written. W is read once for up to 8 vectors, and on GPUs of compute capability 9.0 for up to
- * 64 (32 where K is above 8,192) or 65 to 256, else once for every 8. Products are added in float and rounded once: for
- * up to IBP_MOST_INVARIANT vectors in an order that depends on K alone, so that y of a vector does not depend on how
- * many there are; for more in an order that depends on N, K and the GPU.
+/* A coded matrix W [N, K], what is added to its products, and where they go: y = x W^T + bias. */
+typedef struct {
+    ibp_digit_matrix matrix;
+    const uint16_t *bias; /* [N], or NULL */
+    uint16_t *y;          /* [num_vectors, N] */
+} ibp_product;
+
+/* Multiplies vectors x [num_vectors, K] by matrices of K columns; x, bias and y are BF16. One launch multiplies by all
+ * matrices: a model's query, key and value matrices take as long as one matrix with the rows of all three. Rows are
+ * decoded in registers and never written. A matrix is read once for up to 8 vectors, and on GPUs of compute capability
+ * 9.0 for up to 64 (32 where K is above 8,192) or 65 to 256, else once for every 8. Products are added in float and
+ * rounded once: for up to IBP_MOST_INVARIANT vectors in an order that depends on K alone, so that y of a vector depends
+ * neither on the number of vectors nor on the other matrices; for more in an order that depends on the matrices' sizes
+ * and the GPU.
  * Rows that are stored raw or as default rows give any numbers, which are finite for finite x. The list of escapes is
  * not compared with the rows; columns and starts out of range do no harm.
- * num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes. workspace: ibp_cuda_linear_bytes bytes of device memory,
- * aligned to 128, that the call overwrites; NULL where that is 0.
- * Earlier work on the stream must not write the matrix, which is read while that work may still be running. It may
+ * num_products: 1 to IBP_MOST_MATRICES. num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes. workspace:
+ * ibp_cuda_linear_bytes bytes of device memory, aligned to 128, that the call overwrites; NULL where that is 0.
+ * Earlier work on the stream must not write the matrices, which are read while that work may still be running. It may
  * write x and bias. */
-IBP_API ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
-                                   const uint16_t *bias, uint16_t *y, uint8_t *workspace, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_products, const uint16_t *x,
+                                   int64_t num_vectors, uint8_t *workspace, ibp_stream stream);
 
 /* Bytes of workspace of ibp_cuda_linear; 0: it takes none, or not these arguments. */
-IBP_API int64_t ibp_cuda_linear_bytes(const ibp_digit_matrix *matrix, int64_t num_vectors);
+IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors);
 
 #ifdef __cplusplus
 }

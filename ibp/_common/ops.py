@@ -57,8 +57,10 @@ begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, whi
 have as many ids. Rows that have `entries` come from `slabs`, as in gather_items. `reduction` and `kind` are numbers of
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
-`linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h: starts and entries, the escapes of the table, are int32
-[rows + 1] and [escapes, 2], x, bias and out bfloat16 [vectors, columns], [rows] and [vectors, rows].
+`linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h, by up to four tables. Of each table, below has as many bytes
+as there are exponents before that of digit 0, and starts and entries, its escapes, are int32 [rows + 1] and [escapes,
+2]. x is bfloat16 [vectors, columns], biases are none at all or one [rows] for each table, of which empty ones add
+nothing, and out has the results [vectors, rows] one after the other.
 
 `times_matrix` is x [vectors, rows] times the matrix [rows, columns] of dtype that a table on `worker` holds, in x's
 dtype and on its device. It decodes the matrix for the time of the call. It notes no faults: it gives gradients of
@@ -205,8 +207,8 @@ _define(
     "int reduction, int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
 )
 _define(
-    "linear(Tensor slots, int slot_bytes, SymInt first_symbol, Tensor starts, Tensor entries, Tensor x, Tensor? bias, "
-    "Tensor(a!) out) -> ()"
+    "linear(Tensor[] slots, int[] slot_bytes, Tensor[] below, Tensor[] starts, Tensor[] entries, Tensor x, "
+    "Tensor[] biases, Tensor(a!) out) -> ()"
 )
 _define(
     "times_matrix(Tensor table, Tensor x, int columns, ScalarType dtype, Device worker) -> Tensor",

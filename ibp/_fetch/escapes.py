@@ -29,8 +29,8 @@ class Escapes(NamedTuple):
 
     slots: the table's, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
         graphs in every call.
-    below: uint8 [first_symbol]: its size is the exponent of digit 0. Compiled code takes sizes of tensors for
-        variables, but numbers on modules for constants.
+    below: uint8 [first_symbol]: its size is the exponent of digit 0. Compiled code would take a number on a module for
+        a constant, and compile again for each.
     starts: int32 [N + 1], where a row's entries begin.
     entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half the bits that
         digit 15 gives.

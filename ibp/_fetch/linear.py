@@ -1,9 +1,10 @@
-"""Products with a compressed matrix: `linear`."""
+"""Products with compressed matrices: `linear`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,13 @@ from .streaming import decompress
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
 # The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
 LEAST_90, MOST_90 = 128, 512  # IBP_MOST_VECTORS
+MOST_MATRICES = 4  # of a launch: IBP_MOST_MATRICES
 # A slot has 32 bytes for a row's escapes, so that decoding the row reads no overflow, if the row has at least 1,024
 # columns; most shorter rows have no escape.
 _SYMBOL_BYTES, _LONG_COLUMNS = 32, 1024
 
 
+@overload
 def linear(
     x: torch.Tensor,
     table: Table | Decodable,
@@ -31,7 +34,24 @@ def linear(
     *,
     out: torch.Tensor | None = None,
     check: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+@overload
+def linear(
+    x: torch.Tensor,
+    table: Sequence[Table | Decodable],
+    bias: Sequence[torch.Tensor | None] | None = None,
+    *,
+    out: Sequence[torch.Tensor | None] | None = None,
+    check: bool = False,
+) -> list[torch.Tensor]: ...
+def linear(
+    x: torch.Tensor,
+    table: Any,
+    bias: Any = None,
+    *,
+    out: Any = None,
+    check: bool = False,
+) -> torch.Tensor | list[torch.Tensor]:
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
     On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and on
@@ -41,6 +61,9 @@ def linear(
     that depends on K alone: a vector's result has then the same bits however many vectors there are, but for rows that
     torch multiplies (below). They differ from the bits of torch's function, which differ by shape and GPU, too.
     In all other cases torch's function multiplies by W, decoded on x's device for the time of the call.
+
+    By several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
+    to 4, if no gradients are wanted: short matrices then take as long as one matrix that has all their rows.
 
     Gradients reach x and bias, under autocast too. Nothing is kept for them: backward decodes W again, for the time of
     its product, and rows of the table must not change before. Where transforms of torch.func are in force, or the
@@ -61,41 +84,70 @@ def linear(
         >>> y = ibp.linear(x, ibp.compress(weight, level="fast"))
         >>> torch.equal(y, torch.nn.functional.linear(x, weight))
         True
+        >>> query, key = ibp.linear(x, [ibp.compress(part, level="fast") for part in weight.split([384, 128])])
+        >>> query.shape, key.shape
+        (torch.Size([2, 384]), torch.Size([2, 128]))
 
     Args:
         x: tensor [..., K], or a nested one.
-        table: of a matrix [N, K], of x's dtype; or anything else that decodes itself, such as an `ibp.RowCache`.
-        bias: [N], of x's dtype and on its device.
-        out: tensor [..., N] of the table's dtype, on x's device, to write to.
+        table: of a matrix [N, K], of x's dtype; or anything else that decodes itself, such as an `ibp.RowCache`. Or
+            several of them: a list, a tuple.
+        bias: [N], of x's dtype and on its device. For several tables: a tensor or None for each; None: all are without.
+        out: tensor [..., N] of the table's dtype, on x's device, to write to. For several tables: a tensor or None for
+            each.
         check: wait for the result and raise here what went wrong, as in `index_select`.
 
     Returns:
-        Tensor [..., N] on x's device; out if it was given.
+        Tensor [..., N] on x's device; out if it was given. For several tables a list of tensors, one for each table.
 
     Raises:
         TypeError: x or bias is no tensor, table is no table, or out has another dtype.
-        ValueError: a shape does not fit; x is on the meta device, or out on another than x; x is nested, and out given.
+        ValueError: a shape does not fit; x is on the meta device, or out on another than x; x is nested, and out given;
+            there are not as many biases or outs as tables.
         RuntimeError: by torch's function, as for plain weights: dtypes differ, or bias is on another device than x.
         CorruptTableError: the table's bytes contradict each other; where W is decoded for the call, a GPU reports it as
             `index_select` does.
         RuntimeError: in backward, rows of the table have changed since the call.
     """
-    if isinstance(table, torch.Tensor) or not isinstance(table, (Table, Decodable)):
-        check_table(table)
-    _check_arguments(x, table, bias)
+    if isinstance(table, (list, tuple)):
+        return _linear_by_several(x, table, bias, out, check)
+    _check_arguments(x, table, bias, out)
     if x.is_nested:  # has no shape
-        if out is not None:
-            raise ValueError("x is a nested tensor; wanted no out")
         return F.linear(x, decompress(table, device=x.device, check=check), bias)
-    shape = (*x.shape[:-1], table.shape[0])
-    if out is not None:
-        check_out(out, shape, table.dtype)
-        if out.device != x.device:
-            raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
     if not wants_gradients(x, bias):
         return _product(x, table, bias, out, check)
     result = differentiable(partial(_product, check=check), x, table, bias)
     return result if out is None else out.copy_(result)
+
+
+def _linear_by_several(
+    x: torch.Tensor,
+    tables: Sequence[Table | Decodable],
+    bias: Sequence[torch.Tensor | None] | None,
+    out: Sequence[torch.Tensor | None] | None,
+    check: bool,
+) -> list[torch.Tensor]:
+    biases, outs = _one_for_each("biases", bias, tables), _one_for_each("outs", out, tables)
+    for arguments in zip(tables, biases, outs):
+        _check_arguments(x, *arguments)
+    results: list[torch.Tensor] = []
+    for first in range(0, len(tables), MOST_MATRICES):
+        some = slice(first, first + MOST_MATRICES)
+        together = _products(x, tables[some], biases[some])
+        results += together or [linear(x, table, bias) for table, bias in zip(tables[some], biases[some])]
+    if check and x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
+    return [result if to is None else to.copy_(result) for result, to in zip(results, outs)]
+
+
+def _one_for_each(name: str, given: Sequence[torch.Tensor | None] | None, tables: Sequence) -> list:
+    if given is None:
+        return [None] * len(tables)
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} is a {type(given).__name__}; wanted a list with a tensor or None for each table")
+    if len(given) != len(tables):
+        raise ValueError(f"there are {len(given)} {name} for {len(tables)} tables; wanted one for each")
+    return list(given)
 
 
 def slot_bytes_for(columns: int) -> int | None:
@@ -116,14 +168,28 @@ def _product(
 ) -> torch.Tensor:
     """What `linear` gives, without gradients where the kernel multiplies."""
     x, bias = _as_autocast(x), None if bias is None else _as_autocast(bias)
-    escapes = escapes_of(table) if isinstance(table, Table) and _may_fuse(x, table, bias) else None
+    escapes = escapes_of(table) if _may_fuse(x, [table], [bias]) else None
     if escapes is None:
         result = F.linear(x, decompress(table, device=x.device, check=check), bias)
         return result if out is None else out.copy_(result)
-    result = _multiply(x, table, escapes, bias, (*x.shape[:-1], table.shape[0]), out)
+    (result,) = _multiply(x, [table], [escapes], [bias], out)
     if check:
         torch.cuda.current_stream(x.device).synchronize()
-    return result
+    return result if out is None or out is result else out.copy_(result)
+
+
+def _products(
+    x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor] | None:
+    """What `linear` gives, by one launch. None: gradients are wanted, or the kernel does not take them together."""
+    if len(tables) == 1 or x.is_nested or any(wants_gradients(x, bias) for bias in biases):
+        return None
+    x, biases = _as_autocast(x), [None if bias is None else _as_autocast(bias) for bias in biases]
+    if not _may_fuse(x, tables, biases):
+        return None
+    found = [escapes_of(table) for table in tables]
+    escapes = [of_table for of_table in found if of_table is not None]
+    return _multiply(x, tables, escapes, biases) if len(escapes) == len(tables) else None
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +200,9 @@ def _as_autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None) -> None:
+def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None, out: torch.Tensor | None) -> None:
+    if isinstance(table, torch.Tensor) or not isinstance(table, (Table, Decodable)):
+        check_table(table)
     for name, tensor in (("x", x), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
@@ -146,24 +214,33 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None) -> 
         raise ValueError(f"x has shape {list(x.shape)}; wanted [..., {table.shape[1]}]")
     if bias is not None and tuple(bias.shape) != (table.shape[0],):
         raise ValueError(f"bias has shape {list(bias.shape)}; wanted [{table.shape[0]}]")
+    if out is None:
+        return
+    if x.is_nested:
+        raise ValueError("x is a nested tensor; wanted no out")
+    check_out(out, (*x.shape[:-1], table.shape[0]), table.dtype)
+    if out.device != x.device:
+        raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
 
 
 # ---- by the kernel ----
 
 
-def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
-    """Whether the kernel takes the vectors; whether it takes the table, `escapes_of` says."""
-    if not x.is_cuda or table.device != x.device or x.numel() == 0:
+def _may_fuse(x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the kernel takes the vectors; whether it takes the tables, `escapes_of` says."""
+    if not x.is_cuda or x.numel() == 0:
+        return False
+    if any(not isinstance(table, Table) or table.device != x.device for table in tables):
         return False
     count = x.numel() // x.shape[-1]
-    if count > MOST_VECTORS and count > most_vectors(x.device, table.shape[0]):
+    if count > MOST_VECTORS and count > most_vectors(x.device, sum(table.shape[0] for table in tables)):
         return False
     if is_transformed():
         return False
-    given = (x,) if bias is None else (x, bias)
     return all(
         tensor.dtype == torch.bfloat16 and tensor.device == x.device and tensor.layout == torch.strided
-        for tensor in given
+        for tensor in (x, *biases)
+        if tensor is not None
     )
 
 
@@ -176,18 +253,36 @@ def most_vectors(device: torch.device, num_rows: int) -> int:
 
 def _multiply(
     x: torch.Tensor,
-    table: Table,
-    escapes: Escapes,
-    bias: torch.Tensor | None,
-    shape: tuple[int, ...],
-    out: torch.Tensor | None,
-) -> torch.Tensor:
+    tables: Sequence[Table],
+    escapes: Sequence[Escapes],
+    biases: Sequence[torch.Tensor | None],
+    out: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """The products with each table. out: for those of a single table, if it is contiguous."""
     vectors = x.detach().reshape(-1, x.shape[-1]).contiguous()
-    bias = None if bias is None else bias.detach().contiguous()
-    result = out if out is not None and out.is_contiguous() else x.new_empty(shape)
-    matrix = escapes.slots, table.slot_bytes, escapes.below.shape[0], escapes.starts, escapes.entries
-    torch.ops.ibp.linear.default(*matrix, vectors, bias, result)
-    if len(escapes.rows):
-        irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
-        result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
-    return result if out is None or out is result else out.copy_(result)
+    sizes = [len(vectors) * table.shape[0] for table in tables]
+    if out is not None and out.is_contiguous():
+        memory, results = out, [out]
+    else:
+        memory = x.new_empty(sum(sizes))
+        results = [part.view(*x.shape[:-1], table.shape[0]) for part, table in zip(memory.split(sizes), tables)]
+    added = [] if all(bias is None for bias in biases) else [_added(x, bias) for bias in biases]
+    torch.ops.ibp.linear.default(
+        [of_table.slots for of_table in escapes],
+        [table.slot_bytes for table in tables],
+        [of_table.below for of_table in escapes],
+        [of_table.starts for of_table in escapes],
+        [of_table.entries for of_table in escapes],
+        vectors,
+        added,
+        memory,
+    )
+    for result, of_table, bias in zip(results, escapes, biases):
+        if len(of_table.rows):
+            irregular = F.linear(vectors, of_table.weights, None if bias is None else bias[of_table.rows])
+            result.view(len(vectors), -1).index_copy_(1, of_table.rows, irregular)
+    return results
+
+
+def _added(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(0) if bias is None else bias.detach().contiguous()

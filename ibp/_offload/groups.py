@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,27 @@ class Lookup:
 
 
 @dataclass(eq=False)
+class Experts:
+    """A module with a stack of experts, as transformers has them. A call for few tokens fetches the experts that the
+    router chose; a call for many uses the group.
+
+    Attributes:
+        stacks: by attribute, the module's weights [num_experts, ...].
+        group: all of them.
+        choice: the name of forward's second argument, the experts of each token.
+    """
+
+    module: nn.Module
+    stacks: dict[str, Weight]
+    group: Group
+    choice: str
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.module.num_experts)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
 class Other:
     """A parameter or buffer that is not offloaded.
 
@@ -129,7 +151,7 @@ class Division:
     Attributes:
         weights: all that are offloaded.
         groups: in the order of the modules.
-        uses, lookups: the modules that need them.
+        uses, lookups, experts: the modules that need them.
         others: all other parameters and buffers, each tensor once.
         device_numbers: of the device of every module.
         blocks: the repeated modules that devices take turns with.
@@ -140,6 +162,7 @@ class Division:
     groups: list[Group] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
     others: list[Other] = field(default_factory=list)
     device_numbers: dict[nn.Module, int] = field(default_factory=dict)
     blocks: list[nn.Module] = field(default_factory=list)
@@ -258,6 +281,12 @@ class _Divider:
         nested.update({number: max(nested.get(number, 0), num_bytes) for number, num_bytes in outer.items()})
         if self._looks_rows_up(module):
             self._division.lookups += [Lookup(module, attribute, weight) for attribute, weight in self._found[module]]
+        elif self._is_stack(module):
+            stacks = dict(self._found[module])
+            group = self._new_group(module, name, list(stacks.values()))
+            self._division.experts.append(Experts(module, stacks, group, _arguments_of(module)[1]))
+            number = group.device_number
+            self._visit_children(module, name, {**outer, number: outer.get(number, 0) + group.num_bytes})
         elif isinstance(module, _WHOLE) or (name and self._fits(module, below)):
             self._visited.update(module.modules())
             self._use(module, name, below)
@@ -265,8 +294,11 @@ class _Divider:
             held = dict(outer)
             for group in self._use(module, name, self._own(module)):
                 held[group.device_number] = held.get(group.device_number, 0) + group.num_bytes
-            for child_name, child in module.named_children():
-                self.visit(child, f"{name}.{child_name}" if name else child_name, held)
+            self._visit_children(module, name, held)
+
+    def _visit_children(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
+        for child_name, child in module.named_children():
+            self.visit(child, f"{name}.{child_name}" if name else child_name, outer)
 
     def _below(self, module: nn.Module) -> list[Weight]:
         return _once(weight for part in module.modules() for _, weight in self._found.get(part, ()))
@@ -282,11 +314,20 @@ class _Divider:
         return (
             _has_forward(module)
             and sum(weight.num_bytes for weight in below) <= self._group_bytes
-            and not any(self._looks_rows_up(part) for part in module.modules())
+            and not any(self._looks_rows_up(part) or self._is_stack(part) for part in module.modules())
+        )
+
+    def _is_stack(self, module: nn.Module) -> bool:
+        weights = [weight for _, weight in self._found.get(module, ())]
+        return (
+            bool(weights)
+            and _is_stack(module)
+            and all(len(weight.holders) == 1 and weight.stacked_row_bytes is not None for weight in weights)
         )
 
     def _looks_rows_up(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Embedding) and module.max_norm is None and module in self._found
+        is_usual = isinstance(module, nn.Embedding) and module.max_norm is None and "forward" not in vars(module)
+        return is_usual and module in self._found
 
     def _use(self, module: nn.Module, name: str, weights: list[Weight]) -> list[Group]:
         """Groups the weights that are in no group yet, and notes that the module uses the groups of all. Returns
@@ -295,11 +336,30 @@ class _Divider:
             return []
         new = [weight for weight in weights if weight.group is None]
         if new:
-            number = self._division.device_numbers[module]
-            self._division.groups.append(Group(name or type(module).__name__, number, new))
+            self._new_group(module, name, new)
         groups = list(dict.fromkeys(weight.group for weight in weights if weight.group is not None))
         self._division.uses.append(Use(module, groups))
         return groups
+
+    def _new_group(self, module: nn.Module, name: str, weights: list[Weight]) -> Group:
+        group = Group(name or type(module).__name__, self._division.device_numbers[module], weights)
+        self._division.groups.append(group)
+        return group
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether a module is of a class that transformers' `use_experts_implementation` decorates, with experts of this
+    process alone: forward(hidden states, experts of each token, ...) over tensors [num_experts, ...]."""
+    is_decorated = all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed"))
+    if not is_decorated or getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
+        return False
+    if len(_arguments_of(module)) < 2:
+        return False
+    return all(tensor.dim() > 0 and len(tensor) == module.num_experts for _, tensor, _ in _tensors_of(module))
+
+
+def _arguments_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,11 +26,12 @@ from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
 from ..nn._tables import TableModule
+from .experts import ExpertsForward, by_rows
 from .fetcher import CudaWeightFetcher, WeightFetcher
-from .groups import Division, Group, Lookup, Use, divide, spread
+from .groups import Division, Experts, Group, Lookup, Use, divide, spread
 from .resting import NotCopied, Resting
 from .schedule import Schedule
-from .weights import Checkpoint, Weight, put, read_checkpoint
+from .weights import Checkpoint, Weight, put, read_checkpoint, stand_in
 
 _GROUP_BYTES = 128 << 20  # of weights fetched together: three such groups are about a layer of 7 billion weights
 _LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
@@ -59,7 +61,8 @@ def offload(
     Every weight is compressed once, into pinned host memory of its compressed size. While one part of the model
     computes, the copy engine brings the next weights and the GPU decodes them into a small arena: the same bits as
     before. The order of use is taken from the model at first and then learned, call by call. `torch.nn.Embedding`
-    fetches only the rows that it looks up. All other parameters and buffers move to the device. Modules of `ibp.nn`
+    fetches only the rows that it looks up, and a mixture of experts of transformers only the experts that the router
+    asks for, where a call has few tokens. All other parameters and buffers move to the device. Modules of `ibp.nn`
     keep their tables where they are: `ibp.nn.compress` codes the part of a model that stays on the GPU.
 
     The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU. Between calls a weight
@@ -87,7 +90,9 @@ def offload(
             become the weights' own as they are, pinned for a GPU, if they have the parameter's dtype and the scheme
             that is asked for; else they are decoded.
         resident_bytes: bytes of weights, counted before compression, that stay on the device; with several devices, on
-            each. None: no weights stay.
+            each. What a mixture's other weights leave of them is memory for a cache of coded experts, divided by the
+            sizes of the stacked weights; experts that are asked for replace those used longest ago. None: no weights
+            stay.
         resident: "raw", the only value: weights that stay on the device stay as they are.
         max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32.
         lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU; none on the CPU, where
@@ -178,7 +183,10 @@ class OffloadStats(Statistics):
             GPU, the time of decoding. Close to `seconds` where the link binds.
         weight_bytes: bytes of all offloaded weights, uncompressed.
         host_bytes: host memory of the offloaded weights, index and codebooks counted.
-        device_bytes: device memory for the offloaded weights: weights that stay, the arena, the ring, the index.
+        device_bytes: device memory for the offloaded weights: weights that stay, the arena, the ring, the index, caches
+            of experts.
+        expert_hits, expert_misses: rows of experts that were asked for and cached, or brought to the device. Calls for
+            so many tokens that all experts are brought do not count.
     """
 
     uses: int
@@ -190,6 +198,8 @@ class OffloadStats(Statistics):
     weight_bytes: int
     host_bytes: int
     device_bytes: int
+    expert_hits: int
+    expert_misses: int
 
     __module__ = "ibp"
 
@@ -197,6 +207,12 @@ class OffloadStats(Statistics):
     def gb_per_s(self) -> float:
         """Bytes of weights brought to the device a second, in GB/s; 0 before there are two uses."""
         return self.fetched_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    @property
+    def expert_hit_rate(self) -> float:
+        """Share of the experts' rows that were cached; 0 where no experts were asked for."""
+        asked = self.expert_hits + self.expert_misses
+        return self.expert_hits / asked if asked else 0.0
 
 
 class _CallHook(NotCopied):
@@ -260,29 +276,15 @@ class _RowsForward(NotCopied):
     """The forward of a module that looks rows up: its own, with a table in the place of the weight."""
 
     def __init__(self, lookup: Lookup, look_up: Callable[..., Any]) -> None:
-        self._lookup, self._look_up, self._forward = lookup, look_up, lookup.module.forward
-        self._lock, self._calls = threading.Lock(), 0
+        self._lookup, self._look_up = lookup, look_up
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._look_up(self, *args, **kwargs)
 
     def look_up(self, *args: Any, **kwargs: Any) -> Any:
-        self._exchange(1)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            self._exchange(-1)
-
-    def _exchange(self, calls: int) -> None:
-        module, attribute = self._lookup.module, self._lookup.attribute
-        with self._lock:
-            if self._calls == 0:
-                self._parameter = module._parameters.pop(attribute)
-                module.__dict__[attribute] = self._lookup.weight.table
-            self._calls += calls
-            if self._calls == 0:
-                del module.__dict__[attribute]
-                module._parameters[attribute] = self._parameter
+        module: Any = self._lookup.module
+        table = {self._lookup.attribute: self._lookup.weight.table}
+        return type(module).forward(stand_in(module, table), *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -351,6 +353,9 @@ class Offloaded(Closing):
         self._parents = {child: module for module in model.modules() for child in module.children()}
         self._users: dict[Weight, nn.Module] = {}  # modules that were found to use weights that are not their own
         self._kept: list[Weight] = []  # weights that stay on a device as they are
+        self._experts: list[ExpertsForward] = []  # that are brought as a router asks for them
+        self._of_experts: set[Group] = set()
+        self._uses_all_experts = False  # whether the last call of a mixture did
         self._is_removed = False
         self._is_short = False  # of room for what is expected next: the end of a use makes some
         self.reset_stats()
@@ -372,23 +377,29 @@ class Offloaded(Closing):
     # ---- what the user asks ----
 
     def stats(self) -> OffloadStats:
-        """What the offloaded model has done, and the memory that its weights take."""
+        """What the offloaded model has done, and the memory that its weights take. Waits for the device where it has a
+        mixture of experts."""
         with self._lock:
+            counts = [experts.counts() for experts in self._experts]
+            hits, misses, missed_bytes, link_bytes = (sum(part) for part in zip((0, 0, 0, 0), *counts))
             tables = [weight.table for weight in self._division.weights if weight.table is not None]
             uses_gpu = any(device.type == "cuda" for device in self._devices)
             device_bytes = sum(fetcher.device_bytes for fetcher in self._fetchers)
             device_bytes += sum(weight.num_bytes for weight in self._kept)
+            device_bytes += sum(experts.device_bytes for experts in self._experts)
             device_bytes += sum(table.index_bytes for table in tables) if uses_gpu else 0
             return OffloadStats(
                 self._uses,
                 self._misses,
-                self._fetched_bytes,
-                self._link_bytes,
+                self._fetched_bytes + missed_bytes,
+                self._link_bytes + link_bytes,
                 self._last_use - self._first_use if self._first_use is not None else 0.0,
                 sum(fetcher.waited_s for fetcher in self._fetchers),
                 sum(weight.num_bytes for weight in self._division.weights),
                 sum(table.nbytes for table in tables),
                 device_bytes,
+                hits,
+                misses,
             )
 
     def reset_stats(self) -> None:
@@ -398,6 +409,8 @@ class Offloaded(Closing):
         self._last_use = 0.0
         for fetcher in self._fetchers:
             fetcher.waited_s = 0.0
+        for experts in self._experts:
+            experts.reset_counts()
 
     def close(self) -> None:
         """Gives the model its weights back as plain tensors, on the devices that they were on, and removes all hooks. A
@@ -437,13 +450,13 @@ class Offloaded(Closing):
                 self._undo.pop()()
             for fetcher in self._fetchers:
                 fetcher.close()
-            self._fetchers, self._groups, self._is_removed = [], [], True
+            self._fetchers, self._groups, self._experts, self._is_removed = [], [], [], True
 
     # ---- set-up ----
 
     def _fill(self, checkpoint: Checkpoint | None, resident_bytes: int, scheme: str, progress: bool) -> None:
         division, devices = self._division, self._devices
-        resident = self._residents(resident_bytes)
+        resident, cache_bytes = self._residents(resident_bytes)
         kept = {weight for group in resident for weight in group.weights}
         groups = [group for group in division.groups if group not in resident]
         fetchers: list[WeightFetcher] = []
@@ -455,13 +468,14 @@ class Offloaded(Closing):
         self._fetchers, self._groups, self._schedule = fetchers, groups, Schedule(groups)
         compressor = WeightCompressor({"scheme": scheme})
         looked_up = {lookup.weight for lookup in division.lookups}
+        stacked = {weight for experts in division.experts for weight in experts.stacks.values()}
         ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in devices}
 
         def store(weight: Weight, x: torch.Tensor | CompressedTensor) -> None:
             group, first_holder = weight.group, weight.holders[0][0]
             device = devices[division.device_numbers[first_holder] if group is None else group.device_number]
             if isinstance(x, CompressedTensor) and (
-                weight in kept or not weight.fits(x, scheme, by_rows=weight in looked_up)
+                weight in kept or not weight.fits(x, scheme, by_rows=weight in looked_up or weight in stacked)
             ):
                 x = x.decompress(device=_CPU).to(weight.dtype)
             if isinstance(x, CompressedTensor):
@@ -473,8 +487,14 @@ class Offloaded(Closing):
                 self._kept.append(weight)
             else:
                 stored = x.to(_CPU).permute(weight.order)
-                row_bytes = {"row_bytes": None} if weight in looked_up else {}  # its own rows, to be fetched one by one
+                row_bytes: dict[str, Any] = {}
+                if weight in looked_up:
+                    row_bytes = {"row_bytes": None}  # its own rows, to be fetched one by one
+                elif weight in stacked:
+                    row_bytes = {"row_bytes": weight.stacked_row_bytes}
                 weight.table = compressor.compress(weight.name, stored, device=device, **row_bytes)
+            if weight in stacked and weight.table is not None:
+                weight.table = by_rows(weight.table)
             weight.freeze()
             if weight.table is not None:
                 if device.type == "cpu" or weight.table.serves(device):
@@ -492,17 +512,25 @@ class Offloaded(Closing):
             group.stored_bytes = sum(table.resident_bytes for table in tables)
         for other in division.others:
             other.tensor.data = other.tensor.data.to(devices[other.device_number])
-        self._install()
+        self._install(cache_bytes)
         for number, fetcher in enumerate(self._fetchers):
             fetcher.start([group for group in self._groups if group.device_number == number])
         self._fetch_ahead()
 
-    def _residents(self, num_bytes: int) -> list[Group]:
-        """The groups that stay on their devices."""
+    def _residents(self, num_bytes: int) -> tuple[list[Group], list[int]]:
+        """(The groups that stay on their devices, the bytes that they leave of each device's). Experts stay where all
+        weights do."""
+        self._of_experts = {experts.group for experts in self._division.experts}
         chosen: list[Group] = []
+        left: list[int] = []
         for number in range(len(self._devices)):
-            chosen += spread([group for group in self._division.groups if group.device_number == number], num_bytes)
-        return chosen
+            mine = [group for group in self._division.groups if group.device_number == number]
+            if sum(group.num_bytes for group in mine) > num_bytes:
+                mine = [group for group in mine if group not in self._of_experts]
+            staying = spread(mine, num_bytes)
+            chosen += staying
+            left.append(num_bytes - sum(group.num_bytes for group in staying))
+        return chosen, left
 
     def _sources(self, checkpoint: Checkpoint | None) -> Iterable[tuple[Weight, torch.Tensor | CompressedTensor]]:
         """Every weight and its values: from the model, or from the checkpoint, which fills the other tensors too."""
@@ -542,7 +570,8 @@ class Offloaded(Closing):
                     "for example under accelerate.init_empty_weights()"
                 )
 
-    def _install(self) -> None:
+    def _install(self, cache_bytes: Sequence[int]) -> None:
+        """cache_bytes: for experts, on each device."""
         streamed = set(self._groups)
         for use in self._division.uses:
             use.groups = [group for group in use.groups if group in streamed]
@@ -553,6 +582,13 @@ class Offloaded(Closing):
             if lookup.weight.table is not None:
                 lookup.module.forward = _RowsForward(lookup, look_up)
                 self._undo.append(functools.partial(vars(lookup.module).pop, "forward"))
+        experts = [one for one in self._division.experts if one.group in streamed]
+        totals = [0] * len(self._devices)
+        for one in experts:
+            totals[one.group.device_number] += one.group.num_bytes
+        for one in experts:
+            number, num_bytes = one.group.device_number, sum(weight.num_bytes for weight in one.stacks.values())
+            self._install_experts(one, cache_bytes[number] * num_bytes // totals[number])
         self._hook_calls(self._model, self._start, self._stop)
         if len(self._devices) > 1:
             self._install_moves()
@@ -570,6 +606,16 @@ class Offloaded(Closing):
     def _install_use(self, use: Use) -> None:
         self._uses_of[use.module] = use
         self._hook_calls(use.module, lambda: self._enter(use), lambda: self._leave(use))
+
+    def _install_experts(self, experts: Experts, cache_bytes: int) -> None:
+        use = Use(experts.module, [experts.group])
+        device = self._devices[experts.group.device_number]
+        forward = ExpertsForward(
+            experts, device, cache_bytes, lambda: self._using_all(use), lambda: self._note_choice(experts.group)
+        )
+        self._experts.append(forward)
+        experts.module.forward = forward
+        self._undo.append(functools.partial(vars(experts.module).pop, "forward"))
 
     def _hook_calls(self, module: nn.Module, start: Callable[[], None], end: Callable[[], None]) -> None:
         hook = _CallHook(torch.compiler.disable(start), torch.compiler.disable(end))
@@ -622,11 +668,31 @@ class Offloaded(Closing):
         fetcher.begin_use(group)
         group.is_ahead = False
         group.uses += 1
+        self._note_use(group)
+
+    def _note_use(self, group: Group) -> None:
         self._schedule.saw(group)
         self._uses += 1
         self._last_use = time.perf_counter()
         if self._first_use is None:
             self._first_use = self._last_use
+
+    @contextlib.contextmanager
+    def _using_all(self, use: Use) -> Iterator[None]:
+        """A call of a mixture that uses all experts: the next ones are expected to do so, too."""
+        with self._lock:
+            self._uses_all_experts = True
+            self._enter(use)
+        try:
+            yield
+        finally:
+            self._leave(use)
+
+    def _note_choice(self, group: Group) -> None:
+        """A call of a mixture that uses some experts: the next ones are not fetched ahead."""
+        with self._lock:
+            self._uses_all_experts = False
+            self._note_use(group)
 
     def _leave(self, use: Use) -> None:
         with self._lock:
@@ -696,6 +762,8 @@ class Offloaded(Closing):
         for group in itertools.islice(self._schedule.coming(), len(self._groups)):
             if not any(left):
                 break
+            if group in self._of_experts and not self._uses_all_experts:
+                continue
             if left[group.device_number] and not group.uses and group not in expected:
                 left[group.device_number] -= 1
                 expected.append(group)

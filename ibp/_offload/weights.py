@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._common.states import SavedTensor
 from .._files.opened import open as open_file
 from .._layout.geometry import DTYPES
+from .._schemes.kinds import ROW_BYTES
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import memory_order
 from . import resting
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .groups import Group
 
 _INDEX_NAME = "model.safetensors.index.json"
+
+_LEAST_STACKED_ROW_BYTES = 64  # shorter rows have more index than they save
 
 Value = torch.Tensor | CompressedTensor
 Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
@@ -71,6 +74,16 @@ class Weight:
             self.tensors.append(tensor)
             self.requires_grad.append(tensor.requires_grad)
 
+    @property
+    def stacked_row_bytes(self) -> int | None:
+        """Bytes of the longest rows, at most `ROW_BYTES`, that the items x[i] consist of; None: there are no such rows,
+        or items do not lie one after the other."""
+        item_bytes, element = self.num_bytes // self.shape[0], self.dtype.itemsize
+        if self.order[0] != 0:
+            return None
+        fitting = (size for size in range(ROW_BYTES, _LEAST_STACKED_ROW_BYTES - 1, -1) if size % element == 0)
+        return next((size for size in fitting if item_bytes % size == 0), None)
+
     def like(self) -> torch.Tensor:
         """A tensor without memory that lies as the weight did."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
@@ -78,6 +91,11 @@ class Weight:
     def view(self, data: torch.Tensor) -> torch.Tensor:
         """The weight's bytes, uint8 [num_bytes], as the tensor that the model had: shape, dtype and order of memory."""
         return data.view(self.dtype).as_strided(self.shape, self.stride)
+
+    def items(self, data: torch.Tensor) -> torch.Tensor:
+        """The bytes of some items x[i], one after the other, as a tensor of these items."""
+        data = data.view(self.dtype)
+        return data.as_strided((data.numel() // self.shape[1:].numel(), *self.shape[1:]), self.stride)
 
     def bind(self, value: torch.Tensor) -> None:
         """Makes value the content of the model's tensors."""
@@ -147,6 +165,18 @@ def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, other)
     else:
         tensor.data = value
+
+
+def stand_in(module: torch.nn.Module, values: Mapping[str, Any]) -> torch.nn.Module:
+    """What the forward of a module's class can be called with: the module but for some attributes, which are values of
+    this call alone."""
+    made = object.__new__(type(module))
+    vars(made).update(vars(module))
+    vars(made).pop("forward", None)
+    for held in ("_parameters", "_buffers"):
+        vars(made)[held] = {name: tensor for name, tensor in vars(module)[held].items() if name not in values}
+    vars(made).update(values)
+    return made
 
 
 def can_be_stored(tensor: torch.Tensor) -> bool:

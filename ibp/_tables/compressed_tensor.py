@@ -239,7 +239,7 @@ class CompressedTensor(Table):
             made._owner, made._pinned_range = self._owner, self._pinned_range
             made._move({}, self._segment)
             made._is_aliased = self._is_aliased = True
-            made._is_live = self._is_live
+            made._is_live, made._is_refused = self._is_live, self._is_refused
         return made
 
     # ---- rows that change ----

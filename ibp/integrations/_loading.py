@@ -117,7 +117,7 @@ class Loading:
         """Codes the remaining weights, when the checkpoint is read."""
         rest = self._fields.plan(self._model)
         rest.code_all(self._tables, but=self._is_away)
-        first, second = self._plan.report(), rest.report()
+        first, second = self._plan.finish(), rest.finish()
         coded = (*first.coded, *second.coded)
         plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}
         return ModelReport(coded, plain, first.num_bytes + second.num_bytes, first.nbytes + second.nbytes)

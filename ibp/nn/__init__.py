@@ -16,7 +16,7 @@ docs/embeddings.md says how they are trained.
 from ._collection import EmbeddingCollection
 from ._compressing import ModelReport, compress
 from ._embedding import Embedding, EmbeddingBag
-from ._tables import Conv1D, Linear, coded_state_dict
+from ._tables import Conv1D, Linear, coded_state_dict, multiply_together
 
 __all__ = [
     "Conv1D",
@@ -27,4 +27,5 @@ __all__ = [
     "ModelReport",
     "coded_state_dict",
     "compress",
+    "multiply_together",
 ]

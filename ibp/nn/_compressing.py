@@ -18,9 +18,19 @@ from .._tables.compression import compress_rows
 from .._tables.weights import is_worth_coding
 from ..checkpoints._source import is_chosen
 from ._embedding import Embedding
-from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table
+from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
 _LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
+# Names of modules that models call with the same x, in the order of their calls.
+_NEIGHBOURS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("to_q", "to_k", "to_v"),
+    ("query", "key", "value"),
+    ("q", "k", "v"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("wi_0", "wi_1"),
+)
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
 
 
@@ -141,7 +151,7 @@ def compress(
     plan = ModelPlan(model, include=include, exclude=exclude, level=level, fused=fused, min_bytes=min_bytes)
     plan.check_values()
     plan.code_all(progress=progress)
-    return plan.report()
+    return plan.finish()
 
 
 class ModelPlan:
@@ -224,8 +234,11 @@ class ModelPlan:
                 self._put(weight, _table_of(self._modules(weight), self._level) if known is None else known)
                 bar.update(weight.num_bytes)
 
-    def report(self) -> ModelReport:
-        """A report of the weights that are coded so far."""
+    def finish(self) -> ModelReport:
+        """Lets neighbours multiply together, and reports which weights are coded."""
+        for module in self._model.modules():
+            for names in _NEIGHBOURS:
+                _join([module._modules.get(name) for name in names])
         return ModelReport(tuple(self._coded), dict(self._plain), self._num_bytes, self._nbytes)
 
     def _modules(self, weight: _Weight) -> list[torch.nn.Module]:
@@ -335,6 +348,13 @@ def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int)
 
 
 # ---- replacing modules ----
+
+
+def _join(modules: list[torch.nn.Module | None]) -> None:
+    """Lets modules multiply together, if all are there, hold tables, and may."""
+    linears = [module for module in modules if type(module) is Linear and module.fused]
+    if len(set(linears)) == len(modules) and len({module.in_features for module in linears}) == 1:
+        multiply_together(*linears)
 
 
 def _put_over(model: torch.nn.Module, names: Iterable[str], table: CompressedTensor, fused: bool) -> None:

@@ -17,6 +17,7 @@ from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from .._tables.torch_functions import linear_of
+from ._neighbours import Neighbours
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that choose no slots
 _TRANSPOSED = "weight_transposed"  # of a `Conv1D` in a coded state
@@ -215,6 +216,9 @@ class Linear(TableModule):
         fused: whether few vectors are multiplied as `ibp.linear` does it, by weights that are decoded in registers: in
             other bits than torch has. Without it the bits are torch's.
 
+    Attributes:
+        place: the modules that this one multiplies together with, and its number among them (`multiply_together`).
+
     Raises:
         TypeError: table is no `ibp.CompressedTensor`.
         ValueError: table has not two dimensions, or bias another length.
@@ -234,6 +238,7 @@ class Linear(TableModule):
     ) -> None:
         super().__init__(table, stays)
         self.fused = fused
+        self.place: tuple[Neighbours, int] | None = None
         self.out_features, self.in_features = table.shape
         if bias is not None and bias.shape != table.shape[:1]:
             raise ValueError(f"bias has shape {list(bias.shape)}; wanted [{self.out_features}]")
@@ -261,10 +266,52 @@ class Linear(TableModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] times the weights: [..., out_features]."""
+        if self.place is not None:
+            neighbours, number = self.place
+            return neighbours.product(number, x)
         return (linear if self.fused else linear_of)(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}{', fused=True' if self.fused else ''}"
+
+
+def multiply_together(*modules: Linear) -> None:
+    """Lets modules that get the same x multiply by one launch of a kernel, as `ibp.linear` does by
+    several tables.
+
+    The first module computes the results of all, and the others return theirs if they are called next, one after the
+    other, with the same tensor. Otherwise each computes its own, and so do all from then on. x must not change between
+    these calls; outside of compiled code and inference mode a change is noticed. Results have the bits that they have
+    without it, up to 64 vectors. `ibp.nn.compress` does this for modules with names as q_proj, k_proj and v_proj.
+
+    Example:
+        >>> gate, up = (ibp.nn.Linear.from_linear(torch.nn.Linear(256, 512).bfloat16()) for _ in range(2))
+        >>> ibp.nn.multiply_together(gate, up)
+        >>> x = torch.randn(2, 256).bfloat16()
+        >>> (torch.nn.functional.silu(gate(x)) * up(x)).shape
+        torch.Size([2, 512])
+
+    Args:
+        modules: at least two, different, all with fused=True and as many in_features.
+
+    Raises:
+        TypeError: one is no `ibp.nn.Linear`.
+        ValueError: these are not such modules.
+    """
+    for module in modules:
+        if type(module) is not Linear:
+            raise TypeError(f"one of the modules is a {type(module).__name__}; wanted ibp.nn.Linear")
+        if not module.fused:
+            raise ValueError("a module has fused=False; wanted True, as for all that multiply together")
+        if module.in_features != modules[0].in_features:
+            raise ValueError(
+                f"modules have {modules[0].in_features} and {module.in_features} in_features; wanted the same"
+            )
+    if len(set(map(id, modules))) != len(modules) or len(modules) < 2:
+        raise ValueError(f"there are {len(set(map(id, modules)))} different modules; wanted at least two, each once")
+    neighbours = Neighbours(modules)
+    for number, module in enumerate(modules):
+        module.place = neighbours, number
 
 
 class Conv1D(Linear):

@@ -7,6 +7,7 @@
 #include "cuda/launch.cuh"
 
 #include <cstdio>
+#include <memory>
 #include <random>
 
 namespace {
@@ -42,10 +43,10 @@ struct Matrix {
     Bytes weights;
     ibp_codebook codebook = {};
 
-    Matrix()
-        : rows(16 + static_cast<uint32_t>(below(pick({30u, 30u, 300u})))),
-          columns(32 * (1 + static_cast<uint32_t>(below(rows < 64 ? 44 : 12)))),
-          first_symbol(pick({0u, 100u, 112u, 239u})), weights(size_t{2} * rows * columns)
+    static uint32_t some_rows() { return 16 + static_cast<uint32_t>(below(pick({30u, 30u, 300u}))); }
+    Matrix(uint32_t num_rows, uint32_t num_columns)
+        : rows(num_rows), columns(num_columns), first_symbol(pick({0u, 100u, 112u, 239u})),
+          weights(size_t{2} * rows * columns)
     {
         ibp_planes p = {};
         p.element_bytes = 2, p.rotate = 1, p.residual_bits = 8, p.num_planes = 1, p.digit_bits[0] = 4;
@@ -189,79 +190,128 @@ bool is_right(double got, double wanted, double bound)
     return std::fabs(got - wanted) <= bound;
 }
 
-ibp_status multiply(const ibp_digit_matrix &matrix, Bytes &x, int64_t vectors, Bytes *bias, Bytes &y)
+/* What ibp_cuda_linear multiplies, and where the results go. */
+struct Operand {
+    Matrix m;
+    Coded coded;
+    Listed listed;
+    Bytes bias;
+    std::unique_ptr<Bytes> y;
+    bool has_bias = chance(30);
+
+    explicit Operand(uint32_t rows, uint32_t columns)
+        : m(rows, columns), coded(m), listed(m, coded), bias(size_t{2} * rows)
+    {
+        for (uint32_t r = 0; r < rows; r++) bias.halves()[r] = chance(50) ? 0x3f80 : 0xbf80;
+    }
+    ibp_product product(uint32_t vectors)
+    {
+        y = std::make_unique<Bytes>(size_t{2} * vectors * m.rows);
+        return {listed.of(m, coded), has_bias ? bias.halves() : nullptr, y->halves()};
+    }
+};
+using Operands = std::vector<std::unique_ptr<Operand>>;
+
+ibp_status multiply(const std::vector<ibp_product> &products, const Bytes &x, int64_t vectors)
 {
-    Bytes workspace(static_cast<size_t>(ibp_cuda_linear_bytes(&matrix, vectors)));
-    return ibp_cuda_linear(&matrix, x.halves(), vectors, bias ? bias->halves() : nullptr, y.halves(), workspace.data,
+    const auto count = static_cast<int64_t>(products.size());
+    Bytes workspace(static_cast<size_t>(ibp_cuda_linear_bytes(products.data(), count, vectors)));
+    return ibp_cuda_linear(products.data(), count, reinterpret_cast<const uint16_t *>(x.data), vectors, workspace.data,
                            nullptr);
 }
 
-/* A vector's result has the same bits without the others. */
-void check_each(const ibp_digit_matrix &matrix, Bytes &x, uint32_t vectors, Bytes *bias, Bytes &y, uint64_t number)
+/* A vector's result has the same bits without the others, and without other matrices. */
+void check_each(Operand &operand, const Bytes &x, uint32_t vectors, uint64_t number)
 {
     if (vectors == 0 || vectors > IBP_MOST_INVARIANT) return;
-    const auto rows = static_cast<uint32_t>(matrix.num_rows), vector = static_cast<uint32_t>(below(vectors));
-    Bytes own(size_t{2} * matrix.num_columns), alone(size_t{2} * rows);
-    memcpy(own.data, x.halves() + size_t{vector} * matrix.num_columns, own.size);
-    expect(multiply(matrix, own, 1, bias, alone) == IBP_OK, "refused alone", number);
-    expect(memcmp(alone.data, y.halves() + size_t{vector} * rows, alone.size) == 0, "other bits alone", number);
+    const uint32_t rows = operand.m.rows, columns = operand.m.columns, vector = static_cast<uint32_t>(below(vectors));
+    const std::unique_ptr<Bytes> together = std::move(operand.y);
+    Bytes own(size_t{2} * columns);
+    memcpy(own.data, x.data + size_t{2} * vector * columns, own.size);
+    expect(multiply({operand.product(1)}, own, 1) == IBP_OK, "refused alone", number);
+    expect(memcmp(operand.y->data, together->data + size_t{2} * vector * rows, size_t{2} * rows) == 0,
+           "other bits alone", number);
+    operand.y = std::make_unique<Bytes>(together->size);
+    memcpy(operand.y->data, together->data, together->size);
 }
 
-void check(const Matrix &m, const Coded &coded, Listed &listed, uint64_t number)
+void check_products(const Operand &operand, Bytes &x, uint32_t vectors, bool is_one_hot, uint64_t number)
 {
-    const auto vectors = static_cast<uint32_t>(below(pick({9u, 17u, 65u, 140u})));
-    const Vectors kind = pick({kOrdinary, kOneHot, kNotFinite});
-    const bool has_bias = chance(30), is_damaged = chance(20);
-    Bytes x(size_t{2} * vectors * m.columns), bias(size_t{2} * m.rows), y(size_t{2} * vectors * m.rows);
-    fill_vectors(kind, vectors, m.columns, &x);
-    for (uint32_t r = 0; r < m.rows; r++) bias.halves()[r] = chance(50) ? 0x3f80 : 0xbf80;
-    if (is_damaged) listed.damage();
-    const ibp_digit_matrix matrix = listed.of(m, coded);
-    const ibp_status status = multiply(matrix, x, vectors, has_bias ? &bias : nullptr, y);
-    expect(status == IBP_OK, "refused", number);
-    check_each(matrix, x, vectors, has_bias ? &bias : nullptr, y, number);
-    for (uint32_t v = 0; v < vectors && status == IBP_OK && !is_damaged; v++)
+    const Matrix &m = operand.m;
+    for (uint32_t v = 0; v < vectors; v++)
         for (uint32_t r = 0; r < m.rows; r++) {
-            if (!listed.regular[r]) continue;
+            if (!operand.listed.regular[r]) continue;
             double scale, wanted = product(m, r, x.halves() + size_t{v} * m.columns, &scale);
-            if (has_bias) wanted += to_float(bias.halves()[r]);
+            if (operand.has_bias) wanted += to_float(reinterpret_cast<uint16_t *>(operand.bias.data)[r]);
             if (scale > 1e30) continue; /* sums of float may overflow */
-            const double got = to_float(y.halves()[size_t{v} * m.rows + r]),
-                         bound = kind == kOneHot && !has_bias ? 0 : std::fabs(wanted) / 256 + scale * 1e-5 + 1e-30;
+            const double got = to_float(operand.y->halves()[size_t{v} * m.rows + r]),
+                         bound = is_one_hot && !operand.has_bias ? 0 : std::fabs(wanted) / 256 + scale * 1e-5 + 1e-30;
             expect(is_right(got, wanted, bound), "a wrong product", number);
         }
 }
 
+void check(Operands &operands, uint64_t number)
+{
+    const auto vectors = static_cast<uint32_t>(below(pick({9u, 17u, 65u, 140u})));
+    const Vectors kind = pick({kOrdinary, kOneHot, kNotFinite});
+    const bool is_damaged = chance(20);
+    const uint32_t columns = operands[0]->m.columns;
+    Bytes x(size_t{2} * vectors * columns);
+    fill_vectors(kind, vectors, columns, &x);
+    std::vector<ibp_product> products;
+    for (auto &operand : operands) {
+        if (is_damaged) operand->listed.damage();
+        products.push_back(operand->product(vectors));
+    }
+    const ibp_status status = multiply(products, x, vectors);
+    expect(status == IBP_OK, "refused", number);
+    for (auto &operand : operands) {
+        check_each(*operand, x, vectors, number);
+        if (status == IBP_OK && !is_damaged) check_products(*operand, x, vectors, kind == kOneHot, number);
+    }
+}
+
 void run_case(uint64_t number)
 {
-    const Matrix matrix;
-    const Coded coded(matrix);
-    Listed listed(matrix, coded);
-    check(matrix, coded, listed, number);
+    Operands operands;
+    const uint32_t rows = Matrix::some_rows(), columns = 32 * (1 + static_cast<uint32_t>(below(rows < 64 ? 72 : 12)));
+    operands.push_back(std::make_unique<Operand>(rows, columns));
+    for (uint32_t i = pick({1u, 1u, 2u, 3u, 4u}); i > 1; i--)
+        operands.push_back(std::make_unique<Operand>(16 + static_cast<uint32_t>(below(70)), columns));
+    check(operands, number);
 }
 
 void check_refusals()
 {
-    const Matrix m;
-    const Coded coded(m);
-    const Listed listed(m, coded);
-    Bytes x(size_t{2} * m.columns), y(size_t{2} * m.rows);
-    const auto refuses = [&](const ibp_digit_matrix &matrix, int64_t vectors, const char *what) {
-        expect(multiply(matrix, x, vectors, nullptr, y) == IBP_INVALID_ARGUMENT, what, 0);
+    Operand operand(20, 96), wider(20, 128);
+    Bytes x(size_t{2} * 96);
+    const auto refuses = [&](const std::vector<ibp_product> &products, int64_t vectors, const char *what) {
+        expect(multiply(products, x, vectors) == IBP_INVALID_ARGUMENT, what, 0);
     };
-    const ibp_digit_matrix good = listed.of(m, coded);
-    refuses(good, IBP_MOST_VECTORS + 1, "too many vectors");
-    refuses(good, -1, "-1 vectors");
-    ibp_digit_matrix bad = good;
-    bad.starts = nullptr, refuses(bad, 1, "no starts");
-    bad = good, bad.escapes = nullptr, bad.num_escapes = 1, refuses(bad, 1, "no escapes");
-    bad = good, bad.first_symbol = 240, refuses(bad, 1, "symbols past a byte");
-    bad = good, bad.num_rows = 15, refuses(bad, 1, "15 rows");
-    bad = good, bad.slots_bytes -= 1, refuses(bad, 1, "a slot that ends early");
-    bad = good, bad.num_columns += 16, refuses(bad, 1, "columns that are no multiple of 32");
-    bad = good, bad.num_columns = 0xffffffe0u, refuses(bad, 1, "columns whose bytes 32 bits do not count");
-    bad = good, bad.slots += 1, refuses(bad, 1, "slots that are not aligned");
-    bad = good, bad.slots = nullptr, refuses(bad, 1, "no slots");
+    const auto refuses_matrix = [&](const char *what, const auto &change) {
+        ibp_product product = operand.product(1);
+        change(product.matrix);
+        refuses({product}, 1, what);
+        refuses({operand.product(1), product}, 1, what);
+    };
+    const ibp_product good = operand.product(IBP_MOST_VECTORS + 1);
+    refuses({good}, IBP_MOST_VECTORS + 1, "too many vectors");
+    refuses({good}, -1, "-1 vectors");
+    refuses({}, 1, "no matrix");
+    refuses({good, good, good, good, good}, 1, "five matrices");
+    refuses({good, wider.product(1)}, 1, "matrices of different columns");
+    ibp_product bad = good;
+    bad.y = nullptr, refuses({bad}, 1, "nowhere to write");
+    refuses_matrix("no starts", [](ibp_digit_matrix &m) { m.starts = nullptr; });
+    refuses_matrix("no escapes", [](ibp_digit_matrix &m) { m.escapes = nullptr, m.num_escapes = 1; });
+    refuses_matrix("symbols past a byte", [](ibp_digit_matrix &m) { m.first_symbol = 240; });
+    refuses_matrix("15 rows", [](ibp_digit_matrix &m) { m.num_rows = 15; });
+    refuses_matrix("a slot that ends early", [](ibp_digit_matrix &m) { m.slots_bytes -= 1; });
+    refuses_matrix("columns that are no multiple of 32", [](ibp_digit_matrix &m) { m.num_columns += 16; });
+    refuses_matrix("columns whose bytes 32 bits do not count",
+                   [](ibp_digit_matrix &m) { m.num_columns = 0xffffffe0u; });
+    refuses_matrix("slots that are not aligned", [](ibp_digit_matrix &m) { m.slots += 1; });
+    refuses_matrix("no slots", [](ibp_digit_matrix &m) { m.slots = nullptr; });
 }
 
 } // namespace

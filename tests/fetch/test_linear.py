@@ -474,16 +474,63 @@ def test_module_on_a_gpu(cuda, fused):
 def test_operation(cuda):
     table, x = coded(matrix(64, 96, cuda)), vectors(2, 96, cuda)
     out, escaped = torch.empty(2, 64, dtype=x.dtype, device=cuda), escapes.list_escapes(table)
-    given = (table.slots, table.slot_bytes, len(escaped.below), escaped.starts)
-    for bias in (None, vectors(1, 64, cuda)[0]):
-        torch.library.opcheck(torch.ops.ibp.linear.default, (*given, escaped.entries, x, bias, out))
+    given = [[table.slots], [table.slot_bytes], [escaped.below], [escaped.starts]]
+    entries, bias = [escaped.entries], vectors(1, 64, cuda)[0]
+    for biases in ([], [bias], [bias[:0]]):
+        torch.library.opcheck(torch.ops.ibp.linear.default, (*given, entries, x, biases, out))
     for arguments, message in (
-        ((escaped.entries, vectors(2, 160, cuda), None, out), "linear"),  # rows that leave their slots
-        ((escaped.entries, x, x[0], out), "bias has 96 elements, 64 are needed"),
-        ((escaped.entries, x.float(), None, out), "x has the wrong dtype"),
-        ((escaped.entries, x, None, out[0]), "out has 64 elements, 128 are needed"),
-        ((escaped.starts, x, None, out), "entries has the wrong shape"),
-        ((escaped.entries, vectors(513, 96, cuda), None, vectors(513, 64, cuda)), "linear"),
+        ((entries, vectors(2, 160, cuda), [], out), "linear"),  # rows that leave their slots
+        ((entries, x, [x[0]], out), "biases has 96 elements, 64 are needed"),
+        ((entries, x, [bias, bias], out), "the lists have different lengths"),
+        ((entries, x.float(), [], out), "x has the wrong dtype"),
+        ((entries, x, [], out[0]), "out has 64 elements, 128 are needed"),
+        (([escaped.starts], x, [], out), "entries has the wrong shape"),
+        ((entries, vectors(513, 96, cuda), [], vectors(513, 64, cuda)), "linear"),
     ):
         with pytest.raises(RuntimeError, match=message):
             torch.ops.ibp.linear(*given, *arguments)
+    with pytest.raises(RuntimeError, match="slots has 5 tensors, 1 to 4 are needed"):
+        torch.ops.ibp.linear(*(5 * part for part in given), 5 * entries, x, [], out)
+
+
+@pytest.mark.parametrize("count", [1, 8, 20, 64, 100, 256])
+@pytest.mark.parametrize("columns", [96, 4128])
+def test_many_tables(cuda, fused, columns, count):
+    """One launch for tables of different rows, with the bits of each alone up to 64 vectors."""
+    weights = [matrix(rows, columns, cuda) for rows in (4096, 100, 16, 1000, 48)]
+    weights[1][::3, 5], weights[3][:, 7] = 0, 1e-20
+    biases = [vectors(1, len(weight), cuda)[0] if number % 2 else None for number, weight in enumerate(weights)]
+    if count > 24 and torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("wants a GPU of compute capability 9.0")
+    tables, x = [coded(weight) for weight in weights], vectors(count, columns, cuda)
+    used = slice(0, 5 if count <= 100 else 4)  # a single short table is decoded for more than 128 vectors
+    for given in (None, biases[used]):
+        results = ibp.linear(x, tables[used], given, check=True)
+        assert len(results) == len(tables[used])
+        for number, got in enumerate(results):
+            check_products(x, weights[number], given and given[number], got)
+            if count <= 64:
+                assert_same_bits(ibp.linear(x, tables[number], given and given[number]), got)
+        assert all(map(torch.equal, ibp.linear(x, tables[used], given), results))
+    one_hot = torch.eye(columns, dtype=torch.bfloat16, device=cuda)[torch.randperm(columns, device=cuda)[:count]]
+    for weight, got in zip(weights[used], ibp.linear(one_hot, tables[used])):
+        assert torch.equal(got.t(), weight @ one_hot.t())
+
+
+def test_neighbours_on_a_gpu(cuda, fused):
+    """In a graph, too: one launch for all."""
+    plain = [torch.nn.Linear(1024, rows, dtype=torch.bfloat16, device=cuda) for rows in (256, 64, 64)]
+    modules, x = [ibp.nn.Linear.from_linear(module) for module in plain], vectors(3, 1024, cuda)
+    with torch.no_grad():
+        alone = [module(x) for module in modules]
+        ibp.nn.multiply_together(*modules)
+        for _ in range(2):
+            for module, wanted in zip(modules, alone):
+                assert_same_bits(module(x), wanted)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [module(x) for module in modules]
+        x.copy_(x.flip(0))
+        graph.replay()
+        for got, wanted in zip(results, alone):
+            assert_same_bits(got, wanted.flip(0))

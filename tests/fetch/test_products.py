@@ -30,27 +30,35 @@ def coded_linear(seed=0, scale=0.02, irregular=False, device="cpu", rows=ROWS, c
     return ibp.nn.Linear.from_linear(plain, **options), plain
 
 
-def multiply(slots, slot_bytes, first_symbol, starts, entries, x, bias, out):
+def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
     """ibp_cuda_linear in torch: digits and residuals, with escapes in place of what digits give."""
-    rows, columns = len(starts) - 1, x.shape[1]
-    slots = slots.view(rows, slot_bytes).int()
-    residuals, digits = slots[:, :columns], slots[:, columns : columns // 2 * 3]
-    digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
-    bits = (residuals & 1) << 15 | digits + first_symbol << 7 | residuals >> 1
-    bits[torch.repeat_interleave(torch.arange(rows), starts.diff()), entries[:, 0].long()] = entries[:, 1] & 0xFFFF
-    out.view(len(x), rows).copy_(F.linear(x, bits.to(torch.int16).view(torch.bfloat16), bias))
+    first = 0
+    for number, begins in enumerate(starts):
+        rows, columns = len(begins) - 1, x.shape[1]
+        bytes_of_rows = slots[number].view(rows, slot_bytes[number]).int()
+        residuals, digits = bytes_of_rows[:, :columns], bytes_of_rows[:, columns : columns // 2 * 3]
+        digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
+        bits = (residuals & 1) << 15 | digits + len(below[number]) << 7 | residuals >> 1
+        escaped, listed = torch.repeat_interleave(torch.arange(rows), begins.diff()), entries[number]
+        bits[escaped, listed[:, 0].long()] = listed[:, 1] & 0xFFFF
+        bias = biases[number] if biases and len(biases[number]) else None
+        y = F.linear(x, bits.to(torch.int16).view(torch.bfloat16), bias)
+        out.view(-1)[first : first + y.numel()].view(y.shape).copy_(y)
+        first += y.numel()
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The kernel's part in torch, for tables on the CPU. Numbers of vectors of its calls."""
+    """The kernel's part in torch, for tables on the CPU. Numbers of vectors of its calls, of which one takes up to four
+    tables."""
     calls, library = [], torch.library.Library("ibp", "IMPL")
 
     def run(*arguments):
+        assert 1 <= len(arguments[0]) <= 4
         calls.append(len(arguments[5]))
         multiply(*arguments)
 
-    def may_fuse(x, table, bias):
+    def may_fuse(x, tables, biases):
         return x.dtype == torch.bfloat16 and 0 < x.numel() <= 64 * COLUMNS and not products.is_transformed()
 
     library.impl("linear", run, "CPU")
@@ -220,6 +228,70 @@ def test_source_that_is_no_table():
     torch.testing.assert_close(x.grad, wanted)
 
 
+# ---- several tables ----
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@torch.no_grad()
+def test_many_tables(way, request, count):
+    """Of different rows, with irregular ones, with biases or without; four in a launch."""
+    modules = [coded_linear(number, rows=32 + 8 * number, irregular=number == 1) for number in range(count)]
+    biases = [plain.bias if number != 1 else None for number, (_, plain) in enumerate(modules)]
+    for module, _ in modules:
+        way(module.weight)
+    tables = [module.weight for module, _ in modules]
+    for shape in ((COLUMNS,), (3, COLUMNS), (2, 4, COLUMNS), (0, COLUMNS)):
+        x = torch.randn(shape).bfloat16()
+        for given in (None, biases):
+            results = ibp.linear(x, tables, given)
+            assert isinstance(results, list) and len(results) == count
+            for result, (_, plain), bias in zip(results, modules, biases):
+                assert_same_bits(result, F.linear(x, plain.weight, bias if given else None))
+            outs = [None if number == 1 else torch.empty_like(result) for number, result in enumerate(results)]
+            for got, out, result in zip(ibp.linear(x, tables, given, out=outs), outs, results):
+                assert_same_bits(got, result)
+                assert out is None or got is out
+    if "kernel" in request.fixturenames:
+        calls = request.getfixturevalue("kernel")
+        calls.clear()
+        ibp.linear(torch.ones(3, COLUMNS).bfloat16(), tables, biases)
+        assert calls == [3] * (1 if count < 5 else 2)
+
+
+def test_many_tables_train(way):
+    """Gradients reach x and biases."""
+    modules = [coded_linear(number) for number in range(2)]
+    grads = []
+    for number in range(2):
+        x = torch.arange(2.0 * COLUMNS).view(2, COLUMNS).bfloat16().requires_grad_()
+        biases = [plain.bias for _, plain in modules]
+        for module, plain in modules:
+            way(module.weight)
+            plain.bias.grad = None
+        weights = [plain.weight for _, plain in modules]
+        together = ibp.linear(x, [module.weight for module, _ in modules], biases)
+        results = together if number else [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+        sum(result.sum() for result in results).backward()
+        grads.append((x.grad, *(bias.grad for bias in biases)))
+    for got, wanted in zip(*grads):
+        assert_same_bits(got, wanted)
+
+
+def test_refusals_of_many_tables():
+    (module, _), x = coded_linear(), torch.ones(2, COLUMNS).bfloat16()
+    assert ibp.linear(x, []) == []
+    for tables, biases, error, message in (
+        ([module.weight] * 2, [None], ValueError, "there are 1 biases for 2 tables; wanted one for each"),
+        ([module.weight], module.bias, TypeError, "biases is a Parameter; wanted a list"),
+        ([module.weight, x], None, TypeError, "table is a Tensor; wanted an ibp.CompressedTensor"),
+        ([module.weight], [x[0]], ValueError, r"bias has shape \[96\]; wanted \[64\]"),
+    ):
+        with pytest.raises(error, match=message):
+            ibp.linear(x, tables, biases)
+    with pytest.raises(ValueError, match="there are 2 outs for 1 tables"):
+        ibp.linear(x, [module.weight], out=[None, None])
+
+
 # ---- torch.compile, with the kernel's part on the CPU ----
 
 
@@ -283,6 +355,25 @@ def test_training_is_compiled(way):
             assert len(plain_shapes) == (1 if one.parts[0] is module else 2)  # the adapter's
         for got, wanted in zip(*results):
             torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.slow  # torch.compile is loaded
+@torch.no_grad()
+def test_neighbours_are_compiled(kernel):
+    """One operation for both, from the first call on, and the same code for other layers and calls."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+    run = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend=counter)
+    for number in range(4):
+        parts = [coded_linear(2 * number + i) for i in range(2)]
+        for module, _ in parts:
+            lists(module.weight)
+        layer, plain = (Layer(*modules) for modules in zip(*parts))
+        ibp.nn.multiply_together(*layer.parts)
+        for _ in range(2):
+            x = torch.randn(3, COLUMNS).bfloat16()
+            assert_same_bits(run(layer, x), plain(x))
+    assert counter.frame_count <= 2 and kernel == [3] * 8
 
 
 @pytest.mark.slow  # torch.compile is loaded

@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}
+MIXTURES = {"mixtral": 3, "qwen3 moe": 3, "olmoe": 3, "gpt-oss": 3, "deepseek v3": 2}  # layers with experts
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
 
 
@@ -29,6 +31,23 @@ MODELS = {
     "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SMALL, **HEADS, head_dim=16)),
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**SMALL, **HEADS, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "qwen3 moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**SMALL, **HEADS, **EXPERTS, head_dim=16, moe_intermediate_size=32)
+    ),
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(**SMALL, **HEADS, **EXPERTS, eos_token_id=None)
+    ),
+    "gpt-oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SMALL, **HEADS, head_dim=16, num_local_experts=16, num_experts_per_tok=4)
+    ),
+    "deepseek v3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **SMALL,
+            **{"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 16, "num_experts_per_tok": 4},
+            **{"n_group": 4, "topk_group": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        )
     ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=512, n_embd=64, n_layer=3, n_head=4, n_positions=128)
@@ -95,7 +114,7 @@ def test_outputs(name, lookahead):
     assert_same_bits(outputs(model), wanted)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "t5", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", *MIXTURES, "t5", "mamba"])
 @pytest.mark.parametrize(
     "options", [{"do_sample": False}, {"do_sample": False, "num_beams": 3}], ids=["greedy", "beams"]
 )
@@ -104,6 +123,24 @@ def test_generate(name, options):
     wanted = model.generate(IDS, max_new_tokens=6, **options)
     with ibp.offload(model, "cpu", lookahead=1, **OFFLOAD):
         assert torch.equal(model.generate(IDS, max_new_tokens=6, **options), wanted)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures(name, implementation):
+    """Tokens come from the experts that routers choose, by whichever implementation, and prompts from all."""
+    model = make(name)
+    model.set_experts_implementation(implementation)
+    ids, options = IDS.repeat(1, 3), {"max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(ids, **options)
+    for resident_bytes in (0, sum(parameter.nbytes for parameter in model.parameters()) // 2):
+        with ibp.offload(model, "cpu", lookahead=1, resident_bytes=resident_bytes, **OFFLOAD) as offloaded:
+            assert torch.equal(model.generate(ids, **options), wanted)
+            assert len(offloaded._experts) == MIXTURES[name]
+            assert offloaded.stats().expert_misses > 0
+            offloaded.reset_stats()
+            model(ids)
+            assert offloaded.stats().expert_misses == 0
 
 
 @torch.no_grad()
@@ -151,7 +188,7 @@ def test_a_static_cache():
         assert torch.equal(model.generate(IDS, **options), wanted)
 
 
-@pytest.mark.parametrize("name", ["llama tied", "gemma", "mixtral", "t5"])
+@pytest.mark.parametrize("name", ["llama tied", "gemma", *MIXTURES, "t5"])
 @torch.no_grad()
 def test_on_a_gpu(name, cuda):
     plain, model = make(name).to(cuda), make(name)

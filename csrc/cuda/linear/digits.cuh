@@ -10,14 +10,39 @@
 
 namespace ibp {
 
-struct LinearJob {
-    ibp_digit_matrix matrix;
-    const uint16_t *x, *bias; // [num_vectors, columns]; [rows] or NULL
-    uint16_t *y;              // [num_vectors, rows]
-    uint32_t num_vectors;
+// A coded matrix, what is added to its products, and where they go.
+struct LinearMatrix {
+    ibp_product product;
+    uint32_t first_tile; // of all matrices' tiles
 
-    __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(matrix.num_rows); }
-    __host__ __device__ __forceinline__ uint32_t columns() const { return matrix.num_columns; }
+    __host__ __device__ __forceinline__ const ibp_digit_matrix &coded() const { return product.matrix; }
+    __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(coded().num_rows); }
+};
+
+// Vectors that several matrices multiply. A kernel cuts the rows of each matrix into tiles, and counts the tiles of all
+// matrices together.
+struct LinearJob {
+    LinearMatrix matrices[IBP_MOST_MATRICES];
+    uint32_t num_matrices, num_tiles, num_columns, num_vectors;
+    const uint16_t *x; // [num_vectors, num_columns]
+
+    void cut(uint32_t tile_rows)
+    {
+        num_tiles = 0;
+        for (uint32_t i = 0; i < IBP_MOST_MATRICES; i++) {
+            matrices[i].first_tile = i < num_matrices ? num_tiles : UINT32_MAX;
+            if (i < num_matrices) num_tiles += (matrices[i].rows() + tile_rows - 1u) / tile_rows;
+        }
+    }
+    // The number of a tile's matrix.
+    __device__ __forceinline__ uint32_t number_of(uint32_t tile) const
+    {
+        uint32_t number = 0;
+#pragma unroll
+        for (uint32_t i = 1; i < IBP_MOST_MATRICES; i++) number += tile >= matrices[i].first_tile ? 1u : 0u;
+        return number;
+    }
+    __device__ __forceinline__ const LinearMatrix &matrix_of(uint32_t tile) const { return matrices[number_of(tile)]; }
 };
 
 // ---- what the hardware does ----
@@ -113,18 +138,14 @@ template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void arr
 
 constexpr uint32_t kStripRows = 16, kStepColumns = 128;
 
-// Columns are cut into 16 pieces of whole steps. The products of a piece are added one after the other, and the sums
-// of pieces in pairs, pairs of pairs and so on: every kernel adds in this order, however many blocks and vectors there
-// are.
+// Columns are cut into steps, and step s belongs to piece s % 16: warps that take neighbouring pieces read whole
+// stretches of a row at a time. The products of a piece are added one after the other, and the sums of pieces in pairs,
+// pairs of pairs and so on: every kernel adds in this order, however many blocks and vectors there are.
 constexpr uint32_t kPieces = 16;
 
 __host__ __device__ __forceinline__ uint32_t num_steps(const LinearJob &job)
 {
-    return (job.columns() + kStepColumns - 1u) / kStepColumns;
-}
-__host__ __device__ __forceinline__ uint32_t piece_begin(const LinearJob &job, uint32_t piece)
-{
-    return static_cast<uint32_t>(uint64_t{num_steps(job)} * piece / kPieces);
+    return (job.num_columns + kStepColumns - 1u) / kStepColumns;
 }
 // The sum of `sums`, in pairs, pairs of pairs and so on.
 template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&sums)[COUNT])
@@ -136,15 +157,34 @@ template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&
     return sums[0];
 }
 
-__host__ __device__ __forceinline__ uint32_t num_strips(const LinearJob &job)
+// The first row of a strip of a matrix. The last strips share rows with the one before where the rows are no multiple of
+// 16.
+__device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t strip)
 {
-    return (job.rows() + kStripRows - 1u) / kStripRows;
+    return ibp_min_u32(strip * kStripRows, matrix.rows() - kStripRows);
 }
-// The last strips share rows with the one before where the rows are no multiple of 16.
-__device__ __forceinline__ uint32_t first_row(const LinearJob &job, uint32_t strip)
-{
-    return ibp_min_u32(strip * kStripRows, job.rows() - kStripRows);
-}
+
+// The bytes of a strip.
+struct StripRows {
+    const uint8_t *first;
+    uint32_t pitch;
+
+    // The strip that is `number` strips behind the first one of a tile. Without a load whose address depends on the
+    // tile: it would be waited for.
+    __device__ __forceinline__ void find(const LinearJob &job, uint32_t tile, uint32_t strips, uint32_t number)
+    {
+        uint32_t first_tile = 0, last_row = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < IBP_MOST_MATRICES; i++) {
+            const LinearMatrix &matrix = job.matrices[i];
+            if (i != 0u && tile < matrix.first_tile) continue;
+            first = matrix.coded().slots, pitch = matrix.coded().slot_bytes;
+            first_tile = matrix.first_tile, last_row = matrix.rows() - kStripRows;
+        }
+        const uint32_t strip = (tile - first_tile) * strips + number;
+        first += uint64_t{ibp_min_u32(strip * kStripRows, last_row)} * pitch;
+    }
+};
 
 // ---- elements ----
 
@@ -189,24 +229,26 @@ __device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements (&
 struct StripStep {
     static constexpr uint32_t kDigitsStart = kStripRows * kStepColumns, kBytes = kDigitsStart / 2u * 3u;
 
-    // Begins to copy a strip's bytes from `column` on to byte `to` of shared memory, by a warp.
-    static __device__ __forceinline__ void begin_copy(const LinearJob &job, uint32_t strip, uint32_t column,
+    // Begins to copy the bytes of a strip of num_columns columns, from `column` on, to byte `to` of shared memory, by a
+    // warp.
+    static __device__ __forceinline__ void begin_copy(const StripRows &rows, uint32_t num_columns, uint32_t column,
                                                       uint32_t to)
     {
         const uint32_t lane = lane_id(), row = lane / 8u, vector = lane % 8u, g = lane / 4u, t = lane % 4u;
-        const uint64_t pitch = job.matrix.slot_bytes;
-        const uint8_t *const slots = job.matrix.slots + first_row(job, strip) * pitch,
-                             *const residuals = slots + row * pitch + column + 16u * vector,
-                             *const digits = slots + g * pitch + job.columns() + column / 2u + 16u * t;
+        const uint64_t pitch = rows.pitch;
+        const uint8_t *const residuals = rows.first + row * pitch + column + 16u * vector, *const digits =
+                                                                                               rows.first + g * pitch +
+                                                                                               num_columns +
+                                                                                               column / 2u + 16u * t;
         const uint32_t residuals_to = to + row * kStepColumns + 16u * (vector ^ row % 2u),
                        digits_to = to + kDigitsStart + g * kStepColumns / 2u + 16u * t;
 #pragma unroll
         for (uint32_t i = 0; i < kStripRows / 4u; i++)
             copy_vector(residuals_to + 4u * i * kStepColumns, residuals + 4u * i * pitch,
-                        column + 16u * vector < job.columns());
+                        column + 16u * vector < num_columns);
 #pragma unroll
         for (uint32_t i = 0; i < kStripRows / 8u; i++)
-            copy_vector(digits_to + 4u * i * kStepColumns, digits + 8u * i * pitch, column + 32u * t < job.columns());
+            copy_vector(digits_to + 4u * i * kStepColumns, digits + 8u * i * pitch, column + 32u * t < num_columns);
     }
     // The lane's elements of a row of the step at byte `at`.
     static __device__ __forceinline__ Elements elements(uint32_t at, uint32_t row)
@@ -227,22 +269,23 @@ struct StripStep {
 struct RowEscapes {
     static constexpr uint32_t kTogether = 4; // entries whose loads are under way together
 
+    const ibp_escape *list = nullptr;
     uint32_t first = 0, end = 0;
     ibp_escape entries[kTogether] = {};
 
-    __device__ __forceinline__ void find(const LinearJob &job, uint32_t row)
+    __device__ __forceinline__ void find(const LinearMatrix &matrix, uint32_t row)
     {
-        first = __ldg(job.matrix.starts + row);
-        end = ibp_min_u32(__ldg(job.matrix.starts + row + 1u), job.matrix.num_escapes);
+        list = matrix.coded().escapes;
+        first = __ldg(matrix.coded().starts + row);
+        end = ibp_min_u32(__ldg(matrix.coded().starts + row + 1u), matrix.coded().num_escapes);
     }
     __device__ __forceinline__ void load(const LinearJob &job)
     {
 #pragma unroll
         for (uint32_t j = 0; j < kTogether; j++) {
             const bool wanted = first < end && j < end - first;
-            const uint2 words =
-                wanted ? __ldg(reinterpret_cast<const uint2 *>(job.matrix.escapes + first + j)) : make_uint2(0, 0);
-            entries[j] = {ibp_min_u32(words.x, job.columns() - 1u), static_cast<uint16_t>(words.y),
+            const uint2 words = wanted ? __ldg(reinterpret_cast<const uint2 *>(list + first + j)) : make_uint2(0, 0);
+            entries[j] = {ibp_min_u32(words.x, job.num_columns - 1u), static_cast<uint16_t>(words.y),
                           static_cast<uint16_t>(words.y >> 16)};
         }
     }
@@ -267,7 +310,7 @@ template <uint32_t VECTORS> struct Corrections {
 
     static __device__ __forceinline__ float x_at(const LinearJob &job, uint32_t vector, uint32_t column)
     {
-        return float_of_bits(static_cast<uint32_t>(job.x[uint64_t{vector} * job.columns() + column]) << 16);
+        return float_of_bits(static_cast<uint32_t>(job.x[uint64_t{vector} * job.num_columns + column]) << 16);
     }
     // Adds the products of the loaded entries. All loads are under way together: for vectors that are not there others
     // are loaded.
@@ -307,15 +350,17 @@ template <uint32_t VECTORS> struct Corrections {
     }
 };
 
-__device__ __forceinline__ float bias_of(const LinearJob &job, uint32_t row)
+__device__ __forceinline__ float bias_of(const LinearMatrix &matrix, uint32_t row)
 {
-    return job.bias != nullptr ? float_of_bits(static_cast<uint32_t>(job.bias[row]) << 16) : 0.0f;
+    const uint16_t *const bias = matrix.product.bias;
+    return bias != nullptr ? float_of_bits(static_cast<uint32_t>(bias[row]) << 16) : 0.0f;
 }
-__device__ __forceinline__ void store_sum(const LinearJob &job, uint32_t vector, uint32_t row, float sum, float bias)
+__device__ __forceinline__ void store_sum(const LinearJob &job, const LinearMatrix &matrix, uint32_t vector,
+                                          uint32_t row, float sum, float bias)
 {
-    if (job.bias != nullptr) sum += bias;
+    if (matrix.product.bias != nullptr) sum += bias;
     if (vector < job.num_vectors)
-        job.y[uint64_t{vector} * job.rows() + row] = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
+        matrix.product.y[uint64_t{vector} * matrix.rows() + row] = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
 }
 
 } // namespace ibp

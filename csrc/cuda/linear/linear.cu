@@ -17,13 +17,20 @@ static bool is_aligned(const void *bytes, uintptr_t alignment)
     return reinterpret_cast<uintptr_t>(bytes) % alignment == 0u;
 }
 
-static bool is_matrix(const ibp_digit_matrix *m)
+static bool is_matrix(const ibp_digit_matrix &m)
 {
-    return m != nullptr && m->slots != nullptr && is_aligned(m->slots, 16u) && m->num_columns != 0u &&
-           m->num_columns % 32u == 0u && m->slot_bytes % 16u == 0u &&
-           m->slot_bytes >= uint64_t{m->num_columns} / 2u * 3u && m->num_rows >= kStripRows &&
-           m->num_rows <= INT32_MAX && m->slots_bytes / m->slot_bytes >= m->num_rows &&
-           m->first_symbol < 0xffu - 15u; // what an escape is multiplied as is finite
+    return m.slots != nullptr && is_aligned(m.slots, 16u) && m.num_columns != 0u && m.num_columns % 32u == 0u &&
+           m.slot_bytes % 16u == 0u && m.slot_bytes >= uint64_t{m.num_columns} / 2u * 3u && m.num_rows >= kStripRows &&
+           m.num_rows <= INT32_MAX && m.slots_bytes / m.slot_bytes >= m.num_rows &&
+           m.first_symbol < 0xffu - 15u; // what an escape is multiplied as is finite
+}
+
+static bool are_matrices(const ibp_product *products, int64_t count)
+{
+    if (products == nullptr || count < 1 || count > IBP_MOST_MATRICES) return false;
+    return std::all_of(products, products + count, [&](const ibp_product &product) {
+        return is_matrix(product.matrix) && product.matrix.num_columns == products->matrix.num_columns;
+    });
 }
 
 static bool has_list(const ibp_digit_matrix &m)
@@ -46,13 +53,14 @@ static ibp_status plan_blocks(const void *kernel, uint32_t num_strips, Launch *l
     return status;
 }
 
-static ibp_status multiply_few(const LinearJob &job, ibp_stream stream)
+static ibp_status multiply_few(LinearJob job, ibp_stream stream)
 {
+    job.cut(kStripRows);
     const auto kernel = linear_kernel<Block, kBlocksAnSm>;
     const auto *const code = reinterpret_cast<const void *>(kernel);
     ibp_status status = allow_shared(code);
     Launch launch;
-    if (status == IBP_OK) status = plan_blocks(code, num_strips(job), &launch);
+    if (status == IBP_OK) status = plan_blocks(code, job.num_tiles, &launch);
     return status == IBP_OK ? launch_kernel(kernel, launch, stream, job) : status;
 }
 
@@ -75,29 +83,37 @@ static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream
 
 } // namespace ibp
 
-extern "C" int64_t ibp_cuda_linear_bytes(const ibp_digit_matrix *matrix, int64_t num_vectors)
+extern "C" int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors)
 {
-    if (!ibp::is_matrix(matrix) || num_vectors <= IBP_MOST_INVARIANT || num_vectors > IBP_MOST_VECTORS) return 0;
-    return ibp::image_bytes(static_cast<uint32_t>(num_vectors), matrix->num_columns);
+    if (!ibp::are_matrices(products, num_products)) return 0;
+    if (num_vectors <= IBP_MOST_INVARIANT || num_vectors > IBP_MOST_VECTORS) return 0;
+    return ibp::image_bytes(static_cast<uint32_t>(num_vectors), products->matrix.num_columns);
 }
 
-extern "C" ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
-                                      const uint16_t *bias, uint16_t *y, uint8_t *workspace, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_products, const uint16_t *x,
+                                      int64_t num_vectors, uint8_t *workspace, ibp_stream stream)
 {
     using namespace ibp;
-    if (!is_matrix(matrix) || !has_list(*matrix) || num_vectors < 0 || num_vectors > IBP_MOST_VECTORS)
+    if (!are_matrices(products, num_products) || num_vectors < 0 || num_vectors > IBP_MOST_VECTORS)
         return IBP_INVALID_ARGUMENT;
     if (num_vectors == 0) return IBP_OK;
-    if (x == nullptr || y == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
-    if (ibp_cuda_linear_bytes(matrix, num_vectors) != 0 && (workspace == nullptr || !is_aligned(workspace, 128u)))
+    if (x == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
+    if (ibp_cuda_linear_bytes(products, num_products, num_vectors) != 0 &&
+        (workspace == nullptr || !is_aligned(workspace, 128u)))
         return IBP_INVALID_ARGUMENT;
-    LinearJob job{*matrix, x, bias, y, static_cast<uint32_t>(num_vectors)};
+    LinearJob job{};
+    for (int64_t i = 0; i < num_products; i++) {
+        if (!has_list(products[i].matrix) || products[i].y == nullptr) return IBP_INVALID_ARGUMENT;
+        job.matrices[i].product = products[i];
+    }
+    job.num_matrices = static_cast<uint32_t>(num_products), job.num_columns = products->matrix.num_columns;
+    job.num_vectors = static_cast<uint32_t>(num_vectors), job.x = x;
     ibp_status status = IBP_OK;
     while (job.num_vectors != 0u && status == IBP_OK) {
         uint32_t count = 0;
         status = multiply_some(job, workspace, stream, &count);
-        job.num_vectors -= count;
-        job.x += uint64_t{count} * job.columns(), job.y += uint64_t{count} * job.rows();
+        job.num_vectors -= count, job.x += uint64_t{count} * job.num_columns;
+        for (LinearMatrix &matrix : job.matrices) matrix.product.y += uint64_t{count} * matrix.rows();
     }
     return status;
 }

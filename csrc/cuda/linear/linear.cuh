@@ -1,9 +1,9 @@
-// linear.cuh - products of up to 8 vectors with a coded matrix of BF16: rows are decoded in registers, as operands of
+// linear.cuh - products of up to 8 vectors with coded matrices of BF16: rows are decoded in registers, as operands of
 // tensor cores, and never written.
 //
-// A block takes strips of 16 rows, one after the other. Each of its multiplying warps has two of the 16 pieces of the
-// columns (digits.cuh), and takes their steps of 128 columns one after the other: while a step is multiplied, bytes of
-// coming steps, also of the next strip, are copied to shared memory. A lane holds 32 elements each of rows
+// A block takes strips of 16 rows, one after the other. Each of its multiplying warps has two neighbours of the 16
+// pieces of the columns (digits.cuh), and takes their steps of 128 columns from left to right: while a step is
+// multiplied, bytes of coming steps, also of the next strip, are copied to shared memory. A lane holds 32 elements each of rows
 // g and g + 8, for g = lane / 4: of them tensor cores take 4 and 4 at a time, in an order of columns that the digits
 // make cheap, and the vectors come in the same order.
 // Escapes are multiplied like other digits, as if their symbols followed those of the digits. One more warp, the
@@ -76,51 +76,54 @@ template <uint32_t WARPS, uint32_t STAGES> struct LinearBlock {
 
 template <class Block> struct Multiplier {
     const LinearJob &job;
-    const uint32_t warp, stages, begin, end;          // shared byte of the warp's stages, and its steps
+    const uint32_t warp, stages, piece,
+        end; // shared byte of the warp's stages; the first of its pieces; steps of a row
     uint32_t copied_strip, copied_step, copied_stage; // what is copied next, and where to
+    StripRows copied_rows;
 
     __device__ __forceinline__ explicit Multiplier(const LinearJob &linear)
-        : job(linear), warp(threadIdx.x / kWarp), stages(warp * Block::kStages * Block::kStageBytes),
-          begin(piece_begin(job, 2u * warp)), end(piece_begin(job, 2u * warp + 2u)), copied_strip(blockIdx.x),
-          copied_step(begin), copied_stage(0)
+        : job(linear), warp(threadIdx.x / kWarp), stages(warp * Block::kStages * Block::kStageBytes), piece(2u * warp),
+          end(num_steps(job)), copied_strip(blockIdx.x), copied_step(piece), copied_stage(0)
     {
+        copied_rows.find(job, copied_strip, 1u, 0u);
     }
     // Begins to copy the bytes of the step that is next.
     __device__ __forceinline__ void begin_copies()
     {
-        if (copied_strip < num_strips(job) && copied_step < end)
-            StripStep::begin_copy(job, copied_strip, copied_step * kStepColumns,
+        if (copied_strip < job.num_tiles && copied_step < end)
+            StripStep::begin_copy(copied_rows, job.num_columns, copied_step * kStepColumns,
                                   stages + copied_stage * Block::kStageBytes);
         end_copies();
         copied_stage = copied_stage + 1u == Block::kStages ? 0u : copied_stage + 1u;
-        if (++copied_step >= end) copied_step = begin, copied_strip += gridDim.x;
+        copied_step += copied_step % 2u == 0u ? 1u : kPieces - 1u;
+        if (copied_step < end) return;
+        copied_step = piece, copied_strip += gridDim.x;
+        copied_rows.find(job, copied_strip, 1u, 0u);
     }
     // The lane's elements of vector g, zeros where there are none.
     __device__ __forceinline__ void load_x(uint32_t step, uint32_t (&x)[16]) const
     {
         const uint32_t g = lane_id() / 4u, column = step * kStepColumns + 32u * (lane_id() % 4u);
-        const bool wanted = g < job.num_vectors && column < job.columns();
-        const uint4 *const from = reinterpret_cast<const uint4 *>(job.x + uint64_t{g} * job.columns() + column);
+        const bool wanted = g < job.num_vectors && column < job.num_columns;
+        const uint4 *const from = reinterpret_cast<const uint4 *>(job.x + uint64_t{g} * job.num_columns + column);
 #pragma unroll
         for (uint32_t i = 0; i < 4u; i++) {
             const uint4 words = wanted ? from[i] : make_uint4(0, 0, 0, 0);
             x[4u * i] = words.x, x[4u * i + 1u] = words.y, x[4u * i + 2u] = words.z, x[4u * i + 3u] = words.w;
         }
     }
-    // Adds the products of a piece of a strip. stage: where its first step is; moved on.
-    __device__ __forceinline__ void multiply_piece(uint32_t piece, uint32_t &stage, float (&sums)[4])
+    // Adds the products of a step of a strip. stage: where it is; moved on.
+    __device__ __forceinline__ void multiply_step(uint32_t step, uint32_t firsts, uint32_t &stage, float (&sums)[4])
     {
-        const uint32_t g = lane_id() / 4u, last = piece_begin(job, piece + 1u);
-        for (uint32_t step = piece_begin(job, piece); step < last; step++) {
-            uint32_t x[16];
-            load_x(step, x);
-            await_copies<Block::kStages - 2>();
-            begin_copies();
-            const uint32_t at = stages + stage * Block::kStageBytes;
-            const Elements rows[2] = {StripStep::elements(at, g), StripStep::elements(at, g + 8u)};
-            multiply_elements(sums, rows, x, job.matrix.first_symbol * 0x01010101u);
-            stage = stage + 1u == Block::kStages ? 0u : stage + 1u;
-        }
+        const uint32_t g = lane_id() / 4u;
+        uint32_t x[16];
+        load_x(step, x);
+        await_copies<Block::kStages - 2>();
+        begin_copies();
+        const uint32_t at = stages + stage * Block::kStageBytes;
+        const Elements rows[2] = {StripStep::elements(at, g), StripStep::elements(at, g + 8u)};
+        multiply_elements(sums, rows, x, firsts);
+        stage = stage + 1u == Block::kStages ? 0u : stage + 1u;
     }
     __device__ __forceinline__ void run()
     {
@@ -129,10 +132,14 @@ template <class Block> struct Multiplier {
         for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
         await_work_before();
         uint32_t stage = 0;
-        for (uint32_t strip = blockIdx.x, turn = 0; strip < num_strips(job); strip += gridDim.x, turn++) {
+        for (uint32_t strip = blockIdx.x, turn = 0; strip < job.num_tiles; strip += gridDim.x, turn++) {
+            const uint32_t firsts = job.matrix_of(strip).coded().first_symbol * 0x01010101u;
             float sums[2][4] = {};
-#pragma unroll
-            for (uint32_t i = 0; i < 2u; i++) multiply_piece(2u * warp + i, stage, sums[i]);
+#pragma unroll 1
+            for (uint32_t step = piece; step < end; step += kPieces) {
+                multiply_step(step, firsts, stage, sums[0]);
+                if (step + 1u < end) multiply_step(step + 1u, firsts, stage, sums[1]);
+            }
             if (turn >= 2u) Block::await_read(turn);
 #pragma unroll
             for (uint32_t i = 0; i < 4u; i++)
@@ -150,13 +157,14 @@ template <class Block> __device__ __forceinline__ void finish_strips(const Linea
     constexpr uint32_t kVectors = kMostVectors / 2u; // of a lane
     const uint32_t row = lane_id() % kStripRows, first_vector = lane_id() / kStripRows;
     await_work_before();
-    for (uint32_t strip = blockIdx.x, turn = 0; strip < num_strips(job); strip += gridDim.x, turn++) {
-        const uint32_t to_row = first_row(job, strip) + row;
+    for (uint32_t strip = blockIdx.x, turn = 0; strip < job.num_tiles; strip += gridDim.x, turn++) {
+        const LinearMatrix &matrix = job.matrix_of(strip);
+        const uint32_t to_row = first_row(matrix, strip - matrix.first_tile) + row;
         RowEscapes escapes;
-        escapes.find(job, to_row), escapes.load(job);
+        escapes.find(matrix, to_row), escapes.load(job);
         Corrections<kVectors> corrections;
         corrections.add(job, escapes, first_vector);
-        const float bias = bias_of(job, to_row);
+        const float bias = bias_of(matrix, to_row);
         Block::await_written(turn);
 #pragma unroll
         for (uint32_t i = 0; i < kVectors; i++) {
@@ -165,9 +173,9 @@ template <class Block> __device__ __forceinline__ void finish_strips(const Linea
             float sums[Block::kWarps];
 #pragma unroll
             for (uint32_t warp = 0; warp < Block::kWarps; warp++) sums[warp] = Block::sum(turn, warp, vector, row);
-            store_sum(job, vector, to_row, corrections.corrected(sum_in_pairs(sums), i), bias);
+            store_sum(job, matrix, vector, to_row, corrections.corrected(sum_in_pairs(sums), i), bias);
         }
-        if (strip + 2u * gridDim.x < num_strips(job)) Block::say_read(turn);
+        if (strip + 2u * gridDim.x < job.num_tiles) Block::say_read(turn);
     }
 }
 

@@ -46,8 +46,9 @@ ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t thr
 #endif
 }
 
-template <class Block> static ibp_status launch_if_fits(const LinearJob &job, ibp_stream stream, bool *launched)
+template <class Block> static ibp_status launch_if_fits(LinearJob job, ibp_stream stream, bool *launched)
 {
+    job.cut(Block::kTileRows);
     const uint32_t shared_bytes = Block::shared_bytes(job);
     if (shared_bytes > kMostSharedBytes) return IBP_OK;
     const auto kernel = many_kernel<Block>;
@@ -56,7 +57,7 @@ template <class Block> static ibp_status launch_if_fits(const LinearJob &job, ib
     ibp_status status = known.count(reinterpret_cast<const void *>(kernel), Block::kParts, Block::kThreads,
                                     kMostSharedBytes, &clusters);
     if (status != IBP_OK || clusters == 0u) return status;
-    const uint32_t blocks = Block::kParts * std::min(clusters, Block::num_tiles(job));
+    const uint32_t blocks = Block::kParts * std::min(clusters, job.num_tiles);
     status = allow_shared(reinterpret_cast<const void *>(kernel));
     *launched = status == IBP_OK;
     return status == IBP_OK

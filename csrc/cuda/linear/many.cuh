@@ -1,9 +1,9 @@
-// many.cuh - products of up to 64 vectors with a coded matrix of BF16, for GPUs of compute capability 9.0: an element
+// many.cuh - products of up to 64 vectors with coded matrices of BF16, for GPUs of compute capability 9.0: an element
 // is decoded once for all vectors, as an operand of `wgmma` in registers.
 //
-// A cluster of blocks takes tiles of 64 rows, one after the other. Each block has a part of the columns, and keeps the
-// vectors' elements of it in shared memory, in the order that the digits make cheap: L2 brings weights alone. Two
-// groups of four warps multiply, each half of the part's pieces (digits.cuh): while a step is multiplied, bytes of
+// A cluster of blocks takes tiles of 64 rows, one after the other. Each block has some neighbours of the 16 pieces of
+// the columns (digits.cuh), and keeps the vectors' elements of them in shared memory, in the order that the digits make
+// cheap: L2 brings weights alone. Two groups of four warps multiply, each half of the block's pieces: while a step is multiplied, bytes of
 // coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a tile in shared
 // memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their block's share of
 // the vectors, and take away and add the products of escapes as linear.cuh does. Sums are added in the order of
@@ -29,24 +29,15 @@ template <uint32_t VECTORS, uint32_t PARTS> struct ManyBlock {
     static constexpr uint32_t kStepBytes = VECTORS * kStepColumns * 2u;
     static constexpr uint32_t kFinished = VECTORS / PARTS / 2u; // vectors of a finishing thread
 
-    static __host__ __device__ __forceinline__ uint32_t part_begin(const LinearJob &job, uint32_t part)
+    static constexpr uint32_t kBlockPieces = kPieces / PARTS;
+
+    // Steps of a block, with steps that only other blocks have.
+    static __host__ __device__ __forceinline__ uint32_t block_steps(const LinearJob &job)
     {
-        return piece_begin(job, part * (kPieces / PARTS));
+        return (num_steps(job) + kPieces - 1u) / kPieces * kBlockPieces;
     }
-    static __host__ __device__ __forceinline__ uint32_t num_tiles(const LinearJob &job)
-    {
-        return (job.rows() + kTileRows - 1u) / kTileRows;
-    }
-    static uint32_t shared_bytes(const LinearJob &job)
-    {
-        uint32_t steps = 0;
-        for (uint32_t part = 0; part < PARTS; part++) {
-            const uint32_t of_part = part_begin(job, part + 1u) - part_begin(job, part);
-            if (of_part > steps) steps = of_part;
-        }
-        return kVectorsStart + steps * kStepBytes;
-    }
-    // Where 16 bytes of a vector's elements begin: of step `step` of the part, the columns 8 half to 8 half + 7 of
+    static uint32_t shared_bytes(const LinearJob &job) { return kVectorsStart + block_steps(job) * kStepBytes; }
+    // Where 16 bytes of a vector's elements begin: of step `step` of the block, the columns 8 half to 8 half + 7 of
     // operand `operand` of 8.
     static __device__ __forceinline__ uint32_t vector_at(uint32_t step, uint32_t operand, uint32_t vector,
                                                          uint32_t half)
@@ -77,29 +68,37 @@ struct Place {
 // A group of warps that multiplies; each has 16 rows of a tile.
 template <class Block> struct GroupMultiplier {
     static constexpr uint32_t kSums = Block::kVectors / 2u; // of a thread
-    static constexpr uint32_t kLevels = Block::kGroupPieces == 8u ? 3u : Block::kGroupPieces == 4u ? 2u : 1u;
 
     const LinearJob &job;
     const Place &place;
-    const uint32_t warp, group, stages, first_piece, begin, end; // steps of the group
+    const uint32_t warp, group, stages, piece, end; // the first of the group's pieces; steps of a row
     uint32_t copied_tile, copied_step, copied_stage;
+    StripRows copied_rows;
 
     __device__ __forceinline__ GroupMultiplier(const LinearJob &linear, const Place &of)
         : job(linear), place(of), warp(threadIdx.x / kWarp), group(threadIdx.x / Block::kGroup),
           stages(warp * Block::kStages * StripStep::kBytes),
-          first_piece((place.part * Block::kGroups + group) * Block::kGroupPieces),
-          begin(piece_begin(job, first_piece)), end(piece_begin(job, first_piece + Block::kGroupPieces)),
-          copied_tile(place.first_tile), copied_step(begin), copied_stage(0)
+          piece(place.part * Block::kBlockPieces + group * Block::kGroupPieces), end(num_steps(job)),
+          copied_tile(place.first_tile), copied_step(piece), copied_stage(0)
     {
+        find_rows();
+    }
+    __device__ __forceinline__ void find_rows()
+    {
+        copied_rows.find(job, copied_tile, Block::kTileRows / kStripRows, warp % 4u);
     }
     __device__ __forceinline__ void begin_copies()
     {
-        if (copied_tile < Block::num_tiles(job) && copied_step < end)
-            StripStep::begin_copy(job, copied_tile * (Block::kTileRows / kStripRows) + warp % 4u,
-                                  copied_step * kStepColumns, stages + copied_stage * StripStep::kBytes);
+        if (copied_tile < job.num_tiles && copied_step < end)
+            StripStep::begin_copy(copied_rows, job.num_columns, copied_step * kStepColumns,
+                                  stages + copied_stage * StripStep::kBytes);
         end_copies();
         copied_stage = copied_stage + 1u == Block::kStages ? 0u : copied_stage + 1u;
-        if (++copied_step >= end) copied_step = begin, copied_tile += place.tiles_apart;
+        copied_step++;
+        if (copied_step % Block::kGroupPieces == 0u) copied_step += kPieces - Block::kGroupPieces;
+        if (copied_step < end) return;
+        copied_step = piece, copied_tile += place.tiles_apart;
+        find_rows();
     }
     __device__ __forceinline__ void begin_first_copies()
     {
@@ -107,15 +106,14 @@ template <class Block> struct GroupMultiplier {
         for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
     }
     // Adds the products of a step. Up to three batches of two operands are multiplied while the next one is decoded.
-    __device__ __forceinline__ void multiply_step(uint32_t step, uint32_t stage, uint32_t (&operands)[4][2][4],
-                                                  float (&sums)[kSums])
+    // of_block: number of the step among those of the block.
+    __device__ __forceinline__ void multiply_step(uint32_t of_block, uint32_t firsts, uint32_t stage,
+                                                  uint32_t (&operands)[4][2][4], float (&sums)[kSums])
     {
         await_copies<Block::kStages - 2>();
         begin_copies();
         const uint32_t g = lane_id() / 4u, at = stages + stage * StripStep::kBytes;
         const Elements rows[2] = {StripStep::elements(at, g), StripStep::elements(at, g + 8u)};
-        const uint32_t firsts = job.matrix.first_symbol * 0x01010101u,
-                       of_part = step - Block::part_begin(job, place.part);
 #pragma unroll
         for (uint32_t i = 0; i < 4u; i++) {
             GroupProducts::await<3>(operands[i]);
@@ -124,50 +122,46 @@ template <class Block> struct GroupMultiplier {
             GroupProducts::order_registers();
 #pragma unroll
             for (uint32_t j = 0; j < 2u; j++)
-                GroupProducts::begin(sums, operands[i][j], PackedVectors{Block::vector_at(of_part, 2u * i + j, 0, 0)});
+                GroupProducts::begin(sums, operands[i][j], PackedVectors{Block::vector_at(of_block, 2u * i + j, 0, 0)});
             GroupProducts::end_batch();
         }
     }
-    // sums: of the group's pieces of a tile, in pairs, pairs of pairs and so on.
-    __device__ __forceinline__ void multiply_tile_rows(uint32_t &stage, float (&sums)[kSums])
+    // sums[0]: of the group's pieces of a tile, in pairs, pairs of pairs and so on.
+    __device__ __forceinline__ void multiply_tile_rows(uint32_t firsts, uint32_t &stage,
+                                                       float (&sums)[Block::kGroupPieces][kSums])
     {
-        float of_pairs[kLevels][kSums];
         uint32_t operands[4][2][4] = {};
-        uint32_t step = begin;
-#pragma unroll 1
-        for (uint32_t piece = 0; piece < Block::kGroupPieces; piece++) {
-            const uint32_t last = piece_begin(job, first_piece + piece + 1u);
 #pragma unroll
-            for (uint32_t i = 0; i < kSums; i++) sums[i] = 0.0f;
+        for (uint32_t p = 0; p < Block::kGroupPieces; p++)
+#pragma unroll
+            for (uint32_t i = 0; i < kSums; i++) sums[p][i] = 0.0f;
+        uint32_t of_block = group * Block::kGroupPieces;
 #pragma unroll 1
-            for (; step < last; step++) {
-                multiply_step(step, stage, operands, sums);
+        for (uint32_t first = piece; first < end; first += kPieces, of_block += Block::kBlockPieces) {
+#pragma unroll
+            for (uint32_t i = 0; i < Block::kGroupPieces; i++) {
+                if (first + i >= end) break;
+                multiply_step(of_block + i, firsts, stage, operands, sums[i]);
                 stage = stage + 1u == Block::kStages ? 0u : stage + 1u;
             }
-            GroupProducts::await<0>(sums);
-            bool is_second = Block::kGroupPieces > 1u;
-#pragma unroll
-            for (uint32_t level = 0; level < kLevels && Block::kGroupPieces > 1u; level++) {
-                const bool was_second = is_second;
-                is_second = was_second && (piece >> level & 1u);
-#pragma unroll
-                for (uint32_t i = 0; i < kSums; i++) {
-                    if (is_second)
-                        sums[i] = of_pairs[level][i] + sums[i];
-                    else if (was_second)
-                        of_pairs[level][i] = sums[i];
-                }
-            }
         }
+#pragma unroll
+        for (uint32_t p = 0; p < Block::kGroupPieces; p++) GroupProducts::await<0>(sums[p]);
+#pragma unroll
+        for (uint32_t apart = 1; apart < Block::kGroupPieces; apart *= 2u)
+#pragma unroll
+            for (uint32_t p = 0; p < Block::kGroupPieces; p += 2u * apart)
+#pragma unroll
+                for (uint32_t i = 0; i < kSums; i++) sums[p][i] += sums[p + apart][i];
     }
     __device__ __forceinline__ void run()
     {
         const uint32_t row = warp % 4u * kStripRows + lane_id() / 4u, vector = 2u * (lane_id() % 4u);
         uint32_t stage = 0;
-        for (uint32_t tile = place.first_tile, turn = 0; tile < Block::num_tiles(job);
-             tile += place.tiles_apart, turn++) {
-            float sums[kSums];
-            multiply_tile_rows(stage, sums);
+        for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
+            float of_pieces[Block::kGroupPieces][kSums];
+            multiply_tile_rows(job.matrix_of(tile).coded().first_symbol * 0x01010101u, stage, of_pieces);
+            const float(&sums)[kSums] = of_pieces[0];
             if (group == 0u)
                 await_room(turn);
             else
@@ -223,7 +217,7 @@ template <class Block> struct Finishers {
         if (thread < Block::kParts) Block::read().arrive_after_reading(thread);
     }
     // A store waits for all that its sum was read from: only then is the room free.
-    __device__ __forceinline__ void store_sums(uint32_t to_row, float bias,
+    __device__ __forceinline__ void store_sums(const LinearMatrix &matrix, uint32_t to_row, float bias,
                                                const Corrections<Block::kFinished> &corrections) const
     {
         float sums[Block::kFinished][Block::kParts];
@@ -234,57 +228,67 @@ template <class Block> struct Finishers {
                 sums[i][part] = float_in(part, Block::sum_at(first_vector + 2u * i, row));
 #pragma unroll
         for (uint32_t i = 0; i < Block::kFinished; i++)
-            store_sum(job, first_vector + 2u * i, to_row, corrections.corrected(sum_in_pairs(sums[i]), i), bias);
+            store_sum(job, matrix, first_vector + 2u * i, to_row, corrections.corrected(sum_in_pairs(sums[i]), i),
+                      bias);
     }
-    // The row of y in a tile; of the last tile, where there is none.
-    __device__ __forceinline__ uint32_t row_of(uint32_t tile) const
+    // The thread's row of a tile of a matrix.
+    __device__ __forceinline__ uint32_t row_of(const LinearMatrix &matrix, uint32_t tile) const
     {
-        const uint32_t strip = ibp_min_u32(tile, Block::num_tiles(job) - 1u) * (Block::kTileRows / kStripRows);
-        return first_row(job, strip + row / kStripRows) + row % kStripRows;
+        const uint32_t strip = (tile - matrix.first_tile) * (Block::kTileRows / kStripRows);
+        return first_row(matrix, strip + row / kStripRows) + row % kStripRows;
+    }
+    // Where there is no such tile, of the last one.
+    __device__ __forceinline__ void find(uint32_t tile, RowEscapes &escapes) const
+    {
+        const uint32_t known = ibp_min_u32(tile, job.num_tiles - 1u);
+        const LinearMatrix &matrix = job.matrix_of(known);
+        escapes.find(matrix, row_of(matrix, known));
     }
     // While a tile is multiplied, the escapes of the next tile are loaded, and for the tile after it where its escapes
     // begin.
     __device__ __forceinline__ void run()
     {
         RowEscapes escapes, next;
-        escapes.find(job, row_of(place.first_tile)), next.find(job, row_of(place.first_tile + place.tiles_apart));
+        find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
         escapes.load(job);
-        for (uint32_t tile = place.first_tile, turn = 0; tile < Block::num_tiles(job);
-             tile += place.tiles_apart, turn++) {
-            const uint32_t to_row = row_of(tile);
+        for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
+            const LinearMatrix &matrix = job.matrix_of(tile);
+            const uint32_t to_row = row_of(matrix, tile);
             Corrections<Block::kFinished> corrections;
             corrections.add(job, escapes, first_vector);
-            const float bias = bias_of(job, to_row);
+            const float bias = bias_of(matrix, to_row);
             escapes = next, escapes.load(job);
-            next.find(job, row_of(tile + 2u * place.tiles_apart));
+            find(tile + 2u * place.tiles_apart, next);
             say_written(turn);
-            store_sums(to_row, bias, corrections);
-            say_read(tile + place.tiles_apart >= Block::num_tiles(job));
+            store_sums(matrix, to_row, bias, corrections);
+            say_read(tile + place.tiles_apart >= job.num_tiles);
         }
     }
 };
 
-// Brings the vectors' elements of the block's part of the columns. A thread brings, of one vector, the elements that
+// Brings the vectors' elements of the block's steps. A thread brings, of one vector, the elements that
 // four lanes take for a pair of operands, and then the next ones.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
 {
-    const uint32_t begin = Block::part_begin(job, part), steps = Block::part_begin(job, part + 1u) - begin;
 #pragma unroll 2
-    for (uint32_t item = threadIdx.x; item < steps * Block::kVectors * 4u; item += Block::kThreads) {
+    for (uint32_t item = threadIdx.x; item < Block::block_steps(job) * Block::kVectors * 4u; item += Block::kThreads) {
         const uint32_t pair = item / 8u % 4u, vector = item / 32u % (Block::kVectors / 8u) * 8u + item % 8u,
-                       step = item / (4u * Block::kVectors), column = (begin + step) * kStepColumns + 8u * pair;
-        const uint16_t *const from = job.x + uint64_t{vector} * job.columns() + column;
+                       of_block = item / (4u * Block::kVectors),
+                       step = of_block / Block::kBlockPieces * kPieces + part * Block::kBlockPieces +
+                              of_block % Block::kBlockPieces,
+                       column = step * kStepColumns + 8u * pair;
+        const uint16_t *const from = job.x + uint64_t{vector} * job.num_columns + column;
         uint4 x[4];
 #pragma unroll
         for (uint32_t t = 0; t < 4u; t++) {
-            const bool wanted = vector < job.num_vectors && column + 32u * t < job.columns();
+            const bool wanted = vector < job.num_vectors && column + 32u * t < job.num_columns;
             x[t] = wanted ? *reinterpret_cast<const uint4 *>(from + 32u * t) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (uint32_t half = 0; half < 2u; half++) {
             const uint32_t order = half ? 0x7632u : 0x5410u;
             const auto store = [&](uint32_t operand, const uint4 &words) {
-                *reinterpret_cast<uint4 *>(shared_bytes() + Block::vector_at(step, operand, vector, half)) = words;
+                *reinterpret_cast<uint4 *>(shared_bytes() + Block::vector_at(of_block, operand, vector, half)) = words;
             };
             store(2u * pair, make_uint4(permute_bytes(x[0].x, x[0].y, order), permute_bytes(x[1].x, x[1].y, order),
                                         permute_bytes(x[2].x, x[2].y, order), permute_bytes(x[3].x, x[3].y, order)));

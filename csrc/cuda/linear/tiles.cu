@@ -32,11 +32,11 @@ static ibp_status find_encoder(PFN_cuTensorMapEncodeTiled_v12000 *encoder)
 
 // Makes the map of bytes [rows, columns], for tiles of box_rows rows and box_columns columns. Returns whether the
 // driver takes it.
-static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const LinearJob &job, const uint8_t *bytes,
+static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const ibp_digit_matrix &matrix, const uint8_t *bytes,
                      uint32_t columns, uint32_t box_columns, uint32_t box_rows, CUtensorMapSwizzle swizzle,
                      CUtensorMap *map)
 {
-    const cuuint64_t sizes[2] = {columns, job.rows()}, pitches[1] = {job.matrix.slot_bytes};
+    const cuuint64_t sizes[2] = {columns, static_cast<cuuint64_t>(matrix.num_rows)}, pitches[1] = {matrix.slot_bytes};
     const cuuint32_t box[2] = {box_columns, box_rows}, apart[2] = {1, 1};
     return encoder(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t *>(bytes), sizes, pitches, box, apart,
                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -49,16 +49,18 @@ template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_ma
 {
     *has_maps = true;
 #ifdef __CUDACC__
-    const LinearJob &job = tiles->job;
-    const uint8_t *const slots = job.matrix.slots;
     PFN_cuTensorMapEncodeTiled_v12000 encoder = nullptr;
     const ibp_status status = find_encoder(&encoder);
     if (status != IBP_OK) return status;
-    *has_maps = encoder != nullptr &&
-                make_map(encoder, job, slots, job.columns(), kStepColumns, Block::kTileRows, CU_TENSOR_MAP_SWIZZLE_128B,
-                         &tiles->residuals) &&
-                make_map(encoder, job, slots + job.columns(), job.columns() / 2u, kStepColumns / 2u, Block::kTileRows,
-                         CU_TENSOR_MAP_SWIZZLE_64B, &tiles->digits);
+    *has_maps = encoder != nullptr;
+    for (uint32_t i = 0; i < tiles->job.num_matrices && *has_maps; i++) {
+        const ibp_digit_matrix &matrix = tiles->job.matrices[i].coded();
+        const uint32_t columns = matrix.num_columns;
+        *has_maps = make_map(encoder, matrix, matrix.slots, columns, kStepColumns, Block::kTileRows,
+                             CU_TENSOR_MAP_SWIZZLE_128B, &tiles->maps[i].residuals) &&
+                    make_map(encoder, matrix, matrix.slots + columns, columns / 2u, kStepColumns / 2u, Block::kTileRows,
+                             CU_TENSOR_MAP_SWIZZLE_64B, &tiles->maps[i].digits);
+    }
 #endif
     return IBP_OK;
 }
@@ -79,9 +81,9 @@ template <class Block> static ibp_status plan_parts(const LinearJob &job, uint32
                                                  Block::kThreads, Block::kSharedBytes, &found);
         if (status != IBP_OK) return status;
         if (found == 0u || count > num_steps(job)) continue;
-        const uint64_t turns = (Block::num_tiles(job) + found - 1u) / found,
+        const uint64_t turns = (job.num_tiles + found - 1u) / found,
                        cost = turns * ((num_steps(job) + count - 1u) / count + kFixed + (i != 0u ? kOfCluster : 0u));
-        if (cost < least) least = cost, *parts = count, *clusters = std::min(found, Block::num_tiles(job));
+        if (cost < least) least = cost, *parts = count, *clusters = std::min(found, job.num_tiles);
     }
     return IBP_OK;
 }
@@ -93,7 +95,8 @@ static ibp_status launch_tiles(const LinearJob &job, uint8_t *image, ibp_stream 
     uint32_t parts = 0, clusters = 0;
     TilesJob tiles{};
     tiles.job = job, tiles.image = image;
-    ibp_status status = plan_parts<Block>(job, &parts, &clusters);
+    tiles.job.cut(Block::kTileRows);
+    ibp_status status = plan_parts<Block>(tiles.job, &parts, &clusters);
     if (status == IBP_OK && parts != 0u) status = make_maps<Block>(&tiles, launched);
     if (status != IBP_OK || !*launched) return status;
     tiles.parts = parts;

@@ -1,4 +1,4 @@
-// tiles.cuh - multiplies 65 to 256 vectors by a coded matrix of BF16, on GPUs of compute capability 9.0. A warp decodes
+// tiles.cuh - multiplies 65 to 256 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. A warp decodes
 // each weight once, in registers, as an operand of `wgmma` for all vectors.
 //
 // A first kernel puts the vectors in the order of the operands: it makes their image. A block then takes tiles of 128
@@ -20,7 +20,9 @@ namespace ibp {
 
 struct TilesJob {
 #ifdef __CUDACC__
-    CUtensorMap residuals, digits; // of the matrix
+    struct Maps {
+        CUtensorMap residuals, digits;
+    } maps[IBP_MOST_MATRICES];
 #endif
     LinearJob job;
     const uint8_t *image;
@@ -46,9 +48,10 @@ template <uint32_t VECTORS> struct TileBlock {
     static constexpr uint32_t kNumBarriers = 2u * (kWeightStages + kHalfStages) + 2u;
     static constexpr uint32_t kSharedBytes = kBarriersStart + kNumBarriers * SharedBarrier::kBytes;
 
-    static __host__ __device__ __forceinline__ uint32_t num_tiles(const LinearJob &job)
+    // The first row of a tile of a matrix.
+    static __device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t tile)
     {
-        return (job.rows() + kTileRows - 1u) / kTileRows;
+        return (tile - matrix.first_tile) * kTileRows;
     }
     static __device__ __forceinline__ SharedBarrier barrier(uint32_t number)
     {
@@ -140,7 +143,9 @@ template <class Block>
 __device__ __forceinline__ void copy_weights(const TilesJob &tiles, uint32_t tile, uint32_t step, uint32_t to,
                                              const SharedBarrier &filled)
 {
-    const uint32_t row = tile * Block::kTileRows;
+    const uint32_t number = tiles.job.number_of(tile);
+    const LinearMatrix &matrix = tiles.job.matrices[number];
+    const uint32_t row = Block::first_row(matrix, tile);
 #ifdef __CUDACC__
     if (lane_id() != 0u) return;
     const auto copy = [&](const CUtensorMap &map, uint32_t byte, uint32_t column) {
@@ -151,18 +156,18 @@ __device__ __forceinline__ void copy_weights(const TilesJob &tiles, uint32_t til
                      : "memory");
     };
     filled.arrive_and_expect(Block::kWeightBytes);
-    copy(tiles.residuals, to, step * kStepColumns);
-    copy(tiles.digits, to + Block::kDigitsStart, step * kStepColumns / 2u);
+    copy(tiles.maps[number].residuals, to, step * kStepColumns);
+    copy(tiles.maps[number].digits, to + Block::kDigitsStart, step * kStepColumns / 2u);
 #else
-    const LinearJob &job = tiles.job;
+    const uint32_t columns = tiles.job.num_columns;
     for (uint32_t i = lane_id(); i < Block::kTileRows * 12u; i += kWarp) {
         const uint32_t r = i / 12u, j = i % 12u < 8u ? i % 12u : i % 12u - 8u;
         const bool is_digits = i % 12u >= 8u;
         const uint32_t column = step * kStepColumns + (is_digits ? 32u : 16u) * j;
-        const uint8_t *const from = job.matrix.slots + uint64_t{row + r} * job.matrix.slot_bytes +
-                                    (is_digits ? job.columns() + column / 2u : column);
+        const uint8_t *const from = matrix.coded().slots + uint64_t{row + r} * matrix.coded().slot_bytes +
+                                    (is_digits ? columns + column / 2u : column);
         uint8_t *const line = shared_bytes() + to + (is_digits ? Block::kDigitsStart + 64u * r : 128u * r);
-        const bool is_there = row + r < job.rows() && column < job.columns();
+        const bool is_there = row + r < matrix.rows() && column < columns;
         reinterpret_cast<uint4 *>(line)[j ^ (is_digits ? r / 2u % 4u : r % 8u)] =
             is_there ? *reinterpret_cast<const uint4 *>(from) : uint4{};
     }
@@ -188,7 +193,7 @@ __device__ __forceinline__ void copy_half(const uint8_t *from, uint32_t to, cons
 template <class Block> __device__ __forceinline__ void copy_all_weights(const TilesJob &tiles, const TilesPlace &place)
 {
     WeightRing<Block> ring;
-    for (uint32_t tile = place.first_tile; tile < Block::num_tiles(tiles.job); tile += place.tiles_apart)
+    for (uint32_t tile = place.first_tile; tile < tiles.job.num_tiles; tile += place.tiles_apart)
         for (uint32_t step = place.begin; step < place.end; step++, ring.move_on()) {
             ring.await_room();
             copy_weights<Block>(tiles, tile, step, ring.stage * Block::kWeightBytes, ring.filled());
@@ -199,7 +204,7 @@ template <class Block> __device__ __forceinline__ void copy_all_halves(const Til
 {
     HalfRing<Block> ring;
     await_work_before();
-    for (uint32_t tile = place.first_tile; tile < Block::num_tiles(tiles.job); tile += place.tiles_apart)
+    for (uint32_t tile = place.first_tile; tile < tiles.job.num_tiles; tile += place.tiles_apart)
         for (uint32_t half = 2u * place.begin; half < 2u * place.end; half++, ring.move_on()) {
             ring.await_room();
             copy_half<Block>(tiles.image + uint64_t{half} * Block::kHalfBytes,
@@ -223,14 +228,13 @@ struct RowCursor {
     {
         while (entry.x < first_column) entry = next, next = load(at++);
     }
-    __device__ __forceinline__ void find(const LinearJob &job, uint32_t row, uint32_t first_column)
+    __device__ __forceinline__ void find(const LinearMatrix &matrix, uint32_t row, uint32_t first_column)
     {
-        const uint32_t own = ibp_min_u32(row, job.rows() - 1u);
-        const auto start = [&](uint32_t of) {
-            return ibp_min_u32(__ldg(job.matrix.starts + of), job.matrix.num_escapes);
-        };
-        at = job.matrix.escapes + start(own), end = job.matrix.escapes + start(own + 1u);
-        if (row >= job.rows()) at = end;
+        const ibp_digit_matrix &coded = matrix.coded();
+        const uint32_t own = ibp_min_u32(row, matrix.rows() - 1u);
+        const auto start = [&](uint32_t of) { return ibp_min_u32(__ldg(coded.starts + of), coded.num_escapes); };
+        at = coded.escapes + start(own), end = coded.escapes + start(own + 1u);
+        if (row >= matrix.rows()) at = end;
         entry = load(at), next = load(at + 1), at += 2;
         skip(first_column);
     }
@@ -243,7 +247,8 @@ template <class Block> struct TileMultiplier {
 
     const LinearJob &job;
     const TilesPlace &place;
-    const uint32_t t = lane_id() % 4u, row = threadIdx.x / kWarp * kStripRows + lane_id() / 4u, firsts;
+    const uint32_t t = lane_id() % 4u, row = threadIdx.x / kWarp * kStripRows + lane_id() / 4u;
+    uint32_t firsts; // of the tile's matrix
     WeightRing<Block> weights;
     HalfRing<Block> halves, emptied;
     RowCursor cursors[2];
@@ -252,10 +257,7 @@ template <class Block> struct TileMultiplier {
 
     Elements coded[2]; // half a step of rows `row` and `row + 8`: 16 elements each, in the lower half
 
-    __device__ __forceinline__ TileMultiplier(const LinearJob &linear, const TilesPlace &of)
-        : job(linear), place(of), firsts(linear.matrix.first_symbol * 0x01010101u)
-    {
-    }
+    __device__ __forceinline__ TileMultiplier(const LinearJob &linear, const TilesPlace &of) : job(linear), place(of) {}
     __device__ __forceinline__ void load(uint32_t half)
     {
         const uint8_t *const from = shared_bytes() + weights.stage * Block::kWeightBytes;
@@ -330,9 +332,11 @@ template <class Block> struct TileMultiplier {
 
     __device__ __forceinline__ void begin_tile(uint32_t tile)
     {
+        const LinearMatrix &matrix = job.matrix_of(tile);
+        firsts = matrix.coded().first_symbol * 0x01010101u;
 #pragma unroll
         for (uint32_t r = 0; r < 2u; r++)
-            cursors[r].find(job, tile * Block::kTileRows + row + 8u * r, place.begin * kStepColumns);
+            cursors[r].find(matrix, Block::first_row(matrix, tile) + row + 8u * r, place.begin * kStepColumns);
         find_next();
         weights.await_filled();
         load(0);
@@ -388,26 +392,27 @@ template <class Block> struct TileMultiplier {
 
 // Two rows of a vector, `row` and the next one.
 struct RowPair {
-    const LinearJob &job;
-    uint32_t row;
+    const LinearMatrix &matrix;
+    uint32_t num_vectors, row;
     float bias[2];
 
-    __device__ __forceinline__ RowPair(const LinearJob &linear, uint32_t of) : job(linear), row(of)
+    __device__ __forceinline__ RowPair(const LinearJob &job, const LinearMatrix &of, uint32_t first)
+        : matrix(of), num_vectors(job.num_vectors), row(first)
     {
 #pragma unroll
-        for (uint32_t i = 0; i < 2u; i++) bias[i] = row + i < job.rows() ? bias_of(job, row + i) : 0.0f;
+        for (uint32_t i = 0; i < 2u; i++) bias[i] = row + i < matrix.rows() ? bias_of(matrix, row + i) : 0.0f;
     }
     __device__ __forceinline__ void store(uint32_t vector, float first, float second) const
     {
-        if (vector >= job.num_vectors || row >= job.rows()) return;
-        uint16_t *const y = job.y + uint64_t{vector} * job.rows() + row;
+        if (vector >= num_vectors || row >= matrix.rows()) return;
+        uint16_t *const y = matrix.product.y + uint64_t{vector} * matrix.rows() + row;
         const uint32_t both = bfloat16s_of_floats(first + bias[0], second + bias[1]);
-        if (reinterpret_cast<uintptr_t>(y) % 4u == 0u && row + 1u < job.rows()) {
+        if (reinterpret_cast<uintptr_t>(y) % 4u == 0u && row + 1u < matrix.rows()) {
             *reinterpret_cast<uint32_t *>(y) = both;
             return;
         }
         y[0] = static_cast<uint16_t>(both);
-        if (row + 1u < job.rows()) y[1] = static_cast<uint16_t>(both >> 16);
+        if (row + 1u < matrix.rows()) y[1] = static_cast<uint16_t>(both >> 16);
     }
 };
 
@@ -417,9 +422,10 @@ template <class Block>
 __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
                                            const float (&sums)[Block::kVectors / 2u])
 {
+    const LinearMatrix &matrix = job.matrix_of(tile);
     const uint32_t g = lane_id() / 4u, t = lane_id() % 4u,
-                   row = tile * Block::kTileRows + threadIdx.x / kWarp * kStripRows + (g & ~1u);
-    const RowPair pairs[2] = {RowPair(job, row), RowPair(job, row + 8u)};
+                   row = Block::first_row(matrix, tile) + threadIdx.x / kWarp * kStripRows + (g & ~1u);
+    const RowPair pairs[2] = {RowPair(job, matrix, row), RowPair(job, matrix, row + 8u)};
     const bool is_odd = g % 2u != 0u;
 #pragma unroll
     for (uint32_t i = 0; i < Block::kVectors / 8u; i++)
@@ -461,7 +467,8 @@ template <class Block> struct SharedSums {
     {
         constexpr uint32_t kShare = (Block::kRound + PARTS - 1u) / PARTS, kTogether = 8u / PARTS;
         const uint32_t row = threadIdx.x % kPairs * 2u;
-        const RowPair pair(tiles.job, tile * Block::kTileRows + row);
+        const LinearMatrix &matrix = tiles.job.matrix_of(tile);
+        const RowPair pair(tiles.job, matrix, Block::first_row(matrix, tile) + row);
         const uint32_t begin = place.part * kShare, end = ibp_min_u32(begin + kShare, Block::kRound);
 #pragma unroll 1
         for (uint32_t vector = begin + threadIdx.x / kPairs; vector < end; vector += kTogether * kApart) {
@@ -536,7 +543,7 @@ __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_
         take_registers<Block::kMultiplierRegisters, true>();
         TileMultiplier<Block> multiplier(tiles.job, place);
         SharedSums<Block> shared_sums{tiles, place};
-        for (uint32_t tile = place.first_tile; tile < Block::num_tiles(tiles.job); tile += place.tiles_apart) {
+        for (uint32_t tile = place.first_tile; tile < tiles.job.num_tiles; tile += place.tiles_apart) {
             float sums[Block::kVectors / 2u];
             multiplier.multiply_tile_rows(tile, sums);
             if (tile == place.first_tile) await_work_before(); // which may still read what y holds
@@ -570,8 +577,8 @@ template <uint32_t VECTORS> __global__ void image_kernel(const __grid_constant__
 #pragma unroll
     for (uint32_t t = 0; t < 4u; t++) {
         const uint32_t column = step * kStepColumns + 32u * t + 4u * operand;
-        const bool is_there = vector < job.num_vectors && column < job.columns();
-        words[t] = is_there ? *reinterpret_cast<const uint2 *>(job.x + uint64_t{vector} * job.columns() + column)
+        const bool is_there = vector < job.num_vectors && column < job.num_columns;
+        words[t] = is_there ? *reinterpret_cast<const uint2 *>(job.x + uint64_t{vector} * job.num_columns + column)
                             : make_uint2(0, 0);
     }
     uint8_t *const to = image + uint64_t{2u * step + operand / 4u} * (VECTORS * 128u);

@@ -1,0 +1,69 @@
+"""benchmarks/moe.py on the CPU: rows, columns, what experts by index move, and routes."""
+
+import csv
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from benchmarks import harness, moe  # noqa: E402
+
+pytestmark = pytest.mark.frameworks
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(exit status, rows) of a run of the whole script."""
+    directory = tmp_path_factory.mktemp("moe")
+    status = moe.main(["--device", "cpu", "--quick", "--layers", "3", "--out", str(directory)])
+    with open(directory / "moe.csv", newline="") as file:
+        return status, list(csv.DictReader(file))
+
+
+def test_the_script_on_the_cpu(measured):
+    status, rows = measured
+    assert status == 0 and list(rows[0]) == [*harness.COLUMNS, *moe.EXTRA_COLUMNS]
+    assert {row["layers"] for row in rows} == {"3"}
+    cells = {(row["arm"], row["routing"], int(row["rows"])) for row in rows}
+    few = {(arm, routing, tokens) for arm in moe.ARMS for routing in ("uniform", "sticky") for tokens in (1, 3)}
+    assert cells == few | {(arm, "uniform", moe.QUICK_PREFILL) for arm in moe.ARMS[:3]}
+    assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
+
+
+def test_what_is_moved(measured):
+    rows = {(row["arm"], row["routing"], int(row["rows"])): row for row in measured[1]}
+    for routing in ("uniform", "sticky"):
+        for tokens in (1, 3):
+            link = {arm: int(rows[arm, routing, tokens]["link_bytes"]) for arm in moe.ARMS}
+            asked = int(rows[moe.BY_INDEX, routing, tokens]["asked_bytes"])
+            assert link[moe.BY_INDEX] < 0.75 * link[moe.BY_INDEX + moe.RAW] < 0.75 * 1.1 * asked
+            assert link[moe.CACHED] < link[moe.BY_INDEX] < link[moe.STREAMED]
+            hits = {arm: float(rows[arm, routing, tokens]["hit_rate"]) for arm in moe.ARMS[2:]}
+            assert hits[moe.BY_INDEX] == 0 < hits[moe.CACHED + moe.RAW] < hits[moe.CACHED]
+
+
+@pytest.mark.parametrize("routing", ["uniform", "sticky"])
+def test_routes(routing):
+    config = moe.transformers.Qwen3MoeConfig(num_experts=32, num_experts_per_tok=4)
+    found = moe.routes(routing, config, 2, 3, 200, "cpu")
+    assert found.shape == (200, 2, 3, 4) and found.min() >= 0 and found.max() < 32
+    ordered = found.sort(-1).values
+    assert bool((ordered[..., 1:] > ordered[..., :-1]).all())
+    kept = (found[1:, ..., None] == found[:-1, ..., None, :]).any(-1).float().mean()
+    counts = torch.bincount(found[:, 0].flatten(), minlength=32).sort(descending=True).values
+    share = float(counts[:4].sum() / counts.sum())
+    assert (kept > 0.5 and share > 0.3) if routing == "sticky" else (kept < 0.2 and share < 0.2)
+
+
+def test_shortfalls():
+    def row(arm, rows, routing, ms, bound):
+        return {"arm": arm, "rows": rows, "routing": routing, "ms_of_48": ms, "bound_ms": bound, "layers": 48}
+
+    near = [row(moe.BY_INDEX, 1, "uniform", "45.00", "43"), row(moe.BY_INDEX, 8, "uniform", "100.00", "91")]
+    assert list(moe.shortfalls(near)) == []
+    far = [row(moe.BY_INDEX, 1, "uniform", "47.00", "43"), row(moe.BY_INDEX, 8, "uniform", "100.00", "89")]
+    far += [row(moe.CACHED, 1, "sticky", "19.00", "9"), row(moe.CACHED + moe.RAW, 1, "sticky", "20.00", "9")]
+    far += [row(moe.BY_INDEX, 2048, "uniform", "100.00", "94")]
+    wanted = [line.rsplit(" ", 1)[1] for line in moe.shortfalls(far)]
+    assert wanted == ["46.0", "98.9", "15.4", "98.9"]

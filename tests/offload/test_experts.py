@@ -1,0 +1,394 @@
+"""`ibp.offload` of mixtures of experts: what is fetched, and results compared by bits with the plain model's."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import ibp
+from helpers import assert_same_bits, embedding, in_threads
+from ibp._offload.experts import slots_for
+from ibp._offload.groups import divide
+
+WIDTH, INNER, EXPERTS, CHOICES, LAYERS = 256, 128, 8, 2, 3
+EXPERT_BYTES = 2 * 2 * WIDTH * INNER  # of a layer
+ROWS = EXPERT_BYTES // 4096  # of an expert, in a layer's two stacks
+OTHER_BYTES = LAYERS * 2 * WIDTH * WIDTH
+CACHED = OTHER_BYTES + LAYERS * EXPERTS * EXPERT_BYTES * 3 // 4  # what stays on a device with most experts
+SIZES = {"min_bytes": 5000, "group_bytes": 200_000}
+offload = functools.partial(ibp.offload, device="cpu", **SIZES)
+
+
+class Experts(nn.Module):
+    """As classes that transformers' `use_experts_implementation` decorates."""
+
+    def __init__(self, is_transposed=False):
+        super().__init__()
+        self.num_experts, self.has_gate, self.is_transposed = EXPERTS, False, is_transposed
+        shapes = {"up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
+        for seed, (name, shape) in enumerate(shapes.items()):
+            weight = embedding(EXPERTS * shape[0], shape[1], torch.bfloat16, seed=seed).view(-1, *shape)
+            self.register_parameter(name, nn.Parameter(weight.mT.contiguous() if is_transposed else weight, False))
+        self.bias = nn.Parameter(embedding(EXPERTS, INNER, torch.bfloat16, seed=9), False)
+
+    def times(self, x, weight):
+        return torch.einsum("tkh,tkhi->tki" if self.is_transposed else "tkh,tkih->tki", x, weight)
+
+    def forward(self, hidden, index, weights):
+        x = self.times(hidden[:, None].expand(-1, index.shape[1], -1), self.up_proj[index]) + self.bias[index]
+        return (self.times(x.relu(), self.down_proj[index]) * weights[..., None]).sum(1)
+
+
+class Layer(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.router = nn.Linear(WIDTH, EXPERTS, dtype=torch.bfloat16)
+        self.experts = Experts(**options)
+
+    def forward(self, x, index=None):
+        x = x + self.attention(x).tanh()
+        weights, chosen = self.router(x).topk(CHOICES)
+        return x + self.experts(x, chosen if index is None else index, weights)
+
+
+class Mixture(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(**options) for _ in range(LAYERS))
+        for seed, layer in enumerate(self.layers):
+            for linear in (layer.attention, layer.router):
+                linear.weight.data = embedding(*linear.weight.shape, torch.bfloat16, seed=20 + seed)
+                linear.bias.data.zero_()
+        self.eval().requires_grad_(False)
+
+    def forward(self, x, index=None):
+        for layer in self.layers:
+            x = layer(x, index)
+        return x
+
+
+def tokens(number):
+    return torch.randn(number, WIDTH, dtype=torch.bfloat16)
+
+
+# ---- slots ----
+
+
+@given(
+    num_experts=st.integers(1, 9),
+    ids=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=0, max_size=12),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_slots(num_experts, ids, dtype):
+    ids = torch.tensor(ids, dtype=dtype).reshape(-1, 2) % num_experts
+    slots, held = slots_for(ids, num_experts)
+    assert slots.shape == ids.shape and torch.equal(held[slots], ids.long())
+    assert 2 <= len(held) <= max(2, min(ids.numel(), num_experts + 1))
+    if len(ids) != 1:
+        used = held[held >= 0]
+        assert torch.equal(used, ids.unique().long())
+        assert torch.equal(held[: len(used)], used)
+
+
+@pytest.mark.parametrize("bad", [-1, -7, 4, 1 << 40])
+def test_slots_of_ids_out_of_range(bad):
+    """They remain out of range, and no expert takes their place, however many experts are chosen besides."""
+    for ids in ([[bad, 1]], [[0, bad], [1, 2]], [[0, 1], [2, 3], [bad, 0]]):
+        ids = torch.tensor(ids)
+        slots, held = slots_for(ids, 4)
+        assert bool((slots < len(held)).all())
+        found, is_bad = held[slots], ids == bad
+        assert torch.equal(found[~is_bad], ids[~is_bad])
+        assert int(found[is_bad]) == (bad if len(ids) == 1 else 4)
+
+
+# ---- the same results ----
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5, 40])
+@pytest.mark.parametrize("cache_bytes", [0, CACHED])
+@pytest.mark.parametrize("options", [{}, {"min_bytes": 2000}, {"scheme": "raw"}], ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_results(number, cache_bytes, options, is_transposed):
+    model, x = Mixture(is_transposed=is_transposed), tokens(number)
+    wanted, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}
+    offloaded = offload(model, resident_bytes=cache_bytes, lookahead=2, **options)
+    assert [one.stacks["up_proj"].is_cached for one in offloaded._experts] == 3 * [cache_bytes > 0]
+    for _ in range(3):
+        assert_same_bits(model(x), wanted)
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, state[name])
+    offloaded.close()
+    assert_same_bits(model(x), wanted)
+    assert all("forward" not in vars(layer.experts) for layer in model.layers)
+
+
+def test_weights_that_stay():
+    """Where all weights stay on the device, experts stay as they are."""
+    model, x = Mixture(), tokens(3)
+    wanted = model(x)
+    offloaded = offload(model, resident_bytes=1 << 24)
+    assert_same_bits(model(x), wanted)
+    stats = offloaded.stats()
+    assert stats.fetched_bytes == stats.expert_hits == stats.expert_misses == 0 and not offloaded._experts
+
+
+def test_arguments_by_name():
+    experts = Experts()
+    x, weights = tokens(3), torch.ones(3, 2)
+    index = torch.tensor([[0, 7], [3, 3], [0, 1]], dtype=torch.int32)
+    wanted = experts(x, index, weights)
+    offload(experts)
+    assert_same_bits(experts(x, weights=weights, index=index), wanted)
+    with pytest.raises(TypeError, match="index"):
+        experts(x)
+
+
+class Scaled(Experts):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(1, 2, EXPERTS).bfloat16())
+
+    def forward(self, hidden, index, weights):
+        return super().forward(hidden, index, weights * self.scale[index])
+
+
+def test_a_class_of_another_one():
+    """Its forward may call that class's, and has the part of buffers that belongs to the experts."""
+    experts, x = Scaled(), tokens(3)
+    index, weights = torch.tensor([[7, 2], [2, 5], [0, 7]]), torch.ones(3, 2, dtype=torch.bfloat16)
+    wanted = experts(x, index, weights)
+    with offload(experts) as offloaded:
+        assert_same_bits(experts(x, index, weights), wanted)
+        assert offloaded.stats().expert_misses and isinstance(experts.up_proj, nn.Parameter)
+
+
+def test_gradients():
+    models = [Mixture(), Mixture()]
+    offload(models[1])
+    for number in (3, 40):
+        grads = []
+        for model in models:
+            x = tokens(number).fill_(0.5).requires_grad_()
+            model(x).square().sum().backward()
+            grads.append(x.grad)
+        assert_same_bits(*grads)
+
+
+def test_threads():
+    """Calls at the same time have workspaces of their own."""
+    model = Mixture()
+    inputs = [tokens(1 + number) for number in range(4)]
+    wanted = [model(x) for x in inputs]
+
+    def call(number):
+        for _ in range(10):
+            assert_same_bits(model(inputs[number]), wanted[number])
+
+    for cache_bytes in (0, CACHED):
+        with offload(model, resident_bytes=cache_bytes):
+            in_threads(*(functools.partial(call, number) for number in range(4)))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_checkpoints(compressed, tmp_path):
+    plain, x = Mixture(), tokens(2)
+    ibp.save(tmp_path / "plain.safetensors", plain.state_dict())
+    path = tmp_path / "plain.safetensors"
+    if compressed:
+        path = ibp.checkpoints.compress(path, tmp_path / "coded.safetensors", device="cpu").path
+    with torch.device("meta"):
+        model = Mixture()
+    with offload(model, checkpoint=path):
+        assert_same_bits(model(x), plain(x))
+
+
+# ---- what is fetched ----
+
+
+def called(offloaded, model, x, index):
+    """Statistics of a call."""
+    offloaded.reset_stats()
+    model(x, torch.tensor(index))
+    return offloaded.stats()
+
+
+def misses(*call):
+    return called(*call).expert_misses
+
+
+def test_each_expert_is_fetched_once():
+    model = Mixture()
+    offloaded = offload(model)
+    assert misses(offloaded, model, tokens(1), [[1, 5]]) == 2 * LAYERS * ROWS
+    assert misses(offloaded, model, tokens(3), [[1, 5], [5, 1], [1, 5]]) == 2 * LAYERS * ROWS
+    assert misses(offloaded, model, tokens(3), [[1, 5], [2, 1], [7, 6]]) == 5 * LAYERS * ROWS
+    stats = offloaded.stats()
+    assert stats.expert_hits == stats.expert_hit_rate == 0
+    assert stats.fetched_bytes == LAYERS * 5 * EXPERT_BYTES and stats.uses == 2 * LAYERS
+    assert 0.5 * stats.fetched_bytes < stats.link_bytes < 0.9 * stats.fetched_bytes
+
+
+def test_many_tokens_use_the_group():
+    """They do not go through the caches, and let the next layers' experts be fetched ahead; few tokens end that."""
+    model = Mixture()
+    offloaded = offload(model, lookahead=2)
+    for call in range(2):
+        offloaded.reset_stats()
+        model(tokens(16))
+        stats = offloaded.stats()
+        assert stats.expert_misses == 0 and stats.uses == 2 * LAYERS
+        assert stats.misses == (1 if call == 0 else 0)
+        assert stats.fetched_bytes >= (LAYERS - 1) * EXPERTS * EXPERT_BYTES
+    for _ in range(3):
+        offloaded.reset_stats()
+        model(tokens(1))
+        assert offloaded.stats().misses == 0
+    assert offloaded.stats().fetched_bytes == LAYERS * CHOICES * EXPERT_BYTES
+
+
+def test_a_cache():
+    """Experts that were asked for lately are not fetched; slots that are left over count as nothing."""
+    model = Mixture()
+    offloaded = offload(model, resident_bytes=CACHED)
+    found = []
+    for index in ([[1, 5]], [[5, 2]], [[1, 2], [5, 1]], [[0, 3], [3, 0]]):
+        stats = called(offloaded, model, tokens(len(index)), index)
+        found.append((stats.expert_hits, stats.expert_misses))
+        assert stats.fetched_bytes == 4096 * stats.expert_misses
+        assert stats.expert_hit_rate == stats.expert_hits / (stats.expert_hits + stats.expert_misses)
+    rows, first = LAYERS * ROWS, LAYERS * 2  # first rows of stacks, which are always there
+    assert found == [(0, 2 * rows), (rows, rows), (3 * rows, 0), (first, 2 * rows - first)]
+    assert OTHER_BYTES < stats.device_bytes < OTHER_BYTES + 2 * LAYERS * EXPERTS * EXPERT_BYTES
+    x = tokens(1)
+    assert_same_bits(model(x), Mixture()(x))
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize("bad", [-1, EXPERTS])
+def test_experts_that_are_not_there(bad):
+    model = Mixture()
+    offload(model)
+    with pytest.raises(IndexError, match=rf"index of layers.0.experts\[3\] is {bad}; wanted 0 to 7"):
+        model(tokens(2), torch.tensor([[0, 1], [2, bad]]))
+    assert_same_bits(model(tokens(2).fill_(1)), Mixture()(tokens(2).fill_(1)))
+
+
+def test_gates_that_are_nan():
+    model, x = Mixture(), tokens(2)
+    x[1] = torch.nan
+    wanted = model(x)
+    offload(model)
+    assert_same_bits(model(x), wanted)
+
+
+def test_damaged_rows():
+    """A damaged expert is an error where it is asked for, and nowhere else."""
+    model, x = Mixture(), tokens(1)
+    wanted = model(x, torch.tensor([[1, 2]]))
+    offloaded = offload(model)
+    stack = offloaded._experts[1].stacks["up_proj"]
+    stack.cache.table.lengths[5 * stack.num_rows] = 4000
+    with pytest.raises(ibp.CorruptTableError):
+        model(x, torch.tensor([[5, 2]]))
+    assert_same_bits(model(x, torch.tensor([[1, 2]])), wanted)
+
+
+def is_taken(module):
+    with_experts = nn.Sequential(module).eval().requires_grad_(False)
+    division = divide(with_experts, min_bytes=1, group_bytes=1 << 20, num_devices=1, buffers=False)
+    return bool(division.experts)
+
+
+def test_what_is_no_stack_of_experts():
+    def changed(change):
+        module = Experts()
+        change(module)
+        return module
+
+    assert is_taken(Experts())
+    assert not is_taken(nn.Linear(4, 4))
+    assert not is_taken(changed(lambda module: setattr(module, "_is_expert_parallel", True)))
+    assert not is_taken(changed(lambda module: delattr(module, "has_gate")))
+    assert not is_taken(changed(lambda module: setattr(module, "scale", nn.Parameter(torch.ones(3)))))
+    assert not is_taken(changed(lambda module: setattr(module, "forward", module.forward)))
+    strange = changed(lambda module: setattr(module, "up_proj", nn.Parameter(module.up_proj.mT[..., :-1, :].clone())))
+    assert is_taken(strange)
+    uneven = nn.Parameter(embedding(EXPERTS, 8191, torch.bfloat16), False)
+    assert not is_taken(changed(lambda module: setattr(module, "up_proj", uneven)))
+    last = nn.Parameter(torch.empty(INNER, WIDTH, EXPERTS).bfloat16().permute(2, 0, 1), False)
+    assert not is_taken(changed(lambda module: setattr(module, "up_proj", last)))
+
+
+def test_a_shared_stack():
+    first, second = Experts(), Experts()
+    second.up_proj = first.up_proj
+    assert not is_taken(nn.ModuleList([first, second]))
+
+
+# ---- GPUs ----
+
+
+@pytest.mark.parametrize("cache_bytes", [0, CACHED])
+@torch.no_grad()
+def test_on_a_gpu(cuda, cache_bytes):
+    plain, model = Mixture().to(cuda), Mixture()
+    with ibp.offload(model, cuda, resident_bytes=cache_bytes, **SIZES) as offloaded:
+        assert all(s.cache.table.is_pinned() for one in offloaded._experts for s in one.stacks.values())
+        for number in (1, 2, 5, 40, 1):
+            x = tokens(number).to(cuda)
+            for _ in range(3):
+                assert_same_bits(model(x), plain(x))
+        assert offloaded.stats().expert_misses > 0
+
+
+@torch.no_grad()
+def test_a_gpu_is_not_waited_for(cuda):
+    model, x, y = Mixture(), tokens(1).to(cuda), tokens(3).to(cuda)
+    with ibp.offload(model, cuda, resident_bytes=CACHED, **SIZES):
+        model(x), model(y)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(x), model(y)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@torch.no_grad()
+def test_a_cuda_graph(cuda, number):
+    """Experts that are asked for in a graph are those of each replay, with a cache that replaces its rows."""
+    plain, model = Mixture().to(cuda), Mixture()
+    x = tokens(number).to(cuda)
+    with ibp.offload(model, cuda, resident_bytes=CACHED, **SIZES):
+        stream = torch.cuda.Stream(cuda)
+        stream.wait_stream(torch.cuda.current_stream(cuda))
+        with torch.cuda.stream(stream):
+            model(x)
+        torch.cuda.current_stream(cuda).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for _ in range(5):
+            x.copy_(tokens(number))
+            graph.replay()
+            assert_same_bits(y, plain(x))
+
+
+@torch.no_grad()
+def test_a_gpu_notes_experts_that_are_not_there(cuda):
+    model = Mixture()
+    with ibp.offload(model, cuda, **SIZES) as offloaded:
+        for index in ([[0, EXPERTS]], [[0, 1], [2, EXPERTS]], [[0, 1], [2, -1]]):
+            model.layers[0].experts(
+                tokens(len(index)).to(cuda), torch.tensor(index, device=cuda), torch.ones(len(index), 2, device=cuda)
+            )
+            for stack in offloaded._experts[0].stacks.values():
+                with pytest.raises(IndexError):
+                    stack.cache.check()
