@@ -36,8 +36,9 @@ class TensorEstimate:
 
     Attributes:
         name, dtype, shape, num_bytes: of the tensor.
-        savings: by scheme, the share of its bytes that a table would save, its index counted; empty for a tensor that
-            is kept as it is: one of less than 4 KiB, of a dtype that tables lack, or that patterns leave out.
+        savings: by scheme, the share of its bytes that a table would save, its index counted, about that where
+            `compress` takes another scheme; empty for a tensor that is kept as it is: one of less than 4 KiB, of a
+            dtype that tables lack, or that patterns leave out.
         best: the scheme that `compress` takes; None where none saves 1 %.
     """
 
