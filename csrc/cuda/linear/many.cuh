@@ -227,9 +227,12 @@ template <class Block> struct Finishers {
             for (uint32_t i = 0; i < Block::kFinished; i++)
                 sums[i][part] = float_in(part, Block::sum_at(first_vector + 2u * i, row));
 #pragma unroll
-        for (uint32_t i = 0; i < Block::kFinished; i++)
-            store_sum(job, matrix, first_vector + 2u * i, to_row, corrections.corrected(sum_in_pairs(sums[i]), i),
-                      bias);
+        for (uint32_t i = 0; i < Block::kFinished; i++) {
+            const uint32_t vector = first_vector + 2u * i;
+            if (vector < job.num_vectors)
+                store_sum(matrix, matrix.product.y + uint64_t{vector} * matrix.rows() + to_row,
+                          corrections.corrected(sum_in_pairs(sums[i]), i), bias);
+        }
     }
     // The thread's row of a tile of a matrix.
     __device__ __forceinline__ uint32_t row_of(const LinearMatrix &matrix, uint32_t tile) const
@@ -250,14 +253,14 @@ template <class Block> struct Finishers {
     {
         RowEscapes escapes, next;
         find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
-        escapes.load(job);
+        escapes.load(job.num_columns);
         for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             const LinearMatrix &matrix = job.matrix_of(tile);
             const uint32_t to_row = row_of(matrix, tile);
             Corrections<Block::kFinished> corrections;
-            corrections.add(job, escapes, first_vector);
+            corrections.add(job.vectors(), escapes, first_vector);
             const float bias = bias_of(matrix, to_row);
-            escapes = next, escapes.load(job);
+            escapes = next, escapes.load(job.num_columns);
             find(tile + 2u * place.tiles_apart, next);
             say_written(turn);
             store_sums(matrix, to_row, bias, corrections);
