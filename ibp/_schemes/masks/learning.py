@@ -67,9 +67,12 @@ def estimate(rows: torch.Tensor, row_bytes: int, num_rows: int) -> float:
 
 def _single_row_bytes(row: np.ndarray, chunk_bytes: int) -> int:
     """What a table of one row takes at least. All of its bits are invariant, so that the codebook holds its chunks."""
-    whole = np.sort(row[: len(row) // chunk_bytes * chunk_bytes].view(f"u{chunk_bytes}").astype(np.uint64))
-    chunks, pairs = -(-len(row) // chunk_bytes), 1 + int(np.count_nonzero(whole[1:] != whole[:-1]))
-    return chunks // 8 + _palette_bytes(pairs, chunks, chunk_bytes)
+    whole = row[: len(row) // chunk_bytes * chunk_bytes].view(f"u{chunk_bytes}")
+    # Two different bytes are as good as more: the index takes as many bytes as the row.
+    ordered = np.sort(whole) if chunk_bytes > 1 else np.array([whole.min(), whole.max()])
+    chunks, pairs = -(-len(row) // chunk_bytes), 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+    flags = chunks // 8 if row.any() else 0  # a default row takes no bytes
+    return flags + _palette_bytes(pairs, chunks, chunk_bytes)
 
 
 def _palette_bytes(pairs: int, chunks: int, chunk_bytes: int) -> int:
