@@ -40,7 +40,8 @@ Tensor aligned(const Tensor &x)
     return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u ? x : torch::stable::clone(x);
 }
 
-// biases: none, or as many as there are matrices, where an empty one adds nothing. out: the results one after the other.
+// biases: none, or as many as there are matrices, where an empty one adds nothing. out: the results one after the
+// other.
 void linear(const Device &device, const Tensors &slots, const std::vector<int64_t> &slot_bytes, const Tensors &below,
             const Tensors &starts, const Tensors &entries, const Tensor &x, const Tensors &biases, const Out &out)
 {

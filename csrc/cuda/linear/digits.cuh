@@ -164,8 +164,8 @@ template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&
     return sums[0];
 }
 
-// The first row of a strip of a matrix. The last strips share rows with the one before where the rows are no multiple of
-// 16.
+// The first row of a strip of a matrix. The last strips share rows with the one before where the rows are no
+// multiple of 16.
 __device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t strip)
 {
     return ibp_min_u32(strip * kStripRows, matrix.rows() - kStripRows);

@@ -3,9 +3,9 @@
 //
 // A block takes strips of 16 rows, one after the other. Each of its multiplying warps has two neighbours of the 16
 // pieces of the columns (digits.cuh), and takes their steps of 128 columns from left to right: while a step is
-// multiplied, bytes of coming steps, also of the next strip, are copied to shared memory. A lane holds 32 elements each of rows
-// g and g + 8, for g = lane / 4: of them tensor cores take 4 and 4 at a time, in an order of columns that the digits
-// make cheap, and the vectors come in the same order.
+// multiplied, bytes of coming steps, also of the next strip, are copied to shared memory. A lane holds 32 elements each
+// of rows g and g + 8, for g = lane / 4: of them tensor cores take 4 and 4 at a time, in an order of columns that the
+// digits make cheap, and the vectors come in the same order.
 // Escapes are multiplied like other digits, as if their symbols followed those of the digits. One more warp, the
 // finisher, takes these products away and adds the right ones, from a list that was made before. It adds up the sums of
 // the other warps and stores them, while those multiply the next strip.

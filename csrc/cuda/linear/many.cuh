@@ -3,11 +3,11 @@
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other. Each block has some neighbours of the 16 pieces of
 // the columns (digits.cuh), and keeps the vectors' elements of them in shared memory, in the order that the digits make
-// cheap: L2 brings weights alone. Two groups of four warps multiply, each half of the block's pieces: while a step is multiplied, bytes of
-// coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a tile in shared
-// memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their block's share of
-// the vectors, and take away and add the products of escapes as linear.cuh does. Sums are added in the order of
-// linear.cuh, to the same bits.
+// cheap: L2 brings weights alone. Two groups of four warps multiply, each half of the block's pieces: while a step is
+// multiplied, bytes of coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a
+// tile in shared memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their
+// block's share of the vectors, and take away and add the products of escapes as linear.cuh does. Sums are added in the
+// order of linear.cuh, to the same bits.
 // Bound by device memory.
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
