@@ -7,6 +7,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp.nn._tables import TableModule
 from models import losses_of
+from products import kernels_on_the_cpu, lists
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -124,6 +125,31 @@ def test_states(name):
         assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
         assert_same_bits(outputs(other), wanted)
         assert num_tables == len({id(module.weight) for module in other.modules() if isinstance(module, TableModule)})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "gpt-oss"])
+@torch.no_grad()
+def test_experts_by_the_kernel(name, compiled, monkeypatch):
+    """The same sums as transformers', in another order."""
+    plain, coded = (make(name).model.layers[0].mlp for _ in range(2))
+    ibp.nn.compress(coded, min_bytes=1 << 14)
+    for stack in coded.experts.stacks.values():
+        lists(stack.weight)
+    torch.compiler.reset()
+    experts = torch.compile(coded.experts, fullgraph=True, backend="aot_eager") if compiled else coded.experts
+    with kernels_on_the_cpu(monkeypatch) as calls:
+        for number in (1, 12):
+            x, index = (
+                torch.randn(number, 256).bfloat16(),
+                torch.rand(number, coded.experts.num_experts).argsort(1)[:, :2],
+            )
+            weights = torch.rand(number, 2).bfloat16()
+            wanted = plain.experts(x, index, weights)
+            torch.testing.assert_close(
+                experts(x, index, weights), wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max())
+            )
+        assert calls == [2, 2, 24, 24]
 
 
 def test_conv1d_refuses_what_does_not_fit():
