@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -90,7 +92,7 @@ def test_vllm_blocks_come_back(framework, blocks_per_chunk):
     layers = [pages_of(40), pages_of(40, seed=1)]
     caches = caches_of(base, layers, [[0, 1]])
     worker, manager = spec.get_worker(caches), spec.get_manager()
-    assert worker is spec.get_worker(caches) and manager is spec.get_manager() and worker.stores == []
+    assert worker is spec.get_worker(caches) and manager is spec.get_manager() and worker.blocks.pools == []
     blocks = random.Random(0).sample(range(40), 2 * blocks_per_chunk)
     stored = manager.prepare_store([b"a", b"b"], None)
     source = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
@@ -98,7 +100,7 @@ def test_vllm_blocks_come_back(framework, blocks_per_chunk):
     result = finish(worker, 7)
     assert result.transfer_size == 2 * 4096 * len(blocks) and worker.get_finished() == []
     manager.complete_store([b"a", b"b"], None)
-    (store,) = worker.stores
+    (store,) = worker.blocks.pools
     assert store.pool_bytes <= spec.pool_bytes and store.gain >= 1.39
     assert store.codebook.codec[2] == 2  # elements of BF16, not of int8
     for tensor in caches.tensors:
@@ -112,7 +114,7 @@ def test_vllm_blocks_come_back(framework, blocks_per_chunk):
         assert_same_bits(blocks_of(caches, number)[targets], layer[blocks[skipped:]])
         assert not caches.tensors[number].tensor[len(targets) :].any()
     worker.shutdown()
-    assert worker.stores == [] and worker.get_finished() == []
+    assert worker.blocks.pools == [] and worker.get_finished() == []
 
 
 def test_vllm_groups_of_layers(framework):
@@ -142,7 +144,7 @@ def test_vllm_keeps_what_finds_no_room(framework):
     for block in range(40):
         worker.submit_store(block, base.GPULoadStoreSpec([block], [1], [0]), base.BlockIDsLoadStoreSpec([block]))
         finish(worker, block)
-    assert 0 < worker.num_raw_pages <= 20
+    assert 0 < worker.blocks.num_raw_pages <= 20
     caches.tensors[0].tensor.zero_()
     everything = base.GPULoadStoreSpec(range(40), [40], [0])
     worker.submit_load(100, base.BlockIDsLoadStoreSpec(range(40)), everything)
@@ -151,7 +153,7 @@ def test_vllm_keeps_what_finds_no_room(framework):
     again = base.GPULoadStoreSpec([*range(20)] * 2, [40], [0])
     worker.submit_store(101, again, base.BlockIDsLoadStoreSpec(range(40)))
     finish(worker, 101)
-    assert worker.num_raw_pages == 0
+    assert worker.blocks.num_raw_pages == 0
     worker.submit_load(102, base.BlockIDsLoadStoreSpec(range(40)), everything)
     finish(worker, 102)
     assert_same_bits(blocks_of(caches, 0), layers[0][[*range(20)] * 2])
@@ -197,7 +199,7 @@ def test_vllm_wait_frees_the_blocks(framework):
     worker.submit_store(1, everything, chunks)
     worker.wait({1, 99})
     caches.tensors[0].tensor.fill_(7)
-    assert [result.job_id for result in worker.get_finished()] == [1] and worker.num_raw_pages > 0
+    assert [result.job_id for result in worker.get_finished()] == [1] and worker.blocks.num_raw_pages > 0
     worker.submit_load(2, chunks, everything)
     finish(worker, 2)
     assert_same_bits(blocks_of(caches, 0), noise(40))
@@ -267,8 +269,8 @@ def test_vllm_several_sizes_of_pages(framework):
     source = base.GPULoadStoreSpec([3, 4, 5, 9, 8, 7], [4, 2], [0, 0])
     worker.submit_store(1, source, base.BlockIDsLoadStoreSpec([10, 11, 30]))
     assert finish(worker, 1).transfer_size == 4 * 2 * sum(sizes) + 2 * 3000
-    assert sorted(store.page_bytes for store in worker.stores) == [2048, 4096]
-    assert 0.9 * spec.pool_bytes < sum(store.pool_bytes for store in worker.stores) <= spec.pool_bytes
+    assert sorted(store.page_bytes for store in worker.blocks.pools) == [2048, 4096]
+    assert 0.9 * spec.pool_bytes < sum(store.pool_bytes for store in worker.blocks.pools) <= spec.pool_bytes
     worker.submit_load(
         2, base.BlockIDsLoadStoreSpec([10, 11, 30]), base.GPULoadStoreSpec([20, 21, 22, 31, 32], [3, 2], [1, 0])
     )
@@ -289,7 +291,7 @@ def test_vllm_a_chunk_that_changes_groups(framework):
     chunks = base.BlockIDsLoadStoreSpec(range(40))
     worker.submit_store(1, base.GPULoadStoreSpec(range(40), [0, 40], [0, 0]), chunks)
     finish(worker, 1)
-    raw = worker.num_raw_pages
+    raw = worker.blocks.num_raw_pages
     assert raw > 0
     worker.submit_store(2, base.GPULoadStoreSpec([0] * 40, [40, 0], [0, 0]), chunks)
     finish(worker, 2)
@@ -361,7 +363,7 @@ def test_vllm_on_the_gpu(framework, cuda):
         if not expedited:
             results = worker.get_finished()
             assert len(results) == 10 and all(result.success and result.transfer_time > 0 for result in results)
-            assert worker.num_raw_pages > 0
+            assert worker.blocks.num_raw_pages > 0
         chunks, blocks = base.BlockIDsLoadStoreSpec(range(20)), base.GPULoadStoreSpec(range(40), [40], [0])
         worker.submit_load(50 + expedited, chunks, blocks, expedited=expedited)
         finish(worker, 50 + expedited)
@@ -565,7 +567,32 @@ def test_sglang_on_the_gpu(framework, cuda):
         assert_same_bits(storage.get(str(k), out), pages[k].flatten())
 
 
-# ---- without them ----
+# ---- without them, and with others ----
+
+
+@pytest.mark.parametrize("installed", ["0.33.1", "0.25.1", "0.34.0.dev3+cu130"])
+def test_another_release(framework, monkeypatch, installed):
+    """It is tried, with a warning: its classes are there."""
+    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: installed)
+    with pytest.warns(UserWarning, match=rf"was tried with vLLM 0.26.0 to 0.33.0; {re.escape(installed)} is installed"):
+        adapter.IBPOffloadingSpec(config_of(1, 1))
+
+
+@pytest.mark.parametrize("installed", ["0.26.0", "0.31.0", "0.33.0+cu130"])
+def test_a_release_that_was_tried(framework, monkeypatch, recwarn, installed):
+    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: installed)
+    adapter.IBPOffloadingSpec(config_of(1, 1))
+    assert not recwarn.list
+
+
+def test_a_release_without_a_class(monkeypatch):
+    if importlib.util.find_spec("sglang") is not None:
+        pytest.skip("sglang is here")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.4.9")
+    with pytest.raises(ImportError, match="SGLang 0.5.10.post1 to 0.5.23; 0.4.9, which is installed, lacks a class"):
+        importlib.import_module("ibp.integrations.sglang").IBPHiCacheStorage(None)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ibp.integrations import _engines
 from native import ROOT
 
 STUBS = Path(__file__).parent / "stubs"
@@ -222,12 +223,13 @@ def test_a_release(tool, adapter_of, interface):
 
 
 def test_releases_that_are_there():
-    """The documentation names the first and the last of each."""
-    page = (ROOT / "docs" / "kv-cache.md").read_text()
+    """The documentation and the adapters name the first and the last of each."""
+    page = (ROOT / "docs" / "serving.md").read_text()
     for package in ("vllm", "sglang"):
         versions = [each["version"] for each in INTERFACES if each["package"] == package]
         assert len(versions) >= 8
         assert all(f"`{version}`" in page for version in (versions[0], versions[-1])), versions
+        assert _engines.TRIED[package][1:] == (versions[0], versions[-1])
 
 
 @pytest.mark.parametrize("package", ["vllm", "sglang"])
