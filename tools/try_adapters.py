@@ -1,7 +1,9 @@
-"""Runs ibp's serving adapters with the Python files of released vLLM and SGLang packages, on the CPU.
+"""Runs ibp's serving adapters with the Python files of released engines, on the CPU.
 
-    python tools/try_adapters.py vllm==0.33.0 sglang==0.5.23         downloads the wheels by pip, and deletes them
-    python tools/try_adapters.py path/to/some.whl                    of a wheel that is there
+    python tools/try_adapters.py                                     all releases in build/engines
+    python tools/try_adapters.py build/engines/vllm-0.33.0           one of them
+
+tools/record_interfaces.py unpacks releases there.
 
 Nothing of the packages is installed, and no server runs. Their modules around KV-cache offloading are imported as they
 are; all others, such as those with compiled parts, are replaced by objects that do nothing. vLLM's own manager, and its
@@ -23,11 +25,10 @@ import subprocess
 import sys
 import tempfile
 import types
-import zipfile
 from pathlib import Path
 
 import torch
-from record_interfaces import wheel_of
+from record_interfaces import ENGINES
 
 # Modules that are imported as they are.
 REAL = (
@@ -369,7 +370,7 @@ class Operation:
         return False
 
 
-def try_sglang(folder, num_trials=200):
+def try_sglang(num_trials=200):
     from sglang.srt.mem_cache import hicache_storage as hicache
 
     rng = random.Random(0)
@@ -392,8 +393,9 @@ def try_sglang(folder, num_trials=200):
     check(storage.get_stats() is None, "get_stats")
     print("  40 pages stored and loaded by the controller's methods, all with their bits")
     num_same = 0
-    for trial in range(num_trials):
-        num_same += same_prefixes(hicache, rng, storage_of(hicache), folder / str(trial), pages)
+    for _ in range(num_trials):
+        with tempfile.TemporaryDirectory() as folder:
+            num_same += same_prefixes(hicache, rng, storage_of(hicache), folder, pages)
     print(
         f"  batch_exists_v2 gives what SGLang's storage of files does in {num_same} of {num_trials} trials, else less"
     )
@@ -424,35 +426,29 @@ def same_prefixes(hicache, rng, storage, folder, pages):
 # ---- the command ----
 
 
-def run(wheel):
-    """Tries a wheel within this process, which can import one release of each package."""
-    package = Path(wheel).name.split("-")[0]
-    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".py") and name.startswith(f"{package}/")]
-        archive.extractall(folder, names)
-        sys.meta_path.insert(0, Finder(Path(folder), package))
-        if package == "vllm":
-            try_vllm()
-        else:
-            try_sglang(Path(folder))
+TRIES = {"vllm": try_vllm, "sglang": try_sglang}
+
+
+def run(release):
+    """Tries an unpacked release within this process, which can import one release of each package."""
+    package = release.name.split("-")[0]
+    sys.meta_path.insert(0, Finder(release, package))
+    TRIES[package]()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="+", metavar="WHEEL|PACKAGE==VERSION")
-    parser.add_argument("--here", action="store_true", help="one wheel, within this process")
-    options = parser.parse_args()
-    if options.here:
-        run(options.releases[0])
+    parser.add_argument("releases", nargs="*", type=Path, metavar="FOLDER", help="PACKAGE-VERSION, unpacked")
+    releases = parser.parse_args().releases or sorted(ENGINES.glob("*-*"))
+    if len(releases) == 1:
+        run(releases[0])
         return
     failed = []
-    for release in options.releases:
-        with tempfile.TemporaryDirectory() as folder:
-            wheel = wheel_of(release, folder)
-            print(Path(wheel).name.rsplit("-", 3)[0], flush=True)
-            failed += [release] if subprocess.run([sys.executable, __file__, "--here", str(wheel)]).returncode else []
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    for release in releases:
+        print(release.name, flush=True)
+        failed += [release.name] if subprocess.run([sys.executable, __file__, str(release)]).returncode else []
+    if failed or not releases:
+        raise SystemExit(f"failed: {', '.join(failed)}" if failed else f"no release is unpacked in {ENGINES}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """The serving adapters and the stand-ins in stubs/, held to the interfaces in interfaces/, which
-tools/record_interfaces.py wrote down from releases of vLLM and SGLang.
+tools/record_interfaces.py wrote down from releases.
 """
 
 import ast
 import copy
-import importlib.util
+import importlib
 import inspect
 import json
-import re
 import sys
 import zipfile
 from pathlib import Path
@@ -16,6 +15,10 @@ import pytest
 
 from ibp.integrations import _engines
 from native import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import record_interfaces  # noqa: E402
 
 STUBS = Path(__file__).parent / "stubs"
 INTERFACES = [json.loads(path.read_text()) for path in (Path(__file__).parent / "interfaces").glob("*.json")]
@@ -51,20 +54,13 @@ MADE = {
 SOME_RELEASES_ONLY = {"block_pages", "group_pages"}
 
 
-def numbers(interface):
-    return [int(number) for number in re.findall(r"\d+", interface["version"])]
-
-
-INTERFACES.sort(key=lambda interface: (interface["package"], numbers(interface)))
+INTERFACES.sort(key=lambda interface: (interface["package"], record_interfaces.numbers(interface)))
 NEWEST = {interface["package"]: interface for interface in INTERFACES}
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("record_interfaces", ROOT / "tools" / "record_interfaces.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return record_interfaces
 
 
 @pytest.fixture
@@ -219,7 +215,14 @@ def wrong(tool, interface, adapter):
     "interface", INTERFACES, ids=lambda interface: f"{interface['package']}-{interface['version']}"
 )
 def test_a_release(tool, adapter_of, interface):
-    assert wrong(tool, interface, adapter_of(interface["package"])) == []
+    check_release(tool, adapter_of, interface)
+
+
+def check_release(tool, adapter_of, interface):
+    """Fails with what does not fit, and what the release changed since the one before."""
+    found = wrong(tool, interface, adapter_of(interface["package"]))
+    if found:
+        pytest.fail("\n".join([f"{interface['package']} {interface['version']}:", *found, *tool.since(interface)]))
 
 
 def test_releases_that_are_there():
@@ -317,14 +320,43 @@ class Connector:
             archive.write(path, path.relative_to(STUBS))
         archive.writestr(folder + "worker.py", worker)
         archive.writestr("vllm/v1/kv_offload/factory.py", "def make(spec_cls, config):\n    return spec_cls(config)\n")
-    found = json.loads(tool.write(tool.record(wheel), tmp_path / "out").read_text())
+    release = tool.unpack(wheel, tmp_path / "engines")
+    assert release.name == "vllm-9.9.0"
+    found = json.loads(tool.write(tool.record(release), tmp_path / "out").read_text())
     assert (found["package"], found["version"]) == ("vllm", "9.9.0")
     assert found["uses"]["worker"] == {"calls": {"submit_load": ["*, **", "3, expedited"]}, "attributes": ["num_jobs"]}
     assert found["uses"]["spec"] == {"calls": {"get_worker": ["1"], "__init__": ["1"]}, "attributes": []}
     for name, record in found["classes"].items():
         assert record["file"] == NEWEST["vllm"]["classes"][name]["file"]
     with pytest.raises(SystemExit, match="wanted one of vllm, sglang"):
-        tool.record("torch-2.0-py3-none-any.whl")
+        tool.unpack("torch-2.0-py3-none-any.whl", tmp_path)
+
+
+def test_what_has_changed(tool, adapter_of):
+    """The message of a failing test names the release and its changes."""
+    newest = NEWEST["vllm"]
+
+    def change(classes, uses):
+        classes["OffloadingWorker"]["methods"].update(wait="self, jobs")
+        classes["OffloadingWorker"]["abstract"].append("cancel")
+        del classes["TransferResult"]["fields"]["transfer_time"]
+        uses["worker"]["calls"]["cancel"] = ["1"]
+
+    found = changed("vllm", change) | {"version": "9.9.9"}
+    at = "classes.OffloadingWorker"
+    assert list(tool.changes(newest, found)) == [
+        f"{at}.abstract has cancel now",
+        f'{at}.methods.wait was "self, job_ids", is "self, jobs"',
+        "classes.TransferResult.fields.transfer_time is gone",
+        'uses.worker.calls.cancel is new: ["1"]',
+        f'version was "{newest["version"]}", is "9.9.9"',
+    ]
+    with pytest.raises(pytest.fail.Exception) as failure:
+        check_release(tool, adapter_of, found)
+    lines = str(failure.value).splitlines()
+    assert lines[0] == "vllm 9.9.9:" and "worker has no cancel" in lines
+    assert f"since {newest['version']}: {at}.abstract has cancel now" in lines
+    assert list(tool.changes(["a", "b"], ["b"], "x")) == ["x lacks a"] and not [*tool.changes(newest, newest)]
 
 
 def test_signatures(tool):
