@@ -34,6 +34,8 @@ INTERFACES = ROOT / "tests" / "integrations" / "interfaces"
 ENGINES = ROOT / "build" / "engines"
 # The one compiled module that is unpacked as well: LMCache's Bitmap, which needs nothing else.
 KEPT = ("*.py", "lmcache/lmcache_native.*.so")
+# The methods with an underscore that count: they make objects, or an adapter calls them.
+KEPT_METHODS = ("__init__", "__new__", "_notify_keys_stored", "_notify_keys_accessed", "_notify_keys_deleted")
 
 
 class Role(NamedTuple):
@@ -58,6 +60,7 @@ def _in_file(path, *names):
 
 _OFFLOADING = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/"
 _HICACHE = "sglang/srt/mem_cache/hicache_storage.py"
+_L2 = "lmcache/v1/distributed/l2_adapters/"
 _HOST_POOLS = ("sglang/srt/mem_cache/pool_host/base.py", "sglang/srt/mem_cache/memory_pool_host.py")
 
 PACKAGES = {
@@ -119,6 +122,25 @@ PACKAGES = {
             )
         },
     ),
+    "lmcache": Package(
+        _in_file(_L2 + "base.py", "L2AdapterInterface")
+        | _in_file("lmcache/v1/distributed/internal_api.py", "L2StoreResult")
+        | _in_file("lmcache/v1/memory_management.py", "MemoryObj")
+        | _in_file("lmcache/v1/platform/event_notifier.py", "EventNotifier"),
+        {
+            "tier": Role(
+                ("lmcache/v1/distributed/storage_controllers/*.py", "lmcache/v1/distributed/storage_manager.py"),
+                (
+                    "adapter",
+                    "op.adapter",
+                    "state.adapter",
+                    "self._l2_adapters[l2_idx]",
+                    "self._l2_adapters[adapter_idx]",
+                ),
+                (_L2 + "plugin_l2_adapter.py", "adapter_cls"),
+            )
+        },
+    ),
 }
 
 
@@ -167,7 +189,7 @@ def _attributes(node):
 def class_of(node, path):
     """The record of a class; node: ast.ClassDef."""
     functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-    functions = [each for each in functions if each.name == "__init__" or not each.name.startswith("_")]
+    functions = [each for each in functions if each.name in KEPT_METHODS or not each.name.startswith("_")]
     bases = [ast.unparse(base) for base in node.bases]
     is_dataclass = "dataclass" in _decorators(node)
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)] if is_dataclass else []

@@ -17,7 +17,7 @@ import torch
 
 import ibp
 
-from ._engines import check_engine
+from ._engines import check_engine, pages_by
 
 try:
     from sglang.srt.mem_cache.hicache_storage import (  # type: ignore
@@ -53,23 +53,19 @@ class IBPHiCacheStorage(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         check_engine("sglang", _missing)
-        options = storage_config.extra_config or {}
-        if not options.get("pool_bytes"):
-            raise ValueError("the extra config has no pool_bytes: bytes of host memory for coded pages")
+        self._make_pool = pages_by(storage_config.extra_config or {}, "the extra config")
         if storage_config.is_mla_model and storage_config.tp_size > 1:
             raise ValueError(
                 f"an MLA model on {storage_config.tp_size} tensor-parallel ranks: SGLang has one of them store pages, "
                 "and each rank keeps its own; wanted one rank for attention, such as --enable-dp-attention gives"
             )
-        self._pool_bytes = int(options["pool_bytes"])
-        self._options = {"device": options.get("device", "cpu"), "level": options.get("level", "default")}
         self._pools: dict[str, ibp.kv.KeyedPages] = {}
 
     def _pool(self, name: str = _KV) -> ibp.kv.KeyedPages:
         name = str(getattr(name, "value", name))
         if name in self._pools:
             return self._pools[name]
-        return self._pools.setdefault(name, ibp.kv.KeyedPages(self._pool_bytes, **self._options))
+        return self._pools.setdefault(name, self._make_pool())
 
     # ---- a page at a time, and lists of them ----
 
@@ -108,12 +104,9 @@ class IBPHiCacheStorage(HiCacheStorage):
         self._pools.clear()
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """By host pool: pages, and what `ibp.kv.KVStore.stats` says. SGLang's own `get_stats` gives None, so that its
-        metrics count transfers as for backends without numbers of their own."""
-        return {
-            name: {"pages": len(pool), **(pool.store.stats().as_dict() if pool.store else {})}
-            for name, pool in list(self._pools.items())
-        }
+        """By host pool, what `ibp.kv.KeyedPages.stats` says. SGLang's own `get_stats` gives None, so that its metrics
+        count transfers as for backends without numbers of their own."""
+        return {name: pool.stats().as_dict() for name, pool in list(self._pools.items())}
 
     # ---- pages of SGLang's host pools ----
 

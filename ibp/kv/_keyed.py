@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections import Counter, OrderedDict
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from .._rows.faults import CorruptTableError
-from ._store import KVStore
+from ._store import KVStore, KVStoreStats
 
 _KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
 _PUTS_A_COMPACTION = 16  # overflow is compacted at most once in such a part of the pages
@@ -131,6 +132,12 @@ class KeyedPages:
             if run >= min(length, window):
                 lengths.add(length)
         return lengths
+
+    def stats(self) -> KVStoreStats:
+        """What the store holds."""
+        with self._lock:
+            found = self.store.stats() if self.store is not None else KVStoreStats(0, 0, 0, 0, 0, 0)
+            return dataclasses.replace(found, stored_pages=len(self._pages))
 
     def clear(self) -> None:
         """Forgets all pages."""

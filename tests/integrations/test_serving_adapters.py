@@ -1,11 +1,13 @@
-"""ibp.integrations.vllm and .sglang, with the stand-ins in stubs/ for the classes that they derive from."""
+"""ibp.integrations.vllm, .sglang and .lmcache, with the stand-ins in stubs/ for the classes that they derive from."""
 
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import os
 import random
 import re
+import select
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch
 from helpers import assert_same_bits, in_threads
 
 STUBS = Path(__file__).parent / "stubs"
+ENGINES = ("vllm", "sglang", "lmcache")
 PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim: 4,096 bytes of BF16
 
 
@@ -30,7 +33,7 @@ def framework(monkeypatch):
     before = set(sys.modules)
     yield imported
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("vllm", "sglang") or name in ("ibp.integrations.vllm", "ibp.integrations.sglang"):
+        if name.split(".")[0] in ENGINES or name in [f"ibp.integrations.{engine}" for engine in ENGINES]:
             del sys.modules[name]
 
 
@@ -416,7 +419,7 @@ def test_sglang_pages_by_their_keys(framework):
     assert (
         not storage.exists("0")
         and storage.get("0", torch.empty(2048)) is None
-        and storage.stats() == {"kv": {"pages": 0}}
+        and storage.stats()["kv"]["stored_pages"] == 0
     )
     assert storage.set("0", pages[0].flatten()) and storage.set("0", pages[1].flatten()) and storage.exists("0")
     out = torch.empty(2048, dtype=torch.bfloat16)
@@ -425,7 +428,7 @@ def test_sglang_pages_by_their_keys(framework):
     assert not storage.set("short", pages[0, 0].flatten()) and not storage.set("none")
     assert storage.batch_set([str(k) for k in range(24)], list(pages[:24].flatten(1)))
     held = storage.stats()["kv"]
-    assert held["pages"] == 24 and held["pool_bytes"] <= 20 * 4096  # 20 raw ones would fit
+    assert held["stored_pages"] == 24 and held["pool_bytes"] <= 20 * 4096  # 20 raw ones would fit
     for k in range(24, 60):  # those used longest ago make room
         assert storage.set(str(k), pages[k].flatten()) and storage.get("3", out) is out
     assert storage.exists("3") and storage.exists("59") and not storage.exists("4")
@@ -567,6 +570,169 @@ def test_sglang_on_the_gpu(framework, cuda):
         assert_same_bits(storage.get(str(k), out), pages[k].flatten())
 
 
+# ---- LMCache ----
+
+
+class Memory:
+    """An object of LMCache's first tier, with padding behind it."""
+
+    def __init__(self, page, dtype=torch.bfloat16):
+        self.page, self.dtype = page, dtype
+        self.padded = torch.zeros(page.nbytes + 64, dtype=torch.uint8)
+        self.padded[: page.nbytes] = page.contiguous().view(-1).view(torch.uint8)
+
+    def get_size(self):
+        return self.page.nbytes
+
+    def get_dtype(self):
+        return self.dtype
+
+    @property
+    def raw_tensor(self):
+        return self.padded
+
+
+def assert_holds(memory, page):
+    assert_same_bits(memory.padded[: page.nbytes], page.contiguous().view(-1).view(torch.uint8))
+    assert not memory.padded[page.nbytes :].any()
+
+
+class Told:
+    """A listener of LMCache's second tiers."""
+
+    def __init__(self):
+        self.stored, self.accessed, self.deleted = [], [], []
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.stored += zip(keys, sizes, strict=True)
+
+    def on_l2_keys_accessed(self, keys):
+        self.accessed += keys
+
+    def on_l2_keys_deleted(self, keys):
+        self.deleted += keys
+
+
+@pytest.fixture
+def tier(framework):
+    """Makes (an adapter, what it tells), which is closed at the end."""
+    made = []
+
+    def make(pool_bytes=20 * 4096, **params):
+        adapter, _ = framework("lmcache", "lmcache.v1.distributed.l2_adapters.base")
+        made.append(adapter.IBPL2Adapter({"pool_bytes": pool_bytes, **params}, l1_memory_desc=None))
+        told = Told()
+        made[-1].register_listener(told)
+        return made[-1], told
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def awaited(fd, ask):
+    """The result of a task, once its descriptor can be read."""
+    assert select.select([fd], [], [], 10)[0]
+    os.read(fd, 1)
+    return ask()
+
+
+def stored_to(tier, keys, pages):
+    task = tier.submit_store_task(keys, [Memory(page) for page in pages])
+    done = awaited(tier.get_store_event_fd(), tier.pop_completed_store_tasks)
+    assert list(done) == [task] and tier.pop_completed_store_tasks() == {}
+    return done[task]
+
+
+def found_in(tier, keys):
+    task = tier.submit_lookup_and_lock_task(keys, {})
+    found = awaited(tier.get_lookup_and_lock_event_fd(), lambda: tier.query_lookup_and_lock_result(task))
+    assert tier.query_lookup_and_lock_result(task) is None  # results are given out once
+    return [key for number, key in enumerate(keys) if found.test(number)]
+
+
+def loaded_from(tier, keys, objects):
+    task = tier.submit_load_task(keys, objects)
+    loaded = awaited(tier.get_load_event_fd(), lambda: tier.query_load_result(task))
+    return [key for number, key in enumerate(keys) if loaded.test(number)]
+
+
+def test_lmcache_objects_come_back(tier):
+    adapter, told = tier()
+    assert len({adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()}) == 3
+    pages = pages_of(6)
+    assert found_in(adapter, ["a"]) == []
+    result = stored_to(adapter, list("abcd"), pages[:4])
+    assert result.is_successful() and result.bytes_transferred() == 4 * 4096
+    assert told.stored == [(key, 4096) for key in "abcd"]
+    assert stored_to(adapter, ["a", "e"], pages[4:]).bytes_transferred() == 4096  # a key's object does not change
+    assert found_in(adapter, list("abzcde")) == list("abcde")
+    objects = [Memory(torch.zeros_like(page)) for page in pages]
+    assert loaded_from(adapter, list("abzcd"), objects) == told.accessed == list("abcd")
+    for memory, page in zip([*objects[:2], *objects[3:]], pages[:4]):
+        assert_holds(memory, page)
+    adapter.submit_unlock(list("abzcde"))
+    adapter.delete(["b", "z"])
+    assert told.deleted == ["b"] and found_in(adapter, list("abc")) == ["a", "c"]
+    status = adapter.report_status()
+    assert status["is_healthy"] and status["pools"][4096]["stored_pages"] == 4
+
+
+def test_lmcache_objects_of_several_sizes_and_dtypes(tier):
+    adapter, _ = tier()
+    pages = [pages_of(1)[0], pages_of(1)[0, :, :3], torch.arange(999, dtype=torch.uint8)]
+    objects = [Memory(pages[0]), Memory(pages[1]), Memory(pages[2], dtype=None)]
+    adapter.submit_store_task(list("abc"), objects)
+    assert awaited(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
+    assert set(adapter.report_status()["pools"]) == {page.nbytes for page in pages}
+    for key, page in zip("abc", pages):
+        memory = Memory(torch.zeros_like(page))
+        assert loaded_from(adapter, [key], [memory]) == [key]
+        assert_holds(memory, page)
+
+
+def test_lmcache_locked_objects_do_not_make_room(tier):
+    adapter, told = tier()
+    pages = pages_of(60)
+    stored_to(adapter, ["first", "second"], pages[:2])
+    assert found_in(adapter, ["first"]) == ["first"]
+    stored_to(adapter, [str(k) for k in range(40)], pages[:40])
+    assert "second" in told.deleted and "first" not in told.deleted
+    kept = {key for key, _ in told.stored} - set(told.deleted)
+    assert len(kept) == adapter.report_status()["pools"][4096]["stored_pages"] >= 28  # 20 raw ones would fit
+    adapter.submit_unlock(["first"])
+    stored_to(adapter, [f"more {k}" for k in range(40)], pages[:40])
+    assert "first" in told.deleted
+
+
+def test_lmcache_a_task_that_fails(tier, caplog):
+    """Objects without memory of the host: the task fails, and later ones do not."""
+    adapter, told = tier()
+    stored_to(adapter, ["a"], pages_of(1))
+    memory = Memory(pages_of(1)[0])
+    memory.padded = None
+    adapter.submit_store_task(["b"], [memory])
+    (result,) = awaited(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks).values()
+    assert not result.is_successful() and result.bytes_transferred() == 0
+    assert loaded_from(adapter, ["a"], [memory]) == [] and "a task of an adapter has failed" in caplog.text
+    assert found_in(adapter, ["a"]) == ["a"] and [key for key, _ in told.stored] == ["a"]
+
+
+def test_lmcache_wrong_options(tier):
+    with pytest.raises(ValueError, match="adapter_params has no pool_bytes"):
+        tier(0)
+
+
+def test_lmcache_on_the_gpu(tier, cuda):
+    adapter, _ = tier(device="cuda")
+    pages = pages_of(10)
+    stored_to(adapter, list("abcdefghij"), pages)
+    objects = [Memory(torch.zeros_like(page)) for page in pages]
+    assert loaded_from(adapter, list("abcdefghij"), objects) == list("abcdefghij")
+    for memory, page in zip(objects, pages):
+        assert_holds(memory, page)
+
+
 # ---- without them, and with others ----
 
 
@@ -604,6 +770,7 @@ def test_a_release_without_a_class(monkeypatch):
             lambda module: module.IBPOffloadingWorker(None, num_chunks=1, blocks_per_chunk=1, pool_bytes=1, dtype=None),
         ),
         ("sglang", lambda module: module.IBPHiCacheStorage(None)),
+        ("lmcache", lambda module: module.IBPL2Adapter({})),
     ],
 )
 def test_without_the_framework(name, make):

@@ -44,6 +44,7 @@ def test_pages_that_were_used_longest_ago_make_room():
     assert kept.put("new", pages[50]) and dropped == [0, 3]
     assert kept.get(2, out)
     assert_same_bits(out, pages[2])
+    assert kept.stats().stored_pages == len(kept) == room
     assert kept.leading([1, 2, 3, 4]) == 2 and kept.restorable([1, 2, 3, 4, 5], 2) == {1, 2, 5}
 
 
