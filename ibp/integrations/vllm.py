@@ -14,7 +14,6 @@ vLLM takes no failed transfer. Pages for which the pools have no room are theref
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -138,23 +137,21 @@ class IBPOffloadingWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Begins to store GPU blocks, once the current stream is done with them."""
-        self.blocks.store(job_id, list(self._moves(job_id, src_spec, dst_spec)))
+        self.blocks.store(job_id, self._moves(job_id, src_spec, dst_spec))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Begins to load chunks into GPU blocks; with expedited beside the loads that were submitted before."""
-        self.blocks.load(job_id, list(self._moves(job_id, dst_spec, src_spec)), urgent=expedited)
+        self.blocks.load(job_id, self._moves(job_id, dst_spec, src_spec), urgent=expedited)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Jobs that are done, each once."""
         return [
-            TransferResult(
-                done.job, done.success, transfer_size=self._num_bytes.pop(done.job), transfer_time=done.seconds
-            )
-            for done in self.blocks.finished()
+            TransferResult(job_id, success, transfer_size=self._num_bytes.pop(job_id), transfer_time=seconds)
+            for job_id, success, seconds in self.blocks.finished()
         ]
 
     def wait(self, job_ids: set[int]) -> None:
@@ -165,11 +162,13 @@ class IBPOffloadingWorker(OffloadingWorker):
         """Waits for all jobs, and frees the pools."""
         self.blocks.close()
 
-    def _moves(self, job_id: int, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[ibp.kv.BlockMove]:
-        """The moves of a job. A group's blocks follow each other in its chunks; the first may begin in the middle of
-        one."""
+    def _moves(
+        self, job_id: int, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec
+    ) -> dict[int, tuple[list[int], list[int]]]:
+        """By group, pages and blocks of a job. A group's blocks follow each other in its chunks; the first may begin in
+        the middle of one."""
         self._num_bytes[job_id] = sum(count * size for count, size in zip(gpu.group_sizes, self._block_bytes))
-        first_block, first_chunk, many = 0, 0, self._blocks_per_chunk
+        moves, first_block, first_chunk, many = {}, 0, 0, self._blocks_per_chunk
         for group, (count, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices)):
             if not count:
                 continue
@@ -179,7 +178,8 @@ class IBPOffloadingWorker(OffloadingWorker):
             pages = (numbers[:, None] * many + np.arange(many)).ravel()[skipped : skipped + count]
             blocks = gpu.block_ids[first_block : first_block + count]
             first_block, first_chunk = first_block + count, first_chunk + num_chunks
-            yield ibp.kv.BlockMove(group, pages.tolist(), [int(block) for block in blocks])
+            moves[group] = pages.tolist(), [int(block) for block in blocks]
+        return moves
 
 
 def _groups_of(kv_caches: CanonicalKVCaches) -> list[list[torch.Tensor]]:

@@ -13,16 +13,14 @@ docs/kv-cache.md shows both. Adapters of serving engines, such as `ibp.integrati
 `BlockStore`, which keeps blocks of layers as numbered pages, and `KeyedPages`, which keeps pages by keys.
 """
 
-from ._blocks import BlockMove, BlockStore, FinishedJob
+from ._blocks import BlockStore
 from ._keyed import KeyedPages
 from ._paged import PagedTensors
 from ._rows import KVRows, KVRowsStats
 from ._store import KVStore, KVStoreStats, Transfer
 
 __all__ = [
-    "BlockMove",
     "BlockStore",
-    "FinishedJob",
     "KVRows",
     "KVRowsStats",
     "KVStore",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,42 +17,9 @@ _SAMPLE_BYTES = 4 << 20  # of blocks, from which a codebook is learned
 _STORES_A_COMPACTION = 16  # overflow is compacted at most once while such a part of the pages is stored
 
 
-@dataclass(frozen=True)
-class BlockMove:
-    """Blocks of a group of layers and the pages that they become, or come from.
-
-    Example:
-        >>> ibp.kv.BlockMove(group=0, pages=[7, 8], blocks=[3, 5])
-        BlockMove(group=0, pages=[7, 8], blocks=[3, 5])
-    """
-
-    __module__ = "ibp.kv"
-
-    group: int
-    pages: list[int]
-    blocks: list[int]
-
-
-@dataclass(frozen=True)
-class FinishedJob:
-    """A job of a `BlockStore` that is done.
-
-    success: False of a load where a page was never stored, or is damaged: its blocks are zeros.
-    seconds: that the GPU took; None on a CPU.
-
-    Example:
-        >>> blocks = torch.randn(50, 2048).bfloat16().view(torch.int8)
-        >>> store = ibp.kv.BlockStore([[blocks]], num_pages=20, pool_bytes=1 << 18, dtype=torch.bfloat16)
-        >>> store.store(1, [ibp.kv.BlockMove(0, pages=[7, 8], blocks=[3, 5])])
-        >>> store.finished()
-        [FinishedJob(job=1, success=True, seconds=None)]
-    """
-
-    __module__ = "ibp.kv"
-
-    job: int
-    success: bool
-    seconds: float | None
+Moves = Mapping[
+    int, tuple[list[int], list[int]]
+]  # by group of layers: pages, and the blocks that they come from or go to
 
 
 class _Pool:
@@ -146,11 +113,11 @@ class BlockStore:
         >>> layers = [torch.randn(50, 2048).bfloat16().view(torch.int8) for _ in range(3)]
         >>> wide, narrow = layers[:2], [layers[2][:, :2048]]
         >>> blocks = ibp.kv.BlockStore([wide, narrow], num_pages=20, pool_bytes=1 << 18, dtype=torch.bfloat16)
-        >>> blocks.store(1, [ibp.kv.BlockMove(0, pages=[7, 8], blocks=[3, 5])])
-        >>> blocks.load(2, [ibp.kv.BlockMove(0, pages=[8], blocks=[11])])
+        >>> blocks.store(1, {0: ([7, 8], [3, 5])})  # of group 0, pages 7 and 8 become what blocks 3 and 5 hold
+        >>> blocks.load(2, {0: ([8], [11])})
         >>> blocks.wait({1, 2})
-        >>> [(done.job, done.success) for done in blocks.finished()]
-        [(1, True), (2, True)]
+        >>> blocks.finished()
+        [(1, True, None), (2, True, None)]
         >>> torch.equal(layers[0][11], layers[0][5])
         True
 
@@ -182,7 +149,7 @@ class BlockStore:
         self._pools: dict[tuple[int, ...], _Pool] = {}
         self._spans = [list(self._spans_of(tensors, dtype, level)) for tensors in groups]
         self._jobs: dict[int, _Job] = {}  # in the order in which they were submitted
-        self._finished: list[FinishedJob] = []
+        self._finished: list[tuple[int, bool, float | None]] = []
         on_gpu = self._device.type == "cuda"
         self._store_stream, self._load_stream, self._urgent_stream = (
             torch.cuda.Stream(self._device) if on_gpu else None for _ in range(3)
@@ -213,7 +180,7 @@ class BlockStore:
         """One for each size of blocks that has been stored."""
         return [pool.store for pool in self._pools.values() if pool.store is not None]
 
-    def store(self, job: int, moves: Sequence[BlockMove]) -> None:
+    def store(self, job: int, moves: Moves) -> None:
         """Begins to store blocks, once the current stream is done with them."""
         entry, parts = _Job(True), list(self._parts(moves))
         self._make_stores(parts)
@@ -225,7 +192,7 @@ class BlockStore:
                 entry.transfers.append((part, transfer))
         self._jobs[job] = entry
 
-    def load(self, job: int, moves: Sequence[BlockMove], urgent: bool = False) -> None:
+    def load(self, job: int, moves: Moves, urgent: bool = False) -> None:
         """Begins to load pages into blocks; with urgent beside the loads that were submitted before. Where a block is
         named several times, the last page counts.
 
@@ -243,8 +210,9 @@ class BlockStore:
                     entry.transfers.append((coded, transfer))
         self._jobs[job] = entry
 
-    def finished(self) -> list[FinishedJob]:
-        """Jobs that are done, each once, in the order in which they were submitted."""
+    def finished(self) -> list[tuple[int, bool, float | None]]:
+        """Jobs that are done, each once, in the order in which they were submitted: (job, success, seconds of the GPU).
+        A load fails where a page was never stored, or is damaged; its blocks are zeros then."""
         self._settle()
         if not self._jobs:
             for pool in self._pools.values():
@@ -278,10 +246,10 @@ class BlockStore:
                 share = self._pool_bytes * pool.page_bytes * pool.num_tensors // all_bytes
                 pool.make_store(mine, self._num_pages, share)
 
-    def _parts(self, moves: Sequence[BlockMove]) -> Iterator[_Part]:
-        for move in moves:
-            for span in self._spans[move.group]:
-                yield _Part(span, move.pages, move.blocks)
+    def _parts(self, moves: Moves) -> Iterator[_Part]:
+        for group, (pages, blocks) in moves.items():
+            for span in self._spans[group]:
+                yield _Part(span, pages, blocks)
 
     @contextlib.contextmanager
     def _timed(self, entry: _Job, stream: torch.cuda.Stream | None) -> Iterator[None]:
@@ -314,7 +282,7 @@ class BlockStore:
         for job in [job for job, entry in self._jobs.items() if entry.is_done()]:
             entry = self._jobs.pop(job)
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
-            self._finished.append(FinishedJob(job, success, entry.seconds()))
+            self._finished.append((job, success, entry.seconds()))
 
     def _settle_store(self, entry: _Job) -> bool:
         pages = [page for part, _ in entry.transfers for page in part.pages]
