@@ -467,6 +467,25 @@ def test_sglang_host_pools(framework):
     assert_same_bits(other.pages[2:4], pages.flip(0)[2:4])
 
 
+def test_sglang_a_host_pool_whose_pages_are_tokens(framework):
+    storage, _ = storage_of(framework)
+    pages = pages_of(4)
+
+    class Tokens(HostPool):
+        page_size = None
+
+        def get_data_page(self, index, flat=True):
+            return self.pages[index].flatten()
+
+        def set_from_flat_data_page(self, index, data_page):
+            self.pages[index] = data_page.view(PAGE)
+
+    storage.register_mem_pool_host(host := Tokens(pages))
+    assert storage.batch_set_v1(["a", "b"], torch.tensor([3, 1])) == [True, True]
+    assert storage.batch_get_v1(["b", "a"], torch.tensor([0, 2])) == [True, True]
+    assert_same_bits(host.pages, pages[[1, 1, 3, 3]])
+
+
 def test_sglang_prefixes_that_all_pools_restore(framework):
     storage, module = storage_of(framework, 100 * 4096)
     keys, name, policy = [str(k) for k in range(6)], module.PoolName, module.PoolHitPolicy
@@ -483,6 +502,7 @@ def test_sglang_prefixes_that_all_pools_restore(framework):
     mamba, window = asked(name.MAMBA, policy.TRAILING_PAGES), asked(name.SWA, policy.TRAILING_PAGES, 2)
     every = asked(name.INDEXER, policy.ALL_PAGES)
     groups = asked(name.SWA, policy.BLOCK_GROUPS, 6, block_pages=2, group_pages=2)
+    unsized = asked(name.SWA, policy.BLOCK_GROUPS, 6, block_pages=2, group_pages=0)
     absent = asked(name.INDEXER, policy.BLOCK_GROUPS, 6, block_pages=1, group_pages=5)
     for transfers, restorable, hits in [
         (None, [1, 2, 3, 4, 5, 6], {"kv": 6}),
@@ -493,6 +513,7 @@ def test_sglang_prefixes_that_all_pools_restore(framework):
         ([asked(name.MAMBA, policy.ALL_PAGES), window], [1], {"kv": 6, "mamba": 1, "swa": 6}),
         ([asked("none", policy.ALL_PAGES), window], [], {"kv": 6}),
         ([groups], [1, 2, 3, 4, 5, 6], {"kv": 6, "swa": 2}),  # a second form of the KV-cache: shortens nothing
+        ([unsized], [1, 2, 3, 4, 5, 6], {"kv": 6}),
         ([absent, mamba], [1, 3, 5], {"kv": 6, "mamba": 5}),
     ]:
         result = storage.batch_exists_v2([*keys, "9"], transfers)

@@ -69,6 +69,7 @@ def test_pinned_pages_make_no_room():
 
 def test_sizes_and_pages_without_bytes():
     kept = kept_of()
+    assert not any(kept.stats().as_dict().values())
     assert kept.put("a", pages_of(1)[0]) and not kept.put("short", pages_of(1)[0, :100])
     assert not kept.get("a", torch.empty(3))
     empty = KeyedPages(4 * 256, device="cpu")
