@@ -212,8 +212,15 @@ PRODUCTS = Table(
     "brackets the times of cuBLAS's rate with plain weights",
     {"matrix": matrix_name, "arm": cell("arm")},
     times_of_cublas,
-    lambda row: " x " in row["case"] and "another" not in row["case"],
+    lambda row: " x " in row["case"] and "another" not in row["case"] and "together" not in row["case"],
     cell("vectors"),
+)
+TOGETHER = replace(
+    PRODUCTS,
+    heading="",
+    text="The same by several matrices in one call, as by a model's query, key and value, or gate and up; in brackets "
+    "the times of the rate of cuBLAS with all rows in one plain matrix",
+    where=lambda row: "together, " in row["case"] and " x " in row["case"] and "another" not in row["case"],
 )
 STEPS = Table(
     "Language models from coded weights",
@@ -375,6 +382,7 @@ TABLES = (
     ),
     Table("On the CPU alone", "cpu", GBPS, ROWS, cell("gbps", fine_number)),
     PRODUCTS,
+    TOGETHER,
     Table(
         "",
         "linear",
@@ -883,13 +891,17 @@ def language_models(results):
 
 def products(results):
     """`ibp.linear` alone, by matrix and number of vectors."""
-    fused = replace(
-        PRODUCTS,
-        line={"vectors": cell("vectors")},
-        where=lambda row: row["arm"] == "ibp.linear" and PRODUCTS.where(row),
-        across=matrix_name,
-    )
-    return f"{PRODUCTS.text} {source(results, 'linear')}:\n\n{fused.markdown(results)}"
+    lines = []
+    for table in (PRODUCTS, TOGETHER):
+        fused = replace(
+            table,
+            line={"vectors": cell("vectors")},
+            where=lambda row, table=table: row["arm"] == "ibp.linear" and table.where(row),
+            across=matrix_name,
+        )
+        if fused.rows(results):
+            lines.append(f"{table.text} {source(results, 'linear')}:\n\n{fused.markdown(results)}")
+    return "\n\n".join(lines)
 
 
 def freed_memory(results):
@@ -1011,8 +1023,9 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "products": products,
     "freed memory": freed_memory,
     "linear": "Through the matrices of a 32-layer model one token at a time, `ibp.linear` gives "
-    "{linear|tokens_per_s|stack of 32 layers, 1|ibp.linear} tokens a second, cuBLAS with plain BF16 weights "
-    "{linear|tokens_per_s|stack of 32 layers, 1|cuBLAS} {from linear}.",
+    "{linear|tokens_per_s|stack of 32 layers, together, 1|ibp.linear} tokens a second, cuBLAS with plain BF16 weights "
+    "{linear|tokens_per_s|stack of 32 layers, together, 1|cuBLAS}, both with query, key and value together, and gate "
+    "and up {from linear}.",
     "real weights": real_weights,
     "flexgen": "With opt-6.7b in FP16, batch 4 and all weights in host memory, a step takes "
     "{flexgen_opt|token_s||FlexGen} and {flexgen_opt|host_bytes||FlexGen} GB of host memory without ibp, "

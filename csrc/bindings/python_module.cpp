@@ -17,6 +17,9 @@
 #include <utility>
 #include <vector>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 namespace py = pybind11;
 
 namespace {
@@ -33,6 +36,15 @@ std::vector<uint8_t> bytes_of(const py::buffer &buffer)
         if (info.strides[static_cast<size_t>(d)] != expected) throw py::value_error("the buffer is not contiguous");
     const auto *data = static_cast<const uint8_t *>(info.ptr);
     return {data, data + info.size * info.itemsize};
+}
+
+// Asks for huge pages for memory that is yet to be filled. Without them it is slower, no more.
+void ask_for_huge_pages(uintptr_t address, size_t num_bytes)
+{
+    const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t first = (address + page_bytes - 1) / page_bytes * page_bytes,
+                    end = (address + num_bytes) / page_bytes * page_bytes;
+    if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
 }
 
 py::bytes to_bytes(const std::vector<uint8_t> &v, size_t size)
@@ -305,6 +317,8 @@ PYBIND11_MODULE(_core, m)
     m.def("cuda_device_count", &ibp_cuda_device_count,
           "CUDA devices that the core library can see; 0 without a driver.");
 
+    m.def("ask_for_huge_pages", &ask_for_huge_pages, py::arg("address"), py::arg("num_bytes"),
+          "Asks the system for huge pages for memory that is yet to be filled.");
     m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
           "call(); an exception that leaves it takes kept[0], if there is one, along as its attribute `table`.");
 

@@ -1,4 +1,4 @@
-// torch_linear_ops.cpp - torch.ops.ibp.linear: tensors to pointers, as torch_ops.cpp.
+// torch_linear_ops.cpp - torch.ops.ibp.linear and linear_groups: tensors to pointers, as torch_ops.cpp.
 #include "torch_tensors.h"
 
 #include <memory>
@@ -40,7 +40,8 @@ Tensor aligned(const Tensor &x)
     return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u ? x : torch::stable::clone(x);
 }
 
-// biases: none, or as many as there are matrices, where an empty one adds nothing. out: the results one after the other.
+// biases: none, or as many as there are matrices, where an empty one adds nothing. out: the results one after the
+// other.
 void linear(const Device &device, const Tensors &slots, const std::vector<int64_t> &slot_bytes, const Tensors &below,
             const Tensors &starts, const Tensors &entries, const Tensor &x, const Tensors &biases, const Out &out)
 {
@@ -73,9 +74,28 @@ void linear(const Device &device, const Tensors &slots, const std::vector<int64_
     check(ibp_cuda_linear(products, num_products, vectors, num_vectors, bytes, device.stream()), "linear");
 }
 
+// groups: int32 [groups, 3], ibp_vector_group. num_rows: of a matrix.
+void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,
+                   const Tensor &starts, const Tensor &entries, const Tensor &x, const Tensor &groups, int64_t num_rows,
+                   const Out &out)
+{
+    static_assert(sizeof(ibp_vector_group) == 3 * sizeof(int32_t));
+    require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
+    require(groups.dim() == 2 && groups.size(1) == 3, "groups has the wrong shape: [groups, 3] is needed");
+    const ibp_digit_matrix stack = matrix_of(slots, slot_bytes, below, starts, entries, x.size(1));
+    const Tensor near = aligned(x);
+    const uint16_t *const vectors = bfloat16s_of(near, x.numel(), "x");
+    const void *const list = data_of<int32_t>(groups, ScalarType::Int, groups.numel(), "groups");
+    uint16_t *const to = bfloat16s_of(out, total_bytes(x.size(0), num_rows, "out"), "out");
+    check(ibp_cuda_linear_groups(&stack, num_rows, static_cast<const ibp_vector_group *>(list), groups.size(0), vectors,
+                                 x.size(0), to, device.stream()),
+          "linear_groups");
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     operation<linear>(m, "linear", "slots slot_bytes below starts entries x biases out");
+    operation<linear_groups>(m, "linear_groups", "slots slot_bytes below starts entries x groups num_rows out");
 }

@@ -93,6 +93,14 @@ static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slo
     if (place.in_overflow) prefetch(overflow + place.overflow_start, place.in_overflow);
 }
 
+/* Writes zeros after the num_bytes bytes of a part that begins at start, to the end of its room. */
+static void clear_room(uint8_t *array, int64_t array_bytes, uint64_t start, uint32_t num_bytes, uint32_t room)
+{
+    if (start > (uint64_t)array_bytes) return;
+    const uint64_t left = (uint64_t)array_bytes - start, end = left < room ? left : room;
+    if (num_bytes < end) memset(array + start + num_bytes, 0, (size_t)(end - num_bytes));
+}
+
 /* Codes row r of data. */
 static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, int64_t r, uint8_t *slots,
                                    uint8_t *overflow, const ibp_workspace *work)
@@ -100,6 +108,9 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
     const uint32_t row_bytes = table->codebook.row_bytes;
     ibp_row_place place;
     if (!ibp_locate_row(table, r, &place)) return IBP_BUFFER_TOO_SMALL;
+    clear_room(slots, table->slots_bytes, place.slot_start, place.in_slot, table->slot_bytes);
+    clear_room(overflow, table->overflow_bytes, place.overflow_start, place.in_overflow,
+               ibp_overflow_room(place.in_overflow, table->slot_bytes));
     if (place.is_default)
         return ibp_is_default_row(&table->codebook, data + r * row_bytes, place.valid) ? IBP_OK : IBP_CORRUPT_ROW;
     const uint8_t *coded = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, work);

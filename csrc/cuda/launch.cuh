@@ -46,7 +46,7 @@ inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     if (status == IBP_OK && shared_bytes != 0u) status = allow_shared(kernel);
-    if (status == IBP_OK)
+    if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * num_sms) // else a block an SM is enough
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
                                                                           static_cast<int>(num_threads), shared_bytes));
     const int64_t most = max_sms > 0 ? std::min(max_sms, num_sms) : int64_t{num_sms} * std::max(1, blocks_an_sm);

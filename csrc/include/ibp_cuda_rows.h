@@ -39,8 +39,7 @@ IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_byte
 /* As ibp_survey_rows; adds to survey. */
 IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                         uint64_t *survey, ibp_stream stream);
-/* As ibp_encode_rows for all rows of data. Codes exactly the bytes that ibp_encode_rows does, and zeros to the end of
- * each slot and overflow room.
+/* As ibp_encode_rows for all rows of data. Writes exactly the bytes that ibp_encode_rows does.
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);

@@ -70,8 +70,8 @@ IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, ui
 IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
 
 /* Codes the rows first_row to last_row - 1 of data into slots and overflow, which have the sizes that the table says;
- * table->slots and table->overflow are not read. data: the whole tensor. Stops at the first row that it cannot code,
- * noted in *fault if that is still clear.
+ * table->slots and table->overflow are not read. Zeros follow each part, to the end of its slot or overflow room. data:
+ * the whole tensor. Stops at the first row that it cannot code, noted in *fault if that is still clear.
  * @return IBP_CORRUPT_ROW if table->lengths does not belong to data, IBP_BUFFER_TOO_SMALL if a part lies outside its
  * array. */
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,

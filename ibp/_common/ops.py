@@ -62,6 +62,9 @@ as there are exponents before that of digit 0, and starts and entries, its escap
 2]. x is bfloat16 [vectors, columns], biases are none at all or one [rows] for each table, of which empty ones add
 nothing, and out has the results [vectors, rows] one after the other.
 
+`linear_groups` is ibp_cuda_linear_groups: groups of vectors, each multiplied by one matrix of num_rows rows of those
+that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors.
+
 `times_matrix` is x [vectors, rows] times the matrix [rows, columns] of dtype that a table on `worker` holds, in x's
 dtype and on its device. It decodes the matrix for the time of the call. It notes no faults: it gives gradients of
 products whose forward pass has read the same rows.
@@ -209,6 +212,10 @@ _define(
 _define(
     "linear(Tensor[] slots, int[] slot_bytes, Tensor[] below, Tensor[] starts, Tensor[] entries, Tensor x, "
     "Tensor[] biases, Tensor(a!) out) -> ()"
+)
+_define(
+    "linear_groups(Tensor slots, int slot_bytes, Tensor below, Tensor starts, Tensor entries, Tensor x, Tensor groups, "
+    "int num_rows, Tensor(a!) out) -> ()"
 )
 _define(
     "times_matrix(Tensor table, Tensor x, int columns, ScalarType dtype, Device worker) -> Tensor",

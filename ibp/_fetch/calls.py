@@ -39,7 +39,7 @@ def produce(
     if out is not None and out.device == worker and (outer_dims is not None or out.is_contiguous()):
         result = out
     else:
-        result = torch.empty(shape, dtype=table.dtype, device=worker)
+        result = memory.empty_tensor(shape, table.dtype, worker)
 
     def work(fault: torch.Tensor) -> None:
         if into is not None and outer_dims is not None:

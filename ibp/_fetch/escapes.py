@@ -21,7 +21,7 @@ _LEAST_ROWS = 16
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
 _LARGEST_FIRST_SYMBOL = 254 - _NUM_SYMBOLS  # digit 15 gives a finite weight, too
 _LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
-_CHUNK_ELEMENTS = 1 << 22  # that are looked at together, in about seven bytes each
+_CHUNK_ELEMENTS = 1 << 24  # that are looked at together, in about seven bytes each
 
 
 class Escapes(NamedTuple):

@@ -68,7 +68,7 @@ def _check_tables(tables: Sequence[Table], device: torch.device) -> None:
 
 def _in_order_of_tables(numbers: torch.Tensor, num_tables: int) -> tuple[torch.Tensor, list[int]]:
     """(positions in the order of their tables, int64; where in that order each table's begin, and the end)."""
-    low, high = (int(number) for number in torch.aminmax(numbers))
+    low, high = torch.stack(torch.aminmax(numbers)).tolist()
     if low < 0 or high >= num_tables:
         raise IndexError(f"table_numbers are {low} to {high}; wanted 0 to {num_tables - 1}")
     counts = torch.bincount(numbers, minlength=num_tables)

@@ -367,7 +367,7 @@ def read_parts(pin: bool | None) -> Take:
 def read_new(file: OpenFile, start: int, num_bytes: int, pin: bool | None) -> torch.Tensor:
     """Bytes of the file in new memory. pin: as of `read_parts`."""
     if pin is False:
-        return file.read(start, memory.empty_pageable(num_bytes))
+        return file.read(start, memory.empty_tensor(num_bytes))
     (target,), _ = memory.empty_parts([num_bytes], torch.device("cpu"), pin)
     return file.read(start, target)
 

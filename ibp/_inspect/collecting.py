@@ -74,7 +74,7 @@ def _of_source(source: Source, wanted: Wanted, progress: bool) -> FileReport:
     codebooks = Codebooks(CheckpointLearning(), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
-        codebooks.prepare([source.tensors[name]], 1)
+        codebooks.prepare([source.tensors[name]])
         of[name] = codebooks.of(source.tensors[name])
     users = Counter(id(codebook) for codebook in of.values())
     reports = [_of_plain(source.tensors[name], of[name], users) for name in _bar(filter(wanted, of), progress)]

@@ -191,6 +191,8 @@ def raw_link_bytes(geometry: Geometry) -> int:
         part = Geometry(torch.Size((num_bytes,)), torch.uint8, geometry.row_bytes)
         return link_bytes(torch.empty(0, dtype=torch.uint16), part, geometry.row_bytes)
 
+    if geometry.row_bytes % SECTOR_BYTES == 0:  # no two rows touch a sector
+        return -(-geometry.num_bytes // SECTOR_BYTES) * SECTOR_BYTES
     period = SECTOR_BYTES * geometry.row_bytes
     whole, rest = divmod(geometry.num_bytes, period)
     return whole * of(period) + of(rest) if whole else of(rest)

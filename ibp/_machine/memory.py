@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ class PinningError(RuntimeError):
     __module__ = "ibp"
 
 
+_CPU = torch.device("cpu")
 _LEAST_HUGE_BYTES = 4 << 20  # of memory that is to have huge pages of 2 MiB
 
 
@@ -56,7 +56,7 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
     """Uninitialised uint8 tensor; pinned memory where pin is set, of this size and not rounded up to a power of two as
     by torch's own allocator, on a NUMA node (negative: the caller's) where the system can."""
     if not pin or num_bytes == 0:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return empty_tensor(num_bytes, device=device)
     with pinning(f"{num_bytes:,} bytes of memory"):
         buffer = _core.PinnedBuffer(num_bytes, node)
     if buffer.is_used:
@@ -64,15 +64,17 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def empty_pageable(num_bytes: int) -> torch.Tensor:
-    """Uninitialised uint8 tensor in pageable memory, of huge pages where the system has them: it is filled several
-    times faster."""
-    if num_bytes < _LEAST_HUGE_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+def empty_tensor(
+    shape: int | Sequence[int], dtype: torch.dtype = torch.uint8, device: torch.device = _CPU
+) -> torch.Tensor:
+    """As torch.empty. Of a CPU a large one has huge pages where the system has them: it is filled several times
+    faster."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if torch.compiler.is_compiling() or device.type != "cpu" or type(tensor) is not torch.Tensor:
+        return tensor
+    if tensor.nbytes >= _LEAST_HUGE_BYTES:
+        _core.ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def empty_parts(

@@ -3,6 +3,7 @@ puts each into its slot and, where it spills, into a part of the overflow of its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from .._rows.room import Room, room_of
 from .._rows.table import Table
 
 _SECTOR = _core.SECTOR_BYTES
+_FEW_IDS = 256  # that the host compares sooner than a GPU sorts them
 
 
 def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
@@ -123,6 +125,10 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
     if ids.numel() == 0:
         return ids, None
     ids = ids.to(torch.int64)
+    if ids.numel() <= _FEW_IDS:
+        few = ids.tolist()  # waits for a GPU
+        if 0 <= min(few) and max(few) < num_items and len(set(few)) == len(few):
+            return ids, None
     ordered, order = ids.sort(stable=True)
     is_last = torch.ones_like(ids, dtype=torch.bool)
     is_last[:-1] = ordered[1:] != ordered[:-1]
@@ -236,6 +242,13 @@ def _make_room(table: Table) -> None:
     table.set_room(room_of(table.geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
 
 
+@functools.cache
+def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(counts, fault) of coding on a device, where there is nothing to read: ids are checked, and there is room."""
+    with torch.inference_mode(False):  # for calls outside it, too
+        return torch.zeros(2, dtype=torch.int64, device=device), new_record(device)
+
+
 def _encode(
     table: Table,
     geometry: Geometry,
@@ -253,7 +266,6 @@ def _encode(
     index = room.begin_change(worker)
     table.forget_handles(worker)
     room.most_used += most_bytes
-    fault, counts = new_record(worker), torch.zeros(2, dtype=torch.int64, device=worker)
-    handle.encode(data, counts, fault, row_ids=numbers, first_row=first_row)
+    handle.encode(data, *_unread(worker), row_ids=numbers, first_row=first_row)
     if worker.type == "cpu":
         room.most_used = int(index.used)

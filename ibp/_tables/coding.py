@@ -22,6 +22,7 @@ from .._schemes import AnyCodebook, Request, check_clusters, measure
 from .._schemes.choice import learn
 from .._schemes.estimation import check_codebook, check_learning
 
+_FEW_BYTES = 1 << 20  # of a tensor in host memory, that the CPU codes sooner than they are at a GPU
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 _CPU = torch.device("cpu")
 _WORDS = FaultWords(
@@ -101,16 +102,21 @@ class Learning:
         slot_bytes: int | None,
         progress: bool,
         in_place: bool = False,
+        is_free: bool = False,
     ) -> Coding | None:
-        """How the bytes are coded; None where raw rows take no more bytes, or are what is asked for."""
+        """How the bytes are coded; None where raw rows take no more bytes, or are what is asked for.
+
+        is_free: whether the CPU may be the working device of few bytes that it has, as nobody has named another one.
+        """
         if not geometry.num_bytes:
             return None
+        coder = data.device if is_free and not data.is_cuda and data.numel() <= _FEW_BYTES else worker
         coding: Coding | None
         if self.codebook is not None:
-            coding = _coding(data, geometry, self.codebook, worker, progress)
+            coding = _coding(data, geometry, self.codebook, coder, progress)
         else:
             request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress)
-            coding = self._learned(request, in_place)
+            coding = self._learned(request, in_place, coder)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             return None
         return coding
@@ -123,26 +129,27 @@ class Learning:
         codebook = self.codebook
         if codebook is None:
             request = self.request(data, geometry, worker, clusters=None, progress=progress)
-            found = self._learned(request, in_place=False)
+            found = self._learned(request, False, worker)
             if found is not None:
                 return found
             codebook = learn("planes", request)
             assert codebook is not None, "scheme 'planes' always has a codebook"
         return _coding(data, geometry, codebook, worker, progress)
 
-    def _learned(self, request: Request, in_place: bool) -> Coding | None:
-        """As learned from sampled rows; where many others lack what those have in common, once more without it."""
+    def _learned(self, request: Request, in_place: bool, coder: torch.device) -> Coding | None:
+        """As learned from sampled rows; where many others lack what those have in common, once more without it. coder:
+        the working device of all rows."""
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return None
-        coding = _coding(request.data, request.geometry, codebook, request.device, request.progress)
+        coding = _coding(request.data, request.geometry, codebook, coder, request.progress)
         savings, expected = 1 - coding.stored_bytes / request.geometry.num_bytes, codebook.expected_savings
         if not codebook.is_partial or expected is None or savings > expected - MOST_LACKING:
             return coding
         codebook = learn(self.scheme, replace(request, codes_invariant=True), in_place)
         if codebook is None:
             return coding
-        again = _coding(request.data, request.geometry, codebook, request.device, request.progress)
+        again = _coding(request.data, request.geometry, codebook, coder, request.progress)
         return min(coding, again, key=lambda tried: tried.stored_bytes)
 
 
@@ -209,7 +216,7 @@ def code(
     slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
     worker = _rows.working_device(x, device)
     data = _rows.bytes_of(x)
-    coding = learning.coding_of(data, geometry, worker, slot_bytes, progress)
+    coding = learning.coding_of(data, geometry, worker, slot_bytes, progress, is_free=device is None)
     if coding is None:
         (slots,), is_pinned = memory.empty_parts([geometry.num_bytes], data.device, pin, node)
         table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
@@ -217,7 +224,7 @@ def code(
         return table
     if slot_bytes is None:
         slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
-    return encode(kind, data, geometry, coding, slot_bytes, worker, pin, node, progress)
+    return encode(kind, data, geometry, coding, slot_bytes, pin, node, progress)
 
 
 def code_anew(
@@ -286,7 +293,7 @@ def placed(
     slots = memory.empty(slots_bytes, device, False)
     overflow = memory.empty(overflow_bytes, _CPU, not is_near)
     near = memory.seen_from(device, overflow)
-    bases = encode_to(data, geometry, coding, slot_bytes, device, slots, near, is_near, progress)
+    bases = encode_to(data, geometry, coding, slot_bytes, slots, near, is_near, progress)
     book = coding.codebook
     return table_of(kind, geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
 
@@ -297,13 +304,12 @@ def encode(
     geometry: _rows.Geometry,
     coding: Coding,
     slot_bytes: int,
-    worker: torch.device,
     pin: bool | None,
     node: int,
     progress: bool,
 ) -> AnyTable:
     (slots, overflow), is_pinned = memory.empty_parts(sizes_of(coding, geometry, slot_bytes), data.device, pin, node)
-    bases = encode_to(data, geometry, coding, slot_bytes, worker, slots, overflow, not is_pinned, progress)
+    bases = encode_to(data, geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
     table = table_of(
         kind, geometry, coding.codebook.scheme, slot_bytes, slots, coding.codebook, coding.lengths, overflow, bases
     )
@@ -322,15 +328,14 @@ def encode_to(
     geometry: _rows.Geometry,
     coding: Coding,
     slot_bytes: int,
-    worker: torch.device,
     slots: torch.Tensor,
     overflow: torch.Tensor,
     pageable: bool,
     progress: bool,
 ) -> torch.Tensor:
-    """Codes a tensor's bytes into memory of the sizes that `sizes_of` says, both on the worker or both in host memory,
-    pageable or pinned. Returns the table's bases."""
-    codebook, lengths = coding.codebook, coding.lengths
+    """Codes a tensor's bytes on the working device of the coding, into memory of the sizes that `sizes_of` says, both
+    on that device or both in host memory, pageable or pinned. Returns the table's bases."""
+    codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     bases = (
         _layout.index_rows(lengths, geometry, slot_bytes)
         if overflow.numel()
@@ -370,8 +375,6 @@ def encode_block(
 ) -> torch.Tensor:
     """Codes a block of rows into slices of slots and overflow on its own device. Returns where a fault is noted."""
     device = block.device
-    if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
-        slots.zero_(), overflow.zero_()
     fault = new_record(device)
     words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
     table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table

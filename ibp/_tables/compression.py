@@ -76,7 +76,9 @@ def compress_in_place(
     if home != x.device:
         raise ValueError(f"memory is {memory!r}, but inplace=True leaves x where it is, on {x.device}")
     data = _rows.bytes_of(x)
-    coding = learning.coding_of(data, geometry, worker, geometry.row_bytes, progress, in_place=True)
+    coding = learning.coding_of(
+        data, geometry, worker, geometry.row_bytes, progress, in_place=True, is_free=device is None
+    )
     if coding is None:
         table = table_of(CompressedTensor, geometry, "raw", geometry.row_bytes, data, None, None)
     else:
@@ -89,7 +91,7 @@ def compress_in_place(
     def work() -> CompressedTensor:
         kept.append(table)  # from the first row rewritten, the table is all that is left of x
         if coding is not None:
-            _encode_in_place(table, data, coding, worker, progress)
+            _encode_in_place(table, data, coding, progress)
         if pin:
             table.pin_memory()
         elif pin is None:
@@ -117,13 +119,10 @@ def _check_owns_memory(x: torch.Tensor) -> None:
         raise ValueError("x requires grad; compress(inplace=True) would destroy its values: detach it first")
 
 
-def _encode_in_place(
-    table: CompressedTensor, data: torch.Tensor, coding: Coding, worker: torch.device, progress: bool
-) -> None:
+def _encode_in_place(table: CompressedTensor, data: torch.Tensor, coding: Coding, progress: bool) -> None:
     """Rewrites the rows of a table that are still raw. Rows and lengths of a block change by one operation of torch,
-    before and after which the
-    table decodes: an interrupt finds it so, however many there are."""
-    codebook, lengths = coding.codebook, coding.lengths
+    before and after which the table decodes: an interrupt finds it so, however many there are."""
+    codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     row_bytes, coded = table.row_bytes, table.lengths.view(torch.uint8)
     no_bases, no_overflow = (
         torch.empty(0, dtype=torch.int64, device=worker),

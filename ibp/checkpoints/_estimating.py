@@ -13,10 +13,11 @@ from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._common.statistics import share_saved
 from .._files.fields import dtype_name
+from .._layout import slots
 from .._layout.geometry import Geometry, as_tensor
 from .._schemes import SCHEMES, AnyCodebook
 from .._schemes.estimation import check_learning
-from ._learning import SAMPLE_ELEMENTS, CheckpointLearning, Codebooks, sample_of, savings_of
+from ._learning import TRIED_BYTES, CheckpointLearning, Codebooks, sample_of, savings_of
 from ._planning import compressed_bytes, table_bytes
 from ._source import SourceTensor, chosen
 from ._sources import AnyPath, open_sources
@@ -35,8 +36,9 @@ class TensorEstimate:
 
     Attributes:
         name, dtype, shape, num_bytes: of the tensor.
-        savings: by scheme, the share of its bytes that a table would save, its index counted; empty for a tensor that
-            is kept as it is: one of less than 4 KiB, of a dtype that tables lack, or that patterns leave out.
+        savings: by scheme, the share of its bytes that a table would save, its index counted, about that where
+            `compress` takes another scheme; empty for a tensor that is kept as it is: one of less than 4 KiB, of a
+            dtype that tables lack, or that patterns leave out.
         best: the scheme that `compress` takes; None where none saves 1 %.
     """
 
@@ -144,13 +146,13 @@ def estimate(
     with open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
         kinds = _Kinds(learning, compared, list(source.tensors.values()), kept)
-        found = {}
+        found, books = {}, {}
         for name in tqdm(source.tensors, desc="estimate", unit="tensor", disable=not progress):
-            found[name] = kinds.estimate(source.tensors[name])
-        stored, books = {}, {}
+            books[name] = kinds.codebook(source.tensors[name])
+            found[name] = kinds.estimate(source.tensors[name], books[name])
+        stored = {}
         for name, estimate in found.items():
             tensor = source.tensors[name]
-            books[name] = kinds.codebook(tensor)
             num_rows = learning.geometry_of(tensor).num_rows
             stored[name] = table_bytes(estimate.stored_bytes, num_rows) if estimate.best else tensor.num_bytes
         file_bytes = compressed_bytes(source, stored, books)
@@ -160,7 +162,8 @@ def estimate(
 
 
 class _Kinds:
-    """What schemes save of tensors: the codebook that compressing takes, and of other schemes one for each kind.
+    """What schemes save of tensors: the codebook that compressing takes, by rows of each tensor; other schemes, by rows
+    of each kind.
 
     Args:
         learning: how codebooks are learned.
@@ -174,36 +177,50 @@ class _Kinds:
     ) -> None:
         self._learning, self._schemes = learning, schemes
         self._taken = Codebooks(learning, tensors, kept)
-        self._others: dict[tuple, AnyCodebook | None] = {}  # by kind and scheme
+        self._others: dict[tuple, float] = {}  # by kind and scheme
 
     def codebook(self, tensor: SourceTensor) -> AnyCodebook | None:
         """The codebook that compressing takes; None where it keeps the tensor."""
-        if not self._taken.is_coded(tensor):
-            return None
-        self._taken.prepare([tensor], 1)
+        self._taken.prepare([tensor])
         return self._taken.of(tensor)
 
-    def estimate(self, tensor: SourceTensor) -> TensorEstimate:
-        taken, savings = self.codebook(tensor), {}
-        if self._taken.is_coded(tensor):
-            rows = _rows_to_measure(tensor, self._learning.geometry_of(tensor))
-            for scheme in self._schemes:
-                own = taken is not None and taken.scheme == scheme
-                codebook = taken if own else self._other(tensor, scheme)
-                savings[scheme] = 0.0 if codebook is None else max(0.0, savings_of(rows, codebook))
+    def estimate(self, tensor: SourceTensor, taken: AnyCodebook | None) -> TensorEstimate:
+        savings = {}
+        for scheme in self._schemes if self._taken.is_coded(tensor) else []:
+            if taken is None or taken.scheme != scheme:
+                saved = self._other(tensor, scheme)
+            else:
+                saved = self._taken_saves(tensor, taken)
+            savings[scheme] = max(0.0, saved)
         best = None if taken is None else taken.scheme
         return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, best)
 
-    def _other(self, tensor: SourceTensor, scheme: str) -> AnyCodebook | None:
+    def _taken_saves(self, tensor: SourceTensor, taken: AnyCodebook) -> float:
+        tried = self._taken.savings(tensor)
+        if tried is not None:
+            return tried
+        return savings_of(_rows_to_measure(tensor, self._learning.geometry_of(tensor)), taken)
+
+    def _other(self, tensor: SourceTensor, scheme: str) -> float:
+        """What a scheme that compressing does not take saves of a kind."""
         key = *self._learning.kind_of(tensor), scheme
         if key not in self._others:
-            geometry = self._learning.geometry_of(tensor)
-            self._others[key] = self._learning.learn(scheme, sample_of([tensor], geometry), geometry, False)
+            self._others[key] = self._share_saved(tensor, scheme)
         return self._others[key]
+
+    def _share_saved(self, tensor: SourceTensor, scheme: str) -> float:
+        geometry, estimate = self._learning.geometry_of(tensor), SCHEMES[scheme].estimate
+        if estimate is not None:
+            rows = sample_of([tensor], geometry, TRIED_BYTES)
+            index_share = slots.index_bytes(geometry, True) / geometry.num_bytes
+            return estimate(rows, geometry.row_bytes, geometry.num_rows) - index_share
+        sample = sample_of([tensor], geometry)
+        codebook = self._learning.learn(scheme, sample, geometry, False)
+        return 0.0 if codebook is None else savings_of(sample, codebook)
 
 
 def _rows_to_measure(tensor: SourceTensor, geometry: Geometry) -> torch.Tensor:
     """Rows of a tensor: a sample of whole rows; of a small one all of it."""
-    if geometry.num_bytes > SAMPLE_ELEMENTS * geometry.dtype.itemsize:
-        return sample_of([tensor], geometry)
+    if geometry.num_bytes > TRIED_BYTES:
+        return sample_of([tensor], geometry, TRIED_BYTES)
     return as_tensor(tensor.read(0, geometry.num_bytes))

@@ -24,7 +24,7 @@ from ._source import SourceTensor
 _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
 SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
 _CHECK_BYTES = 16 << 20  # of rows that a codebook is tried on that has no coded form for every row
-_TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is tried on
+TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is tried on
 _KINDS_A_RANK = 4  # that are learned at once: their rows are on all ranks meanwhile
 _SAMPLED_TENSORS = 8  # of a kind, at most
 _LEAST_ROWS = 16
@@ -112,53 +112,63 @@ class Codebooks:
             if self.is_coded(tensor):
                 self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
         self._of_kinds: dict[tuple, Learner[AnyCodebook]] = {}
-        self._of_tensors: dict[str, AnyCodebook | None] = {}
+        self._of_tensors: dict[str, tuple[AnyCodebook | None, float | None]] = {}
         if group is not None:
             self._learn_together(group)
 
-    def prepare(self, tensors: Sequence[SourceTensor], jobs: int) -> None:
+    def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
         """Learns the codebooks of tensors: first one for each kind, then, by several threads, one for each tensor that
-        needs its own."""
+        needs its own. A single tensor's own is learned when `of` asks for it."""
         for tensor in tensors:
             if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))
+        if len(tensors) == 1:
+            return
         with ThreadPoolExecutor(jobs, "ibp-learner") as pool:
             for _ in pool.map(self.of, tensors):
                 pass
 
     def of(self, tensor: SourceTensor) -> AnyCodebook | None:
         """The codebook of a tensor that has been prepared; None where it is kept as it is."""
-        if not self.is_coded(tensor):
-            return None
-        if tensor.name not in self._of_tensors:
-            self._of_tensors[tensor.name] = self._find(tensor)
-        return self._of_tensors[tensor.name]
+        return self._found(tensor)[0] if self.is_coded(tensor) else None
+
+    def savings(self, tensor: SourceTensor) -> float | None:
+        """What the codebook of a prepared tensor saves of rows that it was tried on; None: it was tried on none."""
+        return self._found(tensor)[1] if self.is_coded(tensor) else None
 
     def is_coded(self, tensor: SourceTensor) -> bool:
         """Whether a tensor is one that may have a codebook."""
         return tensor.name not in self._kept and self._learning.is_worth_coding(tensor)
 
-    def _find(self, tensor: SourceTensor) -> AnyCodebook | None:
+    def _found(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
+        if tensor.name not in self._of_tensors:
+            self._of_tensors[tensor.name] = self._find(tensor)
+        return self._of_tensors[tensor.name]
+
+    def _find(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
         kind = self._learning.kind_of(tensor)
         codebook = self._of_kinds[kind].found
         if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
-            return codebook
+            return codebook, None
         return self._tried(tensor, kind, codebook)
 
     def _geometry(self, kind: tuple) -> _rows.Geometry:
         return self._learning.geometry_of(self._kinds[kind][0])
 
-    def _tried(self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook) -> AnyCodebook | None:
-        """The codebook of the kind, or one of the tensor's own where that one loses a point."""
+    def _tried(
+        self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook
+    ) -> tuple[AnyCodebook | None, float | None]:
+        """The codebook of the kind, or one of the tensor's own where that one loses a point, and what it saves."""
         geometry = self._geometry(kind)
-        sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else _TRIED_BYTES)
-        if self._of_kinds[kind].fits(1 - savings_of(sample, codebook), 1):
-            return codebook
+        sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else TRIED_BYTES)
+        savings = savings_of(sample, codebook)
+        if self._of_kinds[kind].fits(1 - savings, 1):
+            return codebook, savings
         sample = sample if codebook.is_partial else sample_of([tensor], geometry)
         own = self._learning.learn(self._learning.scheme, sample, geometry, codebook.is_partial)
         tried = {one: savings_of(sample, one) for one in (codebook, own) if one is not None}
         best = max(tried, key=tried.__getitem__)
-        return best if _pays(tried[best], geometry) else None
+        return (best, tried[best]) if _pays(tried[best], geometry) else (None, None)
 
     def _learned(self, kind: tuple, sample: torch.Tensor) -> Learner[AnyCodebook]:
         """The codebook of a kind, learned from a sample; None where raw is best."""

@@ -83,12 +83,16 @@ class Loading:
     def _is_away(self, key: str) -> bool:
         return any(key.startswith(f"{name}.") for name in self._away)
 
+    def takes(self, key: str, table: CompressedTensor, dtype: torch.dtype | None) -> bool:
+        """Whether the model is to hold a table of a checkpoint as it is."""
+        return self.codes(key) and dtype in (None, table.dtype) and self._plan.takes(key, table)
+
     def value_of(
         self, key: str, table: CompressedTensor, device: Any, dtype: torch.dtype | None
     ) -> CompressedTensor | torch.Tensor:
         """A table of a checkpoint as the model is to hold it, on a device: a table, or a plain tensor."""
         dtype = table.dtype if dtype is None else dtype
-        if self.codes(key) and dtype == table.dtype and self._plan.takes(key, table):
+        if self.takes(key, table, dtype):
             return table.to(device)
         if key in self._later:
             self._tables[key] = table

@@ -39,7 +39,7 @@ from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
 
 _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
-_LOCK = threading.Lock()  # transformers reads in several threads; one table at a time is decoded, and coded
+_LOCK = threading.Lock()  # transformers reads in several threads; one table at a time is decoded or coded
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save no weights
 
 
@@ -272,9 +272,11 @@ class _Coming:
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Any:
         device = "cpu" if device is None else device
+        loading, key = self._wanted or (None, "")
+        if loading is not None and loading.takes(key, self._table, dtype):
+            return self._table.to(device)
         with _LOCK:
-            if self._wanted is not None:
-                loading, key = self._wanted
+            if loading is not None:
                 return loading.value_of(key, self._table, device, dtype)
             return self._table.decompress(device=device).to(dtype or self._table.dtype)
 

@@ -89,7 +89,7 @@ class Chunk:
         keys = [id(piece.param) if _is_large(piece.param) else object() for piece in firsts]
         self._sections = [Section(*parts) for parts in zip(starts, [*starts[1:], num_rows], keys)]
         if coding.reserve is not None:
-            coding.reserve.expect(len(NAMES) * num_rows)
+            coding.reserve.expect(len(NAMES) * num_rows, num_rows if len(self._sections) > 1 else 0)
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
         self._set_runs([self._run(which, 0, num_rows) for which in range(len(NAMES))])
 

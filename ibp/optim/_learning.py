@@ -18,6 +18,7 @@ _PAIRS = (2, 2, 2, 2)  # digits of the rows that are decoded the fastest, with s
 _PAIRED_BYTES = (2, 4)  # of elements that have such rows
 _SAMPLED_ROWS = 64  # that such codebooks are learned from
 _LEAST_GROWTH = 1.2  # that is reckoned with
+_CLEARLY_BETTER = 1.05  # times the worth of the codebook so far: what another one must have to take its place
 _FEW_ZEROS = 0.25  # of the elements: with fewer, no other codebook is taken to save so much more that it pays
 
 
@@ -29,8 +30,8 @@ def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None, gro
     Args:
         rows: [n, ROW_BYTES / itemsize], contiguous.
         level: see `ibp.compress`.
-        before: the codebook so far. Where it has such symbols, only codebooks that do are looked at, unless many
-            elements are zeros: that takes a small part of the time.
+        before: the codebook so far, which is kept where no other is clearly better. Where it has such symbols, only
+            codebooks that do are looked at, unless many elements are zeros: that takes a small part of the time.
         growth: how many times larger the values are expected to become; such codebooks serve all on the way.
     """
     machine, element_bytes = calibration.in_force(rows.device), rows.dtype.itemsize
@@ -44,7 +45,12 @@ def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None, gro
         best = choice.learn("planes", request)
         assert best is not None, "scheme 'planes' always has a codebook"
         candidates = pairs if pairs and _has_digits_of_pairs(best) else [best, *pairs]
-    return max(candidates, key=lambda codebook: _worth(sample, codebook, machine)) if pairs else candidates[0]
+    if not pairs:
+        return candidates[0]
+    worths = [_worth(sample, codebook, machine) for codebook in candidates]
+    if before is not None and max(worths) < _CLEARLY_BETTER * _worth(sample, before, machine):
+        return before
+    return candidates[worths.index(max(worths))]
 
 
 def _sample_of(rows: torch.Tensor, growth: float) -> torch.Tensor:

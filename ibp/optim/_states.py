@@ -31,6 +31,8 @@ _LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # such a step replaces a quarter of the c
 _WATCHED_STEPS = 16  # the first steps are all watched, later ones as often as steps learn codebooks
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
+_FIRST_REFIT_RATIO = 8.0  # likewise, where it was learned in the first step: half as often in the first 24 steps
+_LEAST_MOVED = 64  # bytes by which slots must become smaller for all rows to be moved to others
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ class CodedState:
     @property
     def overdue(self) -> float:
         """The next store's number, to the one from which on a new codebook is wanted; 1 or more: it is wanted."""
-        growth = _CROWDED_RATIO if self._crowded_bytes > _CROWDED_BYTES else _REFIT_RATIO
+        growth = _FIRST_REFIT_RATIO if self.learner.learned_at == 1 and self.place is not None else _REFIT_RATIO
+        if self._crowded_bytes > _CROWDED_BYTES:
+            growth = _CROWDED_RATIO
         return self.learner.overdue(self.stores + 1, growth)
 
     @property
@@ -182,6 +186,9 @@ class CodedState:
             PinningError: likewise, where another state keeps the rows coded; elsewhere they are kept raw then.
         """
         wanted, overflow = _layout.slots_for(group.survey, ROW_BYTES, _RULE)
+        if self.place is not None and self._serves(self.place, group, wanted):
+            self._expected_bytes = group.survey.overflow_bytes(self.place.slot_bytes)
+            return
         slot_bytes = self._with_host_memory(wanted)
         self.version += 1
         if self.place is not None and self.place.slot_bytes == slot_bytes:
@@ -192,6 +199,13 @@ class CodedState:
         self.learner.found, self._expected_bytes = group.codebook, overflow * self.num_rows
         if not self.is_new:
             self.write(data.view(torch.uint8).view(-1))
+
+    @staticmethod
+    def _serves(place: CodedRows, group: StateGroup, wanted: int) -> bool:
+        """Whether rows may stay as they are, by the bytes of slots that suit them best."""
+        if group.codebook is not place.codebook or place.slot_bytes >= wanted + _LEAST_MOVED:
+            return False
+        return group.survey.overflow_bytes(place.slot_bytes) <= _RULE.most_overflow * group.survey.num_rows
 
     def settle(self) -> None:
         """Notes that there was a `fit`, or no memory for one."""

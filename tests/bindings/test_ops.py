@@ -182,6 +182,7 @@ def test_every_operation_is_checked():
         "encode_into",
         "sum_bags",
         "linear",
+        "linear_groups",
         "times_matrix",
         *DELTAS,
     }

@@ -271,8 +271,50 @@ void check(Operands &operands, uint64_t number)
     }
 }
 
+/* Groups of vectors, each multiplied by a matrix of a stack, give the bits of that matrix alone; and groups that are
+ * out of range do no harm. */
+void check_groups(uint64_t number)
+{
+    const auto rows = 16 * (1 + static_cast<uint32_t>(below(3))), matrices = 1 + static_cast<uint32_t>(below(5)),
+               columns = 32 * (1 + static_cast<uint32_t>(below(40))), vectors = static_cast<uint32_t>(below(20));
+    Operand stack(rows * matrices, columns);
+    stack.has_bias = false;
+    Bytes x(size_t{2} * vectors * columns), y(size_t{2} * vectors * rows), before(y.size);
+    fill_vectors(kOrdinary, vectors, columns, &x);
+    std::vector<ibp_vector_group> groups;
+    uint32_t first = 0;
+    while (first < vectors && !chance(10)) {
+        const uint32_t count = std::min(vectors - first, 1 + static_cast<uint32_t>(below(8)));
+        groups.push_back({static_cast<uint32_t>(below(matrices)), first, count});
+        first += count;
+    }
+    const size_t used = groups.size();
+    if (chance(50)) groups.push_back(pick<ibp_vector_group>({{0, 0, 0}, {matrices, 0, 1}, {0, vectors, 1}, {0, 0, 9}}));
+    for (uint64_t i = below(70); i != 0 && groups.size() != used; i--) groups.push_back({0, 0, 1});
+    Bytes list(groups.size() * sizeof(ibp_vector_group));
+    memcpy(list.data, groups.data(), list.size);
+    const ibp_digit_matrix matrix = stack.listed.of(stack.m, stack.coded);
+    const ibp_status status =
+        ibp_cuda_linear_groups(&matrix, rows, reinterpret_cast<const ibp_vector_group *>(list.data),
+                               static_cast<int64_t>(groups.size()), x.halves(), vectors, y.halves(), nullptr);
+    expect(status == IBP_OK, "groups are refused", number);
+    expect(memcmp(y.data + size_t{2} * first * rows, before.data, size_t{2} * (vectors - first) * rows) == 0,
+           "a vector in no group has a result", number);
+    for (size_t i = 0; i < used; i++) {
+        const ibp_vector_group group = groups[i];
+        Bytes own(size_t{2} * group.count * columns);
+        memcpy(own.data, x.data + size_t{2} * group.first * columns, own.size);
+        expect(multiply({stack.product(group.count)}, own, group.count) == IBP_OK, "refused alone", number);
+        for (uint32_t v = 0; v < group.count; v++)
+            expect(memcmp(stack.y->halves() + size_t{v} * stack.m.rows + group.matrix * rows,
+                          y.halves() + size_t{group.first + v} * rows, size_t{2} * rows) == 0,
+                   "other bits in a group", number);
+    }
+}
+
 void run_case(uint64_t number)
 {
+    if (number % 4 == 3) return check_groups(number);
     Operands operands;
     const uint32_t rows = Matrix::some_rows(), columns = 32 * (1 + static_cast<uint32_t>(below(rows < 64 ? 72 : 12)));
     operands.push_back(std::make_unique<Operand>(rows, columns));
@@ -312,6 +354,24 @@ void check_refusals()
                    [](ibp_digit_matrix &m) { m.num_columns = 0xffffffe0u; });
     refuses_matrix("slots that are not aligned", [](ibp_digit_matrix &m) { m.slots += 1; });
     refuses_matrix("no slots", [](ibp_digit_matrix &m) { m.slots = nullptr; });
+
+    Operand stack(32, 96);
+    const ibp_vector_group group = {0, 0, 1};
+    ibp_product product = stack.product(1);
+    const auto refuses_groups = [&](int64_t rows, const ibp_vector_group *groups, int64_t count, int64_t vectors,
+                                    const char *what) {
+        expect(ibp_cuda_linear_groups(&product.matrix, rows, groups, count, x.halves(), vectors, product.y, nullptr) ==
+                   IBP_INVALID_ARGUMENT,
+               what, 0);
+    };
+    refuses_groups(0, &group, 1, 1, "matrices without rows");
+    refuses_groups(24, &group, 1, 1, "rows that are no whole strips");
+    refuses_groups(48, &group, 1, 1, "a stack that has no whole matrices");
+    refuses_groups(16, nullptr, 1, 1, "no groups");
+    refuses_groups(16, &group, -1, 1, "-1 groups");
+    refuses_groups(16, &group, INT64_MAX, 1, "too many groups");
+    refuses_groups(16, &group, 1, -1, "-1 vectors in groups");
+    product.matrix.starts = nullptr, refuses_groups(16, &group, 1, 1, "no starts of a stack");
 }
 
 } // namespace

@@ -534,3 +534,42 @@ def test_neighbours_on_a_gpu(cuda, fused):
         graph.replay()
         for got, wanted in zip(results, alone):
             assert_same_bits(got, wanted.flip(0))
+
+
+def groups_of(parts, device):
+    """[groups, 3]: of (number of the matrix, how many vectors), one after the other."""
+    first, groups = 0, []
+    for number, count in parts:
+        groups.append((number, first, count))
+        first += count
+    return torch.tensor(groups, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("rows,columns,matrices", [(64, 96, 5), (1536, 2048, 4), (2048, 768, 3), (16, 4128, 40)])
+def test_groups_of_vectors(cuda, rows, columns, matrices):
+    """Each has the bits of a product with its matrix alone; groups that are out of range have no results."""
+    weight = matrix(matrices * rows, columns, cuda)
+    weight[::50, 3] = 1e-20
+    table = coded(weight)
+    listed = escapes.list_escapes(table)
+    given = (table.slots, table.slot_bytes, listed.below, listed.starts, listed.entries)
+    parts = [(number % matrices, 1 + number % 8) for number in range(70)]
+    x = vectors(sum(count for _, count in parts), columns, cuda)
+    out = torch.zeros(len(x), rows, dtype=x.dtype, device=cuda)
+    groups = groups_of([*parts, (0, 0), (0, 5)], cuda)
+    torch.ops.ibp.linear_groups(*given, x, groups, rows, out)
+    for number, first, count in groups[: len(parts)].tolist():
+        own = slice(number * rows, (number + 1) * rows)
+        assert_same_bits(out[first : first + count], ibp.linear(x[first : first + count], table)[:, own].contiguous())
+    torch.library.opcheck(torch.ops.ibp.linear_groups.default, (*given, x, groups, rows, out))
+    for wrong in ((matrices, 0, 1), (-1, 0, 1), (0, len(x), 1), (0, len(x) - 1, 2), (0, 0, 9), (0, 0, -1)):
+        out.zero_()
+        torch.ops.ibp.linear_groups(*given, x, torch.tensor([wrong, (0, 0, 1)]).int().to(cuda), rows, out)
+        assert not out.any()
+    for arguments, message in (
+        ((x, groups[:, :2], rows, out), "groups has the wrong shape"),
+        ((x, groups, rows + 1, vectors(len(x), rows + 1, cuda)), "linear_groups"),
+        ((x, groups, rows, out[1:]), "out has"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.ibp.linear_groups(*given, *arguments)

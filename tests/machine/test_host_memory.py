@@ -212,3 +212,24 @@ def test_pinned_memory_on_a_node(cuda, numa):
     assert table.is_pinned()
     assert_same_bits(table.decompress(device=cuda).cpu(), x)
     assert ibp.compress(x, memory="host").pin_memory(numa=numa).is_pinned()
+
+
+def test_large_memory_of_the_host_has_huge_pages(monkeypatch):
+    asked = []
+    monkeypatch.setattr(_core, "ask_for_huge_pages", lambda *of: asked.append(of))
+    least = _memory._LEAST_HUGE_BYTES
+    for shape, dtype, num_bytes in (((least,), torch.uint8, least), ((3, 5, least), torch.complex64, 120 * least)):
+        found = _memory.empty_tensor(shape, dtype)
+        assert (found.shape, found.dtype) == (torch.Size(shape), dtype) and not found._is_view()
+        assert asked.pop() == (found.data_ptr(), num_bytes) and not asked
+    _memory.empty_tensor(least - 1)
+    with torch._subclasses.FakeTensorMode():
+        _memory.empty_tensor(least)
+    assert not asked
+
+
+def test_memory_keeps_its_bytes_when_huge_pages_are_asked_for():
+    held = torch.arange(3 << 20)
+    for start, num_bytes in ((0, held.nbytes), (4095, 3 << 20), (1, 4096), (5, 0), (0, 2**64 - 1)):
+        _core.ask_for_huge_pages(held.data_ptr() + start, num_bytes)
+    assert torch.equal(held, torch.arange(3 << 20))

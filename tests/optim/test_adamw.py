@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ibp
 from helpers import NoMemory, assert_same_bits, in_threads
 from ibp._machine import calibration, pool
+from ibp._schemes import surveyed
 from ibp.optim import _chunks, _families, _learning, _replay, _reserve, _states, adamw
 from ibp.optim._learning import ROW_BYTES
 
@@ -268,7 +269,8 @@ def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
     """They are made all the same: codebooks for which there is no memory are learned later, and counters are looked at
     later."""
     device = request.getfixturevalue("cuda") if place == "cuda" else place
-    monkeypatch.setattr(_states, "_REFIT_RATIO", 1.0)
+    for ratio in ("_REFIT_RATIO", "_FIRST_REFIT_RATIO", "_LEAST_MOVED"):
+        monkeypatch.setattr(_states, ratio, 1.0)
     monkeypatch.setattr(_states, "_LEARNING_STEPS", 1)
     monkeypatch.setattr(_states, "_WATCHED_STEPS", 1 << 30)
     sizes = itertools.cycle([3456, 3392, 3520])
@@ -461,16 +463,17 @@ def check_old_slots(monkeypatch, are_kept):
         _states.free_overflow(states)
 
     monkeypatch.setattr(adamw, "free_overflow", when_all_have_codebooks)
-    for number in range(4):
+    monkeypatch.setattr(_learning, "_CLEARLY_BETTER", 0.0)
+    for number in range(8):
         give_gradients(ours, number)
         optimizer.step()
         states = optimizer._chunks[0][0].states
         old = [weakref.ref(state.place) for state in states]
         slots = [state.place.slots.data_ptr() for state in states]
         codebooks = [state.place.codebook for state in states]
-        if number == 2:
+        if number == 6:
             before = slots, codebooks
-    assert all(state.stores == state.learner.learned_at == 4 for state in states)
+    assert all(state.stores == state.learner.learned_at == 8 for state in states)
     assert are_alive[-1] == [are_kept, are_kept] and all(new is not one for new, one in zip(codebooks, before[1]))
     assert not are_kept or slots == before[0]
 
@@ -486,6 +489,28 @@ def test_old_slots_go_while_codebooks_are_learned(monkeypatch):
     sizes = itertools.cycle([3456, 3456, 3392, 3392])
     monkeypatch.setattr(_states._layout, "slots_for", lambda *_: (next(sizes), 0.0))
     check_old_slots(monkeypatch, False)
+
+
+def test_codebooks_and_rows_stay_where_others_save_no_more(monkeypatch):
+    """A later codebook that is not clearly better is left out, and rows whose slots suit them are not coded anew."""
+    ours = parameters(shapes=[(64, 512)])
+    optimizer = ibp.optim.AdamW(ours, betas=(0.0, 0.999))  # exp_avg is the gradient: its values stay as large
+    for number in range(8):
+        versions = [state.version for chunk in optimizer._chunks[0] for state in chunk.states]
+        ours[0].grad = torch.randn(ours[0].shape, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+        states = optimizer._chunks[0][0].states
+        if number == 0:
+            codebooks = [state.place.codebook for state in states]
+    assert [state.learner.learned_at for state in states] == [8, 8]
+    assert states[0].place.codebook is codebooks[0] and states[0].version == versions[0]
+    assert states[1].version == versions[1] + 1 and all(usage.savings > 0.12 for usage in optimizer.stats().values())
+    monkeypatch.setattr(_states, "_LEAST_MOVED", 0)
+    slot_bytes = states[0].place.slot_bytes
+    survey = surveyed(torch.randn(64 * 512).view(torch.uint8), codebooks[0])
+    group = _families.StateGroup(0, 16, codebooks[0], survey)
+    assert not states[0]._serves(states[0].place, group, slot_bytes)
+    assert not states[0]._serves(states[0].place, group._replace(codebook=codebooks[1]), slot_bytes + 1)
 
 
 def test_few_codebooks_are_learned_in_a_step(monkeypatch):

@@ -144,3 +144,18 @@ def test_encode_rows_names_the_bad_row(scheme, bad_rows, features, set_threads):
     assert all(int(table.lengths[row]) != 0 for row in bad_rows)
     OPS.encode_rows(torch.zeros_like(slots), torch.zeros_like(overflow), *rest, data, fault)
     assert fault.tolist()[:3] == [3, min(bad_rows), min(bad_rows)]
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 32, 96, 240])
+def test_zeros_follow_rows_to_the_end_of_their_room(slot_bytes, features):
+    """Whatever memory held before: equal tables have equal tensors."""
+    x = torch.cat([spiky_rows(500, 60), torch.zeros(3, 60)])
+    x = x.view(-1)[:-7] if slot_bytes != 240 else x
+    layout = {"slot_bytes": slot_bytes} if slot_bytes else {"layout": "packed"}
+    table = ibp.compress(x, scheme="planes", row_bytes=240, device="cpu", memory="host", **layout)
+    slots, overflow, *rest = values_of(table, torch.device("cpu"))
+    fault = torch.zeros(4, dtype=torch.int64)
+    for byte in (0, 0xA5):
+        written = torch.full_like(slots, byte), torch.full_like(overflow, byte)
+        OPS.encode_rows(*written, *rest, bytes_of(x), fault)
+        assert torch.equal(written[0], slots) and torch.equal(written[1], overflow) and fault.tolist()[0] == 0

@@ -2,6 +2,7 @@
 x[key]."""
 
 import copy
+import dataclasses
 import io
 import itertools
 import multiprocessing
@@ -13,7 +14,17 @@ import pytest
 import torch
 
 import ibp
-from helpers import TENSORS, assert_same_bits, assert_same_table, embedding, make_tensor, plain_table, spiky_rows
+from helpers import (
+    TENSORS,
+    assert_same_bits,
+    assert_same_table,
+    bytes_of,
+    embedding,
+    make_tensor,
+    plain_table,
+    spiky_rows,
+)
+from ibp._tables import coding
 from ibp._tables.compressed_tensor import CompressedTensor
 
 ON_CPU = {"device": "cpu", "memory": "host"}
@@ -781,3 +792,19 @@ def test_what_tables_do_not_do():
         with pytest.raises(TypeError, match="decompress"):
             call()
     assert np.asarray(ibp.compress(torch.ones(300, 40), memory="host")).sum() == 12_000
+
+
+@pytest.mark.parametrize("num_rows, is_free, device", [(16, True, "cpu"), (16, False, "cuda"), (17, True, "cuda")])
+def test_few_bytes_of_the_host_are_coded_there(monkeypatch, num_rows, is_free, device):
+    """Also where a GPU would do the work, unless it is asked for."""
+    asked, measure = [], coding.measure
+    monkeypatch.setattr(
+        coding, "measure", lambda *args: asked.append(args[2].type) or measure(*args[:2], torch.device("cpu"))
+    )
+    x = torch.randn(num_rows, 16 << 10)
+    learning = coding.Learning.of("planes", None, None, None, None, "default", None)
+    codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
+    for given in (learning, dataclasses.replace(learning, codebook=codebook)):
+        geometry = coding.geometry_of(x, None, given.codebook)
+        found = given.coding_of(bytes_of(x), geometry, torch.device("cuda", 0), None, False, is_free=is_free)
+        assert found.stored_bytes < x.nbytes and asked.pop() == device and not asked

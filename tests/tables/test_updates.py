@@ -194,6 +194,25 @@ def test_ids_out_of_range_change_nothing(ids):
         x = change(table, x, 5)
 
 
+@pytest.mark.parametrize("count", [1, 2, 256, 257, 700])
+def test_few_and_many_ids(count):
+    """The last of equal ones counts, and one that is out of range changes nothing, however many there are; in inference
+    mode and outside it."""
+    x = torch.randn(1000, 60)
+    table = ibp.compress(x, scheme="planes", device="cpu", memory="host")
+    for ids in (torch.randperm(1000)[:count], torch.randint(1000, (count,)).sort().values, torch.zeros(count).long()):
+        rows = torch.randn(count, 60)
+        with torch.inference_mode(count % 2 == 0):
+            table.update_(ids, rows)
+        for number, row in zip(ids.tolist(), rows):
+            x[number] = row
+        assert_same_bits(table.decompress(), x)
+        for bad in (-1, 1000):
+            with pytest.raises(IndexError, match=rf"ids\[{count - 1}\] is {bad}; wanted 0 to 999"):
+                table.update_(torch.cat([ids[:-1], torch.tensor([bad])]), rows)
+    assert_same_bits(table.decompress(), x)
+
+
 def test_arguments_that_do_not_fit():
     x = tensor((50, 96))
     table = ibp.compress(x, **KINDS["slots"], **ON_CPU)

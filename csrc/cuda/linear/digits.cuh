@@ -19,6 +19,12 @@ struct LinearMatrix {
     __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(coded().num_rows); }
 };
 
+// Vectors [count, columns].
+struct Vectors {
+    const uint16_t *x;
+    uint32_t count, columns;
+};
+
 // Vectors that several matrices multiply. A kernel cuts the rows of each matrix into tiles, and counts the tiles of all
 // matrices together.
 struct LinearJob {
@@ -26,6 +32,7 @@ struct LinearJob {
     uint32_t num_matrices, num_tiles, num_columns, num_vectors;
     const uint16_t *x; // [num_vectors, num_columns]
 
+    __device__ __forceinline__ Vectors vectors() const { return {x, num_vectors, num_columns}; }
     void cut(uint32_t tile_rows)
     {
         num_tiles = 0;
@@ -157,8 +164,8 @@ template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&
     return sums[0];
 }
 
-// The first row of a strip of a matrix. The last strips share rows with the one before where the rows are no multiple of
-// 16.
+// The first row of a strip of a matrix. The last strips share rows with the one before where the rows are no
+// multiple of 16.
 __device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t strip)
 {
     return ibp_min_u32(strip * kStripRows, matrix.rows() - kStripRows);
@@ -279,13 +286,13 @@ struct RowEscapes {
         first = __ldg(matrix.coded().starts + row);
         end = ibp_min_u32(__ldg(matrix.coded().starts + row + 1u), matrix.coded().num_escapes);
     }
-    __device__ __forceinline__ void load(const LinearJob &job)
+    __device__ __forceinline__ void load(uint32_t num_columns)
     {
 #pragma unroll
         for (uint32_t j = 0; j < kTogether; j++) {
             const bool wanted = first < end && j < end - first;
             const uint2 words = wanted ? __ldg(reinterpret_cast<const uint2 *>(list + first + j)) : make_uint2(0, 0);
-            entries[j] = {ibp_min_u32(words.x, job.num_columns - 1u), static_cast<uint16_t>(words.y),
+            entries[j] = {ibp_min_u32(words.x, num_columns - 1u), static_cast<uint16_t>(words.y),
                           static_cast<uint16_t>(words.y >> 16)};
         }
     }
@@ -294,10 +301,10 @@ struct RowEscapes {
         return first < end ? ibp_min_u32(end - first, kTogether) : 0u;
     }
     // Loads the next entries.
-    __device__ __forceinline__ void load_next(const LinearJob &job)
+    __device__ __forceinline__ void load_next(uint32_t num_columns)
     {
         first += num_loaded();
-        load(job);
+        load(num_columns);
     }
 };
 
@@ -308,25 +315,25 @@ template <uint32_t VECTORS> struct Corrections {
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
 
-    static __device__ __forceinline__ float x_at(const LinearJob &job, uint32_t vector, uint32_t column)
+    static __device__ __forceinline__ float x_at(const Vectors &vectors, uint32_t vector, uint32_t column)
     {
-        return float_of_bits(static_cast<uint32_t>(job.x[uint64_t{vector} * job.num_columns + column]) << 16);
+        return float_of_bits(static_cast<uint32_t>(vectors.x[uint64_t{vector} * vectors.columns + column]) << 16);
     }
     // Adds the products of the loaded entries. All loads are under way together: for vectors that are not there others
     // are loaded.
     // Of what weights were multiplied as there are no products where x is infinite or NaN: both weights have the same
     // sign, and the sum of the row is infinite or NaN already, as it is to be.
-    __device__ __forceinline__ void add_loaded(const LinearJob &job, const RowEscapes &escapes, uint32_t first_vector)
+    __device__ __forceinline__ void add_loaded(const Vectors &vectors, const RowEscapes &escapes, uint32_t first_vector)
     {
         const ibp_escape(&entries)[kTogether] = escapes.entries;
         const uint32_t num_entries = escapes.num_loaded();
         float x[VECTORS][kTogether];
 #pragma unroll
         for (uint32_t i = 0; i < VECTORS; i++) {
-            const uint32_t vector = ibp_min_u32(first_vector + 2u * i, job.num_vectors - 1u);
+            const uint32_t vector = ibp_min_u32(first_vector + 2u * i, vectors.count - 1u);
 #pragma unroll
             for (uint32_t j = 0; j < kTogether; j++)
-                x[i][j] = j < num_entries ? x_at(job, vector, entries[j].column) : 0.0f;
+                x[i][j] = j < num_entries ? x_at(vectors, vector, entries[j].column) : 0.0f;
         }
 #pragma unroll
         for (uint32_t i = 0; i < VECTORS; i++)
@@ -339,9 +346,10 @@ template <uint32_t VECTORS> struct Corrections {
             }
     }
     // escapes: with those first loaded.
-    __device__ __forceinline__ void add(const LinearJob &job, RowEscapes &escapes, uint32_t first_vector)
+    __device__ __forceinline__ void add(const Vectors &vectors, RowEscapes &escapes, uint32_t first_vector)
     {
-        for (; escapes.num_loaded() != 0u; escapes.load_next(job)) add_loaded(job, escapes, first_vector);
+        for (; escapes.num_loaded() != 0u; escapes.load_next(vectors.columns))
+            add_loaded(vectors, escapes, first_vector);
     }
     // sum: of the products of vector `number`. In this order an element alone, multiplied by one, comes out exactly.
     __device__ __forceinline__ float corrected(float sum, uint32_t number) const
@@ -355,12 +363,11 @@ __device__ __forceinline__ float bias_of(const LinearMatrix &matrix, uint32_t ro
     const uint16_t *const bias = matrix.product.bias;
     return bias != nullptr ? float_of_bits(static_cast<uint32_t>(bias[row]) << 16) : 0.0f;
 }
-__device__ __forceinline__ void store_sum(const LinearJob &job, const LinearMatrix &matrix, uint32_t vector,
-                                          uint32_t row, float sum, float bias)
+// Stores a sum of a row of a matrix to y.
+__device__ __forceinline__ void store_sum(const LinearMatrix &matrix, uint16_t *y, float sum, float bias)
 {
     if (matrix.product.bias != nullptr) sum += bias;
-    if (vector < job.num_vectors)
-        matrix.product.y[uint64_t{vector} * matrix.rows() + row] = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
+    *y = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
 }
 
 } // namespace ibp

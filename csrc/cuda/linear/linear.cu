@@ -53,15 +53,21 @@ static ibp_status plan_blocks(const void *kernel, uint32_t num_strips, Launch *l
     return status;
 }
 
-static ibp_status multiply_few(LinearJob job, ibp_stream stream)
+template <class Strips>
+static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_strips, ibp_stream stream)
 {
-    job.cut(kStripRows);
-    const auto kernel = linear_kernel<Block, kBlocksAnSm>;
+    const auto kernel = linear_kernel<Block, Strips, kBlocksAnSm>;
     const auto *const code = reinterpret_cast<const void *>(kernel);
     ibp_status status = allow_shared(code);
     Launch launch;
-    if (status == IBP_OK) status = plan_blocks(code, job.num_tiles, &launch);
+    if (status == IBP_OK) status = plan_blocks(code, num_strips, &launch);
     return status == IBP_OK ? launch_kernel(kernel, launch, stream, job) : status;
+}
+
+static ibp_status multiply_few(LinearJob job, ibp_stream stream)
+{
+    job.cut(kStripRows);
+    return launch_strips<MatrixStrips>(job, job.num_tiles, stream);
 }
 
 // Multiplies the first vectors of a job, as many as one kernel takes; *count: how many.
@@ -116,4 +122,25 @@ extern "C" ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_p
         for (LinearMatrix &matrix : job.matrices) matrix.product.y += uint64_t{count} * matrix.rows();
     }
     return status;
+}
+
+extern "C" ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int64_t num_rows,
+                                             const ibp_vector_group *groups, int64_t num_groups, const uint16_t *x,
+                                             int64_t num_vectors, uint16_t *y, ibp_stream stream)
+{
+    using namespace ibp;
+    if (stack == nullptr || !is_matrix(*stack) || !has_list(*stack)) return IBP_INVALID_ARGUMENT;
+    if (num_rows < 1 || num_rows % kStripRows != 0 || stack->num_rows % num_rows != 0) return IBP_INVALID_ARGUMENT;
+    if (num_vectors < 0 || num_vectors > INT32_MAX || num_groups < 0) return IBP_INVALID_ARGUMENT;
+    if (num_vectors == 0 || num_groups == 0) return IBP_OK;
+    const int64_t of_matrix = num_rows / kStripRows;
+    if (num_groups > INT32_MAX / of_matrix || groups == nullptr || !is_aligned(groups, 4u)) return IBP_INVALID_ARGUMENT;
+    if (x == nullptr || y == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
+    GroupsJob job{};
+    job.job.matrices[0].product = {*stack, nullptr, y};
+    job.job.num_matrices = 1, job.job.num_columns = stack->num_columns;
+    job.job.num_vectors = static_cast<uint32_t>(num_vectors), job.job.x = x;
+    job.groups = groups, job.num_groups = static_cast<uint32_t>(num_groups);
+    job.num_rows = static_cast<uint32_t>(num_rows);
+    return launch_strips<GroupStrips>(job, static_cast<uint32_t>(num_groups * of_matrix), stream);
 }

@@ -3,9 +3,9 @@
 //
 // A block takes strips of 16 rows, one after the other. Each of its multiplying warps has two neighbours of the 16
 // pieces of the columns (digits.cuh), and takes their steps of 128 columns from left to right: while a step is
-// multiplied, bytes of coming steps, also of the next strip, are copied to shared memory. A lane holds 32 elements each of rows
-// g and g + 8, for g = lane / 4: of them tensor cores take 4 and 4 at a time, in an order of columns that the digits
-// make cheap, and the vectors come in the same order.
+// multiplied, bytes of coming steps, also of the next strip, are copied to shared memory. A lane holds 32 elements each
+// of rows g and g + 8, for g = lane / 4: of them tensor cores take 4 and 4 at a time, in an order of columns that the
+// digits make cheap, and the vectors come in the same order.
 // Escapes are multiplied like other digits, as if their symbols followed those of the digits. One more warp, the
 // finisher, takes these products away and adds the right ones, from a list that was made before. It adds up the sums of
 // the other warps and stores them, while those multiply the next strip.
@@ -72,25 +72,117 @@ template <uint32_t WARPS, uint32_t STAGES> struct LinearBlock {
     };
 };
 
+// ---- strips ----
+
+// Where the results of a strip go, and the rows of the list of escapes: those of a matrix, from `row` on.
+struct StripResults {
+    const LinearMatrix &matrix;
+    uint32_t row, num_rows; // of y
+    uint32_t coded_row;
+    uint16_t *y;
+};
+
+// The strips of matrices that multiply all vectors.
+struct MatrixStrips {
+    using Job = LinearJob;
+    const LinearJob &job;
+
+    __device__ __forceinline__ explicit MatrixStrips(const LinearJob &linear) : job(linear) {}
+    __device__ __forceinline__ uint32_t count() const { return job.num_tiles; }
+    __device__ __forceinline__ uint32_t first_symbol(uint32_t strip) const
+    {
+        return job.matrix_of(strip).coded().first_symbol;
+    }
+    __device__ __forceinline__ void find_rows(uint32_t strip, StripRows &rows) const { rows.find(job, strip, 1u, 0u); }
+    __device__ __forceinline__ Vectors vectors(uint32_t) const { return job.vectors(); }
+    __device__ __forceinline__ StripResults results(uint32_t strip) const
+    {
+        const LinearMatrix &matrix = job.matrix_of(strip);
+        const uint32_t row = first_row(matrix, strip - matrix.first_tile);
+        return {matrix, row, matrix.rows(), row, matrix.product.y};
+    }
+};
+
+// Groups of vectors, each for one matrix of a stack.
+struct GroupsJob {
+    LinearJob job; // one matrix: the stack
+    const ibp_vector_group *groups;
+    uint32_t num_groups, num_rows; // rows of a matrix, whole strips
+};
+
+// The strips of the matrices of all groups before the first one without vectors. Work before has written the groups.
+struct GroupStrips {
+    using Job = GroupsJob;
+    const GroupsJob &groups;
+    const LinearJob &job;
+    const uint32_t of_matrix; // strips
+    uint32_t num_groups = 0;
+
+    __device__ __forceinline__ explicit GroupStrips(const GroupsJob &given)
+        : groups(given), job(given.job), of_matrix(given.num_rows / kStripRows)
+    {
+        await_work_before();
+        for (bool is_end = false; num_groups < groups.num_groups && !is_end;) {
+            const uint32_t number = num_groups + lane_id();
+            const uint32_t empty = __ballot_sync(kAllLanes, number >= groups.num_groups || num_vectors(number) == 0u);
+            is_end = empty != 0u;
+            num_groups += is_end ? static_cast<uint32_t>(__popc((empty & (0u - empty)) - 1u)) : kWarp;
+        }
+    }
+    // Groups that are out of range have no vectors.
+    __device__ __forceinline__ uint32_t num_vectors(uint32_t number) const
+    {
+        const ibp_vector_group group = groups.groups[number];
+        const bool is_there = group.first < job.num_vectors && group.count <= job.num_vectors - group.first &&
+                              group.matrix < job.matrices[0].rows() / groups.num_rows;
+        return is_there && group.count <= kMostVectors ? group.count : 0u;
+    }
+    __device__ __forceinline__ uint32_t count() const { return num_groups * of_matrix; }
+    __device__ __forceinline__ uint32_t first_symbol(uint32_t) const { return job.matrices[0].coded().first_symbol; }
+    // The number of a strip's first row in the stack.
+    __device__ __forceinline__ uint32_t coded_row(uint32_t strip) const
+    {
+        return groups.groups[strip / of_matrix].matrix * groups.num_rows + strip % of_matrix * kStripRows;
+    }
+    __device__ __forceinline__ void find_rows(uint32_t strip, StripRows &rows) const
+    {
+        if (strip >= count()) return;
+        const ibp_digit_matrix &stack = job.matrices[0].coded();
+        rows.pitch = stack.slot_bytes, rows.first = stack.slots + uint64_t{coded_row(strip)} * stack.slot_bytes;
+    }
+    __device__ __forceinline__ Vectors vectors(uint32_t strip) const
+    {
+        const ibp_vector_group group = groups.groups[strip / of_matrix];
+        return {job.x + uint64_t{group.first} * job.num_columns, group.count, job.num_columns};
+    }
+    __device__ __forceinline__ StripResults results(uint32_t strip) const
+    {
+        uint16_t *const y = job.matrices[0].product.y;
+        return {job.matrices[0], strip % of_matrix * kStripRows, groups.num_rows, coded_row(strip),
+                y + uint64_t{groups.groups[strip / of_matrix].first} * groups.num_rows};
+    }
+};
+
 // ---- warps that multiply ----
 
-template <class Block> struct Multiplier {
+template <class Block, class Strips> struct Multiplier {
+    const Strips &strips;
     const LinearJob &job;
-    const uint32_t warp, stages, piece,
-        end; // shared byte of the warp's stages; the first of its pieces; steps of a row
+    const uint32_t warp, stages, piece;               // shared byte of the warp's stages; the first of its two pieces
+    const uint32_t end;                               // steps of a row
     uint32_t copied_strip, copied_step, copied_stage; // what is copied next, and where to
     StripRows copied_rows;
 
-    __device__ __forceinline__ explicit Multiplier(const LinearJob &linear)
-        : job(linear), warp(threadIdx.x / kWarp), stages(warp * Block::kStages * Block::kStageBytes), piece(2u * warp),
-          end(num_steps(job)), copied_strip(blockIdx.x), copied_step(piece), copied_stage(0)
+    __device__ __forceinline__ explicit Multiplier(const Strips &of)
+        : strips(of), job(of.job), warp(threadIdx.x / kWarp), stages(warp * Block::kStages * Block::kStageBytes),
+          piece(2u * warp), end(num_steps(job)), copied_strip(blockIdx.x), copied_step(piece), copied_stage(0)
     {
-        copied_rows.find(job, copied_strip, 1u, 0u);
+        strips.find_rows(copied_strip, copied_rows);
     }
     // Begins to copy the bytes of the step that is next.
     __device__ __forceinline__ void begin_copies()
     {
-        if (copied_strip < job.num_tiles && copied_step < end)
+        if (copied_strip < strips.count() && copied_step < end)
             StripStep::begin_copy(copied_rows, job.num_columns, copied_step * kStepColumns,
                                   stages + copied_stage * Block::kStageBytes);
         end_copies();
@@ -98,14 +190,14 @@ template <class Block> struct Multiplier {
         copied_step += copied_step % 2u == 0u ? 1u : kPieces - 1u;
         if (copied_step < end) return;
         copied_step = piece, copied_strip += gridDim.x;
-        copied_rows.find(job, copied_strip, 1u, 0u);
+        strips.find_rows(copied_strip, copied_rows);
     }
     // The lane's elements of vector g, zeros where there are none.
-    __device__ __forceinline__ void load_x(uint32_t step, uint32_t (&x)[16]) const
+    static __device__ __forceinline__ void load_x(const Vectors &vectors, uint32_t step, uint32_t (&x)[16])
     {
         const uint32_t g = lane_id() / 4u, column = step * kStepColumns + 32u * (lane_id() % 4u);
-        const bool wanted = g < job.num_vectors && column < job.num_columns;
-        const uint4 *const from = reinterpret_cast<const uint4 *>(job.x + uint64_t{g} * job.num_columns + column);
+        const bool wanted = g < vectors.count && column < vectors.columns;
+        const uint4 *const from = reinterpret_cast<const uint4 *>(vectors.x + uint64_t{g} * vectors.columns + column);
 #pragma unroll
         for (uint32_t i = 0; i < 4u; i++) {
             const uint4 words = wanted ? from[i] : make_uint4(0, 0, 0, 0);
@@ -113,11 +205,12 @@ template <class Block> struct Multiplier {
         }
     }
     // Adds the products of a step of a strip. stage: where it is; moved on.
-    __device__ __forceinline__ void multiply_step(uint32_t step, uint32_t firsts, uint32_t &stage, float (&sums)[4])
+    __device__ __forceinline__ void multiply_step(const Vectors &vectors, uint32_t step, uint32_t firsts,
+                                                  uint32_t &stage, float (&sums)[4])
     {
         const uint32_t g = lane_id() / 4u;
         uint32_t x[16];
-        load_x(step, x);
+        load_x(vectors, step, x);
         await_copies<Block::kStages - 2>();
         begin_copies();
         const uint32_t at = stages + stage * Block::kStageBytes;
@@ -132,13 +225,14 @@ template <class Block> struct Multiplier {
         for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
         await_work_before();
         uint32_t stage = 0;
-        for (uint32_t strip = blockIdx.x, turn = 0; strip < job.num_tiles; strip += gridDim.x, turn++) {
-            const uint32_t firsts = job.matrix_of(strip).coded().first_symbol * 0x01010101u;
+        for (uint32_t strip = blockIdx.x, turn = 0; strip < strips.count(); strip += gridDim.x, turn++) {
+            const uint32_t firsts = strips.first_symbol(strip) * 0x01010101u;
+            const Vectors vectors = strips.vectors(strip);
             float sums[2][4] = {};
 #pragma unroll 1
             for (uint32_t step = piece; step < end; step += kPieces) {
-                multiply_step(step, firsts, stage, sums[0]);
-                if (step + 1u < end) multiply_step(step + 1u, firsts, stage, sums[1]);
+                multiply_step(vectors, step, firsts, stage, sums[0]);
+                if (step + 1u < end) multiply_step(vectors, step + 1u, firsts, stage, sums[1]);
             }
             if (turn >= 2u) Block::await_read(turn);
 #pragma unroll
@@ -152,41 +246,44 @@ template <class Block> struct Multiplier {
 // ---- the warp that finishes ----
 
 // A lane has row lane % 16 of a strip, and vectors lane / 16 + 2 i.
-template <class Block> __device__ __forceinline__ void finish_strips(const LinearJob &job)
+template <class Block, class Strips> __device__ __forceinline__ void finish_strips(const Strips &strips)
 {
     constexpr uint32_t kVectors = kMostVectors / 2u; // of a lane
     const uint32_t row = lane_id() % kStripRows, first_vector = lane_id() / kStripRows;
     await_work_before();
-    for (uint32_t strip = blockIdx.x, turn = 0; strip < job.num_tiles; strip += gridDim.x, turn++) {
-        const LinearMatrix &matrix = job.matrix_of(strip);
-        const uint32_t to_row = first_row(matrix, strip - matrix.first_tile) + row;
+    for (uint32_t strip = blockIdx.x, turn = 0; strip < strips.count(); strip += gridDim.x, turn++) {
+        const StripResults to = strips.results(strip);
+        const Vectors vectors = strips.vectors(strip);
         RowEscapes escapes;
-        escapes.find(matrix, to_row), escapes.load(job);
+        escapes.find(to.matrix, to.coded_row + row), escapes.load(vectors.columns);
         Corrections<kVectors> corrections;
-        corrections.add(job, escapes, first_vector);
-        const float bias = bias_of(matrix, to_row);
+        corrections.add(vectors, escapes, first_vector);
+        const float bias = bias_of(to.matrix, to.coded_row + row);
         Block::await_written(turn);
 #pragma unroll
         for (uint32_t i = 0; i < kVectors; i++) {
             const uint32_t vector = first_vector + 2u * i;
-            if (vector >= job.num_vectors) continue;
+            if (vector >= vectors.count) continue;
             float sums[Block::kWarps];
 #pragma unroll
             for (uint32_t warp = 0; warp < Block::kWarps; warp++) sums[warp] = Block::sum(turn, warp, vector, row);
-            store_sum(job, matrix, vector, to_row, corrections.corrected(sum_in_pairs(sums), i), bias);
+            store_sum(to.matrix, to.y + uint64_t{vector} * to.num_rows + to.row + row,
+                      corrections.corrected(sum_in_pairs(sums), i), bias);
         }
-        if (strip + 2u * gridDim.x < job.num_tiles) Block::say_read(turn);
+        if (strip + 2u * gridDim.x < strips.count()) Block::say_read(turn);
     }
 }
 
-template <class Block, uint32_t BLOCKS>
-__global__ void __launch_bounds__(Block::kThreads, BLOCKS) linear_kernel(const __grid_constant__ LinearJob job)
+template <class Block, class Strips, uint32_t BLOCKS>
+__global__ void __launch_bounds__(Block::kThreads, BLOCKS)
+    linear_kernel(const __grid_constant__ typename Strips::Job job)
 {
     let_next_begin();
+    const Strips strips(job);
     if (threadIdx.x / kWarp < Block::kWarps)
-        Multiplier<Block>(job).run();
+        Multiplier<Block, Strips>(strips).run();
     else
-        finish_strips<Block>(job);
+        finish_strips<Block>(strips);
 }
 
 } // namespace ibp

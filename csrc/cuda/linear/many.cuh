@@ -3,11 +3,11 @@
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other. Each block has some neighbours of the 16 pieces of
 // the columns (digits.cuh), and keeps the vectors' elements of them in shared memory, in the order that the digits make
-// cheap: L2 brings weights alone. Two groups of four warps multiply, each half of the block's pieces: while a step is multiplied, bytes of
-// coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a tile in shared
-// memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their block's share of
-// the vectors, and take away and add the products of escapes as linear.cuh does. Sums are added in the order of
-// linear.cuh, to the same bits.
+// cheap: L2 brings weights alone. Two groups of four warps multiply, each half of the block's pieces: while a step is
+// multiplied, bytes of coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a
+// tile in shared memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their
+// block's share of the vectors, and take away and add the products of escapes as linear.cuh does. Sums are added in the
+// order of linear.cuh, to the same bits.
 // Bound by device memory.
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
@@ -227,9 +227,12 @@ template <class Block> struct Finishers {
             for (uint32_t i = 0; i < Block::kFinished; i++)
                 sums[i][part] = float_in(part, Block::sum_at(first_vector + 2u * i, row));
 #pragma unroll
-        for (uint32_t i = 0; i < Block::kFinished; i++)
-            store_sum(job, matrix, first_vector + 2u * i, to_row, corrections.corrected(sum_in_pairs(sums[i]), i),
-                      bias);
+        for (uint32_t i = 0; i < Block::kFinished; i++) {
+            const uint32_t vector = first_vector + 2u * i;
+            if (vector < job.num_vectors)
+                store_sum(matrix, matrix.product.y + uint64_t{vector} * matrix.rows() + to_row,
+                          corrections.corrected(sum_in_pairs(sums[i]), i), bias);
+        }
     }
     // The thread's row of a tile of a matrix.
     __device__ __forceinline__ uint32_t row_of(const LinearMatrix &matrix, uint32_t tile) const
@@ -250,14 +253,14 @@ template <class Block> struct Finishers {
     {
         RowEscapes escapes, next;
         find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
-        escapes.load(job);
+        escapes.load(job.num_columns);
         for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             const LinearMatrix &matrix = job.matrix_of(tile);
             const uint32_t to_row = row_of(matrix, tile);
             Corrections<Block::kFinished> corrections;
-            corrections.add(job, escapes, first_vector);
+            corrections.add(job.vectors(), escapes, first_vector);
             const float bias = bias_of(matrix, to_row);
-            escapes = next, escapes.load(job);
+            escapes = next, escapes.load(job.num_columns);
             find(tile + 2u * place.tiles_apart, next);
             say_written(turn);
             store_sums(matrix, to_row, bias, corrections);

@@ -15,12 +15,14 @@ import torch
 
 from ..._common.progress import tqdm
 from ..._layout import geometry as _rows
+from ..._machine import staging
 from ..request import Request
 from .codebook import CHUNK_BYTES, Codebook, MasksForm
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)  # the paper's artifact sweeps 0.70 to 1.0
 _GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256  # of a group's rows that the greedy choice of masks looks at
 _LEAST_MASKED_ROWS = 64
+_FEW_BYTES = 32 << 10  # of rows that the CPU analyses sooner than a GPU, which is waited for about 60 times
 _FINALISTS = 3  # thresholds for all chunks that are compared exactly
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
@@ -34,6 +36,8 @@ def check_tau(tau: float) -> None:
 def learn(request: Request) -> Codebook:
     """The best codebook of scheme ibp for a table."""
     rows, row_bytes = request.rows, request.geometry.row_bytes
+    if rows.numel() <= _FEW_BYTES:
+        rows = staging.to_host(rows)
     if rows.numel() == 0:
         nothing = torch.zeros(row_bytes, dtype=torch.uint8)
         return Codebook.from_masks(nothing, nothing, 4)
@@ -43,7 +47,7 @@ def learn(request: Request) -> Codebook:
         sweep.best(size, request.tau, request.paper)
         for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not request.progress)
     ]
-    return max((codebook for (codebook,) in found), key=_savings_of)
+    return max(found, key=lambda best: best.savings[0]).codebooks()[0]
 
 
 def estimate(rows: torch.Tensor, row_bytes: int, num_rows: int) -> float:
@@ -53,9 +57,27 @@ def estimate(rows: torch.Tensor, row_bytes: int, num_rows: int) -> float:
         rows: uint8 [n * row_bytes], whole rows on the CPU.
         num_rows: of the table. For few of them masks that differ from chunk to chunk take more bytes than they save.
     """
+    most = 1.0
+    if num_rows == 1:
+        most -= min(_single_row_bytes(rows.numpy(), size) for size in CHUNK_BYTES) / row_bytes
     if num_rows < _LEAST_MASKED_ROWS and row_bytes % max(CHUNK_BYTES) == 0:
         row_bytes = max(CHUNK_BYTES)
-    return float(torch.ops.ibp.estimate_masks(rows, row_bytes))
+    return min(most, float(torch.ops.ibp.estimate_masks.default(rows, row_bytes)))
+
+
+def _single_row_bytes(row: np.ndarray, chunk_bytes: int) -> int:
+    """What a table of one row takes at least. All of its bits are invariant, so that the codebook holds its chunks."""
+    whole = row[: len(row) // chunk_bytes * chunk_bytes].view(f"u{chunk_bytes}")
+    # Two different bytes are as good as more: the index takes as many bytes as the row.
+    ordered = np.sort(whole) if chunk_bytes > 1 else np.array([whole.min(), whole.max()])
+    chunks, pairs = -(-len(row) // chunk_bytes), 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+    flags = chunks // 8 if row.any() else 0  # a default row takes no bytes
+    return flags + _palette_bytes(pairs, chunks, chunk_bytes)
+
+
+def _palette_bytes(pairs: int, chunks: int, chunk_bytes: int) -> int:
+    """Bytes of a codebook whose chunks have this number of different pairs of a mask and a bitval."""
+    return pairs * 2 * chunk_bytes + (chunks * (2 if pairs > 256 else 1) if pairs > 1 else 0)
 
 
 def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float | None) -> list[Codebook]:
@@ -67,12 +89,7 @@ def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float
         sizes: rows of each group, at least one.
         tau: a threshold for all chunks; None: each group finds the best ones.
     """
-    return _Sweep(rows, codebook.row_bytes, sizes, sizes).best(codebook.chunk_bytes, tau, codebook.flag_all)
-
-
-def _savings_of(codebook: Codebook) -> float:
-    assert codebook.expected_savings is not None
-    return codebook.expected_savings
+    return _Sweep(rows, codebook.row_bytes, sizes, sizes).best(codebook.chunk_bytes, tau, codebook.flag_all).codebooks()
 
 
 class _Masks(NamedTuple):
@@ -90,6 +107,29 @@ class _Masks(NamedTuple):
         return _Masks(mask, bitval, np.where(condition, self.tau, other.tau))
 
 
+class _Best(NamedTuple):
+    """The masks of every group that save most with chunks of one size, and what they save: float64 [K]."""
+
+    masks: _Masks
+    savings: np.ndarray
+    chunk_bytes: int
+    flag_all: bool
+
+    def codebooks(self) -> list[Codebook]:
+        """One for every group, with expected_savings."""
+        return [
+            Codebook.from_masks(
+                torch.from_numpy(mask),
+                torch.from_numpy(bitval),
+                self.chunk_bytes,
+                self.flag_all,
+                tau=None if np.isnan(at) else float(at),
+                expected_savings=float(saved),
+            )
+            for mask, bitval, at, saved in zip(*self.masks, self.savings)
+        ]
+
+
 class _Sweep:
     """Thresholds and chunk sizes tried on the same sampled rows, for every group apart.
 
@@ -103,11 +143,11 @@ class _Sweep:
         self.row_bytes, self.device = row_bytes, rows.device
         self.parts = rows.split([size * row_bytes for size in sizes])
         self.sizes, self.num_rows = np.array(sizes), np.array(num_rows)
-        self.counts = torch.stack([torch.ops.ibp.count_bits(part, row_bytes) for part in self.parts]).cpu()
+        self.counts = torch.stack([torch.ops.ibp.count_bits.default(part, row_bytes) for part in self.parts]).cpu()
         self._thresholds: dict[float, _Masks] = {}
 
-    def best(self, chunk_bytes: int, tau: float | None, paper: bool) -> list[Codebook]:
-        """For every group the codebook of chunks of this size that saves most, with expected_savings."""
+    def best(self, chunk_bytes: int, tau: float | None, paper: bool) -> _Best:
+        """For every group the masks of chunks of this size that save most."""
         tried = self.thresholds(TAUS if tau is None else (tau,))
         gains = self.gains(tried, chunk_bytes) if not paper and tau is None else []
         found, savings = self._best_threshold(tried, gains, chunk_bytes, paper)
@@ -115,17 +155,7 @@ class _Sweep:
             chosen = self._best_masks(tried, gains, chunk_bytes)
             of_chosen = self.savings(chosen, chunk_bytes, False)
             found, savings = found.where(savings >= of_chosen, chosen), np.maximum(savings, of_chosen)
-        return [
-            Codebook.from_masks(
-                torch.from_numpy(mask),
-                torch.from_numpy(bitval),
-                chunk_bytes,
-                paper,
-                tau=None if np.isnan(at) else float(at),
-                expected_savings=float(saved),
-            )
-            for mask, bitval, at, saved in zip(*found, savings)
-        ]
+        return _Best(found, savings, chunk_bytes, paper)
 
     def thresholds(self, taus: tuple[float, ...]) -> list[_Masks]:
         """The masks of thresholds, without masks that equal the ones of the threshold before in every group."""
@@ -133,7 +163,7 @@ class _Sweep:
         for tau in taus:
             if tau not in self._thresholds:
                 pairs = [
-                    torch.ops.ibp.threshold_bits(counts, size, float(tau))
+                    torch.ops.ibp.threshold_bits.default(counts, size, float(tau))
                     for counts, size in zip(self.counts, self.sizes.tolist())
                 ]
                 mask, bitval = (np.stack([part.numpy() for part in parts]) for parts in zip(*pairs))
@@ -175,7 +205,7 @@ class _Sweep:
         return _Masks(mask, bitval, greedy.tau)
 
     def _greedy(self, chunk_bytes: int) -> _Masks:
-        pairs = [torch.ops.ibp.choose_masks(rows, self.row_bytes, chunk_bytes) for rows in self._few_rows]
+        pairs = [torch.ops.ibp.choose_masks.default(rows, self.row_bytes, chunk_bytes) for rows in self._few_rows]
         mask, bitval = (np.stack([part.numpy() for part in parts]) for parts in zip(*pairs))
         return _Masks(mask, bitval, np.full(len(pairs), np.nan))
 
@@ -192,7 +222,9 @@ class _Sweep:
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)
             hits = (
-                torch.stack([torch.ops.ibp.count_hits(part, near, codec) for part, near in zip(self.parts, words)])
+                torch.stack(
+                    [torch.ops.ibp.count_hits.default(part, near, codec) for part, near in zip(self.parts, words)]
+                )
                 .cpu()
                 .numpy()
             )
@@ -207,8 +239,8 @@ class _Sweep:
         num_flags = np.count_nonzero(fixed, axis=1) if not flag_all else np.full(len(fixed), fixed.shape[1])
         form, stored = MasksForm(self.row_bytes, chunk_bytes, flag_all), []
         for part, words, flags in zip(self.parts, self._words(masks, chunk_bytes, flag_all), num_flags.tolist()):
-            lengths = torch.ops.ibp.measure_rows(part, words, form.codec(flags))
-            stored.append(torch.ops.ibp.survey_rows(lengths, len(part), self.row_bytes)[0])
+            lengths = torch.ops.ibp.measure_rows.default(part, words, form.codec(flags))
+            stored.append(torch.ops.ibp.survey_rows.default(lengths, len(part), self.row_bytes)[0])
         coded = torch.stack(stored).cpu().numpy() / self.sizes
         return 1 - (coded + self._codebook_bytes(masks, chunk_bytes) / self.num_rows) / self.row_bytes
 
@@ -216,7 +248,7 @@ class _Sweep:
         """The working form of every group's masks, int32 [K, 3, words] on the device."""
         pairs = zip(torch.from_numpy(masks.mask), torch.from_numpy(masks.bitval))
         return torch.stack(
-            [torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all) for mask, bitval in pairs]
+            [torch.ops.ibp.codebook_words.default(mask, bitval, chunk_bytes, flag_all) for mask, bitval in pairs]
         ).to(self.device)
 
     def _per_chunk(self, values: np.ndarray, chunk_bytes: int) -> np.ndarray:
@@ -226,10 +258,14 @@ class _Sweep:
     def _codebook_bytes(self, masks: _Masks, chunk_bytes: int) -> np.ndarray:
         """`nbytes` of every group's codebook: int64 [K]."""
         chunks = -(-self.row_bytes // chunk_bytes)
-        room = ((0, 0), (0, chunks * chunk_bytes - self.row_bytes))
-        mask, bitval = (np.pad(values, room).view(f"u{chunk_bytes}") for values in masks[:2])
-        order = np.lexsort((bitval, mask), axis=-1)
-        mask, bitval = (np.take_along_axis(values, order, axis=1) for values in (mask, bitval))
-        is_new = (mask[:, 1:] != mask[:, :-1]) | (bitval[:, 1:] != bitval[:, :-1])
-        pairs = 1 + is_new.sum(1)
-        return pairs * 2 * chunk_bytes + np.where(pairs > 1, chunks * np.where(pairs > 256, 2, 1), 0)
+        padded = np.zeros((2, len(self.sizes), chunks * chunk_bytes), np.uint8)
+        padded[:, :, : self.row_bytes] = masks[:2]
+        pairs = zip(*padded.view(f"u{chunk_bytes}"))
+        return np.array([_palette_bytes(_num_distinct(*pair), chunks, chunk_bytes) for pair in pairs])
+
+
+def _num_distinct(mask: np.ndarray, bitval: np.ndarray) -> int:
+    """How many pairs of two arrays differ."""
+    order = np.lexsort((bitval, mask))
+    mask, bitval = mask[order], bitval[order]
+    return 1 + int(np.count_nonzero((mask[1:] != mask[:-1]) | (bitval[1:] != bitval[:-1])))
