@@ -42,7 +42,7 @@ def check_engine(package: str, missing: ImportError | None) -> None:
     except importlib.metadata.PackageNotFoundError:
         installed = ""
     if missing is not None:
-        what = f"{installed}, which is installed, lacks a class" if installed else "it is not installed"
+        what = f"{installed} is installed: {missing}" if installed else "none is installed"
         raise ImportError(f"ibp.integrations.{package} needs {name} {first} to {last}; {what}") from missing
     if installed and not _numbers(first) <= _numbers(installed) <= _numbers(last):
         warnings.warn(
