@@ -1,11 +1,13 @@
-"""Writes down what ibp's serving adapters meet in releases of vLLM and SGLang: classes, and how they call the adapters.
+"""Writes down what ibp's serving adapters meet in releases of engines: classes, and how they call the adapters.
 
     python tools/record_interfaces.py vllm==0.33.0 sglang==0.5.23    downloads the wheels by pip, and deletes them
     python tools/record_interfaces.py path/to/some.whl               of a wheel that is there
 
-Writes tests/integrations/interfaces/PACKAGE-VERSION.json for each. Files are parsed, not imported: neither package, nor
-a GPU, is needed. tests/integrations/test_serving_interfaces.py holds the adapters and the stand-ins in
-tests/integrations/stubs to all of these files. A release that differs in something that an adapter uses fails there.
+Writes tests/integrations/interfaces/PACKAGE-VERSION.json for each, and unpacks its Python files, 6 to 40 MB, to
+build/engines/PACKAGE-VERSION. Files are parsed, not imported: neither package, nor a GPU, is needed.
+tests/integrations/test_serving_interfaces.py holds the adapters and the stand-ins in tests/integrations/stubs to the
+JSON files. A release that differs in something that an adapter uses fails there, and the message says what has changed.
+tests/integrations/test_serving_releases.py runs the adapters with the unpacked files, where there are any.
 
 A file has two parts. `classes`: by name, where it is defined, base classes, fields of dataclasses and members of enums
 with their defaults, parameters of public methods, which of those are abstract or properties, attributes that are set.
@@ -19,6 +21,7 @@ import ast
 import fnmatch
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,7 +29,13 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-INTERFACES = Path(__file__).resolve().parent.parent / "tests" / "integrations" / "interfaces"
+ROOT = Path(__file__).resolve().parent.parent
+INTERFACES = ROOT / "tests" / "integrations" / "interfaces"
+ENGINES = ROOT / "build" / "engines"
+# The one compiled module that is unpacked as well: LMCache's Bitmap, which needs nothing else.
+KEPT = ("*.py", "lmcache/lmcache_native.*.so")
+# The methods with an underscore that count: they make objects, or an adapter calls them.
+KEPT_METHODS = ("__init__", "__new__", "_notify_keys_stored", "_notify_keys_accessed", "_notify_keys_deleted")
 
 
 class Role(NamedTuple):
@@ -51,6 +60,7 @@ def _in_file(path, *names):
 
 _OFFLOADING = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/"
 _HICACHE = "sglang/srt/mem_cache/hicache_storage.py"
+_L2 = "lmcache/v1/distributed/l2_adapters/"
 _HOST_POOLS = ("sglang/srt/mem_cache/pool_host/base.py", "sglang/srt/mem_cache/memory_pool_host.py")
 
 PACKAGES = {
@@ -112,6 +122,25 @@ PACKAGES = {
             )
         },
     ),
+    "lmcache": Package(
+        _in_file(_L2 + "base.py", "L2AdapterInterface")
+        | _in_file("lmcache/v1/distributed/internal_api.py", "L2StoreResult")
+        | _in_file("lmcache/v1/memory_management.py", "MemoryObj")
+        | _in_file("lmcache/v1/platform/event_notifier.py", "EventNotifier"),
+        {
+            "tier": Role(
+                ("lmcache/v1/distributed/storage_controllers/*.py", "lmcache/v1/distributed/storage_manager.py"),
+                (
+                    "adapter",
+                    "op.adapter",
+                    "state.adapter",
+                    "self._l2_adapters[l2_idx]",
+                    "self._l2_adapters[adapter_idx]",
+                ),
+                (_L2 + "plugin_l2_adapter.py", "adapter_cls"),
+            )
+        },
+    ),
 }
 
 
@@ -160,7 +189,7 @@ def _attributes(node):
 def class_of(node, path):
     """The record of a class; node: ast.ClassDef."""
     functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-    functions = [each for each in functions if each.name == "__init__" or not each.name.startswith("_")]
+    functions = [each for each in functions if each.name in KEPT_METHODS or not each.name.startswith("_")]
     bases = [ast.unparse(base) for base in node.bases]
     is_dataclass = "dataclass" in _decorators(node)
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)] if is_dataclass else []
@@ -205,7 +234,7 @@ def uses_of(trees, receivers):
     }
 
 
-# ---- what a wheel says ----
+# ---- what a release says ----
 
 
 def interface_of(package, read, names):
@@ -236,15 +265,61 @@ def interface_of(package, read, names):
     return {"classes": classes, "uses": uses}
 
 
-def record(wheel):
-    """The interface of a wheel: a path."""
+def record(release):
+    """The interface of an unpacked release: a folder PACKAGE-VERSION."""
+    package, version = release.name.split("-")
+    names = {path.relative_to(release).as_posix() for path in release.rglob("*.py")}
+    return {"package": package, "version": version, **interface_of(package, lambda path: _text(release / path), names)}
+
+
+def _text(path):
+    return path.read_text(encoding="utf-8")
+
+
+def unpack(wheel, folder):
+    """Unpacks a wheel's Python files. Returns their folder, PACKAGE-VERSION."""
     package, version = Path(wheel).name.split("-")[:2]
     if package not in PACKAGES:
         raise SystemExit(f"{wheel} is of {package}; wanted one of {', '.join(PACKAGES)}")
+    release = Path(folder) / f"{package}-{version}"
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if name.endswith(".py")}
-        found = interface_of(package, lambda path: archive.read(path).decode(), names)
-    return {"package": package, "version": version, **found}
+        names = [name for name in archive.namelist() if any(fnmatch.fnmatchcase(name, kept) for kept in KEPT)]
+        archive.extractall(release, [name for name in names if name.startswith(f"{package}/")])
+    return release
+
+
+def changes(before, after, at=""):
+    """Sentences of what differs between two records, or parts of them."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted({*before, *after}):
+            name = f"{at}.{key}" if at else key
+            if key not in after:
+                yield f"{name} is gone"
+            elif key not in before:
+                yield f"{name} is new: {json.dumps(after[key])}"
+            else:
+                yield from changes(before[key], after[key], name)
+    elif isinstance(before, list) and isinstance(after, list):
+        yield from (f"{at} lacks {each}" for each in before if each not in after)
+        yield from (f"{at} has {each} now" for each in after if each not in before)
+    elif before != after:
+        yield f"{at} was {json.dumps(before)}, is {json.dumps(after)}"
+
+
+def numbers(interface):
+    """What orders the records of a package."""
+    return [int(number) for number in re.findall(r"\d+", interface["version"])]
+
+
+def since(interface):
+    """Sentences of what a release has changed since the one before of which there is a record."""
+    written = [json.loads(_text(path)) for path in INTERFACES.glob(f"{interface['package']}-*.json")]
+    earlier = [each for each in sorted(written, key=numbers) if numbers(each) < numbers(interface)]
+    return [
+        f"since {each['version']}: {line}"
+        for each in earlier[-1:]
+        for line in changes(each | {"version": interface["version"]}, interface)
+    ]
 
 
 def wheel_of(release, folder):
@@ -268,10 +343,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="+", metavar="WHEEL|PACKAGE==VERSION")
     parser.add_argument("--out", type=Path, default=INTERFACES, help="folder of the JSON files")
+    parser.add_argument("--unpack", type=Path, default=ENGINES, help="folder of the Python files")
     options = parser.parse_args()
     for release in options.releases:
         with tempfile.TemporaryDirectory() as folder:
-            print(write(record(wheel_of(release, folder)), options.out))
+            unpacked = unpack(wheel_of(release, folder), options.unpack)
+        print(unpacked, write(record(unpacked), options.out))
 
 
 if __name__ == "__main__":

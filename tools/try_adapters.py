@@ -1,7 +1,9 @@
-"""Runs ibp's serving adapters with the Python files of released vLLM and SGLang packages, on the CPU.
+"""Runs ibp's serving adapters with the Python files of released engines, on the CPU.
 
-    python tools/try_adapters.py vllm==0.33.0 sglang==0.5.23         downloads the wheels by pip, and deletes them
-    python tools/try_adapters.py path/to/some.whl                    of a wheel that is there
+    python tools/try_adapters.py                                     all releases in build/engines
+    python tools/try_adapters.py build/engines/vllm-0.33.0           one of them
+
+tools/record_interfaces.py unpacks releases there.
 
 Nothing of the packages is installed, and no server runs. Their modules around KV-cache offloading are imported as they
 are; all others, such as those with compiled parts, are replaced by objects that do nothing. vLLM's own manager, and its
@@ -18,16 +20,17 @@ import importlib.abc
 import importlib.util
 import inspect
 import itertools
+import json
 import random
 import subprocess
 import sys
 import tempfile
+import time
 import types
-import zipfile
 from pathlib import Path
 
 import torch
-from record_interfaces import wheel_of
+from record_interfaces import ENGINES
 
 # Modules that are imported as they are.
 REAL = (
@@ -46,7 +49,15 @@ REAL = (
     "sglang.srt.mem_cache.storage.backend_factory",
     "sglang.srt.mem_cache.storage.file.lru_file_evictor",
     "sglang.srt.managers.cache_controller",
+    "lmcache.lmcache_native",
+    "lmcache.v1.distributed.[!st]*",  # neither serde nor transfer_channel
+    "lmcache.v1.distributed.storage*",
+    "lmcache.v1.memory_management",
+    "lmcache.v1.memory_allocators",
+    "lmcache.v1.memory_allocators.*",
+    "lmcache.v1.platform.event_notifier",
 )
+GIVEN_ON = {"lmcache.v1.platform": "lmcache.v1.platform.event_notifier"}  # by package: whose names it gives on
 PAGE_ALIGNMENT = 4096  # of vLLM's chunks in host memory
 
 
@@ -57,8 +68,8 @@ class _NothingType(type):
         return Nothing
 
     def __call__(cls, *args, **kwargs):
-        is_decorator = cls is Nothing and len(args) == 1 and callable(args[0])
-        return args[0] if is_decorator else super().__call__(*args, **kwargs)
+        made = super().__call__(*args, **kwargs)
+        return made(*args) if cls is Nothing and len(args) == 1 and callable(args[0]) else made
 
     def __or__(cls, other):
         return cls
@@ -76,7 +87,7 @@ class Nothing(metaclass=_NothingType):
         return cls
 
     def __call__(self, *args, **kwargs):
-        return None
+        return args[0] if len(args) == 1 and callable(args[0]) else None  # a decorator gives what it is put on
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -93,8 +104,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] != self._package:
             return None
-        if _is_real(name):
-            file = self._root.joinpath(*name.split(".")).with_suffix(".py")
+        path = self._root.joinpath(*name.split("."))
+        files = [path / "__init__.py", path.with_suffix(".py"), *path.parent.glob(f"{path.name}.*.so")]
+        file = next((file for file in files if file.exists()), None)
+        if file is not None and _is_real(name):
             return importlib.util.spec_from_file_location(name, file)
         return importlib.util.spec_from_loader(name, self, is_package=True)
 
@@ -116,6 +129,12 @@ def _attribute(module, name):
         raise AttributeError(name)
     if _is_real(f"{module}.{name}"):
         return importlib.import_module(f"{module}.{name}")
+    if module in GIVEN_ON:
+        given_on = importlib.import_module(GIVEN_ON[module])
+        if hasattr(given_on, name):
+            return getattr(given_on, name)
+    if name == "get_size_bytes":
+        return lambda shapes, dtypes: sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
     if name == "init_logger":
         return lambda name: Nothing()
     if name == "SharedOffloadRegion":
@@ -262,7 +281,7 @@ class Scheduler:
         self.connector.start_kv_transfers(metadata)
         self.check_loads(job for job, entry in loads.items() if getattr(entry, "sync", False))
         self.connector.prepare_store_kv(metadata)
-        self.num_lost = max(self.num_lost, self.connector.worker.num_raw_pages)
+        self.num_lost = max(self.num_lost, self.connector.worker.blocks.num_raw_pages)
         self.connector.get_finished(set())
         done = self.connector.build_connector_worker_meta()
         self.complete(done.completed_jobs if done else (), stale=flushed if is_reset else ())
@@ -302,7 +321,7 @@ def try_vllm(num_steps=200):
         check(set(keys) == set(info[0]), "the labels of config_info")
         print(f"  config_info: {info[0]}")
     print(f"  {num_steps} steps, {scheduler.num_loaded} chunks loaded, all with their bits")
-    print(f"  pools of pages of {sorted(store.page_bytes for store in worker.stores)} bytes, ", end="")
+    print(f"  pools of pages of {sorted(store.page_bytes for store in worker.blocks.pools)} bytes, ", end="")
     print(f"at most {scheduler.num_lost} pages that found no room")
     check(scheduler.num_loaded > 100 and scheduler.num_lost > 0, "how much has been tried")
     scheduler.connector.shutdown()
@@ -369,7 +388,7 @@ class Operation:
         return False
 
 
-def try_sglang(folder, num_trials=200):
+def try_sglang(num_trials=200):
     from sglang.srt.mem_cache import hicache_storage as hicache
 
     rng = random.Random(0)
@@ -392,8 +411,9 @@ def try_sglang(folder, num_trials=200):
     check(storage.get_stats() is None, "get_stats")
     print("  40 pages stored and loaded by the controller's methods, all with their bits")
     num_same = 0
-    for trial in range(num_trials):
-        num_same += same_prefixes(hicache, rng, storage_of(hicache), folder / str(trial), pages)
+    for _ in range(num_trials):
+        with tempfile.TemporaryDirectory() as folder:
+            num_same += same_prefixes(hicache, rng, storage_of(hicache), folder, pages)
     print(
         f"  batch_exists_v2 gives what SGLang's storage of files does in {num_same} of {num_trials} trials, else less"
     )
@@ -424,35 +444,136 @@ def same_prefixes(hicache, rng, storage, folder, pages):
 # ---- the command ----
 
 
-def run(wheel):
-    """Tries a wheel within this process, which can import one release of each package."""
-    package = Path(wheel).name.split("-")[0]
-    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".py") and name.startswith(f"{package}/")]
-        archive.extractall(folder, names)
-        sys.meta_path.insert(0, Finder(Path(folder), package))
-        if package == "vllm":
-            try_vllm()
-        else:
-            try_sglang(Path(folder))
+# ---- LMCache ----
+
+
+def storage_manager(num_bytes):
+    """LMCache's own, with a first tier of host memory, and the adapter as the second."""
+    from lmcache.v1 import memory_management
+    from lmcache.v1.distributed import config
+    from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+    from lmcache.v1.distributed.storage_manager import StorageManager
+
+    memory_management._allocate_cpu_memory = lambda size, *rest, **more: torch.empty(size, dtype=torch.uint8)
+    adapter = {"type": "plugin", "module_path": "ibp.integrations.lmcache", "class_name": "IBPL2Adapter"}
+    adapter |= {"adapter_params": {"pool_bytes": num_bytes}}
+    memory = config.L1MemoryManagerConfig(size_in_bytes=16 * num_bytes, use_lazy=False, shm_name="")
+    made = {
+        "l1_manager_config": config.L1ManagerConfig(memory_config=memory),
+        "eviction_config": config.EvictionConfig(eviction_policy="noop"),
+        "l2_adapter_config": parse_args_to_l2_adapters_config(types.SimpleNamespace(l2_adapter=[json.dumps(adapter)])),
+    }
+    return StorageManager(config.StorageManagerConfig(**made))
+
+
+class Told:
+    """What the adapter says to LMCache's listeners."""
+
+    def __init__(self):
+        self.there, self.num_dropped = set(), 0
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.there |= set(keys)
+
+    def on_l2_keys_accessed(self, keys):
+        check(self.there.issuperset(keys), "keys that are loaded are there")
+
+    def on_l2_keys_deleted(self, keys):
+        check(self.there.issuperset(keys), "keys that are dropped were there")
+        self.there -= set(keys)
+        self.num_dropped += len(keys)
+
+
+def bits_of(tensor):
+    return tensor.view(torch.int16)
+
+
+def wait_until(is_so, what):
+    for _ in range(2000):
+        if is_so():
+            return
+        time.sleep(0.005)
+    check(False, what)
+
+
+def prefetched(api, manager, keys, layout):
+    """Loads objects to the first tier. Returns which are there, a Bitmap."""
+    if hasattr(api, "PrefetchTaskSpec"):  # since 0.5.6
+        spec = api.PrefetchTaskSpec([api.GroupedObjectKeys(keys, 0, layout)], fetching_policy="full")
+    else:
+        spec = api.PrefetchRequestSpec(keys, {0: layout}, policy=api.TrimPolicy.SPARSE)
+    handle = manager.submit_prefetch_task(spec)
+    check(manager.wait_prefetch_status(handle, 10), "a prefetch ends")
+    result = manager.query_prefetch_status(handle)
+    return result.hit_cells[0] if hasattr(result, "hit_cells") else result
+
+
+def try_lmcache(num_rounds=40):
+    """Two models' objects, one's smaller; each round stores some, and loads some that the first tier lacks."""
+    from lmcache.v1.distributed import api
+
+    rng, told, manager = random.Random(0), Told(), storage_manager(1 << 19)
+    manager.register_l2_listener(told)
+    ((_, adapter),) = manager.l2_adapters()
+    shapes = [torch.Size([2, 4, 16, 64]), torch.Size([2, 1, 16, 64])]
+    layouts = [api.MemoryLayoutDesc([shape], [torch.bfloat16]) for shape in shapes]
+    content, num_loaded, num_absent = {}, 0, 0
+    for step in range(num_rounds):
+        model = step % 2
+        chunks = pages_of(8, shapes[model].numel() * 2, rng).view(torch.bfloat16).view(-1, *shapes[model])
+        keys = [api.ObjectKey(rng.randbytes(8), str(model), 0) for _ in chunks]
+        has_modes = "mode" in inspect.signature(manager.reserve_write).parameters  # until 0.5.5
+        objects = manager.reserve_write(keys, layouts[model], **({"mode": "new"} if has_modes else {}))
+        for key, chunk in zip(keys, chunks):
+            objects[key].tensor.copy_(chunk)
+            content[key] = chunk
+        manager.finish_write(keys)
+        wait_until(lambda: keys[-1] in told.there, "objects are stored")
+        manager.delete_l1_keys(keys)
+        wanted = rng.sample([key for key in content if key.model_name == str(model) and key != keys[-1]], 4) + keys[-1:]
+        hits = prefetched(api, manager, wanted, layouts[model])
+        found = [key for number, key in enumerate(wanted) if hits.test(number)]
+        check(keys[-1] in found, "what was stored last is found")
+        with manager.read_prefetched_results(found) as loaded:
+            same = all(torch.equal(*map(bits_of, (memory.tensor, content[key]))) for key, memory in zip(found, loaded))
+            check(same, f"the bits of objects of model {model}")
+        manager.finish_read_prefetched(found)
+        manager.delete_l1_keys(found)
+        num_loaded, num_absent = num_loaded + len(found), num_absent + len(wanted) - len(found)
+    used = sum(content[key].nbytes for key in told.there)
+    check(adapter.get_usage().total_bytes_used == used, "the bytes in use")
+    some = sorted(told.there, key=lambda key: key.chunk_hash)[:5]
+    adapter.delete(some)
+    check(not told.there.intersection(some) and adapter.report_status()["is_healthy"], "objects are deleted")
+    check(num_loaded > 60 and num_absent > 0 and told.num_dropped > 20, "how much has been tried")
+    print(f"  {num_rounds} rounds, {num_loaded} objects loaded from the second tier, all with their bits")
+    print(f"  {told.num_dropped} objects made room, {num_absent} were not found any more")
+    manager.close()
+
+
+TRIES = {"vllm": try_vllm, "sglang": try_sglang, "lmcache": try_lmcache}
+
+
+def run(release):
+    """Tries an unpacked release within this process, which can import one release of each package."""
+    package = release.name.split("-")[0]
+    sys.meta_path.insert(0, Finder(release, package))
+    TRIES[package]()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="+", metavar="WHEEL|PACKAGE==VERSION")
-    parser.add_argument("--here", action="store_true", help="one wheel, within this process")
-    options = parser.parse_args()
-    if options.here:
-        run(options.releases[0])
+    parser.add_argument("releases", nargs="*", type=Path, metavar="FOLDER", help="PACKAGE-VERSION, unpacked")
+    releases = parser.parse_args().releases or sorted(ENGINES.glob("*-*"))
+    if len(releases) == 1:
+        run(releases[0])
         return
     failed = []
-    for release in options.releases:
-        with tempfile.TemporaryDirectory() as folder:
-            wheel = wheel_of(release, folder)
-            print(Path(wheel).name.rsplit("-", 3)[0], flush=True)
-            failed += [release] if subprocess.run([sys.executable, __file__, "--here", str(wheel)]).returncode else []
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    for release in releases:
+        print(release.name, flush=True)
+        failed += [release.name] if subprocess.run([sys.executable, __file__, str(release)]).returncode else []
+    if failed or not releases:
+        raise SystemExit(f"failed: {', '.join(failed)}" if failed else f"no release is unpacked in {ENGINES}")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,26 @@
     keys.store(layer, k_new, positions)                    # for attention that looks at few tokens
     k = keys.load(layer, chosen)
 
-docs/kv-cache.md shows both; `ibp.integrations.vllm`, `sglang` and `transformers` put them behind what serves.
+docs/kv-cache.md shows both. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`, stand on
+`BlockStore`, which keeps blocks of layers as numbered pages, and `KeyedPages`, which keeps pages by keys.
 """
 
+from ._blocks import BlockStore
+from ._keyed import KeyedPages
 from ._paged import PagedTensors
 from ._rows import KVRows, KVRowsStats
 from ._store import KVStore, KVStoreStats, Transfer
 
-__all__ = ["KVRows", "KVRowsStats", "KVStore", "KVStoreStats", "PagedTensors", "Transfer"]
+__all__ = [
+    "BlockStore",
+    "KVRows",
+    "KVRowsStats",
+    "KVStore",
+    "KVStoreStats",
+    "KeyedPages",
+    "PagedTensors",
+    "Transfer",
+]
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,13 @@
-"""ibp.integrations.vllm and .sglang, with the stand-ins in stubs/ for the classes that they derive from."""
+"""ibp.integrations.vllm, .sglang and .lmcache, with the stand-ins in stubs/ for the classes that they derive from."""
 
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
+import os
 import random
+import re
+import select
 import sys
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import torch
 from helpers import assert_same_bits, in_threads
 
 STUBS = Path(__file__).parent / "stubs"
+ENGINES = ("vllm", "sglang", "lmcache")
 PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim: 4,096 bytes of BF16
 
 
@@ -28,7 +33,7 @@ def framework(monkeypatch):
     before = set(sys.modules)
     yield imported
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("vllm", "sglang") or name in ("ibp.integrations.vllm", "ibp.integrations.sglang"):
+        if name.split(".")[0] in ENGINES or name in [f"ibp.integrations.{engine}" for engine in ENGINES]:
             del sys.modules[name]
 
 
@@ -90,7 +95,7 @@ def test_vllm_blocks_come_back(framework, blocks_per_chunk):
     layers = [pages_of(40), pages_of(40, seed=1)]
     caches = caches_of(base, layers, [[0, 1]])
     worker, manager = spec.get_worker(caches), spec.get_manager()
-    assert worker is spec.get_worker(caches) and manager is spec.get_manager() and worker.stores == []
+    assert worker is spec.get_worker(caches) and manager is spec.get_manager() and worker.blocks.pools == []
     blocks = random.Random(0).sample(range(40), 2 * blocks_per_chunk)
     stored = manager.prepare_store([b"a", b"b"], None)
     source = base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
@@ -98,7 +103,7 @@ def test_vllm_blocks_come_back(framework, blocks_per_chunk):
     result = finish(worker, 7)
     assert result.transfer_size == 2 * 4096 * len(blocks) and worker.get_finished() == []
     manager.complete_store([b"a", b"b"], None)
-    (store,) = worker.stores
+    (store,) = worker.blocks.pools
     assert store.pool_bytes <= spec.pool_bytes and store.gain >= 1.39
     assert store.codebook.codec[2] == 2  # elements of BF16, not of int8
     for tensor in caches.tensors:
@@ -112,7 +117,7 @@ def test_vllm_blocks_come_back(framework, blocks_per_chunk):
         assert_same_bits(blocks_of(caches, number)[targets], layer[blocks[skipped:]])
         assert not caches.tensors[number].tensor[len(targets) :].any()
     worker.shutdown()
-    assert worker.stores == [] and worker.get_finished() == []
+    assert worker.blocks.pools == [] and worker.get_finished() == []
 
 
 def test_vllm_groups_of_layers(framework):
@@ -142,7 +147,7 @@ def test_vllm_keeps_what_finds_no_room(framework):
     for block in range(40):
         worker.submit_store(block, base.GPULoadStoreSpec([block], [1], [0]), base.BlockIDsLoadStoreSpec([block]))
         finish(worker, block)
-    assert 0 < worker.num_raw_pages <= 20
+    assert 0 < worker.blocks.num_raw_pages <= 20
     caches.tensors[0].tensor.zero_()
     everything = base.GPULoadStoreSpec(range(40), [40], [0])
     worker.submit_load(100, base.BlockIDsLoadStoreSpec(range(40)), everything)
@@ -151,7 +156,7 @@ def test_vllm_keeps_what_finds_no_room(framework):
     again = base.GPULoadStoreSpec([*range(20)] * 2, [40], [0])
     worker.submit_store(101, again, base.BlockIDsLoadStoreSpec(range(40)))
     finish(worker, 101)
-    assert worker.num_raw_pages == 0
+    assert worker.blocks.num_raw_pages == 0
     worker.submit_load(102, base.BlockIDsLoadStoreSpec(range(40)), everything)
     finish(worker, 102)
     assert_same_bits(blocks_of(caches, 0), layers[0][[*range(20)] * 2])
@@ -197,7 +202,7 @@ def test_vllm_wait_frees_the_blocks(framework):
     worker.submit_store(1, everything, chunks)
     worker.wait({1, 99})
     caches.tensors[0].tensor.fill_(7)
-    assert [result.job_id for result in worker.get_finished()] == [1] and worker.num_raw_pages > 0
+    assert [result.job_id for result in worker.get_finished()] == [1] and worker.blocks.num_raw_pages > 0
     worker.submit_load(2, chunks, everything)
     finish(worker, 2)
     assert_same_bits(blocks_of(caches, 0), noise(40))
@@ -267,8 +272,8 @@ def test_vllm_several_sizes_of_pages(framework):
     source = base.GPULoadStoreSpec([3, 4, 5, 9, 8, 7], [4, 2], [0, 0])
     worker.submit_store(1, source, base.BlockIDsLoadStoreSpec([10, 11, 30]))
     assert finish(worker, 1).transfer_size == 4 * 2 * sum(sizes) + 2 * 3000
-    assert sorted(store.page_bytes for store in worker.stores) == [2048, 4096]
-    assert 0.9 * spec.pool_bytes < sum(store.pool_bytes for store in worker.stores) <= spec.pool_bytes
+    assert sorted(store.page_bytes for store in worker.blocks.pools) == [2048, 4096]
+    assert 0.9 * spec.pool_bytes < sum(store.pool_bytes for store in worker.blocks.pools) <= spec.pool_bytes
     worker.submit_load(
         2, base.BlockIDsLoadStoreSpec([10, 11, 30]), base.GPULoadStoreSpec([20, 21, 22, 31, 32], [3, 2], [1, 0])
     )
@@ -289,7 +294,7 @@ def test_vllm_a_chunk_that_changes_groups(framework):
     chunks = base.BlockIDsLoadStoreSpec(range(40))
     worker.submit_store(1, base.GPULoadStoreSpec(range(40), [0, 40], [0, 0]), chunks)
     finish(worker, 1)
-    raw = worker.num_raw_pages
+    raw = worker.blocks.num_raw_pages
     assert raw > 0
     worker.submit_store(2, base.GPULoadStoreSpec([0] * 40, [40, 0], [0, 0]), chunks)
     finish(worker, 2)
@@ -361,7 +366,7 @@ def test_vllm_on_the_gpu(framework, cuda):
         if not expedited:
             results = worker.get_finished()
             assert len(results) == 10 and all(result.success and result.transfer_time > 0 for result in results)
-            assert worker.num_raw_pages > 0
+            assert worker.blocks.num_raw_pages > 0
         chunks, blocks = base.BlockIDsLoadStoreSpec(range(20)), base.GPULoadStoreSpec(range(40), [40], [0])
         worker.submit_load(50 + expedited, chunks, blocks, expedited=expedited)
         finish(worker, 50 + expedited)
@@ -414,7 +419,7 @@ def test_sglang_pages_by_their_keys(framework):
     assert (
         not storage.exists("0")
         and storage.get("0", torch.empty(2048)) is None
-        and storage.stats() == {"kv": {"pages": 0}}
+        and storage.stats()["kv"]["stored_pages"] == 0
     )
     assert storage.set("0", pages[0].flatten()) and storage.set("0", pages[1].flatten()) and storage.exists("0")
     out = torch.empty(2048, dtype=torch.bfloat16)
@@ -423,7 +428,7 @@ def test_sglang_pages_by_their_keys(framework):
     assert not storage.set("short", pages[0, 0].flatten()) and not storage.set("none")
     assert storage.batch_set([str(k) for k in range(24)], list(pages[:24].flatten(1)))
     held = storage.stats()["kv"]
-    assert held["pages"] == 24 and held["pool_bytes"] <= 20 * 4096  # 20 raw ones would fit
+    assert held["stored_pages"] == 24 and held["pool_bytes"] <= 20 * 4096  # 20 raw ones would fit
     for k in range(24, 60):  # those used longest ago make room
         assert storage.set(str(k), pages[k].flatten()) and storage.get("3", out) is out
     assert storage.exists("3") and storage.exists("59") and not storage.exists("4")
@@ -462,6 +467,25 @@ def test_sglang_host_pools(framework):
     assert_same_bits(other.pages[2:4], pages.flip(0)[2:4])
 
 
+def test_sglang_a_host_pool_whose_pages_are_tokens(framework):
+    storage, _ = storage_of(framework)
+    pages = pages_of(4)
+
+    class Tokens(HostPool):
+        page_size = None
+
+        def get_data_page(self, index, flat=True):
+            return self.pages[index].flatten()
+
+        def set_from_flat_data_page(self, index, data_page):
+            self.pages[index] = data_page.view(PAGE)
+
+    storage.register_mem_pool_host(host := Tokens(pages))
+    assert storage.batch_set_v1(["a", "b"], torch.tensor([3, 1])) == [True, True]
+    assert storage.batch_get_v1(["b", "a"], torch.tensor([0, 2])) == [True, True]
+    assert_same_bits(host.pages, pages[[1, 1, 3, 3]])
+
+
 def test_sglang_prefixes_that_all_pools_restore(framework):
     storage, module = storage_of(framework, 100 * 4096)
     keys, name, policy = [str(k) for k in range(6)], module.PoolName, module.PoolHitPolicy
@@ -478,6 +502,7 @@ def test_sglang_prefixes_that_all_pools_restore(framework):
     mamba, window = asked(name.MAMBA, policy.TRAILING_PAGES), asked(name.SWA, policy.TRAILING_PAGES, 2)
     every = asked(name.INDEXER, policy.ALL_PAGES)
     groups = asked(name.SWA, policy.BLOCK_GROUPS, 6, block_pages=2, group_pages=2)
+    unsized = asked(name.SWA, policy.BLOCK_GROUPS, 6, block_pages=2, group_pages=0)
     absent = asked(name.INDEXER, policy.BLOCK_GROUPS, 6, block_pages=1, group_pages=5)
     for transfers, restorable, hits in [
         (None, [1, 2, 3, 4, 5, 6], {"kv": 6}),
@@ -488,6 +513,7 @@ def test_sglang_prefixes_that_all_pools_restore(framework):
         ([asked(name.MAMBA, policy.ALL_PAGES), window], [1], {"kv": 6, "mamba": 1, "swa": 6}),
         ([asked("none", policy.ALL_PAGES), window], [], {"kv": 6}),
         ([groups], [1, 2, 3, 4, 5, 6], {"kv": 6, "swa": 2}),  # a second form of the KV-cache: shortens nothing
+        ([unsized], [1, 2, 3, 4, 5, 6], {"kv": 6}),
         ([absent, mamba], [1, 3, 5], {"kv": 6, "mamba": 5}),
     ]:
         result = storage.batch_exists_v2([*keys, "9"], transfers)
@@ -565,7 +591,197 @@ def test_sglang_on_the_gpu(framework, cuda):
         assert_same_bits(storage.get(str(k), out), pages[k].flatten())
 
 
-# ---- without them ----
+# ---- LMCache ----
+
+
+class Memory:
+    """An object of LMCache's first tier, with padding behind it."""
+
+    def __init__(self, page, dtype=torch.bfloat16):
+        self.page, self.dtype = page, dtype
+        self.padded = torch.zeros(page.nbytes + 64, dtype=torch.uint8)
+        self.padded[: page.nbytes] = page.contiguous().view(-1).view(torch.uint8)
+
+    def get_size(self):
+        return self.page.nbytes
+
+    def get_dtype(self):
+        return self.dtype
+
+    @property
+    def raw_tensor(self):
+        return self.padded
+
+
+def assert_holds(memory, page):
+    assert_same_bits(memory.padded[: page.nbytes], page.contiguous().view(-1).view(torch.uint8))
+    assert not memory.padded[page.nbytes :].any()
+
+
+class Told:
+    """A listener of LMCache's second tiers."""
+
+    def __init__(self):
+        self.stored, self.accessed, self.deleted = [], [], []
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.stored += zip(keys, sizes, strict=True)
+
+    def on_l2_keys_accessed(self, keys):
+        self.accessed += keys
+
+    def on_l2_keys_deleted(self, keys):
+        self.deleted += keys
+
+
+@pytest.fixture
+def tier(framework):
+    """Makes (an adapter, what it tells), which is closed at the end."""
+    made = []
+
+    def make(pool_bytes=20 * 4096, **params):
+        adapter, _ = framework("lmcache", "lmcache.v1.distributed.l2_adapters.base")
+        made.append(adapter.IBPL2Adapter({"pool_bytes": pool_bytes, **params}, l1_memory_desc=None))
+        told = Told()
+        made[-1].register_listener(told)
+        return made[-1], told
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def awaited(fd, ask):
+    """The result of a task, once its descriptor can be read."""
+    assert select.select([fd], [], [], 10)[0]
+    os.read(fd, 1)
+    return ask()
+
+
+def stored_to(tier, keys, pages):
+    task = tier.submit_store_task(keys, [Memory(page) for page in pages])
+    done = awaited(tier.get_store_event_fd(), tier.pop_completed_store_tasks)
+    assert list(done) == [task] and tier.pop_completed_store_tasks() == {}
+    return done[task]
+
+
+def found_in(tier, keys):
+    task = tier.submit_lookup_and_lock_task(keys, {})
+    found = awaited(tier.get_lookup_and_lock_event_fd(), lambda: tier.query_lookup_and_lock_result(task))
+    assert tier.query_lookup_and_lock_result(task) is None  # results are given out once
+    return [key for number, key in enumerate(keys) if found.test(number)]
+
+
+def loaded_from(tier, keys, objects):
+    task = tier.submit_load_task(keys, objects)
+    loaded = awaited(tier.get_load_event_fd(), lambda: tier.query_load_result(task))
+    return [key for number, key in enumerate(keys) if loaded.test(number)]
+
+
+def test_lmcache_objects_come_back(tier):
+    adapter, told = tier()
+    assert len({adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()}) == 3
+    pages = pages_of(6)
+    assert found_in(adapter, ["a"]) == []
+    result = stored_to(adapter, list("abcd"), pages[:4])
+    assert result.is_successful() and result.bytes_transferred() == 4 * 4096
+    assert told.stored == [(key, 4096) for key in "abcd"]
+    assert stored_to(adapter, ["a", "e"], pages[4:]).bytes_transferred() == 4096  # a key's object does not change
+    assert found_in(adapter, list("abzcde")) == list("abcde")
+    objects = [Memory(torch.zeros_like(page)) for page in pages]
+    assert loaded_from(adapter, list("abzcd"), objects) == told.accessed == list("abcd")
+    for memory, page in zip([*objects[:2], *objects[3:]], pages[:4]):
+        assert_holds(memory, page)
+    adapter.submit_unlock(list("abzcde"))
+    adapter.delete(["b", "z"])
+    assert told.deleted == ["b"] and found_in(adapter, list("abc")) == ["a", "c"]
+    status = adapter.report_status()
+    assert status["is_healthy"] and status["pools"][4096]["stored_pages"] == 4
+
+
+def test_lmcache_objects_of_several_sizes_and_dtypes(tier):
+    adapter, _ = tier()
+    pages = [pages_of(1)[0], pages_of(1)[0, :, :3], torch.arange(999, dtype=torch.uint8)]
+    objects = [Memory(pages[0]), Memory(pages[1]), Memory(pages[2], dtype=None)]
+    adapter.submit_store_task(list("abc"), objects)
+    assert awaited(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
+    assert set(adapter.report_status()["pools"]) == {page.nbytes for page in pages}
+    for key, page in zip("abc", pages):
+        memory = Memory(torch.zeros_like(page))
+        assert loaded_from(adapter, [key], [memory]) == [key]
+        assert_holds(memory, page)
+
+
+def test_lmcache_locked_objects_do_not_make_room(tier):
+    adapter, told = tier()
+    pages = pages_of(60)
+    stored_to(adapter, ["first", "second"], pages[:2])
+    assert found_in(adapter, ["first"]) == ["first"]
+    stored_to(adapter, [str(k) for k in range(40)], pages[:40])
+    assert "second" in told.deleted and "first" not in told.deleted
+    kept = {key for key, _ in told.stored} - set(told.deleted)
+    assert len(kept) == adapter.report_status()["pools"][4096]["stored_pages"] >= 28  # 20 raw ones would fit
+    adapter.submit_unlock(["first"])
+    stored_to(adapter, [f"more {k}" for k in range(40)], pages[:40])
+    assert "first" in told.deleted
+
+
+def test_lmcache_a_task_that_fails(tier, caplog):
+    """Objects without memory of the host: the task fails, and later ones do not."""
+    adapter, told = tier()
+    stored_to(adapter, ["a"], pages_of(1))
+    memory = Memory(pages_of(1)[0])
+    memory.padded = None
+    adapter.submit_store_task(["b"], [memory])
+    (result,) = awaited(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks).values()
+    assert not result.is_successful() and result.bytes_transferred() == 0
+    assert loaded_from(adapter, ["a"], [memory]) == [] and "a task of an adapter has failed" in caplog.text
+    assert found_in(adapter, ["a"]) == ["a"] and [key for key, _ in told.stored] == ["a"]
+
+
+def test_lmcache_wrong_options(tier):
+    with pytest.raises(ValueError, match="adapter_params has no pool_bytes"):
+        tier(0)
+
+
+def test_lmcache_on_the_gpu(tier, cuda):
+    adapter, _ = tier(device="cuda")
+    pages = pages_of(10)
+    stored_to(adapter, list("abcdefghij"), pages)
+    objects = [Memory(torch.zeros_like(page)) for page in pages]
+    assert loaded_from(adapter, list("abcdefghij"), objects) == list("abcdefghij")
+    for memory, page in zip(objects, pages):
+        assert_holds(memory, page)
+
+
+# ---- without them, and with others ----
+
+
+@pytest.mark.parametrize("installed", ["0.33.1", "0.25.1", "0.34.0.dev3+cu130"])
+def test_another_release(framework, monkeypatch, installed):
+    """It is tried, with a warning: its classes are there."""
+    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: installed)
+    with pytest.warns(UserWarning, match=rf"was tried with vLLM 0.26.0 to 0.33.0; {re.escape(installed)} is installed"):
+        adapter.IBPOffloadingSpec(config_of(1, 1))
+
+
+@pytest.mark.parametrize("installed", ["0.26.0", "0.31.0", "0.33.0+cu130"])
+def test_a_release_that_was_tried(framework, monkeypatch, recwarn, installed):
+    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: installed)
+    adapter.IBPOffloadingSpec(config_of(1, 1))
+    assert not recwarn.list
+
+
+def test_a_release_without_a_class(monkeypatch):
+    if importlib.util.find_spec("sglang") is not None:
+        pytest.skip("sglang is here")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.4.9")
+    with pytest.raises(
+        ImportError, match=r"SGLang 0.5.10.post1 to 0.5.23; 0.4.9 is installed: No module named 'sglang'"
+    ):
+        importlib.import_module("ibp.integrations.sglang").IBPHiCacheStorage(None)
 
 
 @pytest.mark.parametrize(
@@ -577,6 +793,7 @@ def test_sglang_on_the_gpu(framework, cuda):
             lambda module: module.IBPOffloadingWorker(None, num_chunks=1, blocks_per_chunk=1, pool_bytes=1, dtype=None),
         ),
         ("sglang", lambda module: module.IBPHiCacheStorage(None)),
+        ("lmcache", lambda module: module.IBPL2Adapter({})),
     ],
 )
 def test_without_the_framework(name, make):

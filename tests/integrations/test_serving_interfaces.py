@@ -1,10 +1,10 @@
 """The serving adapters and the stand-ins in stubs/, held to the interfaces in interfaces/, which
-tools/record_interfaces.py wrote down from releases of vLLM and SGLang.
+tools/record_interfaces.py wrote down from releases.
 """
 
 import ast
 import copy
-import importlib.util
+import importlib
 import inspect
 import json
 import re
@@ -14,7 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from ibp.integrations import _engines
 from native import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import record_interfaces  # noqa: E402
 
 STUBS = Path(__file__).parent / "stubs"
 INTERFACES = [json.loads(path.read_text()) for path in (Path(__file__).parent / "interfaces").glob("*.json")]
@@ -23,8 +28,11 @@ BASES = {
     "IBPOffloadingSpec": ("CPUOffloadingSpec", "OffloadingSpec"),
     "IBPOffloadingWorker": ("OffloadingWorker",),
     "IBPHiCacheStorage": ("HiCacheStorage",),
+    "IBPL2Adapter": ("L2AdapterInterface",),
 }
-ROLES = {"spec": "IBPOffloadingSpec", "worker": "IBPOffloadingWorker", "storage": "IBPHiCacheStorage"}
+ROLES = {"spec": "IBPOffloadingSpec", "worker": "IBPOffloadingWorker", "storage": "IBPHiCacheStorage"} | {
+    "tier": "IBPL2Adapter"
+}
 # What the adapters' variables are of the engine's classes.
 VARIABLES = {
     "vllm": {
@@ -40,30 +48,39 @@ VARIABLES = {
         "chunks": "BlockIDsLoadStoreSpec",
     },
     "sglang": {"storage_config": "HiCacheStorageConfig", "transfer": "PoolTransfer", "host": "HostKVCache"},
+    "lmcache": {
+        "memory": "MemoryObj",
+        "each": "EventNotifier",
+        "notifier": "EventNotifier",
+        "self._notifiers[0]": "EventNotifier",
+    },
 }
 # What the adapters make of the engine's classes.
 MADE = {
     "vllm": {"TransferResult": "TransferResult", "super().__init__": "CPUOffloadingSpec"},
     "sglang": {"PoolTransferResult": "PoolTransferResult"},
+    "lmcache": {"L2StoreResult": "L2StoreResult", "super().__init__": "L2AdapterInterface"},
 }
 # Not in all releases: the adapters ask for BLOCK_GROUPS before they look at the sizes of its groups.
 SOME_RELEASES_ONLY = {"block_pages", "group_pages"}
+# Of LMCache's L2ReconfigurableAdapter, which asks for them after it has looked whether an adapter is one.
+NOT_OURS = {"reconfigure", "reconfigure_status"}
+NOTIFIES = {
+    "_notify_keys_stored": "keys, sizes",
+    "_notify_keys_accessed": "keys",
+    "_notify_keys_deleted": "keys, sizes",
+}
+# Stand-ins of the tests themselves: see HostPool and Memory in test_serving_adapters.py.
+STAND_INS = {"HostPool": ("sglang", "HostKVCache"), "Memory": ("lmcache", "MemoryObj")}
 
 
-def numbers(interface):
-    return [int(number) for number in re.findall(r"\d+", interface["version"])]
-
-
-INTERFACES.sort(key=lambda interface: (interface["package"], numbers(interface)))
+INTERFACES.sort(key=lambda interface: (interface["package"], record_interfaces.numbers(interface)))
 NEWEST = {interface["package"]: interface for interface in INTERFACES}
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("record_interfaces", ROOT / "tools" / "record_interfaces.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return record_interfaces
 
 
 @pytest.fixture
@@ -77,7 +94,7 @@ def adapter_of(monkeypatch):
     before = set(sys.modules)
     yield imported
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("vllm", "sglang") or name.startswith("ibp.integrations."):
+        if name.split(".")[0] in ("vllm", "sglang", "lmcache") or name.startswith("ibp.integrations."):
             del sys.modules[name]
 
 
@@ -97,7 +114,8 @@ def signature_of(tool, interface, name):
     """Of making an object of a class, without self."""
     record = interface["classes"][name]
     if "fields" not in record:
-        return without_self(tool.signature_of(record["methods"]["__init__"]))
+        methods = record["methods"]
+        return without_self(tool.signature_of(methods.get("__init__") or methods["__new__"]))
     return tool.signature_of(
         ", ".join(field if default is None else f"{field}={default}" for field, default in record["fields"].items())
     )
@@ -132,6 +150,8 @@ def wrong_calls_of_ours(tool, interface, adapter):
         bases = BASES[ROLES[role]]
         methods, attributes = (of_class(interface, bases, what) for what in ("methods", "attributes"))
         for name, forms in uses["calls"].items():
+            if name in NOT_OURS:
+                continue
             if name in vars(ours):
                 signature = without_self(whole_signature_of(ours, name))
             elif name in methods:
@@ -192,6 +212,12 @@ def wrong_names(interface, adapter):
         if not {"num_chunks", "num_blocks"} & set(attributes):
             yield "the spec sets neither num_chunks nor num_blocks"
         return
+    if interface["package"] == "lmcache":
+        methods = of_class(interface, BASES["IBPL2Adapter"], "methods")
+        for name, parameters in NOTIFIES.items():
+            if methods.get(name) != f"self, {parameters}":
+                yield f"L2AdapterInterface.{name} takes {methods.get(name)}, and not {parameters}"
+        return
     pools, policies = (interface["classes"][name]["members"] for name in ("PoolName", "PoolHitPolicy"))
     if pools["KV"] != repr(adapter._KV) or policies["ALL_PAGES"] != repr(adapter._ALL_PAGES):
         yield "the values of enums have changed"
@@ -218,19 +244,32 @@ def wrong(tool, interface, adapter):
     "interface", INTERFACES, ids=lambda interface: f"{interface['package']}-{interface['version']}"
 )
 def test_a_release(tool, adapter_of, interface):
-    assert wrong(tool, interface, adapter_of(interface["package"])) == []
+    check_release(tool, adapter_of, interface)
+
+
+def check_release(tool, adapter_of, interface):
+    """Fails with what does not fit, and what the release changed since the one before."""
+    found = wrong(tool, interface, adapter_of(interface["package"]))
+    if found:
+        pytest.fail("\n".join([f"{interface['package']} {interface['version']}:", *found, *tool.since(interface)]))
 
 
 def test_releases_that_are_there():
-    """The documentation names the first and the last of each."""
-    page = (ROOT / "docs" / "kv-cache.md").read_text()
-    for package in ("vllm", "sglang"):
+    """The documentation and the adapters name the first and the last of each; the newest three and the first have been
+    tried."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    for package, count in {"vllm": 8, "sglang": 8, "lmcache": 3}.items():
         versions = [each["version"] for each in INTERFACES if each["package"] == package]
-        assert len(versions) >= 8
+        assert len(versions) >= count
         assert all(f"`{version}`" in page for version in (versions[0], versions[-1])), versions
+        name, *ends = _engines.TRIED[package]
+        assert ends == [versions[0], versions[-1]]
+        (row,) = re.findall(rf"^\| {name}, .*\| (.+?) \|$", page, flags=re.MULTILINE)  # ran with the classes of
+        ran = row.split(", ")
+        assert set(ran) <= set(versions) and {versions[0], *versions[-3:]} == set(ran)
 
 
-@pytest.mark.parametrize("package", ["vllm", "sglang"])
+@pytest.mark.parametrize("package", ["vllm", "sglang", "lmcache"])
 def test_stand_ins(tool, package):
     """They have the parameters, fields and values of the newest release, and all that is abstract there."""
     newest, seen = NEWEST[package]["classes"], set()
@@ -246,18 +285,20 @@ def test_stand_ins(tool, package):
             for what in ("methods", "members"):
                 mine, theirs = stand_in.get(what, {}), real.get(what, {})
                 assert mine == {name: theirs.get(name) for name in mine}, (node.name, what)
-    assert set(newest) - seen == ({"HostKVCache", "StorageMetrics"} if package == "sglang" else set())
+    missing = {"sglang": {"HostKVCache", "StorageMetrics"}, "lmcache": {"MemoryObj"}}
+    assert set(newest) - seen == missing.get(package, set())
 
 
-def test_the_stand_in_for_a_host_pool(tool):
+@pytest.mark.parametrize("name", STAND_INS)
+def test_stand_ins_of_the_tests(tool, name):
     tree = ast.parse((Path(__file__).parent / "test_serving_adapters.py").read_text())
-    node = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "HostPool")
-    real = NEWEST["sglang"]["classes"]["HostKVCache"]
+    node = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
+    package, theirs = STAND_INS[name]
+    real = NEWEST[package]["classes"][theirs]
     methods = tool.class_of(node, "")["methods"]
     del methods["__init__"]
-    assert (
-        methods and methods == {name: real["methods"][name] for name in methods} and "page_size" in real["attributes"]
-    )
+    assert methods and methods == {each: real["methods"][each] for each in methods}
+    assert "page_size" in real["attributes"] if name == "HostPool" else "raw_tensor" in real["properties"]
 
 
 # ---- what would be seen ----
@@ -289,6 +330,16 @@ DRIFTS = {
         lambda classes, _: classes["HostKVCache"]["methods"].update(get_data_page="self, index, layer"),
     ),
     "a policy more": ("sglang", lambda classes, _: classes["PoolHitPolicy"]["members"].update(NONE="'none'")),
+    "another order of what is told": (
+        "lmcache",
+        lambda classes, _: classes["L2AdapterInterface"]["methods"].update(_notify_keys_stored="self, sizes, keys"),
+    ),
+    "a task more": ("lmcache", lambda _, uses: uses["tier"]["calls"].update(submit_move_task=["2"])),
+    "another result of a store": (
+        "lmcache",
+        lambda classes, _: classes["L2StoreResult"]["methods"].update(__new__="cls, num_bytes"),
+    ),
+    "another name of memory": ("lmcache", lambda classes, _: classes["MemoryObj"]["methods"].pop("raw_tensor")),
     "a batch more": ("sglang", lambda _, uses: uses["storage"]["calls"].update(batch_get_v3=["2"])),
 }
 
@@ -315,14 +366,43 @@ class Connector:
             archive.write(path, path.relative_to(STUBS))
         archive.writestr(folder + "worker.py", worker)
         archive.writestr("vllm/v1/kv_offload/factory.py", "def make(spec_cls, config):\n    return spec_cls(config)\n")
-    found = json.loads(tool.write(tool.record(wheel), tmp_path / "out").read_text())
+    release = tool.unpack(wheel, tmp_path / "engines")
+    assert release.name == "vllm-9.9.0"
+    found = json.loads(tool.write(tool.record(release), tmp_path / "out").read_text())
     assert (found["package"], found["version"]) == ("vllm", "9.9.0")
     assert found["uses"]["worker"] == {"calls": {"submit_load": ["*, **", "3, expedited"]}, "attributes": ["num_jobs"]}
     assert found["uses"]["spec"] == {"calls": {"get_worker": ["1"], "__init__": ["1"]}, "attributes": []}
     for name, record in found["classes"].items():
         assert record["file"] == NEWEST["vllm"]["classes"][name]["file"]
-    with pytest.raises(SystemExit, match="wanted one of vllm, sglang"):
-        tool.record("torch-2.0-py3-none-any.whl")
+    with pytest.raises(SystemExit, match="wanted one of vllm, sglang, lmcache"):
+        tool.unpack("torch-2.0-py3-none-any.whl", tmp_path)
+
+
+def test_what_has_changed(tool, adapter_of):
+    """The message of a failing test names the release and its changes."""
+    newest = NEWEST["vllm"]
+
+    def change(classes, uses):
+        classes["OffloadingWorker"]["methods"].update(wait="self, jobs")
+        classes["OffloadingWorker"]["abstract"].append("cancel")
+        del classes["TransferResult"]["fields"]["transfer_time"]
+        uses["worker"]["calls"]["cancel"] = ["1"]
+
+    found = changed("vllm", change) | {"version": "9.9.9"}
+    at = "classes.OffloadingWorker"
+    assert list(tool.changes(newest, found)) == [
+        f"{at}.abstract has cancel now",
+        f'{at}.methods.wait was "self, job_ids", is "self, jobs"',
+        "classes.TransferResult.fields.transfer_time is gone",
+        'uses.worker.calls.cancel is new: ["1"]',
+        f'version was "{newest["version"]}", is "9.9.9"',
+    ]
+    with pytest.raises(pytest.fail.Exception) as failure:
+        check_release(tool, adapter_of, found)
+    lines = str(failure.value).splitlines()
+    assert lines[0] == "vllm 9.9.9:" and "worker has no cancel" in lines
+    assert f"since {newest['version']}: {at}.abstract has cancel now" in lines
+    assert list(tool.changes(["a", "b"], ["b"], "x")) == ["x lacks a"] and not [*tool.changes(newest, newest)]
 
 
 def test_signatures(tool):

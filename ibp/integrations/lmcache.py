@@ -1,0 +1,181 @@
+"""LMCache's second tier in host memory, of coded pages, by its adapter type "plugin".
+
+    lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "ibp.integrations.lmcache",
+        "class_name": "IBPL2Adapter", "adapter_params": {"pool_bytes": 34359738368}}'
+
+`docs/serving.md` names the versions that were tried, and how. Objects, which are chunks of KV-cache, are kept by their
+keys in `ibp.kv.KeyedPages`, one for each size of objects; those used longest ago make room, unless LMCache has locked
+them to load them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import ibp
+
+from ._engines import Tasks, check_engine, pages_by
+
+try:
+    from lmcache.lmcache_native import Bitmap  # type: ignore
+    from lmcache.v1.distributed.internal_api import L2StoreResult  # type: ignore
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface  # type: ignore
+    from lmcache.v1.platform import create_event_notifier  # type: ignore
+
+    _missing: ImportError | None = None
+except ImportError as error:
+    L2AdapterInterface = object
+    _missing = error
+
+if TYPE_CHECKING:
+    from lmcache.v1.distributed.api import ObjectKey  # type: ignore
+    from lmcache.v1.memory_management import MemoryObj  # type: ignore
+
+__all__ = ["IBPL2Adapter"]
+
+
+class IBPL2Adapter(L2AdapterInterface):
+    """What LMCache makes by `module_path` and `class_name`.
+
+    Of `adapter_params` it reads `pool_bytes`, bytes of host memory for the objects of each size, and optionally:
+    `device`, "cpu" (the default: objects are coded where they are) or "cuda"; `level`, "default" or "fast". Stores,
+    lookups and loads have a thread each. An object for which the pool has no room is not stored, and LMCache does not
+    find it later. Usage is counted in original bytes.
+
+    Raises:
+        ImportError: LMCache is not there, or lacks a class.
+        ValueError: `pool_bytes` is missing.
+    """
+
+    def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: Any = None) -> None:
+        check_engine("lmcache", _missing)
+        self._make_pool = pages_by(adapter_params, "adapter_params")
+        super().__init__()
+        self._pools: dict[int, ibp.kv.KeyedPages] = {}  # by bytes of an object
+        self._dropped: list[tuple[ObjectKey, int]] = []  # keys that LMCache has not been told of, and bytes
+        self._lock = threading.Lock()  # of self._dropped
+        self._notifiers = [create_event_notifier() for _ in range(3)]
+        numbers = itertools.count()
+        self._stores, self._lookups, self._loads = (Tasks(numbers, each.notify) for each in self._notifiers)
+
+    def _pool(self, num_bytes: int) -> ibp.kv.KeyedPages:
+        if num_bytes in self._pools:
+            return self._pools[num_bytes]
+        on_drop = functools.partial(self._note_dropped, num_bytes)
+        return self._pools.setdefault(num_bytes, self._make_pool(on_drop=on_drop))
+
+    # ---- tasks ----
+
+    def get_store_event_fd(self) -> int:
+        return self._notifiers[0].fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._notifiers[1].fileno()
+
+    def get_load_event_fd(self) -> int:
+        return self._notifiers[2].fileno()
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begins to store objects. Returns the number of the task, as the others do."""
+        return self._stores.submit(self._store, keys, objects, failed=L2StoreResult(False, 0))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """By task, the bytes that were stored, before coding."""
+        return self._stores.take_all()
+
+    def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: Any) -> int:
+        """Begins to look for objects; those that are there are kept until `submit_unlock`."""
+        return self._lookups.submit(self._find, keys, failed=Bitmap(len(keys)))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Which objects are there; None while the lookup is under way."""
+        return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Lets objects make room again."""
+        for pool in list(self._pools.values()):
+            for key in keys:
+                pool.unpin(key)
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begins to load into objects."""
+        return self._loads.submit(self._load, keys, objects, failed=Bitmap(len(keys)))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Which objects have been loaded; None while the load is under way."""
+        return self._loads.take(task_id)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Forgets objects."""
+        for num_bytes, pool in list(self._pools.items()):
+            for key in filter(pool.delete, keys):
+                self._note_dropped(num_bytes, key)
+        self._tell_dropped()
+
+    def report_status(self) -> dict[str, Any]:
+        """By bytes of an object, what `ibp.kv.KeyedPages.stats` says."""
+        pools = {num_bytes: pool.stats().as_dict() for num_bytes, pool in list(self._pools.items())}
+        return {"is_healthy": True, "type": type(self).__name__, "pools": pools}
+
+    def close(self) -> None:
+        """Waits for the tasks that have begun, and frees the pools."""
+        for tasks in (self._stores, self._lookups, self._loads):
+            tasks.close()
+        for notifier in self._notifiers:
+            notifier.close()
+        self._pools.clear()
+
+    # ---- how ----
+
+    def _store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
+        stored = []
+        for key, memory in zip(keys, objects):
+            page = _page_of(memory)
+            pool = self._pool(page.nbytes)
+            if key not in pool and pool.put(key, page):
+                stored.append((key, page.nbytes))
+        if stored:
+            self._notify_keys_stored(*map(list, zip(*stored)))
+        self._tell_dropped()
+        return L2StoreResult(True, sum(num_bytes for _, num_bytes in stored))
+
+    def _find(self, keys: Sequence[ObjectKey]) -> Bitmap:
+        found = Bitmap(len(keys))
+        for number, key in enumerate(keys):
+            if any(pool.pin(key) for pool in list(self._pools.values())):
+                found.set(number)
+        return found
+
+    def _load(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> Bitmap:
+        loaded, accessed = Bitmap(len(keys)), []
+        for number, (key, memory) in enumerate(zip(keys, objects)):
+            page = _page_of(memory)
+            if self._pool(page.nbytes).get(key, page):
+                loaded.set(number)
+                accessed.append(key)
+        if accessed:
+            self._notify_keys_accessed(accessed)
+        self._tell_dropped()
+        return loaded
+
+    def _note_dropped(self, num_bytes: int, key: ObjectKey) -> None:
+        with self._lock:
+            self._dropped.append((key, num_bytes))
+
+    def _tell_dropped(self) -> None:
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+        if dropped:
+            self._notify_keys_deleted(*map(list, zip(*dropped)))
+
+
+def _page_of(memory: MemoryObj) -> torch.Tensor:
+    """The object's memory, without the padding behind it."""
+    page, dtype = memory.raw_tensor[: memory.get_size()], memory.get_dtype()
+    return page.view(dtype) if dtype is not None and page.nbytes % dtype.itemsize == 0 else page

@@ -1,0 +1,303 @@
+"""Blocks of layers with several block sizes, kept as numbered pages of which none is lost: `BlockStore`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .._rows.faults import CorruptTableError
+from ._paged import PagedTensors
+from ._store import KVStore, Transfer
+
+_SAMPLE_BYTES = 4 << 20  # of blocks, from which a codebook is learned
+_STORES_A_COMPACTION = 16  # overflow is compacted at most once while such a part of the pages is stored
+
+
+Moves = Mapping[
+    int, tuple[list[int], list[int]]
+]  # by group of layers: pages, and the blocks that they come from or go to
+
+
+class _Pool:
+    """Pages of one size, each of a block of several tensors: coded in a store, or as they are where that has no room.
+
+    Attributes:
+        num_tensors: the most that a group of layers has of such pages.
+        store: None before the first store.
+        raw: by page, its blocks as they are.
+    """
+
+    def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
+        self.page_bytes, self.num_tensors = page_bytes, 0
+        self._dtype = torch.uint8 if page_bytes % dtype.itemsize else dtype
+        self._level, self._device = level, device
+        self.store: KVStore | None = None
+        self.raw: dict[int, list[torch.Tensor]] = {}
+        self._lost_some, self._num_stored = False, 0  # since the last compaction
+
+    def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
+        sample = []
+        for part in parts:
+            tensors = part.span.paged.tensors
+            count = max(1, _SAMPLE_BYTES // (len(parts) * len(tensors) * self.page_bytes))
+            some = torch.as_tensor(part.blocks[:count], device=self._device)
+            sample += [tensor[some] for tensor in tensors]
+        self.store = KVStore(
+            torch.cat(sample).view(self._dtype),
+            page_bytes=self.page_bytes,
+            num_pages=num_pages,
+            pool_bytes=pool_bytes,
+            num_tensors=self.num_tensors,
+            level=self._level,
+            device=self._device,
+        )
+
+    def keep(self, part: _Part, lost: set[int]) -> None:
+        """Copies the pages that were lost from their blocks."""
+        self._num_stored += len(part.pages)
+        self._lost_some = self._lost_some or bool(lost)
+        for page, block in zip(part.pages, part.blocks):
+            if page in lost:
+                self.raw[page] = [tensor[block].to("cpu", copy=True) for tensor in part.span.paged.tensors]
+
+    def compact(self) -> None:
+        """Makes room in the overflow, where that was short and enough has been stored since the last time."""
+        if self._lost_some and self.store is not None and self._num_stored > len(self.store) // _STORES_A_COMPACTION:
+            self.store.compact()
+            self._lost_some, self._num_stored = False, 0
+
+
+class _Span(NamedTuple):
+    """The tensors of a group of layers whose blocks are pages of one pool."""
+
+    pool: _Pool
+    paged: PagedTensors
+
+
+class _Part(NamedTuple):
+    """Blocks of a span and the pages that they become, or come from."""
+
+    span: _Span
+    pages: list[int]
+    blocks: list[int]
+
+
+@dataclass
+class _Job:
+    """Pages on their way: the parts whose pages are coded, and their transfers."""
+
+    stores: bool
+    transfers: list[tuple[_Part, Transfer]] = field(default_factory=list)
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # before and after
+
+    def is_done(self) -> bool:
+        return self.events is None or self.events[1].query()
+
+    def seconds(self) -> float | None:
+        return None if self.events is None else self.events[0].elapsed_time(self.events[1]) * 1e-3
+
+
+class BlockStore:
+    """Blocks of groups of layers, kept as numbered pages in pools of `KVStore`, for engines that take no lost page.
+
+    A page is a block of all layers of a group. Each size of blocks has a pool, whose codebook is learned from the
+    blocks that are stored first. A page for which a pool has no room is kept as it is, in pageable host memory, until
+    it is stored anew. Jobs run on streams of the store, behind the work that the current stream has already been given:
+    stores, loads and urgent loads on one each.
+
+    Example:
+        >>> layers = [torch.randn(50, 2048).bfloat16().view(torch.int8) for _ in range(3)]
+        >>> wide, narrow = layers[:2], [layers[2][:, :2048]]
+        >>> blocks = ibp.kv.BlockStore([wide, narrow], num_pages=20, pool_bytes=1 << 18, dtype=torch.bfloat16)
+        >>> blocks.store(1, {0: ([7, 8], [3, 5])})  # of group 0, pages 7 and 8 become what blocks 3 and 5 hold
+        >>> blocks.load(2, {0: ([8], [11])})
+        >>> blocks.wait({1, 2})
+        >>> blocks.finished()
+        [(1, True, None), (2, True, None)]
+        >>> torch.equal(layers[0][11], layers[0][5])
+        True
+
+    Args:
+        groups: for each group of layers its tensors, [num_blocks, bytes of a block], int8. Groups may share tensors;
+            they have page numbers in common, and a page is of the group that stored it last.
+        num_pages: how many page numbers there are.
+        pool_bytes: of host memory for all pools together.
+        dtype: what blocks hold.
+        level: of the codebooks, see `ibp.compress`.
+
+    Raises:
+        ValueError: a tensor is not of rows of bytes.
+    """
+
+    __module__ = "ibp.kv"
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        *,
+        num_pages: int,
+        pool_bytes: int,
+        dtype: torch.dtype,
+        level: str = "default",
+    ) -> None:
+        self._num_pages, self._pool_bytes = num_pages, pool_bytes
+        self._device = next(tensor.device for tensors in groups for tensor in tensors)
+        self._pools: dict[tuple[int, ...], _Pool] = {}
+        self._spans = [list(self._spans_of(tensors, dtype, level)) for tensors in groups]
+        self._jobs: dict[int, _Job] = {}  # in the order in which they were submitted
+        self._finished: list[tuple[int, bool, float | None]] = []
+        on_gpu = self._device.type == "cuda"
+        self._store_stream, self._load_stream, self._urgent_stream = (
+            torch.cuda.Stream(self._device) if on_gpu else None for _ in range(3)
+        )
+
+    def _spans_of(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, level: str) -> Iterator[_Span]:
+        alike: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.dim() != 2 or tensor.itemsize != 1:
+                raise ValueError(
+                    f"a tensor has {list(tensor.shape)} {tensor.dtype}; wanted [num_blocks, bytes of a block] of int8"
+                )
+            alike.setdefault((*tensor.shape, tensor.stride(0)), []).append(tensor)
+        for kind, members in alike.items():
+            if kind not in self._pools:
+                self._pools[kind] = _Pool(members[0].shape[1], dtype, level, self._device)
+            pool = self._pools[kind]
+            pool.num_tensors = max(pool.num_tensors, len(members))
+            yield _Span(pool, PagedTensors(members))
+
+    @property
+    def num_raw_pages(self) -> int:
+        """Pages for which the pools had no room."""
+        return sum(len(pool.raw) for pool in self._pools.values())
+
+    @property
+    def pools(self) -> list[KVStore]:
+        """One for each size of blocks that has been stored."""
+        return [pool.store for pool in self._pools.values() if pool.store is not None]
+
+    def store(self, job: int, moves: Moves) -> None:
+        """Begins to store blocks, once the current stream is done with them."""
+        entry, parts = _Job(True), list(self._parts(moves))
+        self._make_stores(parts)
+        with self._timed(entry, self._store_stream):
+            for part in parts:
+                store = part.span.pool.store
+                assert store is not None
+                transfer = store.store(part.pages, part.span.paged, part.blocks, stream=self._store_stream)
+                entry.transfers.append((part, transfer))
+        self._jobs[job] = entry
+
+    def load(self, job: int, moves: Moves, urgent: bool = False) -> None:
+        """Begins to load pages into blocks; with urgent beside the loads that were submitted before. Where a block is
+        named several times, the last page counts.
+
+        Raises:
+            RuntimeError: nothing has been stored yet.
+        """
+        entry, stream = _Job(False), self._urgent_stream if urgent else self._load_stream
+        with self._timed(entry, stream):
+            for part in self._parts(moves):
+                if part.span.pool.store is None:
+                    raise RuntimeError("a load was submitted before any store")
+                coded = self._load_raw(part)
+                if coded.pages:
+                    transfer = part.span.pool.store.load(coded.pages, part.span.paged, coded.blocks, stream=stream)
+                    entry.transfers.append((coded, transfer))
+        self._jobs[job] = entry
+
+    def finished(self) -> list[tuple[int, bool, float | None]]:
+        """Jobs that are done, each once, in the order in which they were submitted: (job, success, seconds of the GPU).
+        A load fails where a page was never stored, or is damaged; its blocks are zeros then."""
+        self._settle()
+        if not self._jobs:
+            for pool in self._pools.values():
+                pool.compact()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, jobs: set[int] | None = None) -> None:
+        """Lets the host wait for jobs, or for all of them. The blocks that they read may be written to then."""
+        for job in self._jobs if jobs is None else jobs:
+            entry = self._jobs.get(job)
+            if entry is not None and entry.events is not None:
+                entry.events[1].synchronize()
+        self._settle()
+
+    def close(self) -> None:
+        """Waits for all jobs, and frees the pools."""
+        self.wait()
+        self._finished.clear()
+        for pool in self._pools.values():
+            pool.store = None
+            pool.raw.clear()
+
+    # ---- how ----
+
+    def _make_stores(self, parts: list[_Part]) -> None:
+        all_bytes = sum(pool.page_bytes * pool.num_tensors for pool in self._pools.values())
+        for pool in self._pools.values():
+            mine = [part for part in parts if part.span.pool is pool]
+            if mine and pool.store is None:
+                share = self._pool_bytes * pool.page_bytes * pool.num_tensors // all_bytes
+                pool.make_store(mine, self._num_pages, share)
+
+    def _parts(self, moves: Moves) -> Iterator[_Part]:
+        for group, (pages, blocks) in moves.items():
+            for span in self._spans[group]:
+                yield _Part(span, pages, blocks)
+
+    @contextlib.contextmanager
+    def _timed(self, entry: _Job, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Work of a job on a stream, behind the current stream's work and between events."""
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            entry.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            entry.events[0].record()
+            yield
+            entry.events[1].record()
+
+    def _load_raw(self, part: _Part) -> _Part:
+        """Copies the pages that are not coded, on the current stream. Returns the part with the coded pages, whose
+        blocks are all different."""
+        raw, tensors = part.span.pool.raw, part.span.paged.tensors
+        page_of = dict(zip(part.blocks, part.pages))
+        for block, page in page_of.items():
+            if page in raw:
+                for tensor, kept in zip(tensors, raw[page]):
+                    tensor[block].copy_(kept, non_blocking=True)
+        coded = {block: page for block, page in page_of.items() if page not in raw}
+        return _Part(part.span, list(coded.values()), list(coded))
+
+    def _settle(self) -> None:
+        """Ends the jobs that are done, in the order in which they were submitted: pages that found no room are copied
+        while their blocks are still as they were, and raw copies that newer pages replace are dropped."""
+        for job in [job for job, entry in self._jobs.items() if entry.is_done()]:
+            entry = self._jobs.pop(job)
+            success = self._settle_store(entry) if entry.stores else _settle_load(entry)
+            self._finished.append((job, success, entry.seconds()))
+
+    def _settle_store(self, entry: _Job) -> bool:
+        pages = [page for part, _ in entry.transfers for page in part.pages]
+        for pool in self._pools.values():  # all of them: a page may have been another group's before
+            for page in pages:
+                pool.raw.pop(page, None)
+        for part, transfer in entry.transfers:
+            part.span.pool.keep(part, set(transfer.lost()))
+        return True
+
+
+def _settle_load(entry: _Job) -> bool:
+    try:
+        for _, transfer in entry.transfers:
+            transfer.synchronize()
+    except (IndexError, CorruptTableError):
+        return False
+    return True

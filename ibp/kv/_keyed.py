@@ -1,0 +1,208 @@
+"""Pages of a KV-cache by keys, which make room for each other: `KeyedPages`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+
+from .._rows.faults import CorruptTableError
+from ._store import KVStore, KVStoreStats
+
+_KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
+_PUTS_A_COMPACTION = 16  # overflow is compacted at most once in such a part of the pages
+
+
+class KeyedPages:
+    """Pages of one size by their keys, coded in a `KVStore`. Pages that were used longest ago make room.
+
+    The first page that is put sets the size, the codebook and how many pages there are. A page for which the pool's
+    overflow has no room is refused. Calls come back when they are done; threads may call at the same time.
+
+    Example:
+        >>> pages = torch.randn(3, 4096).mul(0.02).bfloat16()
+        >>> kept = ibp.kv.KeyedPages(1 << 16, device="cpu")
+        >>> kept.put("a", pages[0]), kept.put("b", pages[1]), "a" in kept, len(kept)
+        (True, True, True, 2)
+        >>> out = torch.empty_like(pages[0])
+        >>> kept.get("a", out), torch.equal(out, pages[0]), kept.get("c", out)
+        (True, True, False)
+
+    Args:
+        pool_bytes: of host memory.
+        device: what codes and decodes, as in `KVStore`. Pages themselves may be on the CPU or on that device.
+        level: of the codebook, see `ibp.compress`.
+        on_drop: is called with the key of each page that makes room for another one, or that is damaged. It may not
+            call the pages.
+
+    Attributes:
+        store: the `KVStore`; None before the first page that has bytes.
+    """
+
+    __module__ = "ibp.kv"
+
+    def __init__(
+        self,
+        pool_bytes: int,
+        *,
+        device: torch.device | str | int | None = None,
+        level: str = "default",
+        on_drop: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._pool_bytes, self._device, self._level, self._on_drop = pool_bytes, device, level, on_drop
+        self._lock = threading.Lock()
+        self._page_bytes: int | None = None
+        self.store: KVStore | None = None
+        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # those used last at the end
+        self._pins: Counter[Hashable] = Counter()
+        self._free: list[int] = []
+        self._num_put = 0  # since the last compaction
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._pages
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def put(self, key: Hashable, page: torch.Tensor) -> bool:
+        """Stores a page, unless its key is there. False where it finds no room, or has another size."""
+        with self._lock:
+            if key in self._pages:
+                self._pages.move_to_end(key)
+                return True
+            page = page.detach().contiguous().view(1, -1)
+            if self._page_bytes is None:
+                self._page_bytes = page.nbytes
+            if page.nbytes != self._page_bytes:
+                return False
+            number = self._number_for(page)
+            if number is None:
+                return False
+            self._pages[key] = number
+            return True
+
+    def get(self, key: Hashable, out: torch.Tensor) -> bool:
+        """Loads a page into a contiguous tensor. False where it is not there."""
+        with self._lock:
+            if key not in self._pages or out.nbytes != self._page_bytes:
+                return False
+            if self.store is not None and not self._is_got(self.store, key, out):
+                return False
+            self._pages.move_to_end(key)
+            return True
+
+    def pin(self, key: Hashable) -> bool:
+        """Keeps a page from making room, until `unpin` has been called as often. False where it is not there."""
+        with self._lock:
+            if key not in self._pages:
+                return False
+            self._pins[key] += 1
+            return True
+
+    def unpin(self, key: Hashable) -> None:
+        """Undoes one `pin`."""
+        with self._lock:
+            self._pins[key] -= 1
+            if self._pins[key] <= 0:
+                del self._pins[key]
+
+    def delete(self, key: Hashable) -> bool:
+        """Forgets a page, pinned or not. False where it is not there."""
+        with self._lock:
+            if key not in self._pages:
+                return False
+            self._forget(key)
+            return True
+
+    def leading(self, keys: Iterable[Hashable]) -> int:
+        """How many of the first keys are there."""
+        return sum(1 for _ in itertools.takewhile(self._pages.__contains__, keys))
+
+    def restorable(self, keys: Iterable[Hashable], window: int) -> set[int]:
+        """Lengths of the prefixes that end in `window` keys that are there, or are shorter and all there: what layers
+        that look back so far need."""
+        run, lengths = 0, set()
+        for length, key in enumerate(keys, 1):
+            run = run + 1 if key in self._pages else 0
+            if run >= min(length, window):
+                lengths.add(length)
+        return lengths
+
+    def stats(self) -> KVStoreStats:
+        """What the store holds."""
+        with self._lock:
+            found = self.store.stats() if self.store is not None else KVStoreStats(0, 0, 0, 0, 0, 0)
+            return dataclasses.replace(found, stored_pages=len(self._pages))
+
+    def clear(self) -> None:
+        """Forgets all pages."""
+        with self._lock:
+            self._pages.clear()
+            self._pins.clear()
+            if self.store is not None:
+                self.store.clear()
+                self._free = list(range(self.store.num_pages))[::-1]
+
+    # ---- how ----
+
+    def _number_for(self, page: torch.Tensor) -> int | None:
+        """The number under which a page is stored now; None where it finds no room."""
+        if not page.nbytes:  # its key is all there is to keep
+            return 0 if len(self._pages) < self._pool_bytes // _KEY_BYTES or self._drop_oldest() else None
+        if self.store is None:
+            self.store = KVStore(
+                page, page_bytes=page.nbytes, pool_bytes=self._pool_bytes, level=self._level, device=self._device
+            )
+            self._free = list(range(self.store.num_pages))[::-1]
+        if not (self._free or self._drop_oldest()):
+            return None
+        number = self._free.pop()
+        self._num_put += 1
+        if self._is_put(self.store, number, page.to(self.store.device)):
+            return number
+        self._free.append(number)
+        return None
+
+    def _drop_oldest(self) -> bool:
+        """Forgets the page that was used longest ago and is not pinned. False where there is none."""
+        oldest = next((key for key in self._pages if key not in self._pins), None)
+        if oldest is None:
+            return False
+        self._drop(oldest)
+        return True
+
+    def _drop(self, key: Hashable) -> None:
+        self._forget(key)
+        if self._on_drop is not None:
+            self._on_drop(key)
+
+    def _forget(self, key: Hashable) -> None:
+        number = self._pages.pop(key)
+        self._pins.pop(key, None)
+        if self.store is not None:
+            self._free.append(number)
+
+    def _is_put(self, store: KVStore, number: int, page: torch.Tensor) -> bool:
+        if not store.store([number], page, [0]).lost():
+            return True
+        if self._num_put <= store.num_pages // _PUTS_A_COMPACTION:
+            return False
+        self._num_put = 0
+        store.compact()
+        return not store.store([number], page, [0]).lost()
+
+    def _is_got(self, store: KVStore, key: Hashable, out: torch.Tensor) -> bool:
+        near = out.view(1, -1) if out.device == store.device else torch.empty_like(out, device=store.device)
+        try:
+            store.load([self._pages[key]], near.view(1, -1), [0]).synchronize()
+        except (IndexError, CorruptTableError):
+            self._drop(key)
+            return False
+        if near.device != out.device:
+            out.copy_(near)
+        return True

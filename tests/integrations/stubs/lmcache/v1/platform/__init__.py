@@ -1,0 +1,3 @@
+from .event_notifier import create_event_notifier
+
+__all__ = ["create_event_notifier"]

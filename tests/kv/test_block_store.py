@@ -1,0 +1,115 @@
+"""ibp.kv.BlockStore: blocks of groups of layers by job, of which none is lost."""
+
+import pytest
+import torch
+
+from helpers import assert_same_bits
+from ibp.kv import BlockStore
+
+BLOCK_BYTES = 4096
+
+
+def blocks_of(count, seed=0, noise=False, block_bytes=BLOCK_BYTES):
+    generator = torch.Generator().manual_seed(seed)
+    if noise:
+        return torch.randint(-128, 128, (count, block_bytes), dtype=torch.int8, generator=generator)
+    return torch.randn(count, block_bytes // 2, generator=generator).mul(0.02).bfloat16().view(torch.int8)
+
+
+def store_of(*groups, num_pages=40, pool_bytes=30 * BLOCK_BYTES):
+    return BlockStore(groups, num_pages=num_pages, pool_bytes=pool_bytes, dtype=torch.bfloat16)
+
+
+def finish(store, job):
+    store.wait({job})
+    ((done, success, _),) = store.finished()
+    assert done == job
+    return success
+
+
+def test_blocks_come_back():
+    layers = [blocks_of(40, seed) for seed in range(2)]
+    before = [layer.clone() for layer in layers]
+    store = store_of(layers, pool_bytes=2 * 30 * BLOCK_BYTES)
+    store.store(1, {0: ([5, 6, 9], [1, 2, 3])})
+    assert finish(store, 1) and store.finished() == []
+    store.load(2, {0: ([9, 5], [20, 21])}, urgent=True)
+    assert finish(store, 2)
+    for layer, old in zip(layers, before):
+        assert_same_bits(layer[20:22], old[[3, 1]])
+        assert_same_bits(layer[:20], old[:20])
+    (pool,) = store.pools
+    assert pool.num_tensors == 2 and pool.pool_bytes <= 2 * 30 * BLOCK_BYTES and pool.codebook.codec[2] == 2
+
+
+def test_a_page_is_of_the_group_that_stored_it_last():
+    wild, tame = blocks_of(40, noise=True), blocks_of(40, 1, block_bytes=2048)
+    store = store_of([wild], [tame], pool_bytes=45 * BLOCK_BYTES)
+    pages = list(range(40))
+    store.store(1, {0: (pages, pages)})
+    finish(store, 1)
+    assert store.num_raw_pages > 0
+    store.store(2, {1: (pages, pages)})
+    finish(store, 2)
+    assert store.num_raw_pages == 0 and sorted(pool.page_bytes for pool in store.pools) == [2048, BLOCK_BYTES]
+
+
+def test_pages_without_room_are_kept_until_they_are_stored_anew():
+    wild = blocks_of(40, noise=True)
+    before, pages = wild.clone(), list(range(40))
+    store = store_of([wild])
+    store.store(1, {0: (pages, pages)})
+    store.wait()
+    wild.zero_()  # the blocks are the caller's once the job has been waited for
+    assert store.num_raw_pages > 0
+    store.finished()
+    store.load(2, {0: (pages, pages)})
+    assert finish(store, 2)
+    assert_same_bits(wild, before)
+
+
+def test_loads_of_pages_that_are_not_there():
+    store = store_of([blocks_of(10)])
+    with pytest.raises(RuntimeError, match="before any store"):
+        store.load(1, {0: ([0], [0])})
+    store.store(2, {0: ([0], [0])})
+    assert finish(store, 2)
+    store.load(3, {0: ([1], [1])})
+    assert not finish(store, 3)
+
+
+def test_the_last_page_counts_where_a_block_is_named_twice():
+    layer = blocks_of(10)
+    store = store_of([layer])
+    store.store(1, {0: ([0, 1], [4, 5])})
+    store.load(2, {0: ([0, 1], [7, 7])})
+    assert store.finished() == [(1, True, None), (2, True, None)]
+    assert_same_bits(layer[7], layer[5])
+
+
+def test_close_frees_the_pools():
+    store = store_of([blocks_of(10, noise=True)], num_pages=10, pool_bytes=3 * BLOCK_BYTES)
+    store.store(1, {0: (list(range(10)), list(range(10)))})
+    store.close()
+    assert store.pools == [] and store.num_raw_pages == 0 and store.finished() == []
+
+
+def test_on_a_gpu(cuda):
+    layer = blocks_of(40).to(cuda)
+    layer[::8] = blocks_of(5, 3, noise=True).to(cuda)
+    before, pages = layer.clone(), list(range(40))
+    store = store_of([layer])
+    for job in range(4):
+        store.store(job, {0: (pages[job::4], pages[job::4])})
+    store.wait()
+    layer.zero_()
+    assert all(success and seconds > 0 for _, success, seconds in store.finished())
+    store.load(9, {0: (pages, pages)})
+    assert finish(store, 9)
+    assert_same_bits(layer, before)
+
+
+def test_blocks_that_are_no_rows_of_bytes():
+    for wrong in (torch.zeros(4, dtype=torch.int8), torch.zeros(4, 4096, dtype=torch.int16)):
+        with pytest.raises(ValueError, match="bytes of a block"):
+            store_of([], [wrong])

@@ -1,0 +1,116 @@
+"""ibp.kv.KeyedPages: pages by keys; those that were used longest ago make room."""
+
+import functools
+import random
+
+import pytest
+import torch
+
+from helpers import assert_same_bits, in_threads
+from ibp.kv import KeyedPages
+
+PAGE_BYTES = 4096
+
+
+def pages_of(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, PAGE_BYTES // 2, generator=generator).mul(0.02).bfloat16()
+
+
+def noise(count):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(-(2**15), 2**15, (count, PAGE_BYTES // 2), dtype=torch.int16, generator=generator)
+
+
+def kept_of(count=20, **options):
+    return KeyedPages(count * PAGE_BYTES, **{"device": "cpu"} | options)
+
+
+def filled(kept, pages):
+    """Puts pages by number until one makes room for another. Returns how many there is room for."""
+    for number, page in enumerate(pages):
+        assert kept.put(number, page)
+        if len(kept) <= number:
+            return number
+    raise AssertionError("all found room")
+
+
+def test_pages_that_were_used_longest_ago_make_room():
+    dropped, pages = [], pages_of(60)
+    kept = kept_of(on_drop=dropped.append)
+    room, out = filled(kept, pages), torch.empty_like(pages[0])
+    assert room >= 28 and dropped == [0] and 0 not in kept  # 20 raw ones would fit
+    assert kept.get(1, out) and kept.put(2, pages[5])  # both are used again; a key's page does not change
+    assert kept.put("new", pages[50]) and dropped == [0, 3]
+    assert kept.get(2, out)
+    assert_same_bits(out, pages[2])
+    assert kept.stats().stored_pages == len(kept) == room
+    assert kept.leading([1, 2, 3, 4]) == 2 and kept.restorable([1, 2, 3, 4, 5], 2) == {1, 2, 5}
+
+
+def test_pinned_pages_make_no_room():
+    dropped, pages = [], pages_of(60)
+    kept = kept_of(4, on_drop=dropped.append)
+    room = filled(kept, pages)
+    held = [number for number in range(60) if number in kept]
+    assert all(kept.pin(number) for number in [*held, held[0]]) and not kept.pin("none")
+    assert not kept.put("more", pages[50]) and len(kept) == room and dropped == [0]
+    kept.unpin(held[0])
+    assert not kept.put("more", pages[50])  # it had been pinned twice
+    kept.unpin(held[0])
+    assert kept.put("more", pages[50]) and dropped == [0, held[0]]
+    kept.unpin("none")
+    assert kept.delete(held[1]) and not kept.delete(held[1]) and dropped == [0, held[0]]  # only what makes room is told
+    assert kept.put("again", pages[51]) and "more" in kept
+    assert kept.put(held[1], pages[52]) and "more" not in kept  # the only two without a pin are "more" and "again"
+    kept.clear()
+    assert len(kept) == 0 and kept.put(0, pages[0])
+
+
+def test_sizes_and_pages_without_bytes():
+    kept = kept_of()
+    assert not any(kept.stats().as_dict().values())
+    assert kept.put("a", pages_of(1)[0]) and not kept.put("short", pages_of(1)[0, :100])
+    assert not kept.get("a", torch.empty(3))
+    empty = KeyedPages(4 * 256, device="cpu")
+    nothing = torch.empty(0, dtype=torch.uint8)
+    assert all(empty.put(key, nothing) for key in "abcde") and len(empty) == 4 and "a" not in empty
+    assert empty.get("b", nothing) and empty.store is None
+    assert all(empty.pin(key) for key in "bcde") and not empty.put("f", nothing)
+
+
+def test_pages_that_find_no_room_in_overflow():
+    kept = kept_of(40)
+    assert kept.put("first", pages_of(1)[0])
+    wild = noise(30)
+    held = [number for number in range(30) if kept.put(number, wild[number])]
+    assert 0 < len(held) < 30
+    out = torch.empty_like(wild[0])
+    for number in held:
+        assert kept.get(number, out)
+        assert_same_bits(out, wild[number])
+
+
+def test_a_damaged_page_is_dropped():
+    dropped = []
+    kept, out = kept_of(on_drop=dropped.append), pages_of(1)[0]
+    assert kept.put("a", out) and kept.put("b", out)
+    kept.store.free([0, 1])  # what a page that cannot be decoded looks like
+    assert not kept.get("a", out) and dropped == ["a"] and "b" in kept
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_threads(device, request):
+    if device == "cuda":
+        device = request.getfixturevalue("cuda")
+    kept, pages, wrong = kept_of(60, device=device), pages_of(40), []
+
+    def work(seed):
+        rng, out = random.Random(seed), torch.empty_like(pages[0])
+        for _ in range(40):
+            k = rng.randrange(40)
+            if not (kept.put(k, pages[k]) and kept.get(k, out) and torch.equal(out, pages[k])):
+                wrong.append(k)
+
+    in_threads(*(functools.partial(work, seed) for seed in range(4)))
+    assert not wrong
