@@ -114,10 +114,10 @@ typedef struct {
 
 /* Multiplies groups of vectors, each by one matrix of a stack, as the experts of a mixture want it. stack: a matrix
  * whose rows are those of all matrices, one after the other, num_rows each, a multiple of 16. groups: [num_groups] in
- * device memory, which earlier work on the stream may write; of a group whose numbers are out of range nothing is read,
- * and the first group without vectors ends the list. A matrix is read once for each of its groups. y [num_vectors,
- * num_rows]: results of vectors that are in no group stay as they are; no vector may be in two groups. The order of
- * sums, x and what the stream may do are as in ibp_cuda_linear; num_vectors: up to INT32_MAX. */
+ * device memory, which earlier work on the stream may write; the first group without vectors, or whose numbers are
+ * out of range, ends the list. A matrix is read once for each of its groups. y [num_vectors, num_rows]: results of
+ * vectors that are in no group stay as they are; no vector may be in two groups. The order of sums, x and what the
+ * stream may do are as in ibp_cuda_linear; num_vectors: up to INT32_MAX. */
 IBP_API ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int64_t num_rows,
                                           const ibp_vector_group *groups, int64_t num_groups, const uint16_t *x,
                                           int64_t num_vectors, uint16_t *y, ibp_stream stream);

@@ -329,7 +329,7 @@ def linear_groups(
     Raises:
         TypeError: an argument is not of its type, groups not int32, or out has another dtype.
         ValueError: shapes do not fit, groups or out is on another device than x, or out is not contiguous.
-        IndexError: a group is out of range; the kernel leaves it out.
+        IndexError: a group is out of range; for the kernel it ends the list.
         CorruptTableError: as `linear`.
     """
     check_table(table)

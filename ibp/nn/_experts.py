@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from .._common.graphs import outside_of_graphs
 from .._fetch.gather import index_select
 from .._fetch.linear import escapes_for_groups, groups_of, linear_groups
 from .._tables.compressed_tensor import CompressedTensor
@@ -164,7 +165,7 @@ class Experts(torch.nn.Module):
         y = self.stacks[name].times(x, groups, out)
         return y.add_(getattr(self, name + _BIAS)[ids.clamp(0, self.num_experts - 1)]) if self.has_bias else y
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
         """What the class's own forward gives, with decoded weights."""
         calls, stacks = self._calls, self.stacks

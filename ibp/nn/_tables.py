@@ -103,10 +103,11 @@ class TableModule(torch.nn.Module):
         return prefix + "weight"
 
     def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
-        key = self._name_of_weight(prefix)
+        key, table = self._name_of_weight(prefix), self.current_table()
         if saves_tables():
-            table = reshaped(self.current_table(), self._shape) if self.stacked else self.current_table()
-            state[key + TRANSPOSED if self.transposed else key] = table
+            state[key + TRANSPOSED if self.transposed else key] = (
+                reshaped(table, self._shape) if self.stacked else table
+            )
         else:
             if key in state:  # by an earlier state_dict(): the tensor that was made for it may be old
                 self._shared.saved = SavedTensor()

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.graphs import outside_of_graphs
 from .._machine.memory import check_memory
 from .._schemes.planes.learning import check_level
-from ._calling import loss_of, outside_of_graphs
+from ._calling import loss_of
 from ._chunks import NAMES, Chunk, ChunkPiece, Work, local, planned
 from ._learning import ROW_BYTES
 from ._reserve import Reserve

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._common.graphs import outside_of_graphs
 from .._common.group import RankGroup
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..nn._tables import placed_like
 from ..nn._training import RowGradient, RowsModule, summed
-from ._calling import loss_of, outside_of_graphs
+from ._calling import loss_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

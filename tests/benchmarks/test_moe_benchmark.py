@@ -32,7 +32,7 @@ def test_the_script_on_the_cpu(measured):
     }
     assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
     assert all((float(row["times"] or 0) > 0) == (row["arm"] == moe.CODED) for row in rows)
-    assert {float(row["savings"]) > 0.2 for row in rows if row["arm"] == moe.CODED} == {True}
+    assert {float(row["savings"]) > 0.15 for row in rows if row["arm"] == moe.CODED} == {True}
 
 
 def test_what_is_moved(measured):

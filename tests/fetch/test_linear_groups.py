@@ -150,12 +150,14 @@ def test_on_a_gpu(cuda, rows, columns):
 
 
 @torch.no_grad()
-def test_a_gpu_leaves_groups_out_of_range_out(cuda):
+def test_a_group_out_of_range_ends_the_list_on_a_gpu(cuda):
     weights, table = stack()
-    table, x = table.to(cuda).prepare_linear(), vectors(3).to(cuda)
-    groups = torch.tensor([[5, 0, 1], [2, 1, 1], [0, 2, 2]], dtype=torch.int32, device=cuda)
-    y = linear_groups(x, table, groups, ROWS)
-    torch.testing.assert_close(y[1], F.linear(x[1], weights[2].to(cuda)))
+    table, x = table.to(cuda).prepare_linear(), vectors(4).to(cuda)
+    for wrong in ([5, 0, 1], [0, 3, 2], [0, 0, 9]):
+        groups = torch.tensor([[2, 1, 1], wrong, [0, 2, 1]], dtype=torch.int32, device=cuda)
+        y = linear_groups(x, table, groups, ROWS, out=torch.zeros(4, ROWS, dtype=x.dtype, device=cuda))
+        torch.testing.assert_close(y[1], F.linear(x[1], weights[2].to(cuda)))
+        assert not y[[0, 2, 3]].any()
 
 
 @torch.no_grad()
