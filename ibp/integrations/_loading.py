@@ -76,6 +76,10 @@ class Loading:
         """Leaves modules of these names plain, and all modules below them. Called before the first weight is read."""
         self._away = frozenset(names)
 
+    def has(self, key: str) -> bool:
+        """Whether the model has a parameter of this name that is coded, now or later."""
+        return self._plan.has(key)
+
     def codes(self, key: str) -> bool:
         """Whether a parameter, of this name in the model, is coded when it is read."""
         return self._plan.has(key) and key not in self._later and not self._is_away(key)

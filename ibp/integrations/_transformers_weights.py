@@ -39,6 +39,8 @@ from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
 
 _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
+# Whether transformers says of each tensor of a checkpoint which parameter it becomes, before it is read: from 5.20 on.
+_SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
 _LOCK = threading.Lock()  # transformers reads in several threads; one table at a time is decoded or coded
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save no weights
 
@@ -158,10 +160,13 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **options: Any
     ) -> None:
         model.eval()  # as from_pretrained does later: in training mode weights would train
-        self.pre_quantized = any(map(is_coded, checkpoint_files or ()))
+        coded = [path for path in checkpoint_files or () if is_coded(path)]
+        self.pre_quantized = bool(coded) and _SAYS_TARGETS  # else it calls `param_needs_quantization`
         tied = model.all_tied_weights_keys
         self._loading = Loading(self.quantization_config, model, later={*tied, *tied.values()})
         self._loading.leave(self._away)
+        if not _SAYS_TARGETS:
+            _loadings.update(dict.fromkeys(coded, self._loading))
 
     def put(self, key: str, value: Any) -> Any:
         """Puts a weight in its modules, coded. Returns it if it is to be a plain parameter, else None."""
@@ -174,6 +179,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         assert self._loading is not None
+        for path in [path for path, loading in _loadings.items() if loading is self._loading]:
+            del _loadings[path]
         self.report, self._loading = self._loading.finish(), None
         _forget_ties(model)
         for module in model.modules():
@@ -241,6 +248,11 @@ def _owner(model: torch.nn.Module, key: str) -> torch.nn.Module:
 # ---- files of coded weights ----
 
 
+# What reads coded files at the moment, by path, where transformers says no targets: names that the model has, too, are
+# those of its parameters.
+_loadings: dict[str, Loading] = {}
+
+
 class _CodedEntry:
     """A tensor of a coded file, as transformers reads one of safetensors: `entry[...].to(device, dtype)`.
 
@@ -285,7 +297,7 @@ class _CodedFile:
     """A coded file with the methods of a safetensors file that transformers calls."""
 
     def __init__(self, path: str) -> None:
-        self._source = open_ibp(path)
+        self._source, self._loading = open_ibp(path), _loadings.get(path)
 
     def keys(self) -> list[str]:
         return list(self._source.tensors)
@@ -294,7 +306,10 @@ class _CodedFile:
         return dict(self._source.metadata)
 
     def get_slice(self, name: str) -> _CodedEntry:
-        return _CodedEntry(self._source.tensors[name])
+        entry = _CodedEntry(self._source.tensors[name])
+        if self._loading is not None and self._loading.has(name):
+            entry.wanted = self._loading, name
+        return entry
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self._source.tensors[name].tensor()
