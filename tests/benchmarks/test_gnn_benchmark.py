@@ -154,7 +154,7 @@ def test_one_process_of_several(tmp_path):
 
 
 GROUP_AND_OPTIMIZER = """
-import pathlib, sys, torch
+import pathlib, sys, time, torch
 from benchmarks import harness
 
 def threads_of_gloo():
@@ -163,6 +163,9 @@ def threads_of_gloo():
 
 with harness.process_group("cpu", sys.argv[1], 0, 1):
     torch.optim.Adam([torch.ones(1, requires_grad=True)])
+    deadline = time.monotonic() + 10
+    while not threads_of_gloo() and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread names itself after it has begun
     assert threads_of_gloo()
 assert not threads_of_gloo(), threads_of_gloo()
 """
