@@ -17,7 +17,7 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import is_worth_coding
 from ..checkpoints._model_files import METHOD
 from ..nn import ModelReport
-from ..nn._compressing import ModelPlan
+from ..nn._compressing import ModelPlan, join_neighbours
 
 
 class CodingFields:
@@ -125,7 +125,8 @@ class Loading:
         """Codes the remaining weights, when the checkpoint is read."""
         rest = self._fields.plan(self._model)
         rest.code_all(self._tables, but=self._is_away)
-        first, second = self._plan.finish(), rest.finish()
+        join_neighbours(self._model)
+        first, second = self._plan.report(), rest.report()
         coded = (*first.coded, *second.coded)
         plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}
         return ModelReport(coded, plain, first.num_bytes + second.num_bytes, first.nbytes + second.nbytes)

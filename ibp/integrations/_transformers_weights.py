@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import transformers.modeling_utils
@@ -179,8 +180,6 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         assert self._loading is not None
-        for path in [path for path, loading in _loadings.items() if loading is self._loading]:
-            del _loadings[path]
         self.report, self._loading = self._loading.finish(), None
         _forget_ties(model)
         for module in model.modules():
@@ -248,9 +247,9 @@ def _owner(model: torch.nn.Module, key: str) -> torch.nn.Module:
 # ---- files of coded weights ----
 
 
-# What reads coded files at the moment, by path, where transformers says no targets: names that the model has, too, are
-# those of its parameters.
-_loadings: dict[str, Loading] = {}
+# Loads under way, by path of a coded file, where transformers names no targets: a tensor with the name of one of the
+# model's parameters becomes that parameter. A load that ends or fails leaves nothing here.
+_loadings: WeakValueDictionary[str, Loading] = WeakValueDictionary()
 
 
 class _CodedEntry:

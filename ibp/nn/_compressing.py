@@ -163,7 +163,8 @@ def compress(
     plan = ModelPlan(model, include=include, exclude=exclude, level=level, fused=fused, min_bytes=min_bytes)
     plan.check_values()
     plan.code_all(progress=progress)
-    return plan.finish()
+    join_neighbours(model)
+    return plan.report()
 
 
 class ModelPlan:
@@ -252,11 +253,8 @@ class ModelPlan:
                 self._put(weight, self._table_of(weight, held) if known is None else known)
                 bar.update(weight.num_bytes)
 
-    def finish(self) -> ModelReport:
-        """Lets neighbours multiply together, and reports which weights are coded."""
-        for module in self._model.modules():
-            for names in _NEIGHBOURS:
-                _join([module._modules.get(name) for name in names])
+    def report(self) -> ModelReport:
+        """A report of the weights that are coded so far."""
         return ModelReport(tuple(self._coded), dict(self._plain), self._num_bytes, self._nbytes)
 
     def _modules(self, weight: _Weight) -> list[torch.nn.Module]:
@@ -386,6 +384,13 @@ def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int)
 
 
 # ---- replacing modules ----
+
+
+def join_neighbours(model: torch.nn.Module) -> None:
+    """Lets neighbours in a model multiply together."""
+    for module in model.modules():
+        for names in _NEIGHBOURS:
+            _join([module._modules.get(name) for name in names])
 
 
 def _join(modules: list[torch.nn.Module | None]) -> None:
