@@ -3,7 +3,7 @@
     python -m benchmarks.moe [--layers N] [--out DIR] [--device cpu] [--quick]
 
 Layers of experts with the sizes of Qwen3-30B-A3B, by transformers' own class: 128 experts of 3 x 2048 x 768 BF16
-values, N(0, 0.02), of which a token uses 8; without attention. The model has 48 layers, --layers measures fewer. Arms:
+values, N(0, 0.02), without attention; a token uses 8 experts. The model has 48 layers, --layers measures fewer. Arms:
 `plain`, all on the GPU, by transformers' `grouped_mm`; `plain, batched_mm`; `coded on the GPU`, by `ibp.nn.compress`;
 `streamed`, by `ibp.offload` layer by layer, as weights of other modules are; `by index`, by `ibp.offload`, which
 fetches the experts that are asked for; `by index, cache`, with a cache on the GPU of half the raw bytes of all experts;

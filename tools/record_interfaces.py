@@ -312,7 +312,7 @@ def numbers(interface):
 
 
 def since(interface):
-    """Sentences of what a release has changed since the one before of which there is a record."""
+    """Sentences that say what a release has changed since the recorded release before it."""
     written = [json.loads(_text(path)) for path in INTERFACES.glob(f"{interface['package']}-*.json")]
     earlier = [each for each in sorted(written, key=numbers) if numbers(each) < numbers(interface)]
     return [

@@ -186,8 +186,8 @@ class OffloadStats(Statistics):
         host_bytes: host memory of the offloaded weights, index and codebooks counted.
         device_bytes: device memory for the offloaded weights: weights that stay, the arena, the ring, the index, caches
             of experts.
-        expert_hits, expert_misses: rows of experts that were asked for and cached, or brought to the device. Calls for
-            so many tokens that all experts are brought do not count.
+        expert_hits, expert_misses: rows of experts that were asked for and cached, or brought to the device. Calls
+            that bring all experts do not count.
     """
 
     uses: int

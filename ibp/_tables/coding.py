@@ -104,7 +104,7 @@ class Learning:
         in_place: bool = False,
         is_free: bool = False,
     ) -> Coding | None:
-        """How the bytes are coded; None where raw rows take no more bytes, or are what is asked for.
+        """How the bytes are coded; None where raw rows take no more bytes, or the caller wants them.
 
         is_free: whether the CPU may be the working device of few bytes that it has, as nobody has named another one.
         """

@@ -32,7 +32,7 @@ _LAG = 1  # pieces that are coded before the first one is waited for
 _NO_TIMEOUT = timedelta(0)
 SENT_TWICE = (
     "a message had no room for all rows, and the tensor is sent again, raw: it differs from the tensors that its codec "
-    "was learned from. Codecs that ibp has learned by itself are learned anew after some such calls"
+    "was learned from. ibp learns its own codecs anew after some such calls"
 )
 
 

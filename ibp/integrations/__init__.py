@@ -3,7 +3,7 @@ ibp.integrations.<framework>`), never by `import ibp`.
 
 A file here adapts tables to what a framework calls (a feature store, an offloading hook, a cache) and needs that
 framework installed; the package itself needs torch alone. Pages of docs/ show them (gnn.md, llm.md, kv-cache.md,
-serving.md), and tests skip without the framework. What is torch's own is in `ibp.nn` and `ibp.offload`.
+serving.md), and tests skip without the framework. `ibp.nn` and `ibp.offload` serve torch itself.
 """
 
 from importlib import import_module as _import_module

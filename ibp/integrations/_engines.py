@@ -34,7 +34,7 @@ def check_engine(package: str, missing: ImportError | None) -> None:
         ImportError: classes that the adapter derives from are missing.
 
     Warns:
-        The release that is installed is older or newer than those that the adapter was tried with.
+        The installed release is older or newer than every release that the adapter was tried with.
     """
     name, first, last = TRIED[package]
     try:

@@ -90,7 +90,7 @@ class IBPL2Adapter(L2AdapterInterface):
         return self._stores.take_all()
 
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: Any) -> int:
-        """Begins to look for objects; those that are there are kept until `submit_unlock`."""
+        """Begins to look for objects. The tier keeps the objects that it finds until `submit_unlock`."""
         return self._lookups.submit(self._find, keys, failed=Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:

@@ -1,4 +1,4 @@
-"""Blocks of layers with several block sizes, kept as numbered pages of which none is lost: `BlockStore`."""
+"""`BlockStore` keeps blocks of layers with several block sizes as numbered pages, and loses no page."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ import torch
 from .._fetch.ids import check_range
 from .._tables.compressed_tensor import CompressedTensor
 
-# From so many choices of an expert on, for each expert, a call uses all experts: 98 % of them are chosen where all are
-# chosen alike.
+# A call with this many choices for each expert uses all experts: uniform choices reach 98 % of them.
 MOST_CHOICES = 4
 
 

@@ -56,8 +56,8 @@ class TableModule(torch.nn.Module):
     Attributes:
         transposed: whether plain weights are [columns, rows]. In a coded state such a table has a name of its own,
             since a square one does not tell.
-        stacked: (), or the number of matrices that the table has one below the other, of which plain weights are a
-            stack.
+        stacked: () for a matrix. Where plain weights are a stack of matrices, which the table has one below the other:
+            how many.
     """
 
     transposed = False

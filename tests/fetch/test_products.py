@@ -33,7 +33,7 @@ def coded_linear(seed=0, scale=0.02, irregular=False, device="cpu", rows=ROWS, c
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The kernel's part in torch, for tables on the CPU. Numbers of vectors of its calls, of which one takes up to four
+    """The kernel's part in torch, for tables on the CPU. Numbers of vectors of its calls; a call takes up to four
     tables."""
     with kernels_on_the_cpu(monkeypatch) as calls:
         yield calls

@@ -330,7 +330,7 @@ DRIFTS = {
         lambda classes, _: classes["HostKVCache"]["methods"].update(get_data_page="self, index, layer"),
     ),
     "a policy more": ("sglang", lambda classes, _: classes["PoolHitPolicy"]["members"].update(NONE="'none'")),
-    "another order of what is told": (
+    "another order of arguments": (
         "lmcache",
         lambda classes, _: classes["L2AdapterInterface"]["methods"].update(_notify_keys_stored="self, sizes, keys"),
     ),

@@ -1,4 +1,4 @@
-"""ibp.kv.BlockStore: blocks of groups of layers by job, of which none is lost."""
+"""ibp.kv.BlockStore: it keeps blocks of groups of layers by job, and loses none."""
 
 import pytest
 import torch

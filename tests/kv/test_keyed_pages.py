@@ -1,4 +1,4 @@
-"""ibp.kv.KeyedPages: pages by keys; those that were used longest ago make room."""
+"""ibp.kv.KeyedPages: it keeps pages by keys, and pages used longest ago make room."""
 
 import functools
 import random

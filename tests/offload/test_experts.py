@@ -1,4 +1,4 @@
-"""`ibp.offload` of mixtures of experts: what is fetched, and results compared by bits with the plain model's."""
+"""`ibp.offload` of mixtures of experts: the fetched experts, and results compared by bits with the plain model's."""
 
 import functools
 
@@ -176,7 +176,7 @@ def test_checkpoints(compressed, tmp_path):
         assert_same_bits(model(x), plain(x))
 
 
-# ---- what is fetched ----
+# ---- fetched experts ----
 
 
 def called(offloaded, model, x, index):
