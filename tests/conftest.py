@@ -72,6 +72,11 @@ def pytest_sessionfinish(session):
     faulthandler.dump_traceback_later(MOST_OF_THE_EXIT, exit=True, file=session.config.terminal_file)
 
 
+def pytest_collectstart():
+    """What a file makes while it is imported, parameters of tests too, is the same in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)

@@ -285,11 +285,11 @@ def test_all_dtypes(dtype, kind):
     [
         torch.zeros(1, 1),
         torch.randn(1, 50),
-        torch.randn(2, 3),
+        torch.tensor([[1.0], [3.7]]),  # a codebook for them would be larger than they are
         torch.full((7, 5), -0.0),
         torch.arange(4096).view(64, 64),
     ],
-    ids=["one element", "one row", "two rows", "all equal", "all distinct"],
+    ids=["one element", "one row", "two small rows", "all equal", "all distinct"],
 )
 def test_few_rows(x):
     assert assert_learned_is_exact(x).codebook.expected_savings >= 0

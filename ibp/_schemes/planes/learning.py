@@ -113,7 +113,26 @@ def learn_planes(
     lengths = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
     lengths = slots.stored_sizes(lengths, row_bytes, row_bytes)
     coded_bytes = float(lengths.sum()) / len(lengths) + codebook.nbytes / num_rows
+    if coded_bytes > row_bytes:  # the codebook of a few rows takes more than it saves
+        return LearnedPlanes(_rows_as_they_are(row_bytes, element_bytes), torch.full_like(lengths, row_bytes))
     return LearnedPlanes(codebook.with_savings(1 - coded_bytes / row_bytes), lengths)
+
+
+def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
+    """A codebook of no bytes, which leaves all bits of elements as they are."""
+    return PlanesCodebook(
+        row_bytes=row_bytes,
+        element_bytes=element_bytes,
+        rotate=0,
+        residual_bits=8 * element_bytes,
+        digit_bits=(),
+        per_column=False,
+        listed=False,
+        default=0,
+        closed=0,
+        entries=torch.empty(1, 0, dtype=torch.int64),
+        expected_savings=0.0,
+    )
 
 
 def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> list[PlanesCodebook]:
