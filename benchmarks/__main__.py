@@ -39,7 +39,7 @@ CACHES = {
 TRAINING = {"adamw": 75, "activations": 115}  # likewise
 PAPERS = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise
 MODELS = {"llm": 75, "llm --compiled": 125, "llm --large": 90}  # likewise, with options of the script
-BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights")
+BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms")
 GRACE_S = 5  # to print what was measured
 
 
