@@ -460,6 +460,16 @@ TABLES = (
         },
     ),
     Table(
+        "",
+        "digit_forms",
+        "Bits that a kernel reads of a weight whose exponent is a digit, with 8 bytes for each weight whose exponent "
+        "has none; in brackets what a product can gain at most over plain weights",
+        {"weights": cell("case"), "digits of": lambda row: f"{row['digit_bits']} bits"},
+        lambda row: f"{row['bits']:.2f} ({row['bound']:.2f})",
+        lambda row: row["digit_bits"] <= 4,
+        cell("form"),
+    ),
+    Table(
         "Models larger than the GPU",
         "weights",
         "Milliseconds a token of a Llama with random weights, or of a call on many tokens at once (prompt 0: that "
@@ -872,6 +882,23 @@ def real_weights(results):
     )
 
 
+def digit_forms(results):
+    """What the best form of other dtypes could gain over plain weights, and shorter digits over those of BF16."""
+
+    def span(form, digit_bits, column="bound_short"):
+        rows = results.rows("digit_forms", form=form, digit_bits=digit_bits)
+        return " to ".join(dict.fromkeys(f"{bound(row[column] for row in rows):.2f}" for bound in (min, max)))
+
+    one, block = "FP8, a scale in all", "FP8, a scale a block"
+    return (
+        "Nor would a kernel for other dtypes gain much: reading coded weights instead of plain ones makes a product at "
+        f"most {span('BF16', 4)} times as fast in BF16 and {span('FP16', 4)} in FP16, whose exponents have five bits; "
+        "FP8 E4M3 needs digits of three bits, which leave so many escapes, even at four bytes each, that "
+        f"{span(one, 3)} times are left with one scale, {span(block, 3)} with a scale a block. With digits of three "
+        f"bits BF16 would have {span('BF16', 3)} ([RESULTS.md](../benchmarks/RESULTS.md#products-with-coded-matrices))."
+    )
+
+
 def choices(results):
     rows = [row for row in results.rows("choose") if row["chosen"]]
     good = sum(row["loss"] <= row["wanted_loss"] for row in rows)
@@ -1027,6 +1054,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{linear|tokens_per_s|stack of 32 layers, together, 1|cuBLAS}, both with query, key and value together, and gate "
     "and up {from linear}.",
     "real weights": real_weights,
+    "digit forms": digit_forms,
     "flexgen": "With opt-6.7b in FP16, batch 4 and all weights in host memory, a step takes "
     "{flexgen_opt|token_s||FlexGen} and {flexgen_opt|host_bytes||FlexGen} GB of host memory without ibp, "
     "{flexgen_opt|token_s||FlexGen, ibp} and {flexgen_opt|host_bytes||FlexGen, ibp} GB with it {from flexgen_opt}.",
