@@ -38,7 +38,13 @@ CACHES = {
 }  # likewise
 TRAINING = {"adamw": 75, "activations": 115}  # likewise
 PAPERS = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise
-MODELS = {"llm": 75, "llm --compiled": 125, "llm --large": 90}  # likewise, with options of the script
+MODELS = {  # likewise, with options of the script
+    "llm": 75,
+    "llm --compiled": 125,
+    "llm --large": 90,
+    "moe --layers 4": 150,
+    "moe --deepseek": 90,
+}
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms")
 GRACE_S = 5  # to print what was measured
 

@@ -1,46 +1,66 @@
 """How long is a token of a mixture of experts whose experts are in host memory, or coded on the GPU?
 
-    python -m benchmarks.moe [--layers N] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.moe [--deepseek] [--layers N] [--out DIR] [--device cpu] [--quick]
 
 Layers of experts with the sizes of Qwen3-30B-A3B, by transformers' own class: 128 experts of 3 x 2048 x 768 BF16
 values, N(0, 0.02), without attention; a token uses 8 experts. The model has 48 layers, --layers measures fewer. Arms:
 `plain`, all on the GPU, by transformers' `grouped_mm`; `plain, batched_mm`; `coded on the GPU`, by `ibp.nn.compress`;
-`streamed`, by `ibp.offload` layer by layer, as weights of other modules are; `by index`, by `ibp.offload`, which
-fetches the experts that are asked for; `by index, cache`, with a cache on the GPU of half the raw bytes of all experts;
-both of these with raw rows by the same code.
+`accelerate cpu_offload`, which brings all experts of a layer raw; `CPU gather and copy`: the host waits for indices,
+gathers the experts of the call in pinned memory and copies them raw; `streamed`, by `ibp.offload` layer by layer, as
+weights of other modules are; `by index`, by `ibp.offload`, which fetches the experts that are asked for; `by index,
+cache`, with a cache on the GPU of half the raw bytes of all experts; both of these with raw rows by the same code.
+
+--deepseek has layers with the sizes of DeepSeek-V3, by transformers' class for FP8: 256 experts of 3 x 7168 x 2048
+values in FP8 E4M3, N(0, 112), with a scale for each block of 128 x 128; 58 layers in all. Arms are `by index`, coded
+and raw. The class downloads its FP8 kernels: here the experts of a call are dequantised to BF16 and multiplied by
+`grouped_mm`. moe_deepseek.csv has the results.
 
 No model routes here: `uniform`, or `sticky`, by Zipf's law with exponent 1, where a token keeps each expert's draw of
 the token before it with probability 0.5. Ways: `eager`, by the wall clock; `graph`, replays of a CUDA graph. Every call
 has new experts; calls before the timed ones fill the caches. In the same run the results of all arms are compared with
 those of `plain`, bit for bit, but for `plain, batched_mm` and `coded on the GPU`, which add in another order.
 
-moe.csv has, after the common columns, layers, routing, way, ms (a call), ms_of_48 (the same for 48 layers), bound_ms
-(link_bytes at the rate of kernels; where all experts are streamed, of the copy engine), asked_bytes (raw bytes of the
-experts that a call asks for, each once), link_bytes (a call), hit_rate (of rows), host_bytes, device_bytes, and times
-(how many times as fast as the faster of the plain arms `coded on the GPU` is); `rows` are the tokens of a call, and
-gbps are of asked_bytes.
+moe.csv has, after the common columns, layers, routing, way, ms (a call), ms_of_all (the same for all layers of the
+model), bound_ms (link_bytes at the rate of kernels; where all experts are streamed, of the copy engine), asked_bytes
+(raw bytes of the experts that a call asks for, each once), link_bytes (a call), hit_rate (of rows), host_bytes,
+device_bytes, host_us (of a layer, until an eager call comes back) and times (how many times as fast as the faster of
+the plain arms `coded on the GPU` is); `rows` are the tokens of a call, and gbps are of asked_bytes.
 """
 
 import argparse
+import functools
 import itertools
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 import ibp
+from ibp.nn._stacks import Calls, stand_in
 
-from . import harness, ideal, weights
+from . import harness, ideal, small_calls, weights
 
 try:
+    import accelerate
+except ImportError:
+    accelerate = None
+try:
     import transformers
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 except ImportError:
     transformers = None
 
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-TINY = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
-ALL_LAYERS, LAYERS, QUICK_LAYERS = 48, 8, 2
+DEEPSEEK = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}
+TINY = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
+TINY_EXPERTS = 16
+BLOCK = (128, 128)  # of an FP8 matrix, with one scale
+FP8_STD, FP8_SCALE = 112.0, 0.02 / 112.0  # the largest of a block is about 448, as DeepSeek-V3's are scaled
+QUICK_LAYERS = 2
 BATCHES, QUICK_BATCHES, PREFILL, QUICK_PREFILL = (1, 8, 32), (1, 3), 2048, 40
 DEVICE_BATCHES = (1, 2, 4, 8, 16)  # of arms with all experts on the GPU
 CALLS, FEW_CALLS, ROUNDS = 16, 2, 12  # calls that are timed together; rounds of them before routes come again
@@ -48,28 +68,133 @@ ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # assumed
 CACHE_SHARE = 0.5  # of the experts' raw bytes
 PLAIN, STREAMED, BY_INDEX, CACHED = "plain", "streamed", "by index", "by index, cache"
 BATCHED, CODED, RAW = "plain, batched_mm", "coded on the GPU", ", raw rows"
-ON_DEVICE = (PLAIN, BATCHED, CODED)
-ARMS = (*ON_DEVICE, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW)
+HOOKS, GATHERED = "accelerate cpu_offload", "CPU gather and copy"
+ON_DEVICE, OTHERS = (PLAIN, BATCHED, CODED), (HOOKS, GATHERED)
+ARMS = (*ON_DEVICE, *OTHERS, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW)
 UNIFORM, STICKY, EAGER, GRAPH = "uniform", "sticky", "eager", "graph"
-EXTRA_COLUMNS = "layers,routing,way,ms,ms_of_48,bound_ms,asked_bytes,link_bytes,hit_rate,host_bytes,device_bytes,times"
-EXTRA_COLUMNS = EXTRA_COLUMNS.split(",")
-# Wanted at batch 1: ms of 48 layers, and times the rate of raw rows behind a cache; else shares of the bound.
+EXTRA_COLUMNS = (
+    "layers,routing,way,ms,ms_of_all,bound_ms,asked_bytes,link_bytes,hit_rate,host_bytes,device_bytes,host_us,times"
+).split(",")
+# Wanted at batch 1: ms of all layers, and times the rate of raw rows behind a cache; else shares of the bound.
 WANTED_MS = {(BY_INDEX, UNIFORM): 46.0, (CACHED, STICKY): 20.0}
 WANTED_SHARE, WANTED_PREFILL, WANTED_TIMES_RAW = 0.90, 0.95, 1.3
 WANTED_TIMES, WANTED_MEMORY = 1.2, 0.76  # of `coded on the GPU`, in a graph, against plain experts
 CLOSE = 0.02  # of the largest result: how far sums in another order may differ
 
 
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def qwen3_config(quick):
+    return transformers.Qwen3MoeConfig(**(TINY | {"num_experts": TINY_EXPERTS} if quick else QWEN3))
+
+
+def qwen3_experts(config):
+    return Qwen3MoeExperts(config).bfloat16()
+
+
+def normal_bfloat16(parameter, generator):
+    parameter.data.normal_(std=0.02, generator=generator)
+
+
+def deepseek_config(quick):
+    return transformers.DeepseekV3Config(**(TINY | {"n_routed_experts": TINY_EXPERTS} if quick else DEEPSEEK))
+
+
+def dequantized(experts, scale, block=BLOCK):
+    """Matrices in BF16. scale: of blocks."""
+    rows, columns = (sizes * of_block for sizes, of_block in zip(scale.shape[1:], block))
+    if (rows, columns) != tuple(experts.shape[1:]):
+        raise ValueError(f"matrices of {list(experts.shape[1:])} are not of whole blocks of {list(block)}")
+    tiles = experts.to(torch.bfloat16).unflatten(2, (-1, block[1])).unflatten(1, (-1, block[0]))
+    return tiles.mul_(scale.to(torch.bfloat16)[:, :, None, :, None]).flatten(1, 2).flatten(2, 3)
+
+
+def dequantized_forward(module, hidden_states, top_k_index, top_k_weights):
+    """The forward of FP8 experts: in BF16, by `grouped_mm`."""
+    values = {
+        name: dequantized(getattr(module, name), getattr(module, f"{name}_scale_inv"))
+        for name in ("gate_up_proj", "down_proj")
+    }
+    made = stand_in(module, values, type(module))
+    return grouped_mm_experts_forward(made, hidden_states, top_k_index, top_k_weights)
+
+
+@functools.cache
+def fp8_class():
+    """As transformers makes it for a checkpoint in FP8, and with one more implementation."""
+    ALL_FP8_EXPERTS_FUNCTIONS.register("dequantized", dequantized_forward)
+    return use_experts_implementation(
+        experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False, has_gate=True
+    )
+
+
+def deepseek_experts(config):
+    return fp8_class()(config, block_size=BLOCK, has_bias=False, has_gate=True)
+
+
+def normal_fp8(parameter, generator):
+    if parameter.dtype == torch.float32:
+        parameter.data.fill_(FP8_SCALE)
+        return
+    for expert in parameter.data:
+        values = torch.randn(expert.shape, generator=generator, device=expert.device)
+        expert.copy_(values.mul_(FP8_STD).clamp_(-448.0, 448.0))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's layers of experts.
+
+    Attributes:
+        csv: name of the CSV.
+        layers: of the whole model.
+        measured: layers that are measured.
+        make_config, make_experts, fill: its class, and random values of a parameter.
+        dtype: of the experts.
+        implementation: of transformers, by which experts are multiplied.
+        wanted_ms: of all layers at batch 1, by arm and routing.
+    """
+
+    csv: str
+    layers: int
+    measured: int
+    make_config: Callable
+    make_experts: Callable
+    fill: Callable
+    dtype: torch.dtype
+    implementation: str
+    arms: tuple[str, ...]
+    wanted_ms: dict
+
+
+QWEN3_30B = Shape(
+    "moe", 48, 8, qwen3_config, qwen3_experts, normal_bfloat16, torch.bfloat16, "grouped_mm", ARMS, WANTED_MS
+)
+DEEPSEEK_V3 = Shape(
+    "moe_deepseek",
+    58,
+    3,
+    deepseek_config,
+    deepseek_experts,
+    normal_fp8,
+    torch.float8_e4m3fn,
+    "dequantized",
+    (BY_INDEX, BY_INDEX + RAW),
+    {},
+)
+
+
 class Layers(nn.Module):
     """Layers of experts, whose routes are given."""
 
-    def __init__(self, config, num_layers, device):
+    def __init__(self, shape, config, num_layers, device):
         super().__init__()
         with torch.device(device):
-            self.experts = nn.ModuleList(Qwen3MoeExperts(config).bfloat16() for _ in range(num_layers))
+            self.experts = nn.ModuleList(shape.make_experts(config) for _ in range(num_layers))
         generator = torch.Generator(device).manual_seed(0)
         for parameter in self.parameters():
-            parameter.data.normal_(std=0.02, generator=generator)
+            shape.fill(parameter, generator)
         self.eval().requires_grad_(False)
 
     def forward(self, x, routes, gates):
@@ -78,19 +203,47 @@ class Layers(nn.Module):
         return x
 
 
-def routes(routing, config, num_layers, tokens, calls, device):
+class GatheredExperts(nn.Module):
+    """Experts in host memory; the host gathers those of a call and copies them to the device."""
+
+    def __init__(self, experts, device):
+        super().__init__()
+        names = [name for name, _ in experts.named_parameters()]
+        self.calls, self.device, self.experts = Calls(type(experts), names), device, experts
+        self.stacks, self.buffers = {}, {}
+        for name, parameter in experts.named_parameters():
+            self.stacks[name] = parameter.data.cpu()
+            self.buffers[name] = torch.empty_like(self.stacks[name], pin_memory=device.type == "cuda")
+            parameter.data = self.stacks[name][:0]
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def forward(self, x, index, gates):
+        chosen, slots = index.cpu().unique(return_inverse=True)
+        if self.copied:
+            self.copied.synchronize()  # the buffers are free
+        found = {}
+        for name, stack in self.stacks.items():
+            part = self.buffers[name][: len(chosen)]
+            torch.index_select(stack, 0, chosen, out=part)
+            found[name] = part.to(self.device, non_blocking=True)
+        if self.copied:
+            self.copied.record()
+        return self.calls.with_slots(self.experts, (x, index, gates), {}, slots.to(self.device), chosen, found)
+
+
+def routes(routing, num_experts, num_choices, num_layers, tokens, calls, device):
     """Experts of calls that follow each other, int64 [calls, layers, tokens, choices]; those of a token differ."""
     generator = torch.Generator(device).manual_seed(1)
-    shape = (num_layers, tokens, config.num_experts)
+    shape = (num_layers, tokens, num_experts)
 
     def drawn():
         return -torch.empty(shape, device=device).exponential_(generator=generator).log_()  # Gumbel's distribution
 
-    ranks = torch.rand(num_layers, 1, config.num_experts, generator=generator, device=device).argsort(-1) + 1
+    ranks = torch.rand(num_layers, 1, num_experts, generator=generator, device=device).argsort(-1) + 1
     favour = -ZIPF_EXPONENT * ranks.log() if routing == STICKY else torch.zeros_like(ranks, dtype=torch.float32)
     draws, found = drawn(), []
     for _ in range(calls):
-        found.append((favour + draws).topk(config.num_experts_per_tok).indices)
+        found.append((favour + draws).topk(num_choices).indices)
         is_kept = torch.rand(shape, generator=generator, device=device) < (STICKINESS if routing == STICKY else 0.0)
         draws = torch.where(is_kept, draws, drawn())
     return torch.stack(found)
@@ -100,24 +253,33 @@ class Bench:
     """The arms of one number of layers. wanted: results of `plain`, by routing and tokens; plain_s: seconds of calls of
     the faster of the plain arms, by routing, tokens and way."""
 
-    def __init__(self, run, num_layers):
-        self.run, self.num_layers, self.wanted, self.plain_s = run, num_layers, {}, {}
-        self.config = transformers.Qwen3MoeConfig(**(TINY if run.quick else QWEN3))
-        self.config._experts_implementation = "grouped_mm"
-        self.expert_bytes = 3 * 2 * self.config.hidden_size * self.config.moe_intermediate_size
-        self.num_bytes = num_layers * self.config.num_experts * self.expert_bytes
+    def __init__(self, run, shape, num_layers):
+        self.run, self.shape, self.num_layers, self.wanted, self.plain_s = run, shape, num_layers, {}, {}
+        self.config = shape.make_config(run.quick)
+        self.num_experts = getattr(self.config, "num_experts", None) or self.config.n_routed_experts
+        expert_values = 3 * self.config.hidden_size * self.config.moe_intermediate_size
+        self.expert_bytes = expert_values * shape.dtype.itemsize
+        self.num_bytes = num_layers * self.num_experts * self.expert_bytes
+
+    def plain_model(self, implementation):
+        self.config._experts_implementation = implementation
+        return Layers(self.shape, self.config, self.num_layers, self.run.device)
 
     def model(self, arm):
         """(model, what `ibp.offload` or `ibp.nn.compress` returned, if it was called)."""
-        self.config._experts_implementation = "batched_mm" if arm == BATCHED else "grouped_mm"
-        model, handle = Layers(self.config, self.num_layers, self.run.device), None
+        model = self.plain_model("batched_mm" if arm == BATCHED else self.shape.implementation)
+        handle = None
+        if arm == HOOKS:
+            accelerate.cpu_offload(model, execution_device=self.run.device)
+        elif arm == GATHERED:
+            model.experts = nn.ModuleList(GatheredExperts(part, self.run.device) for part in model.experts)
         if arm == STREAMED:
             for experts in model.experts:
                 experts.forward = experts.forward  # of its own: `ibp.offload` then takes it as any other module
         least = 1000 if self.run.quick else 1 << 20
         if arm == CODED:
             handle = ibp.nn.compress(model, min_bytes=least)
-        elif arm not in ON_DEVICE:
+        elif arm not in (*ON_DEVICE, *OTHERS):
             handle = ibp.offload(
                 model,
                 self.run.device,
@@ -128,30 +290,51 @@ class Bench:
         return model, handle
 
     def measure_arm(self, arm):
+        if arm == HOOKS and accelerate is None:
+            print("accelerate: not installed, left out")
+            return
         run, (model, handle) = self.run, self.model(arm)
-        batches = {PLAIN: {*BATCHES, *DEVICE_BATCHES}, BATCHED: DEVICE_BATCHES, CODED: DEVICE_BATCHES}.get(arm, BATCHES)
-        cells = list(itertools.product((UNIFORM, STICKY), QUICK_BATCHES if run.quick else sorted(batches)))
-        if arm in (PLAIN, CODED, STREAMED, BY_INDEX):
+        of_arms = {PLAIN: {*BATCHES, *DEVICE_BATCHES}, BATCHED: DEVICE_BATCHES, CODED: DEVICE_BATCHES, HOOKS: (1,)}
+        batches = of_arms.get(arm, BATCHES)
+        if run.quick:
+            batches = QUICK_BATCHES[:1] if arm == HOOKS else QUICK_BATCHES
+        cells = list(itertools.product((UNIFORM,) if arm == HOOKS else (UNIFORM, STICKY), sorted(batches)))
+        if arm in (PLAIN, CODED, STREAMED, BY_INDEX) and PLAIN in self.shape.arms:
             cells.append((UNIFORM, QUICK_PREFILL if run.quick else PREFILL))
         for routing, tokens in cells:
             with run.cell(f"{arm}, {tokens} tokens, {routing}"):
                 self.measure(arm, model, handle, tokens, routing)
 
+    def inputs(self, tokens, routing, num_calls):
+        """(vectors, routes of calls, gates); the first call's are the same, however many there are."""
+        config, device = self.config, self.run.device
+        num_choices, generator = config.num_experts_per_tok, torch.Generator(device).manual_seed(2)
+        chosen = routes(routing, self.num_experts, num_choices, self.num_layers, tokens, num_calls, device)
+        x = torch.randn(tokens, config.hidden_size, generator=generator, device=device, dtype=torch.bfloat16)
+        return x, chosen, torch.full((tokens, num_choices), 1 / num_choices, dtype=torch.bfloat16, device=device)
+
+    @torch.inference_mode()
+    def note_wanted(self):
+        """Results of the plain model, where it is no arm."""
+        model = self.plain_model(self.shape.implementation)
+        for key in itertools.product((UNIFORM, STICKY), QUICK_BATCHES if self.run.quick else BATCHES):
+            x, chosen, gates = self.inputs(key[1], key[0], 1)
+            self.wanted[key] = model(x, chosen[0], gates).cpu()
+
     @torch.inference_mode()
     def measure(self, arm, model, handle, tokens, routing):
-        run, config = self.run, self.config
-        num_calls = FEW_CALLS if run.quick or arm == STREAMED or tokens > max(BATCHES) else CALLS
-        chosen = routes(routing, config, self.num_layers, tokens, num_calls * ROUNDS, run.device)
-        generator = torch.Generator(run.device).manual_seed(2)
-        x = torch.randn(tokens, config.hidden_size, generator=generator, device=run.device, dtype=torch.bfloat16)
-        gates = torch.full((tokens, chosen.shape[-1]), 1 / chosen.shape[-1], dtype=torch.bfloat16, device=run.device)
+        run = self.run
+        is_slow = arm in (STREAMED, HOOKS) or tokens > max(BATCHES)
+        num_calls = FEW_CALLS if run.quick or is_slow else CALLS
+        x, chosen, gates = self.inputs(tokens, routing, num_calls * ROUNDS)
         asked = [len(layer.unique()) for call in chosen[: 2 * num_calls] for layer in call]
         asked_bytes = sum(asked) * self.expert_bytes // (2 * num_calls)
 
         def call(route):
             return model(x, route, gates)
 
-        for way in (EAGER, GRAPH) if run.on_gpu and arm != STREAMED and tokens <= max(BATCHES) else (EAGER,):
+        can_capture = run.on_gpu and arm not in (STREAMED, *OTHERS) and tokens <= max(BATCHES)
+        for way in (EAGER, GRAPH) if can_capture else (EAGER,):
             called = self.captured(call, chosen[0].clone()) if way == GRAPH else call
             with run.cell(f"{arm}, {tokens} tokens, {routing}, {way}: results"):
                 self.check(arm, called(chosen[0]).clone(), (routing, tokens))
@@ -163,12 +346,17 @@ class Bench:
                 next(made)
 
             some_calls()
-            if arm not in ON_DEVICE:
+            is_offloaded = arm not in (*ON_DEVICE, *OTHERS)
+            if is_offloaded:
                 handle.reset_stats()
             seconds = run.seconds([some_calls], wall=True) / num_calls
             num_made = (next(made) - 1) * num_calls
-            stats = None if arm in ON_DEVICE else handle.stats()
-            self.add(arm, tokens, routing, way, seconds, asked_bytes, stats, num_made, handle if arm == CODED else None)
+            stats = handle.stats() if is_offloaded else None
+            host_s = None
+            if way == EAGER and not is_slow and arm not in OTHERS:
+                host_s = small_calls.returning_s(run, lambda: call(chosen[0])) / self.num_layers
+            report = handle if arm == CODED else None
+            self.add(arm, tokens, routing, way, seconds, asked_bytes, stats, num_made, report, host_s)
 
     def check(self, arm, result, key):
         wanted = self.wanted.setdefault(key, result.cpu()).to(result.device)
@@ -201,21 +389,29 @@ class Bench:
             self.plain_s[key] = min(seconds, self.plain_s.get(key, seconds))
         return f"{self.plain_s[key] / seconds:.3f}" if arm == CODED and key in self.plain_s else ""
 
-    def add(self, arm, tokens, routing, way, seconds, asked_bytes, stats, made, report):
-        link_bytes = stats.link_bytes // made if stats else 0
-        by_engine = arm == STREAMED or tokens > max(BATCHES)
+    def link_bytes(self, arm, asked_bytes, stats, made):
+        if stats:
+            return stats.link_bytes // made
+        return {HOOKS: self.num_bytes, GATHERED: asked_bytes}.get(arm, 0)
+
+    def add(self, arm, tokens, routing, way, seconds, asked_bytes, stats, made, report, host_s):
+        link_bytes = self.link_bytes(arm, asked_bytes, stats, made)
+        by_engine = arm in (STREAMED, *OTHERS) or tokens > max(BATCHES)
         bound = link_bytes / (ideal.LINK_COPY_GBPS if by_engine else ideal.LINK_KERNEL_GBPS) * 1e-9
-        gbps, ms, ms_of_48 = asked_bytes / seconds * 1e-9, 1e3 * seconds, 1e3 * seconds * ALL_LAYERS / self.num_layers
+        gbps, ms = asked_bytes / seconds * 1e-9, 1e3 * seconds
+        ms_of_all = ms * self.shape.layers / self.num_layers
         case = f"{self.num_layers} layers, {tokens} tokens, {routing}, {way}"
         times = self.times_plain(arm, (routing, tokens, way), seconds)
-        device_bytes = report.nbytes if report else self.num_bytes
+        on_device = 0 if arm in OTHERS else self.num_bytes
+        device_bytes = report.nbytes if report else on_device
         self.run.add(
             case=case,
             arm=arm,
             rows=tokens,
             row_bytes=self.expert_bytes,
-            dtype=torch.bfloat16,
-            savings=1 - (stats.host_bytes / stats.weight_bytes if stats else device_bytes / self.num_bytes),
+            dtype=self.shape.dtype,
+            savings=1
+            - (stats.host_bytes / stats.weight_bytes if stats else (device_bytes or self.num_bytes) / self.num_bytes),
             gbps=gbps,
             ideal_gbps=asked_bytes / bound * 1e-9 if bound else gbps,
             sms=None,
@@ -223,20 +419,21 @@ class Bench:
             routing=routing,
             way=way,
             ms=f"{ms:.3f}",
-            ms_of_48=f"{ms_of_48:.2f}",
+            ms_of_all=f"{ms_of_all:.2f}",
             bound_ms=f"{1e3 * bound:.3f}" if bound else "",
             asked_bytes=asked_bytes,
             link_bytes=link_bytes,
             hit_rate=f"{stats.expert_hit_rate:.4f}" if stats else "",
-            host_bytes=stats.host_bytes if stats else 0,
+            host_bytes=stats.host_bytes if stats else self.num_bytes * (arm in OTHERS),
             device_bytes=stats.device_bytes if stats else device_bytes,
+            host_us="" if host_s is None else f"{1e6 * host_s:.1f}",
             times=times,
         )
         hits = f", {stats.expert_hit_rate:.1%} hits" if stats else f", {times} of plain's rate" * bool(times)
-        print(f"{case}, {arm}: {ms:.2f} ms, {ms_of_48:.1f} of 48 layers, bound {1e3 * bound:.2f}{hits}", flush=True)
+        print(f"{case}, {arm}: {ms:.2f} ms, {ms_of_all:.1f} of all layers, bound {1e3 * bound:.2f}{hits}", flush=True)
 
 
-def shortfalls(rows):
+def shortfalls(rows, shape=QWEN3_30B):
     """Lines that say where a figure falls short of its target: the faster way of each arm counts."""
     best = {}
     for row in rows:
@@ -245,34 +442,41 @@ def shortfalls(rows):
         if row["arm"] == CODED and 1 - float(row["savings"]) > WANTED_MEMORY:
             yield f"{row['case']}: {row['savings']} saved, wanted {1 - WANTED_MEMORY:.2f}"
     for row in rows:
-        key, bound = (row["arm"], row["rows"], row["routing"]), float(row["bound_ms"] or 0) * ALL_LAYERS / row["layers"]
-        best[key] = min(best.get(key, (float("inf"), 0.0)), (float(row["ms_of_48"]), bound))
+        key, bound = (
+            (row["arm"], row["rows"], row["routing"]),
+            float(row["bound_ms"] or 0) * shape.layers / row["layers"],
+        )
+        best[key] = min(best.get(key, (float("inf"), 0.0)), (float(row["ms_of_all"]), bound))
     for (arm, tokens, routing), (ms, bound) in best.items():
-        wanted = WANTED_MS.get((arm, routing)) if tokens == 1 else None
+        wanted = shape.wanted_ms.get((arm, routing)) if tokens == 1 else None
         raw = best.get((arm + RAW, tokens, routing))
-        if arm == BY_INDEX and tokens > 1 and routing == UNIFORM:
+        if arm == BY_INDEX and routing == UNIFORM and (tokens > 1 or not shape.wanted_ms):
             wanted = bound / (WANTED_PREFILL if tokens > max(BATCHES) else WANTED_SHARE)
         elif wanted and arm == CACHED and raw:
             wanted = min(wanted, raw[0] / WANTED_TIMES_RAW)
         if wanted and ms > wanted:
-            yield f"{arm}, {tokens} tokens, {routing}: {ms:.1f} ms of 48 layers, wanted {wanted:.1f}"
+            yield f"{arm}, {tokens} tokens, {routing}: {ms:.1f} ms of all layers, wanted {wanted:.1f}"
 
 
 def main(argv=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--layers", type=int)
+    own.add_argument("--deepseek", action="store_true")
     found, others = own.parse_known_args(argv)
-    args = harness.parse_args(others, __doc__)
-    run = harness.Run("moe", args, EXTRA_COLUMNS)
+    args, shape = harness.parse_args(others, __doc__), DEEPSEEK_V3 if found.deepseek else QWEN3_30B
+    run = harness.Run(shape.csv, args, EXTRA_COLUMNS)
     if transformers is None:
         print("transformers with stacked experts is not installed: nothing to measure")
         return run.finish()
-    bench = Bench(run, found.layers or (QUICK_LAYERS if run.quick else LAYERS))
-    for arm in ARMS:
+    bench = Bench(run, shape, found.layers or (QUICK_LAYERS if run.quick else shape.measured))
+    if PLAIN not in shape.arms:
+        bench.note_wanted()
+        weights.release(run)
+    for arm in shape.arms:
         with run.cell(arm):
             bench.measure_arm(arm)
         weights.release(run)
-    return run.finish(shortfalls(run.rows))
+    return run.finish(shortfalls(run.rows, shape))
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ class Calls:
 
     def _small(self, module: Any, held: torch.Tensor) -> dict[str, torch.Tensor]:
         """The experts' part of other tensors: biases, scales."""
-        all_tensors = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-        tensors = {name: tensor for name, tensor in all_tensors if name not in self._stacks}
+        all_tensors = chain(module._parameters.items(), module._buffers.items())
+        tensors = {name: tensor for name, tensor in all_tensors if tensor is not None and name not in self._stacks}
         if not tensors:
             return {}
         experts = held.clamp(0, module.num_experts - 1)

@@ -27,8 +27,12 @@ def test_the_script_on_the_cpu(measured):
     assert {row["layers"] for row in rows} == {"3"}
     cells = {(row["arm"], row["routing"], int(row["rows"])) for row in rows}
     few = {(arm, routing, tokens) for arm in moe.ARMS for routing in ("uniform", "sticky") for tokens in (1, 3)}
+    few -= {(moe.HOOKS, routing, tokens) for routing, tokens in (("uniform", 3), ("sticky", 1), ("sticky", 3))}
     assert cells == few | {
         (arm, "uniform", moe.QUICK_PREFILL) for arm in (moe.PLAIN, moe.CODED, moe.STREAMED, moe.BY_INDEX)
+    }
+    assert {row["arm"]: row["host_us"] != "" for row in rows if row["rows"] == "1"} == {
+        arm: arm not in (moe.STREAMED, *moe.OTHERS) for arm in moe.ARMS
     }
     assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
     assert all((float(row["times"] or 0) > 0) == (row["arm"] == moe.CODED) for row in rows)
@@ -39,21 +43,46 @@ def test_what_is_moved(measured):
     rows = {(row["arm"], row["routing"], int(row["rows"])): row for row in measured[1]}
     for routing in ("uniform", "sticky"):
         for tokens in (1, 3):
-            link = {arm: int(rows[arm, routing, tokens]["link_bytes"]) for arm in moe.ARMS}
+            link = {arm: int(rows[arm, routing, tokens]["link_bytes"]) for arm in moe.ARMS if arm != moe.HOOKS}
             asked = int(rows[moe.BY_INDEX, routing, tokens]["asked_bytes"])
+            assert link[moe.GATHERED] == asked
             assert link[moe.BY_INDEX] < 0.75 * link[moe.BY_INDEX + moe.RAW] < 0.75 * 1.1 * asked
             assert link[moe.CACHED] < link[moe.BY_INDEX] < link[moe.STREAMED]
-            hits = {arm: float(rows[arm, routing, tokens]["hit_rate"]) for arm in moe.ARMS[4:]}
+            hits = {
+                arm: float(rows[arm, routing, tokens]["hit_rate"]) for arm in moe.ARMS if arm.startswith(moe.BY_INDEX)
+            }
             assert hits[moe.BY_INDEX] == 0 < hits[moe.CACHED + moe.RAW] < hits[moe.CACHED]
 
 
-OTHERS = {"rows": 8, "routing": "uniform", "ms_of_48": "10.0", "bound_ms": "", "layers": 48}
+def test_experts_in_fp8(tmp_path):
+    assert moe.main(["--deepseek", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    with open(tmp_path / "moe_deepseek.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["arm"], row["dtype"]) for row in rows} == {
+        (arm, "float8_e4m3fn") for arm in (moe.BY_INDEX, moe.BY_INDEX + moe.RAW)
+    }
+    link = {(row["arm"], row["routing"], row["rows"]): int(row["link_bytes"]) for row in rows}
+    for routing in ("uniform", "sticky"):
+        for tokens in ("1", "3"):
+            assert link[moe.BY_INDEX, routing, tokens] < 0.85 * link[moe.BY_INDEX + moe.RAW, routing, tokens]
+
+
+def test_dequantized_blocks():
+    experts = torch.ones(2, 4, 6).to(torch.float8_e4m3fn)
+    scale = torch.arange(8.0).view(2, 2, 2)
+    found = moe.dequantized(experts, scale, (2, 3))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, scale.repeat_interleave(2, 1).repeat_interleave(3, 2).bfloat16())
+    with pytest.raises(ValueError, match="whole blocks"):
+        moe.dequantized(experts, scale)
+
+
+OTHERS = {"rows": 8, "routing": "uniform", "ms_of_all": "10.0", "bound_ms": "", "layers": 48}
 
 
 @pytest.mark.parametrize("routing", ["uniform", "sticky"])
 def test_routes(routing):
-    config = moe.transformers.Qwen3MoeConfig(num_experts=32, num_experts_per_tok=4)
-    found = moe.routes(routing, config, 2, 3, 200, "cpu")
+    found = moe.routes(routing, 32, 4, 2, 3, 200, "cpu")
     assert found.shape == (200, 2, 3, 4) and found.min() >= 0 and found.max() < 32
     ordered = found.sort(-1).values
     assert bool((ordered[..., 1:] > ordered[..., :-1]).all())
@@ -76,7 +105,7 @@ def test_shortfalls_of_coded_experts():
 
 def test_shortfalls():
     def row(arm, rows, routing, ms, bound):
-        return {"arm": arm, "rows": rows, "routing": routing, "ms_of_48": ms, "bound_ms": bound, "layers": 48}
+        return {"arm": arm, "rows": rows, "routing": routing, "ms_of_all": ms, "bound_ms": bound, "layers": 48}
 
     near = [row(moe.BY_INDEX, 1, "uniform", "45.00", "43"), row(moe.BY_INDEX, 8, "uniform", "100.00", "91")]
     assert list(moe.shortfalls(near)) == []
@@ -85,3 +114,5 @@ def test_shortfalls():
     far += [row(moe.BY_INDEX, 2048, "uniform", "100.00", "94")]
     wanted = [line.rsplit(" ", 1)[1] for line in moe.shortfalls(far)]
     assert wanted == ["46.0", "98.9", "15.4", "98.9"]
+    one = [{**row(moe.BY_INDEX, 1, "uniform", "60.00", "50"), "layers": moe.DEEPSEEK_V3.layers}]
+    assert [line.rsplit(" ", 1)[1] for line in moe.shortfalls(one, moe.DEEPSEEK_V3)] == ["55.6"]
