@@ -1,6 +1,6 @@
 """How long is a token of a mixture of experts whose experts are in host memory, or coded on the GPU?
 
-    python -m benchmarks.moe [--deepseek] [--layers N] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.moe [--deepseek | --hits] [--layers N] [--out DIR] [--device cpu] [--quick]
 
 Layers of experts with the sizes of Qwen3-30B-A3B, by transformers' own class: 128 experts of 3 x 2048 x 768 BF16
 values, N(0, 0.02), without attention; a token uses 8 experts. The model has 48 layers, --layers measures fewer. Arms:
@@ -25,6 +25,9 @@ model), bound_ms (link_bytes at the rate of kernels; where all experts are strea
 (raw bytes of the experts that a call asks for, each once), link_bytes (a call), hit_rate (of rows), host_bytes,
 device_bytes, host_us (of a layer, until an eager call comes back) and times (how many times as fast as the faster of
 the plain arms `coded on the GPU` is); `rows` are the tokens of a call, and gbps are of asked_bytes.
+
+--hits counts, and measures no time: moe_hits.csv has what each of the first tokens after the start brings over the link
+with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine.
 """
 
 import argparse
@@ -33,6 +36,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -40,7 +44,7 @@ from torch import nn
 import ibp
 from ibp.nn._stacks import Calls, stand_in
 
-from . import harness, ideal, small_calls, weights
+from . import harness, ideal, ratio, small_calls, weights
 
 try:
     import accelerate
@@ -75,6 +79,8 @@ UNIFORM, STICKY, EAGER, GRAPH = "uniform", "sticky", "eager", "graph"
 EXTRA_COLUMNS = (
     "layers,routing,way,ms,ms_of_all,bound_ms,asked_bytes,link_bytes,hit_rate,host_bytes,device_bytes,host_us,times"
 ).split(",")
+HITS_COLUMNS = "arm,routing,token,layers,asked_bytes,link_bytes,hit_rate,cache_bytes,commit".split(",")
+SHOWN_TOKENS, QUICK_TOKENS = 200, 5
 # Wanted at batch 1: ms of all layers, and times the rate of raw rows behind a cache; else shares of the bound.
 WANTED_MS = {(BY_INDEX, UNIFORM): 46.0, (CACHED, STICKY): 20.0}
 WANTED_SHARE, WANTED_PREFILL, WANTED_TIMES_RAW = 0.90, 0.95, 1.3
@@ -433,6 +439,34 @@ class Bench:
         print(f"{case}, {arm}: {ms:.2f} ms, {ms_of_all:.1f} of all layers, bound {1e3 * bound:.2f}{hits}", flush=True)
 
 
+@torch.inference_mode()
+def count_hits(bench, path):
+    """Writes what each token brings. @return the exit status."""
+    sheet, num_tokens = ratio.Sheet(path, HITS_COLUMNS), QUICK_TOKENS if bench.run.quick else SHOWN_TOKENS
+    for arm, routing in itertools.product((CACHED, CACHED + RAW), (UNIFORM, STICKY)):
+        model, handle = bench.model(arm)
+        x, chosen, gates = bench.inputs(1, routing, num_tokens)
+        for token, route in enumerate(chosen):
+            handle.reset_stats()
+            model(x, route, gates)
+            stats = handle.stats()
+            sheet.add(
+                arm=arm,
+                routing=routing,
+                token=token,
+                layers=bench.num_layers,
+                asked_bytes=route.numel() * bench.expert_bytes,
+                link_bytes=stats.link_bytes,
+                hit_rate=f"{stats.expert_hit_rate:.4f}",
+                cache_bytes=int(CACHE_SHARE * bench.num_bytes),
+                commit=harness.commit_id(),
+            )
+        handle.close()
+        del model, handle
+        weights.release(bench.run)
+    return sheet.finish()
+
+
 def shortfalls(rows, shape=QWEN3_30B):
     """Lines that say where a figure falls short of its target: the faster way of each arm counts."""
     best = {}
@@ -462,13 +496,18 @@ def main(argv=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--layers", type=int)
     own.add_argument("--deepseek", action="store_true")
+    own.add_argument("--hits", action="store_true")
     found, others = own.parse_known_args(argv)
     args, shape = harness.parse_args(others, __doc__), DEEPSEEK_V3 if found.deepseek else QWEN3_30B
-    run = harness.Run(shape.csv, args, EXTRA_COLUMNS)
     if transformers is None:
         print("transformers with stacked experts is not installed: nothing to measure")
-        return run.finish()
-    bench = Bench(run, shape, found.layers or (QUICK_LAYERS if run.quick else shape.measured))
+        return 0
+    num_layers = found.layers or (QUICK_LAYERS if args.quick else shape.measured)
+    if found.hits:
+        untimed = SimpleNamespace(quick=args.quick, device=torch.device(args.device), on_gpu=args.device == "cuda")
+        return count_hits(Bench(untimed, shape, num_layers), args.out / "moe_hits.csv")
+    run = harness.Run(shape.csv, args, EXTRA_COLUMNS)
+    bench = Bench(run, shape, num_layers)
     if PLAIN not in shape.arms:
         bench.note_wanted()
         weights.release(run)
