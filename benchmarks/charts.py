@@ -1,4 +1,6 @@
-"""Draws overview.png, the chart of README.md, from the CSVs: `python -m benchmarks.charts [--out DIR]`."""
+"""Draws overview.png, the chart of README.md, and experts.png, that of docs/llm.md, from the CSVs:
+`python -m benchmarks.charts [--out DIR]`.
+"""
 
 import argparse
 import sys
@@ -157,10 +159,49 @@ def draw(directory):
     print(path)
 
 
+def smoothed(values, window=16):
+    """Means of each value and those before it, at most `window`."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def draw_experts(directory):
+    """Writes experts.png: hits and bytes of a cache of experts over time."""
+    rows = reading.Results(Path(directory)).rows("moe_hits")
+    if plt is None or not rows:
+        print("no chart of experts: " + ("moe_hits.csv is missing" if plt else "matplotlib is missing"))
+        return
+    figure, (hits, traffic) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    for arm, color in (("by index, cache", STYLE[IBP][1]), ("by index, cache, raw rows", STYLE["raw rows"][1])):
+        for routing, line in (("sticky", "-"), ("uniform", "--")):
+            own = [row for row in rows if row["arm"] == arm and row["routing"] == routing]
+            label = f"{'raw' if 'raw' in arm else 'coded'} experts, {routing}"
+            rates = smoothed([100 * row["hit_rate"] for row in own])
+            shares = smoothed([100 * row["link_bytes"] / row["asked_bytes"] for row in own])
+            hits.plot(rates, line, color=color, label=label)
+            traffic.plot(shares, line, color=color, label=label)
+    for panel, title in ((hits, "Hits, %"), (traffic, "Bytes on the link, % of the experts' raw bytes")):
+        panel.set_title(title, fontsize=10, loc="left")
+        panel.set_xlabel("token since the start (means of 16)", fontsize=9)
+        panel.set_ylim(0, 105)
+        panel.grid(alpha=0.3)
+    hits.legend(fontsize=8, loc="lower right")
+    share = rows[0]["cache_bytes"] / (rows[0]["asked_bytes"] / 8 * 128)
+    figure.suptitle(
+        f"8 of 128 experts a token, a cache of {share:.0%} of their raw bytes (commit {rows[0]['commit'][:10]})",
+        fontsize=10,
+    )
+    path = Path(directory) / "experts.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(path)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="directory of the CSV files")
-    draw(parser.parse_args(argv).out)
+    directory = parser.parse_args(argv).out
+    draw(directory)
+    draw_experts(directory)
     return 0
 
 

@@ -9,6 +9,7 @@ pages cite: a page has a sentence between `<!-- NAME: written by python -m bench
 
 import argparse
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -899,6 +900,32 @@ def digit_forms(results):
     )
 
 
+def expert_hits(results):
+    """What a cache of coded experts and one of raw experts find, after they have filled."""
+
+    def found(arm, routing):
+        rows = results.rows("moe_hits", arm=arm, routing=routing)
+        return rows[len(rows) // 2 :]
+
+    def hits(arm, routing):
+        return percent(statistics.fmean(row["hit_rate"] for row in found(arm, routing)), 0)
+
+    def share(arm, routing):
+        rows = found(arm, routing)
+        return percent(sum(row["link_bytes"] for row in rows) / sum(row["asked_bytes"] for row in rows), 0)
+
+    coded, raw = "by index, cache", "by index, cache, raw rows"
+    return (
+        "Counted for 8 of 128 experts a token and a cache of half their raw bytes, after 100 tokens: where tokens keep "
+        f"to popular experts (by Zipf's law) {hits(coded, 'sticky')} of the rows are in a cache of coded experts, "
+        f"{hits(raw, 'sticky')} in one of raw experts, and {share(coded, 'sticky')} and {share(raw, 'sticky')} of the "
+        f"experts' raw bytes cross the link; where all experts are as likely, {hits(coded, 'uniform')} and "
+        f"{hits(raw, 'uniform')}, and {share(coded, 'uniform')} and {share(raw, 'uniform')}.\n\n"
+        "![Hits and bytes on the link by token, of caches of coded and of raw experts]"
+        "(../benchmarks/results/experts.png)"
+    )
+
+
 def choices(results):
     rows = [row for row in results.rows("choose") if row["chosen"]]
     good = sum(row["loss"] <= row["wanted_loss"] for row in rows)
@@ -1055,6 +1082,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "and up {from linear}.",
     "real weights": real_weights,
     "digit forms": digit_forms,
+    "expert hits": expert_hits,
     "flexgen": "With opt-6.7b in FP16, batch 4 and all weights in host memory, a step takes "
     "{flexgen_opt|token_s||FlexGen} and {flexgen_opt|host_bytes||FlexGen} GB of host memory without ibp, "
     "{flexgen_opt|token_s||FlexGen, ibp} and {flexgen_opt|host_bytes||FlexGen, ibp} GB with it {from flexgen_opt}.",

@@ -147,7 +147,7 @@ def test_tables_and_figures_wait_for_their_csv(tmp_path):
 
 def test_the_chart(tmp_path):
     pytest.importorskip("matplotlib")
-    for name in ("gather", "stream", "codec"):
+    for name in ("gather", "stream", "codec", "moe_hits"):
         (tmp_path / f"{name}.csv").write_text((harness.RESULTS / f"{name}.csv").read_text())
     charts.draw(tmp_path)
     assert (tmp_path / "overview.png").stat().st_size > 10_000
@@ -158,8 +158,12 @@ def test_the_chart(tmp_path):
         if row["arm"] in ("planes decode", "planes decode packed")
     )
     assert device[charts.IBP] == best
+    charts.draw_experts(tmp_path)
+    assert (tmp_path / "experts.png").stat().st_size > 10_000
 
 
 def test_no_chart_without_measurements(tmp_path, capsys):
     charts.draw(tmp_path)
-    assert "no chart: " in capsys.readouterr().out and not list(tmp_path.iterdir())
+    charts.draw_experts(tmp_path)
+    said = capsys.readouterr().out
+    assert "no chart: " in said and "no chart of experts: " in said and not list(tmp_path.iterdir())

@@ -67,6 +67,17 @@ def test_experts_in_fp8(tmp_path):
             assert link[moe.BY_INDEX, routing, tokens] < 0.85 * link[moe.BY_INDEX + moe.RAW, routing, tokens]
 
 
+def test_hits(tmp_path):
+    assert moe.main(["--hits", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    with open(tmp_path / "moe_hits.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == moe.HITS_COLUMNS and len(rows) == 2 * 2 * moe.QUICK_TOKENS
+    for row in rows:
+        assert (row["hit_rate"] == "0.0000") == (row["token"] == "0")
+        assert int(row["link_bytes"]) <= int(row["asked_bytes"])
+    assert [path.name for path in tmp_path.iterdir()] == ["moe_hits.csv"]
+
+
 def test_dequantized_blocks():
     experts = torch.ones(2, 4, 6).to(torch.float8_e4m3fn)
     scale = torch.arange(8.0).view(2, 2, 2)

@@ -390,7 +390,10 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
 
 # CSVs that lack columns of where they were measured: those that count bytes, and what README.md of the benchmarks says.
 WITHOUT_MACHINE = {
-    **{name: {"gpu"} for name in ("bits", "chunks", "digit_forms", "more_clusters", "probes", "real_weights")},
+    **{
+        name: {"gpu"}
+        for name in ("bits", "chunks", "digit_forms", "moe_hits", "more_clusters", "probes", "real_weights")
+    },
     **{name: {"gpu", "commit"} for name in ("ratio", "sampling", "clusters", "fuzz")},
 }
 

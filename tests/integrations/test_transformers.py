@@ -1,6 +1,10 @@
 """`ibp.offload` of the models of transformers: decoders, encoders, both, mixtures of experts, and adapters of PEFT."""
 
 import copy
+import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from models import losses_of
+from native import ROOT
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -141,6 +146,14 @@ def test_mixtures(name, implementation):
             offloaded.reset_stats()
             model(ids)
             assert offloaded.stats().expert_misses == 0
+
+
+def test_the_example_of_a_mixture(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "mixture.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Every token is the same." in done.stdout, done.stderr
+    assert (tmp_path / "hits.png").exists() == bool(importlib.util.find_spec("matplotlib"))
 
 
 @torch.no_grad()
