@@ -195,6 +195,18 @@ def beside_plain(row):
     return fine_number(row["ms"]) + times
 
 
+def of_all_layers(row):
+    """Milliseconds of a model's experts; of those coded on the GPU how many times as fast as plain ones, of others the
+    share of their bound."""
+    if row["times"]:
+        return f"{fine_number(row['ms_of_all'])} ({row['times']:.2f})"
+    share = f" ({percent(row['bound_ms'] / row['ms'], 0)})" if row["bound_ms"] else ""
+    return fine_number(row["ms_of_all"]) + share
+
+
+EXPERT_CALLS = {"tokens": cell("rows", "{:,}".format), "routing": cell("routing"), "way": cell("way")}
+
+
 def matrix_name(row):
     """Of a row of linear.csv."""
     return row["case"].partition(",")[0]
@@ -469,6 +481,37 @@ TABLES = (
         lambda row: f"{row['bits']:.2f} ({row['bound']:.2f})",
         lambda row: row["digit_bits"] <= 4,
         cell("form"),
+    ),
+    Table(
+        "Mixtures of experts",
+        "moe",
+        "Milliseconds of a call through the experts of all 48 layers of Qwen3-30B-A3B's shape, reckoned from some "
+        "layers; in brackets the bound's share (the link's time for the bytes that cross it), or how many times as fast as the "
+        "faster plain arm",
+        EXPERT_CALLS,
+        of_all_layers,
+    ),
+    Table(
+        "",
+        "moe",
+        "The same: GB of the measured layers on the host and on the GPU, the share of rows that were in the cache, and "
+        "microseconds a layer until a call comes back without a graph",
+        {
+            "arm": cell("arm"),
+            "GB on the host": cell("host_bytes", gigabytes),
+            "GB on the GPU": cell("device_bytes", gigabytes),
+            "hits": lambda row: percent(row["hit_rate"], 0) if row["hit_rate"] else "",
+            "us of the host": cell("host_us", fine_number),
+        },
+        where=lambda row: row["rows"] == 1 and row["way"] == "eager" and row["routing"] == "sticky",
+    ),
+    Table(
+        "",
+        "moe_deepseek",
+        "Milliseconds of a call through the FP8 experts of all 58 layers of DeepSeek-V3's shape, reckoned from some "
+        "layers; in brackets the bound's share",
+        EXPERT_CALLS,
+        of_all_layers,
     ),
     Table(
         "Models larger than the GPU",
