@@ -486,8 +486,8 @@ TABLES = (
         "Mixtures of experts",
         "moe",
         "Milliseconds of a call through the experts of all 48 layers of Qwen3-30B-A3B's shape, reckoned from some "
-        "layers; in brackets the bound's share (the link's time for the bytes that cross it), or how many times as fast as the "
-        "faster plain arm",
+        "layers; in brackets the bound's share (the link's time for the bytes that cross it), or how many times as "
+        "fast as the faster plain arm",
         EXPERT_CALLS,
         of_all_layers,
     ),
