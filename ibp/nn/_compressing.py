@@ -22,7 +22,7 @@ from ._experts import Experts
 from ._stacks import by_rows, is_stack, reshaped
 from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
-_LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
+LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
 # Names of modules that models call with the same x, in the order of their calls.
 _NEIGHBOURS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -281,7 +281,7 @@ class ModelPlan:
         return None
 
     def _put(self, weight: _Weight, table: CompressedTensor) -> bool:
-        if table.nbytes > weight.num_bytes * (1 - _LEAST_SAVINGS):
+        if table.nbytes > weight.num_bytes * (1 - LEAST_SAVINGS):
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
             return False
         if weight.is_stacked:
