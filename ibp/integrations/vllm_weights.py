@@ -63,7 +63,7 @@ _TABLES: WeakValueDictionary[int, CompressedTensor] = WeakValueDictionary()
 
 
 @torch.library.custom_op(
-    "ibp::engine_linear", mutates_args=(), schema="(Tensor x, Tensor slots, Tensor? bias, int rows) -> Tensor"
+    "ibp_engines::linear", mutates_args=(), schema="(Tensor x, Tensor slots, Tensor? bias, int rows) -> Tensor"
 )
 def _engine_linear(x: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
     """`ibp.linear`, whose choice of a kernel compiled code must not make once for all numbers of tokens."""
@@ -76,7 +76,7 @@ def _(x: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None, rows: int
 
 
 @torch.library.custom_op(
-    "ibp::engine_rows", mutates_args=(), schema="(Tensor ids, Tensor slots, int columns, ScalarType dtype) -> Tensor"
+    "ibp_engines::rows", mutates_args=(), schema="(Tensor ids, Tensor slots, int columns, ScalarType dtype) -> Tensor"
 )
 def _engine_rows(ids: torch.Tensor, slots: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
     rows = ibp.index_select(_TABLES[slots.data_ptr()], ids.reshape(-1))
@@ -165,7 +165,7 @@ class _Coded:
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.coded is None:
             return self._plain.apply(layer, x, bias)
-        return torch.ops.ibp.engine_linear(x, layer.coded_slots, bias, layer.coded.shape[0])
+        return torch.ops.ibp_engines.linear(x, layer.coded_slots, bias, layer.coded.shape[0])
 
     def _table_of(self, weight: torch.Tensor) -> CompressedTensor | None:
         reason = None
@@ -235,7 +235,7 @@ class IBPEmbeddingMethod(_Coded, QuantizeMethodBase):
     def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
         if layer.coded is None:
             return self._plain.embedding(layer, input_)
-        return torch.ops.ibp.engine_rows(input_, layer.coded_slots, layer.coded.shape[1], layer.coded.dtype)
+        return torch.ops.ibp_engines.rows(input_, layer.coded_slots, layer.coded.shape[1], layer.coded.dtype)
 
 
 def register() -> None:

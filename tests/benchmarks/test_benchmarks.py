@@ -4,6 +4,7 @@ import contextlib
 import csv
 import math
 import os
+import re
 import signal
 import time
 import types
@@ -678,9 +679,13 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert suite.main(["--all", *argv]) == 1
     signal.signal(signal.SIGTERM, before)
-    names = [*suite.SPEED, *suite.CODING, *suite.CACHES, *suite.TRAINING, *suite.PAPERS, *suite.MODELS, *suite.BYTES]
+    names = [*suite.SPEED, *suite.CODING, *suite.CACHES, *suite.TRAINING, *suite.CHOICES, *suite.MODELS, *suite.BYTES]
     assert called == [[*f"benchmarks.{name}".split(), *argv] for name in names]
-    assert all((Path(suite.__file__).parent / f"{name.split()[0]}.py").exists() for name in names)
+    assert all((Path(suite.__file__).parent / f"{name.split()[0]}.py").exists() for name in [*names, *suite.OTHERS])
+    called.clear()
+    assert suite.main(["--papers", "--choices", *argv]) == 1  # codec
+    page = set(re.findall(r"\| `([a-z_]+)\.py` \|", (harness.ROOT / "docs" / "reproduction.md").read_text()))
+    assert sorted(words[0] for words in called) == sorted(f"benchmarks.{name}" for name in page | suite.CHOICES.keys())
 
 
 def test_a_script_is_stopped_when_its_time_is_over(tmp_path):

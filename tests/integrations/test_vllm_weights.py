@@ -26,7 +26,7 @@ def table():
 
 
 def product(x, table, bias=None):
-    return torch.ops.ibp.engine_linear(x, table.slots, bias, table.shape[0])
+    return torch.ops.ibp_engines.linear(x, table.slots, bias, table.shape[0])
 
 
 def test_products_and_rows(table):
@@ -34,14 +34,14 @@ def test_products_and_rows(table):
     assert_same_bits(product(x, table), F.linear(x, weight))
     assert_same_bits(product(x[0], table, bias), F.linear(x[0], weight, bias))
     ids = torch.tensor([[3, 47], [0, 3]])
-    assert_same_bits(torch.ops.ibp.engine_rows(ids, table.slots, 64, torch.bfloat16), weight[ids])
+    assert_same_bits(torch.ops.ibp_engines.rows(ids, table.slots, 64, torch.bfloat16), weight[ids])
 
 
 def test_shapes_without_values(table):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(torch.randn(5, 64).bfloat16())
         y = product(x, table)
-        rows = torch.ops.ibp.engine_rows(mode.from_tensor(torch.tensor([[1], [2]])), table.slots, 64, torch.bfloat16)
+        rows = torch.ops.ibp_engines.rows(mode.from_tensor(torch.tensor([[1], [2]])), table.slots, 64, torch.bfloat16)
     assert y.shape == (5, 48) and rows.shape == (2, 1, 64) and y.dtype == rows.dtype == torch.bfloat16
 
 
@@ -56,7 +56,7 @@ def test_compiled_code_is_for_all_numbers_of_tokens_and_all_layers(table):
         return graph.forward
 
     run = torch.compile(
-        lambda x, slots: torch.ops.ibp.engine_linear(x, slots, None, 48) + 1, backend=backend, fullgraph=True
+        lambda x, slots: torch.ops.ibp_engines.linear(x, slots, None, 48) + 1, backend=backend, fullgraph=True
     )
     for count, of in ((600, table), (2, table), (9, other)):
         x = torch.randn(count, 64).bfloat16()
@@ -71,7 +71,7 @@ def test_a_table_that_is_gone_is_not_kept(table):
     slots = table.slots
     vllm_weights._TABLES.pop(address)
     with pytest.raises(KeyError):
-        torch.ops.ibp.engine_linear(torch.randn(1, 64).bfloat16(), slots, None, 48)
+        torch.ops.ibp_engines.linear(torch.randn(1, 64).bfloat16(), slots, None, 48)
 
 
 @without_vllm
