@@ -170,12 +170,13 @@ class IBPWeightMethod(LinearMethodBase):
         self.uses_meta_device = isinstance(plain, UnquantizedLinearMethod)
         self.table: CompressedTensor | None = None
         self._shape = (0, 0)  # of the table
-        self._is_done, self._tied = False, None
+        self._is_done = False  # whether the weight is processed
+        self._tied: Any = None  # an embedding of the same weight
         while self.name in _methods:  # as layers of a draft model beside the model
             self.name += "'"
         _methods[self.name] = self
 
-    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **options: Any) -> None:
+    def create_weights(self, layer: Any, *sizes: Any, **options: Any) -> None:
         if not self.uses_meta_device:
             self._plain.create_weights(layer, *sizes, **options)
             return
@@ -183,12 +184,12 @@ class IBPWeightMethod(LinearMethodBase):
             self._plain.create_weights(layer, *sizes, **options)
         initialize_online_processing(layer)
 
-    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Lets a head multiply by an embedding's table."""
         layer.weight, self._tied = embed_tokens.weight, embed_tokens
         return layer
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Codes a loaded weight and frees it. vLLM calls this once more at the end.
 
         Raises:
@@ -207,8 +208,8 @@ class IBPWeightMethod(LinearMethodBase):
         if self.table is None:
             self._plain.process_weights_after_loading(layer)
             return
-        self._shape = rows, columns = tuple(self.table.shape)
-        empty = torch.empty(0, columns, dtype=self.table.dtype, device=layer.weight.device)
+        self._shape = self.table.shape[0], self.table.shape[1]
+        empty = torch.empty(0, self._shape[1], dtype=self.table.dtype, device=layer.weight.device)
         del layer.weight
         layer.register_parameter("weight", torch.nn.Parameter(empty, requires_grad=False))
 
@@ -224,7 +225,16 @@ class IBPWeightMethod(LinearMethodBase):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the table."""
-        return (linear if self._config.fields.fused else linear_of)(x, self.table, bias)
+        return (linear if self._config.fields.fused else linear_of)(x, self._coded, bias)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the table."""
+        return embedding_of(ids, self._coded)
+
+    @property
+    def _coded(self) -> CompressedTensor:
+        assert self.table is not None, f"{self.name} is plain"
+        return self.table
 
 
 # Compiled graphs hold these operations: how many vectors the kernel takes is decided when they run, not when vLLM
@@ -243,7 +253,7 @@ def _(x: torch.Tensor, bias: torch.Tensor | None, name: str, num_rows: int) -> t
 
 @torch.library.custom_op("ibp::vllm_embedding", mutates_args=())
 def _embedding(ids: torch.Tensor, name: str, num_columns: int) -> torch.Tensor:
-    return embedding_of(ids, _methods[name].table)
+    return _methods[name].rows(ids)
 
 
 @_embedding.register_fake
