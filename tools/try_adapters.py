@@ -10,20 +10,21 @@ are; all others, such as those with compiled parts, are replaced by objects that
 worker's side of the connector, then store and load random chunks for some hundred steps, as a scheduler does: blocks
 are written anew as soon as vLLM may do so, pages find no room, caches are reset. SGLang's own factory makes the
 storage, its controller's methods write and read pages, and its storage of files says which prefixes can be restored.
-Every page that comes back has to have the bits that were stored. vLLM's own layers and loaders bring shards of weights
-to `--quantization ibp`, and results have to be those of plain weights.
+Every page that comes back has to have the bits that were stored.
+
+try_weights.py then tries vLLM's layers with coded weights.
 """
 
 import argparse
 import dataclasses
 import fnmatch
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import inspect
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,11 +33,12 @@ import types
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+import try_weights
 from record_interfaces import ENGINES
 
 # Modules that are imported as they are.
 REAL = (
+    *try_weights.REAL,
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.config",
     "vllm.v1.kv_offload.factory",
@@ -46,14 +48,6 @@ REAL = (
     "vllm.v1.kv_offload.cpu.policies.*",
     "vllm.v1.metrics.cache_hit_source",
     "vllm.utils.math_utils",
-    "vllm.model_executor.custom_op",
-    "vllm.model_executor.parameter",
-    "vllm.model_executor.utils",
-    "vllm.model_executor.layers.linear",
-    "vllm.model_executor.layers.vocab_parallel_embedding",
-    "vllm.model_executor.layers.quantization",
-    "vllm.model_executor.layers.quantization.base_config",
-    "vllm.model_executor.model_loader.reload.*",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",
     "sglang.srt.mem_cache.hicache_storage",
@@ -70,18 +64,6 @@ REAL = (
 )
 GIVEN_ON = {"lmcache.v1.platform": "lmcache.v1.platform.event_notifier"}  # by package: whose names it gives on
 PAGE_ALIGNMENT = 4096  # of vLLM's chunks in host memory
-RANKS = {"rank": 0, "ranks": 1}  # of vLLM's tensor parallelism
-# By name: what stands for functions whose results count.
-FUNCTIONS = {
-    "get_tensor_model_parallel_rank": lambda: RANKS["rank"],
-    "get_tensor_model_parallel_world_size": lambda: RANKS["ranks"],
-    "tensor_model_parallel_all_reduce": lambda x: x,
-    "divide": lambda numerator, denominator: numerator // denominator,
-    "dispatch_unquantized_gemm": lambda *backend: lambda layer, x, weight, bias: F.linear(x, weight, bias),
-    "is_deferred_attention_layer": lambda layer: False,
-    "default_weight_loader": lambda parameter, loaded: parameter.data.copy_(loaded),
-    "is_fp8": lambda dtype: False,
-}
 
 
 class _NothingType(type):
@@ -156,10 +138,8 @@ def _attribute(module, name):
         given_on = importlib.import_module(GIVEN_ON[module])
         if hasattr(given_on, name):
             return getattr(given_on, name)
-    if name in FUNCTIONS:
-        return FUNCTIONS[name]
-    if module == "vllm.envs":
-        return None
+    if name in try_weights.GIVEN:
+        return try_weights.GIVEN[name]
     if name == "get_size_bytes":
         return lambda shapes, dtypes: sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
     if name == "init_logger":
@@ -352,104 +332,6 @@ def try_vllm(num_steps=200):
     print(f"at most {scheduler.num_lost} pages that found no room")
     check(scheduler.num_loaded > 100 and scheduler.num_lost > 0, "how much has been tried")
     scheduler.connector.shutdown()
-
-
-def matrix(rows, columns, seed):
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).mul(0.02).bfloat16()
-
-
-def load(parameter, tensor, *shard):
-    """As a model does it."""
-    parameter.weight_loader(parameter, tensor, *shard)
-
-
-def loaded_layers(config):
-    """(name, layer, the rank's matrix, its bias), of every kind; each has got its weights."""
-    from vllm.model_executor.layers import linear
-    from vllm.model_executor.layers import vocab_parallel_embedding as embeddings
-
-    rank, ranks = RANKS["rank"], RANKS["ranks"]
-    options = {"params_dtype": torch.bfloat16, "quant_config": config}
-
-    def part(whole, dim=0):
-        return whole.chunk(ranks, dim)[rank]
-
-    gate, up, down, other = matrix(512, 256, 1), matrix(512, 256, 2), matrix(256, 512, 3), matrix(128, 256, 4)
-    layer = linear.MergedColumnParallelLinear(256, [512, 512], bias=False, prefix="0.mlp.gate_up_proj", **options)
-    load(layer.weight, gate, 0), load(layer.weight, up, 1)
-    yield "merged", layer, torch.cat((part(gate), part(up))), None
-    layer = linear.RowParallelLinear(512, 256, bias=False, prefix="0.mlp.down_proj", **options)
-    load(layer.weight, down)
-    yield "row-parallel", layer, part(down, 1), None
-    layer = linear.ReplicatedLinear(256, 128, bias=False, prefix="0.gate", **options)
-    load(layer.weight, other)
-    yield "replicated", layer, other, None
-    layer = linear.ReplicatedLinear(256, 128, bias=False, prefix="0.skipped", **options)
-    load(layer.weight, other)
-    yield "excluded", layer, other, None
-    query, key, value, bias = matrix(512, 256, 5), matrix(128, 256, 6), matrix(128, 256, 7), matrix(1, 768, 8)[0]
-    layer = linear.QKVParallelLinear(256, 64, 8, 2, bias=True, prefix="0.self_attn.qkv_proj", **options)
-    biases = bias.split([512, 128, 128])
-    for shard, tensor, its_bias in zip("qkv", (query, key, value), biases):
-        load(layer.weight, tensor, shard), load(layer.bias, its_bias, shard)
-    yield (
-        "query, key, value",
-        layer,
-        torch.cat([part(x) for x in (query, key, value)]),
-        torch.cat(list(map(part, biases))),
-    )
-    words = matrix(1000, 256, 9)
-    padded = part(F.pad(words, (0, 0, 0, 24)))
-    embedding = embeddings.VocabParallelEmbedding(1000, 256, prefix="embed_tokens", **options)
-    load(embedding.weight, words)
-    yield "embedding", embedding, padded, None
-    head = embeddings.ParallelLMHead(1000, 256, bias=False, prefix="lm_head", **options)
-    yield "tied head", head.tie_weights(embedding), padded, None
-
-
-def try_vllm_weights():
-    """Every kind of layer, alone and on two ranks: shards are loaded by vLLM's own loaders, and multiplied."""
-    for name in ("regex", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = Finder(Path(), name).create_module(importlib.machinery.ModuleSpec(name, None))
-    from vllm.model_executor.layers import quantization
-
-    from ibp.integrations import vllm_weights
-
-    vllm_weights.register()
-    made = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG["ibp"]
-    config = made.from_config({"quant_method": "ibp", "exclude": ["*.skipped"], "min_bytes": 1 << 12})
-    num_coded = num_layers = 0
-    for ranks in (1, 2):
-        for rank in range(ranks):
-            RANKS.update(rank=rank, ranks=ranks)
-            tables = {}
-            for name, layer, weight, bias in loaded_layers(config):
-                is_late = name in ("embedding", "tied head", "excluded")
-                check(hasattr(layer, "coded") != is_late, f"whether {name} is coded when its last shard is loaded")
-                for _ in range(2):  # the second time changes nothing
-                    layer.quant_method.process_weights_after_loading(layer)
-                tables[name] = getattr(layer, "coded", None)
-                num_layers, num_coded = num_layers + 1, num_coded + (tables[name] is not None)
-                check((tables[name] is None) == (name == "excluded"), f"whether {name} is coded")
-                check_products(name, layer, weight, bias)
-                check(tables[name] is None or layer.weight.numel() == 0, f"that the plain weight of {name} is gone")
-            check(tables["tied head"] is tables["embedding"], "one table of embedding and head")
-    print(f"  {num_layers} layers of one and of two ranks, {num_coded} coded, results as those of plain weights")
-
-
-def check_products(name, layer, weight, bias):
-    x = matrix(3, weight.shape[1], 10)
-    y = layer.quant_method.apply(layer, x, bias)
-    check(torch.equal(y, F.linear(x, weight, bias)), f"products of {name}")
-    if name in ("embedding", "tied head"):
-        ids = torch.tensor([[0, 499], [7, 130]])
-        check(
-            torch.equal(bits_of(layer.quant_method.embedding(layer, ids)), bits_of(weight[ids])), "rows of embeddings"
-        )
-        return
-    out = layer(x)
-    check(torch.equal(out[0] if isinstance(out, tuple) else out, y), f"the forward of {name}")
 
 
 # ---- SGLang ----
@@ -676,15 +558,18 @@ def try_lmcache(num_rounds=40):
     manager.close()
 
 
-TRIES = {"vllm": (try_vllm, try_vllm_weights), "sglang": (try_sglang,), "lmcache": (try_lmcache,)}
+TRIES = {"vllm": try_vllm, "sglang": try_sglang, "lmcache": try_lmcache}
 
 
 def run(release):
     """Tries an unpacked release within this process, which can import one release of each package."""
     package = release.name.split("-")[0]
     sys.meta_path.insert(0, Finder(release, package))
-    for attempt in TRIES[package]:
-        attempt()
+    TRIES[package]()
+    if package == "vllm":
+        sys.modules.setdefault("regex", re)
+        sys.meta_path += [Finder(release, name) for name in try_weights.OTHERS]
+        try_weights.try_weights()
 
 
 def main():

@@ -307,11 +307,16 @@ class _Choice:
                 raise ValueError(f"there is no module whose name matches {pattern!r}")
 
     def has(self, name: str) -> bool:
-        """Whether a module, or one around it, is included, and none of these is excluded."""
-        parts = name.split(".")
-        around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
-        is_included = any(is_chosen(outer, self._include, ()) for outer in around)
-        return is_included and all(is_chosen(outer, None, self._exclude) for outer in around)
+        return is_included(name, self._include, self._exclude)
+
+
+def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
+    """Whether a module, or one around it, is included, and none of these is excluded."""
+    parts = name.split(".")
+    around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
+    return any(is_chosen(outer, include, ()) for outer in around) and all(
+        is_chosen(outer, None, exclude) for outer in around
+    )
 
 
 def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:

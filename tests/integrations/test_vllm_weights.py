@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import ibp
 from helpers import assert_same_bits
 from ibp.integrations import vllm_weights
 from ibp.nn._tables import matrix_table
@@ -21,7 +20,7 @@ without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, 
 @pytest.fixture
 def table():
     made = matrix_table(torch.randn(48, 64).mul(0.02).bfloat16())
-    vllm_weights._TABLES[made.slots.data_ptr()] = made
+    vllm_weights._tables[made.slots.data_ptr()] = made
     return made
 
 
@@ -34,21 +33,21 @@ def test_products_and_rows(table):
     assert_same_bits(product(x, table), F.linear(x, weight))
     assert_same_bits(product(x[0], table, bias), F.linear(x[0], weight, bias))
     ids = torch.tensor([[3, 47], [0, 3]])
-    assert_same_bits(torch.ops.ibp_engines.rows(ids, table.slots, 64, torch.bfloat16), weight[ids])
+    assert_same_bits(torch.ops.ibp_engines.rows(ids, table.slots, 64), weight[ids])
 
 
 def test_shapes_without_values(table):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(torch.randn(5, 64).bfloat16())
         y = product(x, table)
-        rows = torch.ops.ibp_engines.rows(mode.from_tensor(torch.tensor([[1], [2]])), table.slots, 64, torch.bfloat16)
+        rows = torch.ops.ibp_engines.rows(mode.from_tensor(torch.tensor([[1], [2]])), table.slots, 64)
     assert y.shape == (5, 48) and rows.shape == (2, 1, 64) and y.dtype == rows.dtype == torch.bfloat16
 
 
 @pytest.mark.slow  # torch.compile is loaded
 def test_compiled_code_is_for_all_numbers_of_tokens_and_all_layers(table):
     other = matrix_table(torch.randn(48, 64).mul(0.02).bfloat16())
-    vllm_weights._TABLES[other.slots.data_ptr()] = other
+    vllm_weights._tables[other.slots.data_ptr()] = other
     compiled = []
 
     def backend(graph, inputs):
@@ -67,9 +66,9 @@ def test_compiled_code_is_for_all_numbers_of_tokens_and_all_layers(table):
 
 def test_a_table_that_is_gone_is_not_kept(table):
     address = table.slots.data_ptr()
-    assert address in vllm_weights._TABLES
+    assert address in vllm_weights._tables
     slots = table.slots
-    vllm_weights._TABLES.pop(address)
+    vllm_weights._tables.pop(address)
     with pytest.raises(KeyError):
         torch.ops.ibp_engines.linear(torch.randn(1, 64).bfloat16(), slots, None, 48)
 
@@ -88,10 +87,3 @@ def test_the_entry_point():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, name = project["entry-points"]["vllm.general_plugins"]["ibp"].split(":")
     assert getattr(importlib.import_module(module), name) is vllm_weights.register
-
-
-def test_a_coded_directory_is_refused(tmp_path):
-    ibp.save(tmp_path / "model.safetensors", {"x": ibp.compress(torch.randn(64, 64))})
-    with pytest.raises(ValueError, match="are coded, and vLLM reads plain ones.*: run `ibp decompress"):
-        vllm_weights.IBPConfig.maybe_update_config(None, str(tmp_path))
-    vllm_weights.IBPConfig.maybe_update_config(None, "meta-llama/Llama-3.1-8B")
