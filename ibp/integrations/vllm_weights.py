@@ -74,8 +74,8 @@ class IBPConfig(QuantizationConfig):
 
     Args:
         fields: of `quantization_config` in config.json or `--hf-overrides`: include, exclude and min_bytes, as in
-            `ibp.nn.compress`; its level and fused have their defaults. Names are those of vLLM's layers; a layer that
-            vLLM has merged, such as qkv_proj, is excluded with any of its parts, such as q_proj.
+            `ibp.nn.compress`; level and fused are ignored, for all is coded at level "fast". Names are those of vLLM's
+            layers; a layer that vLLM has merged, such as qkv_proj, is excluded with any of its parts, such as q_proj.
 
     Raises:
         ImportError: vLLM is not there, or lacks a class.
@@ -86,8 +86,6 @@ class IBPConfig(QuantizationConfig):
         check_engine("vllm", _missing)
         super().__init__()
         self.fields = CodingFields(**fields)
-        if self.fields.level != "fast" or not self.fields.fused:
-            raise ValueError(f"level is {self.fields.level!r}, fused {self.fields.fused}; vLLM takes 'fast' and True")
         self._is_coded = False  # whether the checkpoint has tables
         self._said: set[str] = set()
 
@@ -222,13 +220,20 @@ class IBPWeightMethod(LinearMethodBase):
         return torch.ops.ibp_engines.rows(input_, layer.ibp_slots, layer.ibp_shape[1])
 
 
+def _table_of(slots: torch.Tensor) -> CompressedTensor:
+    table = _tables.get(slots.data_ptr())
+    if table is None:
+        raise RuntimeError("the coded weights of a layer have been moved or replaced since they were loaded")
+    return table
+
+
 # Compiled graphs hold these operations: how many vectors the kernel takes is decided when they run, not when vLLM
 # compiles one graph for all numbers of tokens.
 
 
 @torch.library.custom_op("ibp_engines::linear", mutates_args=())
 def _linear(x: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None, num_rows: int) -> torch.Tensor:
-    return linear(x, _tables[slots.data_ptr()], bias)
+    return linear(x, _table_of(slots), bias)
 
 
 @_linear.register_fake
@@ -238,7 +243,7 @@ def _(x: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None, num_rows:
 
 @torch.library.custom_op("ibp_engines::rows", mutates_args=())
 def _rows(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
-    return embedding_of(ids, _tables[slots.data_ptr()])
+    return embedding_of(ids, _table_of(slots))
 
 
 @_rows.register_fake

@@ -69,7 +69,7 @@ def test_a_table_that_is_gone_is_not_kept(table):
     assert address in vllm_weights._tables
     slots = table.slots
     vllm_weights._tables.pop(address)
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="have been moved or replaced"):
         torch.ops.ibp_engines.linear(torch.randn(1, 64).bfloat16(), slots, None, 48)
 
 
