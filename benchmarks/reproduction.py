@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import charts, densities, dlrm, gnn, ratio, reading
+from . import charts, densities, dlrm, gnn, ratio, reading, sources
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
 HEADS = ("item", "what it shows; data here", "script", "theirs", "ours")
@@ -949,8 +949,10 @@ NOT_MEASURED = {
 
 
 def table(name, results):
-    """The table of one paper."""
+    """The table of one paper, and which CSVs of which commits it is written from."""
+    results = reading.Results(results.directory)  # with no CSV read yet
     lines = [[row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results)] for row in PAPERS[name]]
     rows = [HEADS, ["---"] * len(HEADS), *lines]
     missing = "; ".join(f"{items} ({reason})" for items, reason in NOT_MEASURED[name].items())
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\nNot measured: {missing}."
+    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"{text}\n\nNot measured: {missing}.\n\nCommits measured: {sources.measured_at(results)}."
