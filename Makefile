@@ -13,7 +13,7 @@ demo test: export IBP_NO_CUDA ?= 1
 test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 
-.PHONY: help demo test test-all test-slow test-gpu bench docs lint format install uninstall clean FORCE
+.PHONY: help demo test test-all test-slow test-gpu bench reproduce docs lint format install uninstall clean FORCE
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-all   every test that this machine can run; make test-slow: those of them that make test leaves out"
 	@echo "make test-gpu   every test, a process a file, on a machine with a GPU: none may skip for want of one"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
+	@echo "make reproduce   all measurements of docs/reproduction.md, and its tables (BENCH_ARGS=...)"
 	@echo "make docs    the site of the documentation, into build/site"
 	@echo "make lint    clang-format, ruff and mypy in check mode"
 	@echo "make format  what make lint asks of the layout of the code"
@@ -53,6 +54,10 @@ test-gpu: $(VENV)/.ibp $(VENV)/.test
 
 bench: $(VENV)/.ibp $(VENV)/.demo $(VENV)/.bench
 	$(RUN) -m benchmarks $(BENCH_ARGS)
+
+reproduce: $(VENV)/.ibp $(VENV)/.demo $(VENV)/.bench
+	$(RUN) -m benchmarks --papers $(BENCH_ARGS)
+	$(RUN) -m benchmarks.claims
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet

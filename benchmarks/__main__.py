@@ -2,11 +2,13 @@
 [--all] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
 Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
---caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --papers: what
-only tables and figures of papers ask for, and the choice between codecs, in under 4. --models: language models from
-coded weights, in under 5, with transformers. --all: all of these, and the scripts that count bytes, which are the same
-on every machine. Each script runs in a process of its own. On a GPU a script of speed is stopped when its time is over,
-and what it measured stays; --unlimited lets it finish.
+--caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --choices: what
+only papers ask for, and the choice of codecs, in under 4. --models: language models from coded weights, in under 9,
+with transformers. --all: all of these, and the scripts that count bytes, which are the same on every machine. --papers:
+every script behind a table of docs/reproduction.md, of these and of OTHERS; scripts of speed have 24 minutes, scripts
+that count bytes run to their end. Each script runs in a process of its own. On a GPU a script of speed is stopped when
+its time is over, and what it measured stays; --unlimited lets it finish. The last line says which were stopped or have
+failed.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from . import charts, harness
+from . import charts, harness, reproduction
 
 SPEED = {
     "gather": 80,
@@ -37,7 +39,7 @@ CACHES = {
     "kv_rows": 30,
 }  # likewise
 TRAINING = {"adamw": 75, "activations": 115}  # likewise
-PAPERS = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise
+CHOICES = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise
 MODELS = {  # likewise, with options of the script
     "llm": 75,
     "llm --compiled": 125,
@@ -45,8 +47,23 @@ MODELS = {  # likewise, with options of the script
     "moe --layers 4": 150,
     "moe --deepseek": 90,
 }
+OTHERS = {  # likewise; they need packages or GPUs that are not everywhere
+    "scattered": 40,
+    "gnn": 150,
+    "gnn_cache": 60,
+    "weights": 120,
+    "flexgen_opt": 150,
+    "collectives": 90,
+}
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms")
 GRACE_S = 5  # to print what was measured
+
+
+def of_papers(names):
+    """The names of scripts whose CSVs the tables of docs/reproduction.md are written from."""
+    rows = [row for paper in reproduction.PAPERS.values() for row in paper]
+    scripts = {script.removesuffix(".py") for row in rows for script in (row.script, *row.others)}
+    return [name for name in names if name in scripts]
 
 
 def stop(process):
@@ -82,16 +99,21 @@ def main(argv=None):
     own.add_argument("--coding", action="store_true")
     own.add_argument("--caches", action="store_true")
     own.add_argument("--training", action="store_true")
+    own.add_argument("--choices", action="store_true")
     own.add_argument("--papers", action="store_true")
     own.add_argument("--models", action="store_true")
     own.add_argument("--unlimited", action="store_true")
     options, others = own.parse_known_args(argv)
     args, started = harness.parse_args(others, __doc__), time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # past run_script, which ends its script
-    named = {"coding": CODING, "caches": CACHES, "training": TRAINING, "papers": PAPERS, "models": MODELS}
-    limits = {} if options.unlimited or args.device == "cpu" else SPEED | CODING | CACHES | TRAINING | PAPERS | MODELS
-    chosen = [group for option, group in named.items() if getattr(options, option)] or [SPEED]
-    names = [name for group in ((SPEED, *named.values(), BYTES) if options.all else chosen) for name in group]
+    named = {"coding": CODING, "caches": CACHES, "training": TRAINING, "choices": CHOICES, "models": MODELS}
+    every = SPEED | CODING | CACHES | TRAINING | CHOICES | MODELS
+    limits = {} if options.unlimited or args.device == "cpu" else every | OTHERS
+    chosen = [group for option, group in named.items() if getattr(options, option)]
+    chosen += [of_papers([*every, *OTHERS, *BYTES])] if options.papers else []
+    names = (
+        [*every, *BYTES] if options.all else list(dict.fromkeys(name for group in chosen or [SPEED] for name in group))
+    )
     failed = [name for name in names if run_script(name, others, limits.get(name))]
     charts.draw(args.out)
     print(f"all in {time.perf_counter() - started:.0f} s" + (f", FAILED: {', '.join(failed)}" if failed else ""))

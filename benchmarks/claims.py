@@ -1,11 +1,10 @@
 """Writes benchmarks/RESULTS.md, and the figures that README.md and docs/ cite, from the CSVs in benchmarks/results.
 
-    python -m benchmarks.claims [--check] [--stale]
+    python -m benchmarks.claims [--check]
 
 TABLES lists the tables of RESULTS.md: the CSV, what names a line, and the columns. FIGURES lists the sentences that
 pages cite: a page has a sentence between `<!-- NAME: written by python -m benchmarks.claims -->` and `<!-- end of NAME
 -->`. --check writes nothing and exits with 1 where a page says something else.
---stale writes nothing and lists the CSVs that are older than the code that they measure.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from . import charts, harness, ratio, reproduction, sources
+from . import charts, harness, ratio, reproduction
 from .reading import (
     NORMAL,
     NVCOMP,
@@ -1198,11 +1197,7 @@ def pages(results):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--stale", action="store_true")
     args = parser.parse_args(argv)
-    if args.stale:
-        print("\n".join(sources.report(harness.ROOT, Results(harness.RESULTS))))
-        return 0
     differing = [(path, text) for path, was, text in pages(Results(harness.RESULTS)) if text != was]
     for path, text in differing:
         print(f"{path} " + ("differs from the CSVs" if args.check else "is written"))

@@ -35,7 +35,10 @@ ENGINES = ROOT / "build" / "engines"
 # The one compiled module that is unpacked as well: LMCache's Bitmap, which needs nothing else.
 KEPT = ("*.py", "lmcache/lmcache_native.*.so")
 # The methods with an underscore that count: they make objects, or an adapter calls them.
-KEPT_METHODS = ("__init__", "__new__", "_notify_keys_stored", "_notify_keys_accessed", "_notify_keys_deleted")
+KEPT_METHODS = ("__init__", "__new__", "_notify_keys_stored", "_notify_keys_accessed", "_notify_keys_deleted") + (
+    "_get_weights_iterator",
+    "_prepare_weights",
+)
 
 
 class Role(NamedTuple):
@@ -59,6 +62,8 @@ def _in_file(path, *names):
 
 
 _OFFLOADING = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/"
+_LAYERS = "vllm/model_executor/layers/"
+_LOADER = "vllm/model_executor/model_loader/"
 _HICACHE = "sglang/srt/mem_cache/hicache_storage.py"
 _L2 = "lmcache/v1/distributed/l2_adapters/"
 _HOST_POOLS = ("sglang/srt/mem_cache/pool_host/base.py", "sglang/srt/mem_cache/memory_pool_host.py")
@@ -88,9 +93,18 @@ PACKAGES = {
             "OffloadingParallelConfig",
         )
         | _in_file("vllm/v1/kv_offload/cpu/manager.py", "CPUOffloadingManager")
-        | _in_file("vllm/v1/kv_offload/cpu/spec.py", "CPUOffloadingSpec"),
+        | _in_file("vllm/v1/kv_offload/cpu/spec.py", "CPUOffloadingSpec")
+        | _in_file(_LAYERS + "quantization/base_config.py", "QuantizationConfig", "QuantizeMethodBase")
+        | _in_file(_LAYERS + "linear.py", "LinearMethodBase", "UnquantizedLinearMethod")
+        | _in_file(_LAYERS + "vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod")
+        | _in_file(_LOADER + "default_loader.py", "DefaultModelLoader"),
         {
             "worker": Role((_OFFLOADING + "worker.py",), ("self.worker",)),
+            "weights": Role(
+                (_LAYERS + "linear.py", _LAYERS + "vocab_parallel_embedding.py", "vllm/lora/layers/*.py"),
+                ("self.quant_method", "quant_method", "self._get_quant_method()", "layer._get_quant_method()"),
+            ),
+            "quantization": Role(("vllm/config/vllm.py", _LOADER + "weight_utils.py"), ("quant_config", "quant_cls")),
             "spec": Role(
                 tuple(_OFFLOADING + name for name in ("worker.py", "scheduler.py", "metrics.py")),
                 ("spec", "self.spec", "spec_cls", "self._spec_cls"),

@@ -11,6 +11,8 @@ worker's side of the connector, then store and load random chunks for some hundr
 are written anew as soon as vLLM may do so, pages find no room, caches are reset. SGLang's own factory makes the
 storage, its controller's methods write and read pages, and its storage of files says which prefixes can be restored.
 Every page that comes back has to have the bits that were stored.
+
+try_weights.py then tries vLLM's layers with coded weights.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import inspect
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,10 +33,12 @@ import types
 from pathlib import Path
 
 import torch
+import try_weights
 from record_interfaces import ENGINES
 
 # Modules that are imported as they are.
 REAL = (
+    *try_weights.REAL,
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.config",
     "vllm.v1.kv_offload.factory",
@@ -133,6 +138,8 @@ def _attribute(module, name):
         given_on = importlib.import_module(GIVEN_ON[module])
         if hasattr(given_on, name):
             return getattr(given_on, name)
+    if name in try_weights.GIVEN:
+        return try_weights.GIVEN[name]
     if name == "get_size_bytes":
         return lambda shapes, dtypes: sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
     if name == "init_logger":
@@ -559,6 +566,10 @@ def run(release):
     package = release.name.split("-")[0]
     sys.meta_path.insert(0, Finder(release, package))
     TRIES[package]()
+    if package == "vllm":
+        sys.modules.setdefault("regex", re)
+        sys.meta_path += [Finder(release, name) for name in try_weights.OTHERS]
+        try_weights.try_weights()
 
 
 def main():

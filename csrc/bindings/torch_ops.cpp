@@ -291,6 +291,24 @@ std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids
     return {sorted_ids, positions};
 }
 
+// (numbers of vectors in the order of their matrices, int64 as many as ids; groups of them, int32 [groups, 3]).
+std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids, int64_t num_matrices)
+{
+    const ibp_ids matrices = ids_of(ids);
+    require(matrices.count <= IBP_MOST_GROUPED, "there are ", matrices.count, " vectors, more than ", IBP_MOST_GROUPED);
+    require(num_matrices >= 0 && num_matrices <= IBP_MOST_STACKED, "num_matrices is ", num_matrices, "; wanted 0 to ",
+            IBP_MOST_STACKED);
+    const int64_t num_groups = std::min(matrices.count, num_matrices) + matrices.count / IBP_MOST_OF_A_GROUP;
+    Tensor order = new_tensor(ids, {matrices.count}, ScalarType::Long),
+           groups = new_tensor(ids, {num_groups, 3}, ScalarType::Int);
+    auto *const numbers = static_cast<int64_t *>(order.data_ptr());
+    auto *const list = static_cast<ibp_vector_group *>(groups.data_ptr());
+    check(device.is_cuda() ? ibp_cuda_group_vectors(&matrices, num_matrices, numbers, list, num_groups, device.stream())
+                           : ibp_group_vectors(&matrices, num_matrices, numbers, list, num_groups),
+          "group_vectors");
+    return {order, groups};
+}
+
 // The selection of the items at ids from position `first` on, as many as fit lengths (and bases) by their rows and
 // rows by their bytes, at least one; taken becomes [items, stored bytes]. Groups of the rows that share a base are
 // measured and then copied by torch's threads. Nothing is taken where there is a fault.
@@ -446,6 +464,7 @@ template <typename Library> void implement(Library &m)
                               "item_bytes rooms used");
     operation<decode_bytes>(m, "decode_bytes", "table start end max_sms out fault");
     operation<partition_ids>(m, "partition_ids", "ids num_items window_bits");
+    operation<group_vectors>(m, "group_vectors", "ids num_matrices");
 }
 
 } // namespace

@@ -25,6 +25,20 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t v, uint32_t &total)
     return sum - v;
 }
 
+// Sum of v over the lanes of the block up to this thread, without its own, and over all. Blocks of THREADS, 32 whole
+// warps.
+template <uint32_t THREADS> __device__ __forceinline__ uint32_t block_scan(uint32_t v, uint32_t &total)
+{
+    static_assert(THREADS == kWarp * kWarp, "a warp scans the sums of all warps");
+    __shared__ uint32_t of_warps[kWarp];
+    uint32_t of_warp, before = exclusive_scan(v, of_warp);
+    __syncthreads(); // the last use of of_warps is over
+    if (lane_id() == 0) of_warps[threadIdx.x / kWarp] = of_warp;
+    __syncthreads();
+    const uint32_t warps_before = exclusive_scan(of_warps[lane_id()], total);
+    return before + __shfl_sync(kAllLanes, warps_before, static_cast<int>(threadIdx.x / kWarp));
+}
+
 __device__ __forceinline__ bool aligned(const void *p, uint32_t bytes)
 {
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;

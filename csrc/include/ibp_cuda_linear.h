@@ -107,10 +107,9 @@ IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_prod
 /* Bytes of workspace of ibp_cuda_linear; 0: it takes none, or not these arguments. */
 IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors);
 
-/* Vectors x[first] to x[first + count - 1], which matrix number `matrix` of a stack multiplies. */
-typedef struct {
-    uint32_t matrix, first, count; /* count: at most 8 */
-} ibp_vector_group;
+/* As ibp_group_vectors, in one short kernel. */
+IBP_API ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order,
+                                          ibp_vector_group *groups, int64_t num_groups, ibp_stream stream);
 
 /* Multiplies groups of vectors, each by one matrix of a stack, as the experts of a mixture want it. stack: a matrix
  * whose rows are those of all matrices, one after the other, num_rows each, a multiple of 16. groups: [num_groups] in

@@ -141,6 +141,28 @@ IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, u
 IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
                                      void *sorted_ids, uint32_t *positions);
 
+/* ---- vectors that matrices of a stack multiply ------------------------------------------------------------------- */
+
+#define IBP_MOST_OF_A_GROUP 8
+#define IBP_MOST_GROUPED 1024 /* vectors of a call */
+#define IBP_MOST_STACKED 4096 /* matrices of a call */
+
+/* Vectors number first to first + count - 1, which matrix number `matrix` of a stack multiplies. */
+typedef struct {
+    uint32_t matrix, first, count; /* count: at most IBP_MOST_OF_A_GROUP */
+} ibp_vector_group;
+
+/* Puts vectors in the order of their matrices and makes groups of them, for ibp_cuda_linear_groups. ids: the matrix of
+ * each vector, at most IBP_MOST_GROUPED, without positions. A vector whose matrix is not there comes last and is in no
+ * group.
+ * order [ids->count]: the vectors' numbers in their order, which is kept among those of a matrix. groups [num_groups]:
+ * of vectors in that order, then groups of no vectors. num_groups: at least the smaller of ids->count and num_matrices,
+ * and ids->count / IBP_MOST_OF_A_GROUP more. num_matrices: at most IBP_MOST_STACKED. */
+IBP_API ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order, ibp_vector_group *groups,
+                                     int64_t num_groups);
+
+/* ---- selections -------------------------------------------------------------------------------------------------- */
+
 /* A selection is the table of the items ids[0], ids[1], ... in packed layout (section 3), its rows copied as they are
  * stored. Its row q is row q % n of item ids[q / n], n = item_bytes / row_bytes; the functions fail with
  * IBP_INVALID_ARGUMENT unless that is whole.

@@ -63,7 +63,9 @@ as there are exponents before that of digit 0, and starts and entries, its escap
 nothing. out has the results [vectors, rows] one after the other.
 
 `linear_groups` is ibp_cuda_linear_groups: groups of vectors, each multiplied by one matrix of num_rows rows of those
-that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors.
+that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors. `group_vectors`,
+for the CPU too, is ibp_group_vectors: from the matrix of each vector, integers [vectors], to (the vectors' numbers in
+the order of their matrices, int64 [vectors]; such groups of them).
 
 `times_matrix` is x [vectors, rows] times the matrix [rows, columns] of dtype that a table on `worker` holds, in x's
 dtype and on its device. It decodes the matrix for the time of the call. It notes no faults: it gives gradients of
@@ -257,6 +259,13 @@ _define(
 _define(
     "partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)",
     lambda ids, *args: (ids.new_empty((ids.numel(),)), ids.new_empty((ids.numel(),), dtype=torch.int32)),
+)
+_define(
+    "group_vectors(Tensor ids, int num_matrices) -> (Tensor, Tensor)",
+    lambda ids, num_matrices: (
+        ids.new_empty((ids.numel(),), dtype=torch.int64),
+        ids.new_empty((min(ids.numel(), num_matrices) + ids.numel() // 8, 3), dtype=torch.int32),
+    ),
 )
 _define(
     "select_rows(Tensor table, Tensor ids, int first, "

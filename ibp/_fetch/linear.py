@@ -21,7 +21,8 @@ MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded be
 # The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
 LEAST_90, MOST_90 = 128, 512  # IBP_MOST_VECTORS
 MOST_MATRICES = 4  # of a launch: IBP_MOST_MATRICES
-MOST_OF_A_GROUP = 8  # vectors that the kernel multiplies by a matrix of a stack
+MOST_OF_A_GROUP = 8  # IBP_MOST_OF_A_GROUP: vectors that the kernel multiplies by a matrix of a stack
+MOST_GROUPED, MOST_STACKED = 1024, 4096  # IBP_MOST_GROUPED vectors, IBP_MOST_STACKED matrices
 _ROWS_OF_STACKS = 16  # matrices of a stack have a multiple of as many rows, where the kernel takes them
 # A slot has 32 bytes for a row's escapes, so that decoding the row reads no overflow, if the row has at least 1,024
 # columns; most shorter rows have no escape.
@@ -309,7 +310,7 @@ def linear_groups(
 
     Example:
         >>> x, stack = torch.randn(3, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
-        >>> groups = groups_of(torch.tensor([1, 1, 3]), num_matrices=4)
+        >>> order, groups = group_vectors(torch.tensor([1, 1, 3]), num_matrices=4)
         >>> y = linear_groups(x, ibp.compress(stack.view(128, 64), level="fast"), groups, rows=32)
         >>> torch.equal(y[2], torch.nn.functional.linear(x[2:], stack[3])[0])
         True
@@ -384,34 +385,26 @@ def _multiply_one_by_one(x: torch.Tensor, table: Table, groups: torch.Tensor, ro
         y[first : first + count] = F.linear(x[first : first + count], matrix)
 
 
-def groups_of(numbers: torch.Tensor, num_matrices: int) -> torch.Tensor:
-    """The groups of vectors for `linear_groups`, without waiting for a GPU.
+def group_vectors(matrices: torch.Tensor, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The groups of vectors for `linear_groups`, by one short kernel on a GPU, which is not waited for.
 
     Example:
-        >>> groups_of(torch.tensor([1, 1, 3]), num_matrices=4)
-        tensor([[ 1,  0,  2],
-                [ 3,  2,  1],
-                [ 3, 10,  0]], dtype=torch.int32)
+        >>> group_vectors(torch.tensor([3, 1, 7, 1]), num_matrices=5)
+        (tensor([1, 3, 0, 2]), tensor([[1, 0, 2],
+                [3, 2, 1],
+                [0, 0, 0],
+                [0, 0, 0]], dtype=torch.int32))
 
     Args:
-        numbers: integers [V] in increasing order, the matrix of each vector. Vectors whose number is out of range are
-            in no group.
-        num_matrices: E.
+        matrices: int32 or int64 [V], the matrix of each vector, V at most `MOST_GROUPED`. Vectors whose matrix is out
+            of range come last and are in no group.
+        num_matrices: E, at most `MOST_STACKED`.
 
     Returns:
-        int32 [min(V, E) + V // 8, 3]: groups in the order of the vectors, then groups of no vectors.
+        (int64 [V], the numbers of the vectors in the order of their matrices; int32 [min(V, E) + V // 8, 3], groups of
+        the vectors in that order, then groups of no vectors).
+
+    Raises:
+        RuntimeError: matrices is of another dtype, or there are too many vectors or matrices.
     """
-    num_vectors = len(numbers)
-    num_places = min(num_vectors, num_matrices) + num_vectors // MOST_OF_A_GROUP
-    counted = torch.arange(max(num_matrices + 1, num_places), device=numbers.device, dtype=numbers.dtype)
-    # int32 throughout, and few operations: of such sizes each takes as long as another.
-    starts = torch.searchsorted(numbers, counted[: num_matrices + 1], out_int32=True)
-    num_groups = starts.diff().add_(MOST_OF_A_GROUP - 1).div_(MOST_OF_A_GROUP, rounding_mode="floor")
-    ends = num_groups.cumsum(0, dtype=torch.int32)
-    places = counted[:num_places].int()
-    matrix = torch.searchsorted(ends[:-1], places, right=True, out_int32=True)
-    # Groups that are left over begin behind the last matrix's vectors.
-    bases = starts[:-1].sub(ends.sub(num_groups), alpha=MOST_OF_A_GROUP)
-    first = bases.index_select(0, matrix).add_(places, alpha=MOST_OF_A_GROUP)
-    count = starts[1:].index_select(0, matrix).sub_(first).clamp_(0, MOST_OF_A_GROUP)
-    return torch.stack((matrix, first, count), dim=1)
+    return torch.ops.ibp.group_vectors.default(matrices.contiguous(), num_matrices)

@@ -22,7 +22,7 @@ from ._experts import Experts
 from ._stacks import by_rows, is_stack, reshaped
 from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
-_LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
+LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
 # Names of modules that models call with the same x, in the order of their calls.
 _NEIGHBOURS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -281,7 +281,7 @@ class ModelPlan:
         return None
 
     def _put(self, weight: _Weight, table: CompressedTensor) -> bool:
-        if table.nbytes > weight.num_bytes * (1 - _LEAST_SAVINGS):
+        if table.nbytes > weight.num_bytes * (1 - LEAST_SAVINGS):
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
             return False
         if weight.is_stacked:
@@ -307,11 +307,16 @@ class _Choice:
                 raise ValueError(f"there is no module whose name matches {pattern!r}")
 
     def has(self, name: str) -> bool:
-        """Whether a module, or one around it, is included, and none of these is excluded."""
-        parts = name.split(".")
-        around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
-        is_included = any(is_chosen(outer, self._include, ()) for outer in around)
-        return is_included and all(is_chosen(outer, None, self._exclude) for outer in around)
+        return is_included(name, self._include, self._exclude)
+
+
+def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
+    """Whether a module, or one around it, is included, and none of these is excluded."""
+    parts = name.split(".")
+    around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
+    return any(is_chosen(outer, include, ()) for outer in around) and all(
+        is_chosen(outer, None, exclude) for outer in around
+    )
 
 
 def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:

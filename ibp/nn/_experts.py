@@ -8,13 +8,11 @@ import torch
 
 from .._common.graphs import outside_of_graphs
 from .._fetch.gather import index_select
-from .._fetch.linear import escapes_for_groups, groups_of, linear_groups
+from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, linear_groups
 from .._tables.compressed_tensor import CompressedTensor
 from ._stacks import MOST_CHOICES, Calls, by_rows, rows_of, slots_for
 from ._tables import TableModule
 
-# The most choices of experts in a call whose products read the coded weights: 64 tokens that choose 16. Not measured.
-MOST_GROUPED = 64 * 16
 _DOWN, _BIAS = "down_proj", "_bias"
 
 
@@ -128,7 +126,7 @@ class Experts(torch.nn.Module):
         biases = {name + _BIAS for name in names} if self.has_bias else set()
         if not self.fused or stacks.keys() != names or {*self._parameters, *self._buffers} != biases:
             return False
-        if hidden.dtype != torch.bfloat16 or hidden.dim() != 2 or ids.dim() != 2:
+        if hidden.dtype != torch.bfloat16 or hidden.dim() != 2 or ids.dim() != 2 or self.num_experts > MOST_STACKED:
             return False
         if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *self.parameters())):
             return False
@@ -141,29 +139,25 @@ class Experts(torch.nn.Module):
     def _multiplied(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What transformers' implementations compute, from coded weights."""
         num_tokens, num_choices = index.shape
-        ids, order = index.reshape(-1), None
-        if num_tokens == 1:  # whose experts differ: each is a group
-            ids, x = ids.clamp(-1, self.num_experts), hidden.expand(num_choices, -1)
-            groups = torch.stack((ids, torch.arange(num_choices, device=ids.device), torch.ones_like(ids)), dim=1).int()
-        else:
-            ids, order = torch.sort(ids)
-            x, groups = hidden[order // num_choices], groups_of(ids, self.num_experts)
-        y = self._times(self._up, x, groups, ids)
+        ids = index.reshape(-1).to(torch.int64)
+        order, groups = group_vectors(ids, self.num_experts)
+        experts = ids[order] if self.has_bias else ids
+        y = self._times(self._up, hidden[order // num_choices], groups, experts)
         y = self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
         # NaN remains where an expert is not there, and no group has the vector.
-        y = self._times(_DOWN, y, groups, ids, out=hidden.new_full((len(ids), self.stacks[_DOWN].num_rows), torch.nan))
+        nothing = hidden.new_full((len(ids), self.stacks[_DOWN].num_rows), torch.nan)
+        y = self._times(_DOWN, y, groups, experts, out=nothing)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
-        if order is not None:
-            y = torch.empty_like(y).index_copy_(0, order, y)
+        y = torch.empty_like(y).index_copy_(0, order, y)
         return (y.view(num_tokens, num_choices, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _times(
-        self, name: str, x: torch.Tensor, groups: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None
+        self, name: str, x: torch.Tensor, groups: torch.Tensor, experts: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """ids: the experts of the vectors."""
+        """experts: of the vectors, where there are biases."""
         y = self.stacks[name].times(x, groups, out)
-        return y.add_(getattr(self, name + _BIAS)[ids.clamp(0, self.num_experts - 1)]) if self.has_bias else y
+        return y.add_(getattr(self, name + _BIAS)[experts.clamp(0, self.num_experts - 1)]) if self.has_bias else y
 
     @outside_of_graphs
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:

@@ -35,6 +35,7 @@ from benchmarks import (
     overlap,
     ratio,
     reading,
+    reproduction,
     sampling,
     scattered,
     sets,
@@ -678,9 +679,15 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert suite.main(["--all", *argv]) == 1
     signal.signal(signal.SIGTERM, before)
-    names = [*suite.SPEED, *suite.CODING, *suite.CACHES, *suite.TRAINING, *suite.PAPERS, *suite.MODELS, *suite.BYTES]
+    names = [*suite.SPEED, *suite.CODING, *suite.CACHES, *suite.TRAINING, *suite.CHOICES, *suite.MODELS, *suite.BYTES]
     assert called == [[*f"benchmarks.{name}".split(), *argv] for name in names]
-    assert all((Path(suite.__file__).parent / f"{name.split()[0]}.py").exists() for name in names)
+    assert all((Path(suite.__file__).parent / f"{name.split()[0]}.py").exists() for name in [*names, *suite.OTHERS])
+    called.clear()
+    assert suite.main(["--papers", "--choices", *argv]) == 1  # codec again
+    signal.signal(signal.SIGTERM, before)
+    read = {csv for name in reproduction.PAPERS for csv in reproduction.csvs_of(name, reading.Results(harness.RESULTS))}
+    page = read - {"activation_ratios"}  # which densities.py writes too
+    assert sorted(words[0] for words in called) == sorted(f"benchmarks.{name}" for name in page | suite.CHOICES.keys())
 
 
 def test_a_script_is_stopped_when_its_time_is_over(tmp_path):

@@ -78,6 +78,7 @@ def good_calls():
     yield "learn_planes", [data, 240, 4, 8, 100, False, False]
     yield "count_bits", [data, 240]
     yield "partition_ids", [torch.tensor([7, 99, 3]), 100, 3]
+    yield "group_vectors", [torch.tensor([7, 99, 3]), 100]
     yield "sum_words", [data, 7, zeros(1, I64)]
 
 

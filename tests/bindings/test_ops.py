@@ -123,6 +123,7 @@ def samples_by_values():
     yield "decode_bytes", (*raw, 0, 9 * 32, 0, torch.zeros(9 * 32, dtype=torch.uint8), fault())
     for some in (ids, ids32, ids[:0], ids.view(2, 2)):
         yield "partition_ids", (some, 100, 3)
+        yield "group_vectors", (some, 9)
     yield from cache_samples(slots_table)
     for arguments in tables:
         index = torch.zeros(4, dtype=torch.uint16), torch.zeros(1, dtype=torch.int64)
@@ -153,7 +154,7 @@ def cache_samples(table):
 SAMPLES = list(samples())
 NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
          "describe_table", "drop_cached", "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached",
-         "gather_items", "index_rows", "learn_entries", "learn_planes",
+         "gather_items", "group_vectors", "index_rows", "learn_entries", "learn_planes",
          "measure_rows", "note_pages", "owners_of_rows", "partition_ids", "plan_pages", "select_rows",
          "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
 DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}

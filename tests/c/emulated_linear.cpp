@@ -292,7 +292,7 @@ void check_groups(uint64_t number)
     if (chance(50)) groups.push_back(pick<ibp_vector_group>({{0, 0, 0}, {matrices, 0, 1}, {0, vectors, 1}, {0, 0, 9}}));
     for (uint64_t i = below(70); i != 0 && groups.size() != used; i--) groups.push_back({0, 0, 1});
     Bytes list(groups.size() * sizeof(ibp_vector_group));
-    memcpy(list.data, groups.data(), list.size);
+    if (!groups.empty()) memcpy(list.data, groups.data(), list.size);
     const ibp_digit_matrix matrix = stack.listed.of(stack.m, stack.coded);
     const ibp_status status =
         ibp_cuda_linear_groups(&matrix, rows, reinterpret_cast<const ibp_vector_group *>(list.data),
@@ -312,9 +312,32 @@ void check_groups(uint64_t number)
     }
 }
 
+/* Of the kernel, against its twin on the CPU. */
+template <class Id> void check_order(uint64_t number)
+{
+    const auto count = static_cast<int64_t>(pick({below(9), below(200), uint64_t{IBP_MOST_GROUPED}})),
+               matrices = static_cast<int64_t>(pick({below(3), below(300), uint64_t{IBP_MOST_STACKED}})),
+               places = std::min(count, matrices) + count / IBP_MOST_OF_A_GROUP + static_cast<int64_t>(below(3));
+    const auto used = static_cast<uint64_t>(chance(50) ? matrices + 4 : 5);
+    std::vector<Id> ids(static_cast<size_t>(count));
+    for (Id &id : ids) id = static_cast<Id>(static_cast<int64_t>(below(used)) - 2);
+    const ibp_ids given = {.data = ids.data(), .count = count, .id_bytes = sizeof(Id)};
+    std::vector<int64_t> order(ids.size(), -1), wanted(ids.size(), -1);
+    std::vector<ibp_vector_group> groups(static_cast<size_t>(places), {7, 7, 7}), right(groups);
+    expect(ibp_cuda_group_vectors(&given, matrices, order.data(), groups.data(), places, nullptr) == IBP_OK,
+           "vectors are refused", number);
+    expect(ibp_group_vectors(&given, matrices, wanted.data(), right.data(), places) == IBP_OK, "on the CPU", number);
+    expect(order == wanted, "vectors in another order", number);
+    expect(places == 0 || memcmp(groups.data(), right.data(), sizeof right[0] * right.size()) == 0, "other groups",
+           number);
+}
+
 void run_case(uint64_t number)
 {
-    if (number % 4 == 3) return check_groups(number);
+    if (number % 4 == 3) {
+        number % 8 == 3 ? check_order<int32_t>(number) : check_order<int64_t>(number);
+        return check_groups(number);
+    }
     Operands operands;
     const uint32_t rows = Matrix::some_rows(), columns = 32 * (1 + static_cast<uint32_t>(below(rows < 64 ? 72 : 12)));
     operands.push_back(std::make_unique<Operand>(rows, columns));

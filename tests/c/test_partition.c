@@ -1,4 +1,4 @@
-/* test_partition.c - ids in the order of their windows, against the definition. */
+/* test_partition.c - ids in the order of their windows, and vectors in groups, against the definitions. */
 #include "check.h"
 
 static int64_t id_at(const ibp_ids *ids, const void *data, int64_t k)
@@ -45,6 +45,68 @@ static void check_partition(rng *r, int64_t count, int64_t num_items, uint32_t w
     buffer_free(&workspace);
 }
 
+/* Groups cover the vectors of each matrix in order, up to eight together, and nothing else. */
+static void check_groups(rng *r, int64_t count, int64_t num_matrices, uint32_t id_bytes)
+{
+    const int64_t num_groups = (count < num_matrices ? count : num_matrices) + count / IBP_MOST_OF_A_GROUP;
+    buffer memory = buffer_new((size_t)count * id_bytes, 0), orders = buffer_new(8 * (size_t)count, 0);
+    buffer lists = buffer_new(sizeof(ibp_vector_group) * (size_t)num_groups, 0);
+    const ibp_ids ids = {.data = memory.data, .count = count, .id_bytes = id_bytes};
+    const uint32_t some = 1 + rng_below(r, (uint32_t)num_matrices + 3);
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t id = (int64_t)rng_below(r, some) - 1;
+        if (id_bytes == 8)
+            ((int64_t *)(void *)memory.data)[k] = id;
+        else
+            ((int32_t *)(void *)memory.data)[k] = (int32_t)id;
+    }
+    const int64_t *const order = (const int64_t *)(void *)orders.data;
+    const ibp_vector_group *const groups = (const ibp_vector_group *)(void *)lists.data;
+    CHECK(ibp_group_vectors(&ids, num_matrices, (int64_t *)(void *)orders.data, (ibp_vector_group *)(void *)lists.data,
+                            num_groups) == IBP_OK,
+          "%lld vectors", (long long)count);
+    int64_t group = 0, in_group = 0;
+    for (int64_t k = 0; k < count; k++) {
+        CHECK(order[k] >= 0 && order[k] < count, "vector %lld", (long long)order[k]);
+        const int64_t id = id_at(&ids, memory.data, order[k]), before = k ? id_at(&ids, memory.data, order[k - 1]) : id;
+        const bool is_there = id >= 0 && id < num_matrices, was_there = before >= 0 && before < num_matrices;
+        CHECK(was_there ? !is_there || before <= id : !is_there, "matrices %lld, %lld", (long long)before,
+              (long long)id);
+        CHECK(k == 0 || (was_there && before != id) || order[k - 1] < order[k], "order at %lld", (long long)k);
+        if (!is_there) continue;
+        if (k > 0 && (before != id || in_group == IBP_MOST_OF_A_GROUP)) group++, in_group = 0;
+        CHECK(groups[group].matrix == (uint64_t)id && groups[group].first + in_group == k, "group %lld",
+              (long long)group);
+        in_group++;
+        const bool is_last = k + 1 == count || id_at(&ids, memory.data, order[k + 1]) != id;
+        if (is_last) CHECK(groups[group].count == in_group, "%u vectors in a group", groups[group].count);
+        if (in_group == IBP_MOST_OF_A_GROUP) CHECK(groups[group].count == in_group, "%s", "a group that is not full");
+    }
+    for (group += in_group != 0; group < num_groups; group++)
+        CHECK(groups[group].count == 0, "%u vectors in a group too many", groups[group].count);
+    buffer_free(&memory);
+    buffer_free(&orders);
+    buffer_free(&lists);
+}
+
+static void test_groups(rng *r)
+{
+    for (int round = 0; round < 200; round++) {
+        const int64_t count = round < 20 ? round : (int64_t)rng_below(r, IBP_MOST_GROUPED + 1);
+        check_groups(r, count, round % 7 ? (int64_t)rng_below(r, 300) : IBP_MOST_STACKED, round % 2 ? 4 : 8);
+    }
+    const int64_t none = 0;
+    int64_t order = 0;
+    ibp_vector_group groups[2];
+    ibp_ids ids = {.data = &none, .count = 1, .id_bytes = 8};
+    CHECK(ibp_group_vectors(&ids, 1, &order, groups, 0) == IBP_INVALID_ARGUMENT, "%s", "too few groups");
+    CHECK(ibp_group_vectors(&ids, IBP_MOST_STACKED + 1, &order, groups, 2) == IBP_INVALID_ARGUMENT, "%s", "matrices");
+    CHECK(ibp_group_vectors(&ids, 1, NULL, groups, 2) == IBP_INVALID_ARGUMENT, "%s", "no order");
+    CHECK(ibp_group_vectors(&ids, 1, &order, NULL, 2) == IBP_INVALID_ARGUMENT, "%s", "no groups");
+    ids.count = IBP_MOST_GROUPED + 1;
+    CHECK(ibp_group_vectors(&ids, 1, &order, groups, 200) == IBP_INVALID_ARGUMENT, "%s", "too many vectors");
+}
+
 void test_partition(void)
 {
     rng r = rng_seed(12);
@@ -61,4 +123,5 @@ void test_partition(void)
     CHECK(ibp_partition_ids(&ids, 1, 63, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "windows of 2^63 items");
     ids.count = (int64_t)1 << 32;
     CHECK(ibp_partition_ids(&ids, 1, 0, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "too many ids");
+    test_groups(&r);
 }

@@ -15,6 +15,11 @@ def test_products():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
     num_cases = 40
     code, output = run(
-        [build(FLAGS, "linear", ["linear/linear.cu", "linear/many.cu", "linear/tiles.cu"]), "1", num_cases], timeout=300
+        [
+            build(FLAGS, "linear", ["linear/linear.cu", "linear/many.cu", "linear/tiles.cu", "linear/groups.cu"]),
+            "1",
+            num_cases,
+        ],
+        timeout=300,
     )
     assert code == 0 and output.endswith(f"{num_cases} cases, 0 wrong\n"), output

@@ -1,4 +1,4 @@
-"""Products of groups of vectors with stacked matrices: `linear_groups`, and the groups that `groups_of` makes."""
+"""Products of groups of vectors with stacked matrices: `linear_groups`, and the groups that `group_vectors` makes."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ibp
 from helpers import assert_same_bits
-from ibp._fetch.linear import groups_of, linear_groups
+from ibp._fetch.linear import MOST_GROUPED, MOST_STACKED, group_vectors, linear_groups
 from products import kernels_on_the_cpu, lists
 
 MATRICES, ROWS, COLUMNS = 5, 32, 64
@@ -45,16 +45,38 @@ def kernel(monkeypatch):
         yield calls
 
 
-@given(num_matrices=st.integers(1, 9), numbers=st.lists(st.integers(-2, 10), max_size=60), is_long=st.booleans())
-def test_groups(num_matrices, numbers, is_long):
-    numbers = torch.tensor(sorted(numbers), dtype=torch.int64 if is_long else torch.int32)
-    groups = groups_of(numbers, num_matrices)
-    assert groups.dtype == torch.int32 and len(groups) == min(len(numbers), num_matrices) + len(numbers) // 8
+def groups_of(numbers, num_matrices):
+    """Groups of vectors that are in the order of their matrices."""
+    return group_vectors(numbers, num_matrices)[1]
+
+
+def check_groups(numbers, num_matrices):
+    order, groups = group_vectors(numbers, num_matrices)
+    assert order.dtype == torch.int64 and groups.dtype == torch.int32
+    assert len(groups) == min(len(numbers), num_matrices) + len(numbers) // 8
+    is_there = (numbers >= 0) & (numbers < num_matrices)
+    wanted = torch.where(is_there, numbers, num_matrices).sort(stable=True)
+    assert torch.equal(order, wanted.indices)
     held = groups[groups[:, 2] > 0].tolist()
     assert not groups[len(held) :, 2].any()
     found = [(number, first + place) for number, first, count in held for place in range(count)]
-    assert found == [(int(n), place) for place, n in enumerate(numbers) if 0 <= n < num_matrices]
+    assert found == [(n, place) for place, n in enumerate(wanted.values.tolist()) if n < num_matrices]
     assert all(count == 8 or following[0] != number for (number, _, count), following in zip(held, held[1:]))
+
+
+@given(num_matrices=st.integers(0, 9), numbers=st.lists(st.integers(-2, 10), max_size=60), is_long=st.booleans())
+def test_groups(num_matrices, numbers, is_long):
+    check_groups(torch.tensor(numbers, dtype=torch.int64 if is_long else torch.int32), num_matrices)
+
+
+def test_the_most_groups():
+    check_groups(torch.arange(MOST_GROUPED).flip(0), MOST_STACKED)
+    check_groups(torch.full((MOST_GROUPED,), MOST_STACKED - 1), MOST_STACKED)
+    with pytest.raises(RuntimeError, match="there are 1025 vectors, more than 1024"):
+        group_vectors(torch.zeros(MOST_GROUPED + 1, dtype=torch.int64), 3)
+    for number in (-1, MOST_STACKED + 1):
+        with pytest.raises(RuntimeError, match=f"num_matrices is {number}; wanted 0 to 4096"):
+            group_vectors(torch.tensor([0]), number)
 
 
 @pytest.mark.parametrize("irregular", [False, True])
@@ -132,6 +154,22 @@ def test_compiled(kernel):
 
 
 # ---- GPUs ----
+
+
+@pytest.mark.parametrize("number", [0, 1, 8, 33, 256, MOST_GROUPED])
+@pytest.mark.parametrize("num_matrices", [0, 1, 128, 1025, MOST_STACKED])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_groups_on_a_gpu(cuda, number, num_matrices, dtype):
+    for below in (num_matrices + 3, 5):
+        numbers = torch.randint(-2, below, (number,), dtype=dtype)
+        given = numbers.to(cuda)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = group_vectors(given, num_matrices)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for mine, wanted in zip(found, group_vectors(numbers, num_matrices)):
+            assert torch.equal(mine.cpu(), wanted)
 
 
 @pytest.mark.parametrize("rows, columns", [(1536, 2048), (2048, 768), (16, 32), (48, 2880)])

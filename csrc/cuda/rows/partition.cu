@@ -15,18 +15,6 @@ __device__ __forceinline__ uint32_t window_of(int64_t id, int64_t num_items, uin
     return static_cast<uint32_t>(max(min(id, num_items - 1), int64_t{0}) >> window_bits);
 }
 
-// Sum of v over the lanes of the block up to this thread, without its own, and over all. Blocks of kScanThreads.
-__device__ __forceinline__ uint32_t block_scan(uint32_t v, uint32_t &total)
-{
-    __shared__ uint32_t of_warps[kScanThreads / kWarp];
-    uint32_t of_warp, before = exclusive_scan(v, of_warp);
-    __syncthreads(); // the last use of of_warps is over
-    if (lane_id() == 0) of_warps[threadIdx.x / kWarp] = of_warp;
-    __syncthreads();
-    const uint32_t warps_before = exclusive_scan(of_warps[lane_id()], total);
-    return before + __shfl_sync(kAllLanes, warps_before, static_cast<int>(threadIdx.x / kWarp));
-}
-
 // windows[k]: the window of id k, and ranks[k]: how many ids of it were counted before. The lanes of a warp that share
 // a window count together, so that a window which many ids want is not waited for by each.
 template <typename Id>
@@ -54,8 +42,8 @@ __global__ void __launch_bounds__(kScanThreads)
     const uint32_t first = blockIdx.x * kScanThreads, w = first + threadIdx.x;
     uint32_t mine = 0, before, total;
     for (uint32_t i = threadIdx.x; i < first; i += kScanThreads) mine += counts[i];
-    block_scan(mine, before);
-    const uint32_t in_block = block_scan(w < num_windows ? counts[w] : 0u, total);
+    block_scan<kScanThreads>(mine, before);
+    const uint32_t in_block = block_scan<kScanThreads>(w < num_windows ? counts[w] : 0u, total);
     if (w < num_windows) starts[w] = before + in_block;
 }
 

@@ -1,0 +1,77 @@
+// groups.cu - vectors in the order of the matrices that multiply them, and groups of them: what ibp_cuda_linear_groups
+// takes. One block counts, scans and writes. Bound by latency.
+#include "../../core/groups.h"
+#include "../cuda_checks.h"
+#include "../launch.cuh"
+#include "../warp.cuh"
+
+namespace ibp {
+
+constexpr uint32_t kGroupThreads = IBP_MOST_GROUPED; // one for each vector
+constexpr uint32_t kHalf = 16;                       // bits of a count beside another
+
+// Vectors in the low half of a word, and groups in the high half, that a matrix has.
+__device__ __forceinline__ uint32_t both_counts(uint32_t vectors, bool is_there)
+{
+    const uint32_t groups = (vectors + IBP_MOST_OF_A_GROUP - 1u) / IBP_MOST_OF_A_GROUP;
+    return vectors | (is_there ? groups << kHalf : 0u);
+}
+
+template <typename Id>
+__global__ void __launch_bounds__(kGroupThreads)
+    group_vectors(const Id *ids, uint32_t count, uint32_t num_matrices, int64_t *order, ibp_vector_group *groups,
+                  uint32_t num_groups)
+{
+    __shared__ uint32_t starts[IBP_MOST_STACKED + 1]; // at first: how many vectors a matrix has
+    const uint32_t number = threadIdx.x, warp = number / kWarp;
+    const bool is_vector = number < count;
+    const uint32_t matrix = is_vector ? ibp_matrix_of_id(ids[number], num_matrices) : ~0u;
+    for (uint32_t i = number; i <= num_matrices; i += kGroupThreads) starts[i] = 0;
+    __syncthreads();
+    const uint32_t peers = __match_any_sync(kAllLanes, matrix), below = peers & ((1u << lane_id()) - 1u);
+    uint32_t rank = 0;                                      // among the vectors of the matrix
+    for (uint32_t turn = 0; turn * kWarp < count; turn++) { // warps count one after the other
+        if (turn == warp) {
+            if (is_vector) rank = starts[matrix] + ibp_popcount(below);
+            __syncwarp(); // all lanes have read
+            if (is_vector && below == 0u) starts[matrix] += ibp_popcount(peers);
+        }
+        __syncthreads();
+    }
+    const uint32_t a_thread = num_matrices / kGroupThreads + 1u, first = number * a_thread,
+                   end = ibp_min_u32(first + a_thread, num_matrices + 1u);
+    uint32_t own = 0, total = 0;
+    for (uint32_t i = first; i < end; i++) own += both_counts(starts[i], i < num_matrices);
+    uint32_t before = block_scan<kGroupThreads>(own, total);
+    for (uint32_t i = first; i < end; i++) {
+        const uint32_t vectors = starts[i], both = both_counts(vectors, i < num_matrices);
+        const uint32_t start = before & ((1u << kHalf) - 1u);
+        for (uint32_t g = 0; g < both >> kHalf; g++) {
+            const uint32_t done = g * IBP_MOST_OF_A_GROUP;
+            groups[(before >> kHalf) + g] = {i, start + done, ibp_min_u32(vectors - done, IBP_MOST_OF_A_GROUP)};
+        }
+        starts[i] = start, before += both;
+    }
+    __syncthreads();
+    if (is_vector) order[starts[matrix] + rank] = number;
+    for (uint32_t g = (total >> kHalf) + number; g < num_groups; g += kGroupThreads) groups[g] = {};
+}
+
+} // namespace ibp
+
+extern "C" ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order,
+                                             ibp_vector_group *groups, int64_t num_groups, ibp_stream stream)
+{
+    using namespace ibp;
+    if (!ibp_can_group(ids, num_matrices, order, groups, num_groups)) return IBP_INVALID_ARGUMENT;
+    if (num_groups == 0 && ids->count == 0) return IBP_OK;
+    const auto count = static_cast<uint32_t>(ids->count), matrices = static_cast<uint32_t>(num_matrices),
+               places = static_cast<uint32_t>(num_groups);
+    if (ids->id_bytes == 8u)
+        group_vectors<int64_t><<<1, kGroupThreads, 0, stream>>>(static_cast<const int64_t *>(ids->data), count,
+                                                                matrices, order, groups, places);
+    else
+        group_vectors<int32_t><<<1, kGroupThreads, 0, stream>>>(static_cast<const int32_t *>(ids->data), count,
+                                                                matrices, order, groups, places);
+    return check_cuda(cudaGetLastError());
+}

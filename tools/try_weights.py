@@ -1,0 +1,233 @@
+"""Runs `--quantization ibp` with vLLM's own linear layers, embeddings and heads on the CPU: tools/try_adapters.py calls
+`try_weights` for each unpacked release.
+
+Layers are made, loaded by vLLM's weight loaders, and multiplied, once without a quantization and once with ours; the
+results have to have the same bits. Ranks are stood for by numbers, and nothing is sent between them.
+"""
+
+import tempfile
+import types
+from pathlib import Path
+
+import torch
+
+# Modules of vLLM that are imported as they are.
+REAL = (
+    "vllm.model_executor.custom_op",
+    "vllm.model_executor.utils",
+    "vllm.model_executor.parameter",
+    "vllm.model_executor.layers.linear",
+    "vllm.model_executor.layers.vocab_parallel_embedding",
+    "vllm.model_executor.layers.quantization",
+    "vllm.model_executor.layers.quantization.base_config",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.model_loader.base_loader",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.model_loader.reload*",
+)
+# Packages that vLLM's modules import, and that need not be installed.
+OTHERS = ("transformers", "huggingface_hub")
+K, Q, KV, UP, WORDS = 256, 512, 128, 384, 1000
+OPTIONS = {"min_bytes": 0, "exclude": ["*.skipped", "*.up_proj_of_two"]}
+
+
+class _Ranks:
+    rank, size = 0, 1
+
+
+def _plain_product(layer, x, weight, bias=None):
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+class _Platform:
+    """A platform that is none of those that vLLM asks for."""
+
+    simple_compile_backend = "eager"
+    supported_quantization = []
+
+    def __getattr__(self, name):
+        return lambda *args: False
+
+
+# What stands for names that vLLM's modules import.
+GIVEN = {
+    "current_platform": _Platform(),
+    "divide": lambda whole, parts: whole // parts,
+    "get_tensor_model_parallel_rank": lambda: _Ranks.rank,
+    "get_tensor_model_parallel_world_size": lambda: _Ranks.size,
+    "tensor_model_parallel_all_reduce": lambda x: x,
+    "split_tensor_along_last_dim": lambda x, num_partitions: x.chunk(num_partitions, dim=-1),
+    "dispatch_unquantized_gemm": lambda *args: _plain_product,
+    "is_deferred_attention_layer": lambda layer: False,
+    "get_current_vllm_config_or_none": lambda: None,
+    "get_current_vllm_config": lambda: types.SimpleNamespace(load_config=types.SimpleNamespace(load_format="auto")),
+}
+
+
+def _check(is_so, what):
+    if not is_so:
+        raise SystemExit(f"not as it should be: weights: {what}")
+
+
+def _values(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).mul(0.02).bfloat16()
+
+
+def _layers(config):
+    """Layers by name, each with the calls of its weight loader: (parameter, values, shard)."""
+    from vllm.model_executor.layers import linear as made
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    options = {"params_dtype": torch.bfloat16, "quant_config": config}
+    tokens = VocabParallelEmbedding(WORDS, K, prefix="model.embed_tokens", **options)
+    tied = ParallelLMHead(WORDS, K, prefix="tied_head", **options).tie_weights(tokens)
+    head = ParallelLMHead(WORDS, K, prefix="lm_head", **options)
+    qkv = made.QKVParallelLinear(K, 64, Q // 64, KV // 64, bias=True, prefix="0.qkv_proj", **options)
+    two = made.MergedColumnParallelLinear(K, [UP, UP], bias=False, prefix="0.gate_up_proj", **options)
+    row = made.RowParallelLinear(Q, K, bias=False, prefix="0.o_proj", reduce_results=False, **options)
+    column = made.ColumnParallelLinear(K, Q, bias=True, prefix="0.fc", **options)
+    replicated = made.ReplicatedLinear(K, Q, bias=False, prefix="0.router", **options)
+    skipped = made.ReplicatedLinear(K, Q, bias=False, prefix="0.skipped", **options)
+    merged = made.MergedColumnParallelLinear(K, [UP, UP], bias=False, prefix="0.merged", **options)
+    parts = [("q", Q), ("k", KV), ("v", KV)]
+    return {
+        "tokens": (tokens, [("weight", _values(WORDS, K), None)]),
+        "tied": (tied, []),
+        "head": (head, [("weight", _values(WORDS, K) * 2, None)]),
+        "qkv": (qkv, [(name, _values(rows, *end), part) for name, end in (("weight", [K]), ("bias", []))
+                      for part, rows in parts]),
+        "two": (two, [("weight", _values(UP + number, K)[:UP], number) for number in range(2)]),
+        "row": (row, [("weight", _values(K, Q), None)]),
+        "column": (column, [("weight", _values(Q, K), None), ("bias", _values(Q), None)]),
+        "replicated": (replicated, [("weight", _values(Q, K), None)]),
+        "skipped": (skipped, [("weight", _values(Q, K), None)]),
+        "merged": (merged, [("weight", _values(UP, K), number) for number in range(2)]),
+    }  # fmt: skip
+
+
+def _load(layers):
+    """As vLLM's models do."""
+    for layer, calls in layers.values():
+        for name, values, shard in calls:
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, values, *([] if shard is None else [shard]))
+
+
+def _process(layers):
+    for layer, _ in layers.values():
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def _results(layers):
+    found = {}
+    ids = torch.tensor([[0, 3], [499, 7]])
+    for name, (layer, _) in layers.items():
+        if name == "tokens":
+            found[name] = layer(ids)
+        elif name in ("tied", "head"):
+            found[name] = layer.quant_method.apply(layer, _values(3, K), bias=layer.bias)
+        else:
+            x = _values(5, layer.input_size_per_partition if name == "row" else K)
+            found[name] = layer(x)[0]
+    return found
+
+
+def _try_layers(api, rank, size):
+    _Ranks.rank, _Ranks.size = rank, size
+    config = api.IBPConfig.from_config({"quant_method": "ibp", **OPTIONS})
+    config.packed_modules_mapping = {"merged": ["gate_proj", "up_proj_of_two"]}
+    plain, coded = _layers(None), _layers(config)
+    for layers in (plain, coded):
+        _load(layers)
+    is_early = {name for name, (layer, _) in coded.items() if getattr(layer.quant_method, "table", None) is not None}
+    _check(is_early == {"qkv", "two", "row", "column", "replicated"}, f"coded while loading: {is_early}")
+    for layers in (plain, coded):
+        _process(layers)
+        _process(layers)  # vLLM does so after layers were processed one by one
+    wanted, found = _results(plain), _results(coded)
+    for name, result in wanted.items():
+        _check(torch.equal(result, found[name]), f"{name} of rank {rank} of {size} differs from plain")
+    for name, (layer, _) in coded.items():
+        shape, method = plain[name][0].weight.shape, layer.quant_method
+        if name in ("skipped", "merged"):
+            _check(not isinstance(method, api.IBPWeightMethod) and layer.weight.shape == shape, f"{name} is not plain")
+        else:
+            _check(layer.weight.numel() == 0 and method.table.shape == shape, f"{name} keeps its plain weight")
+            _check(torch.equal(method.table.decompress(), plain[name][0].weight), f"{name} has other weights")
+    _check(
+        coded["tied"][0].quant_method.table is coded["tokens"][0].quant_method.table, "a tied head has its own table"
+    )
+    layer = coded["row"][0]
+    x = _values(5, layer.input_size_per_partition)
+    compiled = torch.compile(
+        lambda x: layer.quant_method.apply(layer, x), backend="eager", fullgraph=True, dynamic=True
+    )
+    _check(torch.equal(compiled(x), found["row"]) and torch.equal(compiled(x[:2]), found["row"][:2]), "compiled code")
+    layer.weight = torch.nn.Parameter(_values(3, 3), requires_grad=False)
+    try:
+        layer.quant_method.process_weights_after_loading(layer)
+    except NotImplementedError:
+        return
+    _check(False, "weights that are loaded anew are taken")
+
+
+def _try_plain(api):
+    """What does not shrink, is small, or is not of BF16."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    noise = torch.randint(-(2**15), 2**15, (Q, K), dtype=torch.int16).view(torch.bfloat16)
+    for options, values in (({}, _values(Q, K)), ({"min_bytes": 0}, noise), ({"min_bytes": 0}, _values(Q, K).float())):
+        config = api.IBPConfig(**options)
+        layer = ReplicatedLinear(K, Q, bias=False, params_dtype=values.dtype, quant_config=config, prefix="a")
+        layers = {"a": (layer, [("weight", values, None)])}
+        _load(layers)
+        _process(layers)
+        _check(layer.quant_method.table is None and torch.equal(layer.weight.float().nan_to_num(),
+               values.float().nan_to_num()), f"{options} codes {values.dtype}")  # fmt: skip
+        x = torch.ones(2, K, dtype=values.dtype)
+        _check(layer(x)[0].shape == (2, Q), "a plain layer does not multiply")
+
+
+def _try_loader(api):
+    """A coded directory through vLLM's loader."""
+    from safetensors.torch import save_file
+
+    from ibp.checkpoints import compress
+
+    load_config = types.SimpleNamespace(load_format="ibp", model_loader_extra_config={}, safetensors_load_strategy=None)
+    tensors = {"a.weight": _values(Q, K), "b.weight": _values(K)}
+    with tempfile.TemporaryDirectory() as folder:
+        plain, coded = Path(folder) / "plain", Path(folder) / "coded"
+        plain.mkdir()
+        save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+        (plain / "config.json").write_text("{}")
+        compress(plain, f"{coded}/")
+        loader = api.IBPModelLoader(load_config)
+        loader._prepare_weights = lambda *args: (str(coded), list(map(str, coded.glob("*.safetensors"))), True, "")
+        source = loader.Source(str(coded), None, prefix="x.")
+        found = dict(loader._get_weights_iterator(source))
+        _check({*found} == {f"x.{name}" for name in tensors}, f"the loader gives {[*found]}")
+        _check(all(torch.equal(found[f"x.{name}"], tensors[name]) for name in tensors), "loaded weights differ")
+        config = api.IBPConfig()
+        config.maybe_update_config(str(coded), hf_config=None, revision=None)
+        try:
+            config.get_quant_method(torch.nn.Linear(2, 2), "a")
+        except ValueError as error:
+            _check("--load-format ibp" in str(error), str(error))
+        else:
+            _check(False, "a coded checkpoint needs no --load-format ibp")
+
+
+def try_weights():
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    from ibp.integrations import vllm_weights as api
+
+    torch.manual_seed(0)
+    api.register()
+    _check("ibp" in QUANTIZATION_METHODS, "the quantization is not registered")
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        _try_layers(api, rank, size)
+    _try_plain(api)
+    _try_loader(api)
+    print("weights: linear layers, embeddings and heads of 1 and 2 ranks have the bits of plain ones")
