@@ -28,13 +28,15 @@ SETS = (  # sets that stand for one of the papers': set, dtype
 
 @dataclass(frozen=True)
 class Row:
-    """A table, figure or headline that is measured. `ours` is a function(Results) -> text."""
+    """A table, figure or headline that is measured. `ours` is a function(Results) -> text; `others` are further scripts
+    whose CSVs it reads and that no row names as its own."""
 
     item: str
     shows: str
     script: str
     theirs: str
     ours: Callable
+    others: tuple[str, ...] = ()
 
 
 def span(values, unit="", digits=2):
@@ -344,6 +346,7 @@ IBP = (
         "weights.py",
         "22 % faster, weights loaded 25 % faster; LLMs 24 % faster",
         streamed_weights,
+        ("flexgen_opt.py",),
     ),
     Row(
         "Figure 12",
@@ -504,6 +507,7 @@ DIETGPU = (
         "encode_into.py",
         "a fifth of the memory's 500 GB/s, over 90 GB/s at best",
         device_rates("normal", "encode"),
+        ("codec.py", "families.py"),
     ),
     Row(
         "Section 5.1.2, chart",
@@ -511,6 +515,7 @@ DIETGPU = (
         "encode_into.py",
         "a fifth of the memory's rate",
         device_rates("normal", "decode"),
+        ("codec.py", "families.py"),
     ),
     Row(
         "Table 1",
@@ -539,6 +544,7 @@ DIETGPU = (
         "encode_into.py",
         "near 50 GB/s in FP64, a tenth of the memory's rate",
         device_rates("half zeros", "encode"),
+        ("codec.py", "families.py"),
     ),
     Row(
         "Section 5.2.2, chart",
@@ -546,6 +552,7 @@ DIETGPU = (
         "encode_into.py",
         "below that of dense floats",
         device_rates("half zeros", "decode"),
+        ("codec.py", "families.py"),
     ),
     Row(
         "Table 3",
@@ -948,9 +955,25 @@ NOT_MEASURED = {
 }
 
 
+def csvs_of(name, results):
+    """{CSV: its rows}: what the table of one paper is written from."""
+    own = reading.Results(results.directory)  # with no CSV read yet
+    for row in PAPERS[name]:
+        row.ours(own)
+    return own.sheets
+
+
+def measured_at(csvs):
+    """ "gather 0b5237c10e, ...": of {CSV: rows}, the commits that rows name."""
+    commits = {csv: in_order(row["commit"][:10] for row in rows if row.get("commit")) for csv, rows in csvs.items()}
+    return ", ".join(" ".join([csv, *found]) for csv, found in commits.items() if found)
+
+
 def table(name, results):
-    """The table of one paper."""
+    """The table of one paper, and the commits of the CSVs that it is written from."""
     lines = [[row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results)] for row in PAPERS[name]]
     rows = [HEADS, ["---"] * len(HEADS), *lines]
     missing = "; ".join(f"{items} ({reason})" for items, reason in NOT_MEASURED[name].items())
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\nNot measured: {missing}."
+    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    commits = measured_at(csvs_of(name, results))
+    return f"{text}\n\nNot measured: {missing}.\n\nCommits measured: {commits}."

@@ -36,13 +36,13 @@ SOURCES = {
     "changes": (*_CACHING, "csrc/cuda/encode"),
     "checkpoints": ("ibp/checkpoints", "ibp/_files", "csrc/core", "csrc/x86"),
     "choose": (*_KERNELS, "ibp/codecs"),
-    "chunk_rates": ("csrc/core", "csrc/x86", "ibp/_files"),
+    "chunk_rates": _DECODING,
     "chunks": _SAVINGS,
     "clusters": _SAVINGS,
     "codec": (*_KERNELS, "ibp/_tables"),
     "collectives": (*_KERNELS, "ibp/distributed"),
     "compress": (*_ENCODING, "ibp/_tables/compression.py", "ibp/_schemes"),
-    "copy_threads": ("csrc/bindings/host_memory.h", "csrc/bindings/torch_tensors.h"),
+    "copy_threads": _FETCHING,
     "cpu": ("csrc/core", "csrc/x86"),
     "deltas": ("csrc/cuda/delta", "ibp/deltas"),
     "densities": (*_CODING, "ibp/_activations"),
@@ -95,7 +95,8 @@ def git(*words):
 
 
 def has_history():
-    return git("rev-parse", "--is-shallow-repository") == "false"
+    # Git would find another repository that holds this directory.
+    return (harness.ROOT / ".git").exists() and git("rev-parse", "--is-shallow-repository") == "false"
 
 
 def changes_since(commit, sources):

@@ -53,3 +53,16 @@ def test_without_history(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     assert stale.main() == 0
     assert capsys.readouterr().out == "git's history is not here, or is shallow: the age of results is not known\n"
+
+
+def test_git_has_the_commits_that_pages_name():
+    """The count of stale results may be anything; a commit that nobody can check out is a fault of a page."""
+    if not stale.has_history():
+        pytest.skip("git's history is not here, or is shallow")
+    unknown = {name for name, _, changes in stale.stale() if changes is None and stale.SOURCES[name]}
+    assert unknown == set()
+
+
+def test_a_folder_inside_another_repository_has_no_history(repository, monkeypatch):
+    monkeypatch.setattr(harness, "ROOT", harness.ROOT / "results")
+    assert not stale.has_history()
