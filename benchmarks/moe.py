@@ -112,16 +112,17 @@ def dequantized(experts, scale, block=BLOCK):
     rows, columns = (sizes * of_block for sizes, of_block in zip(scale.shape[1:], block))
     if (rows, columns) != tuple(experts.shape[1:]):
         raise ValueError(f"matrices of {list(experts.shape[1:])} are not of whole blocks of {list(block)}")
-    tiles = experts.to(torch.bfloat16).unflatten(2, (-1, block[1])).unflatten(1, (-1, block[0]))
-    return tiles.mul_(scale.to(torch.bfloat16)[:, :, None, :, None]).flatten(1, 2).flatten(2, 3)
+    of_columns = scale.to(torch.bfloat16).repeat_interleave(block[1], 2)[:, :, None]
+    return experts.to(torch.bfloat16).unflatten(1, (-1, block[0])).mul_(of_columns).flatten(1, 2)
 
 
 def dequantized_forward(module, hidden_states, top_k_index, top_k_weights):
     """The forward of FP8 experts: in BF16, by `grouped_mm`."""
-    values = {
-        name: dequantized(getattr(module, name), getattr(module, f"{name}_scale_inv"))
-        for name in ("gate_up_proj", "down_proj")
-    }
+
+    def matrices_of(name):
+        return dequantized(getattr(module, name), getattr(module, f"{name}_scale_inv"))
+
+    values = {name: functools.partial(matrices_of, name) for name in ("gate_up_proj", "down_proj")}
     made = stand_in(module, values, type(module))
     return grouped_mm_experts_forward(made, hidden_states, top_k_index, top_k_weights)
 
@@ -330,7 +331,7 @@ class Bench:
     @torch.inference_mode()
     def measure(self, arm, model, handle, tokens, routing):
         run = self.run
-        is_slow = arm in (STREAMED, HOOKS) or tokens > max(BATCHES)
+        is_slow = arm in (STREAMED, *OTHERS) or tokens > max(BATCHES)
         num_calls = FEW_CALLS if run.quick or is_slow else CALLS
         x, chosen, gates = self.inputs(tokens, routing, num_calls * ROUNDS)
         asked = [len(layer.unique()) for call in chosen[: 2 * num_calls] for layer in call]
@@ -359,7 +360,7 @@ class Bench:
             num_made = (next(made) - 1) * num_calls
             stats = handle.stats() if is_offloaded else None
             host_s = None
-            if way == EAGER and not is_slow and arm not in OTHERS:
+            if way == EAGER and not is_slow:
                 host_s = small_calls.returning_s(run, lambda: call(chosen[0])) / self.num_layers
             report = handle if arm == CODED else None
             self.add(arm, tokens, routing, way, seconds, asked_bytes, stats, num_made, report, host_s)

@@ -1,4 +1,4 @@
-// torch_linear_ops.cpp - torch.ops.ibp.linear and linear_groups: tensors to pointers, as torch_ops.cpp.
+// torch_linear_ops.cpp - torch.ops.ibp.linear, linear_groups and decode_matrix: tensors to pointers, as torch_ops.cpp.
 #include "torch_tensors.h"
 
 #include <memory>
@@ -92,10 +92,20 @@ void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes
           "linear_groups");
 }
 
+void decode_matrix(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,
+                   const Tensor &starts, const Tensor &entries, const Out &out)
+{
+    require(out.dim() == 2, "out has ", out.dim(), " dimensions, 2 are needed");
+    const ibp_digit_matrix matrix = matrix_of(slots, slot_bytes, below, starts, entries, out.size(1));
+    uint16_t *const weights = bfloat16s_of(out, total_bytes(matrix.num_rows, out.size(1), "out"), "out");
+    check(ibp_cuda_decode_matrix(&matrix, weights, device.stream()), "decode_matrix");
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     operation<linear>(m, "linear", "slots slot_bytes below starts entries x biases out");
+    operation<decode_matrix>(m, "decode_matrix", "slots slot_bytes below starts entries out");
     operation<linear_groups>(m, "linear_groups", "slots slot_bytes below starts entries x groups num_rows out");
 }

@@ -34,6 +34,7 @@ IBP_WITHOUT_CUDA(ibp_cuda_sum_bags, const ibp_table *table, const ibp_ids *ids, 
                  const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_linear, const ibp_product *products, int64_t num_products, const uint16_t *x,
                  int64_t num_vectors, uint8_t *workspace, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_decode_matrix, const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_linear_groups, const ibp_digit_matrix *stack, int64_t num_rows,
                  const ibp_vector_group *groups, int64_t num_groups, const uint16_t *x, int64_t num_vectors,
                  uint16_t *y, ibp_stream stream)

@@ -67,6 +67,8 @@ that a table stacks. groups is int32 [groups, 3]: number of the matrix, first ve
 for the CPU too, is ibp_group_vectors: from the matrix of each vector, integers [vectors], to (the vectors' numbers in
 the order of their matrices, int64 [vectors]; such groups of them).
 
+`decode_matrix`, for CUDA alone, is ibp_cuda_decode_matrix: the weights [rows, columns] of such a table.
+
 `times_matrix` is x [vectors, rows] times the matrix [rows, columns] of dtype that a table on `worker` holds, in x's
 dtype and on its device. It decodes the matrix for the time of the call. It notes no faults: it gives gradients of
 products whose forward pass has read the same rows.
@@ -218,6 +220,9 @@ _define(
 _define(
     "linear_groups(Tensor slots, int slot_bytes, Tensor below, Tensor starts, Tensor entries, Tensor x, Tensor groups, "
     "int num_rows, Tensor(a!) out) -> ()"
+)
+_define(
+    "decode_matrix(Tensor slots, int slot_bytes, Tensor below, Tensor starts, Tensor entries, Tensor(a!) out) -> ()"
 )
 _define(
     "times_matrix(Tensor table, Tensor x, int columns, ScalarType dtype, Device worker) -> Tensor",

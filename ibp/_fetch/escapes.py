@@ -11,7 +11,7 @@ from .._common.once import warn_once
 from .._machine.memory import is_capturing
 from .._rows.table import Table
 from .._schemes import PlanesCodebook
-from .streaming import decode_items
+from .streaming import decode_items, decompress
 
 COLUMNS = 32  # the kernel takes rows of a multiple of this many columns
 # A regular row has at most 64 escapes, or one in 128 columns: adding their products then takes about as long as
@@ -85,6 +85,20 @@ def escapes_of(table: Table) -> Escapes | None:
         torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
     table._escapes = state, escapes
     return escapes
+
+
+def matrix_of(table: Any, device: torch.device, check: bool = False) -> torch.Tensor:
+    """The tensor of a matrix on a device, as `decompress` gives it: on a table's own GPU, where its escapes are listed,
+    by a kernel that has nothing to look for."""
+    is_listed = isinstance(table, Table) and table._escapes is not None and table.device == device
+    escapes = escapes_of(table) if is_listed and table.is_cuda else None
+    if escapes is None:
+        return decompress(table, device=device, check=check)
+    weights = torch.empty(table.shape, dtype=table.dtype, device=device)
+    torch.ops.ibp.decode_matrix.default(
+        escapes.slots, table.slot_bytes, escapes.below, escapes.starts, escapes.entries, weights
+    )
+    return weights.index_copy_(0, escapes.rows, escapes.weights) if len(escapes.rows) else weights
 
 
 def _warn_of_decoding(context: object = None) -> None:

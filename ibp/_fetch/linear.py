@@ -13,7 +13,7 @@ from .. import _core
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .calls import check_out, check_table
-from .escapes import COLUMNS, Escapes, escapes_of
+from .escapes import COLUMNS, Escapes, escapes_of, matrix_of
 from .products import differentiable, is_transformed, wants_gradients
 from .streaming import decode_items, decompress
 
@@ -173,7 +173,7 @@ def _product(
     x, bias = _as_autocast(x), None if bias is None else _as_autocast(bias)
     escapes = escapes_of(table) if _may_fuse(x, [table], [bias]) else None
     if escapes is None:
-        result = F.linear(x, decompress(table, device=x.device, check=check), bias)
+        result = F.linear(x, matrix_of(table, x.device, check), bias)
         return result if out is None else out.copy_(result)
     (result,) = _multiply(x, [table], [escapes], [bias], out)
     if check:

@@ -9,7 +9,7 @@ import torch
 
 from .._rows.table import Table
 from .calls import worker_of
-from .streaming import decompress
+from .escapes import matrix_of
 
 Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
@@ -61,7 +61,7 @@ class _Product(torch.autograd.Function):
 def _times(x: torch.Tensor, table: Table) -> torch.Tensor:
     """x [M, N] times the matrix [N, K] of a table."""
     if not torch.compiler.is_compiling():
-        return x @ decompress(table, device=x.device).to(x.dtype)
+        return x @ matrix_of(table, x.device).to(x.dtype)
     # A compiler would move an operation that only decodes to the forward pass, and keep the matrix from there on.
     worker = worker_of(table, x.device)
     return torch.ops.ibp.times_matrix.default(table.handle(worker).table, x, table.shape[1], table.dtype, worker)

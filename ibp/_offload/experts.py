@@ -1,13 +1,16 @@
 """Mixtures of experts: a call for few tokens fetches the experts that the router chose, and no others.
 
 An expert is a fixed number of consecutive rows of a table for each stacked weight. The experts of a call are decoded
-into slots, with which the module's own forward computes (`nn/_stacks.py`). Nothing waits for the GPU.
+into slots, with which the module's own forward computes (`nn/_stacks.py`). Nothing waits for the GPU. On a GPU they
+come on a stream beside the caller's, which waits for a stacked weight when the forward first reads it: `down_proj`
+comes while `gate_up_proj` is multiplied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from .resting import NotCopied
 from .weights import Weight
 
 _BESIDE_ROWS = 512  # bytes: the map and the counters of a cache of one row take less
+_SMS = 32  # that fetch beside products
 
 
 class CachedStack:
@@ -41,13 +45,13 @@ class CachedStack:
         if not self.is_cached:
             self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=device)
 
-    def fetch(self, experts: torch.Tensor, has_spare: bool) -> torch.Tensor:
-        """The experts of slots. has_spare: whether slots may be left over."""
+    def room_for(self, experts: torch.Tensor, has_spare: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """(numbers of the rows of the experts in slots, room for these rows). has_spare: whether slots may be left
+        over."""
         ids = rows_of(self._numbers, experts, self.num_rows)
         if has_spare:
             ids.clamp_(min=0)
-        out = torch.empty((len(ids), self.cache.shape[1]), dtype=self.cache.dtype, device=ids.device)
-        return self.weight.items(self.cache.index_select(ids, out=out))
+        return ids, torch.empty((len(ids), self.cache.shape[1]), dtype=self.cache.dtype, device=ids.device)
 
 
 class ExpertsForward(NotCopied):
@@ -91,8 +95,33 @@ class ExpertsForward(NotCopied):
         has_spare = may_leave_slots(ids)
         if has_spare:
             self.num_spare += (held < 0).sum()
-        tensors = {name: stack.fetch(held, has_spare) for name, stack in self.stacks.items()}
-        return calls.with_slots(module, args, kwargs, slots, held, tensors)
+        with self._coming(held, has_spare) as tensors:
+            return calls.with_slots(module, args, kwargs, slots, held, tensors)
+
+    @contextmanager
+    def _coming(self, held: torch.Tensor, has_spare: bool) -> Iterator[dict[str, functools.partial[torch.Tensor]]]:
+        """What gives the stacked weights of the experts of slots. On a GPU the current stream waits there for
+        the weight, and at the end of the block for all."""
+        rooms = {name: stack.room_for(held, has_spare) for name, stack in self.stacks.items()}
+        if not held.is_cuda:
+            yield {name: functools.partial(self._fetch, name, *room) for name, room in rooms.items()}
+            return
+        current, beside = torch.cuda.current_stream(held.device), _stream_beside(held.device)
+        beside.wait_stream(current)
+        try:
+            tensors = {}
+            with torch.cuda.stream(beside):
+                for name, room in rooms.items():
+                    tensors[name] = functools.partial(
+                        _awaited, self._fetch(name, *room, max_sms=_SMS), current, beside.record_event()
+                    )
+            yield tensors
+        finally:  # the memory is the current stream's
+            current.wait_stream(beside)
+
+    def _fetch(self, name: str, ids: torch.Tensor, out: torch.Tensor, max_sms: int | None = None) -> torch.Tensor:
+        stack = self.stacks[name]
+        return stack.weight.items(stack.cache.index_select(ids, out=out, max_sms=max_sms))
 
     @property
     def device_bytes(self) -> int:
@@ -114,3 +143,14 @@ class ExpertsForward(NotCopied):
         self.num_spare.zero_()
         for stack in self.stacks.values():
             stack.cache.reset_stats()
+
+
+def _awaited(tensor: torch.Tensor, stream: torch.cuda.Stream, ready: torch.cuda.Event) -> torch.Tensor:
+    stream.wait_event(ready)
+    return tensor
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which experts come to a device. Its few blocks get SMs before those of products."""
+    return torch.cuda.Stream(device, priority=-1)

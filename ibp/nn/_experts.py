@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 
 from .._common.graphs import outside_of_graphs
+from .._fetch.escapes import matrix_of
 from .._fetch.gather import index_select
 from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, linear_groups
 from .._tables.compressed_tensor import CompressedTensor
@@ -30,7 +31,7 @@ class CodedStack(TableModule):
 
     def all(self, device: torch.device) -> torch.Tensor:
         """The plain weights of all experts on a device."""
-        return self.plain_of(self.weight.decompress(device=device))
+        return self.plain_of(matrix_of(self.weight, device))
 
     def fetch(self, experts: torch.Tensor) -> torch.Tensor:
         """The plain weights of experts, on their device. Numbers below 0: of any expert."""

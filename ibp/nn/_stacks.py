@@ -6,6 +6,7 @@ slots in the place of all experts, and with numbers of slots in the place of num
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -114,10 +115,10 @@ class Calls:
         kwargs: dict[str, Any],
         slots: torch.Tensor,
         held: torch.Tensor,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor | functools.partial[torch.Tensor]],
     ) -> Any:
         """What forward gives with a few experts. slots, held: of `slots_for`. weights: by name, stacked ones of the
-        experts held."""
+        experts held, or what gives them when forward first reads them."""
         ids: Any = self.ids_of(args, kwargs)
         slots = slots.to(ids.dtype)
         if len(args) > 1:
@@ -136,13 +137,29 @@ class Calls:
         return {name: tensor[experts] for name, tensor in tensors.items()}
 
 
-def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: type[torch.nn.Module]) -> torch.nn.Module:
+def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> torch.nn.Module:
     """What the forward of a class can be called with: an object of the class with the module's attributes, but for
-    some, which are values of this call alone."""
-    made = object.__new__(kind)
+    some, which are values of this call alone. A `functools.partial` gives one when it is first read."""
+    later = {name: value for name, value in values.items() if isinstance(value, functools.partial)}
+    made = object.__new__(_reading_later(kind) if later else kind)
     vars(made).update(vars(module))
     vars(made).pop("forward", None)
     for held in ("_parameters", "_buffers"):
         vars(made)[held] = {name: tensor for name, tensor in vars(module)[held].items() if name not in values}
-    vars(made).update(values)
+    vars(made).update({name: value for name, value in values.items() if name not in later}, _read_later=later)
     return made
+
+
+@functools.cache
+def _reading_later(kind: Any) -> Any:
+    """A class whose objects call a function in `_read_later` when they are first asked for its value."""
+
+    class ReadsLater(kind):
+        def __getattr__(self, name: str) -> Any:
+            give = self.__dict__["_read_later"].pop(name, None)
+            if give is None:
+                return super().__getattr__(name)
+            self.__dict__[name] = value = give()
+            return value
+
+    return ReadsLater

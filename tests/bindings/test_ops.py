@@ -184,6 +184,7 @@ def test_every_operation_is_checked():
         "sum_bags",
         "linear",
         "linear_groups",
+        "decode_matrix",
         "times_matrix",
         *DELTAS,
     }

@@ -250,6 +250,20 @@ void check_products(const Operand &operand, Bytes &x, uint32_t vectors, bool is_
         }
 }
 
+/* The weights of regular rows, with a list that is right; with a damaged one nothing else is touched. */
+void check_weights(Operand &operand, bool is_damaged, uint64_t number)
+{
+    const Matrix &m = operand.m;
+    Bytes weights(m.weights.size);
+    const ibp_digit_matrix matrix = operand.listed.of(m, operand.coded);
+    expect(ibp_cuda_decode_matrix(&matrix, weights.halves(), nullptr) == IBP_OK, "a matrix is refused", number);
+    const size_t row_bytes = size_t{2} * m.columns;
+    for (uint32_t r = 0; r < m.rows && !is_damaged; r++)
+        expect(!operand.listed.regular[r] ||
+                   memcmp(weights.data + r * row_bytes, m.weights.data + r * row_bytes, row_bytes) == 0,
+               "other weights", number);
+}
+
 void check(Operands &operands, uint64_t number)
 {
     const auto vectors = static_cast<uint32_t>(below(pick({9u, 17u, 65u, 140u})));
@@ -267,6 +281,7 @@ void check(Operands &operands, uint64_t number)
     expect(status == IBP_OK, "refused", number);
     for (auto &operand : operands) {
         check_each(*operand, x, vectors, number);
+        check_weights(*operand, is_damaged, number);
         if (status == IBP_OK && !is_damaged) check_products(*operand, x, vectors, kind == kOneHot, number);
     }
 }
@@ -394,7 +409,14 @@ void check_refusals()
     refuses_groups(16, &group, -1, 1, "-1 groups");
     refuses_groups(16, &group, INT64_MAX, 1, "too many groups");
     refuses_groups(16, &group, 1, -1, "-1 vectors in groups");
+    const auto refuses_weights = [&](uint16_t *to, const char *what) {
+        expect(ibp_cuda_decode_matrix(&product.matrix, to, nullptr) == IBP_INVALID_ARGUMENT, what, 0);
+    };
+    refuses_weights(nullptr, "no room for weights");
+    refuses_weights(stack.m.weights.halves() + 1, "room for weights that is not aligned");
     product.matrix.starts = nullptr, refuses_groups(16, &group, 1, 1, "no starts of a stack");
+    refuses_weights(stack.m.weights.halves(), "no starts of a matrix");
+    expect(ibp_cuda_decode_matrix(nullptr, stack.m.weights.halves(), nullptr) == IBP_INVALID_ARGUMENT, "no matrix", 0);
 }
 
 } // namespace

@@ -257,6 +257,7 @@ def fused(monkeypatch):
         raise AssertionError("the weights are decoded")
 
     monkeypatch.setattr(linear, "decompress", fail)
+    monkeypatch.setattr(linear, "matrix_of", fail)
 
 
 def check_products(x, weight, bias, got):
@@ -331,6 +332,30 @@ def test_irregular_rows(cuda, fused, count):
             one = torch.zeros(1, 2048, dtype=torch.bfloat16, device=cuda)
             one[0, column] = 1
             assert torch.equal(ibp.linear(one, table)[0], weight[:, column])
+
+
+@pytest.mark.parametrize("rows,columns", [*SHAPES, (33, 1056), (300, 5120)], ids=str)
+def test_weights_of_a_listed_matrix(cuda, rows, columns):
+    weight = matrix(rows, columns, cuda)
+    weight[::3, 5::70] *= 2.0**-30
+    weight[1] *= 2.0**-60
+    table = coded(weight)
+    assert_same_bits(escapes.matrix_of(table, cuda), weight)  # nothing is listed
+    listed = escapes.escapes_of(table)
+    assert len(listed.entries) and 1 in listed.rows
+    assert_same_bits(escapes.matrix_of(table, cuda), weight)
+    assert_same_bits(escapes.matrix_of(table, torch.device("cpu")), weight.cpu())
+    x = vectors(513, columns, cuda)
+    assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
+    given = (table.slots, table.slot_bytes, listed.below, listed.starts, listed.entries)
+    torch.library.opcheck(torch.ops.ibp.decode_matrix.default, (*given, torch.empty_like(weight)))
+    for out, message in (
+        (weight[0], "out has 1 dimensions, 2 are needed"),
+        (weight[1:].contiguous(), "out has"),
+        (torch.empty(rows * columns + 1, dtype=weight.dtype, device=cuda)[1:].view(rows, columns), "decode_matrix"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.ibp.decode_matrix(*given, out)
 
 
 def test_many_irregular_rows_are_decoded(cuda):

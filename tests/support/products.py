@@ -47,6 +47,11 @@ def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, num_ro
             out[first : first + count] = F.linear(x[first : first + count], matrices[matrix])
 
 
+def decode(slots, slot_bytes, below, starts, entries, out):
+    """ibp_cuda_decode_matrix."""
+    out.copy_(matrix_of(slots, slot_bytes, below, starts, entries, out.shape[1]))
+
+
 @contextlib.contextmanager
 def kernels_on_the_cpu(monkeypatch):
     """Kernels multiply by tables on the CPU whose escapes are listed, in `ibp.linear` up to 64 vectors. Gives a list,
@@ -67,6 +72,7 @@ def kernels_on_the_cpu(monkeypatch):
 
     library.impl("linear", run, "CPU")
     library.impl("linear_groups", run_groups, "CPU")
+    library.impl("decode_matrix", decode, "CPU")
     monkeypatch.setattr(linear, "_are_near", are_near)
     monkeypatch.setattr(linear, "most_vectors", lambda device, num_rows: 64)
     try:

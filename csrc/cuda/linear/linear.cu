@@ -1,7 +1,8 @@
 // linear.cu - ibp_cuda_linear: which matrices and vectors it takes, which kernel multiplies them, and the launch of the
-// one for few.
+// one for few; and all weights of a matrix.
 #include "linear.cuh"
 #include "many.h"
+#include "matrix.cuh"
 
 #include "../launch.cuh"
 
@@ -143,4 +144,16 @@ extern "C" ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int6
     job.groups = groups, job.num_groups = static_cast<uint32_t>(num_groups);
     job.num_rows = static_cast<uint32_t>(num_rows);
     return launch_strips<GroupStrips>(job, static_cast<uint32_t>(num_groups * of_matrix), stream);
+}
+
+extern "C" ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream)
+{
+    using namespace ibp;
+    if (matrix == nullptr || !is_matrix(*matrix) || !has_list(*matrix)) return IBP_INVALID_ARGUMENT;
+    if (weights == nullptr || !is_aligned(weights, 16u)) return IBP_INVALID_ARGUMENT;
+    const uint32_t num_stretches = (matrix->num_columns + kStretchColumns - 1u) / kStretchColumns;
+    const int64_t num_blocks = (matrix->num_rows + kMatrixWarps - 1) / kMatrixWarps * num_stretches;
+    if (num_blocks > INT32_MAX) return IBP_INVALID_ARGUMENT;
+    const Launch launch{static_cast<uint32_t>(num_blocks), kMatrixWarps * kWarp, 0, 1};
+    return launch_kernel(matrix_weights, launch, stream, *matrix, num_stretches, weights);
 }

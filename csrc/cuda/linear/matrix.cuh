@@ -1,0 +1,64 @@
+// matrix.cuh - all weights of a coded matrix of BF16, for products of more vectors than kernels multiply by coded rows.
+//
+// A warp decodes a stretch of a row. The list of escapes is there, so nothing has to be counted, staged or exchanged: a
+// lane's bytes go from device memory to registers, and as weights back to device memory.
+// Bound by device memory.
+#ifndef IBP_MATRIX_CUH
+#define IBP_MATRIX_CUH
+
+#include "digits.cuh"
+
+namespace ibp {
+
+constexpr uint32_t kMatrixWarps = 8;                                // of a block
+constexpr uint32_t kLaneWeights = 8, kLoads = 4;                    // weights of a load, loads under way together
+constexpr uint32_t kStretchColumns = kWarp * kLaneWeights * kLoads; // of a warp
+
+// The weights of 8 elements in a row.
+__device__ __forceinline__ uint4 weights_of(uint2 residuals, uint32_t digits, uint32_t firsts)
+{
+    const Exponents exponents(digits, firsts);
+    const uint32_t low = permute_bytes(exponents.even, exponents.odd, 0x5140u),
+                   high = permute_bytes(exponents.even, exponents.odd, 0x7362u);
+    return make_uint4(
+        turned(permute_bytes(residuals.x, low, 0x5140u)), turned(permute_bytes(residuals.x, low, 0x7362u)),
+        turned(permute_bytes(residuals.y, high, 0x5140u)), turned(permute_bytes(residuals.y, high, 0x7362u)));
+}
+
+// Blocks take a stretch of kMatrixWarps rows each. num_stretches: of a row.
+__global__ void __launch_bounds__(kMatrixWarps *kWarp)
+    matrix_weights(const __grid_constant__ ibp_digit_matrix matrix, const uint32_t num_stretches, uint16_t *weights)
+{
+    const uint32_t row = blockIdx.x / num_stretches * kMatrixWarps + threadIdx.x / kWarp, columns = matrix.num_columns,
+                   start = blockIdx.x % num_stretches * kStretchColumns, first = start + kLaneWeights * lane_id();
+    if (row >= matrix.num_rows) return;
+    const uint8_t *const slot = matrix.slots + uint64_t{row} * matrix.slot_bytes;
+    uint16_t *const to = weights + uint64_t{row} * columns;
+    const uint32_t escapes = __ldg(matrix.starts + row),
+                   end = ibp_min_u32(__ldg(matrix.starts + row + 1u), matrix.num_escapes);
+    uint2 residuals[kLoads];
+    uint32_t digits[kLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; i++) {
+        const uint32_t column = first + i * kWarp * kLaneWeights;
+        if (column >= columns) continue;
+        residuals[i] = __ldg(reinterpret_cast<const uint2 *>(slot + column));
+        digits[i] = __ldg(reinterpret_cast<const uint32_t *>(slot + columns + column / 2u));
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; i++) {
+        const uint32_t column = first + i * kWarp * kLaneWeights;
+        if (column >= columns) continue;
+        *reinterpret_cast<uint4 *>(to + column) =
+            weights_of(residuals[i], digits[i], matrix.first_symbol * 0x01010101u);
+    }
+    __syncwarp(); // digits of escapes have been stored
+    for (uint32_t i = escapes + lane_id(); i < end; i += kWarp) {
+        const ibp_escape escape = matrix.escapes[i];
+        if (escape.column - start < kStretchColumns && escape.column < columns) to[escape.column] = escape.weight;
+    }
+}
+
+} // namespace ibp
+
+#endif
