@@ -294,11 +294,16 @@ def pack(
     message = codec._message_of(out[:size], call.num_pages)
     message.clear()
     if call.num_pages:
-        row_ids, addresses = call.plan(message.num_rows // call.num_pages)
-        # Rows in order are coded faster than by ids, which say what is not there.
-        given = {"buffers": addresses, "row_ids": None if call.are_checked else row_ids}
-        handle = message.handle(codec.codebook.row_bytes)
-        handle.encode(call.paged.layout, message.counts, fault, **given, max_sms=sms_of(max_sms))
+        planned, addresses = call.plan(message.num_rows // call.num_pages)
+        row_ids = None if call.are_checked else planned  # rows in order are coded faster, if all are there
+        message.handle(codec.codebook.row_bytes).encode(
+            call.paged.layout,
+            message.counts,
+            fault,
+            buffers=addresses,
+            row_ids=row_ids,
+            max_sms=sms_of(max_sms),
+        )
     return PackedPages(out[:size], message.used + message.start)
 
 
@@ -348,8 +353,8 @@ def unpack(
     if call.num_pages:
         is_ours = (~is_other).view(torch.uint8).expand(call.num_pages).contiguous()
         pieces, addresses = call.plan(codec.page_bytes // piece_bytes, is_ours)
-        given = (parts.handle(piece_bytes).table, pieces, sms_of(max_sms), call.paged.tensors[0], fault)
-        torch.ops.ibp.gather_items.default(*given, addresses=addresses)
+        table, near = parts.handle(piece_bytes).table, call.paged.tensors[0]
+        torch.ops.ibp.gather_items.default(table, pieces, sms_of(max_sms), near, fault, addresses=addresses)
     if device.type == "cpu":
         codec._raise_pending(device)
 
