@@ -36,15 +36,18 @@ _INDEX_BYTES = 8 + 2  # of a row: its base and its length
 _NONE = 255  # each byte of the index of a row that has not been coded
 _SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: counts of rows become numbers far apart
 _STRANGE, _PACKING, _UNPACKING = range(3)  # kinds of faults, the first one the cause of others
+_LATER = " (noted on {device})"
 _WORDS = (
-    FaultWords("{status}", invalid="a message was not packed by this codec for as many pages"),
+    FaultWords("{status}", invalid="a message was not packed by this codec for as many pages", later=_LATER),
     FaultWords(
         "{status}: row {value} of a message",
         out_of_range="a block number that was packed is out of range; its page is marked as damaged",
+        later=_LATER,
     ),
     FaultWords(
         "{status}: piece {value} of a message",
         out_of_range="a block number that was to be unpacked to is out of range",
+        later=_LATER,
     ),
 )
 
@@ -214,11 +217,20 @@ class _Message:
         self.data = memory[self.start :]
         self.used, self.counts, self.number = self.head[:1], self.head[1:3], self.head[_NUMBER:]
 
+    @torch.inference_mode()  # as it may be where the memory was made
     def clear(self) -> None:
         """Makes it a message without any row."""
         self.head.zero_()
         self.number.fill_(self.codec._number(self.num_rows))
         self.index.fill_(_NONE)
+
+    @torch.inference_mode()
+    def is_other(self, strange: torch.Tensor) -> torch.Tensor:
+        """Whether it is a message of another codec or another number of rows, bool [1] on the device; noted in a record
+        of faults."""
+        found = self.number != self.codec._number(self.num_rows)
+        strange[:1].bitwise_or_(found)  # the status "invalid argument"
+        return found
 
     def handle(self, item_bytes: int) -> Handle:
         """The message as a table for operations, and as a place that rows are coded into."""
@@ -348,8 +360,7 @@ def unpack(
     codec._raise_pending(device)
     _check_memory("message", message, _start_of(codec._rows(call.num_pages)), device)
     parts = codec._message_of(message, call.num_pages)
-    is_other = parts.number != codec._number(parts.num_rows)
-    strange[:1].bitwise_or_(is_other)
+    is_other = parts.is_other(strange)
     if call.num_pages:
         is_ours = (~is_other).view(torch.uint8).expand(call.num_pages).contiguous()
         pieces, addresses = call.plan(codec.page_bytes // piece_bytes, is_ours)

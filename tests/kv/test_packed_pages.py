@@ -171,6 +171,20 @@ def test_given_codebooks(device, scheme):
         ibp.kv.PageCodec(codebook, 1000)
 
 
+def test_inference_mode(device):
+    """Memory that is made in it is written to outside, and the other way round."""
+    codec, kv = ibp.kv.PageCodec.learn(cache(device)), cache(device)
+    for made_in, used_in in ((True, False), (False, True)):
+        with torch.inference_mode(made_in):
+            out, packed = torch.zeros_like(kv), ibp.kv.pack(kv, codec)
+            unpack(packed.message, codec, out)
+        with torch.inference_mode(used_in):
+            unpack(ibp.kv.pack(kv, codec, out=packed.message).message, codec, out)
+            assert_same_bits(out, kv)
+            with pytest.raises(ValueError, match="for as many pages"):
+                unpack(packed.message, codec, out, [1])
+
+
 # ---- what is refused ----
 
 
@@ -292,7 +306,7 @@ def test_numbers_that_only_the_gpu_knows(cuda):
     packed = ibp.kv.pack(paged, codec, blocks=torch.tensor([3, 4], device=cuda))
     ibp.kv.unpack(packed.message, codec, out=out, blocks=torch.tensor([-1, 8], device=cuda))
     torch.cuda.synchronize()
-    with pytest.raises(IndexError, match="unpacked to is out of range .noted by an earlier call"):
+    with pytest.raises(IndexError, match="unpacked to is out of range .noted on cuda"):
         ibp.kv.pack(paged, codec)
     codec.check()
     assert_same_bits(out[0][8], kv[4])
