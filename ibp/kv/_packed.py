@@ -225,12 +225,12 @@ class _Message:
         self.index.fill_(_NONE)
 
     @torch.inference_mode()
-    def is_other(self, strange: torch.Tensor) -> torch.Tensor:
-        """Whether it is a message of another codec or another number of rows, bool [1] on the device; noted in a record
-        of faults."""
-        found = self.number != self.codec._number(self.num_rows)
-        strange[:1].bitwise_or_(found)  # the status "invalid argument"
-        return found
+    def note_other(self, strange: torch.Tensor) -> torch.Tensor:
+        """Notes in a record of faults whether the message is of another codec, or has another number of rows. Returns
+        bool [1] on the device: whether it is this one's."""
+        is_other = self.number != self.codec._number(self.num_rows)
+        strange[:1].bitwise_or_(is_other)  # the status "invalid argument"
+        return ~is_other
 
     def handle(self, item_bytes: int) -> Handle:
         """The message as a table for operations, and as a place that rows are coded into."""
@@ -360,10 +360,10 @@ def unpack(
     codec._raise_pending(device)
     _check_memory("message", message, _start_of(codec._rows(call.num_pages)), device)
     parts = codec._message_of(message, call.num_pages)
-    is_other = parts.is_other(strange)
+    is_ours = parts.note_other(strange)
     if call.num_pages:
-        is_ours = (~is_other).view(torch.uint8).expand(call.num_pages).contiguous()
-        pieces, addresses = call.plan(codec.page_bytes // piece_bytes, is_ours)
+        stored = is_ours.view(torch.uint8).expand(call.num_pages).contiguous()
+        pieces, addresses = call.plan(codec.page_bytes // piece_bytes, stored)
         table, near = parts.handle(piece_bytes).table, call.paged.tensors[0]
         torch.ops.ibp.gather_items.default(table, pieces, sms_of(max_sms), near, fault, addresses=addresses)
     if device.type == "cpu":
