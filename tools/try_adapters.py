@@ -8,8 +8,9 @@ tools/record_interfaces.py unpacks releases there.
 Nothing of the packages is installed, and no server runs. Their modules around KV-cache offloading are imported as they
 are; all others, such as those with compiled parts, are replaced by objects that do nothing. vLLM's own manager, and its
 worker's side of the connector, then store and load random chunks for some hundred steps, as a scheduler does: blocks
-are written anew as soon as vLLM may do so, pages find no room, caches are reset. SGLang's own factory makes the
-storage, its controller's methods write and read pages, and its storage of files says which prefixes can be restored.
+are written anew as soon as vLLM may do so, pages find no room, caches are reset. Its manager of tiers stores chunks in
+memory and behind it, and looks for them. SGLang's own factory makes the storage, its controller's methods write and
+read pages, and its storage of files says which prefixes can be restored.
 Every page that comes back has to have the bits that were stored.
 
 try_weights.py then tries vLLM's layers with coded weights.
