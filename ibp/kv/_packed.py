@@ -34,6 +34,8 @@ _HEAD, _HEAD_BYTES = 8, 64  # int64 of the head
 _NUMBER = 7  # the int64 of the head that says what the message is
 _INDEX_BYTES = 8 + 2  # of a row: its base and its length
 _NONE = 255  # each byte of the index of a row that has not been coded
+_MOST_ROW_BYTES = 0xFFFE  # of longer rows the length 0xFFFF means something
+_LAYOUT = 1  # of messages: another number where their bytes mean something else
 _SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: counts of rows become numbers far apart
 _STRANGE, _PACKING, _UNPACKING = range(3)  # kinds of faults, the first one the cause of others
 _LATER = " (noted on {device})"
@@ -106,7 +108,13 @@ class PageCodec:
 
     def __post_init__(self) -> None:
         check_codebook(self.codebook)
-        _sizes.row_bytes_of(self.codebook, None, whole_number("page_bytes", self.page_bytes, 1))
+        row_bytes = _sizes.row_bytes_of(self.codebook, None, whole_number("page_bytes", self.page_bytes, 1))
+        if row_bytes > _MOST_ROW_BYTES:
+            raise ValueError(f"a codebook has rows of {row_bytes} bytes; wanted at most {_MOST_ROW_BYTES}")
+
+    def __reduce__(self) -> tuple[type[PageCodec], tuple[AnyCodebook, int]]:
+        """A copy has faults of its own."""
+        return PageCodec, (self.codebook, self.page_bytes)
 
     @classmethod
     def learn(cls, pages: torch.Tensor, *, row_bytes: int | None = None, level: str = "default") -> PageCodec:
@@ -140,7 +148,7 @@ class PageCodec:
     @functools.cached_property
     def fingerprint(self) -> int:
         """A number that differs where codecs do: 63 bits."""
-        return fingerprint_of(self.codebook, self.page_bytes)
+        return fingerprint_of(self.codebook, self.page_bytes, _LAYOUT)
 
     @functools.cached_property
     def _faults(self) -> Faults:

@@ -2,6 +2,7 @@
 also graphs, other streams and numbers that only the GPU knows.
 """
 
+import pickle
 import random
 
 import pytest
@@ -148,11 +149,12 @@ def test_layers_one_by_one(device):
 def test_the_codec_travels(device):
     kv = cache(device)
     codec = ibp.kv.PageCodec.learn(kv)
-    there = ibp.kv.PageCodec.from_bytes(codec.to_bytes())
-    assert (there.fingerprint, there.page_bytes) == (codec.fingerprint, codec.page_bytes)
-    out = torch.empty_like(kv)
-    unpack(sent(ibp.kv.pack(kv, codec)), there, out)
-    assert_same_bits(out, kv)
+    packed, out = ibp.kv.pack(kv, codec), torch.empty_like(kv)
+    for there in (ibp.kv.PageCodec.from_bytes(codec.to_bytes()), pickle.loads(pickle.dumps(codec))):
+        assert (there.fingerprint, there.page_bytes) == (codec.fingerprint, codec.page_bytes)
+        unpack(sent(packed), there, out)
+        assert_same_bits(out, kv)
+        out.zero_()
     for content in (b"", codec.to_bytes()[:-1], codec.to_bytes() + b"0"):
         with pytest.raises(ValueError, match="the message is damaged"):
             ibp.kv.PageCodec.from_bytes(content)
@@ -170,6 +172,9 @@ def test_given_codebooks(device, scheme):
     assert_same_bits(out, kv)
     with pytest.raises(ValueError, match="page_bytes is 1000; wanted whole rows of 2048 bytes"):
         ibp.kv.PageCodec(codebook, 1000)
+    long = ibp.codecs.analyze(kv.view(-1, 1 << 15), scheme=scheme, device=device)
+    with pytest.raises(ValueError, match="rows of 65536 bytes; wanted at most 65534"):
+        ibp.kv.PageCodec(long, 1 << 17)
 
 
 def test_inference_mode(device):
