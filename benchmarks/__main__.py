@@ -37,6 +37,7 @@ CACHES = {
     "kv_fetch": 45,
     "kv_pages": 30,
     "kv_rows": 30,
+    "kv_transfer": 40,
 }  # likewise
 TRAINING = {"adamw": 75, "activations": 115}  # likewise
 CHOICES = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise

@@ -117,6 +117,11 @@ def over(arm, other, column="gbps"):
     return lambda arms: f"{arms[arm][column] / arms[other][column]:.2f}" if {arm, other} <= arms.keys() else ""
 
 
+def is_transfer(row):
+    """Of a row of kv_transfer.csv: whether a link takes part."""
+    return row["link_gbits"] is not None or "processes" in row["case"]
+
+
 def is_whole(row):
     """Whether its arm may use the whole GPU, or none of it."""
     return row["sms"] in (0, row["most"])
@@ -635,6 +640,27 @@ TABLES = (
     Table("", "kv_pages", f"Pages of 64 KiB to host memory and back, {GBPS}, {MISSED}", ROWS, judged),
     Table("", "kv_rows", f"Tokens by index, {GBPS}, {MISSED}", ROWS, judged),
     Table(
+        "",
+        "kv_transfer",
+        f"Pages packed to a message on a GPU and unpacked there, {GBPS}, {MISSED}, and how many times fewer bytes the "
+        "message has",
+        {"arm": cell("arm")},
+        lambda row: f"{judged(row)}, {row['ratio']:.2f}",
+        lambda row: not is_transfer(row),
+        lambda row: f"{row['case']}, {kind(row)}",
+    ),
+    Table(
+        "",
+        "kv_transfer",
+        "Milliseconds until a machine has the pages of another one: reckoned from these rates, and between two "
+        "processes by way of a socket",
+        {"pages": cell("case"), "link": lambda row: row["arm"].rpartition(", ")[0]},
+        cell("ms", fine_number),
+        is_transfer,
+        lambda row: row["arm"].rpartition(", ")[2],
+        {f"raw / {level}": over("raw", level, "ms") for level in ("default", "fast")},
+    ),
+    Table(
         "Slots and overflow",
         "spill",
         f"Tables in device memory, the share of rows that leave their slots, and {GBPS} with overflow on the GPU "
@@ -969,6 +995,23 @@ def expert_hits(results):
     )
 
 
+def sent_pages(results):
+    """Rates of packing and unpacking, and what they make of a link; nothing before they are measured."""
+    if not results.rows("kv_transfer"):
+        return ""
+    reckoned = "{kv_transfer|ms|Llama-8B, 8,192 tokens, reckoned|100 Gb/s, %s}"
+    return cited(
+        results,
+        "Pages of Llama-8B's shape in BF16 are packed at {kv_transfer|gbps|Llama-8B|pack, default|dtype=bfloat16} GB/s "
+        "to {kv_transfer|ratio|Llama-8B|pack, default|dtype=bfloat16} times fewer bytes and unpacked at "
+        '{kv_transfer|gbps|Llama-8B|unpack, default|dtype=bfloat16}; at level "fast" at '
+        "{kv_transfer|gbps|Llama-8B|pack, fast|dtype=bfloat16} and "
+        "{kv_transfer|gbps|Llama-8B|unpack, fast|dtype=bfloat16}, to "
+        "{kv_transfer|ratio|Llama-8B|pack, fast|dtype=bfloat16} times fewer. By these rates 8,192 tokens take "
+        f"{reckoned % 'default'} over 100 Gb/s in place of {reckoned % 'raw'} {{from kv_transfer}}.",
+    )
+
+
 def choices(results):
     rows = [row for row in results.rows("choose") if row["chosen"]]
     good = sum(row["loss"] <= row["wanted_loss"] for row in rows)
@@ -1107,6 +1150,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "kv_pages": "Pages of 64 KiB of BF16 are stored at {kv_pages|gbps|store|ibp, alone|sms=24} GB/s and loaded at "
     "{kv_pages|gbps|load|ibp, alone|sms=16}; one raw copy moves {kv_pages|gbps|load|copied, alone} GB/s, raw copies "
     "page by page {kv_pages|gbps|load|copied page by page, alone} {from kv_pages}.",
+    "kv_transfer": sent_pages,
     "kv_rows": "One token in ten, chosen at random, comes at {kv_rows|gbps|8 x 128|ibp|sms=132} GB/s as rows of 256 "
     "bytes, raw by a kernel at {kv_rows|gbps|8 x 128|raw by kernel} and by the CPU's gather at "
     "{kv_rows|gbps|8 x 128|cpu index + copy}; a target of {kv_rows|target_gbps|8 x 128|ibp|sms=132} is missed "

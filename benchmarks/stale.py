@@ -60,6 +60,7 @@ SOURCES = {
     "kv_fetch": _KV,
     "kv_pages": _KV,
     "kv_rows": _KV,
+    "kv_transfer": _KV,
     "large_table": (*_FETCHING, "csrc/cuda/rows/partition.cu"),
     "linear": _LINEAR,
     "llm": (*_LINEAR, *_OFFLOADING, "ibp/nn"),

@@ -82,6 +82,7 @@ PACKAGES = {
             "OffloadingSpec",
             "OffloadingWorker",
             "PrepareStoreOutput",
+            "RequestOffloadingContext",
             "TransferResult",
         )
         | _in_file(
@@ -92,6 +93,7 @@ PACKAGES = {
             "OffloadingModelConfig",
             "OffloadingParallelConfig",
         )
+        | _in_file("vllm/v1/kv_offload/tiering/base.py", "JobResult", "SecondaryTierManager", "TransferJob")
         | _in_file("vllm/v1/kv_offload/cpu/manager.py", "CPUOffloadingManager")
         | _in_file("vllm/v1/kv_offload/cpu/spec.py", "CPUOffloadingSpec")
         | _in_file(_LAYERS + "quantization/base_config.py", "QuantizationConfig", "QuantizeMethodBase")
@@ -100,6 +102,11 @@ PACKAGES = {
         | _in_file(_LOADER + "default_loader.py", "DefaultModelLoader"),
         {
             "worker": Role((_OFFLOADING + "worker.py",), ("self.worker",)),
+            "tiering": Role(
+                tuple("vllm/v1/kv_offload/tiering/" + name for name in ("manager.py", "spec.py")),
+                ("tier", "tier_cls", "self.secondary_tiers[tier_idx]"),
+                ("vllm/v1/kv_offload/tiering/factory.py", "tier_cls"),
+            ),
             "weights": Role(
                 (_LAYERS + "linear.py", _LAYERS + "vocab_parallel_embedding.py", "vllm/lora/layers/*.py"),
                 ("self.quant_method", "quant_method", "self._get_quant_method()", "layer._get_quant_method()"),

@@ -8,8 +8,9 @@ tools/record_interfaces.py unpacks releases there.
 Nothing of the packages is installed, and no server runs. Their modules around KV-cache offloading are imported as they
 are; all others, such as those with compiled parts, are replaced by objects that do nothing. vLLM's own manager, and its
 worker's side of the connector, then store and load random chunks for some hundred steps, as a scheduler does: blocks
-are written anew as soon as vLLM may do so, pages find no room, caches are reset. SGLang's own factory makes the
-storage, its controller's methods write and read pages, and its storage of files says which prefixes can be restored.
+are written anew as soon as vLLM may do so, pages find no room, caches are reset. Its manager of tiers stores chunks in
+memory and behind it, and looks for them. SGLang's own factory makes the storage, its controller's methods write and
+read pages, and its storage of files says which prefixes can be restored.
 Every page that comes back has to have the bits that were stored.
 
 try_weights.py then tries vLLM's layers with coded weights.
@@ -46,6 +47,7 @@ REAL = (
     "vllm.v1.kv_offload.cpu.manager",
     "vllm.v1.kv_offload.cpu.spec",
     "vllm.v1.kv_offload.cpu.policies.*",
+    "vllm.v1.kv_offload.tiering.*",
     "vllm.v1.metrics.cache_hit_source",
     "vllm.utils.math_utils",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common",
@@ -334,6 +336,91 @@ def try_vllm(num_steps=200):
     scheduler.connector.shutdown()
 
 
+class Tiers:
+    """Stores chunks in vLLM's host memory, and looks for them there and in ibp's tier, through vLLM's manager."""
+
+    NUM_CHUNKS, CHUNK_BYTES = 8, 2 * PAGE_ALIGNMENT
+
+    def __init__(self, seed):
+        from vllm.v1.kv_offload import base
+        from vllm.v1.kv_offload.tiering import factory, manager
+
+        self.base, self.rng = base, random.Random(seed)
+        self.memory = torch.zeros(self.NUM_CHUNKS, self.CHUNK_BYTES, dtype=torch.int8)
+        region = types.SimpleNamespace(
+            create_kv_memoryview=lambda: memoryview(self.memory.numpy()), cleanup=lambda: None
+        )
+        primary = manager.CPUPrimaryTierOffloadingManager(self.NUM_CHUNKS, region)
+        options = {"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm_tiers", "pool_bytes": 200_000}
+        tiers = factory.SecondaryTierFactory
+        if "module_path" not in inspect.getsource(tiers.get_tier_class):  # before 0.28: what a plugin can do
+            tiers.register_tier(options["type"], options.pop("module_path"), options["type"])
+        model = types.SimpleNamespace(dtype="bfloat16")
+        spec = types.SimpleNamespace(config=types.SimpleNamespace(model=model))
+        self.tier = tiers.create_secondary_tier(options, primary.get_kv_memoryview(), spec)
+        self.manager = manager.TieringOffloadingManager(primary, [self.tier])
+        self.request = base.ReqContext("some")
+        self.manager.on_new_request(self.request)
+        self.content, self.waiting = {}, []  # by key, its bits; keys that vLLM says are on their way
+        self.num_loaded = self.num_promoted = self.num_lost = 0
+
+    def store(self):
+        keys = [self.base.make_offload_key(self.rng.randbytes(8), 0) for _ in range(self.rng.randrange(3))]
+        output = self.manager.prepare_store(keys, self.request) if keys else None
+        if output is None:
+            return
+        for key, number in zip(output.keys_to_store, output.store_spec.block_ids):
+            self.memory[number] = pages_of(8, self.CHUNK_BYTES, self.rng)[self.rng.randrange(8)]
+            self.content[key] = self.memory[number].clone()
+        self.manager.complete_store(output.keys_to_store, self.request)
+
+    def look(self):
+        """For chunks that are on their way, and for others."""
+        wanted = dict.fromkeys([*self.waiting, *self.rng.sample(list(self.content), min(2, len(self.content)))])
+        before, self.waiting, results = self.waiting, [], self.base.LookupResult
+        for key in wanted:
+            found = self.manager.lookup(key, self.request)
+            if found is results.HIT:
+                source = self.manager.prepare_load([key], self.request)
+                bits = self.memory[int(source.block_ids[0])]
+                check(torch.equal(bits, self.content[key]), "the bits of a chunk of a tier")
+                self.manager.complete_load([key], self.request)
+                self.num_loaded += 1
+                self.num_promoted += key in before
+            elif found is results.MISS:
+                self.num_lost += 1
+                del self.content[key]
+            else:
+                self.waiting.append(key)
+
+    def step(self, is_reset=False):
+        if is_reset:
+            self.manager.reset_cache()
+            self.waiting = []
+            getattr(self.manager, "on_reset_flushed", lambda: None)()
+        self.store()
+        self.manager.touch(self.rng.sample(list(self.content), min(2, len(self.content))), self.request)
+        self.look()
+        self.manager.on_schedule_end(self.base.ScheduleEndContext((), ()))
+        time.sleep(5e-4)  # of the engine, while the tier's threads work
+
+
+def try_vllm_tiers(num_steps=300):
+    tiers = Tiers(0)
+    for step in range(num_steps):
+        tiers.step(is_reset=step % 100 == 99)
+    stored = tiers.tier.pages.stats().stored_pages
+    print(
+        f"  {num_steps} steps of tiers, {tiers.num_loaded} chunks found, {tiers.num_promoted} in ibp's, with their bits"
+    )
+    print(f"  {stored} chunks are in the tier behind {tiers.NUM_CHUNKS}, {tiers.num_lost} made room or found none")
+    check(
+        tiers.num_promoted > 50 and tiers.num_lost > 0 and stored > 2 * tiers.NUM_CHUNKS,
+        "how much of tiers has been tried",
+    )
+    tiers.manager.shutdown()
+
+
 # ---- SGLang ----
 
 
@@ -567,6 +654,7 @@ def run(release):
     sys.meta_path.insert(0, Finder(release, package))
     TRIES[package]()
     if package == "vllm":
+        try_vllm_tiers()
         sys.modules.setdefault("regex", re)
         sys.meta_path += [Finder(release, name) for name in try_weights.OTHERS]
         try_weights.try_weights()

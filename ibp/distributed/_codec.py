@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +11,7 @@ from .._common import wire
 from .._layout import geometry as _rows
 from .._layout import slots
 from .._schemes import AnyCodebook, surveyed
+from .._schemes.codebook import fingerprint_of
 from .._schemes.estimation import check_codebook
 from .._schemes.kinds import learned_from
 from .._schemes.planes.learning import check_level
@@ -85,11 +84,7 @@ class Codec:
     @functools.cached_property
     def fingerprint(self) -> int:
         """A number that differs where codecs do: 63 bits."""
-        numbers = [*self.codebook.codec, self.slot_bytes]
-        content = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
-        content.update(struct.pack("<d", self.overflow_bytes))
-        content.update(self.codebook.words(torch.device("cpu")).contiguous().view(torch.uint8).numpy().tobytes())
-        return int.from_bytes(content.digest(), "little") >> 1
+        return fingerprint_of(self.codebook, self.slot_bytes, self.overflow_bytes)
 
     def sizes(self, num_rows: int) -> dict[str, int]:
         """Sizes of the `CodedRows` for a message of num_rows rows."""

@@ -91,6 +91,10 @@ class Tasks:
         """The results that are there, by number."""
         return {number: self._results.pop(number) for number in list(self._results)}
 
+    def wait(self) -> None:
+        """Waits for the tasks so far."""
+        self._thread.submit(int).result()
+
     def close(self) -> None:
         """Waits for the task that has begun; later ones do not run."""
         self._thread.shutdown(cancel_futures=True)

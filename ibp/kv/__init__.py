@@ -9,12 +9,17 @@
     keys.store(layer, k_new, positions)                    # for attention that looks at few tokens
     k = keys.load(layer, chosen)
 
-docs/kv-cache.md shows both. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`, stand on
+    codec = ibp.kv.PageCodec.learn(sample)                 # for another machine
+    message, used = ibp.kv.pack(paged, codec, blocks=[17, 4])
+    ibp.kv.unpack(message, codec, out=paged, blocks=[3, 9])  # there
+
+docs/kv-cache.md shows all three. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`, stand on
 `BlockStore`, which keeps blocks of layers as numbered pages, and `KeyedPages`, which keeps pages by keys.
 """
 
 from ._blocks import BlockStore
 from ._keyed import KeyedPages
+from ._packed import PackedPages, PageCodec, pack, packed_bytes, unpack
 from ._paged import PagedTensors
 from ._rows import KVRows, KVRowsStats
 from ._store import KVStore, KVStoreStats, Transfer
@@ -26,8 +31,13 @@ __all__ = [
     "KVStore",
     "KVStoreStats",
     "KeyedPages",
+    "PackedPages",
+    "PageCodec",
     "PagedTensors",
     "Transfer",
+    "pack",
+    "packed_bytes",
+    "unpack",
 ]
 
 

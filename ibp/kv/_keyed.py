@@ -96,6 +96,13 @@ class KeyedPages:
             self._pages.move_to_end(key)
             return True
 
+    def touch(self, keys: Iterable[Hashable]) -> None:
+        """Counts pages as used now, the last one last; keys that are not there are left out."""
+        with self._lock:
+            for key in keys:
+                if key in self._pages:
+                    self._pages.move_to_end(key)
+
     def pin(self, key: Hashable) -> bool:
         """Keeps a page from making room, until `unpin` has been called as often. False where it is not there."""
         with self._lock:

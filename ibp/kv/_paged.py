@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from .._fetch.ids import check_range, list_of_ids
+from .._machine.memory import is_capturing
 from .._tables.coded_rows import Buffers
+
+Pages = Sequence[int] | torch.Tensor
 
 
 class PagedTensors:
@@ -30,6 +34,7 @@ class PagedTensors:
         num_blocks: of each tensor.
         block_bytes: of one block of one tensor.
         piece_bytes: that lie one after the other, of the pieces of a block.
+        layout: the first piece, a tensor of one dimension.
         device: where the tensors are.
 
     Raises:
@@ -58,7 +63,7 @@ class PagedTensors:
         self.device, self.block_bytes = block.device, block.numel() * block.element_size()
         offsets, self.piece_bytes = _pieces(block)
         near = torch.tensor([start + offset for start in starts for offset in offsets], device=self.device)
-        self._layout, scratch = _piece(block, self.piece_bytes)
+        self.layout, scratch = _piece(block, self.piece_bytes)
         # As torch.ops.ibp.plan_pages takes it.
         self._where = (near, addresses, stride, scratch.data_ptr(), len(offsets))
         self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
@@ -81,6 +86,72 @@ class PageList(PagedTensors):
 
     def __len__(self) -> int:
         return 1
+
+
+def check_paged(paged: PagedTensors, owner: str, device: torch.device, page_bytes: int, row_bytes: int) -> None:
+    """ValueError: tensors are on another device than an owner of pages, have blocks of another size, or pieces that are
+    no whole rows."""
+    if paged.device != device:
+        raise ValueError(f"the tensors are on {paged.device}; the {owner} is of {device}")
+    if paged.block_bytes != page_bytes:
+        raise ValueError(f"a block has {paged.block_bytes} bytes; the {owner}'s pages have {page_bytes} a tensor")
+    if paged.piece_bytes % row_bytes:
+        raise ValueError(
+            f"blocks lie in pieces of {paged.piece_bytes} bytes, no whole rows of {row_bytes}: make the {owner} "
+            "with a row_bytes that divides them"
+        )
+
+
+def plan_pages(
+    paged: PagedTensors,
+    pages: torch.Tensor,
+    blocks: torch.Tensor,
+    ids_per_block: int,
+    num_pages: int,
+    num_tensors: int,
+    first_tensor: int = 0,
+    stored: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where pages and blocks are, on the device, by one launch: (ids of rows or pieces of the pages, -1 for pages
+    that do not exist or are not stored; addresses of the pieces of the blocks). Both int64, in the order of the
+    pages, of the tensors, and in a block.
+
+    Args:
+        pages, blocks: int64 on the device, as many.
+        ids_per_block: rows, or pieces, of a block of one tensor.
+        num_pages, num_tensors: of what holds the pages, whose page p has the ids from
+            p * num_tensors * ids_per_block on.
+        first_tensor: which of a page's tensors the first one is.
+        stored: uint8 [num_pages or more, num_tensors] on the device; None: all pages are stored.
+    """
+    ids, addresses = (
+        torch.empty(pages.numel() * number, dtype=torch.int64, device=paged.device)
+        for number in (len(paged) * ids_per_block, paged.pieces)
+    )
+    sizes = (num_pages, paged.num_blocks, num_tensors, first_tensor)
+    torch.ops.ibp.plan_pages.default(pages, blocks, *sizes, *paged._where, stored, ids, addresses)
+    return ids, addresses
+
+
+def numbers_on(
+    device: torch.device, name: str, numbers: Pages, count: int
+) -> tuple[torch.Tensor, frozenset[int] | None]:
+    """(numbers of pages or blocks on a device, int64; the numbers, where the host knows them: they are in range then).
+    The host does not wait for the device.
+
+    Raises:
+        IndexError, TypeError, ValueError: numbers are no list of integers in [0, count).
+        RuntimeError: the host knows them, and a CUDA graph is being captured.
+    """
+    given = list_of_ids(numbers, name).to(torch.int64).contiguous()
+    if given.is_cuda:
+        return given.to(device), None
+    check_range(given, count, name=name)
+    if device.type != "cuda":
+        return given, frozenset(given.tolist())
+    if is_capturing(device):
+        raise RuntimeError(f"{name} must be a tensor on {device} while a CUDA graph is captured")
+    return given.pin_memory().to(device, non_blocking=True), frozenset(given.tolist())
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

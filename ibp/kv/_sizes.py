@@ -41,6 +41,20 @@ def divided(piece_bytes: int) -> int:
     return short[-1] if short else min(piece_bytes, _core.MAX_ROW_BYTES)
 
 
+def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
+    """Bytes of a row of pages: a codebook's own, else those given, else what suits pages of that size."""
+    if isinstance(codebook, torch.Tensor):
+        row_bytes = divided(page_bytes) if row_bytes is None else row_bytes
+        row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
+    elif row_bytes is not None:
+        raise ValueError("row_bytes is given beside a codebook, which says it")
+    else:
+        row_bytes = learned(codebook, 0, "default").row_bytes
+    if page_bytes % row_bytes:
+        raise ValueError(f"page_bytes is {page_bytes}; wanted whole rows of {row_bytes} bytes")
+    return row_bytes
+
+
 def learned(sample: AnyCodebook | torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
     """The codebook itself, or one that is learned from a sample: a tensor of any shape, whose bytes are rows."""
     if not isinstance(sample, torch.Tensor):

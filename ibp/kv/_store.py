@@ -24,9 +24,8 @@ from .._rows.handle import Handle
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import Buffers, CodedRows
 from . import _sizes
-from ._paged import PagedTensors, PageList
+from ._paged import PagedTensors, PageList, Pages, check_paged, numbers_on, plan_pages
 
-Pages = Sequence[int] | torch.Tensor
 Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 
 # Multiprocessors that keep up with the link on an H200, where all of them do 76 GB/s each way: 16 code BF16 at 79 GB/s,
@@ -214,7 +213,7 @@ class KVStore:
         spills = overflow_memory == "pinned" and (
             memory == "device" if self.device.type == "cpu" else where == "device"
         )
-        row_bytes = _row_bytes_of(codebook, row_bytes, self.page_bytes)
+        row_bytes = _sizes.row_bytes_of(codebook, row_bytes, self.page_bytes)
         sample = codebook if isinstance(codebook, torch.Tensor) else None
         self.codebook = _sizes.learned(codebook, row_bytes, level)
         self._rows_per_tensor = self.page_bytes // row_bytes
@@ -348,7 +347,7 @@ class KVStore:
         """
         call = self._call(pages, tensors, blocks, first_tensor, "pages")
         with self._lock, self._on_stream(stream, True, call):
-            place, layout, count = self.place, call.tensors._layout, self._rows_per_tensor
+            place, layout, count = self.place, call.tensors.layout, self._rows_per_tensor
             row_ids, buffers = self._plan(call, count, None)
             sms = _sms_of(max_sms, _STORE_SMS if place.memory == "pinned" else 0)
             place.handle.encode(layout, place._counts, place.fault, buffers=buffers, row_ids=row_ids, max_sms=sms)
@@ -385,7 +384,7 @@ class KVStore:
     def free(self, pages: Pages) -> None:
         """Forgets pages, after the transfers so far: they cannot be loaded until they are stored again. Rows keep their
         parts of overflow for what is stored there next."""
-        call = _StoreCall(*self._numbers("pages", pages, self.num_pages), None, None, 0)
+        call = _StoreCall(*numbers_on(self.device, "pages", pages, self.num_pages), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
             is_there = (call.near >= 0) & (call.near < self.num_pages)
             index = torch.where(is_there, call.near, self.num_pages)
@@ -445,11 +444,11 @@ class KVStore:
         """The arguments of a transfer. once: which numbers have to be different, as what they name is written to."""
         paged = self._paged(tensors, blocks)
         self._check_paged(paged, first_tensor)
-        near, host = self._numbers("pages", pages, self.num_pages)
+        near, host = numbers_on(self.device, "pages", pages, self.num_pages)
         if blocks is None:
             near_blocks, host_blocks = torch.arange(paged.num_blocks, device=self.device), None
         else:
-            near_blocks, host_blocks = self._numbers("blocks", blocks, paged.num_blocks)
+            near_blocks, host_blocks = numbers_on(self.device, "blocks", blocks, paged.num_blocks)
         if near.numel() != near_blocks.numel():
             raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted as many")
         written = host if once == "pages" else host_blocks
@@ -474,35 +473,12 @@ class KVStore:
         return self._lists[buffers]
 
     def _check_paged(self, paged: PagedTensors, first_tensor: int) -> None:
-        if paged.device != self.device:
-            raise ValueError(f"the tensors are on {paged.device}; the store is of {self.device}")
-        if paged.block_bytes != self.page_bytes:
-            raise ValueError(
-                f"a block has {paged.block_bytes} bytes; the store's pages have {self.page_bytes} a tensor"
-            )
-        if paged.piece_bytes % self.place.row_bytes:
-            raise ValueError(
-                f"blocks lie in pieces of {paged.piece_bytes} bytes, no whole rows of {self.place.row_bytes}: make the "
-                "store with a row_bytes that divides them"
-            )
+        check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
         whole_number("first_tensor", first_tensor, 0)
         if first_tensor + len(paged) > self.num_tensors:
             raise ValueError(
                 f"there are {len(paged)} tensors from number {first_tensor} on; a page has {self.num_tensors}"
             )
-
-    def _numbers(self, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, frozenset[int] | None]:
-        """(numbers on the device, int64; the numbers, where the host knows them)."""
-        given = list_of_ids(numbers, name).to(torch.int64).contiguous()
-        if given.is_cuda:
-            return given.to(self.device), None
-        host = given
-        check_range(host, count, name=name)
-        if self.device.type == "cuda":
-            if is_capturing(self.device):
-                raise RuntimeError(f"{name} must be a tensor on {self.device} while a CUDA graph is captured")
-            return host.pin_memory().to(self.device, non_blocking=True), frozenset(host.tolist())
-        return host.contiguous(), frozenset(host.tolist())
 
     @contextlib.contextmanager
     def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _StoreCall) -> Iterator[None]:
@@ -538,14 +514,9 @@ class KVStore:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows or pieces of a call's pages, -1 for pages that do not exist or are not stored; addresses of the pieces
         of its blocks)."""
-        of, count = call.tensors, call.near.numel()
-        ids, addresses = (
-            torch.empty(count * number, dtype=torch.int64, device=self.device)
-            for number in (len(of) * ids_per_block, of.pieces)
-        )
-        _sizes = (self.num_pages, of.num_blocks, self.num_tensors, call.first_tensor)
-        torch.ops.ibp.plan_pages.default(call.near, call.blocks, *_sizes, *of._where, stored, ids, addresses)
-        return ids, addresses
+        assert call.blocks is not None
+        sizes = (ids_per_block, self.num_pages, self.num_tensors, call.first_tensor)
+        return plan_pages(call.tensors, call.near, call.blocks, *sizes, stored)
 
     def _table_of(self, piece: int) -> torch.Tensor:
         """The pool as a table for operations. piece: bytes of an item."""
@@ -579,19 +550,6 @@ class _StoreCall(NamedTuple):
         """Tensors of the GPU that another stream may have made."""
         held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
         return (tensor for tensor in held if tensor is not None)
-
-
-def _row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
-    if isinstance(codebook, torch.Tensor):
-        row_bytes = _sizes.divided(page_bytes) if row_bytes is None else row_bytes
-        row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
-    elif row_bytes is not None:
-        raise ValueError("row_bytes is given beside a codebook, which says it")
-    else:
-        row_bytes = _sizes.learned(codebook, 0, "default").row_bytes
-    if page_bytes % row_bytes:
-        raise ValueError(f"page_bytes is {page_bytes}; wanted whole rows of {row_bytes} bytes")
-    return row_bytes
 
 
 def _sms_of(max_sms: int | None, usual: int) -> int:

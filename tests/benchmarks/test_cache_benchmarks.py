@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import dlrm, gnn_cache, harness, inputs, row_cache
 
-SCRIPTS = ("row_cache", "dlrm", "gnn_cache", "kv_pages", "kv_rows", "bags")
+SCRIPTS = ("row_cache", "dlrm", "gnn_cache", "kv_pages", "kv_rows", "kv_transfer", "bags")
 
 
 def lines_of(path):

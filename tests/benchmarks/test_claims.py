@@ -167,3 +167,7 @@ def test_no_chart_without_measurements(tmp_path, capsys):
     charts.draw_experts(tmp_path)
     said = capsys.readouterr().out
     assert "no chart: " in said and "no chart of experts: " in said and not list(tmp_path.iterdir())
+
+
+def test_nothing_is_said_of_messages_before_they_are_measured(tmp_path):
+    assert claims.sent_pages(reading.Results(tmp_path)) == ""

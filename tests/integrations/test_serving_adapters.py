@@ -9,8 +9,10 @@ import random
 import re
 import select
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from helpers import assert_same_bits, in_threads
 
 STUBS = Path(__file__).parent / "stubs"
 ENGINES = ("vllm", "sglang", "lmcache")
+ADAPTERS = (*ENGINES, "vllm_tiers")
 PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim: 4,096 bytes of BF16
 
 
@@ -33,7 +36,7 @@ def framework(monkeypatch):
     before = set(sys.modules)
     yield imported
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ENGINES or name in [f"ibp.integrations.{engine}" for engine in ENGINES]:
+        if name.split(".")[0] in ENGINES or name in [f"ibp.integrations.{adapter}" for adapter in ADAPTERS]:
             del sys.modules[name]
 
 
@@ -372,6 +375,93 @@ def test_vllm_on_the_gpu(framework, cuda):
         finish(worker, 50 + expedited)
         for number, layer in enumerate(layers):
             assert_same_bits(blocks_of(caches, number).cpu(), layer)
+
+
+# ---- vLLM's tiers ----
+
+
+@pytest.fixture
+def tiered(framework):
+    """Makes (a tier behind vLLM's memory, that memory [20, 4096], what makes a job); it is shut down at the end."""
+    made = []
+
+    def make(pool_bytes=40 * 4096, chunk_bytes=4096, **options):
+        adapter, of = framework("vllm_tiers", "vllm.v1.kv_offload.tiering.base")
+        memory = torch.zeros(20, chunk_bytes, dtype=torch.int8)
+        view = memoryview(memory.numpy())
+        spec = types.SimpleNamespace(config=types.SimpleNamespace(model=types.SimpleNamespace(dtype="bfloat16")))
+        tier = adapter.IBPSecondaryTier(spec, view, "IBPSecondaryTier", pool_bytes=pool_bytes, **options)
+        made.append((tier, view))
+        return tier, memory, lambda job, keys, chunks: of.TransferJob(job, keys, np.array(chunks), False, None)
+
+    yield make
+    for tier, view in made:
+        tier.shutdown()
+        view.release()  # nothing of the tier's refers to the memory
+
+
+def results_of(tier):
+    """By job, whether it has succeeded."""
+    tier.drain_jobs()
+    return {result.job_id: result.success for result in tier.get_finished_jobs()}
+
+
+def found(tier, keys):
+    return [key for key in keys if tier.lookup(key, None).name == "HIT"]
+
+
+def test_vllm_tiers_keep_chunks(tiered):
+    tier, memory, job = tiered()
+    assert tier.medium.name == "CPU" and tier.on_new_request(None).policy.name == "CHUNK_LEVEL"
+    pages = pages_of(6).view(torch.int8).view(6, -1)
+    memory[:6] = pages
+    tier.submit_store(job(0, list("abc"), [0, 1, 2]))
+    tier.submit_store(job(1, list("cd"), [5, 3]))  # a key's chunk does not change
+    assert results_of(tier) == {0: True, 1: True} and tier.get_finished_jobs() == []
+    assert found(tier, "abcde") == list("abcd")
+    memory.zero_()
+    tier.submit_load(job(2, list("dca"), [7, 8, 9]))
+    tier.submit_load(job(3, ["a", "none", "b"], [10, 11, 12]))
+    assert results_of(tier) == {2: True, 3: False}
+    assert_same_bits(memory[[7, 8, 9, 10, 12]], pages[[3, 2, 0, 0, 1]])
+    assert not memory[:7].any() and not memory[11].any()
+
+
+def test_vllm_tiers_make_room(tiered):
+    tier, memory, job = tiered(pool_bytes=4 * 4096)
+    memory[:] = pages_of(20).view(torch.int8).view(20, -1)
+    tier.submit_store(job(0, list(range(5)), list(range(5))))
+    assert results_of(tier) == {0: True} and found(tier, range(5)) == list(range(5))  # 4 raw ones would fit
+    tier.touch([0, "none"], None)
+    tier.submit_store(job(1, [5, 6], [5, 6]))
+    assert results_of(tier) == {1: True} and found(tier, range(7)) == [0, 3, 4, 5, 6]
+    memory[:] = noise(20).view(torch.int8).view(20, -1)
+    tier.submit_store(job(2, list(range(10, 20)), list(range(10))))
+    assert results_of(tier) == {2: False}  # some of them found no room
+
+
+def test_vllm_tiers_with_options(tiered, caplog):
+    for options in ({"dtype": "fp8", "level": "fast"}, {"chunk_bytes": 4095}):  # no whole values of BF16
+        tier, memory, job = tiered(**options)
+        memory.random_(-3, 3)
+        right = memory.clone()
+        tier.submit_store(job(0, [1], [19]))
+        tier.drain_jobs()
+        tier.submit_load(job(1, [1], [0]))
+        assert results_of(tier) == {0: True, 1: True} and torch.equal(memory[0], right[19])
+        tier.submit_store(job(2, [2], [20]))  # there is no such chunk
+        assert results_of(tier) == {2: False} and "a task of an adapter has failed" in caplog.text
+    with pytest.raises(ValueError, match="the tier's configuration has no pool_bytes"):
+        tiered(pool_bytes=0)
+
+
+def test_vllm_tiers_before_0_30(tiered):
+    tier, memory, _ = tiered()
+    memory[3] = 7
+    tier.submit_store(types.SimpleNamespace(job_id=0, keys=["a"], block_ids=[3]))
+    tier.drain_jobs()
+    tier.submit_load(types.SimpleNamespace(job_id=1, keys=["a"], block_ids=[4]))
+    assert results_of(tier) == {0: True, 1: True} and (memory[4] == 7).all()
 
 
 # ---- SGLang ----
@@ -792,12 +882,14 @@ def test_a_release_without_a_class(monkeypatch):
             "vllm",
             lambda module: module.IBPOffloadingWorker(None, num_chunks=1, blocks_per_chunk=1, pool_bytes=1, dtype=None),
         ),
+        ("vllm_tiers", lambda module: module.IBPSecondaryTier(None, None, "IBPSecondaryTier", pool_bytes=1)),
         ("sglang", lambda module: module.IBPHiCacheStorage(None)),
         ("lmcache", lambda module: module.IBPL2Adapter({})),
     ],
 )
 def test_without_the_framework(name, make):
-    if importlib.util.find_spec(name) is not None:
-        pytest.skip(f"{name} is here")
-    with pytest.raises(ImportError, match=f"ibp.integrations.{name} needs"):
+    engine = name.split("_")[0]
+    if importlib.util.find_spec(engine) is not None:
+        pytest.skip(f"{engine} is here")
+    with pytest.raises(ImportError, match=f"ibp.integrations.{engine} needs"):
         make(importlib.import_module(f"ibp.integrations.{name}"))

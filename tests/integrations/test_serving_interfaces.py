@@ -27,6 +27,7 @@ INTERFACES = [json.loads(path.read_text()) for path in (Path(__file__).parent / 
 BASES = {
     "IBPOffloadingSpec": ("CPUOffloadingSpec", "OffloadingSpec"),
     "IBPOffloadingWorker": ("OffloadingWorker",),
+    "IBPSecondaryTier": ("SecondaryTierManager",),
     "IBPHiCacheStorage": ("HiCacheStorage",),
     "IBPL2Adapter": ("L2AdapterInterface",),
     "IBPConfig": ("QuantizationConfig",),
@@ -35,6 +36,7 @@ BASES = {
 }
 ROLES = {"spec": "IBPOffloadingSpec", "worker": "IBPOffloadingWorker", "storage": "IBPHiCacheStorage"} | {
     "tier": "IBPL2Adapter",
+    "tiering": "IBPSecondaryTier",
     "weights": "IBPWeightMethod",
     "quantization": "IBPConfig",
 }
@@ -117,8 +119,9 @@ def of_class(interface, names, what):
 
 
 def class_named(adapter, name):
-    """A class of an adapter; vLLM has two adapters."""
-    return getattr(adapter, name, None) or getattr(vllm_weights, name)
+    """A class of an adapter; vLLM has three adapters."""
+    tiers = importlib.import_module("ibp.integrations.vllm_tiers")
+    return next(getattr(each, name) for each in (adapter, vllm_weights, tiers) if hasattr(each, name))
 
 
 def signature_of(tool, interface, name):
@@ -278,7 +281,7 @@ def test_releases_that_are_there():
         name, *ends = _engines.TRIED[package]
         assert ends == [versions[0], versions[-1]]
         rows = re.findall(rf"^\| {name}, .*\| (.+?) \|$", page, flags=re.MULTILINE)  # ran with the classes of
-        assert len(rows) == (2 if package == "vllm" else 1)
+        assert len(rows) == (3 if package == "vllm" else 1)
         for row in rows:
             ran = row.split(", ")
             assert set(ran) <= set(versions) and {versions[0], *versions[-3:]} == set(ran)
@@ -394,6 +397,7 @@ class Connector:
             archive.write(path, path.relative_to(STUBS))
         archive.writestr(folder + "worker.py", worker)
         archive.writestr("vllm/v1/kv_offload/factory.py", "def make(spec_cls, config):\n    return spec_cls(config)\n")
+        archive.writestr("vllm/v1/kv_offload/tiering/factory.py", "def make(tier_cls):\n    return tier_cls()\n")
     release = tool.unpack(wheel, tmp_path / "engines")
     assert release.name == "vllm-9.9.0"
     found = json.loads(tool.write(tool.record(release), tmp_path / "out").read_text())

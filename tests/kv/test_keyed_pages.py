@@ -48,6 +48,14 @@ def test_pages_that_were_used_longest_ago_make_room():
     assert kept.leading([1, 2, 3, 4]) == 2 and kept.restorable([1, 2, 3, 4, 5], 2) == {1, 2, 5}
 
 
+def test_touched_pages_make_room_later():
+    dropped, pages = [], pages_of(60)
+    kept = kept_of(4, on_drop=dropped.append)
+    filled(kept, pages)
+    kept.touch([2, "none", 1])
+    assert kept.put("a", pages[50]) and kept.put("b", pages[51]) and dropped[:3] == [0, 3, 4]
+
+
 def test_pinned_pages_make_no_room():
     dropped, pages = [], pages_of(60)
     kept = kept_of(4, on_drop=dropped.append)

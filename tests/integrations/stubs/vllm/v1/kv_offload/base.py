@@ -2,8 +2,28 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
+
+
+class Medium(Enum):
+    CPU = "CPU"
+    STORAGE = "STORAGE"
+
+
+class LookupResult(Enum):
+    MISS = auto()
+    HIT = auto()
+
+
+class OffloadPolicy(Enum):
+    CHUNK_LEVEL = auto()
+
+
+@dataclass
+class RequestOffloadingContext:
+    policy: OffloadPolicy = OffloadPolicy.CHUNK_LEVEL
 
 
 class LoadStoreSpec:

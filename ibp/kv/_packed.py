@@ -1,0 +1,402 @@
+"""Pages as messages for other machines: `PageCodec`, `packed_bytes`, `pack`, `unpack`.
+
+A message has a head of 64 bytes, int64 [8]: bytes of data, rows in data, 0, 0, 0, 0, 0, and a number that follows from
+the codec and from how many rows there are. Behind it are an int64 for each row, where the row's bytes begin in data,
+and a uint16 for each row, its length as stored (FORMAT.md, section 2: `bases`, one a row, and `lengths`); zeros or
+anything else up to a multiple of 64; and data. The rows are those of a packed table (section 3), each at a multiple of
+32 bytes, in whatever order the GPU coded them. Bytes of the index that no row has been coded for are 255, which no
+decoder accepts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .. import _core
+from .._common import wire
+from .._common.arguments import whole_number
+from .._fetch.calls import sms_of
+from .._rows.faults import Faults, FaultWords
+from .._rows.handle import Handle, Parts
+from .._schemes import AnyCodebook
+from .._schemes.codebook import fingerprint_of
+from .._schemes.estimation import check_codebook
+from . import _sizes
+from ._paged import PagedTensors, Pages, check_paged, numbers_on, plan_pages
+
+_ALIGNMENT = 64  # bytes: of messages, and of data in them
+_HEAD, _HEAD_BYTES = 8, 64  # int64 of the head
+_NUMBER = 7  # the int64 of the head that says what the message is
+_INDEX_BYTES = 8 + 2  # of a row: its base and its length
+_NONE = 255  # each byte of the index of a row that has not been coded
+_MOST_ROW_BYTES = 0xFFFE  # of longer rows the length 0xFFFF means something
+_LAYOUT = 1  # of messages: another number where their bytes mean something else
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: counts of rows become numbers far apart
+_STRANGE, _PACKING, _UNPACKING = range(3)  # kinds of faults, the first one the cause of others
+_LATER = " (noted on {device})"
+_WORDS = (
+    FaultWords("{status}", invalid="a message was not packed by this codec for as many pages", later=_LATER),
+    FaultWords(
+        "{status}: row {value} of a message",
+        out_of_range="a block number that was packed is out of range; its page is marked as damaged",
+        later=_LATER,
+    ),
+    FaultWords(
+        "{status}: piece {value} of a message",
+        out_of_range="a block number that was to be unpacked to is out of range",
+        later=_LATER,
+    ),
+)
+
+Tensors = torch.Tensor | PagedTensors | Sequence[torch.Tensor]
+
+
+class PackedPages(NamedTuple):
+    """Pages as one message.
+
+    message: uint8 [packed_bytes(...)], on the device of the pages.
+    used: int64 [1] on that device: how many of its first bytes have to be sent.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
+        >>> codec = ibp.kv.PageCodec.learn(kv)
+        >>> packed = ibp.kv.pack(kv, codec, blocks=[3, 5])
+        >>> int(packed.used) < 2 * codec.page_bytes < packed.message.numel()
+        True
+    """
+
+    message: torch.Tensor
+    used: torch.Tensor
+
+
+PackedPages.__module__ = "ibp.kv"
+
+
+@wire.sent
+@dataclass(frozen=True, eq=False)
+class PageCodec:
+    """How pages of one kind are coded into messages. A page is a block of one tensor of a paged cache.
+
+    Both machines need the same one: `to_bytes` and `from_bytes` bring it from one to the other. Models with pages of
+    several sizes need a codec for each, and a message for each.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
+        >>> codec = ibp.kv.PageCodec.learn(kv)
+        >>> codec.page_bytes, codec.codebook.row_bytes
+        (16384, 2048)
+        >>> ibp.kv.PageCodec.from_bytes(codec.to_bytes()).fingerprint == codec.fingerprint
+        True
+
+    Attributes:
+        codebook: how rows are coded.
+        page_bytes: bytes of a page.
+
+    Raises:
+        TypeError, ValueError: an attribute is not as described, or a page is no whole rows of the codebook.
+    """
+
+    __module__ = "ibp.kv"
+
+    codebook: AnyCodebook
+    page_bytes: int
+
+    def __post_init__(self) -> None:
+        check_codebook(self.codebook)
+        row_bytes = _sizes.row_bytes_of(self.codebook, None, whole_number("page_bytes", self.page_bytes, 1))
+        if row_bytes > _MOST_ROW_BYTES:
+            raise ValueError(f"a codebook has rows of {row_bytes} bytes; wanted at most {_MOST_ROW_BYTES}")
+
+    def __reduce__(self) -> tuple[type[PageCodec], tuple[AnyCodebook, int]]:
+        """A copy has faults of its own."""
+        return PageCodec, (self.codebook, self.page_bytes)
+
+    @classmethod
+    def learn(cls, pages: torch.Tensor, *, row_bytes: int | None = None, level: str = "default") -> PageCodec:
+        """A codec for pages like these.
+
+        Args:
+            pages: [pages, ...] real keys and values, of the dtype that they have: view FP8 caches that are declared as
+                uint8 as torch.float8_e4m3fn or torch.float8_e5m2.
+            row_bytes: bytes of a row, which lies in one piece of a page; None: 1 to 2 KiB where pages allow.
+            level: "default" or "fast", see `ibp.compress`.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described.
+        """
+        page_bytes = PagedTensors(pages).block_bytes
+        row_bytes = _sizes.row_bytes_of(pages, row_bytes, page_bytes)
+        return cls(_sizes.learned(pages, row_bytes, level), page_bytes)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> PageCodec:
+        """The codec of such bytes. ValueError: they are none that `to_bytes` gives."""
+        codec = wire.read(content)
+        if not isinstance(codec, cls):
+            raise ValueError(f"the bytes are of a {type(codec).__name__}; wanted those of a PageCodec")
+        return codec
+
+    def to_bytes(self) -> bytes:
+        """The codec for another process. Reading them runs nothing that they hold, as pickle would."""
+        return wire.written(self)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number that differs where codecs do: 63 bits."""
+        return fingerprint_of(self.codebook, self.page_bytes, _LAYOUT)
+
+    @functools.cached_property
+    def _faults(self) -> Faults:
+        return Faults(*_WORDS)
+
+    def check(self) -> None:
+        """Waits for the work on the current streams, and raises what `pack` and `unpack` have noted there. The next
+        call of either raises it too, without waiting.
+
+        Raises:
+            IndexError: a block number on a GPU was out of range.
+            ValueError: a message was packed by another codec, or for another number of pages; pages are zeros then.
+            ibp.CorruptTableError: a message is damaged, or has not arrived; what is damaged has become zeros.
+        """
+        for device in self._faults.devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            self._raise_pending(device)
+
+    def _raise_pending(self, device: torch.device) -> None:
+        for words, record in list(self._faults.taken(device)):  # all are taken: the first has caused the others
+            words.raise_for(record, device if device.type == "cuda" else None)
+
+    def _number(self, num_rows: int) -> int:
+        return (self.fingerprint ^ num_rows * _SPREAD) & (1 << 63) - 1
+
+    def _rows(self, num_pages: int) -> int:
+        return num_pages * (self.page_bytes // self.codebook.row_bytes)
+
+    def _message_of(self, data: torch.Tensor, num_pages: int) -> _Message:
+        return _Message(self, data, self._rows(num_pages))
+
+    def _call(self, tensors: Tensors, blocks: Pages | None, is_written: bool) -> _PackCall:
+        """The arguments of a call. is_written: blocks are, so that they have to be different."""
+        paged = tensors if isinstance(tensors, PagedTensors) else PagedTensors(tensors)
+        device = paged.device
+        check_paged(paged, "codec", device, self.page_bytes, self.codebook.row_bytes)
+        if blocks is None:
+            return _PackCall(paged, torch.arange(paged.num_blocks, device=device), True)
+        near, host = numbers_on(device, "blocks", blocks, paged.num_blocks)
+        if is_written and host is not None and len(host) < near.numel():
+            raise ValueError("blocks has a number more than once")
+        return _PackCall(paged, near, host is not None)
+
+
+class _PackCall(NamedTuple):
+    """What is packed, or unpacked to. blocks: their numbers, on the device; are_checked: the host has seen that they
+    exist."""
+
+    paged: PagedTensors
+    blocks: torch.Tensor
+    are_checked: bool
+
+    @property
+    def num_pages(self) -> int:
+        return self.blocks.numel() * len(self.paged)
+
+    def plan(self, ids_per_page: int, stored: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids of the rows or pieces of all pages, addresses of the pieces), as of `plan_pages`."""
+        count = self.blocks.numel()
+        pages = torch.arange(count, device=self.paged.device)
+        return plan_pages(self.paged, pages, self.blocks, ids_per_page, count, len(self.paged), stored=stored)
+
+
+class _Message:
+    """The parts of a message of num_rows rows, in its memory."""
+
+    def __init__(self, codec: PageCodec, memory: torch.Tensor, num_rows: int) -> None:
+        self.codec, self.num_rows, self.start = codec, num_rows, _start_of(num_rows)
+        bases_end = _HEAD_BYTES + 8 * num_rows
+        self.head, self.index = memory[:_HEAD_BYTES].view(torch.int64), memory[_HEAD_BYTES : self.start]
+        self.bases = memory[_HEAD_BYTES:bases_end].view(torch.int64)
+        self.lengths = memory[bases_end : bases_end + 2 * num_rows].view(torch.uint16)
+        self.data = memory[self.start :]
+        self.used, self.counts, self.number = self.head[:1], self.head[1:3], self.head[_NUMBER:]
+
+    @torch.inference_mode()  # as it may be where the memory was made
+    def clear(self) -> None:
+        """Makes it a message without any row."""
+        self.head.zero_()
+        self.number.fill_(self.codec._number(self.num_rows))
+        self.index.fill_(_NONE)
+
+    @torch.inference_mode()
+    def note_other(self, strange: torch.Tensor) -> torch.Tensor:
+        """Notes in a record of faults whether the message is of another codec, or has another number of rows. Returns
+        bool [1] on the device: whether it is this one's."""
+        is_other = self.number != self.codec._number(self.num_rows)
+        strange[:1].bitwise_or_(is_other)  # the status "invalid argument"
+        return ~is_other
+
+    def handle(self, item_bytes: int) -> Handle:
+        """The message as a table for operations, and as a place that rows are coded into."""
+        codebook, num_bytes = self.codec.codebook, self.num_rows * self.codec.codebook.row_bytes
+        index, words = (self.lengths, self.bases), codebook.words(self.data.device)
+        sizes = (0, 0, num_bytes // item_bytes, item_bytes)
+        return Handle(Parts(self.data[:0], self.data, *index, words, codebook.codec, *sizes, used=self.used))
+
+
+def packed_bytes(codec: PageCodec, num_pages: int) -> int:
+    """Bytes of memory that a message of num_pages pages takes at most: a multiple of 64, known before pages are coded,
+    so that memory can be registered once. Blocks of several tensors are as many pages. The message itself is shorter,
+    see `pack`; pages that do not shrink take 0.5 % more than they have.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
+        >>> codec = ibp.kv.PageCodec.learn(kv)
+        >>> ibp.kv.packed_bytes(codec, 64) / kv.nbytes
+        1.0049...
+
+    Raises:
+        TypeError, ValueError: num_pages is no whole number from 0 on.
+    """
+    num_rows = codec._rows(whole_number("num_pages", num_pages, 0))
+    sector = _core.SECTOR_BYTES
+    room = -(-codec.codebook.row_bytes // sector) * sector  # of a row that is stored raw: there is room for all
+    return _aligned(_start_of(num_rows) + num_rows * room)
+
+
+def pack(
+    pages: Tensors,
+    codec: PageCodec,
+    *,
+    blocks: Pages | None = None,
+    out: torch.Tensor | None = None,
+    max_sms: int | None = None,
+) -> PackedPages:
+    """Codes blocks of a paged cache to one message, on the current stream of their device. The host waits for nothing
+    and reads nothing. With `PagedTensors`, and block numbers on the GPU or none, a CUDA graph can capture it, after a
+    call outside it.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
+        >>> codec = ibp.kv.PageCodec.learn(kv)
+        >>> buffer = torch.empty(ibp.kv.packed_bytes(codec, 8), dtype=torch.uint8)
+        >>> message, used = ibp.kv.pack(kv, codec, blocks=[3, 5], out=buffer)
+        >>> received = message[: int(used)].clone()  # the bytes that have to be sent
+        >>> ibp.kv.unpack(received, codec, out=kv, blocks=[20, 21])
+        >>> torch.equal(kv[20:22], kv[[3, 5]])
+        True
+
+    Args:
+        pages: [num_blocks, ...], or several tensors of one shape, such as those of layers: `PagedTensors`, or what it
+            takes; these are made for the call, which waits for a copy of addresses to the GPU.
+        codec: for pages of this size.
+        blocks: which blocks, in any order, block b of all tensors each; int32 or int64, a list or a tensor on the CPU
+            or the device. None: all of them, in order.
+        out: uint8 of one dimension on the pages' device, at an address that is a multiple of 64: the message is its
+            first `packed_bytes(codec, number of blocks * number of tensors)` bytes. None: new memory.
+        max_sms: keep at most this many multiprocessors busy; None: all.
+
+    Raises:
+        IndexError: there is no such block; of numbers on a GPU `codec.check` and the next call raise it.
+        TypeError, ValueError: arguments are not as described.
+    """
+    call = codec._call(pages, blocks, is_written=False)
+    device, size = call.paged.device, packed_bytes(codec, call.num_pages)
+    fault = codec._faults.on(device, _PACKING)
+    codec._raise_pending(device)
+    if out is None:
+        out = torch.empty(size, dtype=torch.uint8, device=device)
+    _check_memory("out", out, size, device)
+    message = codec._message_of(out[:size], call.num_pages)
+    message.clear()
+    if call.num_pages:
+        planned, addresses = call.plan(message.num_rows // call.num_pages)
+        row_ids = None if call.are_checked else planned  # rows in order are coded faster, if all are there
+        message.handle(codec.codebook.row_bytes).encode(
+            call.paged.layout,
+            message.counts,
+            fault,
+            buffers=addresses,
+            row_ids=row_ids,
+            max_sms=sms_of(max_sms),
+        )
+    return PackedPages(out[:size], message.used + message.start)
+
+
+def unpack(
+    message: torch.Tensor,
+    codec: PageCodec,
+    *,
+    out: Tensors,
+    blocks: Pages | None = None,
+    max_sms: int | None = None,
+) -> None:
+    """Decodes a message into blocks of a paged cache, on the current stream of its device: the bits that were packed.
+    The host waits for nothing and reads nothing; graphs can capture it as `pack`.
+
+    The device compares the codec that the head names with this one. If they differ, or the message is of another number
+    of pages, the blocks become zeros, and `codec.check()` and the next call raise; on the CPU the call itself does.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
+        >>> codec = ibp.kv.PageCodec.learn(kv)
+        >>> message, _ = ibp.kv.pack(kv, codec, blocks=[3, 5])
+        >>> ibp.kv.unpack(message, codec, out=kv, blocks=[20, 21, 22])
+        Traceback (most recent call last):
+        ValueError: a message was not packed by this codec for as many pages
+
+    Args:
+        message: uint8 of one dimension on the device of out, at an address that is a multiple of 64: the used bytes of
+            what `pack` gives, or more.
+        codec: equal to that of `pack`.
+        out: [num_blocks, ...], or several tensors, as many as were packed, in any layout: as pages of `pack`.
+        blocks: where the pages go, all different, in the order in which they were packed; None: to all blocks.
+        max_sms: as in `pack`.
+
+    Raises:
+        IndexError, ValueError, ibp.CorruptTableError: of the CPU, or noted by earlier work on a GPU: as of
+            `PageCodec.check`.
+        TypeError, ValueError: arguments are not as described.
+    """
+    call = codec._call(out, blocks, is_written=True)
+    device, piece_bytes = call.paged.device, call.paged.piece_bytes
+    strange, fault = (codec._faults.on(device, kind) for kind in (_STRANGE, _UNPACKING))
+    codec._raise_pending(device)
+    _check_memory("message", message, _start_of(codec._rows(call.num_pages)), device)
+    parts = codec._message_of(message, call.num_pages)
+    is_ours = parts.note_other(strange)
+    if call.num_pages:
+        stored = is_ours.view(torch.uint8).expand(call.num_pages).contiguous()
+        pieces, addresses = call.plan(codec.page_bytes // piece_bytes, stored)
+        table, near = parts.handle(piece_bytes).table, call.paged.tensors[0]
+        torch.ops.ibp.gather_items.default(table, pieces, sms_of(max_sms), near, fault, addresses=addresses)
+    if device.type == "cpu":
+        codec._raise_pending(device)
+
+
+def _start_of(num_rows: int) -> int:
+    """Where data begins."""
+    return _aligned(_HEAD_BYTES + _INDEX_BYTES * num_rows)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _check_memory(name: str, memory: torch.Tensor, least_bytes: int, device: torch.device) -> None:
+    """TypeError, ValueError: memory is none that a message can lie in."""
+    if not isinstance(memory, torch.Tensor):
+        raise TypeError(f"{name} is a {type(memory).__name__}; wanted a tensor")
+    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device != device:
+        raise ValueError(
+            f"{name} is {memory.dtype} {list(memory.shape)} on {memory.device}, strides {memory.stride()}; wanted "
+            f"contiguous torch.uint8 of one dimension on {device}"
+        )
+    if memory.numel() < least_bytes:
+        raise ValueError(f"{name} has {memory.numel()} bytes; wanted {least_bytes} or more")
+    if memory.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"{name} begins at an address that is no multiple of {_ALIGNMENT}")
