@@ -1,9 +1,9 @@
 """The tables of docs/reproduction.md: what five papers show, and what the CSVs say of the same.
 
 A row has the item, what it shows and what stands for the paper's data here, the script that asks the same, the paper's
-figure, and a function of the CSVs for ours: no figure of ours is typed. The last row of a table lists items that are
-not measured, with the reason. Theirs is what the papers' text says; of figures only what the text or the axes name is
-known here.
+figure, and functions of the CSVs for ours and for the figures of both that are compared: no figure of ours is typed.
+The last row of a table lists items that are not measured, with the reason. Theirs is what the papers' text says; of
+figures only what the text or the axes name is known here.
 """
 
 import itertools
@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import charts, densities, dlrm, gnn, ratio, reading
+from . import charts, densities, dlrm, gnn, gnn_cache, ratio, reading
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
-HEADS = ("item", "what it shows; data here", "script", "theirs", "ours")
+HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
 SETS = (  # sets that stand for one of the papers': set, dtype
     ("citeseer", "float32"),
     ("cora", "float32"),
@@ -29,7 +29,8 @@ SETS = (  # sets that stand for one of the papers': set, dtype
 @dataclass(frozen=True)
 class Row:
     """A table, figure or headline that is measured. `ours` is a function(Results) -> text; `others` are further scripts
-    whose CSVs it reads and that no row names as its own."""
+    whose CSVs it reads and that no row names as its own; `compared` is a function(Results) -> (label, our figure, the
+    paper's figure) of each figure that `theirs` names and that ours is comparable with."""
 
     item: str
     shows: str
@@ -37,6 +38,12 @@ class Row:
     theirs: str
     ours: Callable
     others: tuple[str, ...] = ()
+    compared: Callable = lambda results: ()
+
+    def ratios(self, results):
+        """Our figures over the paper's, as text."""
+        found = self.compared(results)
+        return ", ".join(f"{label} {ours / theirs:.2f}".lstrip() for label, ours, theirs in found)
 
 
 def span(values, unit="", digits=2):
@@ -308,6 +315,120 @@ def compress_times(results):
     )
 
 
+def mean_of(rows, column):
+    return statistics.mean(row[column] for row in rows)
+
+
+def aligned_gain(results):
+    words, aligned = (
+        results.row("scattered", row_bytes=512, rows=100_000, arm=f"by kernel, {way}") for way in ("words", "aligned")
+    )
+    yield "512 B", aligned["gbps"] / words["gbps"], 1.25
+
+
+def ideal_at_most_savings(results):
+    for row_bytes, theirs in ((256, 0.5), (1024, 0.78), (4096, 0.86)):
+        rows = results.rows("gather", arm="ibp slots", row_bytes=row_bytes)
+        row = max(
+            (row for row in rows if row["case"].startswith(SYNTHETIC)), key=lambda row: reading.savings_of(row["case"])
+        )
+        yield size_name(row_bytes), row["gbps"] / row["ideal_gbps"], theirs
+
+
+def graph_headlines(results):
+    """DGL gathers by the CPU; Legion has a cache of raw rows on the GPU."""
+    yield "DGL", statistics.mean(gain.epoch for gain in gnn.gains(results.rows("gnn"))), 1.56
+    rows = results.rows("gnn_cache", cache_percent=1)
+    yield "Legion", statistics.mean(epoch for _, _, epoch in gnn_cache.gains(rows)), 1.74
+
+
+def lookup_headline(results):
+    gains = [gain for gain in dlrm.gains(results.rows("dlrm")) if gain.row["row_bytes"] >= 512]
+    yield "from 512 B", statistics.mean(gain.plain for gain in gains), 2.8
+
+
+def weight_headlines(results):
+    plain, coded = (results.row("flexgen_opt", arm=arm)["token_s"] for arm in ("FlexGen", "FlexGen, ibp"))
+    yield "FlexGen", plain / coded, 1.22
+    rows = results.rows("weights", arm="ibp", dtype="bfloat16", prompt=256)
+    row = max(rows, key=lambda row: row["sms"])
+    raw = results.row("weights", arm="raw through hooks", dtype="bfloat16", prompt=256, rows=row["rows"])
+    yield "BF16 weights", raw["ms"] / row["ms"], 1.25
+
+
+def cache_row_headlines(results):
+    cases = by_arm(results.rows("kv_rows")).values()
+    yield "most", max(1 - arms["ibp"]["us"] / arms["cpu index + copy"]["us"] for arms in cases), 0.37
+
+
+def chunks_of_8_bytes(results):
+    for name in ("kokoro", "ncf mlp_user"):
+        rows = results.rows("chunks", set=name, dtype="float32", chunk_bytes=8)
+        yield f"{name}, 8 B", max(row["savings"] for row in rows), 0.127
+
+
+def cluster_headline(results):
+    rows = results.rows("more_clusters", set="larger smooth 3D field", method="k-means")
+    yield "field", max(row["savings"] for row in rows), 0.47
+
+
+# Columns of the paper's tables 1 and 2, and the sets that stand for them: in transfers.csv, in SETS.
+KINDS_OF_SETS = {
+    "sparse": (("cora", "citeseer", "pubmed"), "float32", ("citeseer", "cora", "pubmed_1060rows")),
+    "dense": (("embedding",), "float32", ("word2vec",)),
+    "DLRM": ((), "float32", ("ncf mlp_user",)),
+    "KV FP16": (("LLM keys", "LLM values"), "float16", ("K-cache", "V-cache")),
+    "KV BF16": (("LLM keys", "LLM values"), "bfloat16", ("K-cache", "V-cache")),
+    "weights": (("LLM weights",), "bfloat16", ("stories260k",)),
+}
+
+
+def transfer_ratios(results):
+    theirs = {"sparse": 9.7, "dense": 1.1, "KV FP16": 1.02, "KV BF16": 1.27, "weights": 1.32}
+    for label, figure in theirs.items():
+        names, dtype, _ = KINDS_OF_SETS[label]
+        rows = [row for name in names for row in results.rows("transfers", arm="ibp", case=name, dtype=dtype)]
+        if rows:
+            yield label, mean_of(rows, "gain"), figure
+
+
+def savings_ratios(results):
+    theirs = {"sparse": 0.929, "dense": 0.104, "DLRM": 0.083, "KV FP16": 0.045, "KV BF16": 0.234, "weights": 0.267}
+    for label, figure in theirs.items():
+        _, dtype, names = KINDS_OF_SETS[label]
+        rows = [row for name in names for row in results.rows("ratio", method="paper", set=name, dtype=dtype)]
+        if rows:
+            yield label, mean_of(rows, "savings"), figure
+
+
+def invariant_ratios(results):
+    theirs = {"pubmed_1060rows": 0.894, "citeseer": 0.99, "cora": 0.992}
+    for name, figure in theirs.items():
+        yield name.split("_")[0], results.row("bits", set=name, dtype="float32")["invariant"], figure
+    for dtype, figure in (("float16", 0.08), ("bfloat16", 0.27)):
+        rows = [row for part in "KV" for row in results.rows("bits", set=f"{part}-cache", dtype=dtype)]
+        yield f"KV {reading.DTYPE_NAMES[dtype]}", mean_of(rows, "invariant"), figure
+
+
+def sampled_ratio_of_all(results):
+    theirs = {"pubmed_1060rows": 7.35, "citeseer": 25.09, "cora": 26.34, "ncf mlp_user": 1.14}
+    for name, figure in theirs.items():
+        row = results.row("sampling", set=name, dtype="float32", scheme="ibp", sample=1)
+        yield name.split("_")[0], 1 / (1 - row["savings"]), figure
+
+
+def largest_graph(results):
+    yield "", max(row["table_gib"] for row in results.rows("gnn", arm="ibp")) * 2**30 / 1e9, 174
+
+
+def cached_row_ratios(results):
+    theirs = {"pubmed": 6.84, "citeseer": 24.15, "dense 602": 1.11}
+    for case, arms in by_arm(results.rows("gnn_cache", cache_percent=1)).items():
+        if case in theirs:
+            raw, coded = (arms[f"{arm}, cache of 1 %"]["held_rows"] for arm in ("raw rows", "ibp"))
+            yield case, coded / raw, theirs[case]
+
+
 IBP = (
     Row(
         "Figure 5",
@@ -316,6 +437,7 @@ IBP = (
         "scattered.py",
         "by the GPU and aligned 25 % faster than by the GPU alone, of 25 GB/s",
         scattered_copies,
+        compared=aligned_gain,
     ),
     Row(
         "Figure 7",
@@ -323,6 +445,7 @@ IBP = (
         "gather.py",
         "50 to 90 % saved: 1 KB 78 %, 4 KB 86 %, 256 B half of the ideal at the end",
         shares_of_ideal,
+        compared=ideal_at_most_savings,
     ),
     Row(
         "Figure 8; headline",
@@ -330,6 +453,7 @@ IBP = (
         "gnn.py",
         "56 % faster than DGL, 74 % than Legion on average",
         graph_gains,
+        compared=graph_headlines,
     ),
     Row("Figure 9", "where the time of an epoch goes; Cora", "gnn.py", "hardly any waiting left", graph_parts),
     Row(
@@ -338,6 +462,7 @@ IBP = (
         "dlrm.py",
         "180 % faster on average, 8 to 20 % by compression",
         lookups,
+        compared=lookup_headline,
     ),
     Row(
         "Figure 11; headline",
@@ -347,6 +472,7 @@ IBP = (
         "22 % faster, weights loaded 25 % faster; LLMs 24 % faster",
         streamed_weights,
         ("flexgen_opt.py",),
+        compared=weight_headlines,
     ),
     Row(
         "Figure 12",
@@ -354,6 +480,7 @@ IBP = (
         "kv_rows.py",
         "KV transfers up to 37 % shorter, 2 % by compression; FP16",
         cache_rows,
+        compared=cache_row_headlines,
     ),
     Row(
         "Figure 13",
@@ -361,6 +488,7 @@ IBP = (
         "chunks.py",
         "1 B less than 3 %, 8 B to 12.7 %; best at 0.80 to 0.85; none at 1",
         chunk_savings,
+        compared=chunks_of_8_bytes,
     ),
     Row(
         "Figure 14",
@@ -376,6 +504,7 @@ IBP = (
         "more_clusters.py",
         "Reddit 12.0 % with one, 12.7 % with 477; asteroid 47 % with 13,725",
         cluster_savings,
+        compared=cluster_headline,
     ),
     Row(
         "Table 1",
@@ -383,6 +512,7 @@ IBP = (
         "transfers.py",
         "sparse: Cascaded 8.6, IBP 9.7; dense FP32 1.1 to 1.2; KV FP16 1.02, BF16 1.27; weights BF16 1.32",
         transfer_gains,
+        compared=transfer_ratios,
     ),
     Row(
         "Table 2",
@@ -390,6 +520,7 @@ IBP = (
         "ratio.py",
         "sparse: zstd 93.4 %, IBP 92.9; dense FP32 10.4; DLRM 8.3; KV FP16 4.5, BF16 23.4; weights BF16 26.7",
         codec_savings,
+        compared=savings_ratios,
     ),
     Row(
         "Table 3",
@@ -405,6 +536,7 @@ IBP = (
         "Pubmed 6.3 / 7.5 / 89.4 %, Citeseer 6.3 / 65.3 / 99.0, Cora 6.3 / 76 / 99.2, dense 0 / 0 / 13 to 15, KV FP16 "
         "0 / 2 / 8, BF16 0 / 0.1 / 27",
         packed_bits,
+        compared=invariant_ratios,
     ),
     Row(
         "Table 5",
@@ -413,14 +545,23 @@ IBP = (
         "Pubmed 7.37 / 7.34 / 7.35, Citeseer 25.09, Cora 26.36 / 26.36 / 26.34, DLRM 1.11 / 1.13 / 1.14, KV FP16 1.03 "
         "/ 1.06 / 1.05",
         sampled_ratios,
+        compared=sampled_ratio_of_all,
     ),
-    Row("Table 6", "sizes of the graphs", "gnn.py", "rows of 400 B to 34 KB, 0.5 to 174 GB", graph_sets),
+    Row(
+        "Table 6",
+        "sizes of the graphs",
+        "gnn.py",
+        "rows of 400 B to 34 KB, 0.5 to 174 GB",
+        graph_sets,
+        compared=largest_graph,
+    ),
     Row(
         "Table 7",
         "rows that a cache of 1 % of the bytes holds",
         "gnn_cache.py",
         "Pubmed 6.84, Citeseer 24.15, Cora 25.88, dense 1.11 to 1.13 times",
         cached_rows,
+        compared=cached_row_ratios,
     ),
     Row(
         "Headline: preprocessing",
@@ -500,6 +641,40 @@ def against_zstd(results):
     return listed([*(against_a_cpu(*way)(results) for way in ways), sizes])
 
 
+def shares_of_memory(case, what, dtype, theirs):
+    """Rates as shares of what `copy_` reads and writes."""
+
+    def compared(results):
+        memory_gbps = 2 * results.row("encode_into", case="device", arm="copy_")["gbps"]
+        yield reading.DTYPE_NAMES[dtype], device_gbps(results, case, what)[dtype] / memory_gbps, theirs
+
+    return compared
+
+
+def output_ratios(name, theirs):
+    """theirs: by dtype of FLOATS."""
+
+    def compared(results):
+        for dtype, figure in zip(FLOATS, theirs):
+            row = results.row("ratio", set=name, dtype=dtype, method="planes")
+            yield kind(row), 1 - row["savings"], figure
+
+    return compared
+
+
+def times_a_cpu(label, what, other, theirs):
+    def compared(results):
+        cpu = results.row("cpu", case="normal 0.02, 1 thread", arm=other)["gbps"]
+        yield label, device_gbps(results, "normal 0.02", what)["bfloat16"] / cpu, theirs
+
+    return compared
+
+
+def times_zstd(results):
+    yield from times_a_cpu("coding", "encode", "zstd -1 compress", 360)(results)
+    yield from times_a_cpu("decoding", "decode", "zstd -1 decompress", 141)(results)
+
+
 DIETGPU = (
     Row(
         "Section 5.1.1, chart",
@@ -508,6 +683,7 @@ DIETGPU = (
         "a fifth of the memory's 500 GB/s, over 90 GB/s at best",
         device_rates("normal", "encode"),
         ("codec.py", "families.py"),
+        compared=shares_of_memory("normal", "encode", "bfloat16", 0.2),
     ),
     Row(
         "Section 5.1.2, chart",
@@ -516,6 +692,7 @@ DIETGPU = (
         "a fifth of the memory's rate",
         device_rates("normal", "decode"),
         ("codec.py", "families.py"),
+        compared=shares_of_memory("normal", "decode", "bfloat16", 0.2),
     ),
     Row(
         "Table 1",
@@ -523,6 +700,7 @@ DIETGPU = (
         "ratio.py",
         "FP16 0.87, BF16 0.68 (0.66), FP32 0.83 (0.83), FP64 0.88 (0.87)",
         output_shares("normal 1"),
+        compared=output_ratios("normal 1", (0.87, 0.68, 0.83, 0.88)),
     ),
     Row(
         "Section 5.1.5",
@@ -530,6 +708,7 @@ DIETGPU = (
         "cpu.py",
         "90 GB/s against 0.55: over 160 times",
         against_a_cpu("decode", "planes decode"),
+        compared=times_a_cpu("", "decode", "planes decode", 160),
     ),
     Row(
         "Section 5.1.6",
@@ -537,6 +716,7 @@ DIETGPU = (
         "cpu.py",
         "50 GB/s against 0.139 (360 times), sizes 0.91 against 0.88; 60 against 0.423 (141 times), 0.86 against 0.94",
         against_zstd,
+        compared=times_zstd,
     ),
     Row(
         "Section 5.2.1, chart",
@@ -545,6 +725,7 @@ DIETGPU = (
         "near 50 GB/s in FP64, a tenth of the memory's rate",
         device_rates("half zeros", "encode"),
         ("codec.py", "families.py"),
+        compared=shares_of_memory("half zeros", "encode", "float64", 0.1),
     ),
     Row(
         "Section 5.2.2, chart",
@@ -560,6 +741,7 @@ DIETGPU = (
         "ratio.py",
         "FP16 0.49, BF16 0.40, FP32 0.45, FP64 0.45; without the bitmap 0.76, 0.66, 0.83, 0.85",
         output_shares("half zeros"),
+        compared=output_ratios("half zeros", (0.49, 0.40, 0.45, 0.45)),
     ),
 )
 
@@ -707,6 +889,62 @@ def offload_gains(results):
     )
 
 
+def end_of(rows):
+    """The rows of a net's last checkpoint."""
+    last_one = max(row["progress"] for row in rows)
+    return [row for row in rows if row["progress"] == last_one]
+
+
+def ratios_at_the_end(results, layout, dtype):
+    """{net: the rows of its last sizes}."""
+    rows = results.rows("activation_ratios", layout=layout, dtype=dtype)
+    return {net: end_of([row for row in rows if row["net"] == net]) for net in in_order(row["net"] for row in rows)}
+
+
+def times_smaller(rows, column):
+    return sum(row["elements"] for row in rows) / sum(row["elements"] / row[column] for row in rows)
+
+
+def first_layer(results):
+    rows = results.rows("densities", net="AlexNet", layer="conv0")
+    yield "conv0", rows[-1]["density"], 0.5
+
+
+def compared_layouts(results):
+    nets = ratios_at_the_end(results, "NCHW", "float32").values()
+    yield "ZVC", statistics.mean(times_smaller(rows, "zvc") for rows in nets), 2.6
+    yield "most", max(row["zvc"] for rows in nets for row in rows), 13.8
+    yield "zlib", statistics.mean(times_smaller(rows, "zlib") for rows in nets), 2.76
+
+
+def zlib_over_zvc(results):
+    nets = ratios_at_the_end(results, "NCHW", "bfloat16").values()
+    yield "zlib/ZVC", statistics.mean(times_smaller(rows, "zvc") / times_smaller(rows, "zlib") for rows in nets), 0.97
+
+
+def offload_headlines(results):
+    gains = [arms["raw"] / arms["ibp"] for arms in offload_steps(results).values()]
+    yield "mean", statistics.mean(gains), 1.53
+    yield "most", max(gains), 1.79
+
+
+def offload_losses(results):
+    lost = [1 - arms["plain"] / arms["raw"] for arms in offload_steps(results).values()]
+    yield "mean", statistics.mean(lost), 0.51
+    yield "most", max(lost), 0.63
+
+
+def sparsity_headlines(results):
+    zeros, most = {}, []
+    for net in nets(results):
+        rows = results.rows("densities", net=net)
+        zeros[net] = 1 - sum(row["density"] * row["elements"] for row in rows) / sum(row["elements"] for row in rows)
+        most.append(1 - min(row["density"] for row in rows))
+    yield "AlexNet", zeros["AlexNet"], 0.494
+    yield "mean", statistics.mean(zeros.values()), 0.62
+    yield "most", max(most), 0.93
+
+
 CDMA = (
     Row(
         "Figure 3",
@@ -714,6 +952,7 @@ CDMA = (
         "activations.py",
         "51 % of the performance lost on average, at most 63 %",
         offload_costs,
+        compared=offload_losses,
     ),
     Row(
         "Figure 4",
@@ -721,6 +960,7 @@ CDMA = (
         "densities.py",
         "conv0 within 2 points of 50 %; the others fall fast and rise again; fc the sparsest",
         densities_by_layer("AlexNet"),
+        compared=first_layer,
     ),
     Row("Figure 5", "pools denser than what they pool", "densities.py", "always", densities_of_pools),
     Row("Figure 6", "densities of deeper nets; VGG16 alone", "densities.py", "as AlexNet", densities_by_layer("VGG16")),
@@ -731,6 +971,7 @@ CDMA = (
         "densities.py",
         "ZVC 2.6 on average, at most 13.8, the same in all orders; zlib 2.76 in NCHW, less in others",
         net_ratios("float32", ("NCHW", "NHWC", "CHWN")),
+        compared=compared_layouts,
     ),
     Row(
         "Figure 12",
@@ -738,6 +979,7 @@ CDMA = (
         "densities.py",
         "zlib 3 % less than ZVC on average",
         net_ratios("bfloat16", ("NCHW",)),
+        compared=zlib_over_zvc,
     ),
     Row(
         "Figure 13; headline",
@@ -746,6 +988,7 @@ CDMA = (
         "activations.py",
         "53 % faster than vDNN on average, at most 79 %",
         offload_gains,
+        compared=offload_headlines,
     ),
     Row(
         "Headline: sparsity",
@@ -753,6 +996,7 @@ CDMA = (
         "densities.py",
         "AlexNet 49.4 %; six nets 62 %, at most 93 %",
         net_sparsity,
+        compared=sparsity_headlines,
     ),
 )
 
@@ -825,6 +1069,24 @@ def headline_of_spill(results):
     return listed([nets, f"tables without spilled rows: {span(rates)} times the rate of the same table on the GPU"])
 
 
+def profile_row(results):
+    return results.row("spill", case=SLOT_KINDS["the paper's ratios"], arm="profile, 30%")
+
+
+def best_ratio_compared(results):
+    yield "", 1 / (1 - profile_row(results)["savings"]), 1.85
+
+
+def chosen_ratio_compared(results):
+    row = profile_row(results)
+    yield "times", row["target"], 1.5
+    yield "accesses", row["spilled"], 0.04
+
+
+def headline_compared(results):
+    yield "times", profile_row(results)["target"], 1.5
+
+
 NET = "ten snapshots of a small net's training, most of whose embedding was never touched"
 BUDDY = (
     Row(
@@ -833,6 +1095,7 @@ BUDDY = (
         "spill.py",
         "HPC 2.51, deep learning 1.85",
         best_ratios,
+        compared=best_ratio_compared,
     ),
     Row(
         "Figure 7",
@@ -840,6 +1103,7 @@ BUDDY = (
         "spill.py",
         "HPC 1.9 with 0.08 %, deep learning 1.5 with 4 %; with one target for all 1.57 with 8 % and 1.18 with 32 %",
         chosen_ratios,
+        compared=chosen_ratio_compared,
     ),
     Row(
         "Figure 8",
@@ -863,6 +1127,7 @@ BUDDY = (
         "spill.py",
         "1.9 (HPC), 1.5 (deep learning)",
         headline_of_spill,
+        compared=headline_compared,
     ),
 )
 
@@ -904,6 +1169,26 @@ def typed_columns(results):
     return listed(parts)
 
 
+def best_gather(theirs, *links):
+    """The all-gather that gains most."""
+
+    def compared(results):
+        rows = [row for row in results.rows("collectives") if row["link"] in links and "all_gather" in row["call"]]
+        yield "most", max(row["over_torch"] for row in rows if row["arm"] != "torch"), theirs
+
+    return compared
+
+
+def typed_column_ratios(results):
+    for case, arm, theirs in (
+        ("sorted ids with runs", "nvcomp:cascaded", 80),
+        ("strings", "nvcomp:lz4", 71.8),
+        ("strings", "nvcomp:cascaded", 3.2),
+    ):
+        row = results.row("choose", case=case, arm=arm)
+        yield f"{TYPED_CODECS[arm]} on {case.split(' ')[0]}", 1 / (1 - row["savings"]), theirs
+
+
 NVCOMP_POST = (
     Row(
         "Figure 3",
@@ -911,6 +1196,7 @@ NVCOMP_POST = (
         "collectives.py",
         "to 150 GB/s, 12 times as fast, on the sorted column; slower on floats",
         gathers("no peer access", "sockets"),
+        compared=best_gather(12, "no peer access", "sockets"),
     ),
     Row(
         "Figure 4",
@@ -918,6 +1204,7 @@ NVCOMP_POST = (
         "choose.py",
         "column 0: Cascaded 80, nearly twice LZ4, 56 GB/s on a T4; column 2: LZ4 71.8, Cascaded 3.2",
         typed_columns,
+        compared=typed_column_ratios,
     ),
     Row(
         "Headline: DGX-1",
@@ -925,6 +1212,7 @@ NVCOMP_POST = (
         "collectives.py",
         "2 to 4 times as fast on some columns",
         gathers("direct"),
+        compared=best_gather(2, "direct"),
     ),
 )
 
@@ -960,6 +1248,7 @@ def csvs_of(name, results):
     own = reading.Results(results.directory)  # with no CSV read yet
     for row in PAPERS[name]:
         row.ours(own)
+        row.ratios(own)
     return own.sheets
 
 
@@ -971,7 +1260,10 @@ def measured_at(csvs):
 
 def table(name, results):
     """The table of one paper, and the commits of the CSVs that it is written from."""
-    lines = [[row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results)] for row in PAPERS[name]]
+    lines = [
+        [row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results), row.ratios(results)]
+        for row in PAPERS[name]
+    ]
     rows = [HEADS, ["---"] * len(HEADS), *lines]
     missing = "; ".join(f"{items} ({reason})" for items, reason in NOT_MEASURED[name].items())
     text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
