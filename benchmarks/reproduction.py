@@ -2,8 +2,8 @@
 
 A row has the item, what it shows and what stands for the paper's data here, the script that asks the same, the paper's
 figure, and functions of the CSVs for ours and for the figures of both that are compared: no figure of ours is typed.
-The last row of a table lists items that are not measured, with the reason. Theirs is what the papers' text says; of
-figures only what the text or the axes name is known here.
+NOT_MEASURED has the others, with the reason. Theirs is what the papers' text says; of figures only what the text or
+the axes name is known here.
 """
 
 import itertools
@@ -1264,8 +1264,4 @@ def table(name, results):
         [row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results), row.ratios(results)]
         for row in PAPERS[name]
     ]
-    rows = [HEADS, ["---"] * len(HEADS), *lines]
-    missing = "; ".join(f"{items} ({reason})" for items, reason in NOT_MEASURED[name].items())
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    commits = measured_at(csvs_of(name, results))
-    return f"{text}\n\nNot measured: {missing}.\n\nCommits measured: {commits}."
+    return f"{reading.markdown(HEADS, lines)}\n\nCommits measured: {measured_at(csvs_of(name, results))}."

@@ -20,6 +20,7 @@ from benchmarks import (
     harness,
     inputs,
     more_clusters,
+    papers,
     reading,
     reference,
     reproduction,
@@ -296,12 +297,63 @@ def test_no_figure_of_ours_is_typed():
     assert not re.search(r"^\|", text, re.MULTILINE)
 
 
+def numbers_in(text):
+    return {float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)} | (
+        {0.5} if "half" in text else {0.2} if "fifth" in text else {0.1} if "tenth" in text else set()
+    )
+
+
+def test_ratios_are_to_figures_that_the_paper_names():
+    """As a number, as percent, or as percent more than one or less than it."""
+    results = reading.Results(harness.RESULTS)
+    for row in ROWS:
+        for label, ours, theirs in row.compared(results):
+            forms = {theirs, 100 * theirs, 100 * (theirs - 1), 100 * (1 - theirs)}
+            assert {round(form, 6) for form in forms} & numbers_in(row.theirs), (row.item, label, theirs)
+            assert f"{label} {ours / theirs:.2f}".lstrip() in row.ratios(results)
+
+
+def test_ratios_of_figures(tmp_path):
+    writer(tmp_path)(
+        "choose",
+        "case,arm,savings",
+        *("sorted ids with runs,nvcomp:cascaded,0.9", "strings,nvcomp:lz4,0.5", "strings,nvcomp:cascaded,0.0"),
+    )
+    row = next(row for row in reproduction.NVCOMP_POST if row.item == "Figure 4")
+    assert row.ratios(reading.Results(tmp_path)) == (
+        "Cascaded on sorted 0.13, LZ4 on strings 0.03, Cascaded on strings 0.31"
+    )
+
+
 def test_a_table_names_the_commits_of_the_csvs_that_it_reads():
     rows = [{"commit": "1234567890ab"}, {"commit": "abcdef123456"}, {"commit": "1234567890ab"}]
     csvs = {"gather": rows, "ratio": [{"set": "x"}], "spill": rows[:1]}
     assert reproduction.measured_at(csvs) == "gather 1234567890 abcdef1234, spill 1234567890"
     read = reproduction.csvs_of("buddy", reading.Results(harness.RESULTS))
     assert list(read) == ["spill"] and read["spill"]
+
+
+@pytest.mark.parametrize("paper", papers.TITLES)
+def test_parts_of_a_paper_are_where_the_table_says(paper):
+    rows, tests = papers.parts_of(paper), {path.name for path in (harness.ROOT / "tests").rglob("test_*.py")}
+    scripts = {path.name for path in (harness.ROOT / "benchmarks").glob("*.py")}
+    known = tests | scripts | {path.name for path in harness.RESULTS.glob("*.csv")}
+    for row in rows:
+        assert set(papers.files_of(row)) <= known, row
+        assert row["state"] in papers.STATES and bool(row["why"]) == (row["state"] != "yes"), row
+        assert bool(row["where"]) == (row["state"] != "no"), row
+    assert len({row["what"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("paper", reproduction.PAPERS)
+def test_parts_of_a_paper_have_its_tables_and_figures(paper):
+    named = {row["what"] for row in papers.parts_of(paper)}
+    items = {row.item.removesuffix("; headline") for row in reproduction.PAPERS[paper]}
+    assert items <= named
+
+
+def test_every_part_belongs_to_a_paper():
+    assert {row["paper"] for row in reading.read(papers.SHEET)} == set(papers.TITLES)
 
 
 def writer(directory):
