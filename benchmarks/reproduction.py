@@ -753,24 +753,29 @@ def nets(results):
     return in_order(row["net"] for row in results.rows("densities"))
 
 
-def densities_by_layer(net):
-    """The first layer, the others and the fully connected ones: at the beginning, at its least and at the end."""
+def densities_by_layer(*names):
+    """Of each net, or of all but AlexNet: the first layer, the others and the fully connected ones, each at the
+    beginning, at its least and at the end."""
 
     def ours(results):
-        rows, layers = results.rows("densities", net=net, kind="relu"), {}
-        for row in rows:
-            layers.setdefault(row["layer"], []).append(row["density"])
-        groups = {
-            "conv0": [found for layer, found in layers.items() if layer == "conv0"],
-            "other conv": [found for layer, found in layers.items() if layer.startswith("conv") and layer != "conv0"],
-            "fc": [found for layer, found in layers.items() if layer.startswith("fc")],
-        }
-        texts = (
-            f"{name} " + ", ".join(span([100 * pick(found) for found in own], " %", 0) for pick in (first, min, last))
-            for name, own in groups.items()
-            if own
-        )
-        return listed([*texts, cut_off(rows)])
+        parts = []
+        for net in names or [net for net in nets(results) if net != "AlexNet"]:
+            rows, layers = results.rows("densities", net=net, kind="relu"), {}
+            for row in rows:
+                layers.setdefault(row["layer"], []).append(row["density"])
+            groups = {
+                "conv0": [found for layer, found in layers.items() if layer == "conv0"],
+                "other conv": [own for layer, own in layers.items() if layer.startswith("conv") and layer != "conv0"],
+                "fc": [found for layer, found in layers.items() if layer.startswith("fc")],
+            }
+            texts = (
+                f"{name} " + ", ".join(span([100 * pick(of) for of in own], " %", 0) for pick in (first, min, last))
+                for name, own in groups.items()
+                if own
+            )
+            name = "" if names else f"{net}: "
+            parts.append(name + "; ".join(filter(None, [*texts, cut_off(rows)])))
+        return listed(parts)
 
     return ours
 
@@ -806,55 +811,79 @@ def densities_of_pools(results):
 
 
 def net_sparsity(results):
-    """Weighted by the sizes of the layers, over all checkpoints."""
-    parts = []
+    """Weighted by the sizes of the layers, over all checkpoints, and of the sparsest layer."""
+    return listed(f"{net} {percent(zeros)}, most {percent(most)}" for net, zeros, most in sparsities(results))
+
+
+def sparsities(results):
+    """(net, share of zeros, that of its sparsest layer)."""
     for net in nets(results):
         rows = results.rows("densities", net=net)
-        zeros = 1 - sum(row["density"] * row["elements"] for row in rows) / sum(row["elements"] for row in rows)
-        most = 1 - min(row["density"] for row in rows)
-        parts.append(f"{net}: {percent(zeros)} on average, {percent(most)} in the sparsest layer")
-    return listed(parts)
+        dense = sum(row["density"] * row["elements"] for row in rows) / sum(row["elements"] for row in rows)
+        yield net, 1 - dense, 1 - min(row["density"] for row in rows)
 
 
 GONE = 0.001  # a loss from which a net learns nothing more
 
 
 def losses(results):
+    found = [row for row in results.rows("densities", net="AlexNet", layer="conv1") if row["loss"] is not None]
+    low = min(found, key=lambda row: row["density"])
+    gone = next((row for row in found if row["loss"] < GONE), None)
+    texts = [
+        f"AlexNet: loss {found[0]['loss']:.2f} to {found[-1]['loss']:.4f}",
+        gone and f"{gone['loss']:.4f} after {gone['step']} steps",
+        f"conv1 least dense, {percent(low['density'], 0)}, after {low['step']} steps, at last "
+        f"{percent(found[-1]['density'], 0)}",
+        cut_off(found),
+    ]
+    return "; ".join(filter(None, texts))
+
+
+RATIO_COLUMNS = ("rle", "zvc", "zlib", "zlib_64k", "ibp")  # of activation_ratios.csv, those that it has
+
+
+def end_of(rows):
+    """The rows of a net's last checkpoint."""
+    last_one = max(row["progress"] for row in rows)
+    return [row for row in rows if row["progress"] == last_one]
+
+
+def ratios_at_the_end(results, layout, dtype):
+    """{net: the rows of its last sizes}."""
+    rows = results.rows("activation_ratios", layout=layout, dtype=dtype)
+    return {net: end_of([row for row in rows if row["net"] == net]) for net in in_order(row["net"] for row in rows)}
+
+
+def times_smaller(rows, column):
+    """Of all layers of a net, by their sizes."""
+    return sum(row["elements"] for row in rows) / sum(row["elements"] / row[column] for row in rows)
+
+
+def layout_ratios(results):
+    """Times smaller by order of memory: the mean of the nets, and the layer that shrinks most."""
     parts = []
-    for net in nets(results):
-        found = [row for row in results.rows("densities", net=net, layer="conv1") if row["loss"] is not None]
-        low = min(found, key=lambda row: row["density"])
-        gone = next((row for row in found if row["loss"] < GONE), None)
-        texts = [
-            f"{net}: loss {found[0]['loss']:.2f} to {found[-1]['loss']:.4f}",
-            gone and f"{gone['loss']:.4f} after {gone['step']} steps",
-            f"conv1 least dense, {percent(low['density'], 0)}, after {low['step']} steps",
-            cut_off(found),
-        ]
-        parts.append("; ".join(filter(None, texts)))
+    for layout in densities.LAYOUTS:
+        found = ratios_at_the_end(results, layout, "float32").values()
+        columns = [column for column in RATIO_COLUMNS if all(column in row for rows in found for row in rows)]
+        texts = (
+            f"{column} {statistics.mean(times_smaller(rows, column) for rows in found):.2f} "
+            f"(most {max(row[column] for rows in found for row in rows):.1f})"
+            for column in columns
+        )
+        parts.append(f"{layout}, nets: {len(found)}: {', '.join(texts)}")
     return listed(parts)
 
 
-def net_ratios(dtype, layouts):
-    """Times smaller where sizes were last taken, weighted by size, and of the layer that shrinks most."""
-
-    def ours(results):
-        parts, rows = [], results.rows("activation_ratios", dtype=dtype)
-        for net, layout in in_order((row["net"], row["layout"]) for row in rows if row["layout"] in layouts):
-            own = [row for row in rows if (row["net"], row["layout"]) == (net, layout)]
-            end = max(row["progress"] for row in rows if row["net"] == net)
-            own = [row for row in own if row["progress"] == end]
-            elements = sum(row["elements"] for row in own)
-            texts = (
-                f"{column} {elements / sum(row['elements'] / row[column] for row in own):.2f} "
-                f"(most {max(row[column] for row in own):.1f})"
-                for column in ("zvc", "zlib", "ibp")
-            )
-            when = "" if end == 1 else f", after {percent(end, 0)} of the steps"
-            parts.append(f"{net}, {layout}{when}: {', '.join(texts)}")
-        return listed(parts)
-
-    return ours
+def net_ratios(results):
+    """Times smaller of each net in BF16."""
+    parts = []
+    for net, rows in ratios_at_the_end(results, "NCHW", "bfloat16").items():
+        columns = [column for column in RATIO_COLUMNS if column in rows[0]]
+        texts = ", ".join(f"{column} {times_smaller(rows, column):.2f}" for column in columns)
+        when = "" if rows[0]["progress"] == 1 else f", after {percent(rows[0]['progress'], 0)} of the steps"
+        parts.append(f"{net}{when}: {texts}")
+    return listed(parts)
 
 
 def offload_steps(results):
@@ -889,22 +918,6 @@ def offload_gains(results):
     )
 
 
-def end_of(rows):
-    """The rows of a net's last checkpoint."""
-    last_one = max(row["progress"] for row in rows)
-    return [row for row in rows if row["progress"] == last_one]
-
-
-def ratios_at_the_end(results, layout, dtype):
-    """{net: the rows of its last sizes}."""
-    rows = results.rows("activation_ratios", layout=layout, dtype=dtype)
-    return {net: end_of([row for row in rows if row["net"] == net]) for net in in_order(row["net"] for row in rows)}
-
-
-def times_smaller(rows, column):
-    return sum(row["elements"] for row in rows) / sum(row["elements"] / row[column] for row in rows)
-
-
 def first_layer(results):
     rows = results.rows("densities", net="AlexNet", layer="conv0")
     yield "conv0", rows[-1]["density"], 0.5
@@ -935,14 +948,10 @@ def offload_losses(results):
 
 
 def sparsity_headlines(results):
-    zeros, most = {}, []
-    for net in nets(results):
-        rows = results.rows("densities", net=net)
-        zeros[net] = 1 - sum(row["density"] * row["elements"] for row in rows) / sum(row["elements"] for row in rows)
-        most.append(1 - min(row["density"] for row in rows))
-    yield "AlexNet", zeros["AlexNet"], 0.494
-    yield "mean", statistics.mean(zeros.values()), 0.62
-    yield "most", max(most), 0.93
+    found = {net: (zeros, most) for net, zeros, most in sparsities(results)}
+    yield "AlexNet", found["AlexNet"][0], 0.494
+    yield "mean", statistics.mean(zeros for zeros, _ in found.values()), 0.62
+    yield "most", max(most for _, most in found.values()), 0.93
 
 
 CDMA = (
@@ -963,14 +972,14 @@ CDMA = (
         compared=first_layer,
     ),
     Row("Figure 5", "pools denser than what they pool", "densities.py", "always", densities_of_pools),
-    Row("Figure 6", "densities of deeper nets; VGG16 alone", "densities.py", "as AlexNet", densities_by_layer("VGG16")),
+    Row("Figure 6", "densities of deeper nets", "densities.py", "as AlexNet", densities_by_layer()),
     Row("Figure 7", "loss and density", "densities.py", "density falls with the loss, then rises slowly", losses),
     Row(
         "Figure 11; headline",
-        "times smaller in three orders of memory; FP32, no RLE",
+        "times smaller in three orders of memory; FP32",
         "densities.py",
         "ZVC 2.6 on average, at most 13.8, the same in all orders; zlib 2.76 in NCHW, less in others",
-        net_ratios("float32", ("NCHW", "NHWC", "CHWN")),
+        layout_ratios,
         compared=compared_layouts,
     ),
     Row(
@@ -978,7 +987,7 @@ CDMA = (
         "bytes sent to the CPU; BF16, NCHW",
         "densities.py",
         "zlib 3 % less than ZVC on average",
-        net_ratios("bfloat16", ("NCHW",)),
+        net_ratios,
         compared=zlib_over_zvc,
     ),
     Row(

@@ -166,9 +166,30 @@ def test_ratios_of_chosen_activations():
     assert densities.zlib_ratio(zeros) > 50 and densities.ibp_ratio(zeros) > 50
     noise = torch.randint(256, (70_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert densities.zlib_ratio(noise) == 1 and densities.ibp_ratio(noise) == 1
+    assert densities.rle_ratio(zeros) == 4096 / 8 and densities.rle_ratio(torch.ones(2048)) == 8192 / (8192 + 16)
+    assert densities.rle_ratio((torch.arange(4096) % 2).float()) == 4 / 3  # a byte a run of one, half of 4 bytes
+    assert densities.zlib_ratio(zeros, 1 << 16, 1 << 18) > densities.zlib_ratio(zeros)
     x = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
     assert torch.equal(densities.in_layout(x, "CHWN").view(3, 4, 5, 2)[2, 3, 4], x[:, 2, 3, 4])
     assert torch.equal(densities.in_layout(x, "NCHW"), x.view(-1))
+
+
+@pytest.mark.parametrize("name", densities.MAKERS)
+def test_nets_of_cdma_take_images_and_have_classes(name):
+    net = densities.Plan(name, 96, 2, 1, 0.05).make().eval()
+    x = torch.randn(2, 3, 96, 96)
+    assert net(x).shape == (2, densities.CLASSES)
+    found = densities.outputs_of(net, x)
+    layers = {"AlexNet": 10, "OverFeat": 10, "NiN": 15, "VGG16": 20, "SqueezeNet": 21, "GoogLeNet": 34}
+    assert len(found) == layers[name] and sum(kind == "pool" for _, kind, _ in found) in (3, 4, 5)
+
+
+def test_measuring_some_nets_keeps_the_others(tmp_path):
+    writer(tmp_path)("some", "net,layer", "NiN,conv0", "VGG16,conv0")
+    path, columns = tmp_path / "some.csv", ["net", "layer"]
+    assert densities.rows_of_others(path, columns, ["NiN"]) == [{"net": "VGG16", "layer": "conv0"}]
+    assert densities.rows_of_others(path, columns, None) == [] == densities.rows_of_others(path, [*columns, "x"], [])
+    assert densities.rows_of_others(tmp_path / "none.csv", columns, ["NiN"]) == []
 
 
 def test_outputs_are_those_before_the_next_layer():
@@ -375,28 +396,32 @@ def test_figures_of_bytes_are_those_of_the_csvs(tmp_path):
         "activation_ratios",
         "net,layer,kind,elements,progress,layout,dtype,zvc,zlib,ibp",
         *("AlexNet,conv0,relu,300,1.0,NCHW,float32,2,4,5", "AlexNet,pool0,pool,100,1.0,NCHW,float32,1,1,1"),
+        *("AlexNet,conv0,relu,300,1.0,NCHW,bfloat16,4,3,1", "AlexNet,pool0,pool,100,1.0,NCHW,bfloat16,1,1,1"),
+        *(f"AlexNet,conv0,relu,300,1.0,{layout},float32,2,4,5" for layout in ("NHWC", "CHWN")),
     )
     assert reproduction.output_shares("normal 1")(results) == "FP16 0.875 (0.750), FP64 0.938 (0.500)"
     assert reproduction.densities_by_layer("AlexNet")(results) == "conv0 50 %, 25 %, 25 %"
     assert reproduction.densities_of_pools(results) == "AlexNet: 1 of 1 pools"
-    assert reproduction.net_sparsity(results) == "AlexNet: 60.0 % on average, 75.0 % in the sparsest layer"
-    assert reproduction.net_ratios("float32", ("NCHW",))(results) == (
-        "AlexNet, NCHW: zvc 1.60 (most 2.0), zlib 2.29 (most 4.0), ibp 2.50 (most 5.0)"
+    assert reproduction.net_sparsity(results) == "AlexNet 60.0 %, most 75.0 %"
+    assert reproduction.layout_ratios(results).split("<br>")[0] == (
+        "NCHW, nets: 1: zvc 1.60 (most 2.0), zlib 2.29 (most 4.0), ibp 2.50 (most 5.0)"
     )
+    assert reproduction.net_ratios(results) == "AlexNet: zvc 2.29, zlib 2.00, ibp 1.00"
 
 
 def test_a_run_that_was_stopped_is_said(tmp_path):
     writer(tmp_path)(
         "densities",
         "net,layer,kind,step,progress,loss,density",
-        *("VGG16,conv1,relu,0,0.0,,0.5", "VGG16,conv1,relu,50,0.5,2.0,0.25"),
+        *("AlexNet,conv1,relu,0,0.0,,0.5", "AlexNet,conv1,relu,50,0.5,2.0,0.25", "NiN,conv0,relu,4,1.0,2.0,0.25"),
     )
     results = reading.Results(tmp_path)
     assert reproduction.losses(results) == (
-        "VGG16: loss 2.00 to 2.0000; conv1 least dense, 25 %, after 50 steps; stopped after 50 of 100 steps; today's "
-        "script has 110"
+        "AlexNet: loss 2.00 to 2.0000; conv1 least dense, 25 %, after 50 steps, at last 25 %; stopped after 50 of 100 "
+        "steps; today's script has 2000"
     )
-    assert "<br>stopped after 50 of 100 steps" in reproduction.densities_by_layer("VGG16")(results)
+    assert "; stopped after 50 of 100 steps" in reproduction.densities_by_layer("AlexNet")(results)
+    assert reproduction.densities_by_layer()(results) == "NiN: conv0 25 %, 25 %, 25 %"
 
 
 def test_rivals_stand_with_their_best_arms(tmp_path):
