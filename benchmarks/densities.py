@@ -63,6 +63,7 @@ MAKERS = {
     "VGG16": nets.vgg16,
     "SqueezeNet": nets.squeezenet,
     "GoogLeNet": nets.googlenet,
+    "ResNet-50": lambda classes, width, image: nets.resnet50(classes, width),
 }
 PLANS = (
     Plan("AlexNet", 224, 128, 2000),

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import charts, densities, dlrm, gnn, gnn_cache, ratio, reading
+from . import charts, densities, dlrm, gnn, gnn_cache, ratio, reading, spill
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
 HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
@@ -1025,20 +1025,47 @@ def placed(row):
     return f"{row['target']:.2f} times smaller, {percent(row['spilled'])} of the rows spilled"
 
 
+def of_programs(results, kind, text_of):
+    """text_of(row) of each program of `spill.py --programs`, by a kind of slots."""
+    rows = program_rows(results, kind)
+    return [f"{row['case'].removeprefix(spill.PROGRAM).split(',')[0]} {text_of(row)}" for row in rows]
+
+
+def program_rows(results, kind="the paper's ratios"):
+    return [
+        row for row in results.rows("spill") if row["case"].startswith(spill.PROGRAM) and row["case"].endswith(kind)
+    ]
+
+
 def best_ratios(results):
     """Without a limit on what spills."""
-    return profiles(results, lambda row: f"{1 / (1 - row['savings']):.2f} times smaller")
+    texts = of_programs(results, "the paper's ratios", lambda row: f"{1 / (1 - row['savings']):.2f}")
+    nets = profiles(results, lambda row: f"{1 / (1 - row['savings']):.2f} times smaller")
+    return listed([nets, ", ".join(texts)])
 
 
 def chosen_ratios(results):
-    return profiles(results, placed)
+    """By tensor, with one target for all, and without the target for zeros."""
+    parts = [profiles(results, placed)]
+    for slots in ("one target", "without 16 times"):
+        row = results.row("spill", case=f"training, {slots}")
+        parts.append(row and f"{slots}: {placed(row)}")
+    for slots in ("the paper's ratios", "one target"):
+        texts = of_programs(results, slots, lambda row: f"{row['target']:.2f} with {percent(row['spilled'], 0)}")
+        parts.append(texts and f"{slots}: {', '.join(texts)}")
+    return listed(parts)
 
 
 def foretold_spill(results):
-    return profiles(
-        results,
-        lambda row: f"{percent(row['predicted_spilled'])} foretold, {percent(row['spilled'])} in the last snapshot",
-    )
+    """And of what was foretold the least and the most of a snapshot, where it was measured."""
+
+    def foretold(row):
+        text = f"{percent(row['predicted_spilled'])} foretold, {percent(row['spilled'])} in the last snapshot"
+        if row.get("most_spilled") is None:
+            return text
+        return f"{text}, {percent(row['least_spilled'])} to {percent(row['most_spilled'])} in all"
+
+    return profiles(results, foretold)
 
 
 def thresholds(results):
@@ -1083,13 +1110,19 @@ def profile_row(results):
 
 
 def best_ratio_compared(results):
-    yield "", 1 / (1 - profile_row(results)["savings"]), 1.85
+    yield "net", 1 / (1 - profile_row(results)["savings"]), 1.85
+    if rows := program_rows(results):
+        yield "programs", statistics.mean(1 / (1 - row["savings"]) for row in rows), 1.85
 
 
 def chosen_ratio_compared(results):
-    row = profile_row(results)
+    row, one_target = profile_row(results), results.row("spill", case="training, one target")
     yield "times", row["target"], 1.5
     yield "accesses", row["spilled"], 0.04
+    if one_target:
+        yield "one target", one_target["target"], 1.18
+    if rows := program_rows(results):
+        yield "programs", statistics.mean(row["target"] for row in rows), 1.5
 
 
 def headline_compared(results):

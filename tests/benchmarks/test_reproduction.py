@@ -25,6 +25,7 @@ from benchmarks import (
     reference,
     reproduction,
     sets,
+    spill,
 )
 
 # ---- scripts on the CPU --------------------------------------------------------------------------------------------
@@ -180,8 +181,8 @@ def test_nets_of_cdma_take_images_and_have_classes(name):
     x = torch.randn(2, 3, 96, 96)
     assert net(x).shape == (2, densities.CLASSES)
     found = densities.outputs_of(net, x)
-    layers = {"AlexNet": 10, "OverFeat": 10, "NiN": 15, "VGG16": 20, "SqueezeNet": 21, "GoogLeNet": 34}
-    assert len(found) == layers[name] and sum(kind == "pool" for _, kind, _ in found) in (3, 4, 5)
+    layers = {"AlexNet": 10, "OverFeat": 10, "NiN": 15, "VGG16": 20, "SqueezeNet": 21, "GoogLeNet": 34, "ResNet-50": 50}
+    assert len(found) == layers[name] and sum(kind == "pool" for _, kind, _ in found) in (1, 3, 4, 5)
 
 
 def test_measuring_some_nets_keeps_the_others(tmp_path):
@@ -471,6 +472,56 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
         "VGG16: 1.20, 2.50<br>ResNet-50: 11.60, 0.50<br>50 % faster than without coding in the median, 50 % on "
         "average, 1 of 2 nets slower"
     )
+
+
+def test_profiles_of_programs_and_of_one_target(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    kinds = ("the paper's ratios", "slots of any size", "without 16 times", "one target")
+    write(
+        "spill",
+        "case,arm,savings,target,spilled,predicted_spilled,least_spilled,most_spilled",
+        *(
+            f'"{name}, {kind}","profile, 30%",0.5,1.5,0.1,0.2,0.05,0.3'
+            for name in ("training", "program LSTM")
+            for kind in kinds
+        ),
+    )
+    assert reproduction.best_ratios(results).split("<br>")[2:] == ["LSTM 2.00"]
+    assert reproduction.chosen_ratios(results).split("<br>")[2:] == [
+        "one target: 1.50 times smaller, 10.0 % of the rows spilled",
+        "without 16 times: 1.50 times smaller, 10.0 % of the rows spilled",
+        *("the paper's ratios: LSTM 1.50 with 10 %", "one target: LSTM 1.50 with 10 %"),
+    ]
+    assert reproduction.foretold_spill(results).endswith(
+        "20.0 % foretold, 10.0 % in the last snapshot, 5.0 % to 30.0 % in all"
+    )
+    assert [label for label, *_ in reproduction.chosen_ratio_compared(results)] == [
+        *("times", "accesses", "one target", "programs")
+    ]
+
+
+def test_one_target_for_all_tensors_spills_a_share_of_all_rows():
+    noise = torch.randint(2**31, (100, 512), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    report = ibp.spill.profile([{"noise": noise, "zeros": torch.zeros(900, 512)}], device="cpu")
+    assert spill.with_one_target(report, 0.2).point.rows == 0.1
+    assert spill.with_one_target(report, 0.2).ratio > 10 and spill.with_one_target(report, 0.05).ratio < 1
+    assert list(spill.spilled_by_snapshot(spill.with_one_target(report, 0.2))) == [0.1]
+    assert spill.with_ratios(report, None)["zeros"].slot_bytes == 0
+
+
+@pytest.mark.slow
+def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(spill, "PROGRAMS", ("AlexNet", "LSTM"))
+    before = "benchmark,case,arm,rows,row_bytes,dtype,savings,gbps,ideal_gbps,sms,gpu,torch,cuda,commit".split(",")
+    kept = dict.fromkeys([*before, *spill.COLUMNS], "")
+    kept |= {"benchmark": "spill", "case": "pages", "gpu": "none", "torch": torch.__version__, "cuda": "none"}
+    kept["cuda"] = torch.version.cuda or "none"
+    with open(tmp_path / "spill.csv", "w", newline="") as file:
+        sheet = csv.DictWriter(file, list(kept))
+        sheet.writeheader()
+        sheet.writerow(kept)
+    rows = run_quickly("spill", tmp_path, "--programs")
+    assert [row["case"].split(",")[0] for row in rows] == ["pages", *4 * ["program AlexNet"], *4 * ["program LSTM"]]
 
 
 # CSVs that lack columns of where they were measured: those that count bytes, and what README.md of the benchmarks says.
