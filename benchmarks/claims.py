@@ -1164,6 +1164,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{scale|gbps|pubmed|ibp, cache of 1 %, 2 GPUs} GB/s of Pubmed's rows coded, "
     "{scale|gbps|pubmed|raw rows, cache of 1 %, 2 GPUs} raw {from scale}.",
     **{f"reproduction of {name}": partial(reproduction.table, name) for name in reproduction.PAPERS},
+    "headlines of the paper": reproduction.headlines,
     "papers": papers.summary,
 }
 

@@ -9,8 +9,8 @@ are distinct; they are coded on the GPU and laid one after the other.
 
 Arms: `cpu gather + copy`: torch's index_select into a pinned buffer, which is copied; `cpu pipelined`: raw rows by
 path="cpu", in chunks that are copied meanwhile; for both, ids are on the CPU. `raw rows` and `ibp`: fetched by the GPU,
-ids there, the first row of each table added to them by the call; `scheme ibp`, likewise from rows coded by masks. `raw +
-cache` and `ibp + cache`: the same through a `RowCache` of 2 % of the raw bytes that holds the most frequent rows, for
+ids there, the first row of each table added to them by the call; `scheme ibp`, likewise from rows coded by masks. `raw
++ cache` and `ibp + cache`: the same through a `RowCache` of 2 % of the raw bytes that holds the most frequent rows, for
 ids by Zipf's law. `CachedEmbeddingBag`: ColossalAI's, where the package is installed, with a cache as large over the
 same pinned rows, its own policy (LFU) and the ids' frequencies; bags of one row, batches whose rows its cache can hold.
 
