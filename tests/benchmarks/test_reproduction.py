@@ -436,8 +436,7 @@ def test_rivals_stand_with_their_best_arms(tmp_path):
     write("kv_rows", "arm,row_bytes,gbps", *(f"cpu index + copy,{size},30" for size in (256, 4096)))
     write("gather", "case,dtype,arm,row_bytes,gbps", "normal 0.02,bfloat16,cpu pipelined,1024,40")
     assert reproduction.workers(results).split("<br>")[1] == (
-        "1 KiB, GB/s: `x[ids].to()` 2.00 with 1 thread, 5.00 at best; the CPU through pinned memory 40.0; coded rows "
-        "70.0, within 5 % from 8 SMs"
+        "1 KiB: `x[ids].to()` 2.00 to 5.00, pinned 40.0; coded rows 70.0, within 5 % from 8 SMs"
     )
     write("transfers", "case,dtype,arm,savings,gain", "pubmed,float32,nvcomp ans,0.2,1.5")
     write("ratio", "set,dtype,method,savings", "pubmed_1060rows,float32,nvcomp ANS,0.8")
@@ -488,8 +487,8 @@ def test_profiles_of_programs_and_of_one_target(tmp_path):
     )
     assert reproduction.best_ratios(results).split("<br>")[2:] == ["LSTM 2.00"]
     assert reproduction.chosen_ratios(results).split("<br>")[2:] == [
-        "one target: 1.50 times smaller, 10.0 % of the rows spilled",
-        "without 16 times: 1.50 times smaller, 10.0 % of the rows spilled",
+        "one target: 1.50 with 10.0 %",
+        "without 16 times: 1.50 with 10.0 %",
         *("the paper's ratios: LSTM 1.50 with 10 %", "one target: LSTM 1.50 with 10 %"),
     ]
     assert reproduction.foretold_spill(results).endswith(
