@@ -2,10 +2,11 @@
 
     python -m benchmarks.transfers [--data DIR] [--out DIR] [--device cpu] [--quick]
 
-Real sets, their rows over and over, in pinned host memory. ibp: random rows of slots, fetched by one kernel. nvCOMP:
-the whole table's bytes by the copy engine, then decoded; in chunks of 64 KiB, and of one row, which is what access to
-rows takes. `gain`: times the rate of raw rows by the same way. `encode_ms`: compressing the whole table in device
-memory, of ibp with its choice of codebook.
+Real sets, their rows over and over, in pinned host memory; --data with kokoro_voices.npz and word2vec_1000x300.npz has
+dense rows of 1 KiB too. `LLM weights, 512 B` are the same weights in longer rows. ibp: random rows of slots, fetched by
+one kernel. nvCOMP: the whole table's bytes by the copy engine, then decoded; in chunks of 64 KiB, and of one row, which
+is what access to rows takes. `gain`: times the rate of raw rows by the same way. `encode_ms`: compressing the whole
+table in device memory, of ibp with its choice of codebook.
 """
 
 import sys
@@ -15,20 +16,29 @@ import torch
 import ibp
 from ibp.codecs._nvcomp import CODECS
 
-from . import gather, harness, ideal, inputs, ratio, reading
+from . import gather, harness, ideal, inputs, ratio, reading, sets
 
 COLUMNS = ("gain", "encode_ms", "table_bytes")
-TABLE_BYTES, QUICK_TABLE_BYTES = 32 * inputs.MIB, 512 << 10
+TABLE_BYTES, QUICK_TABLE_BYTES = 128 * inputs.MIB, 512 << 10
+DENSE_SETS = ("kokoro", "word2vec")  # of sets.py, in FP32
+LONG_ROW_BYTES = 512
 RAW_ROWS, RAW_COPY = "raw rows", "raw copy_"
 BY_ROW = ", row by row"
 
 
-def half_precision(sets):
-    """The sets, and those of the KV-cache in FP16 too."""
-    for name, x in sets:
+def all_sets(data):
+    """(name, rows): the real sets, those of the KV-cache in FP16 too, weights in longer rows too, and the dense ones of
+    a larger directory."""
+    for name, x in inputs.real_sets(data):
         yield name, x
         if name in ("LLM keys", "LLM values"):
             yield name, x.to(torch.float16)
+        if name == "LLM weights":
+            columns = LONG_ROW_BYTES // x.itemsize
+            yield f"{name}, {LONG_ROW_BYTES} B", x.reshape(-1)[: x.numel() // columns * columns].view(-1, columns)
+    for found in sets.real_sets(data):
+        if found.name in DENSE_SETS and found.dtype == torch.float32:
+            yield found.name, found.tensors[0]
 
 
 class Case:
@@ -154,7 +164,7 @@ def main(argv=None):
     args = harness.parse_args(argv, __doc__)
     run = harness.Run("transfers", args, COLUMNS)
     ratio.say_what_is_left_out(run.on_gpu)
-    for name, rows in half_precision(inputs.real_sets(args.data)):
+    for name, rows in all_sets(args.data):
         with run.cell(name):
             case = Case(run, name, rows)
             measure_copy(case)
