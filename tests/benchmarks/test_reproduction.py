@@ -119,12 +119,12 @@ def test_transfers_by_codec(two_sets, tmp_path):
     assert all(float(row["encode_ms"]) > 0 for row in rows if not row["arm"].startswith("raw"))
 
 
-def test_sets_of_transfers(monkeypatch):
+def test_sets_of_transfers(monkeypatch, tmp_path):
     keys, weights = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(inputs, "real_sets", lambda data: iter([("LLM keys", keys), ("LLM weights", weights)]))
     dense = [sets.Set("word2vec", (torch.ones(2, 3, dtype=dtype),)) for dtype in (torch.float32, torch.float16)]
     monkeypatch.setattr(sets, "real_sets", lambda data: iter([*dense, sets.Set("cora", (torch.ones(2, 3),))]))
-    found = [(name, x.dtype, tuple(x.shape)) for name, x in transfers.all_sets(None)]
+    found = [(name, x.dtype, tuple(x.shape)) for name, x in transfers.all_sets(None, tmp_path)]
     assert found == [
         ("LLM keys", torch.bfloat16, (3, 8)),
         ("LLM keys", torch.float16, (3, 8)),
@@ -457,8 +457,8 @@ def test_rivals_stand_with_their_best_arms(tmp_path):
     write("transfers", "case,dtype,arm,savings,gain", "pubmed,float32,nvcomp ans,0.2,1.5")
     write("ratio", "set,dtype,method,savings", "pubmed_1060rows,float32,nvcomp ANS,0.8")
     assert reproduction.transfer_gains(results) == (
-        "pubmed FP32: nvCOMP ans 1.50<br>mean of the sets: nvCOMP ans 1.50<br>ANS coded sparse sets as floats; of bytes "
-        "it saves more, at a rate not measured: pubmed 20 %, as bytes 80 %"
+        "pubmed FP32: nvCOMP ans 1.50<br>mean of the sets: nvCOMP ans 1.50<br>ANS coded sparse sets as floats; of "
+        "bytes it saves more, at a rate not measured: pubmed 20 %, as bytes 80 %"
     )
 
 
