@@ -1,13 +1,15 @@
 """How much is saved: one table, sets x methods. Bit equality of what is decompressed is checked in every cell.
 
-Sets: synthetic ones and those in --data. Methods: the paper's own choice and bytes, scheme ibp, scheme planes, auto;
-zstd by blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by blocks where `lz4` is; nvCOMP's
-codecs where a GPU and the wheel `nvidia-nvcomp-cu13` are there. With --no-times the column `seconds` stays empty.
---methods and --sets, names with semicolons between them, measure these alone: the CSV's other rows stay as they are.
+Sets: synthetic ones, fields of two simulations in FP64, and those in --data. Methods: the paper's own choice and bytes,
+scheme ibp, scheme planes, auto; zstd by blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by
+blocks where `lz4` is; nvCOMP's codecs where a GPU and the wheel `nvidia-nvcomp-cu13` are there. With --no-times the
+column `seconds` stays empty. --methods and --sets, names with semicolons between them, measure these alone: the CSV's
+other rows stay as they are.
 """
 
 import argparse
 import csv
+import itertools
 import statistics
 import sys
 import time
@@ -399,8 +401,10 @@ def rows_to_keep(path, methods, names):
 
 def in_usual_order(rows):
     """By set as sets.py has them, then by method as they first appear."""
-    names = reading.in_order([*(name for name, _, _ in sets.SYNTHETIC), *(name for name, _, _, _ in sets.REAL)])
+    kinds = (sets.SYNTHETIC, sets.REAL, sets.SIMULATIONS)
+    names = reading.in_order(name for kind in kinds for name, *_ in kind)
     dtypes = {name: list(map(harness.dtype_name, held)) for name, held, _ in sets.SYNTHETIC}
+    dtypes |= {name: [harness.dtype_name(sets.FP64)] for name, *_ in sets.SIMULATIONS}
     dtypes |= {name: list(map(harness.dtype_name, held)) for name, _, held, _ in sets.REAL}
     methods = reading.in_order(row["method"] for row in rows)
     return sorted(
@@ -436,7 +440,8 @@ def main(argv=None):
     if not options.no_times:
         for method in OURS:  # what only a first call does
             _compress(torch.randn(64, 64, device=device), method, "packed", device)
-    for case in sets.all_sets(args.data, args.quick):
+    simulated = sets.simulated_sets(sets.QUICK_ROWS if args.quick else sets.ROWS)
+    for case in itertools.chain(sets.all_sets(args.data, args.quick), simulated):
         if options.sets is None or case.name in options.sets:
             run_set(sheet, case, device, not options.no_times, options.methods)
             print(".", end="", flush=True)
