@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from . import charts, harness, papers, ratio, reproduction
+from . import charts, codec, harness, papers, ratio, reproduction
 from .reading import (
     NORMAL,
     NVCOMP,
@@ -301,7 +301,21 @@ TABLES = (
         GBPS,
         ROWS,
         judged,
-        lambda row: row["arm"] in CODERS and (is_whole(row) or row["sms"] == 4) and row["row_bytes"] >= 256,
+        lambda row: (
+            row["arm"] in CODERS
+            and (is_whole(row) or row["sms"] == 4)
+            and row["row_bytes"] >= 256
+            and not row["case"].startswith(codec.SIZED)
+        ),
+    ),
+    Table(
+        "",
+        "codec",
+        f"Tables of several sizes; {GBPS}",
+        {"data, way": lambda row: f"{row['case'].removeprefix(codec.SIZED)} {kind(row)}, {row['arm'].split(' ')[1]}"},
+        judged,
+        lambda row: row["case"].startswith(codec.SIZED),
+        lambda row: f"{row['rows'] * row['row_bytes'] >> 20:,} MiB",
     ),
     Table(
         "",

@@ -15,6 +15,7 @@ from benchmarks import (
     chunks,
     claims,
     clusters,
+    codec,
     copy_threads,
     cpu,
     densities,
@@ -133,6 +134,20 @@ def test_sets_of_transfers(monkeypatch, tmp_path):
         ("LLM weights, 512 B", torch.bfloat16, (2, 256)),
         ("word2vec", torch.float32, (2, 3)),
     ]
+
+
+@pytest.mark.slow
+def test_rates_by_size_stand_beside_the_others(tmp_path):
+    for options in ([], ["--sizes"]):
+        assert codec.main([*options, "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path / "codec.csv")
+    sized = [row for row in rows if row["case"].startswith(codec.SIZED)]
+    assert len(sized) == 2 * 4 * 2 and 0 < len(rows) - len(sized) and rows[-1] == sized[-1]
+    assert [row["arm"] for row in sized[:2]] == ["planes decode", "planes encode"]
+    tables = [table for table in claims.TABLES if table.csv == "codec"]
+    plain, by_size = (table.rows(reading.Results(tmp_path)) for table in tables)
+    assert len(by_size) == len(sized) and not any(row["case"].startswith(codec.SIZED) for row in plain)
+    assert tables[1].markdown(reading.Results(tmp_path)).split("\n")[0] == "| data, way | 1 MiB |"
 
 
 def test_more_clusters_than_the_format_has(tmp_path, monkeypatch):
