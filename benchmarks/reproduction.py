@@ -111,8 +111,24 @@ def graph_gains(results):
     return (
         f"epochs {span([gain.epoch for gain in gains])} times as fast as with the CPU's best gather, "
         f"{statistics.mean(gain.epoch for gain in gains):.2f} on average; "
-        f"{span([gain.raw_epoch for gain in gains])} times as with raw rows by the GPU" + sampled_by_dgl(results)
+        f"{span([gain.raw_epoch for gain in gains])} times as with raw rows by the GPU"
+        + sampled_by_dgl(results)
+        + coded_parts(results)
     )
+
+
+def coded_parts(results):
+    """Epochs behind a cache of raw rows over those with misses, the cache, or both coded: means of the sets."""
+    raw = gnn_cache.arm_name(gnn_cache.RAW, 1)
+    gains = {}
+    for arms in by_arm(results.rows("gnn_cache", cache_percent=1)).values():
+        for kind in (gnn_cache.MISSES_ALONE, gnn_cache.CACHE_ALONE, gnn_cache.IBP):
+            if (arm := gnn_cache.arm_name(kind, 1)) in arms:
+                gains.setdefault(kind, []).append(arms[raw]["epoch_s"] / arms[arm]["epoch_s"])
+    if len(gains) < 3:
+        return ""
+    texts = (f"{kind} {statistics.mean(found):.2f}" for kind, found in gains.items())
+    return f"<br>behind a cache of 1 %, over raw rows: {', '.join(texts)} times"
 
 
 def sampled_by_dgl(results):

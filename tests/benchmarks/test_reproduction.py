@@ -522,6 +522,31 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
     )
 
 
+def test_parts_of_epochs_are_those_of_the_csvs(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    arms = {"raw rows": 8, "ibp": 2, "cache by ibp": 4, "misses by ibp": 5}
+    write(
+        "gnn_cache",
+        "case,arm,cache_percent,epoch_s",
+        *(f'cora,"{arm}, cache of 1 %",1,{seconds}' for arm, seconds in arms.items()),
+    )
+    dgl = "cora, batch 1024, sampled by DGL"
+    write(
+        "gnn",
+        "case,arm,fetch_ms,train_ms,beside_ms,epoch_s",
+        *(f'"{case}",{arm},9,4,5,{seconds}' for case in ("cora, batch 1024", "dense 602, batch 1024", dgl)
+          for arm, seconds in (("cpu plain", 6), ("cpu pinned", 5), ("cpu pipelined", 4), ("raw rows", 3), ("ibp", 2),
+                               ("scheme ibp", 2.5))),
+    )  # fmt: skip
+    assert reproduction.graph_gains(results).split("<br>")[1:] == [
+        "sampled and fetched by DGL 3.00 times",
+        "behind a cache of 1 %, over raw rows: misses by ibp 1.60, cache by ibp 2.00, ibp 4.00 times",
+    ]
+    parts = reproduction.graph_parts(results).split("<br>")
+    assert parts[2] == "cora, ibp: fetch 9.0, train 4.0, beside fetches 5.0, wait 5.0 of 10.0 ms" and len(parts) == 6
+    assert reproduction.graph_average(results, "scheme ibp") == 1.6
+
+
 def test_profiles_of_programs_and_of_one_target(tmp_path):
     write, results = writer(tmp_path), reading.Results(tmp_path)
     kinds = ("the paper's ratios", "slots of any size", "without 16 times", "one target")
