@@ -49,7 +49,7 @@ MODELS = {  # likewise, with options of the script
 }
 OTHERS = {  # likewise; they need packages or GPUs that are not everywhere
     "scattered": 40,
-    "gnn": 150,
+    "gnn": 180,
     "gnn_cache": 60,
     "weights": 120,
     "flexgen_opt": 150,

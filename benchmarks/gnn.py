@@ -1,7 +1,7 @@
 """How long is an epoch of GraphSAGE over features in host memory, by the way that they come to the GPU (the paper's
 figures 8 and 9)?
 
-    python -m benchmarks.gnn [--dgl] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.gnn [--dgl | --huge] [--out DIR] [--device cpu] [--quick]
 
 Two hops, fan-out 25 and 10, hidden size 256, on random graphs whose degrees follow a power law: 2.4 million nodes and
 about 120 million edges, and 11.5 million nodes with as many. Neighbours are drawn on the GPU in plain torch. Features:
@@ -15,7 +15,8 @@ memory; `ibp`, likewise from a compressed table, and `scheme ibp` from one of ma
 sampled and fetched on a stream beside the one that trains. The ids of a batch are unique and in order.
 
 --dgl: Cora's rows and dense FP32 ones alone, with neighbours drawn by DGL on the CPU, whose way to features `cpu plain`
-is. Other rows of the CSV stay, as these do in runs without the option.
+is. --huge: Citeseer's rows alone, in a table of 64 GiB. Other rows of the CSV stay, as these do in runs without the
+options.
 
 gnn.csv has the rate of a fetch alone (gbps) and, after the common columns: batch (seeds), batches (measured),
 sample_ms, fetch_ms and train_ms (each alone, with nothing beside it: the medians of several, and for fetches the mean
@@ -77,6 +78,8 @@ CASES = (
     Case("dense 768", 2_400_000, (1024,), torch.float16, 768),
     Case("dense 768, large", 11_500_000, (1024,), torch.bfloat16, 768),
 )
+HUGE = ", 64 GiB"  # at the end of the name of the case of --huge
+HUGE_CASES = (Case("citeseer" + HUGE, 4_640_000, (1024,)),)
 DGL_CASES = (CASES[1], CASES[3]._replace(batches=(1024,)))
 QUICK_CASES = (Case("pubmed", 2_000, (16,)), Case("dense 100", 2_000, (16, 32), torch.bfloat16, 100))
 QUICK_EDGES, QUICK_EPOCH = 40_000, 4
@@ -162,7 +165,7 @@ class Features:
             deviation = 1.0 if case.dtype == torch.float32 else 0.02
             self.source = inputs.normal_rows(num_bytes, case.dtype, deviation, device, columns=case.columns)
         else:
-            self.source = dict(inputs.real_sets(data_dir))[case.name].to(device)
+            self.source = dict(inputs.real_sets(data_dir))[case.name.removesuffix(HUGE)].to(device)
         self.of_node = torch.randint(len(self.source), (case.num_nodes,), dtype=torch.int32, device=device)
         shape = (case.num_nodes, self.source.shape[1])
         self.row_bytes = shape[1] * case.dtype.itemsize
@@ -532,20 +535,30 @@ def shortfalls(rows):
 def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--dgl", action="store_true")
+    own.add_argument("--huge", action="store_true")
     options, others = own.parse_known_args(argv)
-    return options.dgl, harness.parse_args(others, __doc__)
+    return options, harness.parse_args(others, __doc__)
+
+
+def option_of(case):
+    """What a case of the CSV is measured by."""
+    return "dgl" if case.endswith(BY_DGL) else "huge" if HUGE in case else ""
 
 
 def main(argv=None):
-    by_dgl, args = parsed(argv)
+    options, args = parsed(argv)
+    by_dgl, option = options.dgl, "dgl" if options.dgl else "huge" if options.huge else ""
     if by_dgl and dgl_if_there() is None:
         print("DGL is not installed")
         return 2
-    run = harness.Run("gnn", args, COLUMNS, keep=lambda row: row["case"].endswith(BY_DGL) != by_dgl)
+    run = harness.Run("gnn", args, COLUMNS, keep=lambda row: option_of(row["case"]) != option)
     torch.manual_seed(0)
     small = run.quick or not run.on_gpu
     graph, num_nodes = None, 0
-    for case in QUICK_CASES if small else DGL_CASES if by_dgl else CASES:
+    cases = {"dgl": DGL_CASES, "huge": HUGE_CASES, "": CASES}[option]
+    if small:
+        cases = [case._replace(name=case.name + HUGE) if options.huge else case for case in QUICK_CASES]
+    for case in cases:
         with run.cell(case.name):
             if case.num_nodes != num_nodes:
                 graph = None  # its memory is free for the next one

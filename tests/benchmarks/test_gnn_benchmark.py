@@ -116,6 +116,14 @@ def test_a_wrong_row_fails_the_script(tmp_path, monkeypatch, capsys):
     assert [row["arm"] for row in lines_of(tmp_path / "gnn.csv")] == list(gnn.CPU_ARMS)
 
 
+def test_a_huge_table_stands_beside_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(gnn, "QUICK_CASES", (CASE,))
+    for options in ([], ["--huge"], []):
+        assert gnn.main([*options, "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path / "gnn.csv")
+    assert [row["case"] for row in rows[5:7]] == ["dense, 64 GiB, batch 8", "dense, batch 8"] and len(rows) == 12
+
+
 def test_batches_that_dgl_draws(tmp_path, monkeypatch, capsys):
     if gnn.dgl_if_there() is None:
         monkeypatch.setattr(gnn, "QUICK_CASES", ())
@@ -156,8 +164,9 @@ def test_targets():
 
 def test_every_case_has_data():
     found = {name for name, _ in inputs.real_sets(inputs.DATA_DIR)}
-    for case in (*gnn.CASES, *gnn.QUICK_CASES):
-        assert bool(case.columns) or case.name in found
+    for case in (*gnn.CASES, *gnn.QUICK_CASES, *gnn.DGL_CASES, *gnn.HUGE_CASES):
+        assert bool(case.columns) or case.name.removesuffix(gnn.HUGE) in found
+    assert gnn.HUGE_CASES[0].num_nodes * 14_812 / gnn.GIB == pytest.approx(64, abs=0.1)  # Citeseer's rows
     assert set(gnn.WANTED_FETCH) <= {case.name for case in gnn.CASES}
     gib = {case: case.num_nodes * case.columns * case.dtype.itemsize / gnn.GIB for case in gnn.CASES}
     assert max(gib.values()) > 16 and 2_400_000 * 3703 * 4 / gnn.GIB > 16  # citeseer's

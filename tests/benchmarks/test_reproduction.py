@@ -499,14 +499,17 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
     write, results = writer(tmp_path), reading.Results(tmp_path)
     write(
         "spill",
-        "case,arm,row_bytes,dtype,gbps,ideal_gbps,target,slot_bytes,spilled",
-        'normal 0.02,"decode, device only",2048,bfloat16,1000,2000,,1408,0.0',
-        'normal 0.02,"decode, device only",2048,bfloat16,500,2000,,1408,0.1',
-        'normal 0.02,"decode, spilled",2048,bfloat16,900,1000,,1408,0.0',
-        'normal 0.02,"decode, spilled",2048,bfloat16,400,1000,,1408,0.1',
-        'normal 0.02,"decode, spilled",2048,bfloat16,300,1000,,1408,0.2',  # whose other arm was not measured
+        "case,arm,row_bytes,dtype,gbps,ideal_gbps,target,slot_bytes,spilled,rows,spilled_bytes",
+        'normal 0.02,"decode, device only",2048,bfloat16,1000,2000,,1408,0.0,1000,0',
+        'normal 0.02,"decode, device only",2048,bfloat16,500,2000,,1408,0.1,1000,0',
+        'normal 0.02,"decode, spilled",2048,bfloat16,900,1000,,1408,0.0,1000,0',
+        'normal 0.02,"decode, spilled",2048,bfloat16,400,1000,,1408,0.1,1000,409600',
+        'normal 0.02,"decode, spilled",2048,bfloat16,300,1000,,1408,0.2,1000,9',  # whose other arm was not measured
     )
-    assert reproduction.spilled_reads(results) == "0 % spilled: 90 %, 90 %<br>10 % spilled: 80 %, 40 %"
+    assert reproduction.spilled_reads(results) == (
+        "0 % spilled: 90 %, 90 %; reckoned 100 / 100 / 100 / 100 %<br>"
+        "10 % spilled: 80 %, 40 %; reckoned 50 / 100 / 100 / 100 %"
+    )
     write(
         "activations",
         "case,arm,step_ms",
