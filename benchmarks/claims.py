@@ -352,7 +352,7 @@ TABLES = (
     Table(
         "",
         "transfers",
-        "Tables of 32 MiB of real sets: how many times as fast as raw rows, or as `copy_`, they come to the GPU",
+        "Tables of real sets: how many times as fast as raw rows, or as `copy_`, they come to the GPU",
         ROWS,
         cell("gain", real(2)),
         is_whole,

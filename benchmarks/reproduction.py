@@ -25,6 +25,16 @@ SETS = (  # sets that stand for one of the papers': set, dtype
     ("stories260k", "bfloat16"),
 )
 
+# Columns of the paper's tables 1 and 2, and the sets that stand for them: in transfers.csv, in SETS.
+KINDS_OF_SETS = {
+    "sparse": (("cora", "citeseer", "pubmed"), "float32", ("citeseer", "cora", "pubmed_1060rows")),
+    "dense": (("kokoro", "word2vec"), "float32", ("word2vec",)),
+    "DLRM": (("embedding",), "float32", ("ncf mlp_user",)),
+    "KV FP16": (("LLM keys", "LLM values"), "float16", ("K-cache", "V-cache")),
+    "KV BF16": (("LLM keys", "LLM values"), "bfloat16", ("K-cache", "V-cache")),
+    "weights": (("LLM weights",), "bfloat16", ("stories260k",)),
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -142,7 +152,7 @@ def graph_parts(results):
     """Cora's features and Reddit's row size: fetching, training alone and beside the next batch, and what a batch
     waits."""
     parts = []
-    for name, arm in itertools.product(("cora", "dense 602"), ("cpu pipelined", "raw rows", "ibp")):
+    for name, arm in itertools.product(("cora", "dense 602"), ("raw rows", "ibp")):
         row = results.row("gnn", arm=arm, case=f"{name}, batch 1024")
         batch_ms, beside_ms = 1e3 * row["epoch_s"] / gnn.EPOCH_BATCHES, row.get("beside_ms")
         text = f"{name}, {arm}: fetch {row['fetch_ms']:.1f}, train {row['train_ms']:.1f}"
@@ -237,6 +247,8 @@ def cluster_savings(results):
         rows = results.rows("more_clusters", set=name, method="k-means")
         own = results.rows("more_clusters", set=name, method="ibp.compress")
         best, most = (max(found, key=lambda row: row["savings"]) for found in (rows, own))
+        if best["savings"] <= 0 and most["savings"] <= 0:
+            continue
         parts.append(
             f"{name}: {percent(rows[0]['savings'])}, {percent(best['savings'])} with {best['clusters']}, "
             f"`ibp.compress` {percent(most['savings'])} with {most['clusters']}"
@@ -244,39 +256,36 @@ def cluster_savings(results):
     return listed(parts)
 
 
-def by_set(results, text_of, arms):
-    """text_of(row) of each set of transfers.csv and arm: the best of nvCOMP last."""
-    parts = []
-    for name, dtype in in_order((row["case"], row["dtype"]) for row in results.rows("transfers")):
-        found = {row["arm"]: row for row in results.rows("transfers", case=name, dtype=dtype)}
-        codecs = [row for arm, row in found.items() if arm.startswith(NVCOMP) and not arm.endswith("by row")]
-        best = max(codecs, key=lambda row: row["gain"])
-        shown = [f"{arm} {text_of(found[arm])}" for arm in arms if arm in found]
-        shown.append(f"{best['arm'].replace(NVCOMP, 'nvCOMP ')} {text_of(best)}")
-        parts.append(f"{name} {kind(best)}: " + ", ".join(shown))
-    return listed(parts)
+def means(rows, name, column):
+    """{name's value: mean of a column} of arms or methods that all of some sets have."""
+    found = {}
+    for row in rows:
+        if row[column] is not None:
+            found.setdefault(row[name], []).append(row[column])
+    most = max(map(len, found.values()), default=0)
+    return {value: statistics.mean(of) for value, of in found.items() if len(of) == most}
+
+
+def rows_of_kind(results, label):
+    """Of transfers.csv, the rows of a column of the paper's table 1."""
+    names, dtype, _ = KINDS_OF_SETS[label]
+    return [row for name in names for row in results.rows("transfers", case=name, dtype=dtype)]
 
 
 def transfer_gains(results):
+    """By the paper's columns, and of all sets: ibp, auto and the best of nvCOMP's codecs."""
+    parts = []
+    every = {label: rows_of_kind(results, label) for label in KINDS_OF_SETS}
+    for label, rows in [*every.items(), ("all sets", results.rows("transfers"))]:
+        gains = means(rows, "arm", "gain")
+        codecs = {arm: gain for arm, gain in gains.items() if arm.startswith(NVCOMP) and not arm.endswith("by row")}
+        shown = [arm for arm in ("ibp", "auto", *([max(codecs, key=codecs.get)] if codecs else [])) if arm in gains]
+        texts = (f"{arm.replace(NVCOMP, 'nvCOMP ')} {gains[arm]:.2f}" for arm in shown)
+        parts.append(shown and f"{label}: {', '.join(texts)}")
     worse = ans_as_floats(results.rows("transfers", arm="nvcomp ans"), results)
     texts = (f"{name} {percent(floats, 0)}, as bytes {percent(of_bytes, 0)}" for name, floats, of_bytes in worse)
     note = f"ANS coded sparse sets as floats; of bytes it saves more, at a rate not measured: {'; '.join(texts)}"
-    means = f"mean of the sets: {', '.join(f'{arm} {mean:.2f}' for arm, mean in mean_gains(results))}"
-    return listed([by_set(results, lambda row: f"{row['gain']:.2f}", ("ibp", "auto")), means, worse and note])
-
-
-def mean_gains(results):
-    """(arm, mean gain over all sets) of ibp, auto, and the best of nvCOMP's codecs, which takes all sets."""
-    found = {}
-    for row in results.rows("transfers"):
-        if not row["arm"].startswith("raw"):
-            found.setdefault(row["arm"], []).append(row["gain"])
-    most = max(map(len, found.values()), default=0)
-    means = {arm: statistics.mean(gains) for arm, gains in found.items() if len(gains) == most}
-    codecs = {arm: mean for arm, mean in means.items() if arm.startswith(NVCOMP)}
-    for arm in ("ibp", "auto", *([max(codecs, key=codecs.get)] if codecs else [])):
-        if arm in means:
-            yield arm.replace(NVCOMP, "nvCOMP "), means[arm]
+    return listed([*parts, worse and note])
 
 
 def ans_as_floats(rows, results):
@@ -296,19 +305,20 @@ def encode_times(results):
     own = [row["encode_ms"] for row in results.rows("transfers", arm="planes")]
     others = [row["encode_ms"] for row in results.rows("transfers") if row["arm"].startswith(NVCOMP)]
     others = [value for value in others if value]
-    return f"planes {span(own, ' ms', 1)}, nvCOMP's codecs {span(others, ' ms', 1)}"
+    mib = max(row["table_bytes"] for row in results.rows("transfers")) / 2**20
+    return f"{mib:.0f} MiB: planes {span(own, ' ms', 1)}, nvCOMP's codecs {span(others, ' ms', 1)}"
 
 
 def codec_savings(results):
-    """The paper's choice, planes, and the best of the others."""
+    """The paper's choice, planes, and the best of the others, by the paper's columns."""
     parts = []
-    for name, dtype in SETS:
-        rows = results.rows("ratio", set=name, dtype=dtype)
-        found = {row["method"]: row["savings"] for row in rows}
-        best = max((method for method in found if method not in ratio.OURS), key=found.get)
+    for label, (_, dtype, names) in KINDS_OF_SETS.items():
+        saved = means(
+            [row for name in names for row in results.rows("ratio", set=name, dtype=dtype)], "method", "savings"
+        )
+        best = max((method for method in saved if method not in ratio.OURS), key=saved.get)
         parts.append(
-            f"{name} {kind(rows[0])}: {percent(found['paper'])}, planes {percent(found['planes'])}, "
-            f"{best} {percent(found[best])}"
+            f"{label}: {percent(saved['paper'])}, planes {percent(saved['planes'])}, {best} {percent(saved[best])}"
         )
     return listed(parts)
 
@@ -421,22 +431,10 @@ def cluster_headline(results):
     yield "field", max(row["savings"] for row in rows), 0.47
 
 
-# Columns of the paper's tables 1 and 2, and the sets that stand for them: in transfers.csv, in SETS.
-KINDS_OF_SETS = {
-    "sparse": (("cora", "citeseer", "pubmed"), "float32", ("citeseer", "cora", "pubmed_1060rows")),
-    "dense": (("kokoro", "word2vec"), "float32", ("word2vec",)),
-    "DLRM": (("embedding",), "float32", ("ncf mlp_user",)),
-    "KV FP16": (("LLM keys", "LLM values"), "float16", ("K-cache", "V-cache")),
-    "KV BF16": (("LLM keys", "LLM values"), "bfloat16", ("K-cache", "V-cache")),
-    "weights": (("LLM weights",), "bfloat16", ("stories260k",)),
-}
-
-
 def transfer_ratios(results):
     theirs = {"sparse": 9.7, "dense": 1.2, "DLRM": 1.1, "KV FP16": 1.02, "KV BF16": 1.27, "weights": 1.32}
     for label, figure in theirs.items():
-        names, dtype, _ = KINDS_OF_SETS[label]
-        rows = [row for name in names for row in results.rows("transfers", arm="ibp", case=name, dtype=dtype)]
+        rows = [row for row in rows_of_kind(results, label) if row["arm"] == "ibp"]
         if rows:
             yield label, mean_of(rows, "gain"), figure
 
@@ -616,7 +614,7 @@ IBP = (
     ),
     Row(
         "Table 3",
-        "time of compressing; 32 MiB in device memory",
+        "time of compressing, in device memory",
         "transfers.py",
         "sparse 151.5, dense 53.2, DLRM 34.2, KV 42.8 and 40.9, weights 94.9 (units are lost)",
         encode_times,
@@ -878,31 +876,44 @@ def nets(results):
     return in_order(row["net"] for row in results.rows("densities"))
 
 
-def densities_by_layer(*names):
-    """Of each net, or of all but AlexNet: the first layer, the others and the fully connected ones, each at the
-    beginning, at its least and at the end."""
+def densities_by_layer(results):
+    """AlexNet's first layer, the others and the fully connected ones, each at the beginning, at its least and at the
+    end."""
+    rows = results.rows("densities", net="AlexNet", kind="relu")
+    layers = densities_over_time(rows)
+    groups = {
+        "conv0": [found for layer, found in layers.items() if layer == "conv0"],
+        "other conv": [found for layer, found in layers.items() if layer.startswith("conv") and layer != "conv0"],
+        "fc": [found for layer, found in layers.items() if layer.startswith("fc")],
+    }
+    texts = (
+        f"{name} " + ", ".join(span([100 * pick(of) for of in own], " %", 0) for pick in (first, min, last))
+        for name, own in groups.items()
+        if own
+    )
+    return "; ".join(filter(None, [*texts, cut_off(rows)]))
 
-    def ours(results):
-        parts = []
-        for net in names or [net for net in nets(results) if net != "AlexNet"]:
-            rows, layers = results.rows("densities", net=net, kind="relu"), {}
-            for row in rows:
-                layers.setdefault(row["layer"], []).append(row["density"])
-            groups = {
-                "conv0": [found for layer, found in layers.items() if layer == "conv0"],
-                "other conv": [own for layer, own in layers.items() if layer.startswith("conv") and layer != "conv0"],
-                "fc": [found for layer, found in layers.items() if layer.startswith("fc")],
-            }
-            texts = (
-                f"{name} " + ", ".join(span([100 * pick(of) for of in own], " %", 0) for pick in (first, min, last))
-                for name, own in groups.items()
-                if own
-            )
-            name = "" if names else f"{net}: "
-            parts.append(name + "; ".join(filter(None, [*texts, cut_off(rows)])))
-        return listed(parts)
 
-    return ours
+def densities_over_time(rows):
+    """{layer: its densities, in the order of the steps}."""
+    layers = {}
+    for row in rows:
+        layers.setdefault(row["layer"], []).append(row["density"])
+    return layers
+
+
+def densities_of_deeper(results):
+    """The mean of the convolutions after the first at the beginning, at its least and at the end, of all nets but
+    AlexNet."""
+    parts = []
+    for net in nets(results):
+        rows = results.rows("densities", net=net, kind="relu")
+        layers = densities_over_time(row for row in rows if row["layer"] != "conv0" and row["layer"][:4] == "conv")
+        if net != "AlexNet" and layers:
+            found = [100 * statistics.mean(of) for of in zip(*layers.values())]
+            text = f"{net} {', '.join(f'{pick(found):.0f}' for pick in (first, min, last))} %"
+            parts.append("; ".join(filter(None, [text, cut_off(rows)])))
+    return listed(parts)
 
 
 def first(values):
@@ -992,8 +1003,8 @@ def layout_ratios(results):
         found = ratios_at_the_end(results, layout, "float32").values()
         columns = [column for column in RATIO_COLUMNS if all(column in row for rows in found for row in rows)]
         texts = (
-            f"{column} {statistics.mean(times_smaller(rows, column) for rows in found):.2f} "
-            f"(most {max(row[column] for rows in found for row in rows):.1f})"
+            f"{column} {statistics.mean(times_smaller(rows, column) for rows in found):.2f}"
+            + (f" (most {max(row[column] for rows in found for row in rows):.1f})" if column == "zvc" else "")
             for column in columns
         )
         parts.append(f"{layout}, nets: {len(found)}: {', '.join(texts)}")
@@ -1093,11 +1104,17 @@ CDMA = (
         "densities of AlexNet's layers in training: at first, least, at last",
         "densities.py",
         "conv0 within 2 points of 50 %; the others fall fast and rise again; fc the sparsest",
-        densities_by_layer("AlexNet"),
+        densities_by_layer,
         compared=first_layer,
     ),
     Row("Figure 5", "pools denser than what they pool", "densities.py", "always", densities_of_pools),
-    Row("Figure 6", "densities of deeper nets", "densities.py", "as AlexNet", densities_by_layer()),
+    Row(
+        "Figure 6",
+        "mean densities of deeper nets' convolutions: at first, least, at last",
+        "densities.py",
+        "as AlexNet",
+        densities_of_deeper,
+    ),
     Row("Figure 7", "loss and density", "densities.py", "density falls with the loss, then rises slowly", losses),
     Row(
         "Figure 11; headline",
@@ -1176,8 +1193,9 @@ def chosen_ratios(results):
         row = results.row("spill", case=f"training, {slots}")
         parts.append(row and f"{slots}: {placed(row)}")
     for slots in ("the paper's ratios", "one target"):
-        texts = of_programs(results, slots, lambda row: f"{row['target']:.2f} with {percent(row['spilled'], 0)}")
-        parts.append(texts and f"{slots}: {', '.join(texts)}")
+        if rows := program_rows(results, slots):
+            target, spilled = mean_of(rows, "target"), mean_of(rows, "spilled")
+            parts.append(f"{len(rows)} programs, {slots}: {target:.2f} with {percent(spilled)}")
     return listed(parts)
 
 
