@@ -32,7 +32,7 @@ KINDS_OF_SETS = {
     "DLRM": (("embedding",), "float32", ("ncf mlp_user",)),
     "KV FP16": (("LLM keys", "LLM values"), "float16", ("K-cache", "V-cache")),
     "KV BF16": (("LLM keys", "LLM values"), "bfloat16", ("K-cache", "V-cache")),
-    "weights": (("LLM weights",), "bfloat16", ("stories260k",)),
+    "weights": (("LLM weights", "LLM weights, 512 B"), "bfloat16", ("stories260k",)),
 }
 
 
