@@ -766,15 +766,27 @@ def shares_of_memory(case, what, dtype, theirs):
     return compared
 
 
-def output_ratios(name, theirs):
-    """theirs: by dtype of FLOATS."""
+def output_ratios(name, theirs, method="planes", suffix=""):
+    """theirs: by dtype of FLOATS; suffix: at the end of labels."""
 
     def compared(results):
         for dtype, figure in zip(FLOATS, theirs):
-            row = results.row("ratio", set=name, dtype=dtype, method="planes")
-            yield kind(row), 1 - row["savings"], figure
+            if row := results.row("ratio", set=name, dtype=dtype, method=method):
+                yield kind(row) + suffix, 1 - row["savings"], figure
 
     return compared
+
+
+def sparse_shares(results):
+    """With the list of elements that are not zero, and without it."""
+    rows = results.rows("ratio", set=ratio.SPARSE_SET, method=ratio.NO_LIST)
+    without = ", ".join(f"{1 - row['savings']:.2f}" for row in rows)
+    return listed([output_shares(ratio.SPARSE_SET)(results), without and f"without the list {without}"])
+
+
+def sparse_ratios(results):
+    yield from output_ratios(ratio.SPARSE_SET, (0.49, 0.40, 0.45, 0.45))(results)
+    yield from output_ratios(ratio.SPARSE_SET, (0.76, 0.66, 0.83, 0.85), ratio.NO_LIST, " without")(results)
 
 
 def times_a_cpu(label, what, other, theirs):
@@ -863,8 +875,8 @@ DIETGPU = (
         "output over input where half are zero (what entropy allows)",
         "ratio.py",
         "FP16 0.49, BF16 0.40, FP32 0.45, FP64 0.45; without the bitmap 0.76, 0.66, 0.83, 0.85",
-        output_shares("half zeros"),
-        compared=output_ratios("half zeros", (0.49, 0.40, 0.45, 0.45)),
+        sparse_shares,
+        compared=sparse_ratios,
     ),
 )
 

@@ -23,6 +23,7 @@ from benchmarks import (
     inputs,
     more_clusters,
     papers,
+    ratio,
     reading,
     reference,
     reproduction,
@@ -187,6 +188,21 @@ def test_scripts_on_a_gpu(cuda, two_sets, tmp_path, monkeypatch):
     assert set(map(str, copy_threads.SMS)) < workers
     rates = lines_of(tmp_path / "chunk_rates.csv")
     assert [row["chunk_bytes"] for row in rates] == 2 * list(map(str, chunks.CHUNK_BYTES))
+
+
+def test_savings_without_the_list(tmp_path, monkeypatch):
+    sparse, dense = (torch.randn(300, 64, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    sparse[torch.rand(sparse.shape, generator=torch.Generator().manual_seed(1)) < 0.5] = 0
+    found = [sets.Set(ratio.SPARSE_SET, (sparse,)), sets.Set("normal 1", (dense,))]
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter(found))
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter(()))
+    rows = run_quickly("ratio", tmp_path, "--methods", f"planes; {ratio.NO_LIST}")
+    assert [row["method"] for row in rows] == ["planes", ratio.NO_LIST, "planes"]
+    saved = [float(row["savings"]) for row in rows]
+    assert saved[0] > 0.5 > 0.2 > saved[1] > 0.1
+    results = reading.Results(tmp_path)
+    (tmp_path / "bits.csv").write_text("set,dtype,bound\nhalf zeros,float32,0.5\n")
+    assert reproduction.sparse_shares(results).split("<br>")[1] == f"without the list {1 - saved[1]:.2f}"
 
 
 def test_simulations_go_on():
