@@ -306,7 +306,7 @@ def run_normal(run, rates):
 
 
 def sized_rows(kind, dtype, mib, device):
-    """N(0, 1), or half of it zeros, of so many MiB in rows of ANALYZED_ROW_BYTES."""
+    """mib MiB of N(0, 1), or half of it zeros, in rows of ANALYZED_ROW_BYTES."""
     drawn = torch.float64 if dtype == torch.float64 else torch.float32
     shape = mib * inputs.MIB // ANALYZED_ROW_BYTES, ANALYZED_ROW_BYTES // dtype.itemsize
     x = torch.randn(shape, dtype=drawn, device=device)

@@ -218,7 +218,7 @@ def rle_ratio(flat):
 
 
 def zlib_ratio(flat, window_bytes=WINDOW_BYTES, most_bytes=MAX_BYTES):
-    """Windows of a flat tensor, each by itself; one that would not shrink counts as it is."""
+    """Windows of a flat tensor, compressed one by one; one that would not shrink counts as it is."""
     found = spread(flat.view(torch.uint8), window_bytes, most_bytes // window_bytes)
     windows = [window.tobytes() for window in found.cpu().numpy()]
     return sum(map(len, windows)) / sum(min(len(zlib.compress(window)), len(window)) for window in windows)

@@ -964,7 +964,7 @@ def net_sparsity(results):
 
 
 def sparsities(results):
-    """(net, share of zeros, that of its sparsest layer)."""
+    """(net, share of zeros, share of zeros in its sparsest layer)."""
     for net in nets(results):
         rows = results.rows("densities", net=net)
         dense = sum(row["density"] * row["elements"] for row in rows) / sum(row["elements"] for row in rows)
@@ -1245,7 +1245,7 @@ LINKS_GBPS = (50, 100, 150, 200)  # of the paper's figure 11
 
 
 def decoded_spills(results):
-    """(row, that of the same table on the device alone) of normal BF16 rows, in slots that all but those that spill
+    """(row, the row of the same table on the device alone) of normal BF16 rows, in slots that the rows without noise
     fit."""
     found = reads(results, case="normal 0.02")
     return [(row, alone) for what, row, alone in found if what == "decode" and not row["target"]]
