@@ -1,5 +1,5 @@
-"""Draws overview.png, the chart of README.md, and experts.png, that of docs/llm.md, from the CSVs:
-`python -m benchmarks.charts [--out DIR]`.
+"""Draws overview.png, the chart of README.md, experts.png, that of docs/llm.md, and columns.png, that of
+docs/reproduction.md, from the CSVs: `python -m benchmarks.charts [--out DIR]`.
 """
 
 import argparse
@@ -196,12 +196,41 @@ def draw_experts(directory):
     print(path)
 
 
+CODECS = {"nvcomp:lz4": ("LZ4", "#5d8c3e"), "nvcomp:cascaded": ("Cascaded", "#b5453c"), "planes": ("planes", "#1f5fa8")}
+
+
+def draw_columns(directory):
+    """Writes columns.png: times smaller, and the rate of coding and decoding together, of each set by codec."""
+    rows = reading.Results(Path(directory)).rows("choose")
+    if plt is None or not rows:
+        print("no chart of columns: " + ("choose.csv is missing" if plt else "matplotlib is missing"))
+        return
+    figure, panel = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for arm, (label, color) in CODECS.items():
+        own = [row for row in rows if row["arm"] == arm and row["savings"] is not None and row["gbps"]]
+        panel.scatter(
+            [row["gbps"] for row in own], [1 / (1 - row["savings"]) for row in own], 16, color, label=label, alpha=0.7
+        )
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel("coding and decoding together, GB/s of original bytes", fontsize=9)
+    panel.set_ylabel("times smaller", fontsize=9)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+    panel.set_title(f"A point a set ({rows[0]['gpu']}, torch {rows[0]['torch']})", fontsize=10, loc="left")
+    path = Path(directory) / "columns.png"
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+    print(path)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="directory of the CSV files")
     directory = parser.parse_args(argv).out
     draw(directory)
     draw_experts(directory)
+    draw_columns(directory)
     return 0
 
 

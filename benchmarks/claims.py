@@ -1,4 +1,5 @@
-"""Writes benchmarks/RESULTS.md, and the figures that README.md and docs/ cite, from the CSVs in benchmarks/results.
+"""Writes benchmarks/RESULTS.md, and the figures that README.md and docs/ cite, from the CSVs in benchmarks/results; and
+benchmarks/PAPERS.md from benchmarks/papers.csv.
 
     python -m benchmarks.claims [--check]
 
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from . import charts, harness, ratio, reproduction
+from . import charts, codec, harness, papers, ratio, reproduction
 from .reading import (
     NORMAL,
     NVCOMP,
@@ -25,6 +26,7 @@ from .reading import (
     fine_number,
     in_order,
     kind,
+    markdown,
     number,
     percent,
     size_name,
@@ -33,10 +35,6 @@ from .reading import (
 
 RESULTS = harness.ROOT / "benchmarks" / "RESULTS.md"
 BLOCK = re.compile(r"<!-- ([^:>]+): written by python -m benchmarks\.claims -->\n(.*?)<!-- end of \1 -->", re.DOTALL)
-
-
-def markdown(heads, lines):
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [heads, ["---"] * len(heads), *lines])
 
 
 def machine(rows):
@@ -308,7 +306,21 @@ TABLES = (
         GBPS,
         ROWS,
         judged,
-        lambda row: row["arm"] in CODERS and (is_whole(row) or row["sms"] == 4) and row["row_bytes"] >= 256,
+        lambda row: (
+            row["arm"] in CODERS
+            and (is_whole(row) or row["sms"] == 4)
+            and row["row_bytes"] >= 256
+            and not row["case"].startswith(codec.SIZED)
+        ),
+    ),
+    Table(
+        "",
+        "codec",
+        f"Tables of several sizes; {GBPS}",
+        {"data, way": lambda row: f"{row['case'].removeprefix(codec.SIZED)} {kind(row)}, {row['arm'].split(' ')[1]}"},
+        judged,
+        lambda row: row["case"].startswith(codec.SIZED),
+        lambda row: f"{row['rows'] * row['row_bytes'] >> 20:,} MiB",
     ),
     Table(
         "",
@@ -345,7 +357,7 @@ TABLES = (
     Table(
         "",
         "transfers",
-        "Tables of 32 MiB of real sets: how many times as fast as raw rows, or as `copy_`, they come to the GPU",
+        "Tables of real sets: how many times as fast as raw rows, or as `copy_`, they come to the GPU",
         ROWS,
         cell("gain", real(2)),
         is_whole,
@@ -1210,6 +1222,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{scale|gbps|pubmed|ibp, cache of 1 %, 2 GPUs} GB/s of Pubmed's rows coded, "
     "{scale|gbps|pubmed|raw rows, cache of 1 %, 2 GPUs} raw {from scale}.",
     **{f"reproduction of {name}": partial(reproduction.table, name) for name in reproduction.PAPERS},
+    "headlines of the paper": reproduction.headlines,
+    "papers": papers.summary,
 }
 
 
@@ -1232,7 +1246,8 @@ def rewritten(text, results):
 
 def pages(results):
     """(path, its text, the text that it should have) of every page."""
-    yield RESULTS, RESULTS.read_text() if RESULTS.exists() else "", results_page(results)
+    for path, text in ((RESULTS, results_page(results)), (papers.PAGE, papers.page())):
+        yield path, path.read_text() if path.exists() else "", text
     for path in (harness.ROOT / "README.md", *sorted((harness.ROOT / "docs").glob("*.md"))):
         text = path.read_text()
         yield path, text, rewritten(text, results)

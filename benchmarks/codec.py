@@ -1,6 +1,6 @@
 """How fast are decoding, encoding and analysis from device memory, next to a device copy, a memset and nvCOMP?
 
-    python -m benchmarks.codec [--out DIR] [--nvcomp] [--device cpu] [--quick]
+    python -m benchmarks.codec [--out DIR] [--nvcomp | --sizes] [--device cpu] [--quick]
 
 Tables of 256 MiB, several times the L2 cache, and one of 4 GiB, beside which the fixed costs of compression and
 analysis are small; 1 GiB from host memory. GB/s of original bytes, the copy's of bytes copied. `decode` is
@@ -8,10 +8,12 @@ analysis are small; 1 GiB from host memory. GB/s of original bytes, the copy's o
 `compress` and the analyses whole Python calls with their allocations and synchronisations; nvCOMP's write into memory
 that is there. Decoding slower than it should be is printed last, as BELOW.
 
-`--nvcomp` measures nvCOMP's arms alone, 10 s, and keeps the rows of others that are of the same machine.
+`--nvcomp` measures nvCOMP's arms alone, 10 s, and keeps the rows of others that are of the same machine. `--sizes`
+measures, likewise alone, floats of every kind in tables of 1 MiB to 1 GiB: the curves of DietGPU's report.
 """
 
 import argparse
+import itertools
 import sys
 from dataclasses import replace
 
@@ -39,6 +41,11 @@ COLUMN_SAMPLE_ROWS = 4096  # for entries a column
 ONE_THRESHOLD = {"sample": 1.0, "chunk_bytes": inputs.CHUNK_BYTES, "tau": 0.8}  # of an analysis of all rows
 ANALYSES = {"analyze": ONE_THRESHOLD, "analyze, sweep": {"sample": SWEEP_SAMPLE}}
 FEWEST_SMS = 4
+SIZED = "by size: "  # at the start of the cases of --sizes
+SIZES, QUICK_SIZES = (1, 4, 16, 64, 256, 1024), (1,)  # MiB
+HALF_ZEROS = "half zeros"
+SIZED_KINDS = ("normal", HALF_ZEROS)
+SIZED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def data_bytes(run):
@@ -298,6 +305,33 @@ def run_normal(run, rates):
                     measure_decoding(case, column_codebook(dense, x))
 
 
+def sized_rows(kind, dtype, mib, device):
+    """mib MiB of N(0, 1), or half of it zeros, in rows of ANALYZED_ROW_BYTES."""
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    shape = mib * inputs.MIB // ANALYZED_ROW_BYTES, ANALYZED_ROW_BYTES // dtype.itemsize
+    x = torch.randn(shape, dtype=drawn, device=device)
+    if kind == HALF_ZEROS:
+        x.masked_fill_(torch.rand(shape, device=device) < 0.5, 0)
+    return x.to(dtype)
+
+
+def run_sizes(run, rates):
+    """Dense and sparse floats by size, under codebooks of scheme planes."""
+    sizes = itertools.product(SIZED_KINDS, SIZED_DTYPES, QUICK_SIZES if run.quick else SIZES)
+    for kind, dtype, mib in sizes:
+        with run.cell(f"{SIZED}{kind} {harness.dtype_name(dtype)}, {mib} MiB"):
+            x = sized_rows(kind, dtype, mib, run.device)
+            case = Case(run, rates, SIZED + kind, x)
+            table = ibp.compress(
+                x, codebook=ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE), layout="slots"
+            )
+            case.kind, moved_bytes = "planes ", read_bytes(table) + case.num_bytes
+            case.check(table, "decode")
+            ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, rates.copy_gbps, rates.memset_gbps)
+            case.time("decode", lambda: ibp.decompress(table, out=case.out), table.savings, ideal_gbps)
+            measure_encode(case, table, moved_bytes)
+
+
 def run_large(run, rates):
     """What compression and analysis cost where a table is not small, on the GPU and from host memory."""
     if run.quick or not run.on_gpu:
@@ -403,11 +437,20 @@ def shortfalls(rows):
 def main(argv=None):
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--nvcomp", action="store_true")
+    parser.add_argument("--sizes", action="store_true")
     only, others = parser.parse_known_args(argv)
     args = harness.parse_args(others, __doc__)
-    run = harness.Run("codec", args, keep=lambda row: only.nvcomp and not row["arm"].startswith("nvcomp"))
+
+    def is_kept(row):
+        is_sized = row["case"].startswith(SIZED)
+        return not is_sized if only.sizes else is_sized or (only.nvcomp and not row["arm"].startswith("nvcomp"))
+
+    run = harness.Run("codec", args, keep=is_kept)
     torch.manual_seed(0)
-    rates = DeviceRates(run, record=not only.nvcomp)
+    rates = DeviceRates(run, record=not (only.nvcomp or only.sizes))
+    if only.sizes:
+        run_sizes(run, rates)
+        return run.finish()
     if not only.nvcomp:
         run_normal(run, rates)
         run_synthetic(run, rates)

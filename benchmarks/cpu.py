@@ -6,8 +6,9 @@ Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layo
 original bytes; the ideal is the copy's rate in the same run with as many threads. `encode` measures the rows and codes
 them into the table's own memory. The `plain` arms are the C code without the processor's vector and bit instructions,
 on a part of the rows; the `avx2` arms, on one core, the code for processors without AVX-512. zstd and LZ4 (packages
-zstandard and lz4) take blocks of 256 KiB, as many at a time as there are threads. In the CSV the column gpu names the
-processor, sms is 0, and the case has the threads.
+zstandard and lz4) take blocks of 256 KiB, as many at a time as there are threads. `rans` (package constriction) codes
+the exponents of BF16 by an rANS and leaves signs and mantissas as they are, as DietGPU does. In the CSV the column gpu
+names the processor, sms is 0, and the case has the threads.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import ibp
@@ -31,6 +33,11 @@ try:
     import lz4.block as lz4_block
 except ImportError:
     lz4_block = None
+
+try:
+    import constriction
+except ImportError:
+    constriction = None
 
 SCHEMES = ("planes", "ibp")
 AVX2 = ibp._core.CPU_AVX2_BMI2
@@ -143,6 +150,32 @@ def lz4_codec():
     return lz4_block.compress, lz4_block.decompress
 
 
+def rans_codec():
+    """Of BF16: frequencies of the 256 exponents, signs and mantissas, and the exponents' rANS."""
+
+    def model_of(counts):
+        return constriction.stream.model.Categorical(counts / counts.sum(), perfect=False)
+
+    def compress(block):
+        words = np.frombuffer(block, np.uint16)
+        exponents = (words >> 7 & 0xFF).astype(np.int32)
+        counts = np.bincount(exponents, minlength=256).astype(np.uint32)
+        rest = (words >> 8 & 0x80 | words & 0x7F).astype(np.uint8)
+        coder = constriction.stream.stack.AnsCoder()
+        coder.encode_reverse(exponents, model_of(counts))
+        return counts.tobytes() + rest.tobytes() + coder.get_compressed().tobytes(), len(words)
+
+    def decompress(frame):
+        coded, count = frame
+        counts, rest = np.frombuffer(coded, np.uint32, 256), np.frombuffer(coded, np.uint8, count, 1024)
+        coder = constriction.stream.stack.AnsCoder(np.frombuffer(coded, np.uint32, offset=1024 + count))
+        exponents = coder.decode(model_of(counts), count).astype(np.uint16)
+        rest = rest.astype(np.uint16)
+        return ((rest & 0x80) << 8 | exponents << 7 | rest & 0x7F).tobytes()
+
+    return compress, decompress
+
+
 def measure_blocks(case, arm, codec_of):
     """A general compressor on blocks, each thread with its share of them."""
     data = memoryview(case.x.view(torch.uint8).view(-1).numpy())
@@ -160,7 +193,8 @@ def measure_blocks(case, arm, codec_of):
         frames = over_shares(lambda codec, numbers: [codec[0](blocks[i]) for i in numbers])
         good = over_shares(lambda codec, numbers: [codec[1](frames[i]) == blocks[i] for i in numbers])
         assert len(good) == len(blocks) and all(good), f"{case.name}, {arm}: bytes differ"
-        savings = 1 - sum(map(len, frames)) / len(data)
+        coded = (frame[0] if isinstance(frame, tuple) else frame for frame in frames)
+        savings = 1 - sum(map(len, coded)) / len(data)
 
         def compress():
             over_shares(lambda codec, numbers: [len(codec[0](blocks[i])) for i in numbers])
@@ -190,6 +224,9 @@ def measure_case(run, name, x, num_threads):
             if package:
                 with run.cell(f"{case.name} {harness.dtype_name(x.dtype)}, {arm}"):
                     measure_blocks(case, arm, codec_of)
+        if constriction and x.dtype == torch.bfloat16 and num_threads == 1:
+            with run.cell(f"{case.name}, rans"):
+                measure_blocks(case, "rans", rans_codec)
 
 
 def main(argv=None):
@@ -198,7 +235,7 @@ def main(argv=None):
     run = harness.Run("cpu", args)
     run.same["gpu"] = processor_name()
     torch.manual_seed(0)
-    for package, module in (("zstandard", zstandard), ("lz4", lz4_block)):
+    for package, module in (("zstandard", zstandard), ("lz4", lz4_block), ("constriction", constriction)):
         if not module:
             print(f"no package {package}: its arms are left out", flush=True)
     if not ibp._core.cpu_features():

@@ -1,14 +1,19 @@
 """How many activations are zero while a net is trained, by layer (cDMA's figures 4 to 7), and how much smaller do they
 become (its figures 11 and 12)?
 
-    python -m benchmarks.densities [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.densities [--nets AlexNet,NiN] [--out DIR] [--device cpu] [--quick]
 
-AlexNet and VGG16 of nets.py, trained in single precision by SGD on images made here: waves and spots of ten
-kinds under noise. `densities.csv`: the share of elements that are not zero, by layer and step, over the same images
-every time. `activation_ratios.csv`: how many times smaller the outputs of ReLUs and pools are at some steps, in three
-orders of memory: `zvc` by cDMA's formula, `zlib` in windows of 4 KiB, `ibp`, in FP32 and rounded to BF16.
+cDMA's six nets of nets.py, trained in single precision by SGD on images made here: waves and spots of twenty
+kinds under noise, a tenth of them with a wrong label, so that there is always something to learn. `densities.csv`: the
+share of elements that are not zero, by layer and step, over the same images every time. `activation_ratios.csv`: how
+many times smaller the outputs of ReLUs and pools are at some steps, in three orders of memory: `zvc` by cDMA's formula,
+`rle`, a byte for each run of at most 128 zeros or non-zeros and the non-zeros, in windows of 4 KiB, `zlib` in windows
+of 4 KiB, `zlib_64k` of 64 KiB, `ibp`, in FP32 and rounded to BF16. --nets measures some and keeps the rows of the
+others.
 """
 
+import argparse
+import csv
 import math
 import sys
 import zlib
@@ -23,12 +28,15 @@ import ibp
 from . import harness, nets, ratio
 
 COLUMNS = "net,layer,kind,shape,elements,step,progress,loss,density,gpu,commit".split(",")
-RATIO_COLUMNS = "net,layer,kind,elements,progress,layout,dtype,zvc,zlib,ibp,gpu,commit".split(",")
-CLASSES, WAVES, NOISE = 10, 3, 0.3
+RATIO_COLUMNS = "net,layer,kind,elements,progress,layout,dtype,zvc,rle,zlib,zlib_64k,ibp,gpu,commit".split(",")
+CLASSES, WAVES, NOISE, WRONG_LABELS = 20, 3, 0.3, 0.1
 MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50
 LAYOUTS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
-WINDOW_BYTES = 4096  # of zlib
-MAX_WINDOWS, ROW_ELEMENTS, MAX_ROWS = 32, 1024, 2048  # of a layer, at most
+WINDOW_BYTES, LARGE_WINDOW_BYTES = 4096, 1 << 16  # of zlib, and the first of runs
+LONGEST_RUN = 128  # that a byte tells
+MAX_BYTES = 32 * WINDOW_BYTES  # of a layer that zlib compresses
+MAX_LARGE_BYTES = 4 * LARGE_WINDOW_BYTES  # likewise in large windows
+ROW_ELEMENTS, MAX_ROWS = 1024, 2048  # of a layer, at most
 CHECKPOINTS = 12  # at which densities are taken, besides the start; closer together at first
 RATIO_PROGRESS = (0.0, 1.0)  # of training, at which sizes are
 MAIN_LAYOUT = "NCHW"  # the only one before the end, and in BF16
@@ -45,12 +53,25 @@ class Plan:
     width: float = 1.0
 
     def make(self):
-        return (nets.alexnet if self.net == "AlexNet" else nets.vgg16)(CLASSES, self.width, self.image)
+        return MAKERS[self.net](CLASSES, self.width, self.image)
 
 
-PLANS = (Plan("AlexNet", 224, 128, 400), Plan("VGG16", 224, 64, 110))
+MAKERS = {
+    "AlexNet": nets.alexnet,
+    "OverFeat": nets.overfeat,
+    "NiN": nets.nin,
+    "VGG16": nets.vgg16,
+    "SqueezeNet": nets.squeezenet,
+    "GoogLeNet": nets.googlenet,
+    "ResNet-50": lambda classes, width, image: nets.resnet50(classes, width),
+}
+PLANS = (
+    Plan("AlexNet", 224, 128, 2000),
+    *(Plan(net, 224, 64, 400) for net in ("OverFeat", "NiN", "SqueezeNet", "GoogLeNet")),
+    Plan("VGG16", 224, 64, 110),
+)
 QUICK_PLANS = (Plan("AlexNet", 64, 8, 4, 0.05), Plan("VGG16", 32, 8, 3, 0.05))
-LEARNING_RATE, MOMENTUM, REDUCED_AT = 0.01, 0.9, (0.6, 0.85)  # where the rate becomes a tenth
+LEARNING_RATE, MOMENTUM, DECAY, REDUCED_AT = 0.003, 0.9, 5e-4, (0.6, 0.85)  # where the rate becomes a tenth
 
 
 # ---- images --------------------------------------------------------------------------------------------------------
@@ -79,7 +100,9 @@ class Images:
         x += 2 * torch.exp(-((at[:, None] - centre[:, 0]) ** 2 + (at - centre[:, 1]) ** 2) / size**2)[:, None]
         coarse = self._normal(count, 3, 8, 8)
         x += F.interpolate(coarse, size=(self.side, self.side), mode="bilinear")
-        return x + NOISE * self._normal(*x.shape), labels
+        is_wrong = self._uniform(count) < WRONG_LABELS
+        others = torch.randint(CLASSES, (count,), generator=self.generator, device=self.device)
+        return x + NOISE * self._normal(*x.shape), torch.where(is_wrong, others, labels)
 
     def _uniform(self, *shape):
         return torch.rand(shape, generator=self.generator, device=self.device)
@@ -115,7 +138,7 @@ def learning_rate(step, steps):
 def train(plan, device, look):
     """look(net, step, loss of the step before or None): called at the checkpoints."""
     net, images = started(plan, device), Images(plan.image, device)
-    optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM)
+    optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM, weight_decay=DECAY)
     looks, loss = set(checkpoints(plan.steps)), None
     for step in range(plan.steps + 1):
         if step in looks:
@@ -183,9 +206,21 @@ def spread(flat, width, most):
     return windows[:: -(-len(windows) // most)].contiguous()
 
 
-def zlib_ratio(flat):
-    """Windows of 4 KiB, each by itself; one that would not shrink counts as it is."""
-    windows = [window.tobytes() for window in spread(flat.view(torch.uint8), WINDOW_BYTES, MAX_WINDOWS).cpu().numpy()]
+def rle_ratio(flat):
+    """A byte for each run of zeros or of others in a window, and the others; cDMA leaves the format open."""
+    windows = spread(flat != 0, WINDOW_BYTES // flat.itemsize, len(flat))
+    starts = torch.ones_like(windows)
+    torch.ne(windows[:, 1:], windows[:, :-1], out=starts[:, 1:])
+    at = starts.view(-1).nonzero().view(-1)
+    lengths = torch.diff(at, append=at.new_tensor([windows.numel()]))
+    runs = (lengths + LONGEST_RUN - 1).div(LONGEST_RUN, rounding_mode="floor").sum().item()
+    return windows.numel() * flat.itemsize / (runs + flat.itemsize * torch.count_nonzero(windows).item())
+
+
+def zlib_ratio(flat, window_bytes=WINDOW_BYTES, most_bytes=MAX_BYTES):
+    """Windows of a flat tensor, compressed one by one; one that would not shrink counts as it is."""
+    found = spread(flat.view(torch.uint8), window_bytes, most_bytes // window_bytes)
+    windows = [window.tobytes() for window in found.cpu().numpy()]
     return sum(map(len, windows)) / sum(min(len(zlib.compress(window)), len(window)) for window in windows)
 
 
@@ -203,12 +238,27 @@ def in_layout(x, layout):
     return (x.permute(LAYOUTS[layout]) if x.dim() == 4 else x).contiguous().view(-1)
 
 
-class Record:
-    """Both CSVs of a run."""
+def rows_of_others(path, columns, names):
+    """The rows of an earlier CSV with these columns that are of other nets than `names`; [] if all are measured."""
+    if names is None or not path.exists():
+        return []
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        return [row for row in reader if row["net"] not in names] if reader.fieldnames == columns else []
 
-    def __init__(self, args):
-        self.densities = ratio.Sheet(args.out / "densities.csv", COLUMNS)
-        self.ratios = ratio.Sheet(args.out / "activation_ratios.csv", RATIO_COLUMNS)
+
+class Record:
+    """Both CSVs of a run. names: of the nets that are measured, None for all."""
+
+    def __init__(self, args, names=None):
+        def sheet(name, columns):
+            path = args.out / f"{name}.csv"
+            kept = rows_of_others(path, columns, names)
+            opened = ratio.Sheet(path, columns)
+            opened.rewrite(kept)
+            return opened
+
+        self.densities, self.ratios = sheet("densities", COLUMNS), sheet("activation_ratios", RATIO_COLUMNS)
         on_gpu = args.device == "cuda"
         self.where = {"gpu": torch.cuda.get_device_name() if on_gpu else "none", "commit": harness.commit_id()}
 
@@ -248,7 +298,9 @@ class Record:
                     layout=layout,
                     dtype=harness.dtype_name(dtype),
                     zvc=f"{zvc_ratio(share, dtype):.4f}",
+                    rle=f"{rle_ratio(flat):.4f}",
                     zlib=f"{zlib_ratio(flat):.4f}",
+                    zlib_64k=f"{zlib_ratio(flat, LARGE_WINDOW_BYTES, MAX_LARGE_BYTES):.4f}",
                     ibp=f"{ibp_ratio(flat):.4f}",
                     **self.where,
                 )
@@ -267,11 +319,23 @@ def print_table(rows):
     )
 
 
+def named(argv):
+    """(names of the nets to measure, None for all; the other arguments)."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--nets", type=lambda text: text.split(","))
+    found, others = parser.parse_known_args(argv)
+    return found.nets, others
+
+
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    device, record = torch.device(args.device), Record(args)
+    names, others = named(argv)
+    args = harness.parse_args(others, __doc__)
+    device, record = torch.device(args.device), Record(args, names)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
     for plan in QUICK_PLANS if args.quick else PLANS:
+        if names is not None and plan.net not in names:
+            continue
         x, _ = Images(plan.image, device).draw(QUICK_MEASURED_IMAGES if args.quick else MEASURED_IMAGES)
         try:
             train(plan, device, record.look(plan, x))

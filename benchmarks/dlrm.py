@@ -9,8 +9,10 @@ are distinct; they are coded on the GPU and laid one after the other.
 
 Arms: `cpu gather + copy`: torch's index_select into a pinned buffer, which is copied; `cpu pipelined`: raw rows by
 path="cpu", in chunks that are copied meanwhile; for both, ids are on the CPU. `raw rows` and `ibp`: fetched by the GPU,
-ids there, the first row of each table added to them by the call. `raw + cache` and `ibp + cache`: the same through a
-`RowCache` of 2 % of the raw bytes that holds the most frequent rows, for ids by Zipf's law.
+ids there, the first row of each table added to them by the call; `scheme ibp`, likewise from rows coded by masks. `raw
++ cache` and `ibp + cache`: the same through a `RowCache` of 2 % of the raw bytes that holds the most frequent rows, for
+ids by Zipf's law. `CachedEmbeddingBag`: ColossalAI's, where the package is installed, with a cache as large over the
+same pinned rows, its own policy (LFU) and the ids' frequencies; bags of one row, batches whose rows its cache can hold.
 
 dlrm.csv has, after the common columns: ids ("uniform" or "Zipf"), batch, ms (of a call), table_gib (of raw rows),
 hit_rate, target_gbps and met. `rows` are those of a call. `ibp` should be 2.8 times as fast as `cpu gather + copy` and
@@ -20,7 +22,10 @@ so much rates of the same code differ.
 """
 
 import gc
+import importlib.util
 import sys
+import types
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -38,6 +43,7 @@ CPU_COPY, CPU_PIPELINED, RAW, IBP, RAW_CACHE, IBP_CACHE = ARMS = (
     *("cpu gather + copy", "cpu pipelined", "raw rows", "ibp"),
     *("raw + cache", "ibp + cache"),
 )
+SCHEME_IBP, COLOSSALAI = "scheme ibp", "CachedEmbeddingBag"
 UNIFORM, ZIPF = "uniform", "Zipf"
 ROWS_TOGETHER = 32  # have a base together (FORMAT.md section 2): as many rows are repeated as are a multiple of it
 MANY_IDS = 100_000
@@ -60,7 +66,8 @@ class Case(NamedTuple):
 CASES = (
     Case(torch.bfloat16, 2048, 40, (1024, 8192, 65536)),
     Case(torch.float32, 2048, 4, (1024, 16384)),
-    *(Case(torch.bfloat16, row_bytes, 4, (16384,)) for row_bytes in (512, 128)),
+    *(Case(torch.bfloat16, row_bytes, 4, (1024, 16384)) for row_bytes in (1024, 512)),
+    Case(torch.bfloat16, 128, 4, (16384,)),
     *(Case(torch.float16, row_bytes, 4, (16384,)) for row_bytes in (2048, 512, 128)),
     *(Case(torch.float32, row_bytes, 4, (16384,)) for row_bytes in (512, 128)),
 )
@@ -200,6 +207,37 @@ def measure_cached(tables, lookups, arm, rates, cache, is_missed):
     rates[arm] = measure(tables, lookups, arm, call, link_gbps, wanted, cache=cache)
 
 
+def cached_embedding_bag():
+    """ColossalAI's class, by its own files alone: its package imports what training large models takes. None where it
+    is not installed."""
+    found = importlib.util.find_spec("colossalai")
+    if found is None:
+        return None
+    package = types.ModuleType("colossalai_cache_embedding")
+    root = Path(found.submodule_search_locations[0])
+    package.__path__ = [str(root.joinpath("legacy", "nn", "parallel", "layers", "cache_embedding"))]
+    sys.modules[package.__name__] = package
+    try:
+        return importlib.import_module(f"{package.__name__}.cached_embedding").CachedEmbeddingBag
+    except ImportError as error:  # such as contexttimer's
+        print(f"{COLOSSALAI}: left out: {error}")
+        return None
+
+
+def measure_colossalai(tables, lookups, make):
+    """make: `cached_embedding_bag()`."""
+    host = tables.table.slots.view(tables.table.dtype).view(tables.num_rows, -1)
+    held = int(CACHE_SHARE * tables.num_rows)
+    if max(len(lookups.rows(k).unique()) for k in range(NUM_SETS)) > held:
+        print(f"{lookups.name}, {COLOSSALAI}: a batch has more rows than the cache, left out")
+        return
+    frequencies = (tables.hotness - tables.hotness.min()).cpu()
+    bags = make(*host.shape, _weight=host, mode="sum", cache_ratio=CACHE_SHARE, ids_freq_mapping=frequencies)
+    offsets = torch.arange(lookups.num_rows, device=tables.run.device)
+    with torch.no_grad():
+        measure(tables, lookups, COLOSSALAI, lambda k: bags(lookups.rows(k), offsets), ideal.LINK_COPY_GBPS, wall=True)
+
+
 def missed_rows(cache, num_rows, device):
     """Which rows a cache lacks, as a tensor of bool."""
     parts = torch.arange(num_rows, device=device).split(1 << 22)
@@ -214,7 +252,8 @@ def run_scheme(run, case, scheme, x, buffers, rates, hotness, every):
     """All arms of raw or coded rows. rates: of every lookup, by arm."""
     small = ibp.compress(x, scheme=scheme, layout="slots")
     tables = Tables(run, case, x, small, buffers[0], hotness)
-    is_raw = scheme == "raw"
+    is_raw, arm = scheme == "raw", {"raw": RAW, "auto": IBP, "ibp": SCHEME_IBP}[scheme]
+    others = cached_embedding_bag() if is_raw and run.on_gpu else None
     cache = is_missed = None
     for lookups, found in zip(every, rates):
         name = f"{lookups.name}, {harness.dtype_name(case.dtype)}, {case.row_bytes} B"
@@ -222,8 +261,11 @@ def run_scheme(run, case, scheme, x, buffers, rates, hotness, every):
             with run.cell(f"{name}, CPU"):
                 found.update(measure_cpu(tables, lookups, buffers[1]))
         with run.cell(f"{name}, {scheme}"):
-            measure_gpu(tables, lookups, RAW if is_raw else IBP, found)
-        if lookups.law == ZIPF:
+            measure_gpu(tables, lookups, arm, found)
+        if others:
+            with run.cell(f"{name}, {COLOSSALAI}"):
+                measure_colossalai(tables, lookups, others)
+        if lookups.law == ZIPF and scheme != "ibp":
             with run.cell(f"{name}, {scheme}, cache"):
                 if cache is None:
                     cache = tables.cache()
@@ -244,7 +286,7 @@ def run_case(run, case, buffers):
     hotness = torch.empty_like(ranks)
     hotness[inputs.scattered(ranks, rows_of_table)] = -ranks
     rates = [{} for _ in every]
-    for scheme in ("raw", "auto"):
+    for scheme in ("raw", "auto", "ibp"):
         run_scheme(run, case, scheme, x, buffers, rates, hotness.repeat(NUM_TABLES), every)
         gc.collect()
 
@@ -267,17 +309,19 @@ class Gains(NamedTuple):
     cached: float | None
 
 
-def gains(rows):
+def gains(rows, arm=IBP):
+    """arm: whose gains are meant."""
     cells = {}
     for row in rows:
         cells.setdefault((row["case"], row["dtype"], row["row_bytes"]), {})[row["arm"]] = row
     for arms in cells.values():
 
-        def factor(arm, other):
-            return float(arms[arm]["gbps"]) / float(arms[other]["gbps"]) if {arm, other} <= arms.keys() else None
+        def factor(own, other):
+            return float(arms[own]["gbps"]) / float(arms[other]["gbps"]) if {own, other} <= arms.keys() else None
 
-        if IBP in arms:
-            yield Gains(arms[IBP], *(factor(IBP, arm) for arm in ARMS[:3]), factor(IBP_CACHE, RAW_CACHE))
+        if arm in arms:
+            cached = factor(IBP_CACHE, RAW_CACHE) if arm == IBP else None
+            yield Gains(arms[arm], *(factor(arm, other) for other in ARMS[:3]), cached)
 
 
 def main(argv=None):

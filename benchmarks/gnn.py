@@ -1,7 +1,7 @@
 """How long is an epoch of GraphSAGE over features in host memory, by the way that they come to the GPU (the paper's
 figures 8 and 9)?
 
-    python -m benchmarks.gnn [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.gnn [--dgl | --huge] [--out DIR] [--device cpu] [--quick]
 
 Two hops, fan-out 25 and 10, hidden size 256, on random graphs whose degrees follow a power law: 2.4 million nodes and
 about 120 million edges, and 11.5 million nodes with as many. Neighbours are drawn on the GPU in plain torch. Features:
@@ -11,18 +11,25 @@ as fit 2.5 s, 3 at least, and its epoch is 200 times the mean. Arms take turns u
 
 Arms: `cpu plain`, x[ids].to("cuda"); `cpu pinned`, index_select into a pinned buffer, and a copy beside other work;
 `cpu pipelined`, gathered in chunks that are copied meanwhile; `raw rows`, which the GPU fetches itself from pinned
-memory; `ibp`, likewise from a compressed table. In all of them the next batch is sampled and fetched on a stream beside
-the one that trains. The ids of a batch are unique and in order.
+memory; `ibp`, likewise from a compressed table, and `scheme ibp` from one of masks. In all of them the next batch is
+sampled and fetched on a stream beside the one that trains. The ids of a batch are unique and in order.
+
+--dgl: Cora's rows and dense FP32 ones alone, with neighbours drawn by DGL on the CPU, whose way to features `cpu plain`
+is. --huge: Citeseer's rows alone, in a table of 64 GiB. Other rows of the CSV stay, as these do in runs without the
+options.
 
 gnn.csv has the rate of a fetch alone (gbps) and, after the common columns: batch (seeds), batches (measured),
 sample_ms, fetch_ms and train_ms (each alone, with nothing beside it: the medians of several, and for fetches the mean
-of several in a row), epoch_s (with prefetching) and table_gib (of the raw rows). Every arm's first batch is compared
+of several in a row), beside_ms (training beside the next batch, the median of an epoch's), epoch_s (with prefetching)
+and table_gib (of the raw rows). Every arm's first batch is compared
 with the rows that it must be, bit for bit.
 """
 
+import argparse
 import contextlib
 import functools
 import gc
+import importlib
 import statistics
 import sys
 import time
@@ -37,13 +44,15 @@ from ibp._machine import memory as _memory
 from . import harness, ideal, inputs
 from .cpu_gather import PipelinedGather
 
-COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,epoch_s,table_gib".split(",")
+COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,beside_ms,epoch_s,table_gib".split(",")
 GIB = 1 << 30
 NUM_EDGES, EXPONENT = 120_000_000, 1.5  # of the power law: degrees are Pareto distributed
 FAN_OUTS, HIDDEN, NUM_CLASSES = (25, 10), 256, 47
 EPOCH_BATCHES, LEAST_BATCHES, ARM_S, ROUNDS = 200, 3, 2.5, 3
 SPLIT_BATCHES, SPLIT_S = 6, 1.5  # measured apart: the first only warms up
 CPU_ARMS = ("cpu plain", "cpu pinned", "cpu pipelined")
+ARMS = (*CPU_ARMS, "raw rows", "ibp", "scheme ibp")
+DGL_ARMS, BY_DGL = ("cpu plain", "raw rows", "ibp"), ", sampled by DGL"  # of --dgl; at the end of its cases
 
 # Against raw rows fetched by the GPU, a fetch; against the best arm of the CPU, an epoch.
 WANTED_FETCH = {"citeseer": 50.0, "cora": 50.0, "pubmed": 7.0}
@@ -69,6 +78,9 @@ CASES = (
     Case("dense 768", 2_400_000, (1024,), torch.float16, 768),
     Case("dense 768, large", 11_500_000, (1024,), torch.bfloat16, 768),
 )
+HUGE = ", 64 GiB"  # at the end of the name of the case of --huge
+HUGE_CASES = (Case("citeseer" + HUGE, 4_640_000, (1024,)),)
+DGL_CASES = (CASES[1], CASES[3]._replace(batches=(1024,)))
 QUICK_CASES = (Case("pubmed", 2_000, (16,)), Case("dense 100", 2_000, (16, 32), torch.bfloat16, 100))
 QUICK_EDGES, QUICK_EPOCH = 40_000, 4
 
@@ -153,7 +165,7 @@ class Features:
             deviation = 1.0 if case.dtype == torch.float32 else 0.02
             self.source = inputs.normal_rows(num_bytes, case.dtype, deviation, device, columns=case.columns)
         else:
-            self.source = dict(inputs.real_sets(data_dir))[case.name].to(device)
+            self.source = dict(inputs.real_sets(data_dir))[case.name.removesuffix(HUGE)].to(device)
         self.of_node = torch.randint(len(self.source), (case.num_nodes,), dtype=torch.int32, device=device)
         shape = (case.num_nodes, self.source.shape[1])
         self.row_bytes = shape[1] * case.dtype.itemsize
@@ -175,6 +187,10 @@ class Features:
             codebook=None,
         )
         self.table = ibp.compress(self.x)
+
+    @functools.cached_property
+    def masks(self):
+        return ibp.compress(self.x, scheme="ibp")
 
     @property
     def num_bytes(self):
@@ -247,6 +263,7 @@ def fetches(features, device):
     yield "cpu pipelined", Pipelined(features.x, device)
     yield "raw rows", ByGpu(features.raw)
     yield "ibp", ByGpu(features.table)
+    yield "scheme ibp", ByGpu(features.masks)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -265,6 +282,7 @@ class Training:
         self.labels = torch.randint(NUM_CLASSES, (num_nodes,), device=device)
         self.buffers = [torch.empty(0, columns, dtype=dtype, device=device) for _ in range(2)]
         self.trained = [torch.cuda.Event() for _ in range(2)] if self.on_gpu else []
+        self.steps = []  # of the last run: what began and ended each on the GPU, or its seconds
         self.side = torch.cuda.Stream(device) if self.on_gpu else None
 
     def restart(self):
@@ -312,12 +330,28 @@ class Training:
             current.wait_event(ready)
             batch.record_stream(current)
             rows.record_stream(current)
+        began = self._mark()
         self.step(batch, rows)
+        self.steps.append((began, self._mark()))
         if self.on_gpu:
             self.trained[i % 2].record()
 
+    def _mark(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def beside_s(self):
+        """Median seconds of a step of the last run."""
+        self.sync()
+        steps = [1e-3 * a.elapsed_time(b) if self.on_gpu else b - a for a, b in self.steps]
+        return statistics.median(steps)
+
     def run(self, fetch, num_batches, limit_s):
         """(seconds of a batch, batches run), of as many as fit the limit and LEAST_BATCHES at least."""
+        self.steps.clear()
         self.sync()
         start, prepared = time.perf_counter(), self.prepare(0, fetch)
         for i in range(num_batches):
@@ -360,6 +394,36 @@ class Training:
         return time.perf_counter()
 
 
+def dgl_if_there():
+    """DGL, which takes seconds to import; None without it."""
+    try:
+        importlib.import_module("ibp.integrations.dgl")  # leaves GraphBolt out of DGL where that has no binary
+        return importlib.import_module("dgl")
+    except ImportError:
+        return None
+
+
+class DglTraining(Training):
+    """Batches whose neighbours DGL draws on the CPU, as many for each node and with replacement, as `Graph` does."""
+
+    def __init__(self, graph, columns, dtype, batch, device):
+        super().__init__(graph, columns, dtype, batch, device)
+        dgl = dgl_if_there()
+        edges = graph.starts.cpu(), graph.neighbors.cpu().long(), torch.empty(0, dtype=torch.int64)
+        self.of_dgl = dgl.graph(("csc", edges), num_nodes=len(graph.starts) - 1)
+        self.sampler = dgl.dataloading.NeighborSampler([*reversed(FAN_OUTS)], replace=True)
+
+    def sample(self, i):
+        seeds = self.seeds[i % len(self.seeds)]
+        ids, _, blocks = self.sampler.sample_blocks(self.of_dgl, seeds.cpu())
+        hops = [
+            (torch.arange(block.num_dst_nodes()), block.adj_tensors("csc")[1].view(block.num_dst_nodes(), -1))
+            for block in blocks
+        ]
+        hops = [tuple(places.to(self.device) for places in hop) for hop in hops]
+        return Batch(seeds, ids.to(self.device), hops)
+
+
 # ---- cells ---------------------------------------------------------------------------------------------------------
 
 
@@ -369,10 +433,11 @@ def ideal_of(run, fetch, ids, row_bytes):
     return ideal.gather_gbps(len(ids) * row_bytes, ideal.row_sectors(fetch.table, ids.cpu()), run.memset_gbps)
 
 
-def measure(run, case, features, training, batch):
-    """All arms of one set and batch size."""
-    arms = dict(fetches(features, run.device))
+def measure(run, case, features, training, batch, names=ARMS, suffix=""):
+    """Arms of one set and batch size. names: of the arms; suffix: at the end of the case's name."""
+    arms = {arm: fetch for arm, fetch in fetches(features, run.device) if arm in names}
     alone, ids, seconds, num_batches = {}, {}, {arm: [] for arm in arms}, dict.fromkeys(arms, 0)
+    beside = {}
     for arm, fetch in arms.items():
         with run.cell(f"{case.name}, batch {batch}, {arm}"):
             for buffer in training.buffers:
@@ -388,36 +453,39 @@ def measure(run, case, features, training, batch):
                 training.restart()
                 mean_s, done = training.run(arms[arm], QUICK_EPOCH if run.quick else EPOCH_BATCHES, ARM_S)
                 seconds[arm].append(mean_s)
+                beside[arm] = training.beside_s()
                 num_batches[arm] += done
     for arm, fetch in arms.items():
         if not seconds[arm]:
             continue
         run.add(
-            case=f"{case.name}, batch {batch}",
+            case=f"{case.name}, batch {batch}{suffix}",
             arm=arm,
             rows=len(ids[arm]),
             row_bytes=features.row_bytes,
             dtype=case.dtype,
-            savings=features.table.savings if arm == "ibp" else 0.0,
+            savings=fetch.table.savings if isinstance(fetch, ByGpu) else 0.0,
             gbps=len(ids[arm]) * features.row_bytes * 1e-9 / alone[arm][1],
             ideal_gbps=ideal_of(run, fetch, ids[arm], features.row_bytes),
             sms=None if isinstance(fetch, ByGpu) else 0,
             batch=batch,
             batches=num_batches[arm],
             **{f"{name}_ms": harness.four_digits(1e3 * s) for name, s in zip(("sample", "fetch", "train"), alone[arm])},
+            beside_ms=harness.four_digits(1e3 * beside[arm]),
             epoch_s=harness.four_digits(statistics.median(seconds[arm]) * EPOCH_BATCHES),
             table_gib=f"{features.num_bytes / GIB:.2f}",
         )
 
 
-def run_case(run, case, graph, data_dir):
+def run_case(run, case, graph, data_dir, by_dgl=False):
     features = Features(case, data_dir, run.device)
     if run.on_gpu and not (features.raw.is_pinned() and features.table.is_pinned()):
         raise AssertionError(f"{case.name}: a table is not in pinned memory")
     print(f"{case.name}: {features.num_bytes / GIB:.1f} GiB, {features.table}", flush=True)
     for batch in case.batches:
-        training = Training(graph, features.x.shape[1], case.dtype, batch, run.device)
-        measure(run, case, features, training, batch)
+        training = (DglTraining if by_dgl else Training)(graph, features.x.shape[1], case.dtype, batch, run.device)
+        names, suffix = (DGL_ARMS, BY_DGL) if by_dgl else (ARMS, "")
+        measure(run, case, features, training, batch, names, suffix)
 
 
 # ---- what it comes to ----------------------------------------------------------------------------------------------
@@ -433,20 +501,20 @@ class Gains(NamedTuple):
     raw_epoch: float
 
 
-def gains(rows):
-    """Of every case for which all arms are there."""
+def gains(rows, arm="ibp"):
+    """Of every case for which all arms are there. arm: whose gains are meant."""
     cells = {}
     for row in rows:
         cells.setdefault(row["case"], {})[row["arm"]] = row
     for case, arms in cells.items():
-        if {*CPU_ARMS, "raw rows", "ibp"} <= arms.keys():
-            fetch_ms = {arm: float(row["fetch_ms"]) for arm, row in arms.items()}
-            epoch_s = {arm: float(row["epoch_s"]) for arm, row in arms.items()}
+        if {*CPU_ARMS, "raw rows", arm} <= arms.keys():
+            fetch_ms = {other: float(row["fetch_ms"]) for other, row in arms.items()}
+            epoch_s = {other: float(row["epoch_s"]) for other, row in arms.items()}
             yield Gains(
                 case,
-                fetch_ms["raw rows"] / fetch_ms["ibp"],
-                min(epoch_s[arm] for arm in CPU_ARMS) / epoch_s["ibp"],
-                epoch_s["raw rows"] / epoch_s["ibp"],
+                fetch_ms["raw rows"] / fetch_ms[arm],
+                min(epoch_s[other] for other in CPU_ARMS) / epoch_s[arm],
+                epoch_s["raw rows"] / epoch_s[arm],
             )
 
 
@@ -464,13 +532,33 @@ def shortfalls(rows):
                 yield f"{gain.case}: {factor:.2f} times as fast as {what}, wanted {wanted:g}"
 
 
+def parsed(argv):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--dgl", action="store_true")
+    own.add_argument("--huge", action="store_true")
+    options, others = own.parse_known_args(argv)
+    return options, harness.parse_args(others, __doc__)
+
+
+def option_of(case):
+    """What a case of the CSV is measured by."""
+    return "dgl" if case.endswith(BY_DGL) else "huge" if HUGE in case else ""
+
+
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("gnn", args, COLUMNS)
+    options, args = parsed(argv)
+    by_dgl, option = options.dgl, "dgl" if options.dgl else "huge" if options.huge else ""
+    if by_dgl and dgl_if_there() is None:
+        print("DGL is not installed")
+        return 2
+    run = harness.Run("gnn", args, COLUMNS, keep=lambda row: option_of(row["case"]) != option)
     torch.manual_seed(0)
     small = run.quick or not run.on_gpu
     graph, num_nodes = None, 0
-    for case in QUICK_CASES if small else CASES:
+    cases = {"dgl": DGL_CASES, "huge": HUGE_CASES, "": CASES}[option]
+    if small:
+        cases = [case._replace(name=case.name + HUGE) if options.huge else case for case in QUICK_CASES]
+    for case in cases:
         with run.cell(case.name):
             if case.num_nodes != num_nodes:
                 graph = None  # its memory is free for the next one
@@ -478,7 +566,7 @@ def main(argv=None):
                     Graph(case.num_nodes, QUICK_EDGES if small else NUM_EDGES, run.device),
                     case.num_nodes,
                 )
-            run_case(run, case, graph, args.data)
+            run_case(run, case, graph, args.data, by_dgl)
         gc.collect()
         if run.on_gpu:
             torch.cuda.empty_cache()

@@ -4,7 +4,9 @@
 
 Features, batches of 1,024 seeds and epochs of gnn.py, on one GPU, with 600,000 nodes and 30 million edges. Arms: `raw
 rows` and `ibp`, fetched by the GPU from pinned memory, and both through a `RowCache` of 1 and of 5 % of the bytes of
-the raw features, filled with the rows that the first epoch asks for most often (`ibp.cache.count_accesses`).
+the raw features, filled with the rows that the first epoch asks for most often (`ibp.cache.count_accesses`). With 1 %
+also `cache by ibp` and `misses by ibp`, the paper's IBP(C) and IBP(M): one of both alone coded. They are two calls and
+a copy on the GPU, and wait for the count of misses.
 
 gnn_cache.csv has the columns of gnn.csv and cache_percent (0: no cache), held_rows, raw_rows (in the same bytes),
 hit_rate and predicted: by how many times as fast as raw rows with the same cache an arm would be fetched if it gained
@@ -35,6 +37,7 @@ ARM_S = 0.8  # of an epoch's part that is timed
 OWN_GBPS, PEER_GBPS = 1500, 370  # random rows of a GPU's own memory and of another's, measured on two H200
 PERCENTS = (0, 1, 5)
 RAW, IBP = "raw rows", "ibp"
+CACHE_ALONE, MISSES_ALONE = "cache by ibp", "misses by ibp"
 
 
 class Cached:
@@ -47,6 +50,21 @@ class Cached:
         return self.cache.index_select(ids, out=out)
 
 
+class HalfCoded(Cached):
+    """A cache of one table, and its misses from another of the same rows."""
+
+    def __init__(self, cache, misses):
+        self.cache, self.table = cache, misses
+
+    def __call__(self, ids, out):
+        with self.cache.found(ids) as (_, entries, _):
+            is_held = (entries.view(len(ids), -1) != 0).all(1)
+        held, missed = is_held.nonzero().view(-1), (~is_held).nonzero().view(-1)
+        out[held] = self.cache.index_select(ids[held])
+        out[missed] = ibp.index_select(self.table, ids[missed], device=out.device)
+        return out
+
+
 def arm_name(kind, percent):
     return f"{kind}, cache of {percent} %" if percent else kind
 
@@ -57,10 +75,15 @@ def accesses(training, num_batches, num_nodes):
     return ibp.cache.count_accesses(batches, num_nodes, device=training.device)
 
 
-def fetcher(table, percent, num_bytes, hotness, device):
+def fetcher(features, kind, percent, hotness, device):
+    """What an arm fetches by."""
+    cached = features.table if kind in (IBP, CACHE_ALONE) else features.raw
     if not percent:
-        return gnn.ByGpu(table)
-    return Cached(ibp.RowCache(table, num_bytes * percent // 100, hotness, devices=device))
+        return gnn.ByGpu(cached)
+    cache = ibp.RowCache(cached, features.num_bytes * percent // 100, hotness, devices=device)
+    if kind in (RAW, IBP):
+        return Cached(cache)
+    return HalfCoded(cache, features.raw if kind == CACHE_ALONE else features.table)
 
 
 def expected_hits(hotness, num_rows):
@@ -109,8 +132,7 @@ def cache_columns(features, fetch, kind, percent, hotness, ids):
 
 def measure(run, case, features, training, num_batches, hotness, kind, percent):
     """One arm."""
-    table = features.raw if kind == RAW else features.table
-    fetch = fetcher(table, percent, features.num_bytes, hotness, run.device)
+    fetch = fetcher(features, kind, percent, hotness, run.device)
     for buffer in training.buffers:
         harness.poison(buffer)
     arm = arm_name(kind, percent)
@@ -125,13 +147,14 @@ def measure(run, case, features, training, num_batches, hotness, kind, percent):
         rows=len(ids),
         row_bytes=features.row_bytes,
         dtype=case.dtype,
-        savings=table.savings,
+        savings=fetch.table.savings,
         gbps=len(ids) * features.row_bytes * 1e-9 / alone[1],
         ideal_gbps=ideal_of(run, fetch, ids, features.row_bytes),
         sms=None if run.on_gpu else 0,
         batch=len(training.seeds[0]),
         batches=done,
         **{f"{name}_ms": harness.four_digits(1e3 * s) for name, s in zip(("sample", "fetch", "train"), alone)},
+        beside_ms=harness.four_digits(1e3 * training.beside_s()),
         epoch_s=harness.four_digits(mean_s * gnn.EPOCH_BATCHES),
         table_gib=f"{features.num_bytes / gnn.GIB:.2f}",
         **cache_columns(features, fetch, kind, percent, hotness, ids),
@@ -145,7 +168,7 @@ def run_case(run, case, graph, data_dir):
     training = gnn.Training(graph, features.x.shape[1], case.dtype, batch, run.device)
     hotness = accesses(training, num_batches, case.num_nodes)
     for percent in PERCENTS:
-        for kind in (RAW, IBP):
+        for kind in (RAW, IBP, CACHE_ALONE, MISSES_ALONE) if percent == 1 else (RAW, IBP):
             with run.cell(f"{case.name}, {arm_name(kind, percent)}"):
                 measure(run, case, features, training, num_batches, hotness, kind, percent)
 

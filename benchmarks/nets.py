@@ -1,8 +1,10 @@
-"""Nets of our own whose activations are measured: AlexNet, VGG16, ResNet-50, and transformer blocks of Llama's shape.
+"""Nets of our own whose activations are measured: AlexNet, OverFeat, NiN, VGG16, SqueezeNet, GoogLeNet, ResNet-50, and
+transformer blocks of Llama's shape.
 
-Shapes and layers are those of the papers (Krizhevsky's one-column AlexNet, Simonyan and Zisserman's configuration D, He
-and others' bottlenecks with stride in the 3 x 3 convolution). Weights are random. `width` scales all channels, for
-small nets that run anywhere.
+Shapes and layers are those of the papers (Krizhevsky's one-column AlexNet, OverFeat's fast model, Lin and others'
+network in network for ImageNet, Simonyan and Zisserman's configuration D, SqueezeNet 1.0, GoogLeNet without its
+auxiliary classifiers and normalisation, He and others' bottlenecks with stride in the 3 x 3 convolution). Weights are
+random. `width` scales all channels, for small nets that run anywhere.
 """
 
 import contextlib
@@ -15,6 +17,13 @@ from torch.utils.checkpoint import checkpoint
 VGG16_CHANNELS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool")
 RESNET50_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # channels of the bottleneck, blocks
 EXPANSION = 4  # of a bottleneck's channels
+FIRES = ((16, 64), (16, 64), (32, 128), "pool", (32, 128), (48, 192), (48, 192), (64, 256), "pool", (64, 256))
+INCEPTIONS = (  # channels of the branches: 1 x 1; 3 x 3 behind fewer; 5 x 5 behind fewer; behind the pool
+    *((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64), "pool"),
+    *((192, 96, 208, 16, 48, 64), (160, 112, 224, 24, 64, 64), (128, 128, 256, 24, 64, 64)),
+    *((112, 144, 288, 32, 64, 64), (256, 160, 320, 32, 128, 128), "pool"),
+    *((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
+)
 ROTARY_BASE = 10_000.0
 
 
@@ -46,6 +55,73 @@ def alexnet(classes=1000, width=1.0, image=224):
             _classifier(c4 * side * side, hidden, classes),
         ]
     )
+
+
+def overfeat(classes=1000, width=1.0, image=224):
+    """OverFeat's fast model for images [N, 3, image, image], image at least 71."""
+    c1, c2, c3, c4, h1, h2 = (max(4, int(width * c)) for c in (96, 256, 512, 1024, 3072, 4096))
+    side = (((image - 11) // 4 + 1) // 2 - 4) // 2 // 2
+    return Blocks(
+        [
+            nn.Sequential(*_activated(3, c1, 11, 4, 0), nn.MaxPool2d(2)),
+            nn.Sequential(*_activated(c1, c2, 5, 1, 0), nn.MaxPool2d(2)),
+            nn.Sequential(*_activated(c2, c3, 3)),
+            nn.Sequential(*_activated(c3, c4, 3)),
+            nn.Sequential(*_activated(c4, c4, 3), nn.MaxPool2d(2)),
+            _classifier(c4 * side * side, h1, classes, h2),
+        ]
+    )
+
+
+def nin(classes=1000, width=1.0, image=224):
+    """Network in network for images [N, 3, image, image], image at least 63."""
+    blocks, channels = [], 3
+    for out, kernel, stride in ((96, 11, 4), (256, 5, 1), (384, 3, 1), (1024, 3, 1)):
+        out, is_last = max(4, int(width * out)), out == 1024
+        layers = [*_activated(channels, out, kernel, stride), *_activated(out, out, 1)]
+        layers += [*_activated(out, classes if is_last else out, 1)]
+        blocks.append(nn.Sequential(*layers, Mean() if is_last else nn.MaxPool2d(3, 2)))
+        channels = out
+    return Blocks(blocks)
+
+
+def squeezenet(classes=1000, width=1.0, image=224):
+    """SqueezeNet 1.0 for images [N, 3, image, image], image at least 63."""
+    channels = max(4, int(width * 96))
+    blocks = [nn.Sequential(*_activated(3, channels, 7, 2, 0), nn.MaxPool2d(3, 2))]
+    for fire in FIRES:
+        if fire == "pool":
+            blocks.append(nn.MaxPool2d(3, 2))
+            continue
+        squeezed, out = (max(4, int(width * c)) for c in fire)
+        branches = [nn.Conv2d(squeezed, out, 1), nn.Conv2d(squeezed, out, 3, padding=1)]
+        blocks.append(nn.Sequential(*_activated(channels, squeezed, 1), Branches(branches)))
+        channels = 2 * out
+    return Blocks([*blocks, nn.Sequential(nn.Dropout(), *_activated(channels, classes, 1), Mean())])
+
+
+def googlenet(classes=1000, width=1.0, image=224):
+    """GoogLeNet for images [N, 3, image, image], image at least 32."""
+    c1, c2 = (max(4, int(width * c)) for c in (64, 192))
+    blocks = [
+        nn.Sequential(*_activated(3, c1, 7, 2), nn.MaxPool2d(3, 2, 1)),
+        nn.Sequential(*_activated(c1, c1, 1), *_activated(c1, c2, 3), nn.MaxPool2d(3, 2, 1)),
+    ]
+    channels = c2
+    for sizes in INCEPTIONS:
+        if sizes == "pool":
+            blocks.append(nn.MaxPool2d(3, 2, 1))
+            continue
+        one, less3, three, less5, five, pooled = (max(4, int(width * c)) for c in sizes)
+        branches = [
+            nn.Conv2d(channels, one, 1),
+            nn.Sequential(*_activated(channels, less3, 1), nn.Conv2d(less3, three, 3, padding=1)),
+            nn.Sequential(*_activated(channels, less5, 1), nn.Conv2d(less5, five, 5, padding=2)),
+            nn.Sequential(LocalMaximum(), nn.Conv2d(channels, pooled, 1)),
+        ]
+        blocks.append(Branches(branches))
+        channels = one + three + five + pooled
+    return Blocks([*blocks, nn.Sequential(Mean(), nn.Dropout(0.4), nn.Linear(channels, classes))])
 
 
 def vgg16(classes=1000, width=1.0, image=224):
@@ -101,6 +177,24 @@ class Bottleneck(nn.Module):
 
     def forward(self, x):
         return self.relu(self.inner(x) + self.beside(x))
+
+
+class Branches(nn.Module):
+    """Convolutions of one input whose outputs are joined and go through one ReLU."""
+
+    def __init__(self, branches):
+        super().__init__()
+        self.branches, self.relu = nn.ModuleList(branches), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(torch.cat([branch(x) for branch in self.branches], 1))
+
+
+class LocalMaximum(nn.Module):
+    """The largest value of 3 x 3 neighbours: a pool that makes nothing smaller, and so not one of those measured."""
+
+    def forward(self, x):
+        return F.max_pool2d(x, 3, 1, 1)
 
 
 class Mean(nn.Module):
@@ -178,17 +272,25 @@ def _pooled(side):
     return (side - 3) // 2 + 1
 
 
-def _classifier(features, hidden, classes):
+def _classifier(features, hidden, classes, second=None):
+    """second: width of the second hidden layer, as the first's if not given."""
+    second = second or hidden
     return nn.Sequential(
         nn.Flatten(),
         nn.Dropout(),
         nn.Linear(features, hidden),
         nn.ReLU(inplace=True),
         nn.Dropout(),
-        nn.Linear(hidden, hidden),
+        nn.Linear(hidden, second),
         nn.ReLU(inplace=True),
-        nn.Linear(hidden, classes),
+        nn.Linear(second, classes),
     )
+
+
+def _activated(channels, out, kernel, stride=1, padding=None):
+    """A convolution and its ReLU. padding: half of the kernel if not given."""
+    yield nn.Conv2d(channels, out, kernel, stride, kernel // 2 if padding is None else padding)
+    yield nn.ReLU(inplace=True)
 
 
 def _normed(channels, out, kernel, stride=1):

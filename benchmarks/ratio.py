@@ -1,22 +1,25 @@
 """How much is saved: one table, sets x methods. Bit equality of what is decompressed is checked in every cell.
 
-Sets: synthetic ones and those in --data. Methods: the paper's own choice and bytes, scheme ibp, scheme planes, auto;
-zstd by blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by blocks where `lz4` is; nvCOMP's
-codecs where a GPU and the wheel `nvidia-nvcomp-cu13` are there. With --no-times the column `seconds` stays empty.
---methods and --sets, names with semicolons between them, measure these alone: the CSV's other rows stay as they are.
+Sets: synthetic ones, fields of two simulations in FP64, and those in --data. Methods: the paper's own choice and bytes,
+scheme ibp, scheme planes, auto; zstd by blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by
+blocks where `lz4` is; nvCOMP's codecs where a GPU and the wheel `nvidia-nvcomp-cu13` are there. With --no-times the
+column `seconds` stays empty. --methods and --sets, names with semicolons between them, measure these alone: the CSV's
+other rows stay as they are.
 """
 
 import argparse
 import csv
+import itertools
 import statistics
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 import ibp
+from ibp._schemes.planes.learning import relearn
 
 from . import harness, reading, sets
 
@@ -44,6 +47,7 @@ BLOCK_BYTES = 64 << 10
 BLOCK_INDEX_BYTES = 4  # of a zstd block: without its length it cannot be found
 REPEATS = 3
 OURS = ("paper", "ibp", "planes", "auto")
+NO_LIST, SPARSE_SET, LEARNED_ROWS = "planes, no list", "half zeros", 1024  # an arm of one set
 ZSTD, ZSTD_ROWS, LZ4 = "zstd -3", "zstd -3, row by row", "lz4"
 RATIO_FROM = 0.8  # savings from which the table shows "5.0x" rather than "80.0"
 
@@ -115,6 +119,24 @@ def ours(method):
         return total, lambda: [_compress(x, method, "packed", device) for x in tensors]
 
     return measure
+
+
+def without_list(tensors, device):
+    """planes of sparse rows with every element coded, zeros too: what the list of those that are not zero saves."""
+
+    def compress(x):
+        listed = ibp.codecs.analyze(x, scheme="planes", device=device)
+        rows = x[:LEARNED_ROWS].contiguous().view(torch.uint8).view(-1)
+        codebook = relearn(replace(listed, listed=False), rows, [rows.numel() // listed.row_bytes])[0]
+        return ibp.compress(x, codebook=codebook, layout="packed", device=device, memory="host")
+
+    total = Cell(0, None, 0)
+    for x in tensors:
+        table = compress(x)
+        harness.check_bits(table.decompress(check=True), x, NO_LIST)
+        total.stored_bytes += table.stored_bytes
+        total.metadata_bytes += table.index_bytes + table.codebook.nbytes
+    return total, lambda: [compress(x) for x in tensors]
 
 
 def bytes_of(x):
@@ -193,7 +215,7 @@ def nvcomp_options(dtype):
 
 
 def methods_for(dtype, on_gpu):
-    methods = {name: ours(name) for name in OURS}
+    methods = {name: ours(name) for name in OURS} | {NO_LIST: without_list}
     if zstandard:
         methods |= {ZSTD: block_codec(zstd_coders), ZSTD_ROWS: block_codec(zstd_coders, by_row=True)}
     if lz4_block:
@@ -316,7 +338,7 @@ def run_set(sheet, case, device, with_times, wanted):
     """wanted: the names of the methods to measure; None for all."""
     tensors = [x.to(device) for x in case.tensors]
     for method, measure in methods_for(case.dtype, device.type == "cuda").items():
-        if wanted is not None and method not in wanted:
+        if (wanted is not None and method not in wanted) or (method == NO_LIST and case.name != SPARSE_SET):
             continue
         try:
             record(sheet, case, method, measure_cell(measure, tensors, device, with_times))
@@ -399,8 +421,10 @@ def rows_to_keep(path, methods, names):
 
 def in_usual_order(rows):
     """By set as sets.py has them, then by method as they first appear."""
-    names = reading.in_order([*(name for name, _, _ in sets.SYNTHETIC), *(name for name, _, _, _ in sets.REAL)])
+    kinds = (sets.SYNTHETIC, sets.REAL, sets.SIMULATIONS)
+    names = reading.in_order(name for kind in kinds for name, *_ in kind)
     dtypes = {name: list(map(harness.dtype_name, held)) for name, held, _ in sets.SYNTHETIC}
+    dtypes |= {name: [harness.dtype_name(sets.FP64)] for name, *_ in sets.SIMULATIONS}
     dtypes |= {name: list(map(harness.dtype_name, held)) for name, _, held, _ in sets.REAL}
     methods = reading.in_order(row["method"] for row in rows)
     return sorted(
@@ -436,7 +460,8 @@ def main(argv=None):
     if not options.no_times:
         for method in OURS:  # what only a first call does
             _compress(torch.randn(64, 64, device=device), method, "packed", device)
-    for case in sets.all_sets(args.data, args.quick):
+    simulated = sets.simulated_sets(sets.QUICK_ROWS if args.quick else sets.ROWS)
+    for case in itertools.chain(sets.all_sets(args.data, args.quick), simulated):
         if options.sets is None or case.name in options.sets:
             run_set(sheet, case, device, not options.no_times, options.methods)
             print(".", end="", flush=True)

@@ -84,3 +84,7 @@ def fine_number(value):
 
 def percent(share, digits=1):
     return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # no "-0.0"
+
+
+def markdown(heads, lines):
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [heads, ["---"] * len(heads), *lines])

@@ -1,9 +1,9 @@
 """The tables of docs/reproduction.md: what five papers show, and what the CSVs say of the same.
 
 A row has the item, what it shows and what stands for the paper's data here, the script that asks the same, the paper's
-figure, and a function of the CSVs for ours: no figure of ours is typed. The last row of a table lists items that are
-not measured, with the reason. Theirs is what the papers' text says; of figures only what the text or the axes name is
-known here.
+figure, and functions of the CSVs for ours and for the figures of both that are compared: no figure of ours is typed.
+NOT_MEASURED has the others, with the reason. Theirs is what the papers' text says; of figures only what the text or
+the axes name is known here.
 """
 
 import itertools
@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import charts, densities, dlrm, gnn, ratio, reading
+from . import charts, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
-HEADS = ("item", "what it shows; data here", "script", "theirs", "ours")
+HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
 SETS = (  # sets that stand for one of the papers': set, dtype
     ("citeseer", "float32"),
     ("cora", "float32"),
@@ -25,11 +25,22 @@ SETS = (  # sets that stand for one of the papers': set, dtype
     ("stories260k", "bfloat16"),
 )
 
+# Columns of the paper's tables 1 and 2, and the sets that stand for them: in transfers.csv, in SETS.
+KINDS_OF_SETS = {
+    "sparse": (("cora", "citeseer", "pubmed"), "float32", ("citeseer", "cora", "pubmed_1060rows")),
+    "dense": (("kokoro", "word2vec"), "float32", ("word2vec",)),
+    "DLRM": (("embedding",), "float32", ("ncf mlp_user",)),
+    "KV FP16": (("LLM keys", "LLM values"), "float16", ("K-cache", "V-cache")),
+    "KV BF16": (("LLM keys", "LLM values"), "bfloat16", ("K-cache", "V-cache")),
+    "weights": (("LLM weights", "LLM weights, 512 B"), "bfloat16", ("stories260k",)),
+}
+
 
 @dataclass(frozen=True)
 class Row:
     """A table, figure or headline that is measured. `ours` is a function(Results) -> text; `others` are further scripts
-    whose CSVs it reads and that no row names as its own."""
+    whose CSVs it reads and that no row names as its own; `compared` is a function(Results) -> (label, our figure, the
+    paper's figure) of each figure that `theirs` names and that ours is comparable with."""
 
     item: str
     shows: str
@@ -37,6 +48,12 @@ class Row:
     theirs: str
     ours: Callable
     others: tuple[str, ...] = ()
+    compared: Callable = lambda results: ()
+
+    def ratios(self, results):
+        """Our figures over the paper's, as text."""
+        found = self.compared(results)
+        return ", ".join(f"{label} {ours / theirs:.2f}".lstrip() for label, ours, theirs in found)
 
 
 def span(values, unit="", digits=2):
@@ -61,10 +78,13 @@ def by_arm(rows, key=lambda row: row["case"]):
 # ---- Invariant Bit Packing -----------------------------------------------------------------------------------------
 
 
+SHOWN_COPIES = ("gathered by the CPU", "by kernel, words", "by kernel, aligned", "managed memory", "ibp, raw rows")
+
+
 def scattered_copies(results):
-    """GB/s of each arm on the most elements of 512 B, and what aligning gains."""
+    """GB/s of some arms on the most elements of 512 B, and what aligning gains."""
     rows = sorted(results.rows("scattered", row_bytes=512), key=lambda row: row["rows"])
-    best = {row["arm"]: row for row in rows}
+    best = {row["arm"]: row for row in rows if row["arm"] in SHOWN_COPIES}
     aligned = by_arm(results.rows("scattered", rows=100_000), lambda row: row["row_bytes"])
     gains = (
         f"{size_name(size)} {arms['by kernel, aligned']['gbps'] / arms['by kernel, words']['gbps'] - 1:+.0%}"
@@ -96,22 +116,49 @@ def shares_of_ideal(results):
 
 
 def graph_gains(results):
-    """Epochs by the CPU's best gather, and by raw rows, over epochs by ibp."""
+    """Epochs by the CPU's best gather, and by raw rows, over epochs by ibp; and with DGL's sampling, if measured."""
     gains = list(gnn.gains(results.rows("gnn")))
     return (
         f"epochs {span([gain.epoch for gain in gains])} times as fast as with the CPU's best gather, "
         f"{statistics.mean(gain.epoch for gain in gains):.2f} on average; "
         f"{span([gain.raw_epoch for gain in gains])} times as with raw rows by the GPU"
+        + sampled_by_dgl(results)
+        + coded_parts(results)
     )
+
+
+def coded_parts(results):
+    """Epochs behind a cache of raw rows over those with misses, the cache, or both coded: means of the sets."""
+    raw = gnn_cache.arm_name(gnn_cache.RAW, 1)
+    gains = {}
+    for arms in by_arm(results.rows("gnn_cache", cache_percent=1)).values():
+        for way in (gnn_cache.MISSES_ALONE, gnn_cache.CACHE_ALONE, gnn_cache.IBP):
+            if (arm := gnn_cache.arm_name(way, 1)) in arms:
+                gains.setdefault(way, []).append(arms[raw]["epoch_s"] / arms[arm]["epoch_s"])
+    if len(gains) < 3:
+        return ""
+    texts = (f"{way} {statistics.mean(found):.2f}" for way, found in gains.items())
+    return f"<br>behind a cache of 1 %, over raw rows: {', '.join(texts)} times"
+
+
+def sampled_by_dgl(results):
+    """Epochs whose neighbours DGL draws: by x[ids].to(device), as DGL fetches, over ibp."""
+    cases = by_arm(row for row in results.rows("gnn") if row["case"].endswith(gnn.BY_DGL))
+    gains = [arms["cpu plain"]["epoch_s"] / arms["ibp"]["epoch_s"] for arms in cases.values() if "ibp" in arms]
+    return f"<br>sampled and fetched by DGL {span(gains)} times" if gains else ""
 
 
 def graph_parts(results):
-    """Cora's features: fetching, training and the epoch."""
-    rows = (results.row("gnn", arm=arm, case="cora, batch 1024") for arm in (*gnn.CPU_ARMS, "raw rows", "ibp"))
-    return listed(
-        f"{row['arm']}: fetch {row['fetch_ms']:.2f} ms, train {row['train_ms']:.2f} ms, epoch {row['epoch_s']:.2f} s"
-        for row in rows
-    )
+    """Cora's features and Reddit's row size: fetching, training alone and beside the next batch, and what a batch
+    waits."""
+    parts = []
+    for name, arm in itertools.product(("cora", "dense 602"), ("raw rows", "ibp")):
+        row = results.row("gnn", arm=arm, case=f"{name}, batch 1024")
+        batch_ms, beside_ms = 1e3 * row["epoch_s"] / gnn.EPOCH_BATCHES, row.get("beside_ms")
+        text = f"{name}, {arm}: fetch {row['fetch_ms']:.1f}, train {row['train_ms']:.1f}"
+        text += f", beside fetches {beside_ms:.1f}, wait {max(0, batch_ms - beside_ms):.1f}" if beside_ms else ""
+        parts.append(f"{text} of {batch_ms:.1f} ms")
+    return listed(parts)
 
 
 def lookups(results):
@@ -186,9 +233,9 @@ def workers(results):
         most = max(row["gbps"] for row in coded)
         few = min(row["workers"] for row in coded if row["gbps"] >= 0.95 * most)
         parts.append(
-            f"{size_name(row_bytes)}, GB/s: `x[ids].to()` {fine_number(cpu[0]['gbps'])} with "
-            f"{cpu[0]['workers']} thread, {fine_number(max(row['gbps'] for row in cpu))} at best; the CPU "
-            f"through pinned memory {number(max(pinned))}; coded rows {number(most)}, within 5 % from {few} SMs"
+            f"{size_name(row_bytes)}: `x[ids].to()` {fine_number(cpu[0]['gbps'])} to "
+            f"{fine_number(max(row['gbps'] for row in cpu))}, pinned {number(max(pinned))}; coded rows {number(most)}, "
+            f"within 5 % from {few} SMs"
         )
     return listed(parts)
 
@@ -200,6 +247,8 @@ def cluster_savings(results):
         rows = results.rows("more_clusters", set=name, method="k-means")
         own = results.rows("more_clusters", set=name, method="ibp.compress")
         best, most = (max(found, key=lambda row: row["savings"]) for found in (rows, own))
+        if best["savings"] <= 0 and most["savings"] <= 0:
+            continue
         parts.append(
             f"{name}: {percent(rows[0]['savings'])}, {percent(best['savings'])} with {best['clusters']}, "
             f"`ibp.compress` {percent(most['savings'])} with {most['clusters']}"
@@ -207,24 +256,36 @@ def cluster_savings(results):
     return listed(parts)
 
 
-def by_set(results, text_of, arms):
-    """text_of(row) of each set of transfers.csv and arm: the best of nvCOMP last."""
-    parts = []
-    for name, dtype in in_order((row["case"], row["dtype"]) for row in results.rows("transfers")):
-        found = {row["arm"]: row for row in results.rows("transfers", case=name, dtype=dtype)}
-        codecs = [row for arm, row in found.items() if arm.startswith(NVCOMP) and not arm.endswith("by row")]
-        best = max(codecs, key=lambda row: row["gain"])
-        shown = [f"{arm} {text_of(found[arm])}" for arm in arms if arm in found]
-        shown.append(f"{best['arm'].replace(NVCOMP, 'nvCOMP ')} {text_of(best)}")
-        parts.append(f"{name} {kind(best)}: " + ", ".join(shown))
-    return listed(parts)
+def means(rows, name, column):
+    """{name's value: mean of a column} of arms or methods that all of some sets have."""
+    found = {}
+    for row in rows:
+        if row[column] is not None:
+            found.setdefault(row[name], []).append(row[column])
+    most = max(map(len, found.values()), default=0)
+    return {value: statistics.mean(of) for value, of in found.items() if len(of) == most}
+
+
+def rows_of_kind(results, label):
+    """Of transfers.csv, the rows of a column of the paper's table 1."""
+    names, dtype, _ = KINDS_OF_SETS[label]
+    return [row for name in names for row in results.rows("transfers", case=name, dtype=dtype)]
 
 
 def transfer_gains(results):
+    """By the paper's columns, and of all sets: ibp, auto and the best of nvCOMP's codecs."""
+    parts = []
+    every = {label: rows_of_kind(results, label) for label in KINDS_OF_SETS}
+    for label, rows in [*every.items(), ("all sets", results.rows("transfers"))]:
+        gains = means(rows, "arm", "gain")
+        codecs = {arm: gain for arm, gain in gains.items() if arm.startswith(NVCOMP) and not arm.endswith("by row")}
+        shown = [arm for arm in ("ibp", "auto", *([max(codecs, key=codecs.get)] if codecs else [])) if arm in gains]
+        texts = (f"{arm.replace(NVCOMP, 'nvCOMP ')} {gains[arm]:.2f}" for arm in shown)
+        parts.append(shown and f"{label}: {', '.join(texts)}")
     worse = ans_as_floats(results.rows("transfers", arm="nvcomp ans"), results)
     texts = (f"{name} {percent(floats, 0)}, as bytes {percent(of_bytes, 0)}" for name, floats, of_bytes in worse)
     note = f"ANS coded sparse sets as floats; of bytes it saves more, at a rate not measured: {'; '.join(texts)}"
-    return listed([by_set(results, lambda row: f"{row['gain']:.2f}", ("ibp", "auto")), worse and note])
+    return listed([*parts, worse and note])
 
 
 def ans_as_floats(rows, results):
@@ -244,19 +305,20 @@ def encode_times(results):
     own = [row["encode_ms"] for row in results.rows("transfers", arm="planes")]
     others = [row["encode_ms"] for row in results.rows("transfers") if row["arm"].startswith(NVCOMP)]
     others = [value for value in others if value]
-    return f"planes {span(own, ' ms', 1)}, nvCOMP's codecs {span(others, ' ms', 1)}"
+    mib = max(row["table_bytes"] for row in results.rows("transfers")) / 2**20
+    return f"{mib:.0f} MiB: planes {span(own, ' ms', 1)}, nvCOMP's codecs {span(others, ' ms', 1)}"
 
 
 def codec_savings(results):
-    """The paper's choice, planes, and the best of the others."""
+    """The paper's choice, planes, and the best of the others, by the paper's columns."""
     parts = []
-    for name, dtype in SETS:
-        rows = results.rows("ratio", set=name, dtype=dtype)
-        found = {row["method"]: row["savings"] for row in rows}
-        best = max((method for method in found if method not in ratio.OURS), key=found.get)
+    for label, (_, dtype, names) in KINDS_OF_SETS.items():
+        saved = means(
+            [row for name in names for row in results.rows("ratio", set=name, dtype=dtype)], "method", "savings"
+        )
+        best = max((method for method in saved if method not in ratio.OURS), key=saved.get)
         parts.append(
-            f"{name} {kind(rows[0])}: {percent(found['paper'])}, planes {percent(found['planes'])}, "
-            f"{best} {percent(found[best])}"
+            f"{label}: {percent(saved['paper'])}, planes {percent(saved['planes'])}, {best} {percent(saved[best])}"
         )
     return listed(parts)
 
@@ -308,6 +370,149 @@ def compress_times(results):
     )
 
 
+def mean_of(rows, column):
+    return statistics.mean(row[column] for row in rows)
+
+
+def aligned_gain(results):
+    words, aligned = (
+        results.row("scattered", row_bytes=512, rows=100_000, arm=f"by kernel, {way}") for way in ("words", "aligned")
+    )
+    yield "512 B", aligned["gbps"] / words["gbps"], 1.25
+
+
+def ideal_at_most_savings(results):
+    for row_bytes, theirs in ((256, 0.5), (1024, 0.78), (4096, 0.86)):
+        rows = results.rows("gather", arm="ibp slots", row_bytes=row_bytes)
+        row = max(
+            (row for row in rows if row["case"].startswith(SYNTHETIC)), key=lambda row: reading.savings_of(row["case"])
+        )
+        yield size_name(row_bytes), row["gbps"] / row["ideal_gbps"], theirs
+
+
+def graph_headlines(results):
+    """DGL gathers by the CPU; Legion has a cache of raw rows on the GPU."""
+    yield "DGL", graph_average(results, "ibp"), 1.56
+    rows = results.rows("gnn_cache", cache_percent=1)
+    yield "Legion", statistics.mean(epoch for _, _, epoch in gnn_cache.gains(rows)), 1.74
+
+
+def lookup_headline(results):
+    yield "from 512 B", lookup_average(results, "ibp"), 2.8
+    rows = {row["case"]: row for row in results.rows("dlrm", arm=dlrm.COLOSSALAI)}
+    gains = [
+        row["gbps"] / rows[row["case"]]["gbps"]
+        for row in results.rows("dlrm", arm=dlrm.IBP_CACHE)
+        if row["case"] in rows and row["row_bytes"] == rows[row["case"]]["row_bytes"]
+    ]
+    if gains:
+        yield "CachedEmbeddingBag", statistics.mean(gains), 2.8
+
+
+def weight_headlines(results):
+    plain, coded = (results.row("flexgen_opt", arm=arm)["token_s"] for arm in ("FlexGen", "FlexGen, ibp"))
+    yield "FlexGen", plain / coded, 1.22
+    yield "BF16 weights", token_gain(results, "ibp"), 1.25
+
+
+def cache_row_headlines(results):
+    cases = by_arm(results.rows("kv_rows")).values()
+    yield "most", max(1 - arms["ibp"]["us"] / arms["cpu index + copy"]["us"] for arms in cases), 0.37
+
+
+def chunks_of_8_bytes(results):
+    for name in ("kokoro", "ncf mlp_user"):
+        rows = results.rows("chunks", set=name, dtype="float32", chunk_bytes=8)
+        yield f"{name}, 8 B", max(row["savings"] for row in rows), 0.127
+
+
+def cluster_headline(results):
+    rows = results.rows("more_clusters", set="larger smooth 3D field", method="k-means")
+    yield "field", max(row["savings"] for row in rows), 0.47
+
+
+def transfer_ratios(results):
+    theirs = {"sparse": 9.7, "dense": 1.2, "DLRM": 1.1, "KV FP16": 1.02, "KV BF16": 1.27, "weights": 1.32}
+    for label, figure in theirs.items():
+        rows = [row for row in rows_of_kind(results, label) if row["arm"] == "ibp"]
+        if rows:
+            yield label, mean_of(rows, "gain"), figure
+
+
+def savings_ratios(results):
+    theirs = {"sparse": 0.929, "dense": 0.104, "DLRM": 0.083, "KV FP16": 0.045, "KV BF16": 0.234, "weights": 0.267}
+    for label, figure in theirs.items():
+        _, dtype, names = KINDS_OF_SETS[label]
+        rows = [row for name in names for row in results.rows("ratio", method="paper", set=name, dtype=dtype)]
+        if rows:
+            yield label, mean_of(rows, "savings"), figure
+
+
+def invariant_ratios(results):
+    theirs = {"pubmed_1060rows": 0.894, "citeseer": 0.99, "cora": 0.992}
+    for name, figure in theirs.items():
+        yield name.split("_")[0], results.row("bits", set=name, dtype="float32")["invariant"], figure
+    for dtype, figure in (("float16", 0.08), ("bfloat16", 0.27)):
+        rows = [row for part in "KV" for row in results.rows("bits", set=f"{part}-cache", dtype=dtype)]
+        yield f"KV {reading.DTYPE_NAMES[dtype]}", mean_of(rows, "invariant"), figure
+
+
+def sampled_ratio_of_all(results):
+    theirs = {"pubmed_1060rows": 7.35, "citeseer": 25.09, "cora": 26.34, "ncf mlp_user": 1.14}
+    for name, figure in theirs.items():
+        row = results.row("sampling", set=name, dtype="float32", scheme="ibp", sample=1)
+        yield name.split("_")[0], 1 / (1 - row["savings"]), figure
+
+
+def largest_graph(results):
+    yield "", max(row["table_gib"] for row in results.rows("gnn", arm="ibp")) * 2**30 / 1e9, 174
+
+
+def cached_row_ratios(results):
+    theirs = {"pubmed": 6.84, "citeseer": 24.15, "dense 602": 1.11}
+    for case, arms in by_arm(results.rows("gnn_cache", cache_percent=1)).items():
+        if case in theirs:
+            raw, coded = (arms[f"{arm}, cache of 1 %"]["held_rows"] for arm in ("raw rows", "ibp"))
+            yield case, coded / raw, theirs[case]
+
+
+def headlines(results):
+    """The paper's three averages, by its scheme and as ibp comes."""
+    lines = []
+    for what, theirs, found in (
+        ("GraphSAGE, epochs over the CPU's best gather", 74, [graph_average(results, arm) for arm in SCHEMES]),
+        ("look-ups of rows from 512 B over the CPU's gather", 180, [lookup_average(results, arm) for arm in SCHEMES]),
+        ("tokens by streamed BF16 weights over raw ones", 24, [token_gain(results, arm) for arm in SCHEMES]),
+    ):
+        ours = ("" if gain is None else percent(gain - 1, 0) for gain in found)
+        lines.append([what, f"{theirs} %", *ours])
+    return reading.markdown(("faster by", "theirs", "scheme `ibp`", "as shipped"), lines)
+
+
+SCHEMES = ("scheme ibp", "ibp")  # arms: the paper's scheme, the library's choice
+
+
+def graph_average(results, arm):
+    gains = [gain.epoch for gain in gnn.gains(results.rows("gnn"), arm)]
+    return statistics.mean(gains) if gains else None
+
+
+def lookup_average(results, arm):
+    gains = [gain.plain for gain in dlrm.gains(results.rows("dlrm"), arm) if gain.row["row_bytes"] >= 512]
+    return statistics.mean(gains) if gains else None
+
+
+def token_gain(results, arm):
+    rows = results.rows("weights", arm=arm, dtype="bfloat16", prompt=256)
+    if not rows:
+        return None
+    row = max(rows, key=lambda row: row["sms"])
+    return (
+        results.row("weights", arm="raw through hooks", dtype="bfloat16", prompt=256, rows=row["rows"])["ms"]
+        / row["ms"]
+    )
+
+
 IBP = (
     Row(
         "Figure 5",
@@ -316,6 +521,7 @@ IBP = (
         "scattered.py",
         "by the GPU and aligned 25 % faster than by the GPU alone, of 25 GB/s",
         scattered_copies,
+        compared=aligned_gain,
     ),
     Row(
         "Figure 7",
@@ -323,6 +529,7 @@ IBP = (
         "gather.py",
         "50 to 90 % saved: 1 KB 78 %, 4 KB 86 %, 256 B half of the ideal at the end",
         shares_of_ideal,
+        compared=ideal_at_most_savings,
     ),
     Row(
         "Figure 8; headline",
@@ -330,14 +537,22 @@ IBP = (
         "gnn.py",
         "56 % faster than DGL, 74 % than Legion on average",
         graph_gains,
+        compared=graph_headlines,
     ),
-    Row("Figure 9", "where the time of an epoch goes; Cora", "gnn.py", "hardly any waiting left", graph_parts),
+    Row(
+        "Figure 9",
+        "where the time of a batch goes; Cora, rows of 602",
+        "gnn.py",
+        "hardly any waiting left",
+        graph_parts,
+    ),
     Row(
         "Figure 10; headline",
         "look-ups of embeddings, against CachedEmbeddingBag; 26 tables of random values, ColossalAI is not run",
         "dlrm.py",
         "180 % faster on average, 8 to 20 % by compression",
         lookups,
+        compared=lookup_headline,
     ),
     Row(
         "Figure 11; headline",
@@ -347,6 +562,7 @@ IBP = (
         "22 % faster, weights loaded 25 % faster; LLMs 24 % faster",
         streamed_weights,
         ("flexgen_opt.py",),
+        compared=weight_headlines,
     ),
     Row(
         "Figure 12",
@@ -354,6 +570,7 @@ IBP = (
         "kv_rows.py",
         "KV transfers up to 37 % shorter, 2 % by compression; FP16",
         cache_rows,
+        compared=cache_row_headlines,
     ),
     Row(
         "Figure 13",
@@ -361,10 +578,11 @@ IBP = (
         "chunks.py",
         "1 B less than 3 %, 8 B to 12.7 %; best at 0.80 to 0.85; none at 1",
         chunk_savings,
+        compared=chunks_of_8_bytes,
     ),
     Row(
         "Figure 14",
-        "copying KV rows with more threads of the CPU; random BF16 rows",
+        "copying KV rows with one thread of the CPU and more, GB/s; random BF16 rows",
         "copy_threads.py",
         "faster with more threads, never as fast as by the GPU",
         workers,
@@ -376,13 +594,15 @@ IBP = (
         "more_clusters.py",
         "Reddit 12.0 % with one, 12.7 % with 477; asteroid 47 % with 13,725",
         cluster_savings,
+        compared=cluster_headline,
     ),
     Row(
         "Table 1",
         "how many times as fast as raw tensors they are fetched and decoded",
         "transfers.py",
-        "sparse: Cascaded 8.6, IBP 9.7; dense FP32 1.1 to 1.2; KV FP16 1.02, BF16 1.27; weights BF16 1.32",
+        "sparse: Cascaded 8.6, IBP 9.7; dense FP32 1.2; DLRM 1.1; KV FP16 1.02, BF16 1.27; weights BF16 1.32",
         transfer_gains,
+        compared=transfer_ratios,
     ),
     Row(
         "Table 2",
@@ -390,10 +610,11 @@ IBP = (
         "ratio.py",
         "sparse: zstd 93.4 %, IBP 92.9; dense FP32 10.4; DLRM 8.3; KV FP16 4.5, BF16 23.4; weights BF16 26.7",
         codec_savings,
+        compared=savings_ratios,
     ),
     Row(
         "Table 3",
-        "time of compressing; 32 MiB in device memory",
+        "time of compressing, in device memory",
         "transfers.py",
         "sparse 151.5, dense 53.2, DLRM 34.2, KV 42.8 and 40.9, weights 94.9 (units are lost)",
         encode_times,
@@ -405,6 +626,7 @@ IBP = (
         "Pubmed 6.3 / 7.5 / 89.4 %, Citeseer 6.3 / 65.3 / 99.0, Cora 6.3 / 76 / 99.2, dense 0 / 0 / 13 to 15, KV FP16 "
         "0 / 2 / 8, BF16 0 / 0.1 / 27",
         packed_bits,
+        compared=invariant_ratios,
     ),
     Row(
         "Table 5",
@@ -413,14 +635,23 @@ IBP = (
         "Pubmed 7.37 / 7.34 / 7.35, Citeseer 25.09, Cora 26.36 / 26.36 / 26.34, DLRM 1.11 / 1.13 / 1.14, KV FP16 1.03 "
         "/ 1.06 / 1.05",
         sampled_ratios,
+        compared=sampled_ratio_of_all,
     ),
-    Row("Table 6", "sizes of the graphs", "gnn.py", "rows of 400 B to 34 KB, 0.5 to 174 GB", graph_sets),
+    Row(
+        "Table 6",
+        "sizes of the graphs",
+        "gnn.py",
+        "rows of 400 B to 34 KB, 0.5 to 174 GB",
+        graph_sets,
+        compared=largest_graph,
+    ),
     Row(
         "Table 7",
         "rows that a cache of 1 % of the bytes holds",
         "gnn_cache.py",
         "Pubmed 6.84, Citeseer 24.15, Cora 25.88, dense 1.11 to 1.13 times",
         cached_rows,
+        compared=cached_row_ratios,
     ),
     Row(
         "Headline: preprocessing",
@@ -493,11 +724,82 @@ def against_a_cpu(what, other):
     return ours
 
 
+def against_rans(results):
+    """An rANS of the same exponents on the CPU where it was measured, and our own coder."""
+    arms = [arm for arm in ("rans decompress", "planes decode") if results.row("cpu", arm=arm)]
+    return listed(against_a_cpu("decode", arm)(results) for arm in arms)
+
+
+def times_a_rans(results):
+    arm = "rans decompress" if results.row("cpu", arm="rans decompress") else "planes decode"
+    yield from times_a_cpu(arm.split(" ")[0], "decode", arm, 160)(results)
+
+
 def against_zstd(results):
     ways = (("encode", "zstd -1 compress"), ("decode", "zstd -1 decompress"))
     saved = {row["method"]: row["savings"] for row in results.rows("ratio", set="normal 0.02", dtype="bfloat16")}
     sizes = f"output over input: planes {1 - saved['planes']:.2f}, {ratio.ZSTD} {1 - saved[ratio.ZSTD]:.2f}"
     return listed([*(against_a_cpu(*way)(results) for way in ways), sizes])
+
+
+def simulated_shares(results):
+    """Of planes and of zstd."""
+    parts = []
+    for name, *_ in sets.SIMULATIONS:
+        found = {row["method"]: 1 - row["savings"] for row in results.rows("ratio", set=name)}
+        parts.append(f"{name} {found['planes']:.3f}, {ratio.ZSTD} {found[ratio.ZSTD]:.3f}")
+    return listed(parts)
+
+
+def simulated_ratios(results):
+    rows = (results.row("ratio", set=name, method="planes") for name, *_ in sets.SIMULATIONS)
+    yield "mean", statistics.mean(1 - row["savings"] for row in rows), 0.89
+
+
+def shares_of_memory(case, what, dtype, theirs):
+    """Rates as shares of what `copy_` reads and writes."""
+
+    def compared(results):
+        memory_gbps = 2 * results.row("encode_into", case="device", arm="copy_")["gbps"]
+        yield reading.DTYPE_NAMES[dtype], device_gbps(results, case, what)[dtype] / memory_gbps, theirs
+
+    return compared
+
+
+def output_ratios(name, theirs, method="planes", suffix=""):
+    """theirs: by dtype of FLOATS; suffix: at the end of labels."""
+
+    def compared(results):
+        for dtype, figure in zip(FLOATS, theirs):
+            if row := results.row("ratio", set=name, dtype=dtype, method=method):
+                yield kind(row) + suffix, 1 - row["savings"], figure
+
+    return compared
+
+
+def sparse_shares(results):
+    """With the list of elements that are not zero, and without it."""
+    rows = results.rows("ratio", set=ratio.SPARSE_SET, method=ratio.NO_LIST)
+    without = ", ".join(f"{1 - row['savings']:.2f}" for row in rows)
+    return listed([output_shares(ratio.SPARSE_SET)(results), without and f"without the list {without}"])
+
+
+def sparse_ratios(results):
+    yield from output_ratios(ratio.SPARSE_SET, (0.49, 0.40, 0.45, 0.45))(results)
+    yield from output_ratios(ratio.SPARSE_SET, (0.76, 0.66, 0.83, 0.85), ratio.NO_LIST, " without")(results)
+
+
+def times_a_cpu(label, what, other, theirs):
+    def compared(results):
+        cpu = results.row("cpu", case="normal 0.02, 1 thread", arm=other)["gbps"]
+        yield label, device_gbps(results, "normal 0.02", what)["bfloat16"] / cpu, theirs
+
+    return compared
+
+
+def times_zstd(results):
+    yield from times_a_cpu("coding", "encode", "zstd -1 compress", 360)(results)
+    yield from times_a_cpu("decoding", "decode", "zstd -1 decompress", 141)(results)
 
 
 DIETGPU = (
@@ -508,6 +810,7 @@ DIETGPU = (
         "a fifth of the memory's 500 GB/s, over 90 GB/s at best",
         device_rates("normal", "encode"),
         ("codec.py", "families.py"),
+        compared=shares_of_memory("normal", "encode", "bfloat16", 0.2),
     ),
     Row(
         "Section 5.1.2, chart",
@@ -516,6 +819,7 @@ DIETGPU = (
         "a fifth of the memory's rate",
         device_rates("normal", "decode"),
         ("codec.py", "families.py"),
+        compared=shares_of_memory("normal", "decode", "bfloat16", 0.2),
     ),
     Row(
         "Table 1",
@@ -523,13 +827,23 @@ DIETGPU = (
         "ratio.py",
         "FP16 0.87, BF16 0.68 (0.66), FP32 0.83 (0.83), FP64 0.88 (0.87)",
         output_shares("normal 1"),
+        compared=output_ratios("normal 1", (0.87, 0.68, 0.83, 0.88)),
+    ),
+    Row(
+        "Table 2",
+        "output over input of FP64 simulations; waves in shallow water and particles, simulated here",
+        "ratio.py",
+        "Comet 0.91, Head Impact 0.86, Control 0.90, Plasma 0.88; 0.89 on average",
+        simulated_shares,
+        compared=simulated_ratios,
     ),
     Row(
         "Section 5.1.5",
-        "against an rANS on the CPU; our own CPU coder, BF16",
+        "against an rANS on the CPU, or our own CPU coder; BF16",
         "cpu.py",
         "90 GB/s against 0.55: over 160 times",
-        against_a_cpu("decode", "planes decode"),
+        against_rans,
+        compared=times_a_rans,
     ),
     Row(
         "Section 5.1.6",
@@ -537,6 +851,7 @@ DIETGPU = (
         "cpu.py",
         "50 GB/s against 0.139 (360 times), sizes 0.91 against 0.88; 60 against 0.423 (141 times), 0.86 against 0.94",
         against_zstd,
+        compared=times_zstd,
     ),
     Row(
         "Section 5.2.1, chart",
@@ -545,6 +860,7 @@ DIETGPU = (
         "near 50 GB/s in FP64, a tenth of the memory's rate",
         device_rates("half zeros", "encode"),
         ("codec.py", "families.py"),
+        compared=shares_of_memory("half zeros", "encode", "float64", 0.1),
     ),
     Row(
         "Section 5.2.2, chart",
@@ -559,7 +875,8 @@ DIETGPU = (
         "output over input where half are zero (what entropy allows)",
         "ratio.py",
         "FP16 0.49, BF16 0.40, FP32 0.45, FP64 0.45; without the bitmap 0.76, 0.66, 0.83, 0.85",
-        output_shares("half zeros"),
+        sparse_shares,
+        compared=sparse_ratios,
     ),
 )
 
@@ -571,26 +888,44 @@ def nets(results):
     return in_order(row["net"] for row in results.rows("densities"))
 
 
-def densities_by_layer(net):
-    """The first layer, the others and the fully connected ones: at the beginning, at its least and at the end."""
+def densities_by_layer(results):
+    """AlexNet's first layer, the others and the fully connected ones, each at the beginning, at its least and at the
+    end."""
+    rows = results.rows("densities", net="AlexNet", kind="relu")
+    layers = densities_over_time(rows)
+    groups = {
+        "conv0": [found for layer, found in layers.items() if layer == "conv0"],
+        "other conv": [found for layer, found in layers.items() if layer.startswith("conv") and layer != "conv0"],
+        "fc": [found for layer, found in layers.items() if layer.startswith("fc")],
+    }
+    texts = (
+        f"{name} " + ", ".join(span([100 * pick(of) for of in own], " %", 0) for pick in (first, min, last))
+        for name, own in groups.items()
+        if own
+    )
+    return "; ".join(filter(None, [*texts, cut_off(rows)]))
 
-    def ours(results):
-        rows, layers = results.rows("densities", net=net, kind="relu"), {}
-        for row in rows:
-            layers.setdefault(row["layer"], []).append(row["density"])
-        groups = {
-            "conv0": [found for layer, found in layers.items() if layer == "conv0"],
-            "other conv": [found for layer, found in layers.items() if layer.startswith("conv") and layer != "conv0"],
-            "fc": [found for layer, found in layers.items() if layer.startswith("fc")],
-        }
-        texts = (
-            f"{name} " + ", ".join(span([100 * pick(found) for found in own], " %", 0) for pick in (first, min, last))
-            for name, own in groups.items()
-            if own
-        )
-        return listed([*texts, cut_off(rows)])
 
-    return ours
+def densities_over_time(rows):
+    """{layer: its densities, in the order of the steps}."""
+    layers = {}
+    for row in rows:
+        layers.setdefault(row["layer"], []).append(row["density"])
+    return layers
+
+
+def densities_of_deeper(results):
+    """The mean of the convolutions after the first at the beginning, at its least and at the end, of all nets but
+    AlexNet."""
+    parts = []
+    for net in nets(results):
+        rows = results.rows("densities", net=net, kind="relu")
+        layers = densities_over_time(row for row in rows if row["layer"] != "conv0" and row["layer"][:4] == "conv")
+        if net != "AlexNet" and layers:
+            found = [100 * statistics.mean(of) for of in zip(*layers.values())]
+            text = f"{net} {', '.join(f'{pick(found):.0f}' for pick in (first, min, last))} %"
+            parts.append("; ".join(filter(None, [text, cut_off(rows)])))
+    return listed(parts)
 
 
 def first(values):
@@ -624,55 +959,79 @@ def densities_of_pools(results):
 
 
 def net_sparsity(results):
-    """Weighted by the sizes of the layers, over all checkpoints."""
-    parts = []
+    """Weighted by the sizes of the layers, over all checkpoints, and of the sparsest layer."""
+    return listed(f"{net} {percent(zeros)}, most {percent(most)}" for net, zeros, most in sparsities(results))
+
+
+def sparsities(results):
+    """(net, share of zeros, share of zeros in its sparsest layer)."""
     for net in nets(results):
         rows = results.rows("densities", net=net)
-        zeros = 1 - sum(row["density"] * row["elements"] for row in rows) / sum(row["elements"] for row in rows)
-        most = 1 - min(row["density"] for row in rows)
-        parts.append(f"{net}: {percent(zeros)} on average, {percent(most)} in the sparsest layer")
-    return listed(parts)
+        dense = sum(row["density"] * row["elements"] for row in rows) / sum(row["elements"] for row in rows)
+        yield net, 1 - dense, 1 - min(row["density"] for row in rows)
 
 
 GONE = 0.001  # a loss from which a net learns nothing more
 
 
 def losses(results):
+    found = [row for row in results.rows("densities", net="AlexNet", layer="conv1") if row["loss"] is not None]
+    low = min(found, key=lambda row: row["density"])
+    gone = next((row for row in found if row["loss"] < GONE), None)
+    texts = [
+        f"AlexNet: loss {found[0]['loss']:.2f} to {found[-1]['loss']:.4f}",
+        gone and f"{gone['loss']:.4f} after {gone['step']} steps",
+        f"conv1 least dense, {percent(low['density'], 0)}, after {low['step']} steps, at last "
+        f"{percent(found[-1]['density'], 0)}",
+        cut_off(found),
+    ]
+    return "; ".join(filter(None, texts))
+
+
+RATIO_COLUMNS = ("rle", "zvc", "zlib", "zlib_64k", "ibp")  # of activation_ratios.csv, those that it has
+
+
+def end_of(rows):
+    """The rows of a net's last checkpoint."""
+    last_one = max(row["progress"] for row in rows)
+    return [row for row in rows if row["progress"] == last_one]
+
+
+def ratios_at_the_end(results, layout, dtype):
+    """{net: the rows of its last sizes}."""
+    rows = results.rows("activation_ratios", layout=layout, dtype=dtype)
+    return {net: end_of([row for row in rows if row["net"] == net]) for net in in_order(row["net"] for row in rows)}
+
+
+def times_smaller(rows, column):
+    """Of all layers of a net, by their sizes."""
+    return sum(row["elements"] for row in rows) / sum(row["elements"] / row[column] for row in rows)
+
+
+def layout_ratios(results):
+    """Times smaller by order of memory: the mean of the nets, and the layer that shrinks most."""
     parts = []
-    for net in nets(results):
-        found = [row for row in results.rows("densities", net=net, layer="conv1") if row["loss"] is not None]
-        low = min(found, key=lambda row: row["density"])
-        gone = next((row for row in found if row["loss"] < GONE), None)
-        texts = [
-            f"{net}: loss {found[0]['loss']:.2f} to {found[-1]['loss']:.4f}",
-            gone and f"{gone['loss']:.4f} after {gone['step']} steps",
-            f"conv1 least dense, {percent(low['density'], 0)}, after {low['step']} steps",
-            cut_off(found),
-        ]
-        parts.append("; ".join(filter(None, texts)))
+    for layout in densities.LAYOUTS:
+        found = ratios_at_the_end(results, layout, "float32").values()
+        columns = [column for column in RATIO_COLUMNS if all(column in row for rows in found for row in rows)]
+        texts = (
+            f"{column} {statistics.mean(times_smaller(rows, column) for rows in found):.2f}"
+            + (f" (most {max(row[column] for rows in found for row in rows):.1f})" if column == "zvc" else "")
+            for column in columns
+        )
+        parts.append(f"{layout}, nets: {len(found)}: {', '.join(texts)}")
     return listed(parts)
 
 
-def net_ratios(dtype, layouts):
-    """Times smaller where sizes were last taken, weighted by size, and of the layer that shrinks most."""
-
-    def ours(results):
-        parts, rows = [], results.rows("activation_ratios", dtype=dtype)
-        for net, layout in in_order((row["net"], row["layout"]) for row in rows if row["layout"] in layouts):
-            own = [row for row in rows if (row["net"], row["layout"]) == (net, layout)]
-            end = max(row["progress"] for row in rows if row["net"] == net)
-            own = [row for row in own if row["progress"] == end]
-            elements = sum(row["elements"] for row in own)
-            texts = (
-                f"{column} {elements / sum(row['elements'] / row[column] for row in own):.2f} "
-                f"(most {max(row[column] for row in own):.1f})"
-                for column in ("zvc", "zlib", "ibp")
-            )
-            when = "" if end == 1 else f", after {percent(end, 0)} of the steps"
-            parts.append(f"{net}, {layout}{when}: {', '.join(texts)}")
-        return listed(parts)
-
-    return ours
+def net_ratios(results):
+    """Times smaller of each net in BF16."""
+    parts = []
+    for net, rows in ratios_at_the_end(results, "NCHW", "bfloat16").items():
+        columns = [column for column in RATIO_COLUMNS if column in rows[0]]
+        texts = ", ".join(f"{column} {times_smaller(rows, column):.2f}" for column in columns)
+        when = "" if rows[0]["progress"] == 1 else f", after {percent(rows[0]['progress'], 0)} of the steps"
+        parts.append(f"{net}{when}: {texts}")
+    return listed(parts)
 
 
 def offload_steps(results):
@@ -707,6 +1066,42 @@ def offload_gains(results):
     )
 
 
+def first_layer(results):
+    rows = results.rows("densities", net="AlexNet", layer="conv0")
+    yield "conv0", rows[-1]["density"], 0.5
+
+
+def compared_layouts(results):
+    nets = ratios_at_the_end(results, "NCHW", "float32").values()
+    yield "ZVC", statistics.mean(times_smaller(rows, "zvc") for rows in nets), 2.6
+    yield "most", max(row["zvc"] for rows in nets for row in rows), 13.8
+    yield "zlib", statistics.mean(times_smaller(rows, "zlib") for rows in nets), 2.76
+
+
+def zlib_over_zvc(results):
+    nets = ratios_at_the_end(results, "NCHW", "bfloat16").values()
+    yield "zlib/ZVC", statistics.mean(times_smaller(rows, "zvc") / times_smaller(rows, "zlib") for rows in nets), 0.97
+
+
+def offload_headlines(results):
+    gains = [arms["raw"] / arms["ibp"] for arms in offload_steps(results).values()]
+    yield "mean", statistics.mean(gains), 1.53
+    yield "most", max(gains), 1.79
+
+
+def offload_losses(results):
+    lost = [1 - arms["plain"] / arms["raw"] for arms in offload_steps(results).values()]
+    yield "mean", statistics.mean(lost), 0.51
+    yield "most", max(lost), 0.63
+
+
+def sparsity_headlines(results):
+    found = {net: (zeros, most) for net, zeros, most in sparsities(results)}
+    yield "AlexNet", found["AlexNet"][0], 0.494
+    yield "mean", statistics.mean(zeros for zeros, _ in found.values()), 0.62
+    yield "most", max(most for _, most in found.values()), 0.93
+
+
 CDMA = (
     Row(
         "Figure 3",
@@ -714,30 +1109,40 @@ CDMA = (
         "activations.py",
         "51 % of the performance lost on average, at most 63 %",
         offload_costs,
+        compared=offload_losses,
     ),
     Row(
         "Figure 4",
         "densities of AlexNet's layers in training: at first, least, at last",
         "densities.py",
         "conv0 within 2 points of 50 %; the others fall fast and rise again; fc the sparsest",
-        densities_by_layer("AlexNet"),
+        densities_by_layer,
+        compared=first_layer,
     ),
     Row("Figure 5", "pools denser than what they pool", "densities.py", "always", densities_of_pools),
-    Row("Figure 6", "densities of deeper nets; VGG16 alone", "densities.py", "as AlexNet", densities_by_layer("VGG16")),
+    Row(
+        "Figure 6",
+        "mean densities of deeper nets' convolutions: at first, least, at last",
+        "densities.py",
+        "as AlexNet",
+        densities_of_deeper,
+    ),
     Row("Figure 7", "loss and density", "densities.py", "density falls with the loss, then rises slowly", losses),
     Row(
         "Figure 11; headline",
-        "times smaller in three orders of memory; FP32, no RLE",
+        "times smaller in three orders of memory; FP32",
         "densities.py",
         "ZVC 2.6 on average, at most 13.8, the same in all orders; zlib 2.76 in NCHW, less in others",
-        net_ratios("float32", ("NCHW", "NHWC", "CHWN")),
+        layout_ratios,
+        compared=compared_layouts,
     ),
     Row(
         "Figure 12",
         "bytes sent to the CPU; BF16, NCHW",
         "densities.py",
         "zlib 3 % less than ZVC on average",
-        net_ratios("bfloat16", ("NCHW",)),
+        net_ratios,
+        compared=zlib_over_zvc,
     ),
     Row(
         "Figure 13; headline",
@@ -746,6 +1151,7 @@ CDMA = (
         "activations.py",
         "53 % faster than vDNN on average, at most 79 %",
         offload_gains,
+        compared=offload_headlines,
     ),
     Row(
         "Headline: sparsity",
@@ -753,6 +1159,7 @@ CDMA = (
         "densities.py",
         "AlexNet 49.4 %; six nets 62 %, at most 93 %",
         net_sparsity,
+        compared=sparsity_headlines,
     ),
 )
 
@@ -769,23 +1176,51 @@ def profiles(results, text_of, threshold="profile, 30%"):
 
 
 def placed(row):
-    return f"{row['target']:.2f} times smaller, {percent(row['spilled'])} of the rows spilled"
+    return f"{row['target']:.2f} with {percent(row['spilled'])}"
+
+
+def of_programs(results, kind, text_of):
+    """text_of(row) of each program of `spill.py --programs`, by a kind of slots."""
+    rows = program_rows(results, kind)
+    return [f"{row['case'].removeprefix(spill.PROGRAM).split(',')[0]} {text_of(row)}" for row in rows]
+
+
+def program_rows(results, kind="the paper's ratios"):
+    return [
+        row for row in results.rows("spill") if row["case"].startswith(spill.PROGRAM) and row["case"].endswith(kind)
+    ]
 
 
 def best_ratios(results):
     """Without a limit on what spills."""
-    return profiles(results, lambda row: f"{1 / (1 - row['savings']):.2f} times smaller")
+    texts = of_programs(results, "the paper's ratios", lambda row: f"{1 / (1 - row['savings']):.2f}")
+    nets = profiles(results, lambda row: f"{1 / (1 - row['savings']):.2f} times smaller")
+    return listed([nets, ", ".join(texts)])
 
 
 def chosen_ratios(results):
-    return profiles(results, placed)
+    """By tensor, with one target for all, and without the target for zeros."""
+    parts = [profiles(results, placed)]
+    for slots in ("one target", "without 16 times"):
+        row = results.row("spill", case=f"training, {slots}")
+        parts.append(row and f"{slots}: {placed(row)}")
+    for slots in ("the paper's ratios", "one target"):
+        if rows := program_rows(results, slots):
+            target, spilled = mean_of(rows, "target"), mean_of(rows, "spilled")
+            parts.append(f"{len(rows)} programs, {slots}: {target:.2f} with {percent(spilled)}")
+    return listed(parts)
 
 
 def foretold_spill(results):
-    return profiles(
-        results,
-        lambda row: f"{percent(row['predicted_spilled'])} foretold, {percent(row['spilled'])} in the last snapshot",
-    )
+    """And of what was foretold the least and the most of a snapshot, where it was measured."""
+
+    def foretold(row):
+        text = f"{percent(row['predicted_spilled'])} foretold, {percent(row['spilled'])} in the last snapshot"
+        if row.get("most_spilled") is None:
+            return text
+        return f"{text}, {percent(row['least_spilled'])} to {percent(row['most_spilled'])} in all"
+
+    return profiles(results, foretold)
 
 
 def thresholds(results):
@@ -806,14 +1241,38 @@ def reads(results, **wanted):
         yield from ((what, row, alone[table]) for table, row in spilled.items() if table in alone)
 
 
+LINKS_GBPS = (50, 100, 150, 200)  # of the paper's figure 11
+
+
+def decoded_spills(results):
+    """(row, the row of the same table on the device alone) of normal BF16 rows, in slots that the rows without noise
+    fit."""
+    found = reads(results, case="normal 0.02")
+    return [(row, alone) for what, row, alone in found if what == "decode" and not row["target"]]
+
+
+def share_by_link(row, alone, link_gbps):
+    """The rate, as a share of that on the device alone, where the slower of the device and a link binds."""
+    device_s = row["rows"] * row["row_bytes"] / alone["gbps"]
+    return device_s / max(device_s, row["spilled_bytes"] / link_gbps)
+
+
 def spilled_reads(results):
-    """Decoding of normal BF16 rows by the share that spills, in slots that all others fit."""
-    return listed(
-        f"{percent(row['spilled'], 0)} spilled: {percent(row['gbps'] / alone['gbps'], 0)}, "
-        f"{percent(row['gbps'] / row['ideal_gbps'], 0)}"
-        for what, row, alone in reads(results, case="normal 0.02")
-        if what == "decode" and not row["target"]
-    )
+    """Decoding by the share that spills, and by links that were not measured, as the paper's are simulated."""
+    parts = []
+    for row, alone in decoded_spills(results):
+        shares = " / ".join(f"{100 * share_by_link(row, alone, link):.0f}" for link in LINKS_GBPS)
+        parts.append(
+            f"{percent(row['spilled'], 0)} spilled: {percent(row['gbps'] / alone['gbps'], 0)}, "
+            f"{percent(row['gbps'] / row['ideal_gbps'], 0)}; reckoned {shares} %"
+        )
+    return listed(parts)
+
+
+def spilled_reads_compared(results):
+    rows = [found for found in decoded_spills(results) if 0 < found[0]["spilled"] < 0.07]
+    if rows:
+        yield "150 GB/s reckoned", share_by_link(*rows[0], 150), 0.978
 
 
 def headline_of_spill(results):
@@ -825,6 +1284,30 @@ def headline_of_spill(results):
     return listed([nets, f"tables without spilled rows: {span(rates)} times the rate of the same table on the GPU"])
 
 
+def profile_row(results):
+    return results.row("spill", case=SLOT_KINDS["the paper's ratios"], arm="profile, 30%")
+
+
+def best_ratio_compared(results):
+    yield "net", 1 / (1 - profile_row(results)["savings"]), 1.85
+    if rows := program_rows(results):
+        yield "programs", statistics.mean(1 / (1 - row["savings"]) for row in rows), 1.85
+
+
+def chosen_ratio_compared(results):
+    row, one_target = profile_row(results), results.row("spill", case="training, one target")
+    yield "times", row["target"], 1.5
+    yield "accesses", row["spilled"], 0.04
+    if one_target:
+        yield "one target", one_target["target"], 1.18
+    if rows := program_rows(results):
+        yield "programs", statistics.mean(row["target"] for row in rows), 1.5
+
+
+def headline_compared(results):
+    yield "times", profile_row(results)["target"], 1.5
+
+
 NET = "ten snapshots of a small net's training, most of whose embedding was never touched"
 BUDDY = (
     Row(
@@ -833,13 +1316,15 @@ BUDDY = (
         "spill.py",
         "HPC 2.51, deep learning 1.85",
         best_ratios,
+        compared=best_ratio_compared,
     ),
     Row(
         "Figure 7",
-        "ratio and accesses of the slower memory; as figure 3",
+        "times smaller, and rows that reach the slower memory; as figure 3",
         "spill.py",
         "HPC 1.9 with 0.08 %, deep learning 1.5 with 4 %; with one target for all 1.57 with 8 % and 1.18 with 32 %",
         chosen_ratios,
+        compared=chosen_ratio_compared,
     ),
     Row(
         "Figure 8",
@@ -848,14 +1333,15 @@ BUDDY = (
         "constant; SqueezeNet 1.49, ResNet-50 1.64 times smaller",
         foretold_spill,
     ),
-    Row("Figure 9", "ratio and accesses by threshold; as figure 3", "spill.py", "30 % chosen", thresholds),
+    Row("Figure 9", "the same by threshold; as figure 3", "spill.py", "30 % chosen", thresholds),
     Row(
         "Figure 11",
         "rate by the share of rows that spill, against memory that is large enough, and against what memory and link "
-        "allow; tables decoded, PCIe 5 alone",
+        "allow; tables decoded, PCIe 5; and the first reckoned for links of 50, 100, 150 and 200 GB/s",
         "spill.py",
         "150 GB/s: within 1 % (HPC) and 2.2 % (deep learning); 50 GB/s: over 20 % slower",
         spilled_reads,
+        compared=spilled_reads_compared,
     ),
     Row(
         "Headline",
@@ -863,6 +1349,7 @@ BUDDY = (
         "spill.py",
         "1.9 (HPC), 1.5 (deep learning)",
         headline_of_spill,
+        compared=headline_compared,
     ),
 )
 
@@ -881,8 +1368,8 @@ def gathers(*links):
             found = {row["arm"]: row for row in rows if row["mib"] == most}
             coded = max(found[arm]["over_torch"] for arm in ("default", "fast") if arm in found)
             parts.append(
-                f"{link}, {most:,} MiB of {what}: NCCL {number(found['torch']['gbps'])} GB/s, `auto` "
-                f"{found['auto']['over_torch']:.2f} times as fast, always coded {coded:.2f}"
+                f"{link}, {what}: NCCL {number(found['torch']['gbps'])} GB/s, `auto` "
+                f"{found['auto']['over_torch']:.2f} times, always coded {coded:.2f}"
             )
         return listed(parts)
 
@@ -904,6 +1391,26 @@ def typed_columns(results):
     return listed(parts)
 
 
+def best_gather(theirs, *links):
+    """The all-gather that gains most."""
+
+    def compared(results):
+        rows = [row for row in results.rows("collectives") if row["link"] in links and "all_gather" in row["call"]]
+        yield "most", max(row["over_torch"] for row in rows if row["arm"] != "torch"), theirs
+
+    return compared
+
+
+def typed_column_ratios(results):
+    for case, arm, theirs in (
+        ("sorted ids with runs", "nvcomp:cascaded", 80),
+        ("strings", "nvcomp:lz4", 71.8),
+        ("strings", "nvcomp:cascaded", 3.2),
+    ):
+        row = results.row("choose", case=case, arm=arm)
+        yield f"{TYPED_CODECS[arm]} on {case.split(' ')[0]}", 1 / (1 - row["savings"]), theirs
+
+
 NVCOMP_POST = (
     Row(
         "Figure 3",
@@ -911,6 +1418,7 @@ NVCOMP_POST = (
         "collectives.py",
         "to 150 GB/s, 12 times as fast, on the sorted column; slower on floats",
         gathers("no peer access", "sockets"),
+        compared=best_gather(12, "no peer access", "sockets"),
     ),
     Row(
         "Figure 4",
@@ -918,6 +1426,7 @@ NVCOMP_POST = (
         "choose.py",
         "column 0: Cascaded 80, nearly twice LZ4, 56 GB/s on a T4; column 2: LZ4 71.8, Cascaded 3.2",
         typed_columns,
+        compared=typed_column_ratios,
     ),
     Row(
         "Headline: DGX-1",
@@ -925,6 +1434,7 @@ NVCOMP_POST = (
         "collectives.py",
         "2 to 4 times as fast on some columns",
         gathers("direct"),
+        compared=best_gather(2, "direct"),
     ),
 )
 
@@ -938,7 +1448,6 @@ PAPERS = {
 # Items of the papers that are not measured here: reason by item.
 NOT_MEASURED = {
     "ibp": {"Figures 1, 2, 3, 4, 6": "drawings and code"},
-    "dietgpu": {"Table 2": "its four simulations are not here"},
     "cdma": {
         "Figures 1, 2, 8": "drawings",
         "Figures 9, 10": "hardware that nobody can add to a GPU",
@@ -960,6 +1469,7 @@ def csvs_of(name, results):
     own = reading.Results(results.directory)  # with no CSV read yet
     for row in PAPERS[name]:
         row.ours(own)
+        row.ratios(own)
     return own.sheets
 
 
@@ -971,9 +1481,8 @@ def measured_at(csvs):
 
 def table(name, results):
     """The table of one paper, and the commits of the CSVs that it is written from."""
-    lines = [[row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results)] for row in PAPERS[name]]
-    rows = [HEADS, ["---"] * len(HEADS), *lines]
-    missing = "; ".join(f"{items} ({reason})" for items, reason in NOT_MEASURED[name].items())
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    commits = measured_at(csvs_of(name, results))
-    return f"{text}\n\nNot measured: {missing}.\n\nCommits measured: {commits}."
+    lines = [
+        [row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results), row.ratios(results)]
+        for row in PAPERS[name]
+    ]
+    return f"{reading.markdown(HEADS, lines)}\n\nCommits measured: {measured_at(csvs_of(name, results))}."

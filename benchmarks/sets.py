@@ -1,4 +1,6 @@
-"""The sets whose savings are measured: synthetic tables, and the real ones of a data directory in all their dtypes."""
+"""The sets whose savings are measured: synthetic tables, fields of simulations that run here, and the real ones of a
+data directory in all their dtypes.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -115,6 +117,68 @@ def synthetic_sets(rows: int) -> Iterator[Set]:
     for name, dtypes, make in SYNTHETIC:
         for dtype in dtypes:
             yield Set(name, (make(rows, torch.Generator().manual_seed(0), dtype),))
+
+
+# ---- simulations in double precision ---------------------------------------------------------------------------------
+
+STEPS, TIME_STEP = 60, 0.4  # of the shallow water
+SIDE_CELLS, LATTICE, STEPS_APART = 5, 1.7, 2  # of the particles: 4 a cell of a cube; steps between snapshots
+MD_TIME_STEP, CUT_OFF = 0.004, 2.5
+
+
+def shallow_water(rows):
+    """Height and both velocities of waves on a periodic grid of COLUMNS, from seeded drops, [rows, COLUMNS]."""
+    generator, lines = torch.Generator().manual_seed(0), -(-rows // 3)
+    down, across = (torch.arange(n, dtype=FP64).view(shape) for n, shape in ((lines, (-1, 1)), (COLUMNS, (1, -1))))
+    height, u, v = torch.ones(lines, COLUMNS, dtype=FP64), *torch.zeros(2, lines, COLUMNS, dtype=FP64)
+    for a, b, size in torch.rand(12, 3, generator=generator, dtype=FP64).tolist():
+        distance = (down - a * lines) ** 2 + (across - b * COLUMNS) ** 2
+        height += 0.1 * torch.exp(-distance / (60 + 240 * size) ** 2)
+
+    def slope(x, axis):
+        return (x.roll(-1, axis) - x.roll(1, axis)) / 2
+
+    for _ in range(STEPS):
+        u -= TIME_STEP * slope(height, 1)
+        v -= TIME_STEP * slope(height, 0)
+        height -= TIME_STEP * (slope(height * u, 1) + slope(height * v, 0))
+    return torch.cat([height, u, v])[:rows].contiguous()
+
+
+def lennard_jones(rows):
+    """Positions and velocities of particles of a liquid in a periodic cube, snapshot by snapshot, [rows, COLUMNS]."""
+    generator = torch.Generator().manual_seed(0)
+    cells = torch.cartesian_prod(*3 * [torch.arange(SIDE_CELLS, dtype=FP64)])
+    corners = torch.tensor([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]], dtype=FP64)
+    x, side = LATTICE * (cells[:, None] + corners).view(-1, 3), LATTICE * SIDE_CELLS
+    velocity = torch.randn(x.shape, generator=generator, dtype=FP64)
+    velocity -= velocity.mean(0)
+
+    def forces():
+        apart = x[:, None] - x
+        apart -= side * (apart / side).round()
+        square = apart.square().sum(2).fill_diagonal_(float("inf"))
+        sixth = torch.where(square < CUT_OFF**2, 1 / square**3, 0.0)
+        return ((48 * sixth**2 - 24 * sixth) / square).unsqueeze(2).mul(apart).sum(1)
+
+    force, snapshots, wanted = forces(), [], rows * COLUMNS
+    while sum(map(torch.Tensor.numel, snapshots)) < wanted:
+        for _ in range(STEPS_APART):
+            velocity += MD_TIME_STEP / 2 * force
+            x = (x + MD_TIME_STEP * velocity) % side
+            force = forces()
+            velocity += MD_TIME_STEP / 2 * force
+        snapshots += [x, velocity.clone()]
+    return torch.cat(snapshots).view(-1)[:wanted].view(rows, COLUMNS)
+
+
+SIMULATIONS = (("shallow water", shallow_water, 1), ("Lennard-Jones", lennard_jones, 4))  # and how many rows fewer
+
+
+def simulated_sets(rows: int) -> Iterator[Set]:
+    """Fields in FP64, the same on every machine but for the last bits of sums."""
+    for name, make, fewer in SIMULATIONS:
+        yield Set(name, (make(rows // fewer),))
 
 
 # ---- real ----------------------------------------------------------------------------------------------------------

@@ -1,18 +1,25 @@
 """What do slots on the GPU with overflow in pinned host memory (ibp.spill.place) cost to read and change?
 
-    python -m benchmarks.spill [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.spill [--programs] [--out DIR] [--device cpu] [--quick]
 
 Tables of 1 GiB in device memory, of which a share of the rows is noise, which leaves its slot: `decode` of the whole
 table and `index_select` of half of its rows in random order, `device only`, with overflow on the GPU too, and
 `spilled`, with overflow in host memory; `update_` of every 16th row. Slots are those that the other rows fit, or of a
 target ratio, which real sets have too. `pages`: loads from an `ibp.kv.KVStore` of keys, with slots for 99.9 % of the
 rows, and with smaller ones that spill. `profile`: ten snapshots of a net in training, and at each threshold of the
-sweep what the last one spills when it is placed, beside what was predicted: by the paper's ratios, and by slots of any
-size. `ideal_gbps` of a spilled arm is the device's rate, or that at which the link brings what spilled where it is
-slower. All results are compared bit for bit.
+sweep what the last one spills when it is placed, beside what was predicted, and the least and most that was predicted
+of a snapshot: by the paper's ratios, by slots of any size, `without 16 times`, which the paper keeps for zeros, and
+with `one target` for all tensors, the highest at which at most 30 % of all rows leave their slots. `ideal_gbps` of a
+spilled arm is the device's rate, or that at which the link brings what spilled where it is slower. All results are
+compared bit for bit.
+
+--programs: profiles of nets in training in single precision alone, of their weights, gradients, momentum and outputs of
+layers, of 1 MiB and more and in rows of 2 KiB. Other rows of the CSV stay, as these do in runs without the option.
 """
 
+import argparse
 import dataclasses
+import itertools
 import math
 import sys
 
@@ -21,10 +28,20 @@ import torch
 import ibp
 from ibp.spill import _targets
 
-from . import families, harness, ideal, inputs
+from . import densities, families, harness, ideal, inputs
 
 COLUMNS = (
-    *("target", "slot_bytes", "spilled", "predicted_spilled", "spilled_bytes", "device_bytes", "host_bytes"),
+    *(
+        "target",
+        "slot_bytes",
+        "spilled",
+        "predicted_spilled",
+        "least_spilled",
+        "most_spilled",
+        "spilled_bytes",
+        "device_bytes",
+        "host_bytes",
+    ),
     *harness.TARGET_COLUMNS,
 )
 TABLE_BYTES, SMALL_TABLE_BYTES, QUICK_TABLE_BYTES = 1024 * inputs.MIB, 256 * inputs.MIB, inputs.MIB
@@ -265,55 +282,178 @@ def step(net, states, rate=1e-3):
         weight.grad = None
 
 
-def measure_profile(run):
+PROGRAMS = ("AlexNet", "VGG16", "SqueezeNet", "GoogLeNet", "ResNet-50", "LSTM")
+PROGRAM_BATCH, PROGRAM_ROW_BYTES, PROGRAM_LEAST_BYTES, STEPS_BETWEEN = 32, 2048, 1 << 20, 4
+PROGRAM = "program "  # at the start of a case's name
+
+
+class LanguageModel(torch.nn.Module):
+    """Tokens [N, tokens] through an embedding and two layers of LSTM. width: of all."""
+
+    def __init__(self, tokens, width):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(tokens, width)
+        self.lstm = torch.nn.LSTM(width, width, 2, batch_first=True)
+        self.out = torch.nn.Linear(width, tokens)
+
+    def forward(self, ids):
+        self.hidden = self.lstm(self.embedding(ids))[0]
+        return self.out(self.hidden)
+
+
+class Program:
+    """A net in training by SGD with momentum on data made here."""
+
+    def __init__(self, run, name):
+        self.name, self.device, small = name, run.device, run.quick or not run.on_gpu
+        torch.manual_seed(0)
+        self.batch, self.image = (4, 96) if small else (PROGRAM_BATCH, 224)
+        if name == "LSTM":
+            self.tokens = 64 if small else 8192
+            self.net = LanguageModel(self.tokens, 32 if small else 1024).to(run.device)
+        else:
+            self.net = densities.started(
+                densities.Plan(name, self.image, self.batch, 1, 0.05 if small else 1), run.device
+            )
+            self.images = densities.Images(self.image, run.device)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), densities.LEARNING_RATE, densities.MOMENTUM)
+
+    def step(self):
+        if self.name == "LSTM":  # each token tells the next one
+            first = torch.randint(self.tokens, (self.batch, 1), device=self.device)
+            ids = (first + torch.arange(65, device=self.device) ** 2) % self.tokens
+            self.x, wanted = ids[:, :-1], ids[:, 1:].flatten()
+        else:
+            self.x, wanted = self.images.draw(self.batch)
+        scores = self.net(self.x)
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, -2), wanted)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 5.0)
+        self.optimizer.step()
+
+    def snapshot(self, least_bytes):
+        """What the program holds: {name: tensor} of tensors that are large enough."""
+        held = {}
+        for name, weight in self.net.named_parameters():
+            held |= {name: weight.detach(), f"gradient of {name}": weight.grad}
+            held[f"momentum of {name}"] = self.optimizer.state[weight]["momentum_buffer"]
+        if self.name == "LSTM":
+            held["hidden states"] = self.net.hidden.detach()
+        else:
+            held |= {f"output {name}": x for name, _, x in densities.outputs_of(self.net, self.x)} | {"images": self.x}
+        return {name: x.contiguous() for name, x in held.items() if x.nbytes >= least_bytes}
+
+
+def program_snapshots(run, name):
+    program = Program(run, name)
+    for _ in range(2 if run.quick else NUM_SNAPSHOTS):
+        for _ in range(STEPS_BETWEEN):
+            program.step()
+        yield program.snapshot(PROGRAM_ROW_BYTES if run.quick else PROGRAM_LEAST_BYTES)
+
+
+def with_ratios(report, ratios):
+    """The same snapshots with other targets to choose from."""
+    tensors = {name: dataclasses.replace(tensor, ratios=ratios) for name, tensor in report.items()}
+    return ibp.spill.Profile(tensors, report.threshold, report.num_snapshots).at(report.threshold)
+
+
+def with_one_target(report, most=_targets.THRESHOLD):
+    """Buddy Compression's naive way: the highest of its targets at which at most this share of all rows spills."""
+    for ratio in sorted(filter(math.isfinite, _targets.RATIOS), reverse=True):
+        tensors = {
+            name: dataclasses.replace(tensor, slot_bytes=_targets.slot_bytes_of(ratio, tensor.row_bytes))
+            for name, tensor in report.items()
+        }
+        found = ibp.spill.Profile(tensors, report.threshold, report.num_snapshots)
+        if found.point.rows <= most:
+            return found
+    raise AssertionError("rows spill without a target")
+
+
+def spilled_by_snapshot(report):
+    """The share of all rows that is predicted to spill in each snapshot."""
+    num_rows = sum(tensor.num_rows for tensor in report.values())
+    for k in range(report.num_snapshots):
+        yield sum(tensor.spill(k).rows * tensor.num_rows for tensor in report.values()) / num_rows
+
+
+def measure_profile(run, name, moments, row_bytes=None, sweep=(0.1, 0.2, 0.3, 0.4)):
+    """name: at the start of the cases'; moments: snapshots; sweep: thresholds."""
     last = {}
 
     def seen():
-        for snapshot in snapshots(run):
+        for snapshot in moments:
+            last.clear()
             last.update(snapshot)
             yield snapshot
 
-    report = ibp.spill.profile(seen())
-    print(report)
-    finer = {name: dataclasses.replace(tensor, ratios=None) for name, tensor in report.items()}
-    finer = ibp.spill.Profile(finer, report.threshold, report.num_snapshots)
-    for kind, found in (("the paper's ratios", report), ("slots of any size", finer)):
-        for threshold in (0.1, 0.4) if run.quick else (0.1, 0.2, 0.3, 0.4):
-            with run.cell(f"profile at {threshold}, {kind}"):
-                record_profile(run, kind, found.at(threshold), last)
+    report = ibp.spill.profile(seen(), row_bytes=row_bytes)
+    print(f"{name}: {str(report).splitlines()[0]}")
+    few = tuple(ratio for ratio in _targets.RATIOS if ratio < 16)
+    kinds = {"the paper's ratios": report, "slots of any size": with_ratios(report, None)}
+    found = [
+        (kind, f"profile, {threshold:.0%}", of.at(threshold))
+        for (kind, of), threshold in itertools.product(kinds.items(), sweep)
+    ]
+    found += [("without 16 times", "profile, 30%", with_ratios(report, few))]
+    found += [("one target", "profile, 30%", with_one_target(report))]
+    for kind, arm, of in found:
+        with run.cell(f"{name}, {arm}, {kind}"):
+            record_profile(run, f"{name}, {kind}", arm, of, last)
 
 
-def record_profile(run, kind, report, last):
+def record_profile(run, case, arm, report, last):
     """Places the last snapshot as a profile says, and decodes it."""
     tables = {name: ibp.spill.place(x, report[name], device=run.device) for name, x in last.items()}
     for name, table in tables.items():
         harness.check_bits(ibp.decompress(table), last[name], name)
     seconds = run.seconds([lambda: [ibp.decompress(table, out=last[name]) for name, table in tables.items()]])
-    spills = [spill_of(table) for table in tables.values()]
+    spills, by_snapshot = [spill_of(table) for table in tables.values()], list(spilled_by_snapshot(report))
     num_rows = sum(table.num_rows for table in tables.values())
     spilled = sum(share * table.num_rows for (share, _), table in zip(spills, tables.values())) / num_rows
     spilled_bytes, num_bytes = sum(size for _, size in spills), report.original_bytes
     moved = num_bytes + sum(table.stored_bytes for table in tables.values())
     least = max(moved * 1e-9 / (2 * run.memset_gbps), link_seconds(spilled_bytes))
     run.add(
-        case=f"training, {kind}", arm=f"profile, {report.threshold:.0%}", rows=num_rows, row_bytes=0, dtype=BF16,
+        case=case, arm=arm, rows=num_rows, row_bytes=0, dtype=next(iter(last.values())).dtype,
         savings=1 - 1 / report.best_ratio, gbps=num_bytes * 1e-9 / seconds, ideal_gbps=num_bytes * 1e-9 / least,
         sms=None, target=f"{report.ratio:.3g}", slot_bytes="", spilled=f"{spilled:.4f}",
-        predicted_spilled=f"{report.point.rows:.4f}", spilled_bytes=spilled_bytes,
+        predicted_spilled=f"{report.point.rows:.4f}", least_spilled=f"{min(by_snapshot):.4f}",
+        most_spilled=f"{max(by_snapshot):.4f}", spilled_bytes=spilled_bytes,
         device_bytes=sum(table.nbytes - table.overflow.numel() for table in tables.values()),
         host_bytes=sum(table.overflow.numel() for table in tables.values()),
     )  # fmt: skip
 
 
+def measure_programs(run):
+    for name in PROGRAMS:
+        with run.cell(f"{PROGRAM}{name}"):
+            measure_profile(run, f"{PROGRAM}{name}", program_snapshots(run, name), PROGRAM_ROW_BYTES, sweep=(0.3,))
+        if run.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def parsed(argv):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--programs", action="store_true")
+    options, others = own.parse_known_args(argv)
+    return options.programs, harness.parse_args(others, __doc__)
+
+
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("spill", args, COLUMNS)
+    programs, args = parsed(argv)
+    run = harness.Run("spill", args, COLUMNS, keep=lambda row: row["case"].startswith(PROGRAM) != programs)
     torch.manual_seed(0)
+    if programs:
+        measure_programs(run)
+        return run.finish()
     measure_kinds(run, CASES)
     measure_pages(run, args.data)
     measure_real(run, args.data)
     with run.cell("profile"):
-        measure_profile(run)
+        measure_profile(run, "training", snapshots(run), sweep=(0.1, 0.4) if run.quick else (0.1, 0.2, 0.3, 0.4))
     return run.finish(harness.missed(run.rows))
 
 

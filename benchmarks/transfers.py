@@ -1,34 +1,46 @@
 """How fast do rows of each kind come to the GPU by each codec, and how long is compressing (the paper's tables 1 to 3)?
 
-    python -m benchmarks.transfers [--data DIR] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.transfers [--dense DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
 
-Real sets, their rows over and over, in pinned host memory. ibp: random rows of slots, fetched by one kernel. nvCOMP:
-the whole table's bytes by the copy engine, then decoded; in chunks of 64 KiB, and of one row, which is what access to
-rows takes. `gain`: times the rate of raw rows by the same way. `encode_ms`: compressing the whole table in device
-memory, of ibp with its choice of codebook.
+Real sets, their rows over and over, in pinned host memory; --dense names a directory with kokoro_voices.npz and
+word2vec_1000x300.npz, whose rows of 1 KiB are measured too. `LLM weights, 512 B` are the same weights in longer rows.
+ibp: random rows of slots, fetched by one kernel. nvCOMP: the whole table's bytes by the copy engine, then decoded; in
+chunks of 64 KiB, and of one row, which is what access to rows takes. `gain`: times the rate of raw rows by the same
+way. `encode_ms`: compressing the whole table in device memory, of ibp with its choice of codebook.
 """
 
+import argparse
 import sys
+from pathlib import Path
 
 import torch
 
 import ibp
 from ibp.codecs._nvcomp import CODECS
 
-from . import gather, harness, ideal, inputs, ratio, reading
+from . import gather, harness, ideal, inputs, ratio, reading, sets
 
 COLUMNS = ("gain", "encode_ms", "table_bytes")
-TABLE_BYTES, QUICK_TABLE_BYTES = 32 * inputs.MIB, 512 << 10
+TABLE_BYTES, QUICK_TABLE_BYTES = 128 * inputs.MIB, 512 << 10
+DENSE_SETS = ("kokoro", "word2vec")  # of sets.py, in FP32
+LONG_ROW_BYTES = 512
 RAW_ROWS, RAW_COPY = "raw rows", "raw copy_"
 BY_ROW = ", row by row"
 
 
-def half_precision(sets):
-    """The sets, and those of the KV-cache in FP16 too."""
-    for name, x in sets:
+def all_sets(data, dense=None):
+    """(name, rows): the real sets, those of the KV-cache in FP16 too, weights in longer rows too, and those of another
+    directory with dense rows."""
+    for name, x in inputs.real_sets(data):
         yield name, x
         if name in ("LLM keys", "LLM values"):
             yield name, x.to(torch.float16)
+        if name == "LLM weights":
+            columns = LONG_ROW_BYTES // x.itemsize
+            yield f"{name}, {LONG_ROW_BYTES} B", x.reshape(-1)[: x.numel() // columns * columns].view(-1, columns)
+    for found in sets.real_sets(dense) if dense else ():
+        if found.name in DENSE_SETS and found.dtype == torch.float32:
+            yield found.name, found.tensors[0]
 
 
 class Case:
@@ -150,11 +162,18 @@ def measure_nvcomps(case):
                 print(f"{case.name}, {arm}: left out: {error}")
 
 
+def parsed(argv):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--dense", type=Path)
+    options, others = own.parse_known_args(argv)
+    return options.dense, harness.parse_args(others, __doc__)
+
+
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
+    dense, args = parsed(argv)
     run = harness.Run("transfers", args, COLUMNS)
     ratio.say_what_is_left_out(run.on_gpu)
-    for name, rows in half_precision(inputs.real_sets(args.data)):
+    for name, rows in all_sets(args.data, dense):
         with run.cell(name):
             case = Case(run, name, rows)
             measure_copy(case)

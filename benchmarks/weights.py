@@ -2,14 +2,14 @@
 
     python -m benchmarks.weights [--out DIR] [--device cpu] [--quick]
 
-Beside it raw weights through the same hooks, weights on the GPU, and accelerate's cpu_offload; `llm.py` has coded
-weights that stay on the GPU. A Llama of transformers with 7 billion random weights, N(0, 0.02) in BF16, FP16 and FP8
-(E4M3, cast before each product). A token is one call of the model after a prompt, with its cache, until the host has
-seen its end: the median of several. `prompt` 0 stands for one call on `rows` sequences of 1,024 tokens, chosen
-so that the GPU computes for as long as raw weights take to arrive. In the same run the bits of every weight that a
-layer sees are summed up on the device and compared, and at batch 1 the tokens; not the bits of accelerate's weights,
-which no hook sees. The bound is the copy engine's rate over the bytes stored; for `prompt` 0, 1.03 times the time of
-weights on the GPU. With two GPUs layers take turns.
+Beside it raw weights through the same hooks, weights by scheme ibp (`scheme ibp`, BF16), weights on the GPU, and
+accelerate's cpu_offload; `llm.py` has coded weights that stay on the GPU. A Llama of transformers with 7 billion random
+weights, N(0, 0.02) in BF16, FP16 and FP8 (E4M3, cast before each product). A token is one call of the model after a
+prompt, with its cache, until the host has seen its end: the median of several. `prompt` 0 stands for one call on `rows`
+sequences of 1,024 tokens, chosen so that the GPU computes for as long as raw weights take to arrive. In the same run
+the bits of every weight that a layer sees are summed up on the device and compared, and at batch 1 the tokens; not the
+bits of accelerate's weights, which no hook sees. The bound is the copy engine's rate over the bytes stored; for
+`prompt` 0, 1.03 times the time of weights on the GPU. With two GPUs layers take turns.
 
 weights.csv has, after the common columns, prompt (tokens), ms (a token, or the call), bound_ms, host_bytes and
 device_bytes (what weights take there, the arena included) and weight_bytes (of the raw weights); `rows` are the batch.
@@ -66,7 +66,7 @@ TINY = {
 }
 CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # (batch, prompt)
 NUM_TOKENS, FEW_TOKENS = 6, 2  # timed a cell; of accelerate, which takes over a second for each
-ACCELERATE = "accelerate cpu_offload"  # an arm
+ACCELERATE, MASKS = "accelerate cpu_offload", "scheme ibp"  # arms
 FEW_SMS = 8  # beside the number that ibp.offload takes by itself
 STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
 FP8_SHARE, COMPUTE_SHARE, LOAD_SECONDS = 0.90, 1.03, 10.0
@@ -257,6 +257,10 @@ def measure_streams(bench, cells):
         release(run)
         with run.cell(f"{arm}, {bench.dtype}"):
             measure_stream(bench, arm, options, cells, balance, compute)
+    if bench.dtype == torch.bfloat16:
+        release(run)
+        with run.cell(MASKS):
+            measure_stream(bench, MASKS, {"scheme": "ibp"}, cells[:1], 0, 0.0)
 
 
 def measure_on_gpu(bench, cells):
@@ -275,7 +279,7 @@ def measure_stream(bench, arm, options, cells, balance, compute):
     run = bench.run
     model, handle = bench.offloaded(**options)
     bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9
-    decoding_sms = STREAM_SMS if arm == "ibp" else 0
+    decoding_sms = STREAM_SMS if arm in ("ibp", MASKS) else 0
     few = arm == "ibp" and run.on_gpu and bench.dtype == torch.bfloat16
     for sms in (None, FEW_SMS) if few else (None,):
         for fetcher in handle._fetchers:

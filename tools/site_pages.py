@@ -22,6 +22,7 @@ PAGES = {
     "format.md": "csrc/FORMAT.md",
     "performance.md": "benchmarks/RESULTS.md",
     "measuring.md": "benchmarks/README.md",
+    "papers.md": "benchmarks/PAPERS.md",
     "data.md": "data/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",

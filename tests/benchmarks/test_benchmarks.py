@@ -833,6 +833,7 @@ def test_ratio_writes_its_columns(tmp_path, monkeypatch):
 def test_ratio_measures_some_and_keeps_the_others(tmp_path, monkeypatch):
     found = [tiny_set(), tiny_set(40, "cora")]
     monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter(found))
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter(()))
     argv = ["--device", "cpu", "--quick", "--no-times", "--out", str(tmp_path)]
     assert ratio.main([*argv, "--methods", "planes"]) == 0 and ratio.main([*argv, "--methods", "ibp; paper"]) == 0
     lines = [(line[0], line[4]) for line in lines_of(tmp_path / "ratio.csv")[1:]]
@@ -848,6 +849,7 @@ def test_ratio_goes_on_after_a_failure(tmp_path, monkeypatch):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set()]))
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter(()))
     monkeypatch.setattr(ratio, "methods_for", lambda dtype, on_gpu: {"auto": broken, "planes": ratio.ours("planes")})
     assert ratio.main(["--device", "cpu", "--no-times", "--out", str(tmp_path)]) == 1
     assert [line[4] for line in lines_of(tmp_path / "ratio.csv")[1:]] == ["planes"]
@@ -881,7 +883,8 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
     ]
     one_thread = [line for line in lines[1:] if line[1] == "normal 0.02, 1 thread"]
     assert [line[2] for line in one_thread][: len(arms)] == arms and float(one_thread[1][6]) > 0.3
-    of_all_threads = len(one_thread) - 2 * len(avx2) * len(cpu.SCHEMES) if before[0] > 1 else 0
+    of_one_alone = 2 * len(avx2) * len(cpu.SCHEMES) + 2 * bool(cpu.constriction)
+    of_all_threads = len(one_thread) - of_one_alone if before[0] > 1 else 0
     assert len(lines) == 1 + len(one_thread) + of_all_threads
 
 

@@ -147,7 +147,7 @@ def test_tables_and_figures_wait_for_their_csv(tmp_path):
 
 def test_the_chart(tmp_path):
     pytest.importorskip("matplotlib")
-    for name in ("gather", "stream", "codec", "moe_hits"):
+    for name in ("gather", "stream", "codec", "moe_hits", "choose"):
         (tmp_path / f"{name}.csv").write_text((harness.RESULTS / f"{name}.csv").read_text())
     charts.draw(tmp_path)
     assert (tmp_path / "overview.png").stat().st_size > 10_000
@@ -160,13 +160,21 @@ def test_the_chart(tmp_path):
     assert device[charts.IBP] == best
     charts.draw_experts(tmp_path)
     assert (tmp_path / "experts.png").stat().st_size > 10_000
+    charts.draw_columns(tmp_path)
+    assert (tmp_path / "columns.png").stat().st_size > 10_000
 
 
 def test_no_chart_without_measurements(tmp_path, capsys):
     charts.draw(tmp_path)
     charts.draw_experts(tmp_path)
+    charts.draw_columns(tmp_path)
     said = capsys.readouterr().out
-    assert "no chart: " in said and "no chart of experts: " in said and not list(tmp_path.iterdir())
+    assert (
+        "no chart: " in said
+        and "no chart of experts: " in said
+        and "no chart of columns: " in said
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_nothing_is_said_of_messages_before_they_are_measured(tmp_path):

@@ -55,7 +55,7 @@ def test_features_and_every_fetch(case):
     assert_same_bits(features.table.decompress(), features.x)
     assert features.num_bytes == 500 * features.row_bytes
     arms = dict(gnn.fetches(features, CPU))
-    assert {*gnn.CPU_ARMS, "raw rows", "ibp"} == arms.keys()
+    assert set(gnn.ARMS) == arms.keys()
     for ids in (torch.tensor([3, 5, 499]), torch.arange(0, 500, 2)):  # the second needs larger buffers
         for arm, fetch in arms.items():
             rows = fetch(ids, torch.zeros(len(ids), features.x.shape[1], dtype=case.dtype))
@@ -96,12 +96,14 @@ def test_the_script_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(gnn, "QUICK_CASES", (CASE, REAL))
     assert gnn.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     rows = lines_of(tmp_path / "gnn.csv")
-    assert list(rows[0]) == harness.COLUMNS + gnn.COLUMNS and len(rows) == 10
-    assert [row["arm"] for row in rows[:5]] == [*gnn.CPU_ARMS, "raw rows", "ibp"]
-    assert all(float(row[name]) > 0 for row in rows for name in ("gbps", "ideal_gbps", "fetch_ms", "epoch_s"))
+    assert list(rows[0]) == harness.COLUMNS + gnn.COLUMNS and len(rows) == 12
+    assert [row["arm"] for row in rows[:6]] == [*gnn.ARMS]
+    assert all(
+        float(row[name]) > 0 for row in rows for name in ("gbps", "ideal_gbps", "fetch_ms", "beside_ms", "epoch_s")
+    )
     assert {row["case"] for row in rows} == {"dense, batch 8", "pubmed, batch 8"}
     assert {int(row["batches"]) % gnn.QUICK_EPOCH for row in rows} == {0}
-    assert len({row["rows"] for row in rows[:5]}) == 1
+    assert len({row["rows"] for row in rows[:6]}) == 1
 
 
 def test_a_wrong_row_fails_the_script(tmp_path, monkeypatch, capsys):
@@ -112,6 +114,36 @@ def test_a_wrong_row_fails_the_script(tmp_path, monkeypatch, capsys):
     assert gnn.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
     assert "FAILED dense, batch 8, ibp: AssertionError: dense, ibp: bits differ" in capsys.readouterr().out
     assert [row["arm"] for row in lines_of(tmp_path / "gnn.csv")] == list(gnn.CPU_ARMS)
+
+
+def test_a_huge_table_stands_beside_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(gnn, "QUICK_CASES", (CASE,))
+    for options in ([], ["--huge"], []):
+        assert gnn.main([*options, "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path / "gnn.csv")
+    assert [row["case"] for row in rows[5:7]] == ["dense, 64 GiB, batch 8", "dense, batch 8"] and len(rows) == 12
+
+
+def test_batches_that_dgl_draws(tmp_path, monkeypatch, capsys):
+    if gnn.dgl_if_there() is None:
+        monkeypatch.setattr(gnn, "QUICK_CASES", ())
+        assert gnn.main(["--dgl", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().out == "DGL is not installed\n"
+        return
+    graph = gnn.Graph(500, 5_000, CPU)
+    training = gnn.DglTraining(graph, 48, torch.bfloat16, 8, CPU)
+    batch = training.sample(0)
+    assert torch.equal(batch.ids[: len(batch.seeds)], batch.seeds) and len(batch.ids.unique()) == len(batch.ids)
+    outer, inner = batch.hops
+    assert inner[1].shape == (8, gnn.FAN_OUTS[0]) and outer[1].shape == (len(outer[0]), gnn.FAN_OUTS[1])
+    for node, drawn in zip(batch.ids[outer[0]].tolist(), batch.ids[outer[1]].tolist()):
+        assert set(drawn) <= set(graph.neighbors[graph.starts[node] : graph.starts[node + 1]].tolist())
+    monkeypatch.setattr(gnn, "QUICK_CASES", (CASE,))
+    for options in ([], ["--dgl"]):
+        assert gnn.main([*options, "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path / "gnn.csv")
+    assert [row["arm"] for row in rows] == [*gnn.ARMS, *gnn.DGL_ARMS]
+    assert [row["case"] for row in rows[5:7]] == ["dense, batch 8", "dense, batch 8, sampled by DGL"]
 
 
 def arm_row(arm, fetch_ms, epoch_s, case="cora, batch 1024"):
@@ -132,8 +164,9 @@ def test_targets():
 
 def test_every_case_has_data():
     found = {name for name, _ in inputs.real_sets(inputs.DATA_DIR)}
-    for case in (*gnn.CASES, *gnn.QUICK_CASES):
-        assert bool(case.columns) or case.name in found
+    for case in (*gnn.CASES, *gnn.QUICK_CASES, *gnn.DGL_CASES, *gnn.HUGE_CASES):
+        assert bool(case.columns) or case.name.removesuffix(gnn.HUGE) in found
+    assert gnn.HUGE_CASES[0].num_nodes * 14_812 / gnn.GIB == pytest.approx(64, abs=0.1)  # Citeseer's rows
     assert set(gnn.WANTED_FETCH) <= {case.name for case in gnn.CASES}
     gib = {case: case.num_nodes * case.columns * case.dtype.itemsize / gnn.GIB for case in gnn.CASES}
     assert max(gib.values()) > 16 and 2_400_000 * 3703 * 4 / gnn.GIB > 16  # citeseer's

@@ -15,15 +15,21 @@ from benchmarks import (
     chunks,
     claims,
     clusters,
+    codec,
     copy_threads,
+    cpu,
     densities,
     harness,
     inputs,
     more_clusters,
+    papers,
+    ratio,
     reading,
     reference,
     reproduction,
     sets,
+    spill,
+    transfers,
 )
 
 # ---- scripts on the CPU --------------------------------------------------------------------------------------------
@@ -116,6 +122,35 @@ def test_transfers_by_codec(two_sets, tmp_path):
     assert all(float(row["encode_ms"]) > 0 for row in rows if not row["arm"].startswith("raw"))
 
 
+def test_sets_of_transfers(monkeypatch, tmp_path):
+    keys, weights = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(inputs, "real_sets", lambda data: iter([("LLM keys", keys), ("LLM weights", weights)]))
+    dense = [sets.Set("word2vec", (torch.ones(2, 3, dtype=dtype),)) for dtype in (torch.float32, torch.float16)]
+    monkeypatch.setattr(sets, "real_sets", lambda data: iter([*dense, sets.Set("cora", (torch.ones(2, 3),))]))
+    found = [(name, x.dtype, tuple(x.shape)) for name, x in transfers.all_sets(None, tmp_path)]
+    assert found == [
+        ("LLM keys", torch.bfloat16, (3, 8)),
+        ("LLM keys", torch.float16, (3, 8)),
+        ("LLM weights", torch.bfloat16, (9, 64)),
+        ("LLM weights, 512 B", torch.bfloat16, (2, 256)),
+        ("word2vec", torch.float32, (2, 3)),
+    ]
+
+
+@pytest.mark.slow
+def test_rates_by_size_stand_beside_the_others(tmp_path):
+    for options in ([], ["--sizes"]):
+        assert codec.main([*options, "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path / "codec.csv")
+    sized = [row for row in rows if row["case"].startswith(codec.SIZED)]
+    assert len(sized) == 2 * 4 * 2 and 0 < len(rows) - len(sized) and rows[-1] == sized[-1]
+    assert [row["arm"] for row in sized[:2]] == ["planes decode", "planes encode"]
+    tables = [table for table in claims.TABLES if table.csv == "codec"]
+    plain, by_size = (table.rows(reading.Results(tmp_path)) for table in tables)
+    assert len(by_size) == len(sized) and not any(row["case"].startswith(codec.SIZED) for row in plain)
+    assert tables[1].markdown(reading.Results(tmp_path)).split("\n")[0] == "| data, way | 1 MiB |"
+
+
 def test_more_clusters_than_the_format_has(tmp_path, monkeypatch):
     near = torch.randint(2**31, (16, 8), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     x = near.repeat_interleave(64, 0)  # 16 kinds of rows, of which no two are equal
@@ -155,6 +190,38 @@ def test_scripts_on_a_gpu(cuda, two_sets, tmp_path, monkeypatch):
     assert [row["chunk_bytes"] for row in rates] == 2 * list(map(str, chunks.CHUNK_BYTES))
 
 
+def test_savings_without_the_list(tmp_path, monkeypatch):
+    sparse, dense = (torch.randn(300, 64, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    sparse[torch.rand(sparse.shape, generator=torch.Generator().manual_seed(1)) < 0.5] = 0
+    found = [sets.Set(ratio.SPARSE_SET, (sparse,)), sets.Set("normal 1", (dense,))]
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter(found))
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter(()))
+    rows = run_quickly("ratio", tmp_path, "--methods", f"planes; {ratio.NO_LIST}")
+    assert [row["method"] for row in rows] == ["planes", ratio.NO_LIST, "planes"]
+    saved = [float(row["savings"]) for row in rows]
+    assert saved[0] > 0.5 > 0.2 > saved[1] > 0.1
+    results = reading.Results(tmp_path)
+    (tmp_path / "bits.csv").write_text("set,dtype,bound\nhalf zeros,float32,0.5\n")
+    assert reproduction.sparse_shares(results).split("<br>")[1] == f"without the list {1 - saved[1]:.2f}"
+
+
+def test_simulations_go_on():
+    water, particles = (found.tensors[0] for found in sets.simulated_sets(64))
+    assert water.shape == (64, sets.COLUMNS) and particles.shape == (16, sets.COLUMNS)
+    assert water.dtype == particles.dtype == torch.float64 and water.isfinite().all() and particles.isfinite().all()
+    assert 1 < water[0].mean() < 2 and (water[:20] != 1).all() and len(water.unique()) > 60_000
+    assert len(particles.unique()) > 15_000 and particles.abs().max() <= sets.LATTICE * sets.SIDE_CELLS
+
+
+def test_an_rans_gives_back_what_it_coded():
+    pytest.importorskip("constriction")
+    words = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    block = memoryview(words.view(torch.uint8).view(-1).numpy())
+    compress, decompress = cpu.rans_codec()
+    frame = compress(block)
+    assert decompress(frame) == block and len(frame[0]) < 0.85 * len(block)
+
+
 # ---- densities -----------------------------------------------------------------------------------------------------
 
 
@@ -165,9 +232,30 @@ def test_ratios_of_chosen_activations():
     assert densities.zlib_ratio(zeros) > 50 and densities.ibp_ratio(zeros) > 50
     noise = torch.randint(256, (70_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert densities.zlib_ratio(noise) == 1 and densities.ibp_ratio(noise) == 1
+    assert densities.rle_ratio(zeros) == 4096 / 8 and densities.rle_ratio(torch.ones(2048)) == 8192 / (8192 + 16)
+    assert densities.rle_ratio((torch.arange(4096) % 2).float()) == 4 / 3  # a byte a run of one, half of 4 bytes
+    assert densities.zlib_ratio(zeros, 1 << 16, 1 << 18) > densities.zlib_ratio(zeros)
     x = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
     assert torch.equal(densities.in_layout(x, "CHWN").view(3, 4, 5, 2)[2, 3, 4], x[:, 2, 3, 4])
     assert torch.equal(densities.in_layout(x, "NCHW"), x.view(-1))
+
+
+@pytest.mark.parametrize("name", densities.MAKERS)
+def test_nets_of_cdma_take_images_and_have_classes(name):
+    net = densities.Plan(name, 96, 2, 1, 0.05).make().eval()
+    x = torch.randn(2, 3, 96, 96)
+    assert net(x).shape == (2, densities.CLASSES)
+    found = densities.outputs_of(net, x)
+    layers = {"AlexNet": 10, "OverFeat": 10, "NiN": 15, "VGG16": 20, "SqueezeNet": 21, "GoogLeNet": 34, "ResNet-50": 50}
+    assert len(found) == layers[name] and sum(kind == "pool" for _, kind, _ in found) in (1, 3, 4, 5)
+
+
+def test_measuring_some_nets_keeps_the_others(tmp_path):
+    writer(tmp_path)("some", "net,layer", "NiN,conv0", "VGG16,conv0")
+    path, columns = tmp_path / "some.csv", ["net", "layer"]
+    assert densities.rows_of_others(path, columns, ["NiN"]) == [{"net": "VGG16", "layer": "conv0"}]
+    assert densities.rows_of_others(path, columns, None) == [] == densities.rows_of_others(path, [*columns, "x"], [])
+    assert densities.rows_of_others(tmp_path / "none.csv", columns, ["NiN"]) == []
 
 
 def test_outputs_are_those_before_the_next_layer():
@@ -275,7 +363,7 @@ def named_items(text):
 def test_every_table_and_figure_of_a_paper_stands_there_once(paper):
     """In the table, or in the list of what is not measured."""
     measured = [row.item.removesuffix("; headline") for row in reproduction.PAPERS[paper]]
-    missing = [item for items in reproduction.NOT_MEASURED[paper] for item in named_items(items)]
+    missing = [item for items in reproduction.NOT_MEASURED.get(paper, {}) for item in named_items(items)]
     items = [item for item in measured if not item.startswith("Headline")] + missing
     assert sorted(items) == sorted(ITEMS[paper])
     assert len(measured) == len(set(measured))
@@ -296,12 +384,63 @@ def test_no_figure_of_ours_is_typed():
     assert not re.search(r"^\|", text, re.MULTILINE)
 
 
+def numbers_in(text):
+    return {float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)} | (
+        {0.5} if "half" in text else {0.2} if "fifth" in text else {0.1} if "tenth" in text else set()
+    )
+
+
+def test_ratios_are_to_figures_that_the_paper_names():
+    """As a number, as percent, or as percent more than one or less than it."""
+    results = reading.Results(harness.RESULTS)
+    for row in ROWS:
+        for label, ours, theirs in row.compared(results):
+            forms = {theirs, 100 * theirs, 100 * (theirs - 1), 100 * (1 - theirs)}
+            assert {round(form, 6) for form in forms} & numbers_in(row.theirs), (row.item, label, theirs)
+            assert f"{label} {ours / theirs:.2f}".lstrip() in row.ratios(results)
+
+
+def test_ratios_of_figures(tmp_path):
+    writer(tmp_path)(
+        "choose",
+        "case,arm,savings",
+        *("sorted ids with runs,nvcomp:cascaded,0.9", "strings,nvcomp:lz4,0.5", "strings,nvcomp:cascaded,0.0"),
+    )
+    row = next(row for row in reproduction.NVCOMP_POST if row.item == "Figure 4")
+    assert row.ratios(reading.Results(tmp_path)) == (
+        "Cascaded on sorted 0.13, LZ4 on strings 0.03, Cascaded on strings 0.31"
+    )
+
+
 def test_a_table_names_the_commits_of_the_csvs_that_it_reads():
     rows = [{"commit": "1234567890ab"}, {"commit": "abcdef123456"}, {"commit": "1234567890ab"}]
     csvs = {"gather": rows, "ratio": [{"set": "x"}], "spill": rows[:1]}
     assert reproduction.measured_at(csvs) == "gather 1234567890 abcdef1234, spill 1234567890"
     read = reproduction.csvs_of("buddy", reading.Results(harness.RESULTS))
     assert list(read) == ["spill"] and read["spill"]
+
+
+@pytest.mark.parametrize("paper", papers.TITLES)
+def test_parts_of_a_paper_are_where_the_table_says(paper):
+    rows, tests = papers.parts_of(paper), {path.name for path in (harness.ROOT / "tests").rglob("test_*.py")}
+    scripts = {path.name for path in (harness.ROOT / "benchmarks").glob("*.py")}
+    known = tests | scripts | {path.name for path in harness.RESULTS.glob("*.csv")}
+    for row in rows:
+        assert set(papers.files_of(row)) <= known, row
+        assert row["state"] in papers.STATES and bool(row["why"]) == (row["state"] != "yes"), row
+        assert bool(row["where"]) == (row["state"] != "no"), row
+    assert len({row["what"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("paper", reproduction.PAPERS)
+def test_parts_of_a_paper_have_its_tables_and_figures(paper):
+    named = {row["what"] for row in papers.parts_of(paper)}
+    items = {row.item.removesuffix("; headline") for row in reproduction.PAPERS[paper]}
+    assert items <= named
+
+
+def test_every_part_belongs_to_a_paper():
+    assert {row["paper"] for row in reading.read(papers.SHEET)} == set(papers.TITLES)
 
 
 def writer(directory):
@@ -323,28 +462,32 @@ def test_figures_of_bytes_are_those_of_the_csvs(tmp_path):
         "activation_ratios",
         "net,layer,kind,elements,progress,layout,dtype,zvc,zlib,ibp",
         *("AlexNet,conv0,relu,300,1.0,NCHW,float32,2,4,5", "AlexNet,pool0,pool,100,1.0,NCHW,float32,1,1,1"),
+        *("AlexNet,conv0,relu,300,1.0,NCHW,bfloat16,4,3,1", "AlexNet,pool0,pool,100,1.0,NCHW,bfloat16,1,1,1"),
+        *(f"AlexNet,conv0,relu,300,1.0,{layout},float32,2,4,5" for layout in ("NHWC", "CHWN")),
     )
     assert reproduction.output_shares("normal 1")(results) == "FP16 0.875 (0.750), FP64 0.938 (0.500)"
-    assert reproduction.densities_by_layer("AlexNet")(results) == "conv0 50 %, 25 %, 25 %"
+    assert reproduction.densities_by_layer(results) == "conv0 50 %, 25 %, 25 %"
     assert reproduction.densities_of_pools(results) == "AlexNet: 1 of 1 pools"
-    assert reproduction.net_sparsity(results) == "AlexNet: 60.0 % on average, 75.0 % in the sparsest layer"
-    assert reproduction.net_ratios("float32", ("NCHW",))(results) == (
-        "AlexNet, NCHW: zvc 1.60 (most 2.0), zlib 2.29 (most 4.0), ibp 2.50 (most 5.0)"
+    assert reproduction.net_sparsity(results) == "AlexNet 60.0 %, most 75.0 %"
+    assert reproduction.layout_ratios(results).split("<br>")[0] == (
+        "NCHW, nets: 1: zvc 1.60 (most 2.0), zlib 2.29, ibp 2.50"
     )
+    assert reproduction.net_ratios(results) == "AlexNet: zvc 2.29, zlib 2.00, ibp 1.00"
 
 
 def test_a_run_that_was_stopped_is_said(tmp_path):
     writer(tmp_path)(
         "densities",
         "net,layer,kind,step,progress,loss,density",
-        *("VGG16,conv1,relu,0,0.0,,0.5", "VGG16,conv1,relu,50,0.5,2.0,0.25"),
+        *("AlexNet,conv1,relu,0,0.0,,0.5", "AlexNet,conv1,relu,50,0.5,2.0,0.25", "NiN,conv1,relu,4,1.0,2.0,0.25"),
     )
     results = reading.Results(tmp_path)
     assert reproduction.losses(results) == (
-        "VGG16: loss 2.00 to 2.0000; conv1 least dense, 25 %, after 50 steps; stopped after 50 of 100 steps; today's "
-        "script has 110"
+        "AlexNet: loss 2.00 to 2.0000; conv1 least dense, 25 %, after 50 steps, at last 25 %; stopped after 50 of 100 "
+        "steps; today's script has 2000"
     )
-    assert "<br>stopped after 50 of 100 steps" in reproduction.densities_by_layer("VGG16")(results)
+    assert "; stopped after 50 of 100 steps" in reproduction.densities_by_layer(results)
+    assert reproduction.densities_of_deeper(results) == "NiN 25, 25, 25 %"
 
 
 def test_rivals_stand_with_their_best_arms(tmp_path):
@@ -358,14 +501,13 @@ def test_rivals_stand_with_their_best_arms(tmp_path):
     write("kv_rows", "arm,row_bytes,gbps", *(f"cpu index + copy,{size},30" for size in (256, 4096)))
     write("gather", "case,dtype,arm,row_bytes,gbps", "normal 0.02,bfloat16,cpu pipelined,1024,40")
     assert reproduction.workers(results).split("<br>")[1] == (
-        "1 KiB, GB/s: `x[ids].to()` 2.00 with 1 thread, 5.00 at best; the CPU through pinned memory 40.0; coded rows "
-        "70.0, within 5 % from 8 SMs"
+        "1 KiB: `x[ids].to()` 2.00 to 5.00, pinned 40.0; coded rows 70.0, within 5 % from 8 SMs"
     )
     write("transfers", "case,dtype,arm,savings,gain", "pubmed,float32,nvcomp ans,0.2,1.5")
     write("ratio", "set,dtype,method,savings", "pubmed_1060rows,float32,nvcomp ANS,0.8")
     assert reproduction.transfer_gains(results) == (
-        "pubmed FP32: nvCOMP ans 1.50<br>ANS coded sparse sets as floats; of bytes it saves more, at a rate not "
-        "measured: pubmed 20 %, as bytes 80 %"
+        "sparse: nvCOMP ans 1.50<br>all sets: nvCOMP ans 1.50<br>ANS coded sparse sets as floats; of "
+        "bytes it saves more, at a rate not measured: pubmed 20 %, as bytes 80 %"
     )
 
 
@@ -373,14 +515,17 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
     write, results = writer(tmp_path), reading.Results(tmp_path)
     write(
         "spill",
-        "case,arm,row_bytes,dtype,gbps,ideal_gbps,target,slot_bytes,spilled",
-        'normal 0.02,"decode, device only",2048,bfloat16,1000,2000,,1408,0.0',
-        'normal 0.02,"decode, device only",2048,bfloat16,500,2000,,1408,0.1',
-        'normal 0.02,"decode, spilled",2048,bfloat16,900,1000,,1408,0.0',
-        'normal 0.02,"decode, spilled",2048,bfloat16,400,1000,,1408,0.1',
-        'normal 0.02,"decode, spilled",2048,bfloat16,300,1000,,1408,0.2',  # whose other arm was not measured
+        "case,arm,row_bytes,dtype,gbps,ideal_gbps,target,slot_bytes,spilled,rows,spilled_bytes",
+        'normal 0.02,"decode, device only",2048,bfloat16,1000,2000,,1408,0.0,1000,0',
+        'normal 0.02,"decode, device only",2048,bfloat16,500,2000,,1408,0.1,1000,0',
+        'normal 0.02,"decode, spilled",2048,bfloat16,900,1000,,1408,0.0,1000,0',
+        'normal 0.02,"decode, spilled",2048,bfloat16,400,1000,,1408,0.1,1000,409600',
+        'normal 0.02,"decode, spilled",2048,bfloat16,300,1000,,1408,0.2,1000,9',  # whose other arm was not measured
     )
-    assert reproduction.spilled_reads(results) == "0 % spilled: 90 %, 90 %<br>10 % spilled: 80 %, 40 %"
+    assert reproduction.spilled_reads(results) == (
+        "0 % spilled: 90 %, 90 %; reckoned 100 / 100 / 100 / 100 %<br>"
+        "10 % spilled: 80 %, 40 %; reckoned 50 / 100 / 100 / 100 %"
+    )
     write(
         "activations",
         "case,arm,step_ms",
@@ -394,6 +539,81 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
         "VGG16: 1.20, 2.50<br>ResNet-50: 11.60, 0.50<br>50 % faster than without coding in the median, 50 % on "
         "average, 1 of 2 nets slower"
     )
+
+
+def test_parts_of_epochs_are_those_of_the_csvs(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    arms = {"raw rows": 8, "ibp": 2, "cache by ibp": 4, "misses by ibp": 5}
+    write(
+        "gnn_cache",
+        "case,arm,cache_percent,epoch_s",
+        *(f'cora,"{arm}, cache of 1 %",1,{seconds}' for arm, seconds in arms.items()),
+    )
+    dgl = "cora, batch 1024, sampled by DGL"
+    write(
+        "gnn",
+        "case,arm,fetch_ms,train_ms,beside_ms,epoch_s",
+        *(f'"{case}",{arm},9,4,5,{seconds}' for case in ("cora, batch 1024", "dense 602, batch 1024", dgl)
+          for arm, seconds in (("cpu plain", 6), ("cpu pinned", 5), ("cpu pipelined", 4), ("raw rows", 3), ("ibp", 2),
+                               ("scheme ibp", 2.5))),
+    )  # fmt: skip
+    assert reproduction.graph_gains(results).split("<br>")[1:] == [
+        "sampled and fetched by DGL 3.00 times",
+        "behind a cache of 1 %, over raw rows: misses by ibp 1.60, cache by ibp 2.00, ibp 4.00 times",
+    ]
+    parts = reproduction.graph_parts(results).split("<br>")
+    assert parts[1] == "cora, ibp: fetch 9.0, train 4.0, beside fetches 5.0, wait 5.0 of 10.0 ms" and len(parts) == 4
+    assert reproduction.graph_average(results, "scheme ibp") == 1.6
+
+
+def test_profiles_of_programs_and_of_one_target(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    kinds = ("the paper's ratios", "slots of any size", "without 16 times", "one target")
+    write(
+        "spill",
+        "case,arm,savings,target,spilled,predicted_spilled,least_spilled,most_spilled",
+        *(
+            f'"{name}, {kind}","profile, 30%",0.5,1.5,0.1,0.2,0.05,0.3'
+            for name in ("training", "program LSTM")
+            for kind in kinds
+        ),
+    )
+    assert reproduction.best_ratios(results).split("<br>")[2:] == ["LSTM 2.00"]
+    assert reproduction.chosen_ratios(results).split("<br>")[2:] == [
+        "one target: 1.50 with 10.0 %",
+        "without 16 times: 1.50 with 10.0 %",
+        *("1 programs, the paper's ratios: 1.50 with 10.0 %", "1 programs, one target: 1.50 with 10.0 %"),
+    ]
+    assert reproduction.foretold_spill(results).endswith(
+        "20.0 % foretold, 10.0 % in the last snapshot, 5.0 % to 30.0 % in all"
+    )
+    assert [label for label, *_ in reproduction.chosen_ratio_compared(results)] == [
+        *("times", "accesses", "one target", "programs")
+    ]
+
+
+def test_one_target_for_all_tensors_spills_a_share_of_all_rows():
+    noise = torch.randint(2**31, (100, 512), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    report = ibp.spill.profile([{"noise": noise, "zeros": torch.zeros(900, 512)}], device="cpu")
+    assert spill.with_one_target(report, 0.2).point.rows == 0.1
+    assert spill.with_one_target(report, 0.2).ratio > 10 and spill.with_one_target(report, 0.05).ratio < 1
+    assert list(spill.spilled_by_snapshot(spill.with_one_target(report, 0.2))) == [0.1]
+    assert spill.with_ratios(report, None)["zeros"].slot_bytes == 0
+
+
+@pytest.mark.slow
+def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(spill, "PROGRAMS", ("AlexNet", "LSTM"))
+    before = "benchmark,case,arm,rows,row_bytes,dtype,savings,gbps,ideal_gbps,sms,gpu,torch,cuda,commit".split(",")
+    kept = dict.fromkeys([*before, *spill.COLUMNS], "")
+    kept |= {"benchmark": "spill", "case": "pages", "gpu": "none", "torch": torch.__version__, "cuda": "none"}
+    kept["cuda"] = torch.version.cuda or "none"
+    with open(tmp_path / "spill.csv", "w", newline="") as file:
+        sheet = csv.DictWriter(file, list(kept))
+        sheet.writeheader()
+        sheet.writerow(kept)
+    rows = run_quickly("spill", tmp_path, "--programs")
+    assert [row["case"].split(",")[0] for row in rows] == ["pages", *4 * ["program AlexNet"], *4 * ["program LSTM"]]
 
 
 # CSVs that lack columns of where they were measured: those that count bytes, and what README.md of the benchmarks says.

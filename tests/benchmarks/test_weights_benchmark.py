@@ -35,7 +35,7 @@ def test_the_script_on_the_cpu(measured):
     arms = {}
     for row in rows:
         arms.setdefault(row["dtype"], set()).add(row["arm"])
-    assert arms.pop("bfloat16") == {*ARMS, *([weights.ACCELERATE] if weights.accelerate else [])}
+    assert arms.pop("bfloat16") == {*ARMS, weights.MASKS, *([weights.ACCELERATE] if weights.accelerate else [])}
     assert arms == {dtype: set(ARMS[:3]) for dtype in ("float16", "float8_e4m3fn")}
     cells = {(row["arm"], int(row["rows"]), int(row["prompt"])) for row in rows if row["dtype"] == "bfloat16"}
     assert {(arm, *cell) for arm in ARMS[:3] for cell in (*weights.QUICK_CELLS, (1, 0))} <= cells
@@ -54,7 +54,7 @@ def test_what_weights_take(measured):
         elif arm == "raw through hooks":
             assert host_bytes == weight_bytes and savings == 0
         else:
-            assert savings > (0.13 if dtype == "float16" else 0.28), (arm, dtype)
+            assert savings > (0.13 if dtype == "float16" else 0.2 if arm == weights.MASKS else 0.28), (arm, dtype)
             assert host_bytes < weight_bytes and int(row["device_bytes"]) < weight_bytes
 
 

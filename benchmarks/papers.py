@@ -1,0 +1,60 @@
+"""PAPERS.md: every feature and figure of five papers, whether it is here, and where.
+
+papers.csv has a row for each: the paper, what it is, its state, the scripts, CSVs and tests that show it, and why it is
+not wholly here. The table is kept by hand; a test sees that what it names exists, and that it has each item of
+reproduction.py.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+from . import reading, reproduction
+
+SHEET = Path(__file__).with_name("papers.csv")
+PAGE = SHEET.with_name("PAPERS.md")
+STATES = ("yes", "part", "no")
+TITLES = {
+    "ibp": "Invariant Bit Packing",
+    "dietgpu": "DietGPU",
+    "cdma": "cDMA",
+    "buddy": "Buddy Compression",
+    "nvcomp": "NVIDIA's introduction of nvCOMP",
+    "beyond": "In no paper",
+}
+HEADS = ("feature or figure", "state", "where", "what lacks")
+INTRODUCTION = """# Papers
+
+Written by `python -m benchmarks.claims` from [papers.csv](papers.csv): what each paper has, whether it is here, and the
+script, CSV of [results/](results/) or test that shows it. *part*: an arm, a workload, data or a baseline is missing, or
+the result is another one. [reproduction.md](../docs/reproduction.md) has the figures of both."""
+
+
+def parts_of(name):
+    """The rows of one paper."""
+    return [row for row in reading.read(SHEET) if row["paper"] == name]
+
+
+def summary(results):
+    """How many parts of each paper are there."""
+    counts = {title: Counter(row["state"] for row in parts_of(name)) for name, title in TITLES.items()}
+    return reading.markdown(("paper", *STATES), [[title, *(of[s] for s in STATES)] for title, of in counts.items()])
+
+
+def files_of(row):
+    """Names of scripts, CSVs and tests."""
+    return row["where"].split(", ") if row["where"] else []
+
+
+def page():
+    """The text of PAPERS.md."""
+    texts = [INTRODUCTION]
+    for name, title in TITLES.items():
+        lines = [
+            [row["what"], row["state"], ", ".join(f"`{file}`" for file in files_of(row)), row["why"] or ""]
+            for row in parts_of(name)
+        ]
+        texts.append(f"## {title}\n\n{reading.markdown(HEADS, lines)}")
+        if missing := reproduction.NOT_MEASURED.get(name):
+            reasons = "; ".join(f"{items} ({reason})" for items, reason in missing.items())
+            texts.append(f"Not measured: {reasons}.")
+    return "\n\n".join(texts) + "\n"
