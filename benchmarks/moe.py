@@ -33,7 +33,9 @@ with a cache of coded and of raw rows, a token a call. Bytes are the same on eve
 import argparse
 import functools
 import itertools
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -44,7 +46,7 @@ from torch import nn
 import ibp
 from ibp.nn._stacks import Calls, stand_in
 
-from . import harness, ideal, ratio, small_calls, weights
+from . import harness, ideal, ratio, weights
 
 try:
     import accelerate
@@ -181,7 +183,7 @@ QWEN3_30B = Shape(
 DEEPSEEK_V3 = Shape(
     "moe_deepseek",
     58,
-    3,
+    2,
     deepseek_config,
     deepseek_experts,
     normal_fp8,
@@ -331,9 +333,11 @@ class Bench:
     @torch.inference_mode()
     def measure(self, arm, model, handle, tokens, routing):
         run = self.run
-        is_slow = arm in (STREAMED, *OTHERS) or tokens > max(BATCHES)
+        is_offloaded = arm not in (*ON_DEVICE, *OTHERS)
+        is_slow = arm in (STREAMED, *OTHERS) or tokens > max(BATCHES) or (is_offloaded and tokens > 1)
         num_calls = FEW_CALLS if run.quick or is_slow else CALLS
-        x, chosen, gates = self.inputs(tokens, routing, num_calls * ROUNDS)
+        num_before = CALLS if CACHED in arm and not run.quick else num_calls  # that fill the caches
+        x, chosen, gates = self.inputs(tokens, routing, num_before * ROUNDS)
         asked = [len(layer.unique()) for call in chosen[: 2 * num_calls] for layer in call]
         asked_bytes = sum(asked) * self.expert_bytes // (2 * num_calls)
 
@@ -352,18 +356,28 @@ class Bench:
                     called(next(source))
                 next(made)
 
-            some_calls()
-            is_offloaded = arm not in (*ON_DEVICE, *OTHERS)
+            for _ in range(num_before // num_calls):
+                some_calls()
             if is_offloaded:
                 handle.reset_stats()
             seconds = run.seconds([some_calls], wall=True) / num_calls
-            num_made = (next(made) - 1) * num_calls
+            num_made = (next(made) - num_before // num_calls) * num_calls
             stats = handle.stats() if is_offloaded else None
             host_s = None
             if way == EAGER and not is_slow:
-                host_s = small_calls.returning_s(run, lambda: call(chosen[0])) / self.num_layers
+                host_s = self.returning_s(lambda: call(chosen[0])) / self.num_layers
             report = handle if arm == CODED else None
             self.add(arm, tokens, routing, way, seconds, asked_bytes, stats, num_made, report, host_s)
+
+    def returning_s(self, call):
+        """Median seconds until a call comes back that finds the GPU idle."""
+        times = []
+        for _ in range(ROUNDS):
+            self.run.sync()
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
 
     def check(self, arm, result, key):
         wanted = self.wanted.setdefault(key, result.cpu()).to(result.device)

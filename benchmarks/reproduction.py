@@ -328,7 +328,7 @@ def packed_bits(results):
     for name, dtype in SETS[:-1]:
         row = results.row("bits", set=name, dtype=dtype)
         shares = (f"{100 * row[column]:.1f}" for column in ("bit_pack", "group_pack", "invariant"))
-        parts.append(f"{name} {kind(row)}: {' / '.join(shares)} %")
+        parts.append(f"{name} {kind(row)}: {'/'.join(shares)} %")
     return listed(parts)
 
 
@@ -338,7 +338,7 @@ def sampled_ratios(results):
     for name, dtype in (*SETS[:5], ("V-cache", "float16")):
         rows = results.rows("sampling", set=name, dtype=dtype, scheme="ibp")
         found = {row["sample"]: row["savings"] for row in rows}
-        times = " / ".join(f"{1 / (1 - found[share]):.2f}" for share in (0.01, 0.1, 1))
+        times = "/".join(f"{1 / (1 - found[share]):.2f}" for share in (0.01, 0.1, 1))
         parts.append(f"{name} {kind(rows[0])}: {times}")
     return listed(parts)
 
@@ -1261,7 +1261,7 @@ def spilled_reads(results):
     """Decoding by the share that spills, and by links that were not measured, as the paper's are simulated."""
     parts = []
     for row, alone in decoded_spills(results):
-        shares = " / ".join(f"{100 * share_by_link(row, alone, link):.0f}" for link in LINKS_GBPS)
+        shares = "/".join(f"{100 * share_by_link(row, alone, link):.0f}" for link in LINKS_GBPS)
         parts.append(
             f"{percent(row['spilled'], 0)} spilled: {percent(row['gbps'] / alone['gbps'], 0)}, "
             f"{percent(row['gbps'] / row['ideal_gbps'], 0)}; reckoned {shares} %"
@@ -1474,9 +1474,9 @@ def csvs_of(name, results):
 
 
 def measured_at(csvs):
-    """ "gather 0b5237c10e, ...": of {CSV: rows}, the commits that rows name."""
+    """ "gather@0b5237c10e, ...": of {CSV: rows}, the commits that rows name."""
     commits = {csv: in_order(row["commit"][:10] for row in rows if row.get("commit")) for csv, rows in csvs.items()}
-    return ", ".join(" ".join([csv, *found]) for csv, found in commits.items() if found)
+    return ", ".join("@".join([csv, *found]) for csv, found in commits.items() if found)
 
 
 def table(name, results):

@@ -415,7 +415,7 @@ def test_ratios_of_figures(tmp_path):
 def test_a_table_names_the_commits_of_the_csvs_that_it_reads():
     rows = [{"commit": "1234567890ab"}, {"commit": "abcdef123456"}, {"commit": "1234567890ab"}]
     csvs = {"gather": rows, "ratio": [{"set": "x"}], "spill": rows[:1]}
-    assert reproduction.measured_at(csvs) == "gather 1234567890 abcdef1234, spill 1234567890"
+    assert reproduction.measured_at(csvs) == "gather@1234567890@abcdef1234, spill@1234567890"
     read = reproduction.csvs_of("buddy", reading.Results(harness.RESULTS))
     assert list(read) == ["spill"] and read["spill"]
 

@@ -337,12 +337,13 @@ def test_irregular_rows(cuda, fused, count):
 @pytest.mark.parametrize("rows,columns", [*SHAPES, (33, 1056), (300, 5120)], ids=str)
 def test_weights_of_a_listed_matrix(cuda, rows, columns):
     weight = matrix(rows, columns, cuda)
-    weight[::3, 5::70] *= 2.0**-30
-    weight[1] *= 2.0**-60
+    weight[::3, 5::100] *= 2.0**-30
+    if rows > 32:
+        weight[1] *= 2.0**-60
     table = coded(weight)
     assert_same_bits(escapes.matrix_of(table, cuda), weight)  # nothing is listed
     listed = escapes.escapes_of(table)
-    assert len(listed.entries) and 1 in listed.rows
+    assert len(listed.entries) and listed.rows.tolist() == [1] * (rows > 32)
     assert_same_bits(escapes.matrix_of(table, cuda), weight)
     assert_same_bits(escapes.matrix_of(table, torch.device("cpu")), weight.cpu())
     x = vectors(513, columns, cuda)

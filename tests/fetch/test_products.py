@@ -101,7 +101,7 @@ def test_only_what_is_wanted():
     x, table = torch.randn(3, COLUMNS).bfloat16(), module.weight
     decoded = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "decompress", lambda *args, **options: decoded.append(1))
+        patch.setattr(products, "matrix_of", lambda *args, **options: decoded.append(1))
         module(x).sum().backward()  # of the bias alone
     assert not decoded
     assert_same_bits(plain.bias.grad, torch.full((ROWS,), 3).bfloat16())
@@ -404,7 +404,7 @@ def never_decoded(monkeypatch):
         raise AssertionError("the weights are decoded")
 
     for module in (linear, products):
-        monkeypatch.setattr(module, "decompress", fail)
+        monkeypatch.setattr(module, "matrix_of", fail)
 
 
 MADE = {
