@@ -11,7 +11,7 @@ from .._fetch.streaming import decompress
 from .._machine import staging
 from .._rows.faults import CorruptTableError
 from . import _on_cpu, _on_gpu
-from ._coding import INTEGERS, integers_of
+from ._coding import bits_of, integers_of
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
 from ._on_tables import InTable, TableRows
 
@@ -51,16 +51,11 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
             if wrong is not None:
                 _refuse(*jobs[wrong])
         if made:
-            staging.copy_all([_bits(base) for base, _ in made], [_bits(new) for _, new in made])
+            staging.copy_all([bits_of(base) for base, _ in made], [bits_of(new) for _, new in made])
     except BaseException:
         for batch in begun:
             batch.take_back()
         raise
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as integers, which torch copies bit for bit: of floats it may quiet NaNs."""
-    return x.view(INTEGERS[x.element_size()])
 
 
 def _way_of(delta: Delta, base: Base) -> type[Batch] | None:

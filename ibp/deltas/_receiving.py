@@ -1,0 +1,218 @@
+"""`ibp.deltas.Receiver`: an engine's side of keeping weights the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from .._rows.faults import CorruptTableError
+from .._tables.compressed_tensor import CompressedTensor
+from ._applying import Base, apply_all
+from ._checkpoints import apart
+from ._fingerprint import DeltaMismatchError, check_source, fingerprint
+from ._making import make
+from ._on_tables import TableRows
+from ._packing import Change, opened, read_message
+from ._regions import Key, Named, PushHead, Region, named
+from ._tensors import Delta
+
+_WANTED = "the weights are as they were, and are wanted whole unless what is missing still comes: push(..., full=True)"
+
+
+class OutOfSyncError(DeltaMismatchError):
+    """A message was lost or came again, or the weights are not those that its changes are for. The weights are as they
+    were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
+
+    __module__ = "ibp.deltas"
+
+
+class _Pieces(NamedTuple):
+    """The messages of a sender's push that have come, by their numbers."""
+
+    head: PushHead
+    came: dict[int, tuple[PushHead, torch.Tensor]]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.came) == self.head.piece[1]
+
+
+class Receiver:
+    """Makes weights those that an `ibp.deltas.Sender` pushes: the engine's side.
+
+    All changes of a push are applied at once, in the memory of the weights, when its last message is there: the weights
+    are one version or the next, never a mixture, also where the call is interrupted. The messages of a push may come in
+    any order; they are kept until then, on the device where they came.
+
+    Example:
+        >>> there, here = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        >>> sender, receiver = ibp.deltas.Sender(), ibp.deltas.Receiver(here)
+        >>> [receiver.apply(message) for message in sender.push(there)]
+        [True]
+        >>> torch.equal(here.weight, there.weight)
+        True
+
+    Args:
+        weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs, on the CPU or a GPU. Of
+            an `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, one piece of a push after the other is
+            decoded, changed and coded anew in its slots (`update_`): CUDA graphs that multiply by it have to be
+            captured again, after `prepare_linear`.
+
+    Attributes:
+        version: of the weights, as the sender counts; None before the first push.
+
+    Raises:
+        TypeError: weights are none of these.
+    """
+
+    __module__ = "ibp.deltas"
+
+    def __init__(self, weights: Named) -> None:
+        self._weights = named(weights)
+        for name, weight in self._weights.items():
+            check_source(weight, name)
+        self.version: int | None = None
+        self._senders: dict[int, str] = {}  # by part
+        self._pending: dict[int, _Pieces] = {}  # by part
+        self._known: dict[Key, int] = {}  # fingerprints of the version
+
+    def apply(self, message: torch.Tensor) -> bool:
+        """Takes a message.
+
+        Args:
+            message: uint8 [bytes], on any device.
+
+        Returns:
+            Whether the weights have become the version that the message is of; False: more messages of it are wanted.
+
+        Raises:
+            OutOfSyncError: a message before this one is lost, this one came before, or the weights are other ones than
+                those it is for.
+            CorruptTableError: the message is damaged; it may be sent again.
+            KeyError, TypeError, ValueError: a name, dtype or shape is not that of the weights.
+        In each case the weights are as they were.
+        """
+        head, data = read_message(message)
+        if not isinstance(head, PushHead):
+            raise CorruptTableError(f"the message begins with a {type(head).__name__}; wanted a PushHead")
+        self._check_order(head)
+        part, (number, _) = head.part[0], head.piece
+        pieces = self._pending.get(part)
+        if pieces is None or pieces.head.version != head.version or pieces.head.sender != head.sender:
+            self._pending = {of: each for of, each in self._pending.items() if each.head.version == head.version}
+            pieces = self._pending[part] = _Pieces(head, {})
+        pieces.came[number] = head, data
+        all_parts = self._pending.values()
+        if len(all_parts) < head.part[1] or not all(each.is_complete for each in all_parts):
+            return False
+        try:
+            self._become([came for each in all_parts for came in each.came.values()])
+            self._senders = {part: each.head.sender for part, each in self._pending.items()}
+            self.version = head.version
+        finally:
+            self._pending = {}
+        return True
+
+    def _check_order(self, head: PushHead) -> None:
+        """OutOfSyncError for a message that came before, or follows one that did not come."""
+        part, (number, count) = head.part[0], head.piece
+        if self.version is not None and self._senders.get(part) == head.sender:
+            if head.version <= self.version:
+                raise OutOfSyncError(f"version {head.version} came again: the weights are version {self.version}")
+            if head.base is not None and head.base != self.version:
+                raise OutOfSyncError(
+                    f"the message makes version {head.version} of version {head.base}, and the weights are version "
+                    f"{self.version}: a message is lost; {_WANTED}"
+                )
+        pieces = self._pending.get(part)
+        if pieces is None or pieces.head.sender != head.sender:
+            return
+        if pieces.head.version == head.version and number in pieces.came:
+            raise OutOfSyncError(f"message {number} of {count} of version {head.version} came again")
+        if pieces.head.version != head.version and head.base is not None:
+            raise OutOfSyncError(
+                f"{len(pieces.came)} of {pieces.head.piece[1]} messages of version {pieces.head.version} have come, "
+                f"and now one of version {head.version}: messages are lost; {_WANTED}"
+            )
+
+    def _become(self, came: list[tuple[PushHead, torch.Tensor]]) -> None:
+        """Makes the weights what all messages of a push say, or leaves them."""
+        jobs: list[tuple[str, Delta, Base]] = []
+        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        results: dict[Key, int] = {}
+        for region, change, bases in self._changes(came):
+            if results.setdefault(region.key, region.result) != region.result:
+                raise ValueError(f"two senders have sent {region.names[0]}, and not the same")
+            for base in bases:
+                if change is None:
+                    self._check_unchanged(region, base)
+                elif isinstance(change, Delta):
+                    jobs.append((region.names[0], change, base))
+                elif isinstance(base, TableRows):
+                    jobs.append((region.names[0], make(_whole(change, base), base.read(), device=base.device), base))
+                else:
+                    whole.append((base, _whole(change, base)))
+        known, self._known = self._known, {}  # whatever happens now, what is not written down is read again
+        try:
+            apply_all(apart(jobs), whole)
+        except DeltaMismatchError as error:
+            raise OutOfSyncError(f"{error}; {_WANTED}") from error
+        self._known = known | results
+
+    def _changes(self, came: list[tuple[PushHead, torch.Tensor]]) -> Iterator[tuple[Region, Change | None, list[Base]]]:
+        """(region, change, what it changes here) of messages. Coded changes are brought to the weights' device, those
+        of a message together."""
+        for head, data in came:
+            bases = [self.bases_of(region) for region in head.regions]
+            heads = [region.change for region in head.regions if region.change is not None]
+            targets = [base for found in bases for base in found]
+            if targets and any(each.fields is not None for each in heads):
+                data = data.to(targets[0].device)
+            changes = iter(opened(heads, data))
+            for region, found in zip(head.regions, bases):
+                yield region, None if region.change is None else next(changes), found
+
+    def bases_of(self, region: Region) -> list[Base]:
+        """The memory of a region's rows, once for each tensor that its names have here.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `apply`.
+        """
+        found: list[Base] = []
+        for name in region.names:
+            if name not in self._weights:
+                raise KeyError(f"there is no tensor {name!r} here, which the message changes")
+            weight = self._weights[name]
+            if weight.dtype != region.dtype:
+                raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {region.dtype}")
+            if weight.shape != region.full_shape:
+                raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(region.full_shape)}")
+            found.append(_rows_of(weight, region))
+        return found
+
+    def _check_unchanged(self, region: Region, base: Base) -> None:
+        known = self._known.get(region.key)
+        if known is None:
+            known = fingerprint(base.read() if isinstance(base, TableRows) else base.detach())
+        if known != region.result:
+            raise OutOfSyncError(
+                f"{region.names[0]} has fingerprint {known:016x}, and {region.result:016x} at the sender; {_WANTED}"
+            )
+
+
+def _rows_of(weight: torch.Tensor | CompressedTensor, region: Region) -> Base:
+    num_rows = region.shape[0] if region.shape else 1
+    if not 0 <= region.start <= region.start + num_rows <= (weight.shape[0] if weight.dim() else 1):
+        raise ValueError(f"the message changes {num_rows} rows from {region.start} of {list(weight.shape)}")
+    if isinstance(weight, CompressedTensor):
+        return TableRows(weight, region.start, region.start + num_rows)
+    return weight.detach().narrow(0, region.start, num_rows) if weight.dim() else weight.detach()
+
+
+def _whole(change: Change, base: Base) -> torch.Tensor:
+    """A change that is no delta: a plain tensor like its base."""
+    if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
+        raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
+    return change
