@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from ._applying import Base, apply_all
 from ._checkpoints import apart
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
 from ._making import make
+from ._on_parts import PartOf, read
 from ._on_tables import TableRows
 from ._packing import Change, opened, read_message
 from ._regions import Key, Named, PushHead, Region, named
@@ -146,26 +147,29 @@ class Receiver:
             if results.setdefault(region.key, region.result) != region.result:
                 raise ValueError(f"two senders have sent {region.names[0]}, and not the same")
             for base in bases:
+                self._check_before(region, base)
                 if change is None:
-                    self._check_unchanged(region, base)
-                elif isinstance(change, Delta):
+                    continue
+                if isinstance(change, Delta):
                     jobs.append((region.names[0], change, base))
-                elif isinstance(base, TableRows):
-                    jobs.append((region.names[0], make(_whole(change, base), base.read(), device=base.device), base))
                 else:
-                    whole.append((base, _whole(change, base)))
-        known, self._known = self._known, {}  # whatever happens now, what is not written down is read again
+                    memory, new = _written(base, change)
+                    if isinstance(memory, TableRows):
+                        jobs.append((region.names[0], make(new, memory.read(), device=memory.device), memory))
+                    else:
+                        whole.append((memory, new))
+        self._known = {}  # until all is written: interrupted, the next push reads the weights
         try:
             apply_all(apart(jobs), whole)
         except DeltaMismatchError as error:
             raise OutOfSyncError(f"{error}; {_WANTED}") from error
-        self._known = known | results
+        self._known = results
 
     def _changes(self, came: list[tuple[PushHead, torch.Tensor]]) -> Iterator[tuple[Region, Change | None, list[Base]]]:
         """(region, change, what it changes here) of messages. Coded changes are brought to the weights' device, those
         of a message together."""
         for head, data in came:
-            bases = [self.bases_of(region) for region in head.regions]
+            bases = self.bases_of(head.regions)
             heads = [region.change for region in head.regions if region.change is not None]
             targets = [base for found in bases for base in found]
             if targets and any(each.fields is not None for each in heads):
@@ -174,45 +178,50 @@ class Receiver:
             for region, found in zip(head.regions, bases):
                 yield region, None if region.change is None else next(changes), found
 
-    def bases_of(self, region: Region) -> list[Base]:
-        """The memory of a region's rows, once for each tensor that its names have here.
+    def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
+        """The memory of regions' rows, once for each tensor that a region's names have here. An engine that keeps
+        weights in another way than the sender names them has its own.
 
         Raises:
             KeyError, TypeError, ValueError: as `apply`.
         """
-        found: list[Base] = []
-        for name in region.names:
-            if name not in self._weights:
-                raise KeyError(f"there is no tensor {name!r} here, which the message changes")
-            weight = self._weights[name]
-            if weight.dtype != region.dtype:
-                raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {region.dtype}")
-            if weight.shape != region.full_shape:
-                raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(region.full_shape)}")
-            found.append(_rows_of(weight, region))
-        return found
+        return [[self._rows_of(name, region) for name in region.names] for region in regions]
 
-    def _check_unchanged(self, region: Region, base: Base) -> None:
+    def _rows_of(self, name: str, region: Region) -> Base:
+        if name not in self._weights:
+            raise KeyError(f"there is no tensor {name!r} here, which the message changes")
+        weight = self._weights[name]
+        if weight.dtype != region.dtype:
+            raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {region.dtype}")
+        if weight.shape != region.full_shape:
+            raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(region.full_shape)}")
+        return rows_of(weight, region.start, region.start + (region.shape[0] if region.shape else 1))
+
+    def _check_before(self, region: Region, base: Base) -> None:
+        """OutOfSyncError for rows that are other ones than before the push, as far as that is known without reading
+        them; unchanged ones are read where it is not."""
         known = self._known.get(region.key)
-        if known is None:
-            known = fingerprint(base.read() if isinstance(base, TableRows) else base.detach())
-        if known != region.result:
+        if known is None and region.change is None and not isinstance(base, PartOf):
+            known = fingerprint(read(base))
+        wanted = region.result if region.change is None else (region.change.fingerprints or (known,))[0]
+        if known is not None and known != wanted:
             raise OutOfSyncError(
-                f"{region.names[0]} has fingerprint {known:016x}, and {region.result:016x} at the sender; {_WANTED}"
+                f"{region.names[0]} has fingerprint {known:016x}, and {wanted:016x} at the sender; {_WANTED}"
             )
 
 
-def _rows_of(weight: torch.Tensor | CompressedTensor, region: Region) -> Base:
-    num_rows = region.shape[0] if region.shape else 1
-    if not 0 <= region.start <= region.start + num_rows <= (weight.shape[0] if weight.dim() else 1):
-        raise ValueError(f"the message changes {num_rows} rows from {region.start} of {list(weight.shape)}")
+def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> torch.Tensor | TableRows:
+    """Rows first to last - 1, or a tensor of no dimension. ValueError: there are fewer."""
+    num_rows = weight.shape[0] if weight.dim() else 1
+    if not 0 <= first <= last <= num_rows:
+        raise ValueError(f"the message changes rows {first} to {last} of {num_rows}")
     if isinstance(weight, CompressedTensor):
-        return TableRows(weight, region.start, region.start + num_rows)
-    return weight.detach().narrow(0, region.start, num_rows) if weight.dim() else weight.detach()
+        return TableRows(weight, first, last)
+    return weight.detach()[first:last] if weight.dim() else weight.detach()
 
 
-def _whole(change: Change, base: Base) -> torch.Tensor:
-    """A change that is no delta: a plain tensor like its base."""
+def _written(base: Base, change: Change) -> tuple[torch.Tensor | TableRows, torch.Tensor]:
+    """(memory, its new values) of a change that is no delta: a plain tensor like its base."""
     if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
-    return change
+    return (base.memory, change[base.box]) if isinstance(base, PartOf) else (base, change)

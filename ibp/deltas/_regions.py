@@ -13,7 +13,7 @@ from ._fingerprint import check_source
 from ._packing import ChangeHead
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
-Key = tuple[str, int]  # a name and the first row
+Key = tuple[str, int, torch.Size]  # a name, the first row, the rows' shape
 
 _ROW_STEP = 16  # rows of any dtype begin at multiples of 16 bytes, where kernels are at their rate
 
@@ -36,7 +36,7 @@ class Region(NamedTuple):
 
     @property
     def key(self) -> Key:
-        return self.names[0], self.start
+        return self.names[0], self.start, self.shape
 
 
 @wire.sent
@@ -66,7 +66,7 @@ class OwnRows(NamedTuple):
 
     @property
     def key(self) -> Key:
-        return self.names[0], self.start
+        return self.names[0], self.start, self.tensor.shape
 
 
 def named(weights: Named) -> dict[str, Any]:

@@ -119,9 +119,9 @@ class Sender:
         return [own.tensor if base is None else next(made) for own, base in zip(rows, kept)]
 
     def _like(self, own: OwnRows) -> torch.Tensor | None:
-        """The kept copy of rows, if it has their shape and dtype."""
+        """The kept copy of rows, if it has their dtype."""
         base = self._kept.get(own.key)
-        return base if base is not None and (base.shape, base.dtype) == (own.tensor.shape, own.tensor.dtype) else None
+        return base if base is not None and base.dtype == own.tensor.dtype else None
 
     def _message(
         self, piece: Sequence[tuple[OwnRows, Change]], number: tuple[int, int], base: int | None

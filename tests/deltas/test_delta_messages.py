@@ -226,7 +226,7 @@ def test_a_new_sender_goes_on_where_the_old_one_ended():
     sender = Sender(link.versions[2])
     assert applied(link.receiver, sender.push(link.versions[3])) and link.receiver.version == 1
     assert_same_weights(link.here, link.versions[3])
-    link.refuses(link.pushes[0], "layer has fingerprint|embed has fingerprint")
+    link.refuses(link.pushes[0], "norm has fingerprint")
 
 
 @hypothesis.given(st.randoms(use_true_random=False), st.integers(1, 20_000))
