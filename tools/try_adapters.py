@@ -12,7 +12,7 @@ are written anew as soon as vLLM may do so, pages find no room, caches are reset
 storage, its controller's methods write and read pages, and its storage of files says which prefixes can be restored.
 Every page that comes back has to have the bits that were stored.
 
-try_weights.py then tries vLLM's layers with coded weights.
+try_weights.py then tries vLLM's layers with coded weights, and try_sync.py pushes changes into them.
 """
 
 import argparse
@@ -33,12 +33,14 @@ import types
 from pathlib import Path
 
 import torch
+import try_sync
 import try_weights
 from record_interfaces import ENGINES
 
 # Modules that are imported as they are.
 REAL = (
     *try_weights.REAL,
+    "vllm.v1.worker.gpu_worker",
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.config",
     "vllm.v1.kv_offload.factory",
@@ -570,6 +572,7 @@ def run(release):
         sys.modules.setdefault("regex", re)
         sys.meta_path += [Finder(release, name) for name in try_weights.OTHERS]
         try_weights.try_weights()
+        try_sync.try_sync()
 
 
 def main():
