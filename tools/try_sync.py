@@ -52,7 +52,9 @@ class Model(torch.nn.Module):
         self.lm_head = ParallelLMHead(WORDS, K, prefix="lm_head", **options).tie_weights(self.embed_tokens)
         layer = torch.nn.Module()
         layer.qkv_proj = made.QKVParallelLinear(K, 64, Q // 64, KV // 64, bias=True, prefix="0.qkv_proj", **options)
-        layer.gate_up_proj = made.MergedColumnParallelLinear(K, [UP] * 2, bias=False, prefix="0.gate_up_proj", **options)
+        layer.gate_up_proj = made.MergedColumnParallelLinear(
+            K, [UP] * 2, bias=False, prefix="0.gate_up_proj", **options
+        )
         layer.o_proj = made.RowParallelLinear(Q, K, bias=False, prefix="0.o_proj", reduce_results=False, **options)
         layer.norm = torch.nn.RMSNorm(K, dtype=torch.bfloat16)
         layer.scale = torch.nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
@@ -214,6 +216,8 @@ def try_sync():
     try:
         Workers(model_of(first_checkpoint(), vllm_weights.IBPConfig(**OPTIONS)), is_eager=False)
     except NotImplementedError:
-        print("sync: pushes of deltas and of all weights give the bits that are loaded, plain and coded, on 1 and 2 ranks")
+        print(
+            "sync: pushes of deltas and of all weights give the bits that are loaded, plain and coded, on 1 and 2 ranks"
+        )
         return
     check(False, "coded weights change under CUDA graphs")

@@ -159,9 +159,7 @@ def _try_layers(api, rank, size):
         else:
             check(layer.weight.numel() == 0 and method.table.shape == shape, f"{name} keeps its plain weight")
             check(torch.equal(method.table.decompress(), plain[name][0].weight), f"{name} has other weights")
-    check(
-        coded["tied"][0].quant_method.table is coded["tokens"][0].quant_method.table, "a tied head has its own table"
-    )
+    check(coded["tied"][0].quant_method.table is coded["tokens"][0].quant_method.table, "a tied head has its own table")
     layer = coded["row"][0]
     x = some_values(5, layer.input_size_per_partition)
     compiled = torch.compile(
@@ -181,7 +179,11 @@ def _try_plain(api):
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     noise = torch.randint(-(2**15), 2**15, (Q, K), dtype=torch.int16).view(torch.bfloat16)
-    for options, values in (({}, some_values(Q, K)), ({"min_bytes": 0}, noise), ({"min_bytes": 0}, some_values(Q, K).float())):
+    for options, values in (
+        ({}, some_values(Q, K)),
+        ({"min_bytes": 0}, noise),
+        ({"min_bytes": 0}, some_values(Q, K).float()),
+    ):
         config = api.IBPConfig(**options)
         layer = ReplicatedLinear(K, Q, bias=False, params_dtype=values.dtype, quant_config=config, prefix="a")
         layers = {"a": (layer, [("weight", values, None)])}

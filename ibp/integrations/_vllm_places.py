@@ -49,7 +49,9 @@ class ModelReceiver(Receiver):
         super().__init__({})
         self._model: Any = model
         self._places: dict[str, list[Place]] = {}
-        self._coded: list[tuple[Any, Any]] = [(layer, layer.quant_method) for layer in model.modules() if _is_coded(layer)]
+        self._coded: list[tuple[Any, Any]] = [
+            (layer, layer.quant_method) for layer in model.modules() if _is_coded(layer)
+        ]
         if self._coded and not is_eager:
             raise NotImplementedError(
                 "weights that ibp has coded change with --enforce-eager alone: CUDA graphs hold lists of their escapes"
