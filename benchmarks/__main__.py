@@ -38,7 +38,7 @@ CACHES = {
     "kv_pages": 30,
     "kv_rows": 30,
 }  # likewise
-TRAINING = {"adamw": 75, "activations": 115}  # likewise
+TRAINING = {"adamw": 75, "activations": 115, "sync": 90}  # likewise
 CHOICES = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise
 MODELS = {  # likewise, with options of the script
     "llm": 75,
