@@ -43,9 +43,17 @@ class Place(NamedTuple):
 
 
 class ModelReceiver(Receiver):
-    """A receiver of a checkpoint's tensors, which a model of vLLM keeps merged, sharded or coded."""
+    """A receiver of a checkpoint's tensors, which a model of an engine keeps merged, sharded or coded.
 
-    def __init__(self, model: torch.nn.Module, is_eager: bool) -> None:
+    Args:
+        model: its `load_weights` takes names and tensors of a checkpoint.
+        is_eager: whether no CUDA graph holds the model's coded layers.
+
+    Raises:
+        NotImplementedError: there are coded layers, and graphs.
+    """
+
+    def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
         super().__init__({})
         self._model: Any = model
         self._places: dict[str, list[Place]] = {}

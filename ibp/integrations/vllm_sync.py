@@ -37,7 +37,7 @@ except ImportError as error:
     WeightTransferEngine = WeightTransferInitInfo = WeightTransferUpdateInfo = object
     _missing = error
 
-__all__ = ["IBPWeightTransferEngine", "register", "send"]
+__all__ = ["IBPWeightTransferEngine", "ModelReceiver", "register", "send"]
 
 _logger = logging.getLogger(__name__)
 BACKEND = "ibp_delta"
