@@ -13,21 +13,20 @@ from .._rows.faults import CorruptTableError
 from . import _on_cpu, _on_gpu
 from ._coding import bits_of, integers_of
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
-from ._on_parts import InPart, PartOf, read
-from ._on_tables import InTable, TableRows
+from ._on_pieces import InPieces, Pieces
 
 if TYPE_CHECKING:
     from ._tensors import Delta
 
     Job = tuple[str, Delta, "Base"]  # name for messages, delta, base
 
-Base = torch.Tensor | TableRows | PartOf
-Batch = _on_gpu.DeltaBatch | _on_cpu.InPlace | InTable | InPart
+Base = torch.Tensor | Pieces
+Batch = _on_gpu.DeltaBatch | _on_cpu.InPlace | InPieces
 
 
 def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-    """Applies deltas to tensors, rows of tables, or parts of these, that share no memory. whole: tensors of which each
-    becomes another one of its shape and dtype, when all deltas are applied.
+    """Applies deltas to tensors, or pieces, that share no memory. whole: tensors of which each becomes another one of
+    its shape and dtype, when all deltas are applied.
 
     Raises:
         As `Delta.apply_`; then all bases are as they were.
@@ -61,8 +60,8 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
 
 def _way_of(delta: Delta, base: Base) -> type[Batch] | None:
     """What changes a base where it is; None: a new version is made beside it."""
-    if isinstance(base, (TableRows, PartOf)):
-        return InTable if isinstance(base, TableRows) else InPart
+    if isinstance(base, Pieces):
+        return InPieces
     if _on_gpu.can_apply(delta, base):
         return _on_gpu.DeltaBatch
     return _on_cpu.InPlace if _on_cpu.can_apply(delta, base) else None
@@ -83,10 +82,8 @@ def _batches(jobs: Sequence[Job], ways: Sequence[type[Batch] | None]) -> Iterato
         bases = [base for base in (jobs[i][2] for i in indices) if isinstance(base, torch.Tensor)]
         yield _on_gpu.DeltaBatch(indices, [jobs[i][1] for i in indices], bases)
     for index, (_, delta, base) in enumerate(jobs):
-        if isinstance(base, TableRows):
-            yield InTable(index, delta, base)
-        elif isinstance(base, PartOf):
-            yield InPart(index, delta, base)
+        if isinstance(base, Pieces):
+            yield InPieces(index, delta, base)
         elif ways[index] is _on_cpu.InPlace:
             yield _on_cpu.InPlace(index, delta, base)
 
@@ -98,7 +95,7 @@ def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:
-    if not isinstance(base, (TableRows, PartOf)):
+    if not isinstance(base, Pieces):
         if not isinstance(base, torch.Tensor):
             raise TypeError(f"{name} is a {type(base).__name__}; wanted a torch.Tensor")
         check_source(base, name)
@@ -111,7 +108,7 @@ def _check_base(name: str, delta: Delta, base: Any) -> None:
 
 
 def _check_fingerprint(name: str, delta: Delta, base: Base) -> None:
-    found = fingerprint(read(base))
+    found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
     if found != delta.base:
         raise DeltaMismatchError(
             f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"

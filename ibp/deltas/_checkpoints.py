@@ -10,8 +10,7 @@ import torch
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import apply_all
 from ._fingerprint import DeltaMismatchError, check_source
-from ._on_parts import PartOf
-from ._on_tables import TableRows
+from ._on_pieces import Pieces, TableRows
 from ._tensors import Delta
 
 if TYPE_CHECKING:
@@ -166,10 +165,10 @@ def compare(
     )
 
 
-def memory_of(x: Version | TableRows | PartOf) -> tuple[Any, ...]:
+def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
     """The same for tensors of the same elements in the same memory."""
-    if isinstance(x, PartOf):
-        return memory_of(x.memory)
+    if isinstance(x, Pieces):
+        return tuple(memory_of(each.memory) for each in x.pieces)
     if isinstance(x, TableRows):
         return id(x.table), x.first, x.last
     if isinstance(x, CompressedTensor) or x.numel() == 0:

@@ -13,10 +13,9 @@ from ._applying import Base, apply_all
 from ._checkpoints import apart
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
 from ._making import make
-from ._on_parts import PartOf, read
-from ._on_tables import TableRows
+from ._on_pieces import Memory, Piece, Pieces, TableRows, whole_rows
 from ._packing import Change, opened, read_message
-from ._regions import Key, Named, PushHead, Region, named
+from ._regions import Named, PushHead, Region, TensorRows, named
 from ._tensors import Delta
 
 _WANTED = "the weights are as they were, and are wanted whole unless what is missing still comes: push(..., full=True)"
@@ -77,7 +76,7 @@ class Receiver:
         self.version: int | None = None
         self._senders: dict[int, str] = {}  # by part
         self._pending: dict[int, _Pieces] = {}  # by part
-        self._known: dict[Key, int] = {}  # fingerprints of the version
+        self._known: dict[bytes, int] = {}  # fingerprints of the version
 
     def apply(self, message: torch.Tensor) -> bool:
         """Takes a message.
@@ -142,22 +141,21 @@ class Receiver:
         """Makes the weights what all messages of a push say, or leaves them."""
         jobs: list[tuple[str, Delta, Base]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
-        results: dict[Key, int] = {}
+        results: dict[bytes, int] = {}
         for region, change, bases in self._changes(came):
-            if results.setdefault(region.key, region.result) != region.result:
-                raise ValueError(f"two senders have sent {region.names[0]}, and not the same")
+            if results.setdefault(region.rows, region.result) != region.result:
+                raise ValueError(f"two senders have sent {_name(region)}, and not the same")
             for base in bases:
                 self._check_before(region, base)
-                if change is None:
-                    continue
                 if isinstance(change, Delta):
-                    jobs.append((region.names[0], change, base))
-                else:
-                    memory, new = _written(base, change)
-                    if isinstance(memory, TableRows):
-                        jobs.append((region.names[0], make(new, memory.read(), device=memory.device), memory))
-                    else:
-                        whole.append((memory, new))
+                    jobs.append((_name(region), change, base))
+                elif change is not None:
+                    for memory, new in _written(base, change):
+                        if isinstance(memory, TableRows):
+                            delta = make(new, memory.read(), device=memory.device)
+                            jobs.append((_name(region), delta, whole_rows(memory)))
+                        else:
+                            whole.append((memory, new))
         self._known = {}  # until all is written: interrupted, the next push reads the weights
         try:
             apply_all(apart(jobs), whole)
@@ -179,38 +177,56 @@ class Receiver:
                 yield region, None if region.change is None else next(changes), found
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """The memory of regions' rows, once for each tensor that a region's names have here. An engine that keeps
-        weights in another way than the sender names them has its own.
+        """The memory of regions' rows: several bases where a tensor has several names. An engine that keeps weights in
+        another way than the sender names them has its own.
 
         Raises:
             KeyError, TypeError, ValueError: as `apply`.
         """
-        return [[self._rows_of(name, region) for name in region.names] for region in regions]
+        return [
+            bases_of_rows(
+                [
+                    (rows, [self._whole_place(name, rows, region) for name in rows.names])
+                    for rows in region.tensor_rows()
+                ],
+                region.dtype,
+            )
+            for region in regions
+        ]
 
-    def _rows_of(self, name: str, region: Region) -> Base:
+    def _whole_place(self, name: str, rows: TensorRows, region: Region) -> tuple[Memory, tuple[slice, ...]]:
         if name not in self._weights:
             raise KeyError(f"there is no tensor {name!r} here, which the message changes")
         weight = self._weights[name]
         if weight.dtype != region.dtype:
             raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {region.dtype}")
-        if weight.shape != region.full_shape:
-            raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(region.full_shape)}")
-        return rows_of(weight, region.start, region.start + (region.shape[0] if region.shape else 1))
+        if weight.shape != rows.full_shape:
+            raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
+        memory = rows_of(weight, rows.start, rows.start + (rows.shape[0] if rows.shape else 1))
+        return memory, (slice(None),) * len(rows.shape)
 
     def _check_before(self, region: Region, base: Base) -> None:
         """OutOfSyncError for rows that are other ones than before the push, as far as that is known without reading
         them; unchanged ones are read where it is not."""
-        known = self._known.get(region.key)
-        if known is None and region.change is None and not isinstance(base, PartOf):
-            known = fingerprint(read(base))
+        known = self._known.get(region.rows)
+        if known is None and region.change is None:
+            if isinstance(base, torch.Tensor):
+                known = fingerprint(base.detach())
+            elif base.is_whole:
+                known = fingerprint(base.read())
         wanted = region.result if region.change is None else (region.change.fingerprints or (known,))[0]
         if known is not None and known != wanted:
             raise OutOfSyncError(
-                f"{region.names[0]} has fingerprint {known:016x}, and {wanted:016x} at the sender; {_WANTED}"
+                f"{_name(region)} has fingerprint {known:016x}, and {wanted:016x} at the sender; {_WANTED}"
             )
 
 
-def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> torch.Tensor | TableRows:
+def _name(region: Region) -> str:
+    names = [rows.names[0] for rows in region.tensor_rows()]
+    return names[0] if len(names) == 1 else f"{names[0]}, joined with {len(names) - 1} others,"
+
+
+def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
     """Rows first to last - 1, or a tensor of no dimension. ValueError: there are fewer."""
     num_rows = weight.shape[0] if weight.dim() else 1
     if not 0 <= first <= last <= num_rows:
@@ -220,8 +236,29 @@ def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> t
     return weight.detach()[first:last] if weight.dim() else weight.detach()
 
 
-def _written(base: Base, change: Change) -> tuple[torch.Tensor | TableRows, torch.Tensor]:
+def bases_of_rows(
+    places: Sequence[tuple[TensorRows, Sequence[tuple[Memory, tuple[slice, ...]]]]], dtype: torch.dtype
+) -> list[Base]:
+    """The bases of joined rows, or of a tensor's rows alone: tensors where each place has all of these. places: of each
+    tensor's rows, memory and where it is in the rows; places that differ do not overlap, unless one has all rows."""
+    if len(places) == 1:
+        rows, found = places[0]
+        if all(isinstance(memory, torch.Tensor) and memory.shape == rows.shape for memory, _ in found):
+            return [memory for memory, _ in found if isinstance(memory, torch.Tensor)]
+    pieces, offset, num_missing = [], 0, 0
+    for rows, found in places:
+        pieces += [Piece(memory, offset, rows.shape, box) for memory, box in found]
+        offset += rows.shape.numel()
+        there = {tuple((each.start, each.stop) for each in box): memory.shape.numel() for memory, box in found}
+        num_missing += max(0, rows.shape.numel() - sum(there.values()))
+    shape = places[0][0].shape if len(places) == 1 else torch.Size((offset,))
+    return [Pieces(pieces, shape, dtype, not num_missing)] if pieces else []
+
+
+def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
     """(memory, its new values) of a change that is no delta: a plain tensor like its base."""
     if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
-    return (base.memory, change[base.box]) if isinstance(base, PartOf) else (base, change)
+    if isinstance(base, torch.Tensor):
+        return [(base, change)]
+    return [(each.memory, each.of(change.view(-1))) for each in base.pieces]

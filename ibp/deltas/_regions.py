@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .._common import wire
 from ._checkpoints import memory_of
+from ._coding import bits_of
 from ._fingerprint import check_source
 from ._packing import ChangeHead
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
-Key = tuple[str, int, torch.Size]  # a name, the first row, the rows' shape
 
 _ROW_STEP = 16  # rows of any dtype begin at multiples of 16 bytes, where kernels are at their rate
+_JOINED_SHARE = 16  # smaller tensors than this part of a piece are joined: each region takes the host's time
 
 
-@wire.sent
-class Region(NamedTuple):
-    """Rows of a tensor, in dimension 0, and what a push makes of them.
+class TensorRows(NamedTuple):
+    """Rows of a tensor, in dimension 0.
 
-    names: of a tensor, several where weights are tied. full_shape: of all its rows. start: the first row. shape, dtype:
-    of these rows. result: their fingerprint after the push. change: None where nothing has changed.
+    names: of the tensor, several where weights are tied. full_shape: of all its rows. start: the first row. shape: of
+    these rows.
     """
 
     names: tuple[str, ...]
     full_shape: torch.Size
     start: int
     shape: torch.Size
+
+
+@wire.sent
+class Region(NamedTuple):
+    """Rows of a tensor, or of several whose elements are joined, and what a push makes of them.
+
+    rows: JSON of their `TensorRows`. result: their fingerprint after the push. change: None where nothing has changed.
+    """
+
+    rows: bytes
     dtype: torch.dtype
     result: int
     change: ChangeHead | None
 
-    @property
-    def key(self) -> Key:
-        return self.names[0], self.start, self.shape
+    def tensor_rows(self) -> list[TensorRows]:
+        return _rows_in(self.rows)
+
+
+@functools.lru_cache(4096)  # they are the same in each push
+def _rows_in(text: bytes) -> list[TensorRows]:
+    return [
+        TensorRows(tuple(names), torch.Size(full_shape), start, torch.Size(shape))
+        for names, full_shape, start, shape in json.loads(text)
+    ]
 
 
 @wire.sent
@@ -56,17 +75,25 @@ class PushHead(NamedTuple):
     regions: list[Region]
 
 
-class OwnRows(NamedTuple):
-    """Rows of a tensor that this process sends. names, full_shape, start: as in `Region`."""
+class OwnRegion:
+    """Rows that this process sends. rows: as in `Region`; nbytes: of them."""
 
-    names: tuple[str, ...]
-    full_shape: torch.Size
-    start: int
-    tensor: torch.Tensor
+    def __init__(self, members: Sequence[tuple[TensorRows, torch.Tensor]]) -> None:
+        self.rows = json.dumps([rows for rows, _ in members]).encode()
+        self.names = members[0][0].names
+        self._tensors = [tensor for _, tensor in members]
+        self.nbytes = sum(tensor.nbytes for tensor in self._tensors)
+        self.dtype, self.device = self._tensors[0].dtype, self._tensors[0].device
 
     @property
-    def key(self) -> Key:
-        return self.names[0], self.start, self.tensor.shape
+    def is_joined(self) -> bool:
+        return len(self._tensors) > 1
+
+    def values(self) -> torch.Tensor:
+        """The rows, or joined elements in memory of their own, 1-D."""
+        if not self.is_joined:
+            return self._tensors[0]
+        return torch.cat([bits_of(tensor).reshape(-1) for tensor in self._tensors]).view(self.dtype)
 
 
 def named(weights: Named) -> dict[str, Any]:
@@ -74,8 +101,8 @@ def named(weights: Named) -> dict[str, Any]:
     return dict(weights.state_dict() if isinstance(weights, torch.nn.Module) else weights)
 
 
-def own_rows(weights: Named, part: tuple[int, int], most_bytes: int) -> list[OwnRows]:
-    """What a sender sends of weights, tied tensors once, in parts of most_bytes or one row. A collective call where
+def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[OwnRegion]:
+    """What a sender sends of weights, tied tensors once, in regions of most_bytes or one row. A collective call where
     DTensors are sharded otherwise than by rows: these are gathered.
 
     Raises:
@@ -83,6 +110,7 @@ def own_rows(weights: Named, part: tuple[int, int], most_bytes: int) -> list[Own
     """
     tied: dict[tuple[Any, ...], list[str]] = {}
     found: dict[tuple[Any, ...], tuple[torch.Size, int, torch.Tensor]] = {}
+    alone: list[tuple[Any, ...]] = []  # what other senders may send too
     for name, tensor in named(weights).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
@@ -92,20 +120,42 @@ def own_rows(weights: Named, part: tuple[int, int], most_bytes: int) -> list[Own
             memory = memory_of(shard[2])
             tied.setdefault(memory, []).append(name)
             found[memory] = shard
-    return [
-        OwnRows(tuple(names), full_shape, start + first, rows)
-        for names, (full_shape, start, tensor) in zip(tied.values(), (found[memory] for memory in tied))
-        for first, rows in _cut(tensor, most_bytes)
-    ]
+            alone += [memory] if part[1] > 1 and shard[2].shape == tensor.shape else []
+    members = {
+        memory: [
+            (TensorRows(tuple(names), found[memory][0], found[memory][1] + first, rows.shape), rows)
+            for first, rows in _cut(found[memory][2], most_bytes)
+        ]
+        for memory, names in tied.items()
+    }
+    apart = [OwnRegion([rows]) for memory in alone for rows in members.pop(memory, [])]
+    return apart + _joined((rows for each in members.values() for rows in each), most_bytes)
+
+
+def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
+    """Regions of rows, of which small ones are joined."""
+    regions: list[OwnRegion] = []
+    small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
+    for rows, tensor in members:
+        if tensor.nbytes * _JOINED_SHARE > most_bytes:
+            regions.append(OwnRegion([(rows, tensor)]))
+            continue
+        kind = tensor.dtype, tensor.device
+        if sizes.get(kind, 0) + tensor.nbytes > most_bytes:
+            regions.append(OwnRegion(small.pop(kind)))
+            sizes[kind] = 0
+        small.setdefault(kind, []).append((rows, tensor))
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+    return regions + [OwnRegion(each) for each in small.values()]
 
 
 def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, rows) of parts of a tensor."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes <= most_bytes or tensor.dim() == 0:
+    if tensor.nbytes <= most_bytes or tensor.dim() == 0:
         yield 0, tensor
         return
-    step = max(1, most_bytes * tensor.shape[0] // num_bytes)
+    step = max(1, most_bytes * tensor.shape[0] // tensor.nbytes)
     step -= step % _ROW_STEP if step > _ROW_STEP else 0
     yield from ((first, tensor[first : first + step]) for first in range(0, tensor.shape[0], step))
 

@@ -15,7 +15,7 @@ from ._coding import bits_of
 from ._fingerprint import fingerprint
 from ._making import differences
 from ._packing import Change, head_of, message_of
-from ._regions import Key, Named, OwnRows, PushHead, Region, own_rows
+from ._regions import Named, OwnRegion, PushHead, Region, own_regions
 from ._tensors import Delta
 
 PIECE_BYTES = 256 << 20
@@ -78,11 +78,11 @@ class Sender:
         self._is_pinned = None if memory == "device" else bool(_memory.pins(memory))
         self._device = None if device is None else _memory.canonical(device)
         self._id = uuid.uuid4().hex
-        self._kept: dict[Key, torch.Tensor] = {}
+        self._kept: dict[bytes, torch.Tensor] = {}  # by their rows
         self.version = 0
         if weights is not None:
-            rows = own_rows(weights, self._part, self._piece_bytes)
-            self._keep(rows, rows)
+            regions = own_regions(weights, self._part, self._piece_bytes)
+            self._kept = {region.rows: self._copy(region, region.values(), None, None) for region in regions}
 
     def push(self, weights: Named, *, full: bool = False) -> list[torch.Tensor]:
         """What makes receivers' weights these ones: a new version.
@@ -100,55 +100,62 @@ class Sender:
         Raises:
             TypeError, ValueError: weights are no tensors, or DTensors of more ranks than there are parts.
         """
-        rows = own_rows(weights, self._part, self._piece_bytes)
-        is_full = full or not self._kept
-        changes = self._changes(rows, is_full)
-        pieces = cut(list(zip(rows, changes)), lambda item: item[0].tensor.nbytes, self._piece_bytes)
-        messages = [
-            self._message(piece, (number, len(pieces)), None if is_full else self.version)
-            for number, piece in enumerate(pieces)
-        ]
-        self._keep(rows, [own for own, change in zip(rows, changes) if not _is_same(change)])
+        regions = own_regions(weights, self._part, self._piece_bytes)
+        kept, self._kept = self._kept, {}  # interrupted, it has nothing, and the next push sends all
+        base = None if full or not kept else self.version
+        pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
+        made: dict[bytes, torch.Tensor] = {}
+        messages = []
+        for number, piece in enumerate(pieces):
+            values = [region.values() for region in piece]
+            olds = [self._like(region, kept) for region in piece]
+            changes = self._changes(values, [None if base is None else old for old in olds])
+            messages.append(self._message(piece, values, changes, base, (number, len(pieces))))
+            for region, new, old, change in zip(piece, values, olds, changes):
+                made[region.rows] = self._copy(region, new, old, change)
+        self._kept = made
         self.version += 1
         return messages
 
-    def _changes(self, rows: Sequence[OwnRows], is_full: bool) -> list[Change]:
-        kept = [None if is_full else self._like(own) for own in rows]
-        pairs = [(own.tensor, base) for own, base in zip(rows, kept) if base is not None]
-        made = iter(differences(pairs, None))
-        return [own.tensor if base is None else next(made) for own, base in zip(rows, kept)]
+    def _changes(self, values: Sequence[torch.Tensor], bases: Sequence[torch.Tensor | None]) -> list[Change]:
+        made = iter(differences([(new, base) for new, base in zip(values, bases) if base is not None], None))
+        return [new if base is None else next(made) for new, base in zip(values, bases)]
 
-    def _like(self, own: OwnRows) -> torch.Tensor | None:
-        """The kept copy of rows, if it has their dtype."""
-        base = self._kept.get(own.key)
-        return base if base is not None and base.dtype == own.tensor.dtype else None
+    def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
+        """The kept copy of a region, if it has its dtype."""
+        base = kept.get(region.rows)
+        return base if base is not None and base.dtype == region.dtype else None
 
     def _message(
-        self, piece: Sequence[tuple[OwnRows, Change]], number: tuple[int, int], base: int | None
+        self,
+        piece: Sequence[OwnRegion],
+        values: Sequence[torch.Tensor],
+        changes: Sequence[Change],
+        base: int | None,
+        number: tuple[int, int],
     ) -> torch.Tensor:
         regions, sent = [], []
-        for own, change in piece:
-            head, result = None, change.result if isinstance(change, Delta) else fingerprint(own.tensor)
+        for region, new, change in zip(piece, values, changes):
+            head, result = None, change.result if isinstance(change, Delta) else fingerprint(new)
             if not _is_same(change):
                 head = head_of(change)
                 sent.append((head, change))
-            regions.append(
-                Region(own.names, own.full_shape, own.start, own.tensor.shape, own.tensor.dtype, result, head)
-            )
-        device = self._device or (piece[0][0].tensor.device if piece else torch.device("cpu"))
+            regions.append(Region(region.rows, region.dtype, result, head))
+        device = self._device or (piece[0].device if piece else torch.device("cpu"))
         said = PushHead(self._id, self._part, self.version + 1, base, number, regions)
         return message_of(said, [head for head, _ in sent], [change for _, change in sent], device)
 
-    def _keep(self, rows: Sequence[OwnRows], changed: Sequence[OwnRows]) -> None:
-        """Copies changed rows, and forgets what is not among the rows."""
-        kept = {own.key: self._like(own) for own in rows}
-        self._kept = {}  # interrupted, it has nothing, and the next push sends all
-        for own in changed:
-            base = kept[own.key]
-            if base is None:
-                base = kept[own.key] = self._empty_like(own.tensor)
-            bits_of(base).copy_(bits_of(own.tensor))
-        self._kept = {key: base for key, base in kept.items() if base is not None}
+    def _copy(
+        self, region: OwnRegion, values: torch.Tensor, old: torch.Tensor | None, change: Change | None
+    ) -> torch.Tensor:
+        """What is kept of a region."""
+        if old is not None and change is not None and _is_same(change):
+            return old
+        if region.is_joined and self._is_pinned is None:
+            return values
+        base = self._empty_like(values) if old is None else old
+        bits_of(base).copy_(bits_of(values))
+        return base
 
     def _empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._is_pinned is None:

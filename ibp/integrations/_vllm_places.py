@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from .._tables.compressed_tensor import CompressedTensor
 from ..deltas import Receiver
 from ..deltas._applying import Base
-from ..deltas._on_parts import PartOf
-from ..deltas._receiving import rows_of
-from ..deltas._regions import Region
+from ..deltas._on_pieces import Memory
+from ..deltas._receiving import bases_of_rows, rows_of
+from ..deltas._regions import Region, TensorRows
 from .vllm_weights import IBPWeightMethod
 
 
@@ -29,17 +29,16 @@ class Place(NamedTuple):
     first_row: int  # of the memory
     box: tuple[tuple[int, int], ...]
 
-    def base_of(self, region: Region) -> Base | None:
-        """What of a region is here, as a base of its delta; None: nothing."""
-        if not region.shape:
-            return rows_of(self.memory, 0, 1)
+    def within(self, rows: TensorRows) -> tuple[Memory, tuple[slice, ...]] | None:
+        """What of a tensor's rows is here, and where in the rows; None: nothing."""
+        if not rows.shape:
+            return rows_of(self.memory, 0, 1), ()
         (start, length), *others = self.box
-        first, last = max(start, region.start), min(start + length, region.start + region.shape[0])
+        first, last = max(start, rows.start), min(start + length, rows.start + rows.shape[0])
         if first >= last:
             return None
         memory = rows_of(self.memory, self.first_row + first - start, self.first_row + last - start)
-        box = (slice(first - region.start, last - region.start), *(slice(at, at + size) for at, size in others))
-        return memory if memory.shape == region.shape else PartOf(memory, region.shape, box)
+        return memory, (slice(first - rows.start, last - rows.start), *(slice(at, at + size) for at, size in others))
 
 
 class ModelReceiver(Receiver):
@@ -72,12 +71,24 @@ class ModelReceiver(Receiver):
         return is_done
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        asked = {name: region for region in regions for name in region.names if name not in self._places}
+        all_rows = [region.tensor_rows() for region in regions]
+        asked = {
+            name: (rows.full_shape, region.dtype)
+            for region, each in zip(regions, all_rows)
+            for rows in each
+            for name in rows.names
+            if name not in self._places
+        }
         if asked:
-            self._places |= self._found({name: (region.full_shape, region.dtype) for name, region in asked.items()})
-        places = [[place for name in region.names for place in self._places[name]] for region in regions]
-        bases = [[place.base_of(region) for place in each] for each, region in zip(places, regions)]
-        return [[base for base in each if base is not None] for each in bases]
+            self._places |= self._found(asked)
+        return [
+            bases_of_rows([(rows, self._within(rows)) for rows in each], region.dtype)
+            for region, each in zip(regions, all_rows)
+        ]
+
+    def _within(self, rows: TensorRows) -> list[tuple[Memory, tuple[slice, ...]]]:
+        places = [place.within(rows) for name in rows.names for place in self._places[name]]
+        return [place for place in places if place is not None]
 
     def _found(self, asked: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[Place]]:
         """The places of tensors. Tensors that the model does not load, such as those of other pipeline stages, have

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import ibp
 from helpers import assert_same_bits
-from ibp.deltas import OutOfSyncError, Receiver, Sender, _on_cpu
-from ibp.deltas._on_tables import TableRows
+from ibp.deltas import OutOfSyncError, Receiver, Sender, _on_cpu, _on_pieces
+from ibp.deltas._on_pieces import TableRows
 from ranks import Ranks
 from test_delta import bits, changed, optimizer_step
 
@@ -108,15 +108,26 @@ def test_copies_in_host_memory_and_unchanged_sources():
 
 def test_names_that_come_and_shapes_that_change():
     there = {"a": torch.randn(20, 3), "b": torch.randn(7)}
-    sender = Sender(there)
-    there = {"a": torch.randn(20, 3), "c": torch.randn(5), "b": torch.randn(8)}
+    sender, base = Sender(there, piece_bytes=100), there["a"].clone()
+    there = {"a": base + 1, "c": torch.randn(5), "b": torch.randn(8)}
     messages, here = sender.push(there), {name: torch.zeros_like(tensor) for name, tensor in there.items()}
     with pytest.raises(OutOfSyncError, match="a has fingerprint"):
-        Receiver(here).apply(*messages)
-    here["a"] = torch.zeros(20, 3)
-    receiver = Receiver(here)
-    assert applied(receiver, sender.push(there, full=True))
+        applied(Receiver(here), messages)
+    here["a"].copy_(base)
+    assert applied(Receiver(here), messages)
     assert_same_weights(here, there)
+
+
+def test_small_tensors_are_joined():
+    """A mixture's many experts take few regions, and hardly more bytes than one tensor."""
+    new, base = optimizer_step((200, 32, 64), 1e-6)
+    there = {f"experts.{number}": expert for number, expert in enumerate(base)}
+    here, sender = copies(there), Sender(there)
+    (message,) = sender.push({f"experts.{number}": expert for number, expert in enumerate(new)})
+    (one,) = Sender({"experts": base}).push({"experts": new})
+    assert message.numel() - one.numel() < 50 * len(there)
+    assert applied(Receiver(here), [message])
+    assert_same_weights(here, {f"experts.{number}": expert for number, expert in enumerate(new)})
 
 
 @pytest.mark.parametrize(
@@ -207,7 +218,7 @@ def test_a_receiver_that_joins_later():
     assert_same_weights(late, link.versions[3])
     late = copies(link.versions[2])
     late["scale"] += 1
-    sender = Sender(link.versions[2])
+    sender = Sender(link.versions[2], piece_bytes=16)
     messages = sender.push(link.versions[2] | {"norm": link.versions[3]["norm"]})
     with pytest.raises(OutOfSyncError, match="scale has fingerprint .* at the sender"):
         applied(Receiver(late), messages)
@@ -226,7 +237,7 @@ def test_a_new_sender_goes_on_where_the_old_one_ended():
     sender = Sender(link.versions[2])
     assert applied(link.receiver, sender.push(link.versions[3])) and link.receiver.version == 1
     assert_same_weights(link.here, link.versions[3])
-    link.refuses(link.pushes[0], "norm has fingerprint")
+    link.refuses(link.pushes[0], "has fingerprint")
 
 
 @hypothesis.given(st.randoms(use_true_random=False), st.integers(1, 20_000))
@@ -347,7 +358,7 @@ def test_a_delta_of_other_rows_leaves_all_tables():
     new, base = matrices()
     tables = coded(base | {"c": new["c"]})
     with pytest.raises(OutOfSyncError, match="c has fingerprint"):
-        Receiver(tables).apply(*Sender(base).push(new))
+        applied(Receiver(tables), Sender(base, piece_bytes=9000).push(new))
     assert_tables_hold(tables, base | {"c": new["c"]})
 
 
@@ -372,6 +383,30 @@ def test_a_crash_amid_tables(number, after, monkeypatch):
     assert_tables_hold(tables, base)
     assert applied(receiver, messages)
     assert_tables_hold(tables, new)
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_amid_joined_tables_and_tensors(number, after, monkeypatch):
+    new, base = matrices()
+    here, calls, write = coded(base) | {"c": base["c"].clone()}, [], _on_pieces._write
+    receiver, messages = Receiver(here), Sender(base).push(new)
+
+    def interrupted(group, elements):
+        calls.append(group)
+        if len(calls) - 1 != number or after:
+            write(group, elements)
+        if len(calls) - 1 == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        applied(receiver, messages)
+    assert_tables_hold({name: here[name] for name in "ab"}, {name: base[name] for name in "ab"})
+    assert_same_bits(here["c"], base["c"])
+    assert applied(receiver, messages) and len(calls) > 3
+    assert_tables_hold({name: here[name] for name in "ab"}, {name: new[name] for name in "ab"})
+    assert_same_bits(here["c"], new["c"])
 
 
 # ---- shards ----

@@ -12,6 +12,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
+from ibp.deltas import _on_pieces
 from ibp.integrations import vllm_sync
 from ibp.integrations._vllm_places import ModelReceiver
 from native import ROOT
@@ -88,22 +89,23 @@ def test_a_part_is_checked_by_the_chain():
         receiver.apply(*ibp.deltas.Sender(old).push({"columns": new["columns"] + 1}))
 
 
-def test_an_interrupted_part_is_taken_back(monkeypatch):
-    from ibp.deltas._on_parts import InPart
-
+@pytest.mark.parametrize("piece_bytes", [700, 1 << 20])
+def test_an_interrupted_part_is_taken_back(piece_bytes, monkeypatch):
     old, new = versions()
-    model, add, calls = loaded(old), InPart._add, []
+    model, write, calls = loaded(old), _on_pieces._write, []
 
-    def interrupted(self, subtracts):
-        add(self, subtracts)
-        calls.append(subtracts)
+    def interrupted(group, elements):
+        write(group, elements)
+        calls.append(group)
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(InPart, "_add", interrupted)
+    monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    receiver = ModelReceiver(model, False)
     with pytest.raises(KeyboardInterrupt):
-        ModelReceiver(model, False).apply(*ibp.deltas.Sender(old).push(new))
-    assert calls == [False, True]
+        for message in ibp.deltas.Sender(old, piece_bytes=piece_bytes).push(new):
+            receiver.apply(message)
+    assert len(calls) == 2
     for mine, wanted in zip(model.parameters(), loaded(old).parameters()):
         assert_same_bits(mine.detach(), wanted.detach())
 
