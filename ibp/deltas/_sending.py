@@ -49,7 +49,8 @@ class Sender:
         part: (which, of how many) senders of the same weights, such as rank and world size.
         memory: where the copy is kept: "device", where the weights are; "pinned" or "host", in host memory, from where
             it is brought to the weights' GPU while it is compared.
-        piece_bytes: of weights whose changes one message holds, or the changes of one row.
+        piece_bytes: of weights whose changes one message holds, or the changes of one row. Tensors of less than 1/16 of
+            it are coded together, and what holds them takes memory for a piece and its changes meanwhile.
         device: where messages are; None: where the weights are.
 
     Attributes:
@@ -102,7 +103,7 @@ class Sender:
         """
         regions = own_regions(weights, self._part, self._piece_bytes)
         kept, self._kept = self._kept, {}  # interrupted, it has nothing, and the next push sends all
-        base = None if full or not kept else self.version
+        base = None if full or not kept else self.version  # asked before copies are taken out
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
         made: dict[bytes, torch.Tensor] = {}
         messages = []
@@ -122,8 +123,8 @@ class Sender:
         return [new if base is None else next(made) for new, base in zip(values, bases)]
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
-        """The kept copy of a region, if it has its dtype."""
-        base = kept.get(region.rows)
+        """The kept copy of a region, if it has its dtype, which is taken out: joined copies are replaced one by one."""
+        base = kept.pop(region.rows, None)
         return base if base is not None and base.dtype == region.dtype else None
 
     def _message(

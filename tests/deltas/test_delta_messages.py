@@ -27,6 +27,7 @@ def some_weights(seed=0):
         "scale": torch.tensor(2.0),
         "empty": torch.zeros(0, 5),
         "mask": bits(torch.bool, 50),
+        "turned": torch.randn(70, 60).t(),
         "head": embed,
     }
 
