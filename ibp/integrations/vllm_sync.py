@@ -74,6 +74,10 @@ class IBPWeightTransferEngine(WeightTransferEngine):
     Every worker gets all messages and takes what its parameters hold. `update_weights` raises what
     `ibp.deltas.Receiver.apply` raises, and the weights are then as they were: push them whole.
 
+    A kernel may keep weights in another order than vLLM's loaders write them, as some do for experts. Where a worker
+    has whole tensors, fingerprints tell, and pushes are refused. Parts of tensors have none: there it goes unnoticed,
+    as it does with vLLM's own sparse backend.
+
     Raises:
         ImportError: vLLM is not there, or lacks a class.
     """
