@@ -51,6 +51,7 @@ STEPS = {"1 %": 0.26e-6, "4 %": 1.26e-6, "10 %": 4e-6}  # rates of the optimizer
 GBITS = (100, 400)
 IBP, PLAIN, ALL = "ibp", "index and value", "all weights"
 SOCKETS, SHARED = "sockets", "shared memory"
+WAIT_S = 60  # for the other process
 TURNS = 4  # pushes of an arm over a link, forth and back; the first is not counted
 
 
@@ -230,20 +231,20 @@ class SharedMemory:
             if int(status):
                 raise RuntimeError(f"the shared memory cannot be pinned: CUDA error {int(status)}")
 
-    def _next(self):
+    def _next(self, semaphore):
+        if not semaphore.acquire(timeout=WAIT_S):
+            raise TimeoutError("the other process does not answer")
         self.turn += 1
         return self.slots[(self.turn - 1) % SLOTS]
 
     def send(self, message):
         for chunk in message.split(CHUNK_BYTES):
-            self.free.acquire()
-            self._next()[: len(chunk)].copy_(chunk)
+            self._next(self.free)[: len(chunk)].copy_(chunk)
             self.full.release()
 
     def receive(self, message):
         for chunk in message.split(CHUNK_BYTES):
-            self.full.acquire()
-            chunk.copy_(self._next()[: len(chunk)])
+            chunk.copy_(self._next(self.full)[: len(chunk)])
             self.free.release()
 
 
@@ -290,6 +291,7 @@ class Engine:
         self.memory = torch.zeros(SLOTS * CHUNK_BYTES, dtype=torch.uint8).share_memory_()
         semaphores = context.Semaphore(SLOTS), context.Semaphore(0)
         with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(2 * WAIT_S)
             self.pipe, there = context.Pipe()
             port = server.getsockname()[1]
             arguments = run.device.type, shape, there, port, self.memory, semaphores
