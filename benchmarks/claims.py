@@ -378,6 +378,15 @@ TABLES = (
         across=cell("arm"),
     ),
     Table(
+        "",
+        "sync",
+        "A step's weights from a trainer to an engine: milliseconds for all layers, reckoned from some of them, and in "
+        "brackets the share of the weights' bytes that is sent. Links of 100 and 400 Gb/s are reckoned",
+        {"weights": cell("case"), "changed": cell("changed", percent)},
+        lambda row: f"{number(row['ms_of_all'])} ({percent(1 - row['savings'], 2)})",
+        across=cell("arm"),
+    ),
+    Table(
         "Checkpoints",
         "checkpoints",
         "4 GiB of BF16 weights, from the page cache to a tmpfs; GB/s of weights, seconds without fsync, and the most "

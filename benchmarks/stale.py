@@ -81,6 +81,7 @@ SOURCES = {
     "small_calls": ("csrc/bindings", "ibp/_fetch", "ibp/_tables"),
     "spill": (*_KERNELS, "ibp/spill"),
     "stream": _STREAMING,
+    "sync": ("csrc/cuda/delta", "ibp/deltas"),
     "transfers": (*_KERNELS, *_STREAMING),
     "weights": _OFFLOADING,
 }

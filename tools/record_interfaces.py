@@ -64,6 +64,7 @@ def _in_file(path, *names):
 _OFFLOADING = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/"
 _LAYERS = "vllm/model_executor/layers/"
 _LOADER = "vllm/model_executor/model_loader/"
+_TRANSFER = "vllm/distributed/weight_transfer/"
 _HICACHE = "sglang/srt/mem_cache/hicache_storage.py"
 _L2 = "lmcache/v1/distributed/l2_adapters/"
 _HOST_POOLS = ("sglang/srt/mem_cache/pool_host/base.py", "sglang/srt/mem_cache/memory_pool_host.py")
@@ -99,7 +100,9 @@ PACKAGES = {
         | _in_file(_LAYERS + "quantization/base_config.py", "QuantizationConfig", "QuantizeMethodBase")
         | _in_file(_LAYERS + "linear.py", "LinearMethodBase", "UnquantizedLinearMethod")
         | _in_file(_LAYERS + "vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod")
-        | _in_file(_LOADER + "default_loader.py", "DefaultModelLoader"),
+        | _in_file(_LOADER + "default_loader.py", "DefaultModelLoader")
+        | _in_file(_TRANSFER + "base.py", "WeightTransferEngine")
+        | _in_file(_TRANSFER + "factory.py", "WeightTransferEngineFactory"),
         {
             "worker": Role((_OFFLOADING + "worker.py",), ("self.worker",)),
             "tiering": Role(
@@ -110,6 +113,11 @@ PACKAGES = {
             "weights": Role(
                 (_LAYERS + "linear.py", _LAYERS + "vocab_parallel_embedding.py", "vllm/lora/layers/*.py"),
                 ("self.quant_method", "quant_method", "self._get_quant_method()", "layer._get_quant_method()"),
+            ),
+            "sync": Role(
+                ("vllm/v1/worker/gpu_worker.py",),
+                ("self.weight_transfer_engine", "weight_transfer_engine", "engine"),
+                (_TRANSFER + "factory.py", "engine_cls"),
             ),
             "quantization": Role(("vllm/config/vllm.py", _LOADER + "weight_utils.py"), ("quant_config", "quant_cls")),
             "spec": Role(
@@ -280,7 +288,7 @@ def interface_of(package, read, names):
     for name, role in sorted(wanted.roles.items()):
         paths = sorted(path for path in names if any(fnmatch.fnmatchcase(path, each) for each in role.files))
         uses[name] = uses_of([tree_of(path) for path in paths], role.receivers)
-        if role.maker:
+        if role.maker and role.maker[0] in names:
             file, function = role.maker
             uses[name]["calls"]["__init__"] = sorted(calls_of(tree_of(file), function))
     return {"classes": classes, "uses": uses}

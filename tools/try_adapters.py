@@ -13,7 +13,7 @@ memory and behind it, and looks for them. SGLang's own factory makes the storage
 read pages, and its storage of files says which prefixes can be restored.
 Every page that comes back has to have the bits that were stored.
 
-try_weights.py then tries vLLM's layers with coded weights.
+try_weights.py then tries vLLM's layers with coded weights, and try_sync.py pushes changes into them.
 """
 
 import argparse
@@ -34,12 +34,14 @@ import types
 from pathlib import Path
 
 import torch
+import try_sync
 import try_weights
 from record_interfaces import ENGINES
 
 # Modules that are imported as they are.
 REAL = (
     *try_weights.REAL,
+    "vllm.v1.worker.gpu_worker",
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.config",
     "vllm.v1.kv_offload.factory",
@@ -658,6 +660,7 @@ def run(release):
         sys.modules.setdefault("regex", re)
         sys.meta_path += [Finder(release, name) for name in try_weights.OTHERS]
         try_weights.try_weights()
+        try_sync.try_sync()
 
 
 def main():

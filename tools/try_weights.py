@@ -5,6 +5,7 @@ Layers are made, loaded by vLLM's weight loaders, and multiplied, once without a
 results have to have the same bits. Ranks are stood for by numbers, and nothing is sent between them.
 """
 
+import contextlib
 import tempfile
 import types
 from pathlib import Path
@@ -24,6 +25,9 @@ REAL = (
     "vllm.model_executor.model_loader.base_loader",
     "vllm.model_executor.model_loader.default_loader",
     "vllm.model_executor.model_loader.reload*",
+    "vllm.distributed.weight_transfer",
+    "vllm.distributed.weight_transfer.base",
+    "vllm.distributed.weight_transfer.factory",
 )
 # Packages that vLLM's modules import, and that need not be installed.
 OTHERS = ("transformers", "huggingface_hub")
@@ -31,7 +35,7 @@ K, Q, KV, UP, WORDS = 256, 512, 128, 384, 1000
 OPTIONS = {"min_bytes": 0, "exclude": ["*.skipped", "*.up_proj_of_two"]}
 
 
-class _Ranks:
+class Ranks:
     rank, size = 0, 1
 
 
@@ -53,23 +57,24 @@ class _Platform:
 GIVEN = {
     "current_platform": _Platform(),
     "divide": lambda whole, parts: whole // parts,
-    "get_tensor_model_parallel_rank": lambda: _Ranks.rank,
-    "get_tensor_model_parallel_world_size": lambda: _Ranks.size,
+    "get_tensor_model_parallel_rank": lambda: Ranks.rank,
+    "get_tensor_model_parallel_world_size": lambda: Ranks.size,
     "tensor_model_parallel_all_reduce": lambda x: x,
     "split_tensor_along_last_dim": lambda x, num_partitions: x.chunk(num_partitions, dim=-1),
     "dispatch_unquantized_gemm": lambda *args: _plain_product,
     "is_deferred_attention_layer": lambda layer: False,
     "get_current_vllm_config_or_none": lambda: None,
+    "set_current_vllm_config": lambda *args, **options: contextlib.nullcontext(),
     "get_current_vllm_config": lambda: types.SimpleNamespace(load_config=types.SimpleNamespace(load_format="auto")),
 }
 
 
-def _check(is_so, what):
+def check(is_so, what):
     if not is_so:
         raise SystemExit(f"not as it should be: weights: {what}")
 
 
-def _values(*shape):
+def some_values(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).mul(0.02).bfloat16()
 
 
@@ -91,21 +96,21 @@ def _layers(config):
     merged = made.MergedColumnParallelLinear(K, [UP, UP], bias=False, prefix="0.merged", **options)
     parts = [("q", Q), ("k", KV), ("v", KV)]
     return {
-        "tokens": (tokens, [("weight", _values(WORDS, K), None)]),
+        "tokens": (tokens, [("weight", some_values(WORDS, K), None)]),
         "tied": (tied, []),
-        "head": (head, [("weight", _values(WORDS, K) * 2, None)]),
-        "qkv": (qkv, [(name, _values(rows, *end), part) for name, end in (("weight", [K]), ("bias", []))
+        "head": (head, [("weight", some_values(WORDS, K) * 2, None)]),
+        "qkv": (qkv, [(name, some_values(rows, *end), part) for name, end in (("weight", [K]), ("bias", []))
                       for part, rows in parts]),
-        "two": (two, [("weight", _values(UP + number, K)[:UP], number) for number in range(2)]),
-        "row": (row, [("weight", _values(K, Q), None)]),
-        "column": (column, [("weight", _values(Q, K), None), ("bias", _values(Q), None)]),
-        "replicated": (replicated, [("weight", _values(Q, K), None)]),
-        "skipped": (skipped, [("weight", _values(Q, K), None)]),
-        "merged": (merged, [("weight", _values(UP, K), number) for number in range(2)]),
+        "two": (two, [("weight", some_values(UP + number, K)[:UP], number) for number in range(2)]),
+        "row": (row, [("weight", some_values(K, Q), None)]),
+        "column": (column, [("weight", some_values(Q, K), None), ("bias", some_values(Q), None)]),
+        "replicated": (replicated, [("weight", some_values(Q, K), None)]),
+        "skipped": (skipped, [("weight", some_values(Q, K), None)]),
+        "merged": (merged, [("weight", some_values(UP, K), number) for number in range(2)]),
     }  # fmt: skip
 
 
-def _load(layers):
+def load(layers):
     """As vLLM's models do."""
     for layer, calls in layers.values():
         for name, values, shard in calls:
@@ -113,7 +118,7 @@ def _load(layers):
             parameter.weight_loader(parameter, values, *([] if shard is None else [shard]))
 
 
-def _process(layers):
+def process(layers):
     for layer, _ in layers.values():
         layer.quant_method.process_weights_after_loading(layer)
 
@@ -125,50 +130,48 @@ def _results(layers):
         if name == "tokens":
             found[name] = layer(ids)
         elif name in ("tied", "head"):
-            found[name] = layer.quant_method.apply(layer, _values(3, K), bias=layer.bias)
+            found[name] = layer.quant_method.apply(layer, some_values(3, K), bias=layer.bias)
         else:
-            x = _values(5, layer.input_size_per_partition if name == "row" else K)
+            x = some_values(5, layer.input_size_per_partition if name == "row" else K)
             found[name] = layer(x)[0]
     return found
 
 
 def _try_layers(api, rank, size):
-    _Ranks.rank, _Ranks.size = rank, size
+    Ranks.rank, Ranks.size = rank, size
     config = api.IBPConfig.from_config({"quant_method": "ibp", **OPTIONS})
     config.packed_modules_mapping = {"merged": ["gate_proj", "up_proj_of_two"]}
     plain, coded = _layers(None), _layers(config)
     for layers in (plain, coded):
-        _load(layers)
+        load(layers)
     is_early = {name for name, (layer, _) in coded.items() if getattr(layer.quant_method, "table", None) is not None}
-    _check(is_early == {"qkv", "two", "row", "column", "replicated"}, f"coded while loading: {is_early}")
+    check(is_early == {"qkv", "two", "row", "column", "replicated"}, f"coded while loading: {is_early}")
     for layers in (plain, coded):
-        _process(layers)
-        _process(layers)  # vLLM does so after layers were processed one by one
+        process(layers)
+        process(layers)  # vLLM does so after layers were processed one by one
     wanted, found = _results(plain), _results(coded)
     for name, result in wanted.items():
-        _check(torch.equal(result, found[name]), f"{name} of rank {rank} of {size} differs from plain")
+        check(torch.equal(result, found[name]), f"{name} of rank {rank} of {size} differs from plain")
     for name, (layer, _) in coded.items():
         shape, method = plain[name][0].weight.shape, layer.quant_method
         if name in ("skipped", "merged"):
-            _check(not isinstance(method, api.IBPWeightMethod) and layer.weight.shape == shape, f"{name} is not plain")
+            check(not isinstance(method, api.IBPWeightMethod) and layer.weight.shape == shape, f"{name} is not plain")
         else:
-            _check(layer.weight.numel() == 0 and method.table.shape == shape, f"{name} keeps its plain weight")
-            _check(torch.equal(method.table.decompress(), plain[name][0].weight), f"{name} has other weights")
-    _check(
-        coded["tied"][0].quant_method.table is coded["tokens"][0].quant_method.table, "a tied head has its own table"
-    )
+            check(layer.weight.numel() == 0 and method.table.shape == shape, f"{name} keeps its plain weight")
+            check(torch.equal(method.table.decompress(), plain[name][0].weight), f"{name} has other weights")
+    check(coded["tied"][0].quant_method.table is coded["tokens"][0].quant_method.table, "a tied head has its own table")
     layer = coded["row"][0]
-    x = _values(5, layer.input_size_per_partition)
+    x = some_values(5, layer.input_size_per_partition)
     compiled = torch.compile(
         lambda x: layer.quant_method.apply(layer, x), backend="eager", fullgraph=True, dynamic=True
     )
-    _check(torch.equal(compiled(x), found["row"]) and torch.equal(compiled(x[:2]), found["row"][:2]), "compiled code")
-    layer.weight = torch.nn.Parameter(_values(3, 3), requires_grad=False)
+    check(torch.equal(compiled(x), found["row"]) and torch.equal(compiled(x[:2]), found["row"][:2]), "compiled code")
+    layer.weight = torch.nn.Parameter(some_values(3, 3), requires_grad=False)
     try:
         layer.quant_method.process_weights_after_loading(layer)
     except NotImplementedError:
         return
-    _check(False, "weights that are loaded anew are taken")
+    check(False, "weights that are loaded anew are taken")
 
 
 def _try_plain(api):
@@ -176,16 +179,20 @@ def _try_plain(api):
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     noise = torch.randint(-(2**15), 2**15, (Q, K), dtype=torch.int16).view(torch.bfloat16)
-    for options, values in (({}, _values(Q, K)), ({"min_bytes": 0}, noise), ({"min_bytes": 0}, _values(Q, K).float())):
+    for options, values in (
+        ({}, some_values(Q, K)),
+        ({"min_bytes": 0}, noise),
+        ({"min_bytes": 0}, some_values(Q, K).float()),
+    ):
         config = api.IBPConfig(**options)
         layer = ReplicatedLinear(K, Q, bias=False, params_dtype=values.dtype, quant_config=config, prefix="a")
         layers = {"a": (layer, [("weight", values, None)])}
-        _load(layers)
-        _process(layers)
-        _check(layer.quant_method.table is None and torch.equal(layer.weight.float().nan_to_num(),
+        load(layers)
+        process(layers)
+        check(layer.quant_method.table is None and torch.equal(layer.weight.float().nan_to_num(),
                values.float().nan_to_num()), f"{options} codes {values.dtype}")  # fmt: skip
         x = torch.ones(2, K, dtype=values.dtype)
-        _check(layer(x)[0].shape == (2, Q), "a plain layer does not multiply")
+        check(layer(x)[0].shape == (2, Q), "a plain layer does not multiply")
 
 
 def _try_loader(api):
@@ -195,7 +202,7 @@ def _try_loader(api):
     from ibp.checkpoints import compress
 
     load_config = types.SimpleNamespace(load_format="ibp", model_loader_extra_config={}, safetensors_load_strategy=None)
-    tensors = {"a.weight": _values(Q, K), "b.weight": _values(K)}
+    tensors = {"a.weight": some_values(Q, K), "b.weight": some_values(K)}
     with tempfile.TemporaryDirectory() as folder:
         plain, coded = Path(folder) / "plain", Path(folder) / "coded"
         plain.mkdir()
@@ -206,16 +213,16 @@ def _try_loader(api):
         loader._prepare_weights = lambda *args: (str(coded), list(map(str, coded.glob("*.safetensors"))), True, "")
         source = loader.Source(str(coded), None, prefix="x.")
         found = dict(loader._get_weights_iterator(source))
-        _check({*found} == {f"x.{name}" for name in tensors}, f"the loader gives {[*found]}")
-        _check(all(torch.equal(found[f"x.{name}"], tensors[name]) for name in tensors), "loaded weights differ")
+        check({*found} == {f"x.{name}" for name in tensors}, f"the loader gives {[*found]}")
+        check(all(torch.equal(found[f"x.{name}"], tensors[name]) for name in tensors), "loaded weights differ")
         config = api.IBPConfig()
         config.maybe_update_config(str(coded), hf_config=None, revision=None)
         try:
             config.get_quant_method(torch.nn.Linear(2, 2), "a")
         except ValueError as error:
-            _check("--load-format ibp" in str(error), str(error))
+            check("--load-format ibp" in str(error), str(error))
         else:
-            _check(False, "a coded checkpoint needs no --load-format ibp")
+            check(False, "a coded checkpoint needs no --load-format ibp")
 
 
 def try_weights():
@@ -225,7 +232,7 @@ def try_weights():
 
     torch.manual_seed(0)
     api.register()
-    _check("ibp" in QUANTIZATION_METHODS, "the quantization is not registered")
+    check("ibp" in QUANTIZATION_METHODS, "the quantization is not registered")
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         _try_layers(api, rank, size)
     _try_plain(api)

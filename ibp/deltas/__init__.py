@@ -4,15 +4,27 @@
     delta.apply_(base)                      # base is new, bit for bit
     ibp.save("delta.safetensors", delta)
 
-`_tensors.py` and `_checkpoints.py` hold them, `_coding.py` codes their differences, `_applying.py` applies them.
+`_tensors.py` and `_checkpoints.py` hold them, `_coding.py` codes their differences, `_applying.py` applies them;
+`_sending.py` and `_receiving.py` keep weights of several processes the same.
 """
 
 from ._checkpoints import CheckpointDelta
 from ._fingerprint import DeltaMismatchError, fingerprint
 from ._making import make
+from ._receiving import OutOfSyncError, Receiver
+from ._sending import Sender
 from ._tensors import Delta
 
-__all__ = ["CheckpointDelta", "Delta", "DeltaMismatchError", "fingerprint", "make"]
+__all__ = [
+    "CheckpointDelta",
+    "Delta",
+    "DeltaMismatchError",
+    "OutOfSyncError",
+    "Receiver",
+    "Sender",
+    "fingerprint",
+    "make",
+]
 
 
 def __dir__() -> list[str]:

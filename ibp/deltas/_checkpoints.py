@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import apply_all
 from ._fingerprint import DeltaMismatchError, check_source
+from ._on_pieces import Pieces, TableRows
 from ._tensors import Delta
+
+if TYPE_CHECKING:
+    from ._applying import Job
 
 Version = torch.Tensor | CompressedTensor
 
@@ -103,7 +107,7 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         self._check_names(base)
         jobs = [(name, self._changes[name], base[name]) for name in self.changed]
         whole = self._whole_tensors(base)
-        apply_all(_apart([(name, change, tensor) for name, change, tensor in jobs if isinstance(change, Delta)]))
+        apply_all(apart([(name, change, tensor) for name, change, tensor in jobs if isinstance(change, Delta)]))
         if isinstance(base, MutableMapping):
             for name in self.removed:
                 del base[name]
@@ -152,7 +156,7 @@ def compare(
         if older is None or older.shape != tensor.shape or older.dtype != tensor.dtype:
             changes[name] = tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
         else:
-            names[name] = _memory_of(tensor), _memory_of(older)
+            names[name] = memory_of(tensor), memory_of(older)
             pairs.setdefault(names[name], (tensor, older))
     made = dict(zip(pairs, differences(list(pairs.values()))))
     changes.update((name, made[pair]) for name, pair in names.items() if not made[pair].is_empty)
@@ -161,24 +165,29 @@ def compare(
     )
 
 
-def _memory_of(x: Version) -> tuple[Any, ...]:
+def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
     """The same for tensors of the same elements in the same memory."""
+    if isinstance(x, Pieces):
+        return tuple(memory_of(each.memory) for each in x.pieces)
+    if isinstance(x, TableRows):
+        return id(x.table), x.first, x.last
     if isinstance(x, CompressedTensor) or x.numel() == 0:
         return (id(x),)
     return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
-def _apart(jobs: list[tuple[str, Delta, torch.Tensor]]) -> list[tuple[str, Delta, torch.Tensor]]:
+def apart(jobs: Sequence[Job]) -> list[Job]:
     """The jobs without those of tensors that have another name too. DeltaMismatchError where tensors share memory
     otherwise."""
-    kept: dict[tuple[Any, ...], tuple[str, Delta, torch.Tensor]] = {}
+    kept: dict[tuple[Any, ...], Job] = {}
     for job in jobs:
         name, delta, base = job
-        same = kept.setdefault(_memory_of(base), job)
+        same = kept.setdefault(memory_of(base), job)
         if (same[1].base, same[1].result) != (delta.base, delta.result):
             raise DeltaMismatchError(f"{same[0]} and {name} are one tensor in base, but change differently")
     ends: dict[torch.device, tuple[int, str]] = {}
-    for name, _, base in sorted(kept.values(), key=lambda job: job[2].data_ptr()):
+    dense = [(name, base) for name, _, base in kept.values() if isinstance(base, torch.Tensor)]
+    for name, base in sorted(dense, key=lambda job: job[1].data_ptr()):
         if base.numel() == 0 or not base.is_contiguous():
             continue
         end, other = ends.get(base.device, (0, ""))

@@ -32,6 +32,11 @@ def integers_of(x: torch.Tensor) -> torch.Tensor:
     return geometry.bytes_of(x).view(INTEGERS[element_bytes_of(x.dtype)])
 
 
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as integers, which torch copies bit for bit: of floats it may quiet NaNs."""
+    return x.view(INTEGERS[x.element_size()])
+
+
 @functools.cache
 def known_codebook(element_bytes: int) -> PlanesCodebook:
     """Listed rows of small numbers: of -1, 1, -2, 2, ... the first ones have the shortest digits; numbers that have

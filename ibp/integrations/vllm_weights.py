@@ -6,6 +6,7 @@ releases that were tried, and what stays plain.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -168,15 +169,34 @@ class IBPWeightMethod(LinearMethodBase):
         self.uses_meta_device = isinstance(plain, UnquantizedLinearMethod)
         self.table: CompressedTensor | None = None
         self._is_done = False  # whether the weight is processed
+        self._made_by: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # arguments of `create_weights`
         self._tied: Any = None  # an embedding of the same weight
 
     def create_weights(self, layer: Any, *sizes: Any, **options: Any) -> None:
+        self._made_by = sizes, options
         if not self.uses_meta_device:
             self._plain.create_weights(layer, *sizes, **options)
             return
         with torch.device("meta"):
             self._plain.create_weights(layer, *sizes, **options)
         initialize_online_processing(layer)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the table is an embedding's."""
+        return self._tied is not None
+
+    @contextlib.contextmanager
+    def as_plain(self, layer: Any) -> Iterator[torch.Tensor]:
+        """Gives a layer a plain weight without memory, with vLLM's loaders, for the time of the context."""
+        empty, (sizes, options) = layer.weight, self._made_by
+        with torch.device("meta"):
+            self._plain.create_weights(layer, *sizes, **options)
+        try:
+            yield layer.weight
+        finally:
+            del layer.weight
+            layer.register_parameter("weight", empty)
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Lets a head multiply by an embedding's table."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ibp.integrations import _engines, vllm_weights
+from ibp.integrations import _engines, vllm_sync, vllm_tiers, vllm_weights
 from native import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -33,14 +33,16 @@ BASES = {
     "IBPConfig": ("QuantizationConfig",),
     "IBPWeightMethod": ("UnquantizedEmbeddingMethod", "LinearMethodBase", "QuantizeMethodBase"),
     "IBPModelLoader": ("DefaultModelLoader",),
+    "IBPWeightTransferEngine": ("WeightTransferEngine",),
 }
 ROLES = {"spec": "IBPOffloadingSpec", "worker": "IBPOffloadingWorker", "storage": "IBPHiCacheStorage"} | {
     "tier": "IBPL2Adapter",
     "tiering": "IBPSecondaryTier",
     "weights": "IBPWeightMethod",
     "quantization": "IBPConfig",
+    "sync": "IBPWeightTransferEngine",
 }
-OF_WEIGHTS = ("IBPConfig", "IBPWeightMethod", "IBPModelLoader")
+OF_WEIGHTS = ("IBPConfig", "IBPWeightMethod", "IBPModelLoader", "IBPWeightTransferEngine")
 # What the adapters' variables are of the engine's classes.
 VARIABLES = {
     "vllm": {
@@ -120,8 +122,9 @@ def of_class(interface, names, what):
 
 def class_named(adapter, name):
     """A class of an adapter; vLLM has three adapters."""
-    tiers = importlib.import_module("ibp.integrations.vllm_tiers")
-    return next(getattr(each, name) for each in (adapter, vllm_weights, tiers) if hasattr(each, name))
+    return next(
+        getattr(module, name) for module in (adapter, vllm_weights, vllm_tiers, vllm_sync) if hasattr(module, name)
+    )
 
 
 def signature_of(tool, interface, name):
@@ -220,13 +223,19 @@ def wrong_calls_of_theirs(tool, interface, source):
         yield from (f"{name} has no {attribute}" for attribute in set(uses["attributes"]) - has - SOME_RELEASES_ONLY)
 
 
-def wrong_names(interface, adapter):
+def wrong_names(tool, interface, adapter):
     """Names that an adapter has as text: attributes of vLLM's spec, values of SGLang's enums."""
     if interface["package"] == "vllm":
         attributes = of_class(interface, BASES["IBPOffloadingSpec"], "attributes")
         yield from (f"the spec sets no {name}" for name in ("_worker", "config") if name not in attributes)
         if not {"num_chunks", "num_blocks"} & set(attributes):
             yield "the spec sets neither num_chunks nor num_blocks"
+        if "sync" in interface["uses"]:
+            register = interface["classes"]["WeightTransferEngineFactory"]["methods"]["register_engine"]
+            if not takes(without_self(tool.signature_of(register)), "3"):
+                yield f"the factory of weight transfer engines registers by {register}"
+            if "parallel_config" not in of_class(interface, ("WeightTransferEngine",), "attributes"):
+                yield "weight transfer engines set no parallel_config"
         return
     if interface["package"] == "lmcache":
         methods = of_class(interface, BASES["IBPL2Adapter"], "methods")
@@ -249,7 +258,7 @@ def wrong(tool, interface, adapter):
         *wrong_calls_of_ours(tool, interface, adapter),
         *wrong_methods_of_ours(tool, interface, adapter),
         *wrong_calls_of_theirs(tool, interface, source),
-        *wrong_names(interface, adapter),
+        *wrong_names(tool, interface, adapter),
     ]
 
 
@@ -285,8 +294,9 @@ def test_releases_that_are_there():
         for row in rows:
             ran = row.split(", ")
             assert set(ran) <= set(versions) and {versions[0], *versions[-3:]} == set(ran)
-    of_weights = {each["version"] for each in INTERFACES if "quantization" in each["uses"]}
-    assert of_weights == {"0.26.0", "0.31.0", "0.32.0", "0.33.0"}
+    for role in ("quantization", "sync"):
+        recorded = {each["version"] for each in INTERFACES if role in each["uses"]}
+        assert recorded == {"0.26.0", "0.31.0", "0.32.0", "0.33.0"}
 
 
 @pytest.mark.parametrize("package", ["vllm", "sglang", "lmcache"])
@@ -306,7 +316,7 @@ def test_stand_ins(tool, package):
                 mine, theirs = stand_in.get(what, {}), real.get(what, {})
                 assert mine == {name: theirs.get(name) for name in mine}, (node.name, what)
     missing = {"sglang": {"HostKVCache", "StorageMetrics"}, "lmcache": {"MemoryObj"}} | {
-        "vllm": {"UnquantizedLinearMethod"}.union(*(BASES[name] for name in OF_WEIGHTS))
+        "vllm": {"UnquantizedLinearMethod", "WeightTransferEngineFactory"}.union(*(BASES[name] for name in OF_WEIGHTS))
     }
     assert set(newest) - seen == missing[package]
 
@@ -333,6 +343,16 @@ def changed(package, change):
 
 
 DRIFTS = {
+    "another way of making engines": ("vllm", lambda _, uses: uses["sync"]["calls"]["__init__"].append("5")),
+    "another step of an update": ("vllm", lambda _, uses: uses["sync"]["calls"].update(prepare_weight_update=["1"])),
+    "another name of an update": (
+        "vllm",
+        lambda classes, _: classes["WeightTransferEngine"]["methods"].update(receive_weights="self, info"),
+    ),
+    "another way of registering": (
+        "vllm",
+        lambda classes, _: classes["WeightTransferEngineFactory"]["methods"].update(register_engine="cls, engine"),
+    ),
     "another way of multiplying": ("vllm", lambda _, uses: uses["weights"]["calls"]["apply"].append("4")),
     "another name of an input": (
         "vllm",

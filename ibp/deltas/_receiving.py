@@ -1,0 +1,264 @@
+"""`ibp.deltas.Receiver`: an engine's side of keeping weights the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._rows.faults import CorruptTableError
+from .._tables.compressed_tensor import CompressedTensor
+from ._applying import Base, apply_all
+from ._checkpoints import apart
+from ._fingerprint import DeltaMismatchError, check_source, fingerprint
+from ._making import make
+from ._on_pieces import Memory, Piece, Pieces, TableRows, whole_rows
+from ._packing import Change, opened, read_message
+from ._regions import Named, PushHead, Region, TensorRows, named
+from ._tensors import Delta
+
+_WANTED = "the weights are as they were, and are wanted whole unless what is missing still comes: push(..., full=True)"
+
+
+class OutOfSyncError(DeltaMismatchError):
+    """A message was lost or came again, or the weights are not those that its changes are for. The weights are as they
+    were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
+
+    __module__ = "ibp.deltas"
+
+
+class _Pieces(NamedTuple):
+    """The messages of a sender's push that have come, by their numbers."""
+
+    head: PushHead
+    came: dict[int, tuple[PushHead, torch.Tensor]]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.came) == self.head.piece[1]
+
+
+class Receiver:
+    """Makes weights those that an `ibp.deltas.Sender` pushes: the engine's side.
+
+    All changes of a push are applied at once, in the memory of the weights, when its last message is there: the weights
+    are one version or the next, never a mixture, also where the call is interrupted. The messages of a push may come in
+    any order; they are kept until then, on the device where they came.
+
+    Example:
+        >>> there, here = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        >>> sender, receiver = ibp.deltas.Sender(), ibp.deltas.Receiver(here)
+        >>> [receiver.apply(message) for message in sender.push(there)]
+        [True]
+        >>> torch.equal(here.weight, there.weight)
+        True
+
+    Args:
+        weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs, on the CPU or a GPU. Of
+            an `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, one piece of a push after the other is
+            decoded, changed and coded anew in its slots (`update_`): CUDA graphs that multiply by it have to be
+            captured again, after `prepare_linear`.
+
+    Attributes:
+        version: of the weights, as the sender counts; None before the first push.
+
+    Raises:
+        TypeError: weights are none of these.
+    """
+
+    __module__ = "ibp.deltas"
+
+    def __init__(self, weights: Named) -> None:
+        self._weights = named(weights)
+        for name, weight in self._weights.items():
+            check_source(weight, name)
+        self.version: int | None = None
+        self._senders: dict[int, str] = {}  # by part
+        self._pending: dict[int, _Pieces] = {}  # by part
+        self._known: dict[bytes, int] = {}  # fingerprints of the version
+
+    def apply(self, message: torch.Tensor) -> bool:
+        """Takes a message.
+
+        Args:
+            message: uint8 [bytes], on any device.
+
+        Returns:
+            Whether the weights have become the version that the message is of; False: more messages of it are wanted.
+
+        Raises:
+            OutOfSyncError: a message before this one is lost, this one came before, or the weights are other ones than
+                those it is for.
+            CorruptTableError: the message is damaged; it may be sent again.
+            KeyError, TypeError, ValueError: a name, dtype or shape is not that of the weights.
+        In each case the weights are as they were.
+        """
+        head, data = read_message(message)
+        if not isinstance(head, PushHead):
+            raise CorruptTableError(f"the message begins with a {type(head).__name__}; wanted a PushHead")
+        self._check_order(head)
+        part, (number, _) = head.part[0], head.piece
+        pieces = self._pending.get(part)
+        if pieces is None or pieces.head.version != head.version or pieces.head.sender != head.sender:
+            self._pending = {of: each for of, each in self._pending.items() if each.head.version == head.version}
+            pieces = self._pending[part] = _Pieces(head, {})
+        pieces.came[number] = head, data
+        all_parts = self._pending.values()
+        if len(all_parts) < head.part[1] or not all(each.is_complete for each in all_parts):
+            return False
+        try:
+            self._become([came for each in all_parts for came in each.came.values()])
+            self._senders = {part: each.head.sender for part, each in self._pending.items()}
+            self.version = head.version
+        finally:
+            self._pending = {}
+        return True
+
+    def _check_order(self, head: PushHead) -> None:
+        """OutOfSyncError for a message that came before, or follows one that did not come."""
+        part, (number, count) = head.part[0], head.piece
+        if self.version is not None and self._senders.get(part) == head.sender:
+            if head.version <= self.version:
+                raise OutOfSyncError(f"version {head.version} came again: the weights are version {self.version}")
+            if head.base is not None and head.base != self.version:
+                raise OutOfSyncError(
+                    f"the message makes version {head.version} of version {head.base}, and the weights are version "
+                    f"{self.version}: a message is lost; {_WANTED}"
+                )
+        pieces = self._pending.get(part)
+        if pieces is None or pieces.head.sender != head.sender:
+            return
+        if pieces.head.version == head.version and number in pieces.came:
+            raise OutOfSyncError(f"message {number} of {count} of version {head.version} came again")
+        if pieces.head.version != head.version and head.base is not None:
+            raise OutOfSyncError(
+                f"{len(pieces.came)} of {pieces.head.piece[1]} messages of version {pieces.head.version} have come, "
+                f"and now one of version {head.version}: messages are lost; {_WANTED}"
+            )
+
+    def _become(self, came: list[tuple[PushHead, torch.Tensor]]) -> None:
+        """Makes the weights what all messages of a push say, or leaves them."""
+        jobs: list[tuple[str, Delta, Base]] = []
+        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        results: dict[bytes, int] = {}
+        for region, change, bases in self._changes(came):
+            if results.setdefault(region.rows, region.result) != region.result:
+                raise ValueError(f"two senders have sent {_name(region)}, and not the same")
+            for base in bases:
+                self._check_before(region, base)
+                if isinstance(change, Delta):
+                    jobs.append((_name(region), change, base))
+                elif change is not None:
+                    for memory, new in _written(base, change):
+                        if isinstance(memory, TableRows):
+                            delta = make(new, memory.read(), device=memory.device)
+                            jobs.append((_name(region), delta, whole_rows(memory)))
+                        else:
+                            whole.append((memory, new))
+        self._known = {}  # until all is written: interrupted, the next push reads the weights
+        try:
+            apply_all(apart(jobs), whole)
+        except DeltaMismatchError as error:
+            raise OutOfSyncError(f"{error}; {_WANTED}") from error
+        self._known = results
+
+    def _changes(self, came: list[tuple[PushHead, torch.Tensor]]) -> Iterator[tuple[Region, Change | None, list[Base]]]:
+        """(region, change, what it changes here) of messages. Coded changes are brought to the weights' device, those
+        of a message together."""
+        for head, data in came:
+            bases = self.bases_of(head.regions)
+            heads = [region.change for region in head.regions if region.change is not None]
+            targets = [base for found in bases for base in found]
+            if targets and any(each.fields is not None for each in heads):
+                data = data.to(targets[0].device)
+            changes = iter(opened(heads, data))
+            for region, found in zip(head.regions, bases):
+                yield region, None if region.change is None else next(changes), found
+
+    def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
+        """The memory of regions' rows: several bases where a tensor has several names. An engine that keeps weights in
+        another way than the sender names them has its own.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `apply`.
+        """
+        return [
+            bases_of_rows(
+                [
+                    (rows, [self._whole_place(name, rows, region) for name in rows.names])
+                    for rows in region.tensor_rows()
+                ],
+                region.dtype,
+            )
+            for region in regions
+        ]
+
+    def _whole_place(self, name: str, rows: TensorRows, region: Region) -> tuple[Memory, tuple[slice, ...]]:
+        if name not in self._weights:
+            raise KeyError(f"there is no tensor {name!r} here, which the message changes")
+        weight = self._weights[name]
+        if weight.dtype != region.dtype:
+            raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {region.dtype}")
+        if weight.shape != rows.full_shape:
+            raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
+        memory = rows_of(weight, rows.start, rows.start + (rows.shape[0] if rows.shape else 1))
+        return memory, (slice(None),) * len(rows.shape)
+
+    def _check_before(self, region: Region, base: Base) -> None:
+        """OutOfSyncError for rows that are other ones than before the push, as far as that is known without reading
+        them; unchanged ones are read where it is not."""
+        known = self._known.get(region.rows)
+        if known is None and region.change is None:
+            if isinstance(base, torch.Tensor):
+                known = fingerprint(base.detach())
+            elif base.is_whole:
+                known = fingerprint(base.read())
+        wanted = region.result if region.change is None else (region.change.fingerprints or (known,))[0]
+        if known is not None and known != wanted:
+            raise OutOfSyncError(
+                f"{_name(region)} has fingerprint {known:016x}, and {wanted:016x} at the sender; {_WANTED}"
+            )
+
+
+def _name(region: Region) -> str:
+    names = [rows.names[0] for rows in region.tensor_rows()]
+    return names[0] if len(names) == 1 else f"{names[0]}, joined with {len(names) - 1} others,"
+
+
+def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
+    """Rows first to last - 1, or a tensor of no dimension. ValueError: there are fewer."""
+    num_rows = weight.shape[0] if weight.dim() else 1
+    if not 0 <= first <= last <= num_rows:
+        raise ValueError(f"the message changes rows {first} to {last} of {num_rows}")
+    if isinstance(weight, CompressedTensor):
+        return TableRows(weight, first, last)
+    return weight.detach()[first:last] if weight.dim() else weight.detach()
+
+
+def bases_of_rows(
+    places: Sequence[tuple[TensorRows, Sequence[tuple[Memory, tuple[slice, ...]]]]], dtype: torch.dtype
+) -> list[Base]:
+    """The bases of joined rows, or of a tensor's rows alone: tensors where each place has all of these. places: of each
+    tensor's rows, memory and where it is in the rows; places that differ do not overlap, unless one has all rows."""
+    if len(places) == 1:
+        rows, found = places[0]
+        if all(isinstance(memory, torch.Tensor) and memory.shape == rows.shape for memory, _ in found):
+            return [memory for memory, _ in found if isinstance(memory, torch.Tensor)]
+    pieces, offset, num_missing = [], 0, 0
+    for rows, found in places:
+        pieces += [Piece(memory, offset, rows.shape, box) for memory, box in found]
+        offset += rows.shape.numel()
+        there = {tuple((each.start, each.stop) for each in box): memory.shape.numel() for memory, box in found}
+        num_missing += max(0, rows.shape.numel() - sum(there.values()))
+    shape = places[0][0].shape if len(places) == 1 else torch.Size((offset,))
+    return [Pieces(pieces, shape, dtype, not num_missing)] if pieces else []
+
+
+def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
+    """(memory, its new values) of a change that is no delta: a plain tensor like its base."""
+    if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
+        raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
+    if isinstance(base, torch.Tensor):
+        return [(base, change)]
+    return [(each.memory, each.of(change.view(-1))) for each in base.pieces]

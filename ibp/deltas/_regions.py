@@ -1,0 +1,188 @@
+"""Which rows of which tensors a sender answers for, and what its messages say of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .._common import wire
+from ._checkpoints import memory_of
+from ._coding import bits_of
+from ._fingerprint import check_source
+from ._packing import ChangeHead
+
+Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+_ROW_STEP = 16  # rows of any dtype begin at multiples of 16 bytes, where kernels are at their rate
+_JOINED_SHARE = 16  # smaller tensors than this part of a piece are joined: each region takes the host's time
+
+
+class TensorRows(NamedTuple):
+    """Rows of a tensor, in dimension 0.
+
+    names: of the tensor, several where weights are tied. full_shape: of all its rows. start: the first row. shape: of
+    these rows.
+    """
+
+    names: tuple[str, ...]
+    full_shape: torch.Size
+    start: int
+    shape: torch.Size
+
+
+@wire.sent
+class Region(NamedTuple):
+    """Rows of a tensor, or of several whose elements are joined, and what a push makes of them.
+
+    rows: JSON of their `TensorRows`. result: their fingerprint after the push. change: None where nothing has changed.
+    """
+
+    rows: bytes
+    dtype: torch.dtype
+    result: int
+    change: ChangeHead | None
+
+    def tensor_rows(self) -> list[TensorRows]:
+        return _rows_in(self.rows)
+
+
+@functools.lru_cache(4096)  # they are the same in each push
+def _rows_in(text: bytes) -> list[TensorRows]:
+    return [
+        TensorRows(tuple(names), torch.Size(full_shape), start, torch.Size(shape))
+        for names, full_shape, start, shape in json.loads(text)
+    ]
+
+
+@wire.sent
+class PushHead(NamedTuple):
+    """What stands in front of a message.
+
+    sender: tells senders apart. part: which of how many senders of the same weights. version, base: what the weights
+    become, and what they have to be; base is None where all are sent whole. piece: which of how many messages of this
+    sender's push.
+    """
+
+    sender: str
+    part: tuple[int, int]
+    version: int
+    base: int | None
+    piece: tuple[int, int]
+    regions: list[Region]
+
+
+class OwnRegion:
+    """Rows that this process sends. rows: as in `Region`; nbytes: of them."""
+
+    def __init__(self, members: Sequence[tuple[TensorRows, torch.Tensor]]) -> None:
+        self.rows = json.dumps([rows for rows, _ in members]).encode()
+        self.names = members[0][0].names
+        self._tensors = [tensor for _, tensor in members]
+        self.nbytes = sum(tensor.nbytes for tensor in self._tensors)
+        self.dtype, self.device = self._tensors[0].dtype, self._tensors[0].device
+
+    @property
+    def is_joined(self) -> bool:
+        return len(self._tensors) > 1
+
+    def values(self) -> torch.Tensor:
+        """The rows, or joined elements in memory of their own, 1-D."""
+        if not self.is_joined:
+            return self._tensors[0]
+        return torch.cat([bits_of(tensor).reshape(-1) for tensor in self._tensors]).view(self.dtype)
+
+
+def named(weights: Named) -> dict[str, Any]:
+    """Tensors by name: of a module its state dict."""
+    return dict(weights.state_dict() if isinstance(weights, torch.nn.Module) else weights)
+
+
+def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[OwnRegion]:
+    """What a sender sends of weights, tied tensors once, in regions of most_bytes or one row. A collective call where
+    DTensors are sharded otherwise than by rows: these are gathered.
+
+    Raises:
+        TypeError, ValueError: what is given are no tensors, or shards of more ranks than `part` says.
+    """
+    tied: dict[tuple[Any, ...], list[str]] = {}
+    found: dict[tuple[Any, ...], tuple[torch.Size, int, torch.Tensor]] = {}
+    alone: list[tuple[Any, ...]] = []  # what other senders may send too
+    for name, tensor in named(weights).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
+        shard = _shard_of(name, tensor.detach(), part)
+        if shard is not None:
+            check_source(shard[2], name)
+            memory = memory_of(shard[2])
+            tied.setdefault(memory, []).append(name)
+            found[memory] = shard
+            alone += [memory] if part[1] > 1 and shard[2].shape == tensor.shape else []
+    members = {
+        memory: [
+            (TensorRows(tuple(names), found[memory][0], found[memory][1] + first, rows.shape), rows)
+            for first, rows in _cut(found[memory][2], most_bytes)
+        ]
+        for memory, names in tied.items()
+    }
+    apart = [OwnRegion([rows]) for memory in alone for rows in members.pop(memory, [])]
+    return apart + _joined((rows for each in members.values() for rows in each), most_bytes)
+
+
+def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
+    """Regions of rows, of which small ones are joined."""
+    regions: list[OwnRegion] = []
+    small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
+    for rows, tensor in members:
+        if tensor.nbytes * _JOINED_SHARE > most_bytes:
+            regions.append(OwnRegion([(rows, tensor)]))
+            continue
+        kind = tensor.dtype, tensor.device
+        if sizes.get(kind, 0) + tensor.nbytes > most_bytes:
+            regions.append(OwnRegion(small.pop(kind)))
+            sizes[kind] = 0
+        small.setdefault(kind, []).append((rows, tensor))
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+    return regions + [OwnRegion(each) for each in small.values()]
+
+
+def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows) of parts of a tensor."""
+    if tensor.nbytes <= most_bytes or tensor.dim() == 0:
+        yield 0, tensor
+        return
+    step = max(1, most_bytes * tensor.shape[0] // tensor.nbytes)
+    step -= step % _ROW_STEP if step > _ROW_STEP else 0
+    yield from ((first, tensor[first : first + step]) for first in range(0, tensor.shape[0], step))
+
+
+def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[torch.Size, int, torch.Tensor] | None:
+    """(shape of all, first row, rows) that this process sends of a tensor; None: other ranks do."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor.shape, 0, tensor
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert isinstance(tensor, DTensor)
+    mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if mesh.size() > part[1]:
+        raise ValueError(
+            f"{name} is a DTensor of {mesh.size()} ranks, and part is {part}: wanted a sender on each rank, with "
+            "part=(torch.distributed.get_rank(), torch.distributed.get_world_size())"
+        )
+    if at is None:
+        return None
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    by_rows = [placement for placement in tensor.placements if type(placement) is Shard and placement.dim == 0]
+    if len(split) > 1 or len(by_rows) < len(split):
+        whole = tensor.full_tensor()
+        return None if any(at) else (whole.shape, 0, whole)
+    local, start = tensor.to_local(), 0
+    if split:
+        num_rows = tensor.shape[0]
+        start = min(-(-num_rows // mesh.size(split[0])) * at[split[0]], num_rows)  # as torch.chunk cuts
+    is_sent = not any(at[dim] for dim in range(mesh.ndim) if dim not in split) and (local.numel() or not start)
+    return (tensor.shape, start, local) if is_sent else None

@@ -1,0 +1,157 @@
+"""Where a worker of vLLM keeps a checkpoint's weights: merged, sharded or coded.
+
+The model's own `load_weights` says so, once for each name, when it loads weights that have no memory. From then on
+changes go to these places, and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .._tables.compressed_tensor import CompressedTensor
+from ..deltas import Receiver
+from ..deltas._applying import Base
+from ..deltas._on_pieces import Memory
+from ..deltas._receiving import bases_of_rows, rows_of
+from ..deltas._regions import Region, TensorRows
+from .vllm_weights import IBPWeightMethod
+
+
+class Place(NamedTuple):
+    """Where a worker keeps a part of a checkpoint's tensor. box: first element and length in each dimension."""
+
+    memory: torch.Tensor | CompressedTensor
+    first_row: int  # of the memory
+    box: tuple[tuple[int, int], ...]
+
+    def within(self, rows: TensorRows) -> tuple[Memory, tuple[slice, ...]] | None:
+        """What of a tensor's rows is here, and where in the rows; None: nothing."""
+        if not rows.shape:
+            return rows_of(self.memory, 0, 1), ()
+        (start, length), *others = self.box
+        first, last = max(start, rows.start), min(start + length, rows.start + rows.shape[0])
+        if first >= last:
+            return None
+        memory = rows_of(self.memory, self.first_row + first - start, self.first_row + last - start)
+        return memory, (slice(first - rows.start, last - rows.start), *(slice(at, at + size) for at, size in others))
+
+
+class ModelReceiver(Receiver):
+    """A receiver of a checkpoint's tensors, which a model of an engine keeps merged, sharded or coded.
+
+    Args:
+        model: its `load_weights` takes names and tensors of a checkpoint.
+        is_eager: whether no CUDA graph holds the model's coded layers.
+
+    Raises:
+        NotImplementedError: there are coded layers, and graphs.
+    """
+
+    def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
+        super().__init__({})
+        self._model: Any = model
+        self._places: dict[str, list[Place]] = {}
+        self._coded: list[tuple[Any, Any]] = [
+            (layer, layer.quant_method) for layer in model.modules() if _is_coded(layer)
+        ]
+        if self._coded and not is_eager:
+            raise NotImplementedError(
+                "weights that ibp has coded change with --enforce-eager alone: CUDA graphs hold lists of their escapes"
+            )
+
+    def apply(self, message: torch.Tensor) -> bool:
+        is_done = super().apply(message)
+        for _, method in self._coded if is_done else ():
+            method.table.prepare_linear()
+        return is_done
+
+    def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
+        all_rows = [region.tensor_rows() for region in regions]
+        asked = {
+            name: (rows.full_shape, region.dtype)
+            for region, each in zip(regions, all_rows)
+            for rows in each
+            for name in rows.names
+            if name not in self._places
+        }
+        if asked:
+            self._places |= self._found(asked)
+        return [
+            bases_of_rows([(rows, self._within(rows)) for rows in each], region.dtype)
+            for region, each in zip(regions, all_rows)
+        ]
+
+    def _within(self, rows: TensorRows) -> list[tuple[Memory, tuple[slice, ...]]]:
+        places = [place.within(rows) for name in rows.names for place in self._places[name]]
+        return [place for place in places if place is not None]
+
+    def _found(self, asked: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[Place]]:
+        """The places of tensors. Tensors that the model does not load, such as those of other pipeline stages, have
+        none."""
+        weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in asked.items()}
+        copies = _Copies(weights)
+        with contextlib.ExitStack() as stack:
+            tables = {stack.enter_context(method.as_plain(layer)): method.table for layer, method in self._coded}
+            with torch.no_grad(), copies:
+                self._model.load_weights(iter(weights.items()))
+        by_storage = {_storage(weight): table for weight, table in tables.items()}
+        return {
+            name: [_place(name, weights[name], source, target, by_storage) for source, target in copies.found[name]]
+            for name in weights
+        }
+
+
+class _Copies(TorchFunctionMode):
+    """Notes what is copied from weights without memory, and where to, in place of copying."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._names = {_storage(weight): name for name, weight in weights.items()}
+        self.found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in weights}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.copy_ and args[1].is_meta:
+            name = self._names.get(_storage(args[1]))
+            if name is None:
+                raise NotImplementedError("a weight loader changes values before it copies them, which no delta can do")
+            self.found[name].append((args[1], args[0]))
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_coded(layer: Any) -> bool:
+    method = getattr(layer, "quant_method", None)
+    return isinstance(method, IBPWeightMethod) and method.table is not None and not method.is_tied
+
+
+def _place(
+    name: str, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor, tables: dict[int, CompressedTensor]
+) -> Place:
+    """Where a loader has copied a part of a weight to."""
+    if target.dtype != weight.dtype:
+        raise TypeError(f"{name} has dtype {target.dtype} here; the message is for {weight.dtype}")
+    strides, at, box = weight.stride(), source.storage_offset(), []
+    missing = weight.dim() - source.dim()  # leading dimensions that a loader has chosen one element of
+    if source.numel() == weight.numel() and source.is_contiguous():
+        source, target, missing = weight, target.view(weight.shape), 0
+    if missing < 0 or any(n > 1 and a != b for n, a, b in zip(source.shape, source.stride(), strides[missing:])):
+        raise NotImplementedError(f"the loader of {name} takes it in another order, which deltas cannot follow")
+    for stride, length in zip(strides, (1,) * missing + tuple(source.shape)):
+        box.append((at // max(1, stride), length))
+        at %= max(1, stride)
+    if target.is_meta:
+        rows, columns = target.shape
+        table = tables[_storage(target)]
+        if columns != table.shape[1]:
+            raise NotImplementedError(f"{name} is coded beside other weights in one row")
+        return Place(table, target.storage_offset() // columns, tuple(box))
+    return Place(target.detach()[(None,) * missing], 0, tuple(box))

@@ -1,0 +1,528 @@
+"""ibp.deltas.Sender and Receiver: messages in any order, lost, repeated and damaged ones, shards, coded weights."""
+
+import random
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+import ibp
+from helpers import assert_same_bits
+from ibp.deltas import OutOfSyncError, Receiver, Sender, _on_cpu, _on_pieces
+from ibp.deltas._on_pieces import TableRows
+from ranks import Ranks
+from test_delta import bits, changed, optimizer_step
+
+
+def some_weights(seed=0):
+    """Weights of several dtypes; two names have one tensor, and one is no row long."""
+    torch.manual_seed(seed)
+    embed = torch.randn(300, 40).mul(0.02).bfloat16()
+    return {
+        "embed": embed,
+        "layer": torch.randn(64, 257).mul(0.02).bfloat16(),
+        "norm": torch.ones(33),
+        "scale": torch.tensor(2.0),
+        "empty": torch.zeros(0, 5),
+        "mask": bits(torch.bool, 50),
+        "turned": torch.randn(70, 60).t(),
+        "head": embed,
+    }
+
+
+def copies(weights):
+    """The same values, tied as they are."""
+    made = {id(tensor): tensor.clone() for tensor in weights.values()}
+    return {name: made[id(tensor)] for name, tensor in weights.items()}
+
+
+def train(weights, share=0.05, most=2):
+    for tensor in {id(tensor): tensor for tensor in weights.values()}.values():
+        tensor.copy_(changed(tensor, share, most))
+
+
+def assert_same_weights(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_same_bits(found[name], tensor)
+
+
+def applied(receiver, messages):
+    """Whether the last message made the version, and no other one did."""
+    return [receiver.apply(message) for message in messages] == [False] * (len(messages) - 1) + [True]
+
+
+# ---- pushes ----
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.3, 1])
+@pytest.mark.parametrize("most", [1, 1 << 62])
+@pytest.mark.parametrize("piece_bytes", [100, 5000, 1 << 20])
+def test_any_change(share, most, piece_bytes):
+    there = some_weights()
+    here, sender = copies(there), Sender(there, piece_bytes=piece_bytes)
+    receiver = Receiver(here)
+    for version in range(1, 4):
+        train(there, share, most)
+        messages = sender.push(there)
+        assert (len(messages) > 1) == (piece_bytes < 1 << 20)
+        assert applied(receiver, messages)
+        assert sender.version == receiver.version == version
+        assert_same_weights(here, there)
+    assert here["embed"] is here["head"]
+
+
+def test_a_module_that_starts_with_other_weights():
+    there, here = (torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40)) for _ in range(2))
+    sender, receiver = Sender(), Receiver(here)
+    assert applied(receiver, sender.push(there))
+    assert_same_weights(here.state_dict(), there.state_dict())
+    with torch.no_grad():
+        there[0].weight[3] += 1
+    assert applied(receiver, sender.push(there.named_parameters()))
+    assert_same_weights(dict(here.named_parameters()), dict(there.named_parameters()))
+    assert here[0].weight.requires_grad and here[0].weight._version
+
+
+def test_messages_are_small():
+    new, base = optimizer_step((2000, 1000), 1.3e-6)
+    sender = Sender({"w": base})
+    (message,) = sender.push({"w": new})
+    index_and_value = 6 * int((new.view(torch.int16) != base.view(torch.int16)).sum())
+    assert 4.4 * message.numel() < index_and_value
+    (message,) = sender.push({"w": new})
+    assert message.numel() < 700, "nothing has changed"
+
+
+def test_copies_in_host_memory_and_unchanged_sources():
+    there = some_weights()
+    sender, receiver = Sender(there, memory="host", device="cpu"), Receiver(copies(there))
+    before = copies(there)
+    train(there)
+    after = copies(there)
+    messages = sender.push(there)
+    assert_same_weights(there, after)
+    assert applied(receiver, messages) and not torch.equal(before["layer"], there["layer"])
+
+
+def test_names_that_come_and_shapes_that_change():
+    there = {"a": torch.randn(20, 3), "b": torch.randn(7)}
+    sender, base = Sender(there, piece_bytes=100), there["a"].clone()
+    there = {"a": base + 1, "c": torch.randn(5), "b": torch.randn(8)}
+    messages, here = sender.push(there), {name: torch.zeros_like(tensor) for name, tensor in there.items()}
+    with pytest.raises(OutOfSyncError, match="a has fingerprint"):
+        applied(Receiver(here), messages)
+    here["a"].copy_(base)
+    assert applied(Receiver(here), messages)
+    assert_same_weights(here, there)
+
+
+def test_small_tensors_are_joined():
+    """A mixture's many experts take few regions, and hardly more bytes than one tensor."""
+    new, base = optimizer_step((200, 32, 64), 1e-6)
+    there = {f"experts.{number}": expert for number, expert in enumerate(base)}
+    here, sender = copies(there), Sender(there)
+    (message,) = sender.push({f"experts.{number}": expert for number, expert in enumerate(new)})
+    (one,) = Sender({"experts": base}).push({"experts": new})
+    assert message.numel() - one.numel() < 50 * len(there)
+    assert applied(Receiver(here), [message])
+    assert_same_weights(here, {f"experts.{number}": expert for number, expert in enumerate(new)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        ({"weights": {"a": 3}}, TypeError, "a is a int"),
+        ({"memory": "disk"}, ValueError, "memory is 'disk'"),
+        ({"part": (2, 2)}, ValueError, r"part\[0\] is 2"),
+        ({"piece_bytes": 0}, ValueError, "piece_bytes is 0"),
+    ],
+)
+def test_arguments_that_are_refused(arguments, kind, match):
+    with pytest.raises(kind, match=match):
+        Sender(**arguments)
+
+
+# ---- what goes wrong ----
+
+
+class Link:
+    """A sender with three pushed versions, and a receiver that has the first."""
+
+    def __init__(self, piece_bytes=5000):
+        self.there = some_weights()
+        self.here = copies(self.there)
+        self.sender, self.receiver = Sender(self.there, piece_bytes=piece_bytes), Receiver(self.here)
+        self.versions, self.pushes = [copies(self.there)], []
+        for _ in range(3):
+            train(self.there)
+            self.pushes.append(self.sender.push(self.there))
+            self.versions.append(copies(self.there))
+        assert applied(self.receiver, self.pushes[0])
+
+    def refuses(self, messages, match, kind=OutOfSyncError):
+        """That a message is refused, and the weights stay."""
+        before = copies(self.here)
+        with pytest.raises(kind, match=match):
+            for message in messages:
+                self.receiver.apply(message)
+        assert_same_weights(self.here, before)
+
+    def recovers(self):
+        assert applied(self.receiver, self.sender.push(self.there, full=True))
+        assert_same_weights(self.here, self.there)
+        train(self.there)
+        assert applied(self.receiver, self.sender.push(self.there))
+        assert_same_weights(self.here, self.there)
+
+
+def test_a_lost_push():
+    link = Link()
+    link.refuses(link.pushes[2], r"version 3 of version 2, and the weights are version 1: .*push\(..., full=True\)")
+    link.recovers()
+
+
+def test_a_lost_message_of_a_push():
+    link = Link()
+    for message in link.pushes[1][1:]:
+        assert not link.receiver.apply(message)
+    link.refuses(link.pushes[2], "a message is lost")
+    assert link.receiver.apply(link.pushes[1][0]), "it was only late"
+    assert applied(link.receiver, link.pushes[2])
+    assert_same_weights(link.here, link.versions[3])
+
+
+def test_pieces_of_a_push_that_are_lost_before_the_first_version():
+    link = Link()
+    other = Receiver(copies(link.versions[1]))
+    other.apply(link.pushes[1][0])
+    with pytest.raises(OutOfSyncError, match="1 of .* messages of version 2 have come, and now one of version 3"):
+        other.apply(link.pushes[2][0])
+
+
+def test_repeated_messages():
+    link = Link()
+    link.refuses(link.pushes[0], "version 1 came again")
+    link.receiver.apply(link.pushes[1][0])
+    link.refuses(link.pushes[1][:1], "message 0 of .* of version 2 came again")
+    assert applied(link.receiver, link.pushes[1][1:])
+    link.refuses(link.pushes[1], "version 2 came again")
+    link.recovers()
+
+
+def test_a_receiver_that_joins_later():
+    link = Link()
+    late = copies(link.versions[2])
+    assert applied(Receiver(late), link.pushes[2])
+    assert_same_weights(late, link.versions[3])
+    late = copies(link.versions[2])
+    late["scale"] += 1
+    sender = Sender(link.versions[2], piece_bytes=16)
+    messages = sender.push(link.versions[2] | {"norm": link.versions[3]["norm"]})
+    with pytest.raises(OutOfSyncError, match="scale has fingerprint .* at the sender"):
+        applied(Receiver(late), messages)
+
+
+def test_weights_that_somebody_has_changed():
+    link = Link()
+    link.here["layer"][5, 5] = 7
+    link.refuses(link.pushes[1], "layer has fingerprint .*full=True")
+    link.recovers()
+
+
+def test_a_new_sender_goes_on_where_the_old_one_ended():
+    link = Link()
+    applied(link.receiver, link.pushes[1])
+    sender = Sender(link.versions[2])
+    assert applied(link.receiver, sender.push(link.versions[3])) and link.receiver.version == 1
+    assert_same_weights(link.here, link.versions[3])
+    link.refuses(link.pushes[0], "has fingerprint")
+
+
+@hypothesis.given(st.randoms(use_true_random=False), st.integers(1, 20_000))
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_any_order_within_a_push(rng, piece_bytes):
+    link = Link(piece_bytes)
+    for push in link.pushes[1:]:
+        assert applied(link.receiver, rng.sample(push, len(push)))
+    assert_same_weights(link.here, link.versions[3])
+
+
+@hypothesis.given(st.integers(0, 1 << 30), st.integers(1, 255))
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_damaged_messages(place, flipped):
+    link = Link(1 << 20)
+    (message,) = link.pushes[1]
+    damaged = message.clone()
+    damaged[place % len(damaged)] ^= flipped
+    link.refuses([damaged], "damaged|bytes; wanted|is none of an", ibp.CorruptTableError)
+    assert link.receiver.apply(message), "sent again"
+    assert_same_weights(link.here, link.versions[2])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 31, 32, 100, -1])
+def test_messages_that_are_cut_off(cut):
+    link = Link(1 << 20)
+    link.refuses([link.pushes[1][0][:cut]], "wanted|none of an", ibp.CorruptTableError)
+
+
+def test_what_is_no_message():
+    link = Link()
+    link.refuses([b"bytes"], "a bytes; wanted a torch.uint8", TypeError)
+    link.refuses([torch.zeros(9)], r"torch.float32 \[9\]", TypeError)
+    (message,) = link.pushes[1][:1]
+    around = torch.zeros(2 * len(message), dtype=torch.uint8)
+    around[::2] = message
+    assert not link.receiver.apply(around[::2]), "strided, and not aligned"
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "kind", "match"),
+    [
+        ("w", torch.zeros(4, 6), TypeError, "w has dtype torch.bfloat16; the message is for torch.float32"),
+        ("w", torch.zeros(4, 7).bfloat16(), ValueError, r"w has shape \[4, 6\]; the message is for \[4, 7\]"),
+        ("v", torch.zeros(4, 6).bfloat16(), KeyError, "no tensor 'v'"),
+    ],
+)
+@pytest.mark.parametrize("full", [False, True])
+def test_weights_of_another_kind(name, there, kind, match, full):
+    here = {"a": torch.zeros(3), "w": torch.zeros(4, 6).bfloat16()}
+    sender = Sender({"a": torch.zeros(3), name: there})
+    messages = sender.push({"a": torch.ones(3), name: there + 1}, full=full)
+    with pytest.raises(kind, match=match):
+        Receiver(here).apply(*messages)
+    assert not here["a"].any() and not here["w"].any()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_crash_in_the_middle(number, monkeypatch):
+    """Amid the changes of the tensors, all stay as they were, and the messages count when they come again."""
+    link, calls, add = Link(), [], _on_cpu.InPlace._add
+
+    def interrupted(self, subtracts):
+        calls.append(subtracts)
+        if len(calls) - 1 == number:
+            raise KeyboardInterrupt
+        return add(self, subtracts)
+
+    monkeypatch.setattr(_on_cpu.InPlace, "_add", interrupted)
+    link.refuses(link.pushes[1], None, KeyboardInterrupt)
+    assert link.receiver.version == 1
+    assert applied(link.receiver, link.pushes[1])
+    assert_same_weights(link.here, link.versions[2])
+
+
+def test_a_push_that_fails_sends_all_next(monkeypatch):
+    link = Link()
+    monkeypatch.setattr(link.sender, "_message", lambda *args: 1 / 0)
+    train(link.there)
+    with pytest.raises(ZeroDivisionError):
+        link.sender.push(link.there)
+    monkeypatch.undo()
+    assert applied(link.receiver, link.pushes[1]) and applied(link.receiver, link.pushes[2])
+    assert applied(link.receiver, link.sender.push(link.there))
+    assert_same_weights(link.here, link.there)
+
+
+# ---- coded weights ----
+
+
+def coded(weights):
+    return {name: ibp.compress(tensor, level="fast", layout="slots", device="cpu") for name, tensor in weights.items()}
+
+
+def matrices(count=3):
+    new, base = zip(*(optimizer_step((96, 256), 1e-6) for _ in range(count)))
+    return dict(zip("abc", new)), dict(zip("abc", base))
+
+
+def assert_tables_hold(tables, wanted):
+    for name, tensor in wanted.items():
+        assert_same_bits(tables[name].decompress(), tensor)
+
+
+def test_tables():
+    new, base = matrices()
+    tables = coded(base)
+    slots = {name: table.slots.data_ptr() for name, table in tables.items()}
+    sender, receiver = Sender(base, piece_bytes=9000), Receiver(tables)
+    assert applied(receiver, sender.push(new))
+    assert_tables_hold(tables, new)
+    assert applied(receiver, sender.push(base, full=True))
+    assert_tables_hold(tables, base)
+    assert slots == {name: table.slots.data_ptr() for name, table in tables.items()}
+
+
+def test_a_delta_of_other_rows_leaves_all_tables():
+    new, base = matrices()
+    tables = coded(base | {"c": new["c"]})
+    with pytest.raises(OutOfSyncError, match="c has fingerprint"):
+        applied(Receiver(tables), Sender(base, piece_bytes=9000).push(new))
+    assert_tables_hold(tables, base | {"c": new["c"]})
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_amid_tables(number, after, monkeypatch):
+    new, base = matrices()
+    tables, calls, write = coded(base), [], TableRows.write
+    receiver, messages = Receiver(tables), Sender(base, piece_bytes=9000).push(new)
+
+    def interrupted(self, items):
+        calls.append(self)
+        if len(calls) - 1 == number:
+            if after:
+                write(self, items)
+            raise KeyboardInterrupt
+        write(self, items)
+
+    monkeypatch.setattr(TableRows, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        applied(receiver, messages)
+    assert_tables_hold(tables, base)
+    assert applied(receiver, messages)
+    assert_tables_hold(tables, new)
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_amid_joined_tables_and_tensors(number, after, monkeypatch):
+    new, base = matrices()
+    here, calls, write = coded(base) | {"c": base["c"].clone()}, [], _on_pieces._write
+    receiver, messages = Receiver(here), Sender(base).push(new)
+
+    def interrupted(group, elements):
+        calls.append(group)
+        if len(calls) - 1 != number or after:
+            write(group, elements)
+        if len(calls) - 1 == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        applied(receiver, messages)
+    assert_tables_hold({name: here[name] for name in "ab"}, {name: base[name] for name in "ab"})
+    assert_same_bits(here["c"], base["c"])
+    assert applied(receiver, messages) and len(calls) > 3
+    assert_tables_hold({name: here[name] for name in "ab"}, {name: new[name] for name in "ab"})
+    assert_same_bits(here["c"], new["c"])
+
+
+# ---- shards ----
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    two = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield two
+    two.end()
+
+
+SHAPES = {"a": (7, 30), "b": (1, 50), "c": (64, 16), "d": (33,)}
+PLACED = {"a": [Shard(0)], "b": [Shard(0)], "c": [Shard(1)], "d": [Replicate()]}
+
+
+def sharded(version):
+    """DTensors, and one plain tensor on both ranks."""
+    generator = torch.Generator().manual_seed(3)
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+    weights = {name: tensor + (torch.arange(tensor.shape[0]) % 3 == version)[(...,) + (None,) * (tensor.dim() - 1)]
+               for name, tensor in weights.items()}  # fmt: skip
+    mesh = init_device_mesh("cpu", (2,))
+    found = {name: distribute_tensor(tensor, mesh, PLACED[name]) for name, tensor in weights.items()}
+    return found | {"e": torch.full((3,), float(version))}, weights | {"e": torch.full((3,), float(version))}
+
+
+def push_shards(rank):
+    """Messages of three versions, and the last one's weights."""
+    with pytest.raises(ValueError, match="a is a DTensor of 2 ranks"):
+        Sender(sharded(0)[0])
+    sender, pushes = Sender(part=(rank, 2), piece_bytes=300), []
+    for version in range(3):
+        there, whole = sharded(version)
+        pushes.append(sender.push(there))
+    return pushes, whole
+
+
+def test_shards(two_ranks):
+    pushed, wholes = zip(*two_ranks(push_shards))
+    here = {name: torch.zeros(shape).bfloat16() for name, shape in SHAPES.items()} | {"e": torch.zeros(3)}
+    receiver, rng = Receiver(here), random.Random(0)
+    for version in range(3):
+        of_both = [message for pushes in pushed for message in pushes[version]]
+        assert applied(receiver, rng.sample(of_both, len(of_both)))
+    assert_same_weights(here, wholes[0])
+    with pytest.raises(OutOfSyncError):
+        receiver.apply(pushed[1][1][0])
+
+
+def test_senders_that_do_not_agree():
+    first, second = ({"a": torch.full((3,), float(rank))} for rank in range(2))
+    receiver = Receiver({"a": torch.zeros(3)})
+    assert not receiver.apply(*Sender(part=(0, 2)).push(first))
+    with pytest.raises(ValueError, match="two senders have sent a, and not the same"):
+        receiver.apply(*Sender(part=(1, 2)).push(second))
+
+
+def push_fsdp(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(31, 17), torch.nn.Linear(17, 5)).bfloat16()
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    sender = Sender(part=(rank, 2))
+    pushes = [sender.push(model)]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.01)
+    pushes.append(sender.push(model))
+    return pushes, {name: weight.full_tensor() for name, weight in model.state_dict().items()}
+
+
+def test_fsdp2(two_ranks):
+    (first, whole), (second, _) = two_ranks(push_fsdp)
+    here = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    receiver = Receiver(here)
+    for version in range(2):
+        assert applied(receiver, first[version] + second[version])
+    assert_same_weights(here, whole)
+
+
+# ---- GPUs ----
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned"])
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_gpu(cuda, memory, where):
+    there = {name: tensor.cuda() for name, tensor in some_weights().items()}
+    here = {name: tensor.clone() for name, tensor in there.items()}
+    sender, receiver = Sender(there, memory=memory, piece_bytes=5000, device=where), Receiver(here)
+    for share in (0.02, 0, 1):
+        train_on_gpu(there, share)
+        messages = sender.push(there)
+        assert {message.device.type for message in messages} == {where}
+        assert applied(receiver, messages)
+        assert_same_weights({name: tensor.cpu() for name, tensor in here.items()}, copies_on_cpu(there))
+    damaged = sender.push(there)[0].clone()
+    damaged[-1] ^= 1
+    with pytest.raises(ibp.CorruptTableError):
+        receiver.apply(damaged)
+
+
+def train_on_gpu(weights, share):
+    for tensor in weights.values():
+        tensor.copy_(changed(tensor.cpu(), share, 2))
+
+
+def copies_on_cpu(weights):
+    return {name: tensor.cpu() for name, tensor in weights.items()}
+
+
+def test_tables_on_a_gpu(cuda):
+    new, base = matrices()
+    tables = {name: ibp.compress(tensor.cuda(), level="fast", layout="slots") for name, tensor in base.items()}
+    assert applied(Receiver(tables), Sender(base, piece_bytes=9000).push(new))
+    assert_tables_hold({name: table.cpu() for name, table in tables.items()}, new)

@@ -1,0 +1,223 @@
+"""Pushes weights into models of vLLM's own layers on the CPU, through its registry of weight transfer engines and its
+worker's methods: tools/try_adapters.py calls `try_sync` for each unpacked release.
+
+A checkpoint is loaded by vLLM's weight loaders, plain and coded, by one and by two tensor-parallel ranks, which are
+stood for by numbers; then a trainer's sender pushes new versions of it. The parameters have to have the bits that the
+loaders give of the new checkpoint.
+"""
+
+import tempfile
+import types
+
+import torch
+from try_weights import KV, OPTIONS, UP, WORDS, K, Q, Ranks, check, process, some_values
+
+import ibp
+
+# As in vLLM's models: the merged parameter, a checkpoint's part of it, and its shard.
+MERGED = (
+    *(("qkv_proj", f"{part}_proj", part) for part in "qkv"),
+    ("gate_up_proj", "gate_proj", 0),
+    ("gate_up_proj", "up_proj", 1),
+)
+NUM_EXPERTS = 3
+SHAPES = {
+    "embed_tokens.weight": (WORDS, K),
+    "lm_head.weight": (WORDS, K),
+    "0.q_proj.weight": (Q, K),
+    "0.k_proj.weight": (KV, K),
+    "0.v_proj.weight": (KV, K),
+    "0.q_proj.bias": (Q,),
+    "0.k_proj.bias": (KV,),
+    "0.v_proj.bias": (KV,),
+    "0.o_proj.weight": (K, Q),
+    "0.gate_proj.weight": (UP, K),
+    "0.up_proj.weight": (UP, K),
+    "0.norm.weight": (K,),
+    "0.scale": (),
+    "0.experts": (NUM_EXPERTS, UP, K),
+}
+
+
+class Model(torch.nn.Module):
+    """Layers of vLLM, and a stack of experts of which a rank loads its rows one matrix after the other."""
+
+    def __init__(self, config):
+        super().__init__()
+        from vllm.model_executor.layers import linear as made
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        options = {"params_dtype": torch.bfloat16, "quant_config": config}
+        self.embed_tokens = VocabParallelEmbedding(WORDS, K, prefix="embed_tokens", **options)
+        self.lm_head = ParallelLMHead(WORDS, K, prefix="lm_head", **options).tie_weights(self.embed_tokens)
+        layer = torch.nn.Module()
+        layer.qkv_proj = made.QKVParallelLinear(K, 64, Q // 64, KV // 64, bias=True, prefix="0.qkv_proj", **options)
+        layer.gate_up_proj = made.MergedColumnParallelLinear(
+            K, [UP] * 2, bias=False, prefix="0.gate_up_proj", **options
+        )
+        layer.o_proj = made.RowParallelLinear(Q, K, bias=False, prefix="0.o_proj", reduce_results=False, **options)
+        layer.norm = torch.nn.RMSNorm(K, dtype=torch.bfloat16)
+        layer.scale = torch.nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
+        layer.experts = torch.nn.Parameter(torch.zeros(NUM_EXPERTS, UP // Ranks.size, K, dtype=torch.bfloat16))
+        layer.experts.weight_loader = self._load_experts
+        self.add_module("0", layer)
+
+    def _load_experts(self, param, loaded):
+        rows = UP // Ranks.size
+        for number in range(NUM_EXPERTS):
+            param.data[number].copy_(loaded[number].narrow(0, Ranks.rank * rows, rows))
+
+    def load_weights(self, weights):
+        params = dict(self.named_parameters())
+        for name, loaded in weights:
+            if name == "lm_head.weight":  # tied
+                continue
+            for merged, part, shard in MERGED:
+                if f".{part}." in name:
+                    param = params[name.replace(part, merged)]
+                    param.weight_loader(param, loaded, shard)
+                    break
+            else:
+                param = params[name]
+                loader = getattr(param, "weight_loader", lambda param, loaded: param.data.copy_(loaded))
+                loader(param, loaded)
+
+
+def model_of(checkpoint, config):
+    model = Model(config)
+    model.load_weights(checkpoint.items())
+    process({name: (layer, []) for name, layer in model.named_modules() if hasattr(layer, "quant_method")})
+    return model
+
+
+def bits_of(model):
+    """The parameters' bits by name, decoded where they are coded."""
+    found = {name: param.detach().clone() for name, param in model.named_parameters() if param.numel()}
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "table", None) is not None and not method.is_tied:
+            found[f"{name}.weight"] = method.table.decompress()
+    return {name: value.view(torch.int16) for name, value in found.items()}
+
+
+def check_same(model, checkpoint, what):
+    wanted, found = bits_of(model_of(checkpoint, None)), bits_of(model)
+    for name, bits in found.items():
+        check(torch.equal(bits, wanted[name]), f"{what}: {name} has other bits than loaded ones")
+
+
+def first_checkpoint():
+    made = {name: some_values(*shape) for name, shape in SHAPES.items()}
+    return made | {"lm_head.weight": made["embed_tokens.weight"]}
+
+
+def trained(checkpoint, step):
+    """A later version: a few of the weights move to a neighbouring number."""
+    generator = torch.Generator().manual_seed(step)
+    moved = {}
+    for name, weight in checkpoint.items():
+        hit = torch.rand(weight.shape, generator=generator) < 0.05
+        moved[name] = (weight.view(torch.int16) + hit.short()).view(torch.bfloat16)
+    return moved | {"lm_head.weight": moved["embed_tokens.weight"]}
+
+
+class Workers:
+    """What vLLM's clients call, of one worker: its own methods around the engine that its registry makes."""
+
+    def __init__(self, model, is_eager=True):
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+        from vllm.v1.worker import gpu_worker
+
+        parallel = types.SimpleNamespace(rank=Ranks.rank, world_size=Ranks.size, data_parallel_index=0)
+        config = types.SimpleNamespace(
+            parallel_config=parallel, model_config=types.SimpleNamespace(enforce_eager=is_eager, dtype=torch.bfloat16)
+        )
+        chosen = types.SimpleNamespace(backend="ibp_delta")
+        self.engine = WeightTransferEngineFactory.create_engine(chosen, config, torch.device("cpu"), model)
+        self.worker = object.__new__(gpu_worker.Worker)
+        self.worker.__dict__.update(
+            vllm_config=config,
+            rank=Ranks.rank,
+            weight_transfer_engine=self.engine,
+            model_runner=types.SimpleNamespace(reset_lora_state=lambda: None),
+            _weight_update_active=False,
+            _weight_update_is_draft=False,
+        )
+
+    def __getattr__(self, name):
+        return getattr(self.worker, name)
+
+
+class Group:
+    """vLLM's communicator, of one process: what rank 0 broadcasts waits here."""
+
+    def __init__(self):
+        self.sent, self.device = [], torch.device("cpu")
+
+    def receiving(self):
+        other = Group()
+        other.broadcast = lambda message, src, stream: message.copy_(self.sent.pop(0))
+        return other
+
+    def broadcast(self, message, src, stream):
+        self.sent.append(message)
+
+
+def refused(workers, messages, kind, api):
+    try:
+        api.send(messages, workers)
+    except kind:
+        return
+    check(False, f"sync: no {kind.__name__}")
+
+
+def try_model(api, config, what):
+    versions = [first_checkpoint()]
+    for step in range(5):
+        versions.append(trained(versions[-1], step))
+    model = model_of(versions[0], config)
+    workers, sender = Workers(model), ibp.deltas.Sender(versions[0], piece_bytes=100_000)
+    workers.init_weight_transfer_engine({})
+    with tempfile.TemporaryDirectory() as folder:
+        api.send(sender.push(versions[1]), workers, folder=folder)
+    check_same(model, versions[1], f"{what}, a push by files")
+    lost = sender.push(versions[2])
+    refused(workers, sender.push(versions[3]), ibp.deltas.OutOfSyncError, api)
+    check_same(model, versions[1], f"{what}, a lost push")
+    damaged = lost[0].clone()
+    damaged[-1] ^= 1
+    refused(workers, [damaged], ibp.CorruptTableError, api)
+    api.send(sender.push(versions[4], full=True), workers)
+    check_same(model, versions[4], f"{what}, all weights")
+    group = Group()
+    receiving = group.receiving()
+    api.worker_init_process_group, api.NCCLWeightTransferInitInfo = lambda *args: receiving, dict
+    workers.init_weight_transfer_engine({"nccl": {"world_size": 2}})
+    messages = sender.push(versions[5])
+    group.sent += messages
+    api.send(messages, workers, group=types.SimpleNamespace(broadcast=lambda *args, **more: None))
+    check_same(model, versions[5], f"{what}, a push by NCCL")
+    check(not group.sent, "messages that nobody received")
+    workers.engine.shutdown()
+    return sum(message.numel() for message in messages)
+
+
+def try_sync():
+    from ibp.integrations import vllm_sync, vllm_weights
+
+    torch.accelerator.synchronize = lambda *args: None
+    torch.cuda.current_stream = lambda *args: None
+    vllm_sync.register()
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        Ranks.rank, Ranks.size = rank, size
+        try_model(vllm_sync, None, f"rank {rank} of {size}")
+        config = vllm_weights.IBPConfig.from_config({"quant_method": "ibp", **OPTIONS})
+        try_model(vllm_sync, config, f"coded, rank {rank} of {size}")
+    try:
+        Workers(model_of(first_checkpoint(), vllm_weights.IBPConfig(**OPTIONS)), is_eager=False)
+    except NotImplementedError:
+        print(
+            "sync: pushes of deltas and of all weights give the bits that are loaded, plain and coded, on 1 and 2 ranks"
+        )
+        return
+    check(False, "coded weights change under CUDA graphs")
