@@ -22,7 +22,7 @@ from ..deltas._regions import Region, TensorRows
 from .vllm_weights import IBPWeightMethod
 
 
-class Place(NamedTuple):
+class ShardPlace(NamedTuple):
     """Where a worker keeps a part of a checkpoint's tensor. box: first element and length in each dimension."""
 
     memory: torch.Tensor | CompressedTensor
@@ -55,7 +55,7 @@ class ModelReceiver(Receiver):
     def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
         super().__init__({})
         self._model: Any = model
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[ShardPlace]] = {}
         self._coded: list[tuple[Any, Any]] = [
             (layer, layer.quant_method) for layer in model.modules() if _is_coded(layer)
         ]
@@ -90,7 +90,7 @@ class ModelReceiver(Receiver):
         places = [place.within(rows) for name in rows.names for place in self._places[name]]
         return [place for place in places if place is not None]
 
-    def _found(self, asked: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[Place]]:
+    def _found(self, asked: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
         """The places of tensors. Tensors that the model does not load, such as those of other pipeline stages, have
         none."""
         weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in asked.items()}
@@ -135,7 +135,7 @@ def _is_coded(layer: Any) -> bool:
 
 def _place(
     name: str, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor, tables: dict[int, CompressedTensor]
-) -> Place:
+) -> ShardPlace:
     """Where a loader has copied a part of a weight to."""
     if target.dtype != weight.dtype:
         raise TypeError(f"{name} has dtype {target.dtype} here; the message is for {weight.dtype}")
@@ -153,5 +153,5 @@ def _place(
         table = tables[_storage(target)]
         if columns != table.shape[1]:
             raise NotImplementedError(f"{name} is coded beside other weights in one row")
-        return Place(table, target.storage_offset() // columns, tuple(box))
-    return Place(target.detach()[(None,) * missing], 0, tuple(box))
+        return ShardPlace(table, target.storage_offset() // columns, tuple(box))
+    return ShardPlace(target.detach()[(None,) * missing], 0, tuple(box))
