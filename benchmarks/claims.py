@@ -926,7 +926,7 @@ def source(results, csv):
 
 
 def on_the_device(results):
-    """For which nets keeping coded activations on the GPU lowers the peak, and for which it does not."""
+    """For how many nets keeping coded activations on the GPU lowers the peak, and for which most and least."""
     plain = {row["case"]: row for row in results.rows("activations", arm="plain")}
     rows = sorted(results.rows("activations", arm="on the device"), key=lambda row: -row["freed_gb"])
 
@@ -937,9 +937,9 @@ def on_the_device(results):
             for row in chosen
         )
 
-    lower, others = ([row for row in rows if (row["freed_gb"] > 0) is falls] for falls in (True, False))
-    text = f"The peak falls for {len(lower)} of {len(rows)} measured nets: {texts(lower)}."
-    return text + (f" It does not fall for the others: {texts(others)}." if others else "")
+    num_lower = sum(row["freed_gb"] > 0 for row in rows)
+    ends = [rows[0], rows[-1]] if len(rows) > 1 else rows
+    return f"The peak falls for {num_lower} of {len(rows)} measured nets, most and least: {texts(ends)}."
 
 
 def spilled_rates(results):
@@ -982,11 +982,10 @@ def digit_forms(results):
 
     one, block = "FP8, a scale in all", "FP8, a scale a block"
     return (
-        "Nor would a kernel for other dtypes gain much: reading coded weights instead of plain ones makes a product at "
-        f"most {span('BF16', 4)} times as fast in BF16 and {span('FP16', 4)} in FP16, whose exponents have five bits; "
-        "FP8 E4M3 needs digits of three bits, which leave so many escapes, even at four bytes each, that "
-        f"{span(one, 3)} times are left with one scale, {span(block, 3)} with a scale a block. With digits of three "
-        f"bits BF16 would have {span('BF16', 3)} ([RESULTS.md](../benchmarks/RESULTS.md#products-with-coded-matrices))."
+        f"By their bytes, products from coded weights can be at most {span('BF16', 4)} times as fast in BF16 "
+        f"({span('BF16', 3)} with digits of three bits), {span('FP16', 4)} in FP16, whose exponents have five bits, "
+        f"and {span(one, 3)} in FP8 E4M3, {span(block, 3)} with a scale a block "
+        "([RESULTS.md](../benchmarks/RESULTS.md#products-with-coded-matrices))."
     )
 
 
@@ -1013,6 +1012,28 @@ def expert_hits(results):
         f"{hits(raw, 'uniform')}, and {share(coded, 'uniform')} and {share(raw, 'uniform')}.\n\n"
         "![Hits and bytes on the link by token, of caches of coded and of raw experts]"
         "(../benchmarks/results/experts.png)"
+    )
+
+
+def mixtures(results):
+    """What a token costs where the experts are in host memory, or coded on the GPU; nothing before it is measured."""
+    rows = results.rows("moe")
+    if not rows:
+        return ""
+    best = {}
+    for row in rows:
+        key = row["arm"], row["rows"], row["routing"]
+        best[key] = min(best.get(key, float("inf")), row["ms_of_all"])
+    calls = [(1, "uniform"), (1, "sticky"), (8, "uniform"), (32, "uniform")]
+    arms = [arm for arm in in_order(row["arm"] for row in rows) if not arm.endswith("raw rows")]
+    lines = [
+        [arm, *(fine_number(best[key]) if (key := (arm, *call)) in best else "" for call in calls)] for arm in arms
+    ]
+    heads = ["experts", *(f"{tokens} {'token' if tokens == 1 else 'tokens'}, {routing}" for tokens, routing in calls)]
+    return (
+        "Milliseconds for a call's experts in all 48 layers of Qwen3-30B-A3B's shape, the faster way of eager and "
+        f"graph, reckoned from {rows[0]['layers']} layers ({rows[0]['gpu']}; "
+        f"[RESULTS.md](../benchmarks/RESULTS.md#mixtures-of-experts)):\n\n{markdown(heads, lines)}"
     )
 
 
@@ -1190,6 +1211,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "and up {from linear}.",
     "real weights": real_weights,
     "digit forms": digit_forms,
+    "mixtures": mixtures,
     "expert hits": expert_hits,
     "flexgen": "With opt-6.7b in FP16, batch 4 and all weights in host memory, a step takes "
     "{flexgen_opt|token_s||FlexGen} and {flexgen_opt|host_bytes||FlexGen} GB of host memory without ibp, "

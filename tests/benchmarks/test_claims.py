@@ -90,8 +90,8 @@ def test_nets_whose_peak_falls_on_the_device_and_nets_whose_peak_rises(tmp_path)
         *("AlexNet,plain,10,4,0", "AlexNet,on the device,25,4.5,-0.5"),
     )
     assert claims.on_the_device(results) == (
-        "The peak falls for 1 of 2 measured nets: VGG16 3.00 GB instead of 4.00, steps 1.5 times as long. It does not "
-        "fall for the others: AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long."
+        "The peak falls for 1 of 2 measured nets, most and least: VGG16 3.00 GB instead of 4.00, steps 1.5 times as "
+        "long; AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long."
     )
 
 
@@ -177,5 +177,6 @@ def test_no_chart_without_measurements(tmp_path, capsys):
     )
 
 
-def test_nothing_is_said_of_messages_before_they_are_measured(tmp_path):
-    assert claims.sent_pages(reading.Results(tmp_path)) == ""
+@pytest.mark.parametrize("figures", [claims.sent_pages, claims.mixtures])
+def test_nothing_is_said_before_it_is_measured(tmp_path, figures):
+    assert figures(reading.Results(tmp_path)) == ""

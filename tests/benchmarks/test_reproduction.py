@@ -523,8 +523,7 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
         'normal 0.02,"decode, spilled",2048,bfloat16,300,1000,,1408,0.2,1000,9',  # whose other arm was not measured
     )
     assert reproduction.spilled_reads(results) == (
-        "0 % spilled: 90 %, 90 %; reckoned 100 / 100 / 100 / 100 %<br>"
-        "10 % spilled: 80 %, 40 %; reckoned 50 / 100 / 100 / 100 %"
+        "0 % spilled: 90 %, 90 %; reckoned 100/100/100/100 %<br>10 % spilled: 80 %, 40 %; reckoned 50/100/100/100 %"
     )
     write(
         "activations",
