@@ -239,7 +239,7 @@ def test_targets_of_several():
 
 def test_the_script_on_a_gpu(cuda, tmp_path):
     assert gnn.main(["--device", "cuda", "--quick", "--out", str(tmp_path)]) == 0
-    assert len(lines_of(tmp_path / "gnn.csv")) == 15
+    assert len(lines_of(tmp_path / "gnn.csv")) == 18
 
 
 def test_the_parallel_script_on_a_gpu(cuda, tmp_path):

@@ -502,11 +502,16 @@ def test_nvcomp_is_in_torchs_memory(cuda):
     whole = ibp.compress(x, scheme="nvcomp:ans")
     whole.decompress(out=out)
     torch.cuda.synchronize()
-    free, counted = torch.cuda.mem_get_info()[0], torch.cuda.memory_stats()["allocation.all.allocated"]
-    for _ in range(3):
+    counted = torch.cuda.memory_stats()["allocation.all.allocated"]
+
+    def taken():
+        """Bytes that leave the GPU's free memory in a call; other processes use it, too."""
+        free = torch.cuda.mem_get_info()[0]
         whole.decompress(out=out)
-    torch.cuda.synchronize()
-    assert torch.cuda.mem_get_info()[0] == free
+        torch.cuda.synchronize()
+        return free - torch.cuda.mem_get_info()[0]
+
+    assert 0 in (taken() for _ in range(50))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == counted
 
 
