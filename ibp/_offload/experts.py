@@ -22,7 +22,7 @@ from .resting import NotCopied
 from .weights import Weight
 
 _BESIDE_ROWS = 512  # bytes: the map and the counters of a cache of one row take less
-_SMS = 32  # that fetch beside products
+_LINK_SMS = 32  # that fetch over the link beside products; rows of a cache are decoded by all
 
 
 class CachedStack:
@@ -112,8 +112,9 @@ class ExpertsForward(NotCopied):
             tensors = {}
             with torch.cuda.stream(beside):
                 for name, room in rooms.items():
+                    sms = None if self.stacks[name].is_cached else _LINK_SMS
                     tensors[name] = functools.partial(
-                        _awaited, self._fetch(name, *room, max_sms=_SMS), current, beside.record_event()
+                        _awaited, self._fetch(name, *room, max_sms=sms), current, beside.record_event()
                     )
             yield tensors
         finally:  # the memory is the current stream's
