@@ -516,8 +516,7 @@ def token_gain(results, arm):
 IBP = (
     Row(
         "Figure 5",
-        "ways to copy scattered, unaligned elements from the CPU's memory; elements of 8 B to 2 KiB. Our kernel "
-        "without alignment asks for all lines of an element at once, which is taken to be why aligning loses here",
+        "ways to copy scattered, unaligned elements from the CPU's memory; elements of 8 B to 2 KiB",
         "scattered.py",
         "by the GPU and aligned 25 % faster than by the GPU alone, of 25 GB/s",
         scattered_copies,

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ibp
-from ibp._fetch.streaming import LINK_SMS
+from ibp._fetch.streaming import STREAM_SMS
 
 from . import harness, ideal
 
@@ -279,7 +279,7 @@ def measure_stream(bench, arm, options, cells, balance, compute):
     run = bench.run
     model, handle = bench.offloaded(**options)
     bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9
-    decoding_sms = LINK_SMS if arm in ("ibp", MASKS) else 0
+    decoding_sms = STREAM_SMS if arm in ("ibp", MASKS) else 0
     few = arm == "ibp" and run.on_gpu and bench.dtype == torch.bfloat16
     for sms in (None, FEW_SMS) if few else (None,):
         for fetcher in handle._fetchers:
@@ -319,7 +319,7 @@ def measure_two_gpus(bench, cells):
     with bench.run.cell("two GPUs"):
         model, handle = bench.offloaded(devices)
         bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9 / 2
-        measure(bench, "ibp, two GPUs", model, cells, handle=handle, bound=bound, sms=LINK_SMS)
+        measure(bench, "ibp, two GPUs", model, cells, handle=handle, bound=bound, sms=STREAM_SMS)
 
 
 def measure_loading(bench):
@@ -360,19 +360,19 @@ def shortfalls(rows):
         what = f"{arm}, {dtype}, batch {batch}, prompt {prompt}: {ms:.1f} ms"
         if arm == "ibp" and prompt:
             share = STREAM_SHARE.get(dtype, FP8_SHARE)
-            if row["sms"] == LINK_SMS and ms * share > bound:
+            if row["sms"] == STREAM_SMS and ms * share > bound:
                 yield f"{what}, wanted {bound / share:.1f}"
             raw = next((r for key, r in by.items() if key[:4] == ("raw through hooks", dtype, batch, prompt)), None)
-            if row["sms"] == LINK_SMS and raw and dtype == "bfloat16" and float(raw["ms"]) < RAW_FACTOR * ms:
+            if row["sms"] == STREAM_SMS and raw and dtype == "bfloat16" and float(raw["ms"]) < RAW_FACTOR * ms:
                 yield f"{what}, {float(raw['ms']) / ms:.2f} times as fast as raw weights, wanted {RAW_FACTOR}"
         elif arm in ("ibp", "ibp, loading") and bound and ms > bound:
             yield f"{what}, wanted {bound:.1f}"
         if arm == "ibp, two GPUs":
-            one = by.get(("ibp", dtype, batch, prompt, LINK_SMS))
+            one = by.get(("ibp", dtype, batch, prompt, STREAM_SMS))
             if one and float(one["ms"]) < TWO_GPUS_FACTOR * ms:
                 yield f"{what}, {float(one['ms']) / ms:.2f} times one GPU, wanted {TWO_GPUS_FACTOR}"
         if arm == ACCELERATE:
-            own = by.get(("ibp", dtype, batch, prompt, LINK_SMS))
+            own = by.get(("ibp", dtype, batch, prompt, STREAM_SMS))
             if own and ms < ACCELERATE_FACTOR * float(own["ms"]):
                 yield f"{what}, ibp is {ms / float(own['ms']):.1f} times as fast, wanted {ACCELERATE_FACTOR}"
 

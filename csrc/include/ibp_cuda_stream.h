@@ -81,8 +81,7 @@ IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);
  * bases: table->bases in host memory, read before the function returns. Where they are out of order, rows of that
  * chunk are fetched as ibp_cuda_decode_bytes does it; other wrong bases may cost intact rows of the same chunk, which
  * are then zeros and noted. ends: this is the last table of the stream, so that its last chunks are small ones.
- * Leaving it out only costs time. max_sms: for the four chunks that may be decoded at the same time together; each has
- * a quarter. The caller's stream waits for the last chunk, and copies for the caller's stream
+ * Leaving it out only costs time. The caller's stream waits for the last chunk, and copies for the caller's stream
  * where the stream begins and, from the fifth chunk on, until a place of the ring has been decoded: copies for one
  * table run while the one before is still being decoded, and all of it can be captured in a CUDA graph, whose replays
  * then need the ring and the pinned memory, but no longer the streamer. A whole stream, from begin to its last table,

@@ -20,12 +20,10 @@ from .._schemes.choice import coder_rates
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
 from .paths import Path, choose, named
 
-# Multiprocessors whose decoders keep up with the link for every dtype (on one H200 FP8 needs 32, BF16 8). A model that
-# computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the longer one
-# that begins in a gap between two kernels holds the next one up.
-LINK_SMS = 32
-_PIECES = 4  # of a ring: kPlaces of stream.cu
-STREAM_SMS = LINK_SMS * _PIECES  # of a stream, whose pieces share them: several may be decoded at the same time
+# Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
+# model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
+# longer one that begins in a gap between two kernels holds the next one up.
+STREAM_SMS = 32
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, kept for a stream's next request
 _SPARE_SMS = 1.75  # times the SMs that decode at the rate of the copy engine: chunks begin late, and end unevenly
 
@@ -374,7 +372,7 @@ def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_
 
 def streamed_sms(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
     """SMs that decode a stream unless the caller names a number."""
-    return max(STREAM_SMS, _PIECES * sms_at_link_rate(table, device, num_bytes, stored_bytes))
+    return max(STREAM_SMS, sms_at_link_rate(table, device, num_bytes, stored_bytes))
 
 
 # Streamers that are not in use, and the rings that they own, by device, stream and whether for captures: those of one

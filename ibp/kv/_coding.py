@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core, _schemes
-from .._fetch.streaming import LINK_SMS
+from .._fetch.streaming import STREAM_SMS
 from .._layout import geometry as _rows
 from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook, PlanesCodebook
@@ -189,7 +189,7 @@ class TokenSpan:
         self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None  # those of the last order
         # Decoders that look entries up by column are slow in long rows: all multiprocessors keep up with the link.
         by_column = isinstance(codebook, PlanesCodebook) and codebook.per_column
-        self._streaming_sms = 0 if by_column else LINK_SMS
+        self._streaming_sms = 0 if by_column else STREAM_SMS
 
     @property
     def num_rows(self) -> int:

@@ -135,7 +135,7 @@ def row_of(arm, ms, *, bound_ms="", batch=1, prompt=256, sms=0, dtype="bfloat16"
 
 
 def ibp(ms, **changed):
-    return row_of("ibp", ms, **({"bound_ms": "152.00", "sms": weights.LINK_SMS} | changed))
+    return row_of("ibp", ms, **({"bound_ms": "152.00", "sms": weights.STREAM_SMS} | changed))
 
 
 @pytest.mark.parametrize(
@@ -184,4 +184,4 @@ def test_few_sms_have_no_target():
 def test_the_script_on_a_gpu(cuda, tmp_path):
     assert weights.main(["--device", "cuda", "--quick", "--out", str(tmp_path)]) == 0
     rows = lines_of(tmp_path)
-    assert {row["sms"] for row in rows if row["arm"] == "ibp"} == {str(weights.LINK_SMS), str(weights.FEW_SMS)}
+    assert {row["sms"] for row in rows if row["arm"] == "ibp"} == {str(weights.STREAM_SMS), str(weights.FEW_SMS)}

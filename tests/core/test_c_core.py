@@ -37,11 +37,11 @@ def test_c_core(rounds):
 
 # What stream.cu makes wait for what, in the order of the file; without any one of them a tensor comes out wrong.
 WAITS = (
-    "cudaStreamWaitEvent(decodes, streamer->begun, 0)",
+    "cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0)",
     "cudaStreamWaitEvent(streamer->copies, streamer->begun, 0)",
-    "cudaStreamWaitEvent(stream, streamer->freed[chunk % kPlaces], 0)",
+    "cudaStreamWaitEvent(stream, streamer->ended, 0)",
     "cudaStreamWaitEvent(copies, streamer->freed[place], 0)",
-    "cudaStreamWaitEvent(streamer->decodes[place], streamer->filled[place], 0)",
+    "cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0)",
 )
 
 

@@ -2,17 +2,15 @@
 // meanwhile.
 //
 // Bound by the link. The ring has as many places as there are event pairs; chunk k uses place k % kPlaces:
-//     copy stream:            wait freed[k - kPlaces]   copy chunk k   record filled[k]
-//     the place's own stream: wait filled[k]            decode chunk k record freed[k]
+//     copy stream:    wait freed[k - kPlaces]   copy chunk k   record filled[k]
+//     decode stream:  wait filled[k]            decode chunk k record freed[k]
 // so the copy engine runs ahead by up to kPlaces chunks, from one table into the next, and neither the host nor the
-// caller's stream, which waits for a table's last chunks, waits for anything but the bytes that it needs. The streams
-// that decode have the highest priority: their few blocks get the next SMs that other kernels leave. Products that fill
-// the GPU leave all of them at once and seldom: each time, all chunks that have come are decoded together.
+// caller's stream, which waits for a table's last chunk, waits for anything but the bytes that it needs. The decode
+// stream has the highest priority: its few blocks get the next SMs that other kernels leave.
 #include "../../core/chunk_plan.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
 
-#include <algorithm>
 #include <cstdlib>
 
 namespace ibp {
@@ -38,8 +36,8 @@ class FirstError {
 
 struct ibp_streamer {
     int device;
-    cudaStream_t copies, decodes[ibp::kPlaces];
-    cudaEvent_t begun, filled[ibp::kPlaces], freed[ibp::kPlaces];
+    cudaStream_t copies, decodes;
+    cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
     int64_t place_bytes;
     int64_t num_chunks, done_bytes; // since ibp_cuda_begin_stream
@@ -53,21 +51,19 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
     return check_cuda(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream));
 }
 
-// Lets the copy stream begin after what the caller's has been given, before which the ring's memory may be in use; a
-// stream that decodes waits before each chunk, since a table's output may still be in use.
+// Lets the streamer's streams begin after what the caller's has been given: the decode stream for each table, whose
+// output may still be in use, the copy stream for the first, before which the ring's memory may be.
 static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;
-    calls << cudaEventRecord(streamer->begun, stream);
+    calls << cudaEventRecord(streamer->begun, stream) << cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0);
     if (streamer->num_chunks == 0) calls << cudaStreamWaitEvent(streamer->copies, streamer->begun, 0);
     return calls.status();
 }
-// Lets the caller's stream wait for the chunks of a table, from `first` on.
-static ibp_status join(ibp_streamer *streamer, int64_t first, cudaStream_t stream)
+static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;
-    for (int64_t chunk = std::max(first, streamer->num_chunks - kPlaces); chunk < streamer->num_chunks; chunk++)
-        calls << cudaStreamWaitEvent(stream, streamer->freed[chunk % kPlaces], 0);
+    calls << cudaEventRecord(streamer->ended, streamer->decodes) << cudaStreamWaitEvent(stream, streamer->ended, 0);
     return calls.status();
 }
 
@@ -88,6 +84,7 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
     FirstError calls;
     if (streamer->num_chunks >= kPlaces) calls << cudaStreamWaitEvent(copies, streamer->freed[place], 0);
     if (!calls.ok()) return calls.status();
+    *block = *table;
     block->slots = ring;
     block->slots_start = chunk.slots_start;
     block->slots_bytes = static_cast<int64_t>(chunk.slots_bytes);
@@ -101,26 +98,24 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
     }
     // Whatever was copied is waited for, also after an error.
     calls << cudaEventRecord(streamer->filled[place], copies)
-          << cudaStreamWaitEvent(streamer->decodes[place], streamer->filled[place], 0);
+          << cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0);
     return status != IBP_OK ? status : calls.status();
 }
 
-// out = bytes [start, end), which lie in the chunk's rows. Chunks may be decoded at the same time: each has its part of
-// the SMs.
+// out = bytes [start, end), which lie in the chunk's rows.
 static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, int64_t start,
                                int64_t end, uint8_t *out, ibp_fault *fault, int max_sms)
 {
-    const auto place = streamer->num_chunks % kPlaces;
-    const cudaStream_t decodes = streamer->decodes[place];
-    ibp_table block = *table;
-    ibp_status status = check_cuda(cudaStreamWaitEvent(decodes, streamer->begun, 0));
-    if (status == IBP_OK && chunk.fits) status = fill_place(streamer, table, chunk, &block);
+    const cudaStream_t decodes = streamer->decodes;
+    if (!chunk.fits) return ibp_cuda_decode_bytes(table, start, end, out, fault, max_sms, decodes);
+    ibp_table block;
+    ibp_status status = fill_place(streamer, table, chunk, &block);
+    if (status == IBP_OK) status = ibp_cuda_decode_bytes(&block, start, end, out, fault, max_sms, decodes);
     if (status == IBP_OK)
-        status = ibp_cuda_decode_bytes(&block, start, end, out, fault, (max_sms + kPlaces - 1) / kPlaces, decodes);
-    const ibp_status freed = check_cuda(cudaEventRecord(streamer->freed[place], decodes)); // also after an error
+        status = check_cuda(cudaEventRecord(streamer->freed[streamer->num_chunks % kPlaces], decodes));
     streamer->num_chunks++;
-    if (chunk.fits) streamer->done_bytes += static_cast<int64_t>(chunk.slots_bytes + chunk.overflow_bytes);
-    return status != IBP_OK ? status : freed;
+    streamer->done_bytes += static_cast<int64_t>(chunk.slots_bytes + chunk.overflow_bytes);
+    return status;
 }
 
 // Not in the mode of a capture that may be going on in this thread, which forbids what creation does inside.
@@ -133,10 +128,11 @@ static ibp_status create_events(ibp_streamer *streamer)
     if (!calls.ok()) return calls.status();
     calls << cudaGetDevice(&streamer->device) << cudaDeviceGetStreamPriorityRange(&lowest, &highest)
           << cudaStreamCreateWithPriority(&streamer->copies, cudaStreamNonBlocking, lowest)
-          << cudaEventCreateWithFlags(&streamer->begun, cudaEventDisableTiming);
+          << cudaStreamCreateWithPriority(&streamer->decodes, cudaStreamNonBlocking, highest)
+          << cudaEventCreateWithFlags(&streamer->begun, cudaEventDisableTiming)
+          << cudaEventCreateWithFlags(&streamer->ended, cudaEventDisableTiming);
     for (int place = 0; place < kPlaces; place++)
-        calls << cudaStreamCreateWithPriority(&streamer->decodes[place], cudaStreamNonBlocking, highest)
-              << cudaEventCreateWithFlags(&streamer->filled[place], cudaEventDisableTiming)
+        calls << cudaEventCreateWithFlags(&streamer->filled[place], cudaEventDisableTiming)
               << cudaEventCreateWithFlags(&streamer->freed[place], cudaEventDisableTiming);
     calls << cudaThreadExchangeStreamCaptureMode(&mode);
     return calls.status();
@@ -163,10 +159,11 @@ extern "C" ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer)
     for (int place = 0; place < ibp::kPlaces; place++) {
         if (streamer->filled[place]) calls << cudaEventDestroy(streamer->filled[place]);
         if (streamer->freed[place]) calls << cudaEventDestroy(streamer->freed[place]);
-        if (streamer->decodes[place]) calls << cudaStreamDestroy(streamer->decodes[place]);
     }
-    if (streamer->begun) calls << cudaEventDestroy(streamer->begun);
-    if (streamer->copies) calls << cudaStreamDestroy(streamer->copies);
+    for (const cudaEvent_t event : {streamer->begun, streamer->ended})
+        if (event) calls << cudaEventDestroy(event);
+    for (const cudaStream_t stream : {streamer->copies, streamer->decodes})
+        if (stream) calls << cudaStreamDestroy(stream);
     free(streamer);
     return calls.status();
 }
@@ -204,7 +201,6 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
         return ibp::copy_part(out, table->slots + start, static_cast<uint64_t>(end - start), stream);
     const int64_t group = IBP_ROWS_PER_BASE, groups_end = ((end - 1) / row_bytes / group + 1) * group;
     const int64_t end_row = groups_end < num_rows ? groups_end : num_rows;
-    const int64_t first_chunk = streamer->num_chunks;
     ibp_status status = ibp::fork(streamer, stream);
     if (status != IBP_OK) return status;
     for (int64_t row = start / row_bytes / group * group; row < end_row && status == IBP_OK;) {
@@ -216,6 +212,6 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
         row = chunk.last_row;
     }
     const ibp_status joined =
-        ibp::join(streamer, first_chunk, stream); // also after an error: a capture must not end with work hanging loose
+        ibp::join(streamer, stream); // also after an error: a capture must not end with work hanging loose
     return status != IBP_OK ? status : joined;
 }
