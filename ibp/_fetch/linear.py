@@ -352,18 +352,17 @@ def linear_groups(
     if escapes is None:
         _multiply_one_by_one(x, table, groups, rows, y)
     elif len(groups):
-        torch.ops.ibp.linear_groups.default(
-            escapes.slots,
-            table.slot_bytes,
-            escapes.below,
-            escapes.starts,
-            escapes.entries,
-            x.contiguous(),
-            groups.contiguous(),
-            rows,
-            y,
-        )
+        multiply_groups(x.contiguous(), table, escapes, groups.contiguous(), rows, y)
     return y
+
+
+def multiply_groups(
+    x: torch.Tensor, table: Table, escapes: Escapes, groups: torch.Tensor, rows: int, y: torch.Tensor
+) -> None:
+    """`linear_groups` by the kernel, with arguments that have been checked, contiguous ones, at least one group, and
+    the escapes that `escapes_for_groups` gives."""
+    given = escapes.slots, table.slot_bytes, escapes.below, escapes.starts, escapes.entries
+    torch.ops.ibp.linear_groups.default(*given, x, groups, rows, y)
 
 
 def escapes_for_groups(x: torch.Tensor, table: Table, rows: int) -> Escapes | None:

@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 
 from .._common.graphs import outside_of_graphs
-from .._fetch.escapes import matrix_of
+from .._fetch.escapes import Escapes, matrix_of
 from .._fetch.gather import index_select
-from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, linear_groups
+from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
 from .._tables.compressed_tensor import CompressedTensor
 from ._stacks import MOST_CHOICES, Calls, by_rows, rows_of, slots_for
 from ._tables import TableModule
@@ -38,13 +38,18 @@ class CodedStack(TableModule):
         ids = rows_of(torch.arange(self.num_rows, device=experts.device), experts.clamp(min=0), self.num_rows)
         return self.plain_of(index_select(self.weight, ids, device=experts.device))
 
-    def has_kernel(self, x: torch.Tensor) -> bool:
-        """Whether a kernel multiplies vectors such as x by coded experts."""
-        return escapes_for_groups(x, self.weight, self.num_rows) is not None
+    def escapes_for(self, x: torch.Tensor) -> Escapes | None:
+        """The escapes, where a kernel multiplies vectors such as x by coded experts."""
+        return escapes_for_groups(x, self.weight, self.num_rows)
 
-    def times(self, x: torch.Tensor, groups: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """The product of each vector x [V, columns] with its group's expert, as `linear_groups` gives it."""
-        return linear_groups(x, self.weight, groups, self.num_rows, out=out)
+    def times(
+        self, x: torch.Tensor, escapes: Escapes, groups: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The product of each vector x [V, columns] with its group's expert, as `linear_groups` gives it. x, out:
+        contiguous."""
+        y = x.new_empty(len(x), self.num_rows) if out is None else out
+        multiply_groups(x, self.weight, escapes, groups, self.num_rows, y)
+        return y
 
     def _name_of_weight(self, prefix: str) -> str:
         return prefix[:-1]
@@ -118,46 +123,62 @@ class Experts(torch.nn.Module):
                 and the error comes as `ibp.index_select` says where it does not.
         """
         ids = self._calls.ids_of(args, kwargs)
-        if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED and self._has_kernel(*args):
-            return self._multiplied(*args)
+        if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED:
+            escapes = self._escapes_for(*args)
+            if escapes is not None:
+                return self._multiplied(*args, escapes)
         return self._decoded(args, kwargs, ids)
 
-    def _has_kernel(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+    def _escapes_for(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> dict[str, Escapes] | None:
+        """The escapes of both stacks, by name, where the kernel multiplies by them."""
+        if not self.fused or hidden.dtype != torch.bfloat16 or hidden.dim() != 2 or ids.dim() != 2:
+            return None
         stacks, names = self.stacks, {self._up, _DOWN}
         biases = {name + _BIAS for name in names} if self.has_bias else set()
-        if not self.fused or stacks.keys() != names or {*self._parameters, *self._buffers} != biases:
-            return False
-        if hidden.dtype != torch.bfloat16 or hidden.dim() != 2 or ids.dim() != 2 or self.num_experts > MOST_STACKED:
-            return False
+        if stacks.keys() != names or {*self._parameters, *self._buffers} != biases or self.num_experts > MOST_STACKED:
+            return None
         if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *self.parameters())):
-            return False
-        return all(stack.has_kernel(hidden) for stack in stacks.values())
+            return None
+        found = {name: stack.escapes_for(hidden) for name, stack in stacks.items()}
+        escapes = {name: of_stack for name, of_stack in found.items() if of_stack is not None}
+        return escapes if len(escapes) == len(found) else None
 
     @property
     def _up(self) -> str:
         return "gate_up_proj" if self.has_gate else "up_proj"
 
-    def _multiplied(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _multiplied(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, escapes: dict[str, Escapes]
+    ) -> torch.Tensor:
         """What transformers' implementations compute, from coded weights."""
         num_tokens, num_choices = index.shape
         ids = index.reshape(-1).to(torch.int64)
         order, groups = group_vectors(ids, self.num_experts)
         experts = ids[order] if self.has_bias else ids
-        y = self._times(self._up, hidden[order // num_choices], groups, experts)
+        y = self._times(self._up, hidden[order // num_choices], escapes, groups, experts)
         y = self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
         # NaN remains where an expert is not there, and no group has the vector.
-        nothing = hidden.new_full((len(ids), self.stacks[_DOWN].num_rows), torch.nan)
-        y = self._times(_DOWN, y, groups, experts, out=nothing)
+        nothing = hidden.new_full((len(ids), self._stack(_DOWN).num_rows), torch.nan)
+        y = self._times(_DOWN, y.contiguous(), escapes, groups, experts, out=nothing)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
         y = torch.empty_like(y).index_copy_(0, order, y)
         return (y.view(num_tokens, num_choices, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
+    def _stack(self, name: str) -> CodedStack:
+        return cast(CodedStack, self._modules[name])
+
     def _times(
-        self, name: str, x: torch.Tensor, groups: torch.Tensor, experts: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        name: str,
+        x: torch.Tensor,
+        escapes: dict[str, Escapes],
+        groups: torch.Tensor,
+        experts: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """experts: of the vectors, where there are biases."""
-        y = self.stacks[name].times(x, groups, out)
+        y = self._stack(name).times(x.detach(), escapes[name], groups, out)
         return y.add_(getattr(self, name + _BIAS)[experts.clamp(0, self.num_experts - 1)]) if self.has_bias else y
 
     @outside_of_graphs
