@@ -136,11 +136,13 @@ def draw_bars(panel, rates, title):
 
 
 def draw(directory):
-    """Writes overview.png; says so where matplotlib or a CSV is missing."""
+    """Writes overview.png; says so where matplotlib or measurements are missing."""
     results = reading.Results(Path(directory))
     gather, stream, codec = (results.rows(name) for name in ("gather", "stream", "codec"))
-    if plt is None or not (gather and stream and codec):
-        print("no chart: " + ("gather.csv, stream.csv or codec.csv is missing" if plt else "matplotlib is missing"))
+    is_full = any(row["row_bytes"] == ROW_BYTES for row in gather) and any(row["case"] == "device" for row in codec)
+    if plt is None or not (is_full and stream):
+        wanted = "full runs of gather.py, stream.py and codec.py on a GPU are missing"
+        print("no chart: " + (wanted if plt else "matplotlib is missing"))
         return
     size, real = reading.size_name(ROW_BYTES), rows_of_tables(gather)
     figure, panels = plt.subplots(2, 2, figsize=(13, 7.8), layout="constrained")

@@ -122,7 +122,7 @@ def ours(method):
 
 
 def without_list(tensors, device):
-    """planes of sparse rows with every element coded, zeros too: what the list of those that are not zero saves."""
+    """planes of sparse rows that code every element, zeros too: shows what the list of other elements saves."""
 
     def compress(x):
         listed = ibp.codecs.analyze(x, scheme="planes", device=device)

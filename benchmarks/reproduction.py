@@ -987,7 +987,7 @@ def losses(results):
     return "; ".join(filter(None, texts))
 
 
-RATIO_COLUMNS = ("rle", "zvc", "zlib", "zlib_64k", "ibp")  # of activation_ratios.csv, those that it has
+RATIO_COLUMNS = ("rle", "zvc", "zlib", "zlib_64k", "ibp")  # of activation_ratios.csv, where it has them
 
 
 def end_of(rows):

@@ -25,8 +25,8 @@ Batch = _on_gpu.DeltaBatch | _on_cpu.InPlace | InPieces
 
 
 def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-    """Applies deltas to tensors, or pieces, that share no memory. whole: tensors of which each becomes another one of
-    its shape and dtype, when all deltas are applied.
+    """Applies deltas to tensors, or pieces, that share no memory. whole: pairs of a tensor and its new values, which
+    are copied when all deltas are applied.
 
     Raises:
         As `Delta.apply_`; then all bases are as they were.

@@ -22,7 +22,7 @@ _WANTED = "the weights are as they were, and are wanted whole unless what is mis
 
 
 class OutOfSyncError(DeltaMismatchError):
-    """A message was lost or came again, or the weights are not those that its changes are for. The weights are as they
+    """A message was lost or came again, or its changes are for other weights. The weights are as they
     were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
 
     __module__ = "ibp.deltas"
@@ -40,7 +40,7 @@ class _Pieces(NamedTuple):
 
 
 class Receiver:
-    """Makes weights those that an `ibp.deltas.Sender` pushes: the engine's side.
+    """Keeps weights as an `ibp.deltas.Sender` pushes them: the engine's side.
 
     All changes of a push are applied at once, in the memory of the weights, when its last message is there: the weights
     are one version or the next, never a mixture, also where the call is interrupted. The messages of a push may come in

@@ -133,7 +133,7 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
 
 
 def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
-    """Regions of rows, of which small ones are joined."""
+    """Regions of rows; small ones are joined."""
     regions: list[OwnRegion] = []
     small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
     sizes: dict[tuple[Any, ...], int] = {}

@@ -44,7 +44,7 @@ class Sender:
         (1, 1)
 
     Args:
-        weights: those that receivers have already, as `push` takes them; it is version 0. None: receivers have other
+        weights: what receivers have already, as `push` takes them; it is version 0. None: receivers have other
             weights, and the first push sends all.
         part: (which, of how many) senders of the same weights, such as rank and world size.
         memory: where the copy is kept: "device", where the weights are; "pinned" or "host", in host memory, from where

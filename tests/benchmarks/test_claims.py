@@ -177,6 +177,15 @@ def test_no_chart_without_measurements(tmp_path, capsys):
     )
 
 
+def test_no_chart_of_quick_runs(tmp_path, capsys):
+    for name in ("gather", "stream", "codec"):
+        lines = (harness.RESULTS / f"{name}.csv").read_text().splitlines()
+        few = [line for line in lines if f",{charts.ROW_BYTES}," not in line and ",device," not in line]
+        (tmp_path / f"{name}.csv").write_text("\n".join(few))
+    charts.draw(tmp_path)
+    assert "no chart: full runs" in capsys.readouterr().out and not list(tmp_path.glob("*.png"))
+
+
 @pytest.mark.parametrize("figures", [claims.sent_pages, claims.mixtures])
 def test_nothing_is_said_before_it_is_measured(tmp_path, figures):
     assert figures(reading.Results(tmp_path)) == ""
