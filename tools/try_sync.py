@@ -40,7 +40,7 @@ SHAPES = {
 
 
 class Model(torch.nn.Module):
-    """Layers of vLLM, and a stack of experts of which a rank loads its rows one matrix after the other."""
+    """Layers of vLLM, and a stack of experts, whose matrices a rank loads one after the other."""
 
     def __init__(self, config):
         super().__init__()

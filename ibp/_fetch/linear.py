@@ -300,7 +300,13 @@ def _added(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def linear_groups(
-    x: torch.Tensor, table: Table, groups: torch.Tensor, rows: int, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    table: Table,
+    groups: torch.Tensor,
+    rows: int,
+    *,
+    out: torch.Tensor | None = None,
+    escapes: Escapes | None = None,
 ) -> torch.Tensor:
     """Groups of vectors, each times one matrix of a stack, as `torch.nn.functional.linear` multiplies.
 
@@ -322,6 +328,7 @@ def linear_groups(
             most 8. The first group of no vectors ends the list. No vector is in two groups.
         rows: of a matrix.
         out: tensor [V, rows] of the table's dtype, contiguous and on x's device, to write to.
+        escapes: what `escapes_for_groups` gives for these arguments, of a caller that has asked.
 
     Returns:
         Tensor [V, rows], without gradients; out if it was given. Results of vectors that are in no group are what out
@@ -347,22 +354,14 @@ def linear_groups(
         check_out(out, (len(x), rows), table.dtype)
         if out.device != x.device or not out.is_contiguous():
             raise ValueError(f"out is on {out.device}, with strides {out.stride()}; wanted {x.device}, contiguous")
-    x, escapes = x.detach(), escapes_for_groups(x, table, rows)
+    x, escapes = x.detach(), escapes_for_groups(x, table, rows) if escapes is None else escapes
     y = x.new_empty(len(x), rows) if out is None else out
     if escapes is None:
         _multiply_one_by_one(x, table, groups, rows, y)
     elif len(groups):
-        multiply_groups(x.contiguous(), table, escapes, groups.contiguous(), rows, y)
+        given = escapes.slots, table.slot_bytes, escapes.below, escapes.starts, escapes.entries
+        torch.ops.ibp.linear_groups.default(*given, x.contiguous(), groups.contiguous(), rows, y)
     return y
-
-
-def multiply_groups(
-    x: torch.Tensor, table: Table, escapes: Escapes, groups: torch.Tensor, rows: int, y: torch.Tensor
-) -> None:
-    """`linear_groups` by the kernel, with arguments that have been checked, contiguous ones, at least one group, and
-    the escapes that `escapes_for_groups` gives."""
-    given = escapes.slots, table.slot_bytes, escapes.below, escapes.starts, escapes.entries
-    torch.ops.ibp.linear_groups.default(*given, x, groups, rows, y)
 
 
 def escapes_for_groups(x: torch.Tensor, table: Table, rows: int) -> Escapes | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._fetch.streaming import STREAM_SMS
 from ..cache import RowCache
 from ..nn._stacks import MOST_CHOICES, Calls, may_leave_slots, rows_of, slots_for
 from .groups import StackedModule
@@ -22,7 +23,6 @@ from .resting import NotCopied
 from .weights import Weight
 
 _BESIDE_ROWS = 512  # bytes: the map and the counters of a cache of one row take less
-_LINK_SMS = 32  # that fetch over the link beside products; rows of a cache are decoded by all
 
 
 class CachedStack:
@@ -100,8 +100,8 @@ class ExpertsForward(NotCopied):
 
     @contextmanager
     def _coming(self, held: torch.Tensor, has_spare: bool) -> Iterator[dict[str, functools.partial[torch.Tensor]]]:
-        """What gives the stacked weights of the experts of slots. On a GPU the current stream waits there for
-        the weight, and at the end of the block for all."""
+        """Functions that give the stacked weights of the experts of slots, by name. On a GPU the current stream waits
+        for a weight when its function is called, and for all weights at the end of the block."""
         rooms = {name: stack.room_for(held, has_spare) for name, stack in self.stacks.items()}
         if not held.is_cuda:
             yield {name: functools.partial(self._fetch, name, *room) for name, room in rooms.items()}
@@ -112,7 +112,7 @@ class ExpertsForward(NotCopied):
             tensors = {}
             with torch.cuda.stream(beside):
                 for name, room in rooms.items():
-                    sms = None if self.stacks[name].is_cached else _LINK_SMS
+                    sms = None if self.stacks[name].is_cached else STREAM_SMS  # cached rows come faster than the link
                     tensors[name] = functools.partial(
                         _awaited, self._fetch(name, *room, max_sms=sms), current, beside.record_event()
                     )

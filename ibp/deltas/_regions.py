@@ -1,4 +1,4 @@
-"""Which rows of which tensors a sender answers for, and what its messages say of them."""
+"""The rows of tensors that a sender sends, and the heads of its messages."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from .._common.graphs import outside_of_graphs
 from .._fetch.escapes import Escapes, matrix_of
 from .._fetch.gather import index_select
-from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
+from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, linear_groups
 from .._tables.compressed_tensor import CompressedTensor
 from ._stacks import MOST_CHOICES, Calls, by_rows, rows_of, slots_for
 from ._tables import TableModule
@@ -42,14 +42,9 @@ class CodedStack(TableModule):
         """The escapes, where a kernel multiplies vectors such as x by coded experts."""
         return escapes_for_groups(x, self.weight, self.num_rows)
 
-    def times(
-        self, x: torch.Tensor, escapes: Escapes, groups: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The product of each vector x [V, columns] with its group's expert, as `linear_groups` gives it. x, out:
-        contiguous."""
-        y = x.new_empty(len(x), self.num_rows) if out is None else out
-        multiply_groups(x, self.weight, escapes, groups, self.num_rows, y)
-        return y
+    def times(self, x: torch.Tensor, escapes: Escapes, groups: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """The product of each vector x [V, columns] with its group's expert, as `linear_groups` gives it."""
+        return linear_groups(x, self.weight, groups, self.num_rows, out=out, escapes=escapes)
 
     def _name_of_weight(self, prefix: str) -> str:
         return prefix[:-1]
@@ -159,7 +154,7 @@ class Experts(torch.nn.Module):
         y = self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
         # NaN remains where an expert is not there, and no group has the vector.
         nothing = hidden.new_full((len(ids), self._stack(_DOWN).num_rows), torch.nan)
-        y = self._times(_DOWN, y.contiguous(), escapes, groups, experts, out=nothing)
+        y = self._times(_DOWN, y, escapes, groups, experts, out=nothing)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
         y = torch.empty_like(y).index_copy_(0, order, y)
@@ -178,7 +173,7 @@ class Experts(torch.nn.Module):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """experts: of the vectors, where there are biases."""
-        y = self._stack(name).times(x.detach(), escapes[name], groups, out)
+        y = self._stack(name).times(x, escapes[name], groups, out)
         return y.add_(getattr(self, name + _BIAS)[experts.clamp(0, self.num_experts - 1)]) if self.has_bias else y
 
     @outside_of_graphs

@@ -118,7 +118,7 @@ class Calls:
         weights: Mapping[str, torch.Tensor | functools.partial[torch.Tensor]],
     ) -> Any:
         """What forward gives with a few experts. slots, held: of `slots_for`. weights: by name, stacked ones of the
-        experts held, or what gives them when forward first reads them."""
+        experts held, or functions that forward calls when it first reads them."""
         ids: Any = self.ids_of(args, kwargs)
         slots = slots.to(ids.dtype)
         if len(args) > 1:
@@ -139,14 +139,17 @@ class Calls:
 
 def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> torch.nn.Module:
     """What the forward of a class can be called with: an object of the class with the module's attributes, but for
-    some, which are values of this call alone. A `functools.partial` gives one when it is first read."""
+    some, which are values of this call alone. A value that is a `functools.partial` is called when it is first
+    read."""
     later = {name: value for name, value in values.items() if isinstance(value, functools.partial)}
     made = object.__new__(_reading_later(kind) if later else kind)
     vars(made).update(vars(module))
     vars(made).pop("forward", None)
     for held in ("_parameters", "_buffers"):
         vars(made)[held] = {name: tensor for name, tensor in vars(module)[held].items() if name not in values}
-    vars(made).update({name: value for name, value in values.items() if name not in later}, _read_later=later)
+    vars(made).update({name: value for name, value in values.items() if name not in later})
+    if later:
+        vars(made)["_read_later"] = later
     return made
 
 

@@ -1,5 +1,6 @@
 """The weight transfer backend of vLLM, as far as it goes without vLLM: where a model's loaders put what a checkpoint
-has, what is sent, and what is said where vLLM is missing. tools/try_sync.py runs the rest with the classes of releases.
+has, what a sender sends, and the warning where vLLM is missing. tools/try_sync.py runs the rest with the classes of
+releases.
 """
 
 import importlib
