@@ -308,9 +308,9 @@ struct RowEscapes {
     }
 };
 
-// The products of a row's escapes with vectors first, first + 2, ...: of the weights that they were multiplied as like
-// other digits, and of the right weights.
-template <uint32_t VECTORS> struct Corrections {
+// The products of a row's escapes with vectors first, first + APART, ...: of the weights that they were multiplied as
+// like other digits, and of the right weights.
+template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
@@ -330,7 +330,7 @@ template <uint32_t VECTORS> struct Corrections {
         float x[VECTORS][kTogether];
 #pragma unroll
         for (uint32_t i = 0; i < VECTORS; i++) {
-            const uint32_t vector = ibp_min_u32(first_vector + 2u * i, vectors.count - 1u);
+            const uint32_t vector = ibp_min_u32(first_vector + APART * i, vectors.count - 1u);
 #pragma unroll
             for (uint32_t j = 0; j < kTogether; j++)
                 x[i][j] = j < num_entries ? x_at(vectors, vector, entries[j].column) : 0.0f;
