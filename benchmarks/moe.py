@@ -27,7 +27,10 @@ device_bytes, host_us (of a layer, until an eager call comes back) and times (ho
 the plain arms `coded on the GPU` is); `rows` are the tokens of a call, and gbps are of asked_bytes.
 
 --hits counts, and measures no time: moe_hits.csv has what each of the first tokens after the start brings over the link
-with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine.
+with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine. moe_policies.csv has
+hit_rate, the share of rows that a simulated cache of some share of a layer's rows finds after it has filled, where a
+missing row takes the way that was used longest ago, or the least used one of counts halved every so many calls, as in
+`ibp.RowCache` every 32; by routing, with `sticky, changing` that has other favourites every 100 tokens.
 """
 
 import argparse
@@ -77,12 +80,15 @@ BATCHED, CODED, RAW = "plain, batched_mm", "coded on the GPU", ", raw rows"
 HOOKS, GATHERED = "accelerate cpu_offload", "CPU gather and copy"
 ON_DEVICE, OTHERS = (PLAIN, BATCHED, CODED), (HOOKS, GATHERED)
 ARMS = (*ON_DEVICE, *OTHERS, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW)
-UNIFORM, STICKY, EAGER, GRAPH = "uniform", "sticky", "eager", "graph"
+UNIFORM, STICKY, CHANGING, EAGER, GRAPH = "uniform", "sticky", "sticky, changing", "eager", "graph"
 EXTRA_COLUMNS = (
     "layers,routing,way,ms,ms_of_all,bound_ms,asked_bytes,link_bytes,hit_rate,host_bytes,device_bytes,host_us,times"
 ).split(",")
 HITS_COLUMNS = "arm,routing,token,layers,asked_bytes,link_bytes,hit_rate,cache_bytes,commit".split(",")
-SHOWN_TOKENS, QUICK_TOKENS = 200, 5
+SHOWN_TOKENS, SIMULATED_TOKENS, QUICK_TOKENS = 200, 1000, 5
+POLICIES_COLUMNS = "routing,share,policy,tokens,hit_rate,commit".split(",")
+SHARES, HALVING, CHANGES = (0.25, 0.5, 0.75), (0, 16, 32, 64, 256), 100  # of rows; calls, 0: by the last use; tokens
+SETS, WAYS, MOST_USES = 100, 32, 63  # of the simulated cache, as `ibp.RowCache` has them, but for the number of sets
 # Wanted at batch 1: ms of all layers, and times the rate of raw rows behind a cache; else shares of the bound.
 WANTED_MS = {(BY_INDEX, UNIFORM): 46.0, (CACHED, STICKY): 20.0}
 WANTED_SHARE, WANTED_PREFILL, WANTED_TIMES_RAW = 0.90, 0.95, 1.3
@@ -482,6 +488,54 @@ def count_hits(bench, path):
     return sheet.finish()
 
 
+@torch.inference_mode()
+def compare_policies(bench, path):
+    """Writes what caches with other policies find. @return the exit status."""
+    sheet, num_tokens = ratio.Sheet(path, POLICIES_COLUMNS), QUICK_TOKENS if bench.run.quick else SIMULATED_TOKENS
+    num_choices, num_parts = bench.config.num_experts_per_tok, -(-num_tokens // CHANGES)
+
+    def chosen(routing, num_layers, calls):
+        return routes(routing, bench.num_experts, num_choices, num_layers, 1, calls, "cpu")[:, :, 0]
+
+    asked = {routing: chosen(routing, 1, num_tokens)[:, 0] for routing in (UNIFORM, STICKY)}
+    asked[CHANGING] = chosen(STICKY, num_parts, CHANGES).transpose(0, 1).flatten(0, 1)[:num_tokens]
+    for routing, share, halving in itertools.product(asked, SHARES, HALVING):
+        rate = hit_rate(asked[routing], bench.num_experts, share, halving)
+        policy = f"used least, halved every {halving} calls" if halving else "used longest ago"
+        sheet.add(
+            routing=routing,
+            share=share,
+            policy=policy,
+            tokens=num_tokens,
+            hit_rate=f"{rate:.4f}",
+            commit=harness.commit_id(),
+        )
+    return sheet.finish()
+
+
+def hit_rate(chosen, num_experts, share, halving):
+    """The share of rows that a cache finds in the later half of calls [calls, choices], if it holds a share of rows."""
+    generator = torch.Generator().manual_seed(3)
+    rows_of_sets = torch.poisson(torch.full((SETS,), WAYS / share), generator=generator)
+    is_row = torch.arange(int(rows_of_sets.max())) < rows_of_sets[:, None]
+    experts = torch.randint(num_experts, is_row.shape, generator=generator)
+    held, uses, last = torch.zeros_like(is_row), torch.zeros_like(experts), torch.zeros_like(experts)
+    found = []
+    for call, ids in enumerate(chosen):
+        wanted = is_row & torch.zeros(num_experts, dtype=torch.bool).index_fill_(0, ids, True)[experts]
+        hits = wanted & held
+        found.append((int(hits.sum()), int(wanted.sum())))
+        if halving and call % halving == 0:
+            uses >>= 1
+        uses = torch.where(hits, (uses + 1).clamp_max(MOST_USES), torch.where(wanted, 1, uses))
+        last[wanted] = call
+        worth = held * (1 + last + (halving > 0) * len(chosen) * uses) + wanted * 100 * len(chosen)
+        best = worth.topk(WAYS)
+        held = torch.zeros_like(held).scatter_(1, best.indices, best.values > 0)
+    later = found[len(found) // 2 :]
+    return sum(hits for hits, _ in later) / sum(asked for _, asked in later)
+
+
 def shortfalls(rows, shape=QWEN3_30B):
     """Lines that say where a figure falls short of its target: the faster way of each arm counts."""
     best = {}
@@ -520,7 +574,8 @@ def main(argv=None):
     num_layers = found.layers or (QUICK_LAYERS if args.quick else shape.measured)
     if found.hits:
         untimed = SimpleNamespace(quick=args.quick, device=torch.device(args.device), on_gpu=args.device == "cuda")
-        return count_hits(Bench(untimed, shape, num_layers), args.out / "moe_hits.csv")
+        bench = Bench(untimed, shape, num_layers)
+        return count_hits(bench, args.out / "moe_hits.csv") | compare_policies(bench, args.out / "moe_policies.csv")
     run = harness.Run(shape.csv, args, EXTRA_COLUMNS)
     bench = Bench(run, shape, num_layers)
     if PLAIN not in shape.arms:

@@ -5,6 +5,8 @@ import csv
 import pytest
 import torch
 
+import ibp
+
 pytest.importorskip("transformers")
 
 from benchmarks import harness, moe  # noqa: E402
@@ -75,7 +77,30 @@ def test_hits(tmp_path):
     for row in rows:
         assert (row["hit_rate"] == "0.0000") == (row["token"] == "0")
         assert int(row["link_bytes"]) <= int(row["asked_bytes"])
-    assert [path.name for path in tmp_path.iterdir()] == ["moe_hits.csv"]
+    assert {path.name for path in tmp_path.iterdir()} == {"moe_hits.csv", "moe_policies.csv"}
+    with open(tmp_path / "moe_policies.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == moe.POLICIES_COLUMNS and len(rows) == 3 * len(moe.SHARES) * len(moe.HALVING)
+
+
+def test_policies():
+    """Counts find more where favourites last."""
+    asked = moe.routes("sticky", 32, 4, 1, 1, 300, "cpu")[:, 0, 0]
+    rates = [moe.hit_rate(asked, 32, 0.25, halving) for halving in (0, 64)]
+    assert 0.25 < rates[0] < rates[1] < 1
+
+
+def test_a_simulated_cache_is_that_of_rows():
+    """The same rows of sets of ways are found as `ibp.RowCache` finds, to a few points."""
+    asked = moe.routes("sticky", 64, 4, 1, 1, 120, "cpu")[:, 0, 0]
+    x = torch.randn(64 * 50, 64)
+    table = ibp.compress(x, scheme="raw", device="cpu", memory="host")
+    cache = ibp.RowCache(table, len(x) // 2 * 276, devices="cpu", policy="lru")
+    for call, ids in enumerate(asked):
+        if call == len(asked) // 2:
+            cache.reset_stats()
+        cache.index_select((ids[:, None] * 50 + torch.arange(50)).flatten())
+    assert abs(cache.stats().hit_rate - moe.hit_rate(asked, 64, 0.5, 32)) < 0.04
 
 
 def test_dequantized_blocks():
