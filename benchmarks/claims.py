@@ -1036,7 +1036,8 @@ def mixtures(results):
         key = row["arm"], row["rows"], row["routing"]
         best[key] = min(best.get(key, float("inf")), row["ms_of_all"])
     calls = [(1, "uniform"), (1, "sticky"), (8, "uniform"), (32, "uniform")]
-    arms = [arm for arm in in_order(row["arm"] for row in rows) if not arm.endswith(("raw rows", "batched_mm"))]
+    others = ("raw rows", "batched_mm", "between experts")
+    arms = [arm for arm in in_order(row["arm"] for row in rows) if not arm.endswith(others)]
     lines = [
         [arm, *(fine_number(best[key]) if (key := (arm, *call)) in best else "" for call in calls)] for arm in arms
     ]

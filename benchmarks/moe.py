@@ -1,6 +1,6 @@
 """How long is a token of a mixture of experts whose experts are in host memory, or coded on the GPU?
 
-    python -m benchmarks.moe [--deepseek | --hits] [--layers N] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.moe [--deepseek | --between | --hits] [--layers N] [--out DIR] [--device cpu] [--quick]
 
 Layers of experts with the sizes of Qwen3-30B-A3B, by transformers' own class: 128 experts of 3 x 2048 x 768 BF16
 values, N(0, 0.02), without attention; a token uses 8 experts. The model has 48 layers, --layers measures fewer. Arms:
@@ -9,6 +9,9 @@ values, N(0, 0.02), without attention; a token uses 8 experts. The model has 48 
 gathers the experts of the call in pinned memory and copies them raw; `streamed`, by `ibp.offload` layer by layer, as
 weights of other modules are; `by index`, by `ibp.offload`, which fetches the experts that are asked for; `by index,
 cache`, with a cache on the GPU of half the raw bytes of all experts; both of these with raw rows by the same code.
+`between experts` is the rest of such layers, whose experts give what they get: attention to 2,048 positions, norms and
+router in a CUDA graph. Experts that were fetched ahead, for a router's guess of the next layer's, would hide as much.
+--between measures this arm alone, and keeps the rows of the others.
 
 --deepseek has layers with the sizes of DeepSeek-V3, by transformers' class for FP8: 256 experts of 3 x 7168 x 2048
 values in FP8 E4M3, N(0, 112), with a scale for each block of 128 x 128; 58 layers in all. Arms are `by index`, coded
@@ -22,9 +25,10 @@ those of `plain`, bit for bit, but for `plain, batched_mm` and `coded on the GPU
 
 moe.csv has, after the common columns, layers, routing, way, ms (a call), ms_of_all (the same for all layers of the
 model), bound_ms (link_bytes at the rate of kernels; where all experts are streamed, of the copy engine), asked_bytes
-(raw bytes of the experts that a call asks for, each once), link_bytes (a call), hit_rate (of rows), host_bytes,
-device_bytes, host_us (of a layer, until an eager call comes back) and times (how many times as fast as the faster of
-the plain arms `coded on the GPU` is); `rows` are the tokens of a call, and gbps are of asked_bytes.
+(raw bytes of the experts that a call asks for, each once; `between experts`: of its own weights), link_bytes (a call),
+hit_rate (of rows), host_bytes, device_bytes, host_us (of a layer, until an eager call comes back) and times (how many
+times as fast as the faster of the plain arms `coded on the GPU` is); `rows` are the tokens of a call, and gbps are of
+asked_bytes.
 
 --hits counts, and measures no time: moe_hits.csv has what each of the first tokens after the start brings over the link
 with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine. moe_policies.csv has
@@ -49,7 +53,7 @@ from torch import nn
 import ibp
 from ibp.nn._stacks import Calls, stand_in
 
-from . import harness, ideal, ratio, weights
+from . import harness, ideal, llm, ratio, weights
 
 try:
     import accelerate
@@ -65,11 +69,13 @@ except ImportError:
 
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 DEEPSEEK = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}
+QWEN3_ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 TINY = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
 TINY_EXPERTS = 16
 BLOCK = (128, 128)  # of an FP8 matrix, with one scale
 FP8_STD, FP8_SCALE = 112.0, 0.02 / 112.0  # the largest of a block is about 448, as DeepSeek-V3's are scaled
 QUICK_LAYERS = 2
+CONTEXT, QUICK_CONTEXT = 2048, 300  # positions that are attended to
 BATCHES, QUICK_BATCHES, PREFILL, QUICK_PREFILL = (1, 8, 32), (1, 3), 2048, 40
 DEVICE_BATCHES = (1, 2, 4, 8, 16)  # of arms with all experts on the GPU
 CALLS, FEW_CALLS, ROUNDS = 16, 2, 12  # calls that are timed together; rounds of them before routes come again
@@ -77,9 +83,9 @@ ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # assumed
 CACHE_SHARE = 0.5  # of the experts' raw bytes
 PLAIN, STREAMED, BY_INDEX, CACHED = "plain", "streamed", "by index", "by index, cache"
 BATCHED, CODED, RAW = "plain, batched_mm", "coded on the GPU", ", raw rows"
-HOOKS, GATHERED = "accelerate cpu_offload", "CPU gather and copy"
+HOOKS, GATHERED, BETWEEN = "accelerate cpu_offload", "CPU gather and copy", "between experts"
 ON_DEVICE, OTHERS = (PLAIN, BATCHED, CODED), (HOOKS, GATHERED)
-ARMS = (*ON_DEVICE, *OTHERS, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW)
+ARMS = (*ON_DEVICE, *OTHERS, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW, BETWEEN)
 UNIFORM, STICKY, CHANGING, EAGER, GRAPH = "uniform", "sticky", "sticky, changing", "eager", "graph"
 EXTRA_COLUMNS = (
     "layers,routing,way,ms,ms_of_all,bound_ms,asked_bytes,link_bytes,hit_rate,host_bytes,device_bytes,host_us,times"
@@ -99,8 +105,8 @@ CLOSE = 0.02  # of the largest result: how far sums in another order may differ
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def qwen3_config(quick):
-    return transformers.Qwen3MoeConfig(**(TINY | {"num_experts": TINY_EXPERTS} if quick else QWEN3))
+def qwen3_config(quick, **others):
+    return transformers.Qwen3MoeConfig(**(TINY | {"num_experts": TINY_EXPERTS} if quick else QWEN3) | others)
 
 
 def qwen3_experts(config):
@@ -308,6 +314,8 @@ class Bench:
         if arm == HOOKS and accelerate is None:
             print("accelerate: not installed, left out")
             return
+        if arm == BETWEEN:
+            return self.measure_between()
         run, (model, handle) = self.run, self.model(arm)
         of_arms = {PLAIN: {*BATCHES, *DEVICE_BATCHES}, BATCHED: DEVICE_BATCHES, CODED: DEVICE_BATCHES, HOOKS: (1,)}
         batches = of_arms.get(arm, BATCHES)
@@ -319,6 +327,24 @@ class Bench:
         for routing, tokens in cells:
             with run.cell(f"{arm}, {tokens} tokens, {routing}"):
                 self.measure(arm, model, handle, tokens, routing)
+
+    def measure_between(self):
+        """Layers without their experts, of which the smallest there are stand in their place."""
+        run, batches = self.run, QUICK_BATCHES if self.run.quick else BATCHES
+        small = {"vocab_size": 512, "moe_intermediate_size": 1, "num_hidden_layers": self.num_layers}
+        config = self.shape.make_config(run.quick, **QWEN3_ATTENTION, **small)
+        with torch.device(run.device):
+            model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval().requires_grad_(False)
+        for layer in model.model.layers:
+            layer.mlp.experts.forward = lambda x, index, gates: x
+        for batch in batches:
+            step = llm.Step(run, model, batch, QUICK_CONTEXT if run.quick else CONTEXT)
+            with run.cell(f"{BETWEEN}, {batch} tokens"), torch.inference_mode():
+                seconds = llm.graph_seconds(run, step)
+                num_bytes = llm.counted_bytes(model.model.layers)
+                self.add(
+                    BETWEEN, batch, UNIFORM, GRAPH if run.on_gpu else EAGER, seconds, num_bytes, None, 1, None, None
+                )
 
     def inputs(self, tokens, routing, num_calls):
         """(vectors, routes of calls, gates); the first call's are the same, however many there are."""
@@ -429,7 +455,7 @@ class Bench:
         ms_of_all = ms * self.shape.layers / self.num_layers
         case = f"{self.num_layers} layers, {tokens} tokens, {routing}, {way}"
         times = self.times_plain(arm, (routing, tokens, way), seconds)
-        on_device = 0 if arm in OTHERS else self.num_bytes
+        on_device = 0 if arm in (*OTHERS, BETWEEN) else self.num_bytes
         device_bytes = report.nbytes if report else on_device
         self.run.add(
             case=case,
@@ -565,6 +591,7 @@ def main(argv=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--layers", type=int)
     own.add_argument("--deepseek", action="store_true")
+    own.add_argument("--between", action="store_true")
     own.add_argument("--hits", action="store_true")
     found, others = own.parse_known_args(argv)
     args, shape = harness.parse_args(others, __doc__), DEEPSEEK_V3 if found.deepseek else QWEN3_30B
@@ -576,12 +603,14 @@ def main(argv=None):
         untimed = SimpleNamespace(quick=args.quick, device=torch.device(args.device), on_gpu=args.device == "cuda")
         bench = Bench(untimed, shape, num_layers)
         return count_hits(bench, args.out / "moe_hits.csv") | compare_policies(bench, args.out / "moe_policies.csv")
-    run = harness.Run(shape.csv, args, EXTRA_COLUMNS)
+    run = harness.Run(
+        shape.csv, args, EXTRA_COLUMNS, keep=lambda row: found.between and row["arm"] not in ("device", BETWEEN)
+    )
     bench = Bench(run, shape, num_layers)
     if PLAIN not in shape.arms:
         bench.note_wanted()
         weights.release(run)
-    for arm in shape.arms:
+    for arm in (BETWEEN,) if found.between else shape.arms:
         with run.cell(arm):
             bench.measure_arm(arm)
         weights.release(run)
