@@ -63,7 +63,8 @@ as there are exponents before that of digit 0, and starts and entries, its escap
 nothing. out has the results [vectors, rows] one after the other.
 
 `linear_groups` is ibp_cuda_linear_groups: groups of vectors, each multiplied by one matrix of num_rows rows of those
-that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors. `group_vectors`,
+that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors. Vector v is
+order[v], int64 [vectors], if that is there, and `sharing` vectors after each other have a row of x. `group_vectors`,
 for the CPU too, is ibp_group_vectors: from the matrix of each vector, integers [vectors], to (the vectors' numbers in
 the order of their matrices, int64 [vectors]; such groups of them).
 
@@ -219,7 +220,7 @@ _define(
 )
 _define(
     "linear_groups(Tensor slots, int slot_bytes, Tensor below, Tensor starts, Tensor entries, Tensor x, Tensor groups, "
-    "int num_rows, Tensor(a!) out) -> ()"
+    "Tensor? order, int sharing, int num_rows, Tensor(a!) out) -> ()"
 )
 _define(
     "decode_matrix(Tensor slots, int slot_bytes, Tensor below, Tensor starts, Tensor entries, Tensor(a!) out) -> ()"
