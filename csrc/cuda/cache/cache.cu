@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
                 if (here == 0u) continue;
                 const auto way = static_cast<uint32_t>(__ffs(static_cast<int>(here)) - 1);
                 const uint64_t found = __shfl_sync(kAllLanes, ways[a].y, static_cast<int>(way));
-                if (lane_id() == way)
+                if (lane_id() == way) // which a warp with an equal row may have stamped: the stamp is the same
                     job.lru.stamps[home_of(job.lru, asked[a]) * kWarp + way] = ibp_stamp_of_use(now, stamps[a]);
                 if (lane_id() == j + a) entry = found;
             }
