@@ -540,6 +540,17 @@ TABLES = (
         of_all_layers,
     ),
     Table(
+        "",
+        "moe_policies",
+        "The share of rows that a simulated cache finds after it has filled, by the share of a layer's rows that it "
+        "holds and by what a missing row replaces: what was used longest ago, or what was used least, by counts that "
+        "are halved every so many calls, as `ibp.RowCache` does every 32. `changing`: other favourites every 100 "
+        "tokens",
+        {"routing": cell("routing"), "holds": cell("share", lambda share: percent(share, 0))},
+        cell("hit_rate", percent),
+        across=cell("policy"),
+    ),
+    Table(
         "Models larger than the GPU",
         "weights",
         "Milliseconds a token of a Llama with random weights, or of a call on many tokens at once (prompt 0: that "
@@ -1025,7 +1036,8 @@ def mixtures(results):
         key = row["arm"], row["rows"], row["routing"]
         best[key] = min(best.get(key, float("inf")), row["ms_of_all"])
     calls = [(1, "uniform"), (1, "sticky"), (8, "uniform"), (32, "uniform")]
-    arms = [arm for arm in in_order(row["arm"] for row in rows) if not arm.endswith(("raw rows", "batched_mm"))]
+    others = ("raw rows", "batched_mm", "between experts")
+    arms = [arm for arm in in_order(row["arm"] for row in rows) if not arm.endswith(others)]
     lines = [
         [arm, *(fine_number(best[key]) if (key := (arm, *call)) in best else "" for call in calls)] for arm in arms
     ]

@@ -619,7 +619,9 @@ def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
 WITHOUT_MACHINE = {
     **{
         name: {"gpu"}
-        for name in ("bits", "chunks", "digit_forms", "moe_hits", "more_clusters", "probes", "real_weights")
+        for name in (
+            *("bits", "chunks", "digit_forms", "moe_hits", "moe_policies", "more_clusters", "probes", "real_weights"),
+        )
     },
     **{name: {"gpu", "commit"} for name in ("ratio", "sampling", "clusters", "fuzz")},
 }
