@@ -888,6 +888,29 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
     assert len(lines) == 1 + len(one_thread) + of_all_threads
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_zero_values_come_back(tmp_path, dtype):
+    """As cDMA counts them: a bit an element, and the elements that are not zero; -0 is none."""
+    zeros = activations.ZeroValues(run_on_cpu(tmp_path))
+    x = torch.randn(3, 5, 41, 67).relu().to(dtype).to(memory_format=torch.channels_last)
+    x[0, 0, 0, :2] = torch.tensor([-0.0, math.nan])
+    saved = zeros._pack(x)
+    harness.check_bits(zeros._unpack(saved), x, "zero values")
+    kept = int(torch.count_nonzero(x)) + 1  # -0
+    assert zeros.stats().sent_bytes == -(-x.numel() // 8) + kept * dtype.itemsize
+    assert zeros.stats().coded_bytes == x.nbytes and zeros._pack(x[0, 0, 0]) is not None
+    zeros.reset_stats()
+    assert zeros._pack(torch.zeros(4)).shape == (4,) and zeros.stats().coded_bytes == 0
+
+
+def test_larger_batches_stand_beside_other_arms(tmp_path, monkeypatch):
+    monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[-1:])
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert activations.main([*argv, "--arms", "none"]) == 0 and activations.main([*argv, "--batches"]) == 0
+    arms = [line[2] for line in lines_of(tmp_path / "activations.csv")[1:]]
+    assert arms == ["plain", *(f"{arm} in 4 GB" for arm in ("plain", "recomputed", "ibp", "on the device"))]
+
+
 def test_what_is_compared_of_activations(monkeypatch):
     """Gradients; or saved tensors, where plain steps turn out to have other gradients every time."""
     net, x = activations.QUICK_CASES[1].build(torch.device("cpu"))
