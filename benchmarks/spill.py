@@ -302,20 +302,18 @@ class LanguageModel(torch.nn.Module):
 
 
 class Program:
-    """A net in training by SGD with momentum on data made here."""
+    """A net in training by SGD with momentum on data made here. small: a narrow net."""
 
-    def __init__(self, run, name):
-        self.name, self.device, small = name, run.device, run.quick or not run.on_gpu
+    def __init__(self, device, name, small, batch=PROGRAM_BATCH):
+        self.name, self.device = name, device
         torch.manual_seed(0)
-        self.batch, self.image = (4, 96) if small else (PROGRAM_BATCH, 224)
+        self.batch, self.image = (4, 96) if small else (batch, 224)
         if name == "LSTM":
             self.tokens = 64 if small else 8192
-            self.net = LanguageModel(self.tokens, 32 if small else 1024).to(run.device)
+            self.net = LanguageModel(self.tokens, 32 if small else 1024).to(device)
         else:
-            self.net = densities.started(
-                densities.Plan(name, self.image, self.batch, 1, 0.05 if small else 1), run.device
-            )
-            self.images = densities.Images(self.image, run.device)
+            self.net = densities.started(densities.Plan(name, self.image, self.batch, 1, 0.05 if small else 1), device)
+            self.images = densities.Images(self.image, device)
         self.optimizer = torch.optim.SGD(self.net.parameters(), densities.LEARNING_RATE, densities.MOMENTUM)
 
     def step(self):
@@ -346,7 +344,7 @@ class Program:
 
 
 def program_snapshots(run, name):
-    program = Program(run, name)
+    program = Program(run.device, name, run.quick or not run.on_gpu)
     for _ in range(2 if run.quick else NUM_SNAPSHOTS):
         for _ in range(STEPS_BETWEEN):
             program.step()
