@@ -5,6 +5,7 @@ An entry is 32 words. The first is coded alone; of the differences of neighbours
 equal bits are coded: each as what differs from the plane above it.
 """
 
+import numpy as np
 import torch
 
 ENTRY_BYTES, NUM_WORDS, NUM_PLANES = 128, 32, 33
@@ -16,7 +17,7 @@ ALL_ONES = (1 << (NUM_WORDS - 1)) - 1
 # each other, and others as they are.
 ZEROS, ZERO_RUN, ONES, CLEARED, FEW_ONES, OTHERS = 3, 7, 5, 5, 10, 32
 FIRST_WORD = ((0, 3), (4, 7), (8, 11), (16, 19))  # (bits of a signed number, bits of its code); others take 33
-CHUNK_ENTRIES = 1 << 16  # at once
+CHUNK_ENTRIES = 1 << 12  # at once
 
 
 def entries_of(data):
@@ -26,9 +27,10 @@ def entries_of(data):
 
 def planes_of(entries):
     """int64 [entries, 33]: planes of the differences, the highest bit first; the i-th difference is the i-th bit."""
-    differences, places = entries.long().diff(dim=1), torch.arange(NUM_WORDS - 1, device=entries.device)
-    planes = [((differences >> bit & 1) << places).sum(1) for bit in reversed(range(NUM_PLANES))]
-    return torch.stack(planes, 1)
+    differences = np.diff(entries.numpy().astype(np.int64), axis=1)
+    bits = np.unpackbits(differences.view(np.uint8).reshape(-1, NUM_WORDS - 1, 8), axis=2, count=40, bitorder="little")
+    planes = np.packbits(bits[:, :, NUM_PLANES - 1 :: -1].transpose(0, 2, 1), axis=2, bitorder="little")
+    return torch.from_numpy(planes.view(np.uint32)[..., 0].astype(np.int64))
 
 
 def first_word_bits(words):
@@ -49,7 +51,7 @@ def plane_bits(plane, change):
 
 
 def coded_bits(entries):
-    """Bits that each of the entries, int32 [entries, 32], takes: int64 [entries]."""
+    """Bits that each of the entries, int32 [entries, 32] on the CPU, takes: int64 [entries]."""
     found = [_coded_bits(part) for part in entries.split(CHUNK_ENTRIES)]
     return torch.cat(found) if found else entries.new_zeros(0, dtype=torch.int64)
 
@@ -69,16 +71,16 @@ def _coded_bits(entries):
 def size_classes(entries):
     """The place in SIZES of each entry, int64 [entries]: the smallest size that it fits, or the largest."""
     needed = (coded_bits(entries) + 7) // 8
-    classes = torch.bucketize(needed, torch.tensor(SIZES, device=entries.device)).clamp(max=len(SIZES) - 1)
+    classes = torch.bucketize(needed, torch.tensor(SIZES)).clamp(max=len(SIZES) - 1)
     return torch.where((entries == 0).all(1), 0, classes)
 
 
 def stored_bytes(classes):
     """What entries of these classes take."""
-    return int(torch.tensor(SIZES, device=classes.device)[classes].sum())
+    return int(torch.tensor(SIZES)[classes].sum())
 
 
 def sector_bytes(classes):
     """The same in whole sectors."""
-    sizes = torch.tensor(SIZES, device=classes.device)[classes]
+    sizes = torch.tensor(SIZES)[classes]
     return int((sizes + SECTOR_BYTES - 1).div(SECTOR_BYTES, rounding_mode="floor").sum()) * SECTOR_BYTES

@@ -20,7 +20,7 @@ from . import bpc, densities, harness, ratio, spill
 
 COLUMNS = "program,num_bytes,times_smaller,page,sizes,commit".split(",")
 MOMENT_COLUMNS = "program,moment,ratio,spilled,commit".split(",")
-PAGE_BYTES, NUM_PAGES = 8192, 96
+PAGE_BYTES, SHOWN_PAGES, MEASURED_PAGES = 8192, 96, 1 << 14
 BATCH, STEPS, MOMENTS = 8, 3, 10
 STEP_PROGRAMS = ("SqueezeNet", "ResNet-50", "LSTM")  # the paper shows the first two
 
@@ -28,11 +28,14 @@ STEP_PROGRAMS = ("SqueezeNet", "ResNet-50", "LSTM")  # the paper shows the first
 def page_sizes(held):
     """(bytes, times smaller, {page: digits of its entries}) of tensors that lie one behind the other."""
     data = torch.cat([x.reshape(-1).view(torch.uint8) for x in held.values()])
-    classes = bpc.size_classes(bpc.entries_of(data))
-    pages = classes[: len(classes) // 64 * 64].view(-1, PAGE_BYTES // bpc.ENTRY_BYTES)
-    shown = range(0, len(pages), max(1, len(pages) // NUM_PAGES))[:NUM_PAGES]
-    texts = {page: "".join(map(str, pages[page].tolist())) for page in shown}
-    return data.numel(), data.numel() / bpc.stored_bytes(classes), texts
+    pages = data[: data.numel() // PAGE_BYTES * PAGE_BYTES].view(-1, PAGE_BYTES)
+    numbers = torch.linspace(0, len(pages) - 1, min(len(pages), MEASURED_PAGES)).long()
+    found = pages[numbers.to(pages.device)].cpu()
+    classes = bpc.size_classes(bpc.entries_of(found.view(-1)))
+    shown = torch.linspace(0, len(numbers) - 1, min(len(numbers), SHOWN_PAGES)).long()
+    lines = classes.view(len(numbers), -1)[shown].tolist()
+    texts = {int(page): "".join(map(str, line)) for page, line in zip(numbers[shown], lines)}
+    return data.numel(), found.numel() / bpc.stored_bytes(classes), texts
 
 
 def copied(held):

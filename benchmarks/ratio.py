@@ -144,13 +144,13 @@ def bit_planes(tensors, device):
     """Bit-plane compression of entries of 128 bytes, in the sizes that Buddy Compression allows: counted."""
     total = Cell(0, 0, 0)
     for x in tensors:
-        entries = bpc.entries_of(bytes_of(x))
+        entries = bpc.entries_of(bytes_of(x.cpu()))
         classes = bpc.size_classes(entries)
         total.stored_bytes += bpc.stored_bytes(classes)
         total.link_bytes += bpc.sector_bytes(classes)
         total.metadata_bytes += -(-len(entries) * bpc.METADATA_BITS // 8)
     total.stored_bytes += total.metadata_bytes
-    return total, lambda: [bpc.size_classes(bpc.entries_of(bytes_of(x))) for x in tensors]
+    return total, lambda: [bpc.size_classes(bpc.entries_of(bytes_of(x.cpu()))) for x in tensors]
 
 
 def bytes_of(x):

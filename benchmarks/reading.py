@@ -6,28 +6,12 @@ from pathlib import Path
 SYNTHETIC = "synthetic "  # cases "synthetic 12.5%" and so on; raw rows and the CPU's gathers are the case "synthetic"
 NORMAL = "normal"
 NVCOMP = "nvcomp "  # methods of ratio.csv and arms of transfers.csv that are codecs of nvCOMP
-DTYPE_NAMES = {
-    *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "bits", "dtype"),
-    *("gpu", "torch", "cuda", "commit", "reference"),
-}
+DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64", "float8_e4m3fn": "FP8"}
 REFERENCE = Path(__file__).with_name("reference_rates.csv")
 # Columns whose values are names, even where a name looks like a number.
 NAMES = {
-    "benchmark",
-    "case",
-    "arm",
-    "set",
-    "net",
-    "layer",
-    "program",
-    "sizes",
-    "bits",
-    "dtype",
-    "gpu",
-    "torch",
-    "cuda",
-    "commit",
-    "reference",
+    *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "bits", "dtype"),
+    *("gpu", "torch", "cuda", "commit", "reference"),
 }
 
 
