@@ -8,7 +8,7 @@ analysis are small; 1 GiB from host memory. GB/s of original bytes, the copy's o
 `compress` and the analyses whole Python calls with their allocations and synchronisations; nvCOMP's write into memory
 that is there. Decoding slower than it should be is printed last, as BELOW.
 
-`--nvcomp` measures nvCOMP's arms alone, 10 s, and keeps the rows of others that are of the same machine. `--sizes`
+`--nvcomp` measures nvCOMP's arms alone, 20 s, and keeps the rows of others that are of the same machine. `--sizes`
 measures, likewise alone, floats of every kind in tables of 1 MiB to 1 GiB: the curves of DietGPU's report.
 """
 
@@ -16,13 +16,14 @@ import argparse
 import itertools
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 import ibp
 from ibp._rows.handle import Handle, Parts
 from ibp._schemes.planes.learning import relearn
-from ibp.codecs._nvcomp import CODECS
+from ibp.codecs._nvcomp import CODECS, Coder, stream_number
 
 from . import harness, ideal, inputs
 from .ratio import nvcomp
@@ -263,27 +264,37 @@ def column_codebook(codebook, x):
     return relearn(by_column, rows, [rows.numel() // codebook.row_bytes])[0]
 
 
-def ans_coder(x):
-    """nvCOMP's ANS as `ibp.compress` uses it, on the current stream."""
+def ans_coders(x):
+    """{what follows in an arm's name: nvCOMP's ANS on the current stream}: as `ibp.compress` uses it, by its policy for
+    latency, and with checksums that decoding verifies."""
     ans, data = CODECS["nvcomp:ans"], x.view(torch.uint8).view(-1)
-    return ans.coder(x.device, ans.suited(ans.options(x.dtype, None, None), x.dtype, data, x.device))
+    options = ans.suited(ans.options(x.dtype, None, None), x.dtype, data, x.device)
+    data_type, chunk_bytes = options["codec_data_type"], int(options["codec_chunk_bytes"])
+    of = nvcomp, "ans", data_type, chunk_bytes, x.device.index, stream_number(x.device)
+    return {
+        "": ans.coder(x.device, options),
+        ", latency": Coder(*of, execution_policy=nvcomp.ExecutionPolicy.LATENCY),
+        ", checksums": Coder(*of, checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY),
+    }
 
 
 def measure_nvcomp(case):
     """nvCOMP's ANS on the same bytes, into memory that is there, with codecs and configurations that are made once:
     told of floats or of bytes, whichever saves more of a sample. Coding by the wall clock: it waits for the size.
     """
-    with case.run.cell(f"nvCOMP ANS, {case.name}"):
-        coder, data, out = ans_coder(case.x), case.x.view(torch.uint8).view(-1), case.out.view(torch.uint8).view(-1)
-        room = coder.room(data)
-        coded = coder.encode(data, room).clone()
-        harness.poison(case.out)
-        coder.decode(coded, out)
-        harness.check_bits(case.out, case.x, f"{case.name}, nvCOMP")
-        savings = 1 - coded.numel() / case.num_bytes
-        ideal_gbps = ideal.device_gbps(case.num_bytes, coded.numel() + case.num_bytes, case.rates.copy_gbps)
-        case.time("nvcomp ANS decode", lambda: coder.decode(coded, out), savings, ideal_gbps)
-        case.time("nvcomp ANS compress", lambda: coder.encode(data, room), savings, ideal_gbps, wall=True)
+    data, out = (x.view(torch.uint8).view(-1) for x in (case.x, case.out))
+    for policy, coder in ans_coders(case.x).items():
+        with case.run.cell(f"nvCOMP ANS{policy}, {case.name}"):
+            room = coder.room(data)
+            coded = coder.encode(data, room).clone()
+            harness.poison(case.out)
+            coder.decode(coded, out)
+            harness.check_bits(case.out, case.x, f"{case.name}, nvCOMP{policy}")
+            savings = 1 - coded.numel() / case.num_bytes
+            ideal_gbps = ideal.device_gbps(case.num_bytes, coded.numel() + case.num_bytes, case.rates.copy_gbps)
+            call, call_coding = partial(coder.decode, coded, out), partial(coder.encode, data, room)
+            case.time(f"nvcomp ANS decode{policy}", call, savings, ideal_gbps)
+            case.time(f"nvcomp ANS compress{policy}", call_coding, savings, ideal_gbps, wall=True)
 
 
 def run_normal(run, rates):

@@ -792,7 +792,7 @@ def test_nvcomp_cells_of_ratio(monkeypatch):
             for name, measure in ratio.methods_for(dtype, on_gpu=True).items()
             if name.startswith("nvcomp ")
         }
-        assert len(methods) == 8 + num_floats
+        assert len(methods) == 9 + num_floats
         for measure in methods.values():
             cell = ratio.measure_cell(measure, [torch.ones(3, 5, dtype=dtype)], torch.device("cpu"), with_times=False)
             assert cell.stored_bytes == 15 * dtype.itemsize and cell.metadata_bytes is None

@@ -12,6 +12,8 @@ import torch.nn as nn
 import ibp
 from benchmarks import (
     bits,
+    bpc,
+    charts,
     chunks,
     claims,
     clusters,
@@ -19,6 +21,7 @@ from benchmarks import (
     copy_threads,
     cpu,
     densities,
+    entries,
     harness,
     inputs,
     more_clusters,
@@ -213,6 +216,67 @@ def test_simulations_go_on():
     assert len(particles.unique()) > 15_000 and particles.abs().max() <= sets.LATTICE * sets.SIDE_CELLS
 
 
+def differences_of(planes):
+    """int64 [entries, 31]: the differences whose planes they are."""
+    bits = planes[:, :, None] >> torch.arange(bpc.NUM_WORDS - 1) & 1
+    weights = 1 << torch.arange(bpc.NUM_PLANES - 1, -1, -1)
+    weights[0] = -weights[0]
+    return (bits * weights[:, None]).sum(1)
+
+
+def test_bits_of_entries():
+    """By hand; and planes have all that the differences have."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(2**31), 2**31, (50, 32), generator=generator, dtype=torch.int32)
+    noise[0, :2] = torch.tensor([-(2**31), 2**31 - 1])
+    assert torch.equal(differences_of(bpc.planes_of(noise)), noise.long().diff(dim=1))
+    steps = torch.arange(32, dtype=torch.int32)
+    chosen = torch.stack([0 * steps, steps + 7, 1000 * (steps > 4).int(), noise[1]])
+    zeros, ones, jump, others = bpc.coded_bits(chosen).tolist()
+    assert zeros == 3 + 7 and ones == 7 + 7 + 5  # a run of planes of zeros; one of 32, then all ones
+    assert zeros < jump < 128 and 1024 < others <= 33 + 33 * 32
+    assert bpc.first_word_bits(torch.tensor([0, -8, 7, 8, -129, 2**15, -(2**31)])).tolist() == [3, 7, 7, 11, 19, 33, 33]
+    assert bpc.coded_bits(noise[:0]).tolist() == []
+
+
+def test_entries_take_one_of_eight_sizes():
+    steps = torch.arange(32, dtype=torch.int32)
+    noise = torch.randint(-(2**31), 2**31, (1, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    classes = bpc.size_classes(torch.cat([torch.zeros(1, 32, dtype=torch.int32), steps[None], noise]))
+    assert classes.tolist() == [0, 1, 7] and bpc.stored_bytes(classes) == 136 and bpc.sector_bytes(classes) == 160
+    assert bpc.entries_of(torch.ones(130, dtype=torch.uint8))[1].tolist() == [0x0101, *31 * [0]]
+    x = torch.cat([torch.zeros(3, 32), torch.ones(1, 32)])
+    cell, again = ratio.bit_planes([x], torch.device("cpu"))
+    assert cell.metadata_bytes == 2 and cell.stored_bytes == 8 + 2 and cell.link_bytes == 32 and len(again()[0]) == 4
+
+
+@pytest.mark.slow
+def test_entries_and_moments_of_programs(tmp_path):
+    assert entries.main(["--nets", "SqueezeNet,LSTM", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows, moments = lines_of(tmp_path / "entries.csv"), lines_of(tmp_path / "moments.csv")
+    assert {row["program"] for row in rows} == {"SqueezeNet", "LSTM"} and all(len(row["sizes"]) == 64 for row in rows)
+    assert [row["moment"] for row in moments[:11]] == [f"{k / 10:g}" for k in range(11)] and len(moments) == 22
+    pytest.importorskip("matplotlib")
+    charts.draw_entries(tmp_path)
+    assert (tmp_path / "entries.png").stat().st_size > 5000
+
+
+def test_moments_of_a_step():
+    """Old contents become new ones: outputs first, then gradients, then weights."""
+    program = spill.Program(torch.device("cpu"), "LSTM", True, 2)
+    program.step()
+    before = {name: x.clone() for name, x in program.snapshot(1).items()}
+    moments = list(entries.moments_of(program, 1))
+    assert len(moments) == 11 and moments[0].keys() == before.keys()
+    assert all(torch.equal(moments[0][name], x) for name, x in before.items())
+    after = program.snapshot(1)
+    assert all(torch.equal(moments[-1][name], x) for name, x in after.items())
+    changed = [
+        name for name in before if moments[1][name] is after.get(name) or not moments[1][name].equal(before[name])
+    ]
+    assert changed and all(name.startswith(("hidden", "gradient")) for name in changed)
+
+
 def test_an_rans_gives_back_what_it_coded():
     pytest.importorskip("constriction")
     words = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -280,6 +344,20 @@ def test_densities_by_layer_and_step(tmp_path, monkeypatch):
     assert [row["step"] for row in rows[::10]] == ["0", "1", "2"] and rows[0]["loss"] == "" < rows[10]["loss"]
     assert {row["layout"] for row in ratios if row["progress"] == "1.000"} == set(densities.LAYOUTS)
     assert all(0 <= float(row["density"]) <= 1 for row in rows) and all(float(row["ibp"]) >= 1 for row in ratios)
+    assert [row["layer"] for row in ratios if row["kind"] == "indices"] == 2 * ["indices0", "indices1", "indices2"]
+    maps = lines_of(tmp_path / "activation_maps.csv")
+    assert len(maps) == 10 * 3 and maps[0]["channels"] == "4" and (maps[8]["layer"], maps[8]["height"]) == ("fc0", "1")
+    shown = charts.mosaic({**maps[0], **{name: int(maps[0][name]) for name in ("channels", "height", "width")}})
+    assert shown.shape == (int(maps[0]["height"]) + 2, 4 * (int(maps[0]["width"]) + 2)) and 0 < shown.mean() < 1
+    pytest.importorskip("matplotlib")
+    charts.draw_maps(tmp_path)
+    assert (tmp_path / "activation_maps.png").stat().st_size > 5000
+
+
+def test_indices_of_pools_shrink():
+    x = torch.randn(4, 64, 56, 56, generator=torch.Generator().manual_seed(0))
+    _, indices = nn.functional.max_pool2d(x, 3, 2, return_indices=True)
+    assert densities.indices_ratio(indices) > 12
 
 
 def test_checkpoints_begin_and_end_training():
