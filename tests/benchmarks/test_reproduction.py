@@ -691,6 +691,10 @@ def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
         sheet.writerow(kept)
     rows = run_quickly("spill", tmp_path, "--programs")
     assert [row["case"].split(",")[0] for row in rows] == ["pages", *4 * ["program AlexNet"], *4 * ["program LSTM"]]
+    rows = run_quickly("spill", tmp_path, "--managed")
+    assert len(rows) == 9 + 2 * len(spill.MANAGED_SHARES) and {row["arm"] for row in rows[9:]} == {
+        *("migrated", "read over the link")
+    }
 
 
 # CSVs that lack columns of where they were measured: those that count bytes, and what README.md of the benchmarks says.
