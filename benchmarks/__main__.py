@@ -39,8 +39,8 @@ CACHES = {
     "kv_rows": 30,
     "kv_transfer": 40,
 }  # likewise
-TRAINING = {"adamw": 75, "activations": 115, "sync": 90}  # likewise
-CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 90}  # likewise
+TRAINING = {"adamw": 75, "activations": 150, "sync": 90}  # likewise
+CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 110}  # likewise
 MODELS = {  # likewise, with options of the script
     "llm": 75,
     "llm --compiled": 125,
@@ -51,13 +51,17 @@ MODELS = {  # likewise, with options of the script
 OTHERS = {  # likewise; they take long, or need packages or GPUs that are not everywhere
     "densities": 220,
     "scattered": 40,
+    "codec --sizes": 60,
+    "spill --programs": 90,
+    "spill --managed": 20,
+    "activations --batches": 90,
     "gnn": 180,
     "gnn_cache": 100,
     "weights": 140,
     "flexgen_opt": 150,
     "collectives": 90,
 }
-BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms")
+BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries")
 GRACE_S = 5  # to print what was measured
 
 
@@ -65,7 +69,7 @@ def of_papers(names):
     """The names of scripts whose CSVs the tables of docs/reproduction.md are written from."""
     rows = [row for paper in reproduction.PAPERS.values() for row in paper]
     scripts = {script.removesuffix(".py") for row in rows for script in (row.script, *row.others)}
-    return [name for name in names if name in scripts]
+    return [name for name in names if name.split()[0] in scripts]
 
 
 def stop(process):

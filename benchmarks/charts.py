@@ -233,7 +233,7 @@ def draw_columns(directory):
 def mosaic(row):
     """The maps of a row of activation_maps.csv beside each other, zeros black."""
     shape = row["channels"], row["height"], row["width"]
-    bits = np.unpackbits(np.frombuffer(bytes.fromhex(row["bits"]), np.uint8))[: math.prod(shape)].reshape(shape)
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(row["map"]), np.uint8))[: math.prod(shape)].reshape(shape)
     return np.hstack([np.pad(channel, 1, constant_values=1) for channel in bits])
 
 

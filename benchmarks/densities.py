@@ -31,7 +31,7 @@ from ibp._activations import coding, spans
 from . import harness, nets, ratio
 
 COLUMNS = "net,layer,kind,shape,elements,step,progress,loss,density,gpu,commit".split(",")
-MAP_COLUMNS = "net,layer,progress,channels,height,width,bits,gpu,commit".split(",")
+MAP_COLUMNS = "net,layer,progress,channels,height,width,map,gpu,commit".split(",")
 RATIO_COLUMNS = "net,layer,kind,elements,progress,layout,dtype,zvc,rle,zlib,zlib_64k,ibp,gpu,commit".split(",")
 SHEETS = {"densities": COLUMNS, "activation_ratios": RATIO_COLUMNS, "activation_maps": MAP_COLUMNS}
 CLASSES, WAVES, NOISE, WRONG_LABELS = 20, 3, 0.3, 0.1
@@ -327,7 +327,7 @@ class Record:
 
     def _add_map(self, same, output):
         of = {name: same[name] for name in ("net", "layer", "progress")}
-        self.maps.add(**of, **dict(zip(("channels", "height", "width", "bits"), map_of(output))), **self.where)
+        self.maps.add(**of, **dict(zip(("channels", "height", "width", "map"), map_of(output))), **self.where)
 
     def _add_ratios(self, same, output, layouts):
         for layout in layouts:

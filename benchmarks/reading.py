@@ -10,7 +10,7 @@ DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float6
 REFERENCE = Path(__file__).with_name("reference_rates.csv")
 # Columns whose values are names, even where a name looks like a number.
 NAMES = {
-    *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "bits", "dtype"),
+    *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "map", "dtype"),
     *("gpu", "torch", "cuda", "commit", "reference"),
 }
 

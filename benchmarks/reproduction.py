@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import charts, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill
+from . import activations, charts, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
 HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
@@ -1061,8 +1061,22 @@ def offload_gains(results):
             ),
             f"{percent(statistics.median(gains), 0)} faster than without coding in the median, "
             f"{percent(statistics.mean(gains), 0)} on average, {slower} of {len(gains)} nets slower",
+            *(
+                f"{arm} {statistics.median(found):.2f} times the rate of {other} in the median"
+                for arm, other in FURTHER_ARMS
+                if (found := times_of_arms(results, arm, other))
+            ),
         ]
     )
+
+
+# Arms that not all nets have, and the arms that they are compared with.
+FURTHER_ARMS = ((activations.IBP_FEW, activations.IBP), (activations.ZERO_VALUES, activations.SAVE_ON_CPU))
+
+
+def times_of_arms(results, arm, other):
+    """How many times as fast an arm's steps are as another's, of each net that has both."""
+    return [arms[other] / arms[arm] for arms in offload_steps(results).values() if {arm, other} <= arms.keys()]
 
 
 def first_layer(results):
@@ -1086,6 +1100,8 @@ def offload_headlines(results):
     gains = [arms["raw"] / arms["ibp"] for arms in offload_steps(results).values()]
     yield "mean", statistics.mean(gains), 1.53
     yield "most", max(gains), 1.79
+    if throttled := times_of_arms(results, activations.IBP_FEW, activations.IBP):
+        yield "throttled", statistics.median(throttled), 0.94
 
 
 def offload_losses(results):
@@ -1145,10 +1161,9 @@ CDMA = (
     ),
     Row(
         "Figure 13; headline",
-        "steps with coded offload: their time over a step without offload, and their rate over the same hooks without "
-        "coding; convolutional nets and blocks of transformers with random values",
+        "steps with coded offload: time over a step without, rate over hooks without coding; random values",
         "activations.py",
-        "53 % faster than vDNN on average, at most 79 %",
+        "53 % faster than vDNN on average, at most 79 %; throttled 94 % of it",
         offload_gains,
         compared=offload_headlines,
     ),
@@ -1210,8 +1225,52 @@ def chosen_ratios(results):
     return listed(parts)
 
 
+def entry_sizes(results):
+    """Of each program under bit-plane compression."""
+    found = {row["program"]: row["times_smaller"] for row in results.rows("entries")}
+    return f"{', '.join(f'{name} {times:.2f}' for name, times in found.items())} times smaller"
+
+
+def managed_reads(results):
+    """Reading a table in managed memory, over reading it on the GPU, by the share of its pages on the host."""
+    parts = []
+    for arm in (spill.MIGRATED, spill.OVER_LINK):
+        rows = results.rows("spill", case=spill.MANAGED, arm=arm)
+        shown = [row for row in rows if round(row["spilled"], 2) in (0.1, 0.3, 0.5)]
+        times = "/".join(f"{rows[0]['gbps'] / row['gbps']:.1f}" for row in shown)
+        shares = "/".join(f"{100 * row['spilled']:.0f}" for row in shown)
+        parts.append(rows and f"{arm}: {times} times as long at {shares} %")
+    return listed(parts) or NOT_YET
+
+
+def larger_batches(results):
+    """The largest batches in capped memory, and their images per second over the plain ones."""
+    parts = []
+    for case, arms in capped_steps(results).items():
+        texts = (f"{arm.removesuffix(activations.CAPPED)} {rows}, {gain:.2f}" for arm, (rows, gain) in arms.items())
+        parts.append(f"{case}: {'; '.join(texts)}")
+    return listed(parts) or NOT_YET
+
+
+def capped_steps(results):
+    """{net: {arm: (largest batch, its rate over plain's)}}."""
+    cases = by_arm(row for row in results.rows("activations") if row["arm"].endswith(activations.CAPPED))
+    plain = activations.PLAIN + activations.CAPPED
+    return {
+        case: {arm: (row["rows"], row["gbps"] / arms[plain]["gbps"]) for arm, row in arms.items()}
+        for case, arms in cases.items()
+        if plain in arms
+    }
+
+
+def larger_batches_compared(results):
+    arms = capped_steps(results).get("VGG16", {})
+    if of := arms.get(activations.IBP + activations.CAPPED):
+        yield "VGG16", of[1], 1.3
+
+
 def foretold_spill(results):
-    """And of what was foretold the least and the most of a snapshot, where it was measured."""
+    """And of what was foretold the least and the most of a snapshot, where it was measured; and within a step."""
 
     def foretold(row):
         text = f"{percent(row['predicted_spilled'])} foretold, {percent(row['spilled'])} in the last snapshot"
@@ -1219,7 +1278,11 @@ def foretold_spill(results):
             return text
         return f"{text}, {percent(row['least_spilled'])} to {percent(row['most_spilled'])} in all"
 
-    return profiles(results, foretold)
+    steps = [
+        f"{name} {span([100 * row['spilled'] for row in results.rows('moments', program=name)], ' %', 1)}"
+        for name in in_order(row["program"] for row in results.rows("moments"))
+    ]
+    return listed([profiles(results, foretold), steps and f"within a step: {', '.join(steps)}"])
 
 
 def thresholds(results):
@@ -1240,6 +1303,7 @@ def reads(results, **wanted):
         yield from ((what, row, alone[table]) for table, row in spilled.items() if table in alone)
 
 
+NOT_YET = "not measured yet"
 LINKS_GBPS = (50, 100, 150, 200)  # of the paper's figure 11
 
 
@@ -1318,6 +1382,13 @@ BUDDY = (
         compared=best_ratio_compared,
     ),
     Row(
+        "Figure 6",
+        "entries of 128 bytes under bit-plane compression; six nets, batch 8",
+        "entries.py",
+        "mixed regions",
+        entry_sizes,
+    ),
+    Row(
         "Figure 7",
         "times smaller, and rows that reach the slower memory; as figure 3",
         "spill.py",
@@ -1331,16 +1402,32 @@ BUDDY = (
         "spill.py",
         "constant; SqueezeNet 1.49, ResNet-50 1.64 times smaller",
         foretold_spill,
+        ("entries.py",),
     ),
     Row("Figure 9", "the same by threshold; as figure 3", "spill.py", "30 % chosen", thresholds),
     Row(
         "Figure 11",
-        "rate by the share of rows that spill, against memory that is large enough, and against what memory and link "
-        "allow; tables decoded, PCIe 5; and the first reckoned for links of 50, 100, 150 and 200 GB/s",
+        "rate by the share of rows that spill, over large enough memory, and over what memory and link allow; PCIe 5; "
+        "the first reckoned for 50, 100, 150, 200 GB/s",
         "spill.py",
         "150 GB/s: within 1 % (HPC) and 2.2 % (deep learning); 50 GB/s: over 20 % slower",
         spilled_reads,
         compared=spilled_reads_compared,
+    ),
+    Row(
+        "Figure 12",
+        "managed memory, part of it on the host",
+        "spill.py",
+        "often slower than pinned memory",
+        managed_reads,
+    ),
+    Row(
+        "Figure 13",
+        f"largest batches in {activations.CAPPED_GB} GB, rates over plain ones",
+        "activations.py",
+        "14 % faster, VGG16 30 %",
+        larger_batches,
+        compared=larger_batches_compared,
     ),
     Row(
         "Headline",
@@ -1455,9 +1542,7 @@ NOT_MEASURED = {
     },
     "buddy": {
         "Figures 1, 2, 4": "drawings",
-        "Figures 5, 6, 10, Tables 1, 2": "simulations of HPC programs, which are not run here",
-        "Figure 12": "managed memory that exceeds the GPU's, not measured yet",
-        "Figure 13": "projected by their model",
+        "Figures 5, 10, Tables 1, 2": "simulations of HPC programs, which are not run here",
     },
     "nvcomp": {"Figures 1, 2, 5, 6": "drawings"},
 }

@@ -448,7 +448,7 @@ def test_nvcomp_alone_keeps_the_rows_of_others(tmp_path, monkeypatch):
         decode=lambda coded, out: out.copy_(coded),
     )
     monkeypatch.setattr(codec, "nvcomp", types.SimpleNamespace())
-    monkeypatch.setattr(codec, "ans_coder", lambda x: coder)
+    monkeypatch.setattr(codec, "ans_coders", lambda x: {"": coder, ", latency": coder})
     monkeypatch.setattr(inputs, "real_sets", lambda data: [("few", torch.zeros(4, 512))])
     monkeypatch.setattr(harness.Run, "seconds", lambda run, calls, wall=False: [call() for call in calls] and 1.0)
 
@@ -467,7 +467,8 @@ def test_nvcomp_alone_keeps_the_rows_of_others(tmp_path, monkeypatch):
         return run
 
     names = [*(name for name, _, _ in inputs.NORMAL), "few"]
-    wanted = [(name, f"nvcomp ANS {what}") for name in names for what in ("decode", "compress")]
+    arms = [f"nvcomp ANS {what}{policy}" for policy in ("", ", latency") for what in ("decode", "compress")]
+    wanted = [(name, arm) for name in names for arm in arms]
     assert measured() == measured() == [("normal 1", "decode"), *wanted]
 
 
@@ -686,8 +687,9 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     assert suite.main(["--papers", "--choices", *argv]) == 1  # codec again
     signal.signal(signal.SIGTERM, before)
     read = {csv for name in reproduction.PAPERS for csv in reproduction.csvs_of(name, reading.Results(harness.RESULTS))}
-    page = read - {"activation_ratios"}  # which densities.py writes too
-    assert sorted(words[0] for words in called) == sorted(f"benchmarks.{name}" for name in page | suite.CHOICES.keys())
+    page = read - {"activation_ratios", "moments"}  # which densities.py and entries.py write too
+    assert {words[0] for words in called} == {f"benchmarks.{name}" for name in page | suite.CHOICES.keys()}
+    assert len({tuple(words) for words in called}) == len(called)
 
 
 def test_a_script_is_stopped_when_its_time_is_over(tmp_path):

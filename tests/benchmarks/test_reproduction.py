@@ -495,7 +495,7 @@ def test_a_table_names_the_commits_of_the_csvs_that_it_reads():
     csvs = {"gather": rows, "ratio": [{"set": "x"}], "spill": rows[:1]}
     assert reproduction.measured_at(csvs) == "gather@1234567890@abcdef1234, spill@1234567890"
     read = reproduction.csvs_of("buddy", reading.Results(harness.RESULTS))
-    assert list(read) == ["spill"] and read["spill"]
+    assert set(read) == {"spill", "entries", "moments", "activations"} and read["spill"]
 
 
 @pytest.mark.parametrize("paper", papers.TITLES)
@@ -618,6 +618,34 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
     )
 
 
+def test_figures_of_capped_memory_are_those_of_the_csvs(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    assert reproduction.managed_reads(results) == reproduction.larger_batches(results) == "not measured yet"
+    write(
+        "spill",
+        "case,arm,gbps,spilled",
+        *(f"managed memory,migrated,{gbps},{share}" for gbps, share in ((2000, 0), (900, 0.05), (20, 0.1), (8, 0.5))),
+    )
+    write(
+        "activations",
+        "case,arm,rows,gbps,step_ms",
+        *("VGG16,plain in 4 GB,64,10,9", "VGG16,ibp in 4 GB,128,13,10", "VGG16,ibp,256,1,12", "VGG16,plain,256,1,9"),
+        *("VGG16,ibp by 16 SMs,256,1,16", "VGG16,raw,256,1,15", "VGG16,save_on_cpu,256,1,60"),
+    )
+    results = reading.Results(tmp_path)
+    assert reproduction.managed_reads(results) == "migrated: 100.0/250.0 times as long at 10/50 %"
+    assert reproduction.larger_batches(results) == "VGG16: plain 64, 1.00; ibp 128, 1.30"
+    assert list(reproduction.larger_batches_compared(results)) == [("VGG16", 1.3, 1.3)]
+    text = "ibp by 16 SMs 0.75 times the rate of ibp in the median"
+    assert reproduction.offload_gains(results).endswith(text)
+    assert list(reproduction.offload_headlines(results))[-1] == ("throttled", 0.75, 0.94)
+
+
+def test_figures_of_entries_are_those_of_the_csvs(tmp_path):
+    writer(tmp_path)("entries", "program,times_smaller", "AlexNet,1.5", "AlexNet,1.5", "LSTM,1.25")
+    assert reproduction.entry_sizes(reading.Results(tmp_path)) == "AlexNet 1.50, LSTM 1.25 times smaller"
+
+
 def test_parts_of_epochs_are_those_of_the_csvs(tmp_path):
     write, results = writer(tmp_path), reading.Results(tmp_path)
     arms = {"raw rows": 8, "ibp": 2, "cache by ibp": 4, "misses by ibp": 5}
@@ -701,8 +729,9 @@ def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
 WITHOUT_MACHINE = {
     **{
         name: {"gpu"}
-        for name in ("bits", "chunks", "digit_forms", "moe_hits", "more_clusters", "probes", "real_weights")
+        for name in ("bits", "chunks", "digit_forms", "entries", "moe_hits", "moments", "more_clusters", "probes")
     },
+    "real_weights": {"gpu"},
     **{name: {"gpu", "commit"} for name in ("ratio", "sampling", "clusters", "fuzz")},
 }
 
