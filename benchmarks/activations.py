@@ -7,8 +7,8 @@ Steps (forward and backward pass, no optimizer) of the nets of nets.py in BF16: 
 torch.utils.checkpoint; `ibp`; `raw`, `ibp.offload_activations(coded=False)`; `recomputed + ibp`, where the inputs of
 blocks leave; `on the device`, `memory="device"`; `ibp by 16 SMs`, `max_sms=16`; `save_on_cpu`, torch's own hooks with
 pinned memory; `zero values`, such hooks with cDMA's zero-value compression by torch's operations. The first steps of
-each arm, in which it learns and pins memory, do not count. `coding beside by N SMs`: pieces of ReLU's outputs are coded
-on N multiprocessors while a plain step runs; `gbps` is the rate beside it, `ideal_gbps` alone.
+each arm, in which it learns and pins memory, do not count. `coding beside by N SMs`: 256 MiB of ReLU's outputs are
+coded on N multiprocessors while a plain step runs; `gbps` is the rate beside it, `ideal_gbps` alone.
 `saved_gb` are the bytes that leave or are coded, `sent_gb` those over the link each way, `peak_gb` what a step takes of
 the GPU's memory at most beyond weights and input, `freed_gb` how much less that is than plain's. `bound_ms` is the
 larger of the plain step and the time of sent_gb over the link and back. `times_smaller` are saved bytes over sent ones,
@@ -58,11 +58,12 @@ ON_DEVICE, RECOMPUTED_IBP, ZERO_VALUES = "on the device", "recomputed + ibp", "z
 FEW_SMS = 16
 IBP_FEW, BESIDE = f"ibp by {FEW_SMS} SMs", "coding beside by "
 BESIDE_NETS, BESIDE_SMS, BESIDE_CODINGS = ("ResNet-50", "SwiGLU 4096"), (8, 16, 32), 4  # codings at least
+BESIDE_BYTES, QUEUED_CYCLES = 256 << 20, 200_000_000  # so that few launches, and about 0.1 s, queue all of them
 CAPPED_GB = 4
 CAPPED = f" in {CAPPED_GB} GB"  # at the end of an arm's name
 CAPPED_NETS, CAPPED_ARMS = ("ResNet-50", "VGG16"), (PLAIN, RECOMPUTED, IBP, ON_DEVICE)
 QUICK_NETS = ("ReLU RNN 32",)
-BATCHES, QUICK_BATCHES = (32, 64, 96, 128, 192, 256, 384, 512), (2, 4)
+BATCHES, QUICK_BATCHES = (32, 64, 80, 96, 128, 192, 256, 384, 512), (2, 4)
 BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)  # of a byte
 LEARNING_STEPS, TIMED_STEPS = 3, 3
 REPEATS = 5  # of a plain step, whose gradients may be other ones every time
@@ -163,7 +164,7 @@ class ZeroValues(saved_tensors_hooks):
         is_large = spans.is_plain(x) and x.nbytes >= self.least_bytes and x.itemsize in (2, 4)
         found = spans.span_of(x) if is_large and not spans.is_of_parameter(x) else None
         if found is None:
-            return x
+            return spans.UnchangedTensor.of(x)
         span, view = found
         with torch.no_grad():
             words = spans.bytes_of(x.detach(), span).view(torch.int16 if x.itemsize == 2 else torch.int32)
@@ -176,8 +177,8 @@ class ZeroValues(saved_tensors_hooks):
         return torch.empty_like(part, device="cpu", pin_memory=self.is_pinned).copy_(part, non_blocking=True)
 
     def _unpack(self, saved):
-        if isinstance(saved, torch.Tensor):
-            return saved
+        if isinstance(saved, spans.UnchangedTensor):
+            return saved.get()
         view, count, *parts = saved
         flags, values = (part.to(self.bits.device, non_blocking=True) for part in parts)
         with torch.no_grad():
@@ -387,17 +388,17 @@ def measure(run, case, names):
         record(run, case, arm, of, found, most)
 
 
-def relu_piece(run):
-    """A piece of a ReLU's outputs, uint8, and how to code it."""
-    count = coding.PIECE_BYTES // (1024 if run.quick else 1) // 2
-    x = torch.randn(count, device=run.device).relu().bfloat16()
+def relu_outputs(run):
+    """A ReLU's outputs, uint8, and how to code them."""
+    count = coding.PIECE_BYTES // 1024 if run.quick else BESIDE_BYTES
+    x = torch.randn(count // 2, device=run.device).relu().bfloat16()
     data = x.view(torch.uint8)
     return data, coding.learn(data, spans.span_of(x)[1])
 
 
 def measure_beside(run, case, net, x, plain_ms, names):
-    """Pieces that are coded while a plain step runs, about as many as take its time."""
-    data, recipe = relu_piece(run)
+    """A ReLU's outputs, coded again and again while a plain step runs, for about its time."""
+    data, recipe = relu_outputs(run)
     memory = torch.empty(coding.memory_bytes(data.numel()), dtype=torch.uint8, device=run.device)
     for sms in BESIDE_SMS:
         arm = f"{BESIDE}{sms} SMs"
@@ -425,7 +426,8 @@ def measure_beside(run, case, net, x, plain_ms, names):
 
 
 def beside(run, net, x, call, count):
-    """(seconds of a plain step, seconds of count calls), on streams of their own that begin together."""
+    """(seconds of a plain step, seconds of count calls), on streams of their own that begin together, once the host has
+    queued both."""
 
     def calls():
         for _ in range(count):
@@ -436,9 +438,10 @@ def beside(run, net, x, call, count):
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     begun, stepped, coded = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     run.sync()
+    torch.cuda._sleep(QUEUED_CYCLES)
     begun.record(main)
     side.wait_event(begun)
-    with torch.cuda.stream(side):  # first: the host takes longer to queue a step
+    with torch.cuda.stream(side):
         calls()
         coded.record(side)
     step(net, x, contextlib.nullcontext())
@@ -458,11 +461,11 @@ def capped(run):
         yield
         return
     total = torch.cuda.get_device_properties(run.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(CAPPED_GB * GB / total, run.device)
+    torch.cuda.set_per_process_memory_fraction(CAPPED_GB * GB / total)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, run.device)
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def largest_batch(run, case, arm):
@@ -604,6 +607,8 @@ def main(argv=None):
         return is_of_batches != batches or is_other_arm or (names is not None and row["case"] not in names)
 
     run = harness.Run("activations", args, COLUMNS, keep=is_kept)
+    if batches:
+        run.scratch = None  # which would take of the cap
     for case in QUICK_CASES if run.quick or not run.on_gpu else CASES:
         if names is not None and case.name not in names:
             continue

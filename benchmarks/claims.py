@@ -764,7 +764,7 @@ TABLES = (
     Table(
         "",
         "activations",
-        f"{GBPS}: pieces coded while a plain step runs, and in brackets the share of the rate alone; the step beside "
+        f"{GBPS}: outputs of a ReLU coded while a plain step runs, in brackets the share of the rate alone; the step beside "
         "them, and without",
         {
             "net": cell("case"),

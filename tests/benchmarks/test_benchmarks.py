@@ -902,7 +902,7 @@ def test_zero_values_come_back(tmp_path, dtype):
     assert zeros.stats().sent_bytes == -(-x.numel() // 8) + kept * dtype.itemsize
     assert zeros.stats().coded_bytes == x.nbytes and zeros._pack(x[0, 0, 0]) is not None
     zeros.reset_stats()
-    assert zeros._pack(torch.zeros(4)).shape == (4,) and zeros.stats().coded_bytes == 0
+    assert zeros._unpack(zeros._pack(torch.zeros(4))).shape == (4,) and zeros.stats().coded_bytes == 0
 
 
 def test_larger_batches_stand_beside_other_arms(tmp_path, monkeypatch):
