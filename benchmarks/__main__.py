@@ -26,7 +26,7 @@ SPEED = {
     "large_table": 45,
     "overlap": 24,
     "small_calls": 14,
-    "cpu": 25,
+    "cpu": 45,
 }  # seconds each may take, most important first
 CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25, "deltas": 20}  # likewise
 CACHES = {
@@ -51,7 +51,7 @@ MODELS = {  # likewise, with options of the script
 OTHERS = {  # likewise; they take long, or need packages or GPUs that are not everywhere
     "densities": 220,
     "scattered": 40,
-    "codec --sizes": 60,
+    "codec --sizes": 70,
     "spill --programs": 90,
     "spill --managed": 20,
     "activations --batches": 90,

@@ -764,8 +764,8 @@ TABLES = (
     Table(
         "",
         "activations",
-        f"{GBPS}: outputs of a ReLU coded while a plain step runs, in brackets the share of the rate alone; the step beside "
-        "them, and without",
+        f"{GBPS}: outputs of a ReLU coded while a plain step runs, in brackets the share of the rate alone; the step "
+        "beside them, and without",
         {
             "net": cell("case"),
             "SMs": cell("sms"),

@@ -9,7 +9,8 @@ analysis are small; 1 GiB from host memory. GB/s of original bytes, the copy's o
 that is there. Decoding slower than it should be is printed last, as BELOW.
 
 `--nvcomp` measures nvCOMP's arms alone, 20 s, and keeps the rows of others that are of the same machine. `--sizes`
-measures, likewise alone, floats of every kind in tables of 1 MiB to 1 GiB: the curves of DietGPU's report.
+measures, likewise alone, floats of every kind in tables of 1 MiB to 1 GiB, the curves of DietGPU's report, and its
+simulations.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from ibp._rows.handle import Handle, Parts
 from ibp._schemes.planes.learning import relearn
 from ibp.codecs._nvcomp import CODECS, Coder, stream_number
 
-from . import harness, ideal, inputs
+from . import harness, ideal, inputs, sets
 from .ratio import nvcomp
 
 ANALYZED_SAVINGS = 0.5  # the one synthetic savings at which analysis is timed too: its time hardly depends on them
@@ -327,20 +328,24 @@ def sized_rows(kind, dtype, mib, device):
 
 
 def run_sizes(run, rates):
-    """Dense and sparse floats by size, under codebooks of scheme planes."""
+    """Dense and sparse floats by size, and simulations, under codebooks of scheme planes."""
     sizes = itertools.product(SIZED_KINDS, SIZED_DTYPES, QUICK_SIZES if run.quick else SIZES)
     for kind, dtype, mib in sizes:
         with run.cell(f"{SIZED}{kind} {harness.dtype_name(dtype)}, {mib} MiB"):
-            x = sized_rows(kind, dtype, mib, run.device)
-            case = Case(run, rates, SIZED + kind, x)
-            table = ibp.compress(
-                x, codebook=ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE), layout="slots"
-            )
-            case.kind, moved_bytes = "planes ", read_bytes(table) + case.num_bytes
-            case.check(table, "decode")
-            ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, rates.copy_gbps, rates.memset_gbps)
-            case.time("decode", lambda: ibp.decompress(table, out=case.out), table.savings, ideal_gbps)
-            measure_encode(case, table, moved_bytes)
+            measure_sized(run, rates, kind, sized_rows(kind, dtype, mib, run.device))
+    for name, x in sets.repeated_simulations(data_bytes(run), run.device, run.quick):
+        with run.cell(f"{SIZED}{name}"):
+            measure_sized(run, rates, name, x)
+
+
+def measure_sized(run, rates, kind, x):
+    case = Case(run, rates, SIZED + kind, x)
+    table = ibp.compress(x, codebook=ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE), layout="slots")
+    case.kind, moved_bytes = "planes ", read_bytes(table) + case.num_bytes
+    case.check(table, "decode")
+    ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, rates.copy_gbps, rates.memset_gbps)
+    case.time("decode", lambda: ibp.decompress(table, out=case.out), table.savings, ideal_gbps)
+    measure_encode(case, table, moved_bytes)
 
 
 def run_large(run, rates):

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import activations, charts, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill
+from . import activations, charts, codec, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
 HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
@@ -738,7 +738,23 @@ def against_zstd(results):
     ways = (("encode", "zstd -1 compress"), ("decode", "zstd -1 decompress"))
     saved = {row["method"]: row["savings"] for row in results.rows("ratio", set="normal 0.02", dtype="bfloat16")}
     sizes = f"output over input: planes {1 - saved['planes']:.2f}, {ratio.ZSTD} {1 - saved[ratio.ZSTD]:.2f}"
-    return listed([*(against_a_cpu(*way)(results) for way in ways), sizes])
+    return listed([*(against_a_cpu(*way)(results) for way in ways), sizes, *against_zstd_simulated(results)])
+
+
+def against_zstd_simulated(results):
+    """How many times the rate of zstd on one thread the GPU's is on each simulation, if both are measured."""
+    for name, *_ in sets.SIMULATIONS:
+        times = list(times_zstd_simulated(results, name))
+        if times:
+            yield f"{name}: {', '.join(f'{what} {number(of)} times' for what, of in times)}"
+
+
+def times_zstd_simulated(results, name):
+    for what, other in (("encode", "zstd -1 compress"), ("decode", "zstd -1 decompress")):
+        ours = results.row("codec", case=codec.SIZED + name, arm=f"planes {what}")
+        theirs = results.row("cpu", case=f"{name}, 1 thread", arm=other)
+        if ours and theirs:
+            yield what, ours["gbps"] / theirs["gbps"]
 
 
 def simulated_shares(results):

@@ -871,6 +871,7 @@ def test_sampling_writes_its_columns(tmp_path, monkeypatch):
 def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "NORMAL", inputs.NORMAL[:1])
     monkeypatch.setattr(cpu, "data_bytes", lambda run: 1 << 18)
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter([sets.Set("waves", (torch.randn(8, 8).double(),))]))
     before = torch.get_num_threads(), ibp._core.cpu_features()
     assert cpu.main(["--quick", "--out", str(tmp_path)]) == 0
     assert (torch.get_num_threads(), ibp._core.cpu_features()) == before
@@ -887,7 +888,9 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
     assert [line[2] for line in one_thread][: len(arms)] == arms and float(one_thread[1][6]) > 0.3
     of_one_alone = 2 * len(avx2) * len(cpu.SCHEMES) + 2 * bool(cpu.constriction)
     of_all_threads = len(one_thread) - of_one_alone if before[0] > 1 else 0
-    assert len(lines) == 1 + len(one_thread) + of_all_threads
+    waves = [line for line in lines[1:] if line[1] == "waves, 1 thread"]
+    assert [line[2] for line in waves][: len(arms)] == arms
+    assert len(lines) == 1 + len(one_thread) + of_all_threads + len(waves)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

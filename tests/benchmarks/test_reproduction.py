@@ -146,7 +146,7 @@ def test_rates_by_size_stand_beside_the_others(tmp_path):
         assert codec.main([*options, "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     rows = lines_of(tmp_path / "codec.csv")
     sized = [row for row in rows if row["case"].startswith(codec.SIZED)]
-    assert len(sized) == 2 * 4 * 2 and 0 < len(rows) - len(sized) and rows[-1] == sized[-1]
+    assert len(sized) == 2 * 4 * 2 + 2 * 2 and 0 < len(rows) - len(sized) and rows[-1] == sized[-1]
     assert [row["arm"] for row in sized[:2]] == ["planes decode", "planes encode"]
     tables = [table for table in claims.TABLES if table.csv == "codec"]
     plain, by_size = (table.rows(reading.Results(tmp_path)) for table in tables)
@@ -639,6 +639,17 @@ def test_figures_of_capped_memory_are_those_of_the_csvs(tmp_path):
     text = "ibp by 16 SMs 0.75 times the rate of ibp in the median"
     assert reproduction.offload_gains(results).endswith(text)
     assert list(reproduction.offload_headlines(results))[-1] == ("throttled", 0.75, 0.94)
+
+
+def test_rates_of_simulations_are_those_of_the_csvs(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    assert list(reproduction.against_zstd_simulated(results)) == []
+    write(
+        "codec", "case,arm,gbps", "by size: shallow water,planes encode,50", "by size: shallow water,planes decode,90"
+    )
+    write("cpu", "case,arm,gbps", *(f'"shallow water, 1 thread",zstd -1 {way}press,0.5' for way in ("com", "decom")))
+    found = list(reproduction.against_zstd_simulated(reading.Results(tmp_path)))
+    assert found == ["shallow water: encode 100 times, decode 180 times"]
 
 
 def test_figures_of_entries_are_those_of_the_csvs(tmp_path):
