@@ -38,6 +38,7 @@ LARGE_BYTES, HOST_BYTES = (
 )  # of the BF16 tables that are compressed and analysed on the GPU and in host memory
 ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # of normal tables
 SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS = (256, 512, 2048, 65536), (0.125, 0.5, 0.9)
+PAGE_BYTES = 1 << 16  # of a batch of nvCOMP's
 SWEEP_SAMPLE = 0.1  # of the rows, for the analysis that sweeps thresholds and chunk sizes
 COLUMN_SAMPLE_ROWS = 4096  # for entries a column
 ONE_THRESHOLD = {"sample": 1.0, "chunk_bytes": inputs.CHUNK_BYTES, "tau": 0.8}  # of an analysis of all rows
@@ -298,6 +299,24 @@ def measure_nvcomp(case):
             case.time(f"nvcomp ANS compress{policy}", call_coding, savings, ideal_gbps, wall=True)
 
 
+def measure_nvcomp_batch(case):
+    """nvCOMP's ANS on a batch of pages in one call, by the wall clock: it allocates what it returns."""
+    with case.run.cell(f"nvCOMP ANS, batch, {case.name}"):
+        options = {"data_type": CODECS["nvcomp:ans"].types(case.x.dtype)[0], "uncomp_chunk_size": PAGE_BYTES}
+        coder, data = nvcomp.Codec(algorithm="ANS", **options), case.x.view(torch.uint8).view(-1)
+        starts = list(range(0, data.numel(), PAGE_BYTES))
+        pages = nvcomp.as_arrays(data, starts, [min(PAGE_BYTES, data.numel() - start) for start in starts])
+        case.run.sync()  # the codec has a stream of its own
+        coded = coder.encode(pages)
+        back = [torch.as_tensor(page, device=data.device).view(torch.uint8).view(-1) for page in coder.decode(coded)]
+        case.run.sync()
+        harness.check_bits(torch.cat(back), data, f"{case.name}, nvCOMP, batch")
+        num_bytes = sum(page.buffer_size for page in coded)
+        ideal_gbps = ideal.device_gbps(case.num_bytes, num_bytes + case.num_bytes, case.rates.copy_gbps)
+        for what, call in (("decode", lambda: coder.decode(coded)), ("compress", lambda: coder.encode(pages))):
+            case.time(f"nvcomp ANS {what}, batch", call, 1 - num_bytes / case.num_bytes, ideal_gbps, wall=True)
+
+
 def run_normal(run, rates):
     """Normal tables in rows of several sizes: decoding under every kind of codebook."""
     for name, dtype, deviation in inputs.NORMAL:
@@ -385,6 +404,7 @@ def run_nvcomp(run, rates, data_dir):
             data_bytes(run), dtype, deviation, run.device, columns=ANALYZED_ROW_BYTES // dtype.itemsize
         )
         measure_nvcomp(Case(run, rates, name, x))
+        measure_nvcomp_batch(Case(run, rates, name, x))
     for name, rows in inputs.real_sets(data_dir):
         num_rows = data_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
         measure_nvcomp(Case(run, rates, name, inputs.replicated(rows, num_rows, run.device)))

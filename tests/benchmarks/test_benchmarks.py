@@ -449,6 +449,7 @@ def test_nvcomp_alone_keeps_the_rows_of_others(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(codec, "nvcomp", types.SimpleNamespace())
     monkeypatch.setattr(codec, "ans_coders", lambda x: {"": coder, ", latency": coder})
+    monkeypatch.setattr(codec, "measure_nvcomp_batch", lambda case: None)
     monkeypatch.setattr(inputs, "real_sets", lambda data: [("few", torch.zeros(4, 512))])
     monkeypatch.setattr(harness.Run, "seconds", lambda run, calls, wall=False: [call() for call in calls] and 1.0)
 
