@@ -949,6 +949,7 @@ WAYS = {
     "device": {"memory": "device"},
     "narrow": {"window_bytes": 1},
     "narrow, raw": {"coded": False, "window_bytes": 1},
+    "few": {"max_sms": 4},
 }
 
 
