@@ -159,10 +159,7 @@ def draw(directory):
     figure.legend(*labels, fontsize=8, ncols=4, loc="outside lower center", frameon=False)
     commits = ", ".join(reading.in_order(row["commit"][:10] for row in gather))
     figure.suptitle(f"What ibp gains ({gather[0]['gpu']}, torch {gather[0]['torch']}, commit {commits})", fontsize=10)
-    path = Path(directory) / "overview.png"
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    print(path)
+    save(figure, directory, "overview", 130)
 
 
 def smoothed(values, window=16):
@@ -196,10 +193,7 @@ def draw_experts(directory):
         f"8 of 128 experts a token, a cache of {share:.0%} of their raw bytes (commit {rows[0]['commit'][:10]})",
         fontsize=10,
     )
-    path = Path(directory) / "experts.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    print(path)
+    save(figure, directory, "experts", 110)
 
 
 CODECS = {"nvcomp:lz4": ("LZ4", "#5d8c3e"), "nvcomp:cascaded": ("Cascaded", "#b5453c"), "planes": ("planes", "#1f5fa8")}
@@ -224,10 +218,7 @@ def draw_columns(directory):
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)
     panel.set_title(f"A point a set ({rows[0]['gpu']}, torch {rows[0]['torch']})", fontsize=10, loc="left")
-    path = Path(directory) / "columns.png"
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-    print(path)
+    save(figure, directory, "columns")
 
 
 def mosaic(row):
@@ -280,9 +271,9 @@ def draw_entries(directory):
     save(figure, directory, "entries")
 
 
-def save(figure, directory, name):
+def save(figure, directory, name, dpi=100):
     path = Path(directory) / f"{name}.png"
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=dpi)
     plt.close(figure)
     print(path)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.cpu [--out DIR] [--quick]
 
 Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layout; on one core those in BF16, and two
-simulations in FP64 of 32 MiB. GB/s of original bytes; the ideal is the copy's rate in the same run with as many
+simulations in FP64 of 8 MiB. GB/s of original bytes; the ideal is the copy's rate in the same run with as many
 threads. `encode` measures the rows and codes them into the table's own memory. The `plain` arms are the C code without
 the processor's vector and bit instructions, on a part of the rows; the `avx2` arms, on one core, the code for
 processors without AVX-512. zstd and LZ4 (packages zstandard and lz4) take blocks of 256 KiB, as many at a time as there
@@ -42,7 +42,7 @@ except ImportError:
 SCHEMES = ("planes", "ibp")
 AVX2 = ibp._core.CPU_AVX2_BMI2
 ONE_THREAD_DTYPE = torch.bfloat16
-SIMULATED_PART = 4  # of the size, so short are simulations
+SIMULATED_PART = 16  # of the size, so short are simulations
 PLAIN_PART = 64  # the plain arms take one in so many rows
 ANALYZED_BYTES = 4 * inputs.MIB
 BLOCK_BYTES = 256 << 10

@@ -174,7 +174,7 @@ def lennard_jones(rows):
     return torch.cat(snapshots).view(-1)[:wanted].view(rows, COLUMNS)
 
 
-REPEATED_ROWS = 1024
+REPEATED_ROWS = 512
 SIMULATIONS = (("shallow water", shallow_water, 1), ("Lennard-Jones", lennard_jones, 4))  # and how many rows fewer
 
 
