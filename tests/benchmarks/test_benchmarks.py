@@ -872,7 +872,6 @@ def test_sampling_writes_its_columns(tmp_path, monkeypatch):
 def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "NORMAL", inputs.NORMAL[:1])
     monkeypatch.setattr(cpu, "data_bytes", lambda run: 1 << 18)
-    monkeypatch.setattr(cpu, "SIMULATED_PART", 1)
     monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter([sets.Set("waves", (torch.randn(8, 8).double(),))]))
     before = torch.get_num_threads(), ibp._core.cpu_features()
     assert cpu.main(["--quick", "--out", str(tmp_path)]) == 0
