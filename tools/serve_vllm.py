@@ -40,7 +40,7 @@ COLUMNS = (
     "batch_tokens_per_s,found,weight_bytes,host_bytes,stored_pages,raw_pages,engine,gpu,torch,cuda,commit"
 ).split(",")
 PROMPTS, QUARTER, NEW_TOKENS = 16, 4, 64
-BLOCK, HOST_SHARE = 16, 0.72  # tokens of a block; host memory, of the bytes of all prompts
+BLOCK = 16  # tokens
 LONGEST_S = 240  # of an arm
 MODES = {
     "eager": {"enforce_eager": True},
@@ -135,8 +135,8 @@ def arms_of(args, length):
     base |= MODES[args.mode]
     large, small = ({"num_gpu_blocks_override": number} for number in (2 * needed, needed // QUARTER + 2))
     fields = {"quantization_config": {"quant_method": "ibp", "min_bytes": args.min_bytes}}
-    extra = {"cpu_bytes_to_use": int(needed * HOST_SHARE) * block_bytes}
-    coded = {"spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm"}
+    extra = {"cpu_bytes_to_use": int(needed / args.gain) * block_bytes}
+    coded = {"ibp_gain": args.gain, "spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm"}
     tier = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     return {
         "plain": base | large,
@@ -208,6 +208,7 @@ def main():
     parser.add_argument("--mode", choices=MODES, default="compiled", help="compiled: as vLLM does by default")
     parser.add_argument("--length", type=int, default=2040, help="tokens of a prompt")
     parser.add_argument("--prompts", type=Path, help=f"JSON: {PROMPTS} lists of token ids, of one length")
+    parser.add_argument("--gain", type=float, default=1.4, help="pages for each raw one that fits: ibp_gain")
     parser.add_argument("--min-bytes", type=int, default=1 << 20, help="weights of fewer stay plain")
     args = parser.parse_args()
     if args.task is not None:
