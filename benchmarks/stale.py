@@ -82,6 +82,7 @@ SOURCES = {
     "sampling": _SAVINGS,
     "scale": _FETCHING,
     "scattered": _FETCHING,
+    "serve_vllm": (*_KV, *_LINEAR, "ibp/integrations"),
     "small_calls": ("csrc/bindings", "ibp/_fetch", "ibp/_tables"),
     "spill": (*_KERNELS, "ibp/spill"),
     "stream": _STREAMING,

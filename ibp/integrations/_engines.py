@@ -25,6 +25,7 @@ TRIED = {
 }
 
 _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "half": "float16"}
+_CACHE_DTYPES["auto"] = "bfloat16"  # vLLM's default: the model's dtype, which it does not say, and mostly BF16
 
 
 def check_engine(package: str, missing: ImportError | None) -> None:

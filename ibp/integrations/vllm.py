@@ -49,8 +49,9 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
 
     Of `kv_connector_extra_config` it reads `cpu_bytes_to_use`, bytes of host memory for all workers together, and
     optionally: `ibp_gain`, chunks for each raw one that would fit, 1.4; `ibp_level`, "default" or "fast"; `ibp_dtype`,
-    what the pages hold, where it is not the model's dtype. `CPUOffloadingSpec` reads its other options, such as
-    `eviction_policy` and `store_threshold`, and its metrics count chunks at their original size.
+    what the pages hold, where it is not what `--kv-cache-dtype` says, or not BF16 with its default, "auto".
+    `CPUOffloadingSpec` reads its other options, such as `eviction_policy` and `store_threshold`, and its metrics count
+    chunks at their original size.
 
     Attributes:
         pool_bytes: of host memory for one worker.

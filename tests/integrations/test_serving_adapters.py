@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, in_threads
+from ibp.integrations._engines import dtype_of
 
 STUBS = Path(__file__).parent / "stubs"
 ENGINES = ("vllm", "sglang", "lmcache")
@@ -62,7 +63,7 @@ def config_of(blocks_per_chunk, layers, block_bytes=4096, **options):
         enable_kv_cache_events=False,
         extra_config={"cpu_bytes_to_use": 2 * 40 * block_bytes * layers * blocks_per_chunk} | options,
         engine_id="some",
-        model=of.OffloadingModelConfig("some", "bfloat16"),
+        model=of.OffloadingModelConfig("some", "auto"),  # as vLLM does without --kv-cache-dtype
         cache=of.OffloadingCacheConfig(16, blocks_per_chunk),
         parallel=of.OffloadingParallelConfig(0, 2, 2, 1, 1, 1, 0, 1, None, True),
     )
@@ -88,6 +89,11 @@ def finish(worker, job):
     results = worker.get_finished()
     assert [result.job_id for result in results] == [job] and all(result.success for result in results)
     return results[0]
+
+
+def test_the_default_dtype_of_a_cache_is_bf16():
+    assert dtype_of("auto") is torch.bfloat16
+    assert dtype_of("fp8_e5m2") is torch.float8_e5m2 and dtype_of("some other") is torch.uint8
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
