@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import logging
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +29,8 @@ TRIED = {
 _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "half": "float16"}
 
 
-def check_engine(package: str, missing: ImportError | None) -> None:
-    """missing: what importing the engine's classes raised.
+def check_engine(package: str, missing: ImportError | None, since: str | None = None) -> None:
+    """missing: what importing the engine's classes raised. since: the first release, where that is not the package's.
 
     Raises:
         ImportError: classes that the adapter derives from are missing.
@@ -37,6 +39,7 @@ def check_engine(package: str, missing: ImportError | None) -> None:
         The installed release is older or newer than every release that the adapter was tried with.
     """
     name, first, last = TRIED[package]
+    first = since or first
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -49,6 +52,13 @@ def check_engine(package: str, missing: ImportError | None) -> None:
             f"ibp.integrations.{package} was tried with {name} {first} to {last}; {installed} is installed",
             stacklevel=3,
         )
+
+
+def register_host_pool() -> None:
+    """SGLang calls it as its plugin `ibp_host_pool` in each of its processes, whether or not somebody wants the plugin:
+    does nothing, and imports nothing of SGLang, unless `SGLANG_PLUGINS` names it."""
+    if "ibp_host_pool" in os.environ.get("SGLANG_PLUGINS", "").replace(" ", "").split(","):
+        importlib.import_module("ibp.integrations.sglang_pool").register()
 
 
 def _numbers(version: str) -> list[int]:
