@@ -90,6 +90,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
             num_pages=self.page_num,
             pool_bytes=self.size * self.size_per_token,
             dtype=self.dtype,
+            kinds=[[0, 1] * self.layer_num] * 2,  # keys and values, whose values differ too much for one codebook
         )
 
     def get_size_per_token(self) -> int:

@@ -144,10 +144,10 @@ class _Job:
 class BlockStore:
     """Blocks of groups of layers, kept as numbered pages in pools of `KVStore`, for engines that take no lost page.
 
-    A page is a block of all layers of a group. Each size of blocks has a pool, whose codebook is learned from the
-    blocks that are stored first. A page for which a pool has no room is kept as it is, in pageable host memory, until
-    it is stored anew. Jobs run on streams of the store, behind the work that the current stream has already been given:
-    stores, loads and urgent loads on one each.
+    A page is a block of all layers of a group. Each size and kind of blocks has a pool, whose codebook is learned from
+    the blocks that are stored first. A page for which a pool has no room is kept as it is, in pageable host memory,
+    until it is stored anew. Jobs run on streams of the store, behind the work that the current stream has already been
+    given: stores, loads and urgent loads on one each.
 
     Example:
         >>> layers = [torch.randn(50, 2048).bfloat16().view(torch.int8) for _ in range(3)]
@@ -168,9 +168,11 @@ class BlockStore:
         pool_bytes: of host memory for all pools together.
         dtype: what blocks hold.
         level: of the codebooks, see `ibp.compress`.
+        kinds: a number for each tensor of each group, such as 0 for keys and 1 for values, whose codebooks differ.
+            None: all are of one kind.
 
     Raises:
-        ValueError: a tensor is not of rows of bytes.
+        ValueError: a tensor is not of rows of bytes, or kinds are not as many as tensors.
     """
 
     __module__ = "ibp.kv"
@@ -183,11 +185,15 @@ class BlockStore:
         pool_bytes: int,
         dtype: torch.dtype,
         level: str = "default",
+        kinds: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        kinds = [[0] * len(tensors) for tensors in groups] if kinds is None else kinds
+        if [*map(len, kinds)] != [*map(len, groups)]:
+            raise ValueError(f"kinds are of {[*map(len, kinds)]} tensors by group; wanted {[*map(len, groups)]}")
         self._num_pages, self._pool_bytes = num_pages, pool_bytes
         self._device = next(tensor.device for tensors in groups for tensor in tensors)
-        self._pools: dict[int, _Pool] = {}  # by bytes of a block
-        self._spans = [list(self._spans_of(tensors, dtype, level)) for tensors in groups]
+        self._pools: dict[tuple[int, int], _Pool] = {}  # by kind, and bytes of a block
+        self._spans = [list(self._spans_of(*group, dtype, level)) for group in zip(groups, kinds)]
         self._some_spans: dict[tuple[int, range], list[_Span]] = {}  # by group and numbers of its tensors
         self._jobs: dict[int, _Job] = {}  # in the order in which they were submitted
         self._finished: list[tuple[int, bool, float | None]] = []
@@ -196,21 +202,24 @@ class BlockStore:
             torch.cuda.Stream(self._device) if on_gpu else None for _ in range(3)
         )
 
-    def _spans_of(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, level: str) -> Iterator[_Span]:
+    def _spans_of(
+        self, tensors: Sequence[torch.Tensor], kinds: Sequence[int], dtype: torch.dtype, level: str
+    ) -> Iterator[_Span]:
         alike: dict[tuple[int, ...], list[int]] = {}
-        for number, tensor in enumerate(tensors):
+        for number, (tensor, kind) in enumerate(zip(tensors, kinds)):
             if tensor.dim() != 2 or tensor.itemsize != 1:
                 raise ValueError(
                     f"a tensor has {list(tensor.shape)} {tensor.dtype}; wanted [num_blocks, bytes of a block] of int8"
                 )
-            alike.setdefault((tensor.shape[1], tensor.shape[0], tensor.stride(0)), []).append(number)
-        taken: Counter[int] = Counter()  # tensors of the group, by bytes of a block
-        for (block_bytes, *_), numbers in alike.items():
-            if block_bytes not in self._pools:
-                self._pools[block_bytes] = _Pool(block_bytes, dtype, level, self._device)
-            pool, first = self._pools[block_bytes], taken[block_bytes]
-            taken[block_bytes] += len(numbers)
-            pool.num_tensors = max(pool.num_tensors, taken[block_bytes])
+            alike.setdefault((kind, tensor.shape[1], tensor.shape[0], tensor.stride(0)), []).append(number)
+        taken: Counter[tuple[int, int]] = Counter()  # tensors of the group, by pool
+        for (kind, block_bytes, *_), numbers in alike.items():
+            key = kind, block_bytes
+            if key not in self._pools:
+                self._pools[key] = _Pool(block_bytes, dtype, level, self._device)
+            pool, first = self._pools[key], taken[key]
+            taken[key] += len(numbers)
+            pool.num_tensors = max(pool.num_tensors, taken[key])
             yield _Span(pool, PagedTensors([tensors[number] for number in numbers]), first, tuple(numbers))
 
     @property
@@ -220,7 +229,7 @@ class BlockStore:
 
     @property
     def pools(self) -> list[KVStore]:
-        """One for each size of blocks that has been stored."""
+        """One for each size and kind of blocks that has been stored."""
         return [pool.store for pool in self._pools.values() if pool.store is not None]
 
     @property

@@ -114,6 +114,27 @@ def test_groups_with_blocks_of_one_size_share_pages():
         assert_same_bits(to[0], from_[7])
 
 
+def test_kinds_of_blocks_have_codebooks_of_their_own():
+    """Keys are larger than values: together they need larger slots."""
+    keys, values = (blocks_of(40, seed).view(torch.bfloat16).mul_(scale) for seed, scale in ((0, 100), (1, 0.1)))
+    layers, pages = [keys.view(torch.int8), values.view(torch.int8)], list(range(40))
+    raw = []
+    for kinds in (None, [[0, 1]]):
+        options = {"num_pages": 40, "pool_bytes": 2 * 29 * BLOCK_BYTES, "dtype": torch.bfloat16, "kinds": kinds}
+        store = BlockStore([layers], **options)
+        store.store(1, {0: (pages, pages)})
+        assert finish(store, 1) and len(store.pools) == (1 if kinds is None else 2)
+        raw.append(store.num_raw_pages)
+        before = [layer.clone() for layer in layers]
+        store.load(2, {0: (pages, pages[::-1])})
+        assert finish(store, 2)
+        for layer, old in zip(layers, before):
+            assert_same_bits(layer, old.flip(0))
+    assert raw[0] > raw[1] == 0
+    with pytest.raises(ValueError, match=r"kinds are of \[1\] tensors by group; wanted \[2\]"):
+        BlockStore([layers], num_pages=1, pool_bytes=1 << 16, dtype=torch.bfloat16, kinds=[[0]])
+
+
 def test_when_blocks_may_find_no_room():
     """Before their jobs are done the store counts what they need at most, afterwards what is in use."""
     layer, pages = blocks_of(40), list(range(40))
