@@ -69,12 +69,18 @@ def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.Ke
     """What makes `ibp.kv.KeyedPages` as options say: pool_bytes, device, level. where: what users call the options.
 
     Raises:
-        ValueError: pool_bytes is missing.
+        TypeError, ValueError: pool_bytes is missing, or an option is not as described.
     """
     if not options.get("pool_bytes"):
         raise ValueError(f"{where} has no pool_bytes: bytes of host memory for coded pages")
+    try:
+        pool_bytes = int(options["pool_bytes"])
+    except (TypeError, ValueError):
+        raise ValueError(f"pool_bytes is {options['pool_bytes']!r}; wanted a number of bytes") from None
     device, level = options.get("device", "cpu"), options.get("level", "default")
-    return functools.partial(ibp.kv.KeyedPages, int(options["pool_bytes"]), device=device, level=level)
+    made = functools.partial(ibp.kv.KeyedPages, pool_bytes, device=device, level=level)
+    made()  # raises now what else the first page would, on a thread of the engine
+    return made
 
 
 class Tasks:
@@ -118,7 +124,18 @@ class Tasks:
         self._on_done()
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that an engine calls so; torch.uint8 where that is unknown."""
-    dtype = getattr(torch, _CACHE_DTYPES.get(name, name), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.uint8
+def dtype_of(name: str, option: str | None = None) -> torch.dtype:
+    """The dtype that an engine calls so; torch.uint8 where that is unknown.
+
+    Args:
+        option: what a user has named, in place of the engine's dtype.
+
+    Raises:
+        ValueError: the option is unknown.
+    """
+    known = getattr(torch, _CACHE_DTYPES.get(option or name, option or name), None)
+    if isinstance(known, torch.dtype):
+        return known
+    if option:
+        raise ValueError(f"the pages' dtype is {option!r}; wanted one of torch, such as 'bfloat16', or 'fp8_e4m3'")
+    return torch.uint8

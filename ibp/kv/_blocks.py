@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from .._common.arguments import whole_number
 from .._core import SECTOR_BYTES
 from .._rows.faults import CorruptTableError
+from .._schemes.registry import check_scheme
 from ._paged import PagedTensors
 from ._store import KVStore, Transfer
 
@@ -172,7 +174,7 @@ class BlockStore:
             None: all are of one kind.
 
     Raises:
-        ValueError: a tensor is not of rows of bytes, or kinds are not as many as tensors.
+        TypeError, ValueError: a tensor is not of rows of bytes, or another argument is not as described.
     """
 
     __module__ = "ibp.kv"
@@ -190,7 +192,8 @@ class BlockStore:
         kinds = [[0] * len(tensors) for tensors in groups] if kinds is None else kinds
         if [*map(len, kinds)] != [*map(len, groups)]:
             raise ValueError(f"kinds are of {[*map(len, kinds)]} tensors by group; wanted {[*map(len, groups)]}")
-        self._num_pages, self._pool_bytes = num_pages, pool_bytes
+        check_scheme("planes", level=level)
+        self._num_pages, self._pool_bytes = num_pages, whole_number("pool_bytes", pool_bytes, 0)
         self._device = next(tensor.device for tensors in groups for tensor in tensors)
         self._pools: dict[tuple[int, int], _Pool] = {}  # by kind, and bytes of a block
         self._spans = [list(self._spans_of(*group, dtype, level)) for group in zip(groups, kinds)]

@@ -349,6 +349,10 @@ def test_vllm_wrong_options(framework):
         adapter.IBPOffloadingSpec(config_of(1, 1, cpu_bytes_to_use=0))
     with pytest.raises(ValueError, match="ibp_gain is 0.5"):
         adapter.IBPOffloadingSpec(config_of(1, 1, ibp_gain=0.5))
+    with pytest.raises(ValueError, match="dtype is 'bfloat17'; wanted one of torch, such as 'bfloat16'"):
+        adapter.IBPOffloadingSpec(config_of(1, 1, ibp_dtype="bfloat17"))
+    with pytest.raises(ValueError, match="level is 'quick'; wanted one of"):
+        adapter.IBPOffloadingSpec(config_of(1, 1, ibp_level="quick")).get_worker(caches_of(base, [pages_of(4)], [[0]]))
     worker = adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches_of(base, [pages_of(4)], [[0]]))
     with pytest.raises(RuntimeError, match="before any store"):
         worker.submit_load(1, base.BlockIDsLoadStoreSpec([0]), base.GPULoadStoreSpec([0], [1], [0]))
@@ -665,8 +669,14 @@ def test_sglang_threads(framework):
 
 
 def test_sglang_wrong_options(framework):
-    with pytest.raises(ValueError, match="pool_bytes"):
-        storage_of(framework, 0)
+    for options, message in (
+        ({"pool_bytes": 0}, "pool_bytes"),
+        ({"pool_bytes": "32GB"}, "pool_bytes is '32GB'; wanted a number of bytes"),
+        ({"level": "quick"}, "level is 'quick'; wanted one of"),
+        ({"device": "gpu"}, "device is 'gpu'; wanted the name of a CPU or CUDA device"),
+    ):
+        with pytest.raises(ValueError, match=message):  # before there is a page
+            storage_of(framework, **options)
     with pytest.raises(ValueError, match="MLA model on 8 tensor-parallel ranks"):
         storage_of(framework, is_mla_model=True, tp_size=8)
     assert storage_of(framework, is_mla_model=True)
