@@ -3,8 +3,8 @@
 
 Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
 --caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --choices: what
-only papers ask for, and the choice of codecs, in under 5. --models: language models from coded weights, in under 9,
-with transformers. --all: all of these, and the scripts that count bytes, which are the same on every machine. --papers:
+only papers ask for, and the choice of codecs, in under 5. --models: language models, in under 10, with transformers.
+--all: all of these, and the scripts that count bytes, which are the same on every machine. --papers:
 every script behind a table of docs/reproduction.md, of these and of OTHERS; scripts of speed have 30 minutes, scripts
 that count bytes run to their end. Each script runs in a process of its own. On a GPU a script of speed is stopped when
 its time is over, and what it measured stays; --unlimited lets it finish. The last line says which were stopped or have
@@ -45,6 +45,7 @@ MODELS = {  # likewise, with options of the script
     "llm": 75,
     "llm --compiled": 125,
     "llm --large": 90,
+    "kv_pages --decoding": 40,
     "moe --layers 4": 150,
     "moe --deepseek": 90,
 }

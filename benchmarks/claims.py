@@ -677,6 +677,23 @@ TABLES = (
         lambda row: f"{of_ideal(row)}, {number(row['ms'])} ms",
     ),
     Table("", "kv_pages", f"Pages of 64 KiB to host memory and back, {GBPS}, {MISSED}", ROWS, judged),
+    Table(
+        "",
+        "kv_decoding",
+        "Decoding steps of Llama-3-8B's shape beside pages that go to host memory and come back without a pause: "
+        "tokens a second and their share of the steps alone, GB/s of the pages both ways together and their share of "
+        "the pages alone, and how many tokens are kept in the host memory of a raw one",
+        {
+            "batch": cell("batch"),
+            "arm": arm_name,
+            "tokens a second": cell("tokens_per_s", fine_number),
+            "share": cell("tokens_share", percent),
+            "pages": cell("pages_gbps", fine_number),
+            "share of the pages alone": cell("pages_share", percent),
+            "tokens kept": cell("gain", real(2)),
+        },
+        where=lambda row: row["tokens_per_s"] is not None,
+    ),
     Table("", "kv_rows", f"Tokens by index, {GBPS}, {MISSED}", ROWS, judged),
     Table(
         "",

@@ -1,6 +1,8 @@
 """How fast do pages of a KV-cache move between the GPU and coded slots in host memory?
 
-    python -m benchmarks.kv_pages [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.kv_pages [--decoding] [--out DIR] [--device cpu] [--quick]
+
+--decoding: beside steps of a language model instead, by kv_decoding.py, which needs transformers.
 
 256 MiB of a paged cache, BF16 N(0, 0.02), as 4,096 pages of 64 KiB, which go to random pages of an `ibp.kv.KVStore` in
 pinned host memory and come back to random blocks: `store` and `load`, with the multiprocessors that they take by
@@ -10,6 +12,7 @@ of them beside a train of matrix products (see overlap.py). `small`: 64 pages by
 every arm.
 """
 
+import argparse
 import sys
 
 import torch
@@ -191,7 +194,14 @@ def ibp_works(of, level, store, sms, count=None):
 
 
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--decoding", action="store_true")
+    found, others = own.parse_known_args(argv)
+    if found.decoding:
+        from . import kv_decoding  # imports transformers, which takes seconds
+
+        return kv_decoding.main(others)
+    args = harness.parse_args(others, __doc__)
     run = harness.Run("kv_pages", args, COLUMNS)
     torch.manual_seed(0)
     of = Pages(run)

@@ -297,12 +297,12 @@ def head_dim_of(config):
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def graph_seconds(run, call):
-    """Of a call in a CUDA graph; without a GPU, of the call."""
+def graphed(run, call):
+    """A call in a CUDA graph, as a function; without a GPU, the call."""
     if not run.on_gpu:
         call()
         call.rewind()
-        return run.seconds([call])
+        return call
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -313,7 +313,12 @@ def graph_seconds(run, call):
     with torch.cuda.graph(graph):
         call()
     call.rewind()
-    return run.seconds([graph.replay])
+    return graph.replay
+
+
+def graph_seconds(run, call):
+    """Of a call in a CUDA graph; without a GPU, of the call."""
+    return run.seconds([graphed(run, call)])
 
 
 def eager_seconds(run, call):

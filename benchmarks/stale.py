@@ -59,6 +59,7 @@ SOURCES = {
     "gnn": (*_FETCHING, "ibp/integrations/pyg.py", "ibp/integrations/dgl.py"),
     "gnn_cache": _CACHING,
     "gnn_parallel": (*_CACHING, "ibp/distributed"),
+    "kv_decoding": _KV,
     "kv_fetch": _KV,
     "kv_pages": _KV,
     "kv_rows": _KV,

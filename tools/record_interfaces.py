@@ -137,7 +137,8 @@ PACKAGES = {
             "PoolTransfer",
             "PoolTransferResult",
         )
-        | {"HostKVCache": _HOST_POOLS, "StorageMetrics": ("sglang/srt/observability/metrics_collector.py",)},
+        | {"HostKVCache": _HOST_POOLS, "MHATokenToKVPoolHost": ("sglang/srt/mem_cache/pool_host/mha.py", *_HOST_POOLS)}
+        | {"StorageMetrics": ("sglang/srt/observability/metrics_collector.py",)},
         {
             "storage": Role(
                 (
@@ -148,7 +149,8 @@ PACKAGES = {
                 ),
                 ("self.storage_backend", "self.cache_controller.storage_backend", "self._backend"),
                 ("sglang/srt/mem_cache/storage/backend_factory.py", "backend_class"),
-            )
+            ),
+            "pool": Role(("sglang/srt/mem_cache/l2_transfer.py",), ("transfer.host_pool",)),
         },
     ),
     "lmcache": Package(

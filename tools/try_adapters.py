@@ -17,6 +17,7 @@ try_weights.py then tries vLLM's layers with coded weights, and try_sync.py push
 """
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import importlib.abc
@@ -24,6 +25,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import os
 import random
 import re
 import subprocess
@@ -37,6 +39,8 @@ import torch
 import try_sync
 import try_weights
 from record_interfaces import ENGINES
+
+from ibp.integrations import _engines
 
 # Modules that are imported as they are.
 REAL = (
@@ -58,6 +62,13 @@ REAL = (
     "sglang.srt.mem_cache.storage.backend_factory",
     "sglang.srt.mem_cache.storage.file.lru_file_evictor",
     "sglang.srt.managers.cache_controller",
+    "sglang.srt.mem_cache.l2_transfer",
+    "sglang.srt.mem_cache.pool_host.base",
+    "sglang.srt.mem_cache.pool_host.common",
+    "sglang.srt.mem_cache.pool_host.hisparse",
+    "sglang.srt.mem_cache.pool_host.mha",
+    "sglang.srt.plugins",
+    "sglang.srt.plugins.hook_registry",
     "lmcache.lmcache_native",
     "lmcache.v1.distributed.[!st]*",  # neither serde nor transfer_channel
     "lmcache.v1.distributed.storage*",
@@ -68,6 +79,35 @@ REAL = (
 )
 GIVEN_ON = {"lmcache.v1.platform": "lmcache.v1.platform.event_notifier"}  # by package: whose names it gives on
 PAGE_ALIGNMENT = 4096  # of vLLM's chunks in host memory
+
+
+class CPUStreams:
+    """What SGLang takes for torch.cuda."""
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            """There is no time to measure."""
+
+        def record(self, stream=None):
+            """Work is done when its call comes back."""
+
+        def wait(self, stream=None):
+            """The same."""
+
+    @staticmethod
+    def Stream():
+        return None
+
+    @staticmethod
+    def stream(stream):
+        return contextlib.nullcontext()
+
+
+# Functions of SGLang that its host pools call, as on a machine without a GPU.
+OF_SGLANG = dict.fromkeys(("is_cuda", "is_hip", "is_npu", "is_xpu", "is_mps"), bool) | {
+    "get_device_module": lambda: CPUStreams,
+    "available_host_memory_bytes": lambda **options: 1 << 40,
+}
 
 
 class _NothingType(type):
@@ -142,6 +182,8 @@ def _attribute(module, name):
         given_on = importlib.import_module(GIVEN_ON[module])
         if hasattr(given_on, name):
             return getattr(given_on, name)
+    if module.startswith("sglang.") and name in OF_SGLANG:
+        return OF_SGLANG[name]
     if name in try_weights.GIVEN:
         return try_weights.GIVEN[name]
     if name == "get_size_bytes":
@@ -537,7 +579,98 @@ def same_prefixes(hicache, rng, storage, folder, pages):
     return mine.kv_hit_pages == theirs.kv_hit_pages
 
 
-# ---- the command ----
+class DevicePool:
+    """SGLang's paged cache of a model, here on the CPU, as its host pools see it: keys and values by layer."""
+
+    PAGE, NUM_PAGES, LAYERS, HEADS, WIDTH = 16, 48, 3, 2, 64
+    start_layer, end_layer, layer_num, head_num = 0, LAYERS, LAYERS, HEADS
+    head_dim = v_head_dim = WIDTH
+    size, row_dim, store_dtype, dtype = PAGE * (NUM_PAGES - 1), HEADS * WIDTH, torch.bfloat16, torch.bfloat16
+    device, page_size, layer_shard_enabled = torch.device("cpu"), PAGE, False
+    scales = transfer_buffers = host_capacity_tokens = None
+
+    def __init__(self):
+        rows = self.PAGE * self.NUM_PAGES
+        self.k_buffer, self.v_buffer = (
+            [torch.zeros(rows, self.HEADS, self.WIDTH, dtype=self.dtype) for _ in range(self.LAYERS)] for _ in range(2)
+        )
+        self.k_data_ptrs, self.v_data_ptrs = (
+            torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
+            for tensors in (self.k_buffer, self.v_buffer)
+        )
+        self.buffers = types.SimpleNamespace(
+            k=tuple(self.k_buffer), v=tuple(self.v_buffer), k_data_ptrs=self.k_data_ptrs, v_data_ptrs=self.v_data_ptrs
+        )
+
+    def validate(self):
+        """It is also its own description, which releases since 0.5.23 ask for."""
+
+    def blocks(self, pages):
+        """[layers and keys or values, pages, bytes]."""
+        tensors = [tensor.view(torch.int8).view(self.NUM_PAGES, -1) for tensor in (*self.k_buffer, *self.v_buffer)]
+        return torch.stack([tensor[pages] for tensor in tensors])
+
+    def write(self, pages, rng, share_of_noise=0.0):
+        kinds = [8 * page + int(rng.random() >= share_of_noise) for page in range(len(pages))]
+        for tensor in (*self.k_buffer, *self.v_buffer):
+            blocks = tensor.view(torch.int8).view(self.NUM_PAGES, -1)
+            blocks[pages] = pages_of(8 * len(pages), blocks.shape[1], rng)[kinds]
+
+
+def host_pool_of(device_pool, host_bytes):
+    """What SGLang builds where its plugin ibp_host_pool is wanted."""
+    from sglang.srt.mem_cache.pool_host import mha
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    os.environ["SGLANG_PLUGINS"] = "ibp_host_pool"
+    _engines.register_host_pool()
+    HookRegistry.apply_hooks()
+    made = mha.get_mha_host_pool_cls(device_pool)
+    given = {}
+    if "device_capacity_tokens" in inspect.signature(mha.MHATokenToKVPoolHost).parameters:
+        given = {"device_capacity_tokens": device_pool.size, "start_layer": 0, "end_layer": device_pool.LAYERS}
+    return made(device_pool, 2.0, host_bytes * 1e-9, device_pool.PAGE, "page_first_direct", **given)
+
+
+def try_sglang_host_pool(num_steps=150):
+    """Nodes of a prefix tree go to the host pool and come back to other pages, through SGLang's engine of transfers."""
+    from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
+
+    rng, device, engine = random.Random(0), DevicePool(), L2TransferEngine("direct")
+    raw_bytes = 2 * device.LAYERS * device.row_dim * 2 * device.PAGE  # of a page
+    pool = host_pool_of(device, 30 * raw_bytes)
+    check(type(pool).__name__ == "IBPHostPool", "the class of the host pool")
+    check(pool.page_num >= 42 and pool.blocks.num_raw_pages == 0, "1.4 times the pages")
+    kept, num_loaded, most_raw = [], 0, 0  # (tokens of the host pool, bits)
+    for step in range(num_steps):
+        pages = rng.sample(range(device.NUM_PAGES), rng.randint(1, 6))
+        device.write(pages, rng, 0.05 if step else 0.0)
+        host = pool.alloc(len(pages) * device.PAGE)
+        while host is None:  # SGLang drops a node
+            pool.free(kept.pop(rng.randrange(len(kept)))[0])
+            host = pool.alloc(len(pages) * device.PAGE)
+        kept.append((host, device.blocks(pages)))
+        engine.submit_device_to_host([L2Transfer(pool, device, host, tokens_of(pages))])
+        device.write(pages, rng)  # what SGLang may do once a store is done
+        most_raw = max(most_raw, pool.blocks.num_raw_pages)
+        host, bits = rng.choice(kept)
+        pages = rng.sample(range(device.NUM_PAGES), len(host) // device.PAGE)
+        layers = []
+        loads = [L2Transfer(pool, device, host, tokens_of(pages))]
+        engine.submit_host_to_device(loads, transfer_layer_id_max=device.LAYERS, on_layer_done=layers.append)
+        check(layers == list(range(device.LAYERS)), "layers are loaded one by one")
+        check(torch.equal(device.blocks(pages), bits), "the bits of loaded pages")
+        num_loaded += len(pages)
+        page = pool.get_data_page(host[0])
+        order = bits[:, 0].view(device.dtype).flatten()  # keys of all layers, then values
+        check(torch.equal(*map(bits_of, (page, order))), "the bits of a page for storage")
+        pool.set_from_flat_data_page(host[0], page)
+        check(torch.equal(*map(bits_of, (pool.get_data_page(host[0]), page))), "the bits of a page from storage")
+    check(num_loaded > 300 and most_raw > 0, "how much of the host pool has been tried")
+    pool.destroy()
+    print(
+        f"  {num_steps} nodes in the host pool, {num_loaded} pages loaded with their bits, at most {most_raw} kept raw"
+    )
 
 
 # ---- LMCache ----
@@ -647,6 +780,8 @@ def try_lmcache(num_rounds=40):
     manager.close()
 
 
+# ---- the command ----
+
 TRIES = {"vllm": try_vllm, "sglang": try_sglang, "lmcache": try_lmcache}
 
 
@@ -655,6 +790,8 @@ def run(release):
     package = release.name.split("-")[0]
     sys.meta_path.insert(0, Finder(release, package))
     TRIES[package]()
+    if (release / "sglang" / "srt" / "plugins").exists():
+        try_sglang_host_pool()
     if package == "vllm":
         try_vllm_tiers()
         sys.modules.setdefault("regex", re)

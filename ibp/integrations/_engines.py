@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import logging
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +30,8 @@ _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2"
 _CACHE_DTYPES["auto"] = "bfloat16"  # vLLM's default: the model's dtype, which it does not say, and mostly BF16
 
 
-def check_engine(package: str, missing: ImportError | None) -> None:
-    """missing: what importing the engine's classes raised.
+def check_engine(package: str, missing: ImportError | None, since: str | None = None) -> None:
+    """missing: what importing the engine's classes raised. since: the first release, where that is not the package's.
 
     Raises:
         ImportError: classes that the adapter derives from are missing.
@@ -38,6 +40,7 @@ def check_engine(package: str, missing: ImportError | None) -> None:
         The installed release is older or newer than every release that the adapter was tried with.
     """
     name, first, last = TRIED[package]
+    first = since or first
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -52,6 +55,13 @@ def check_engine(package: str, missing: ImportError | None) -> None:
         )
 
 
+def register_host_pool() -> None:
+    """SGLang calls it as its plugin `ibp_host_pool` in each of its processes, whether or not somebody wants the plugin:
+    does nothing, and imports nothing of SGLang, unless `SGLANG_PLUGINS` names it."""
+    if "ibp_host_pool" in os.environ.get("SGLANG_PLUGINS", "").replace(" ", "").split(","):
+        importlib.import_module("ibp.integrations.sglang_pool").register()
+
+
 def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
 
@@ -60,12 +70,18 @@ def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.Ke
     """What makes `ibp.kv.KeyedPages` as options say: pool_bytes, device, level. where: what users call the options.
 
     Raises:
-        ValueError: pool_bytes is missing.
+        TypeError, ValueError: pool_bytes is missing, or an option is not as described.
     """
     if not options.get("pool_bytes"):
         raise ValueError(f"{where} has no pool_bytes: bytes of host memory for coded pages")
+    try:
+        pool_bytes = int(options["pool_bytes"])
+    except (TypeError, ValueError):
+        raise ValueError(f"pool_bytes is {options['pool_bytes']!r}; wanted a number of bytes") from None
     device, level = options.get("device", "cpu"), options.get("level", "default")
-    return functools.partial(ibp.kv.KeyedPages, int(options["pool_bytes"]), device=device, level=level)
+    made = functools.partial(ibp.kv.KeyedPages, pool_bytes, device=device, level=level)
+    made()  # raises now what else the first page would, on a thread of the engine
+    return made
 
 
 class Tasks:
@@ -109,7 +125,18 @@ class Tasks:
         self._on_done()
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that an engine calls so; torch.uint8 where that is unknown."""
-    dtype = getattr(torch, _CACHE_DTYPES.get(name, name), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.uint8
+def dtype_of(name: str, option: str | None = None) -> torch.dtype:
+    """The dtype that an engine calls so; torch.uint8 where that is unknown.
+
+    Args:
+        option: what a user has named, in place of the engine's dtype.
+
+    Raises:
+        ValueError: the option is unknown.
+    """
+    known = getattr(torch, _CACHE_DTYPES.get(option or name, option or name), None)
+    if isinstance(known, torch.dtype):
+        return known
+    if option:
+        raise ValueError(f"the pages' dtype is {option!r}; wanted one of torch, such as 'bfloat16', or 'fp8_e4m3'")
+    return torch.uint8

@@ -78,6 +78,7 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
         if hasattr(config, "replicated_layout"):  # one copy for all workers; here each has a pool of its own
             changes["replicated_layout"] = False
         super().__init__(dataclasses.replace(config, **changes))
+        self._dtype = dtype_of(self.config.model.dtype, options.get("ibp_dtype"))
         if not hasattr(self, "num_chunks"):
             self.num_chunks: int = self.num_blocks  # its name before 0.30
 
@@ -90,7 +91,7 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
                 num_chunks=self.num_chunks,
                 blocks_per_chunk=self.config.cache.blocks_per_chunk,
                 pool_bytes=self.pool_bytes,
-                dtype=dtype_of(options.get("ibp_dtype", self.config.model.dtype)),
+                dtype=self._dtype,
                 level=options.get("ibp_level", "default"),
             )
         return self._worker

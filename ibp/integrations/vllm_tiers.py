@@ -70,7 +70,7 @@ class IBPSecondaryTier(SecondaryTierManager):
         self.pages = pages_by(options, "the tier's configuration")()
         detector = () if backpressure_detector is None else (backpressure_detector,)  # releases before 0.31 have none
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
-        dtype = dtype_of(options.get("dtype", offloading_spec.config.model.dtype))
+        dtype = dtype_of(offloading_spec.config.model.dtype, options.get("dtype"))
         self._chunks = _chunks_of(primary_kv_view, dtype)
         numbers = itertools.count()
         self._stores, self._loads = (Tasks(numbers, lambda: None) for _ in range(2))

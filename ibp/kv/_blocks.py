@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from .._common.arguments import whole_number
+from .._core import SECTOR_BYTES
 from .._rows.faults import CorruptTableError
+from .._schemes.registry import check_scheme
 from ._paged import PagedTensors
 from ._store import KVStore, Transfer
 
@@ -28,7 +32,8 @@ class _Pool:
     Attributes:
         num_tensors: the most that a group of layers has of such pages.
         store: None before the first store.
-        raw: by page, its blocks as they are.
+        raw: by page and number of the tensor, blocks as they are.
+        may_use: bytes of overflow that are in use at most, by jobs under way as well.
     """
 
     def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
@@ -36,7 +41,8 @@ class _Pool:
         self._dtype = torch.uint8 if page_bytes % dtype.itemsize else dtype
         self._level, self._device = level, device
         self.store: KVStore | None = None
-        self.raw: dict[int, list[torch.Tensor]] = {}
+        self.raw: dict[int, dict[int, torch.Tensor]] = {}
+        self.may_use = 0
         self._lost_some, self._num_stored = False, 0  # since the last compaction
 
     def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
@@ -62,20 +68,56 @@ class _Pool:
         self._lost_some = self._lost_some or bool(lost)
         for page, block in zip(part.pages, part.blocks):
             if page in lost:
-                self.raw[page] = [tensor[block].to("cpu", copy=True) for tensor in part.span.paged.tensors]
+                kept = {n: tensor[block].to("cpu", copy=True) for n, tensor in part.span.columns()}
+                self.raw.setdefault(page, {}).update(kept)
+
+    def expect(self, part: _Part) -> None:
+        """Counts what rows of a part need of overflow, if they are all raw."""
+        assert self.store is not None
+        place, num_bytes = self.store.place, len(part.pages) * len(part.span.paged) * self.page_bytes
+        raw_bytes = -(-max(0, place.row_bytes - place.slot_bytes) // SECTOR_BYTES) * SECTOR_BYTES
+        self.may_use += num_bytes // place.row_bytes * raw_bytes
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether a page under way may find no room."""
+        return self.store is not None and self.may_use > self.store.place.overflow.numel()
+
+    def count_used(self) -> None:
+        """Reads how much overflow is in use, while no job is under way."""
+        if self.may_lose and self.store is not None:
+            self.may_use = self.store.place.counts().used_bytes
 
     def compact(self) -> None:
         """Makes room in the overflow, where that was short and enough has been stored since the last time."""
         if self._lost_some and self.store is not None and self._num_stored > len(self.store) // _STORES_A_COMPACTION:
             self.store.compact()
+            self.may_use = self.store.place.counts().used_bytes
             self._lost_some, self._num_stored = False, 0
 
 
 class _Span(NamedTuple):
-    """The tensors of a group of layers whose blocks are pages of one pool."""
+    """Tensors of a group of layers whose blocks are pages of one pool.
+
+    first_tensor: which of a page's tensors the first one is; numbers: which of the group's they are, in order.
+    """
 
     pool: _Pool
     paged: PagedTensors
+    first_tensor: int
+    numbers: tuple[int, ...]
+
+    def columns(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(which of a page's tensors, the tensor)."""
+        return enumerate(self.paged.tensors, self.first_tensor)
+
+    def part(self, wanted: range) -> _Span | None:
+        """The tensors with these numbers of the group; None if there are none."""
+        inside = [place for place, number in enumerate(self.numbers) if number in wanted]
+        if not inside:
+            return None
+        tensors, numbers = [self.paged.tensors[place] for place in inside], tuple(self.numbers[p] for p in inside)
+        return _Span(self.pool, PagedTensors(tensors), self.first_tensor + inside[0], numbers)
 
 
 class _Part(NamedTuple):
@@ -104,10 +146,10 @@ class _Job:
 class BlockStore:
     """Blocks of groups of layers, kept as numbered pages in pools of `KVStore`, for engines that take no lost page.
 
-    A page is a block of all layers of a group. Each size of blocks has a pool, whose codebook is learned from the
-    blocks that are stored first. A page for which a pool has no room is kept as it is, in pageable host memory, until
-    it is stored anew. Jobs run on streams of the store, behind the work that the current stream has already been given:
-    stores, loads and urgent loads on one each.
+    A page is a block of all layers of a group. Each size and kind of blocks has a pool, whose codebook is learned from
+    the blocks that are stored first. A page for which a pool has no room is kept as it is, in pageable host memory,
+    until it is stored anew. Jobs run on streams of the store, behind the work that the current stream has already been
+    given: stores, loads and urgent loads on one each.
 
     Example:
         >>> layers = [torch.randn(50, 2048).bfloat16().view(torch.int8) for _ in range(3)]
@@ -128,9 +170,11 @@ class BlockStore:
         pool_bytes: of host memory for all pools together.
         dtype: what blocks hold.
         level: of the codebooks, see `ibp.compress`.
+        kinds: a number for each tensor of each group, such as 0 for keys and 1 for values, whose codebooks differ.
+            None: all are of one kind.
 
     Raises:
-        ValueError: a tensor is not of rows of bytes.
+        TypeError, ValueError: a tensor is not of rows of bytes, or another argument is not as described.
     """
 
     __module__ = "ibp.kv"
@@ -143,11 +187,17 @@ class BlockStore:
         pool_bytes: int,
         dtype: torch.dtype,
         level: str = "default",
+        kinds: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._num_pages, self._pool_bytes = num_pages, pool_bytes
+        kinds = [[0] * len(tensors) for tensors in groups] if kinds is None else kinds
+        if [*map(len, kinds)] != [*map(len, groups)]:
+            raise ValueError(f"kinds are of {[*map(len, kinds)]} tensors by group; wanted {[*map(len, groups)]}")
+        check_scheme("planes", level=level)
+        self._num_pages, self._pool_bytes = num_pages, whole_number("pool_bytes", pool_bytes, 0)
         self._device = next(tensor.device for tensors in groups for tensor in tensors)
-        self._pools: dict[tuple[int, ...], _Pool] = {}
-        self._spans = [list(self._spans_of(tensors, dtype, level)) for tensors in groups]
+        self._pools: dict[tuple[int, int], _Pool] = {}  # by kind, and bytes of a block
+        self._spans = [list(self._spans_of(*group, dtype, level)) for group in zip(groups, kinds)]
+        self._some_spans: dict[tuple[int, range], list[_Span]] = {}  # by group and numbers of its tensors
         self._jobs: dict[int, _Job] = {}  # in the order in which they were submitted
         self._finished: list[tuple[int, bool, float | None]] = []
         on_gpu = self._device.type == "cuda"
@@ -155,20 +205,25 @@ class BlockStore:
             torch.cuda.Stream(self._device) if on_gpu else None for _ in range(3)
         )
 
-    def _spans_of(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, level: str) -> Iterator[_Span]:
-        alike: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        for tensor in tensors:
+    def _spans_of(
+        self, tensors: Sequence[torch.Tensor], kinds: Sequence[int], dtype: torch.dtype, level: str
+    ) -> Iterator[_Span]:
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for number, (tensor, kind) in enumerate(zip(tensors, kinds)):
             if tensor.dim() != 2 or tensor.itemsize != 1:
                 raise ValueError(
                     f"a tensor has {list(tensor.shape)} {tensor.dtype}; wanted [num_blocks, bytes of a block] of int8"
                 )
-            alike.setdefault((*tensor.shape, tensor.stride(0)), []).append(tensor)
-        for kind, members in alike.items():
-            if kind not in self._pools:
-                self._pools[kind] = _Pool(members[0].shape[1], dtype, level, self._device)
-            pool = self._pools[kind]
-            pool.num_tensors = max(pool.num_tensors, len(members))
-            yield _Span(pool, PagedTensors(members))
+            alike.setdefault((kind, tensor.shape[1], tensor.shape[0], tensor.stride(0)), []).append(number)
+        taken: Counter[tuple[int, int]] = Counter()  # tensors of the group, by pool
+        for (kind, block_bytes, *_), numbers in alike.items():
+            key = kind, block_bytes
+            if key not in self._pools:
+                self._pools[key] = _Pool(block_bytes, dtype, level, self._device)
+            pool, first = self._pools[key], taken[key]
+            taken[key] += len(numbers)
+            pool.num_tensors = max(pool.num_tensors, taken[key])
+            yield _Span(pool, PagedTensors([tensors[number] for number in numbers]), first, tuple(numbers))
 
     @property
     def num_raw_pages(self) -> int:
@@ -177,36 +232,56 @@ class BlockStore:
 
     @property
     def pools(self) -> list[KVStore]:
-        """One for each size of blocks that has been stored."""
+        """One for each size and kind of blocks that has been stored."""
         return [pool.store for pool in self._pools.values() if pool.store is not None]
 
-    def store(self, job: int, moves: Moves) -> None:
-        """Begins to store blocks, once the current stream is done with them."""
-        entry, parts = _Job(True), list(self._parts(moves))
+    @property
+    def may_lose(self) -> bool:
+        """Whether blocks under way may find no room, and have to stay as they are until their jobs are waited for."""
+        return any(pool.may_lose for pool in self._pools.values())
+
+    def store(self, job: int, moves: Moves, stream: torch.cuda.Stream | None = None) -> None:
+        """Begins to store blocks, once the current stream is done with them. stream: None: the store's own."""
+        entry, parts, stream = _Job(True), list(self._parts(moves)), stream or self._store_stream
         self._make_stores(parts)
-        with self._timed(entry, self._store_stream):
+        with self._timed(entry, stream):
             for part in parts:
-                store = part.span.pool.store
+                span, store = part.span, part.span.pool.store
                 assert store is not None
-                transfer = store.store(part.pages, part.span.paged, part.blocks, stream=self._store_stream)
+                span.pool.expect(part)
+                transfer = store.store(
+                    part.pages, span.paged, part.blocks, first_tensor=span.first_tensor, stream=stream
+                )
                 entry.transfers.append((part, transfer))
         self._jobs[job] = entry
 
-    def load(self, job: int, moves: Moves, urgent: bool = False) -> None:
+    def load(
+        self,
+        job: int,
+        moves: Moves,
+        urgent: bool = False,
+        *,
+        tensors: range | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """Begins to load pages into blocks; with urgent beside the loads that were submitted before. Where a block is
-        named several times, the last page counts.
+        named several times, the last page counts. tensors: of each group only those with these numbers, such as a
+        layer's; None: all. stream: None: the store's own.
 
         Raises:
             RuntimeError: nothing has been stored yet.
         """
-        entry, stream = _Job(False), self._urgent_stream if urgent else self._load_stream
+        entry, stream = _Job(False), stream or (self._urgent_stream if urgent else self._load_stream)
         with self._timed(entry, stream):
-            for part in self._parts(moves):
-                if part.span.pool.store is None:
+            for part in self._parts(moves, tensors):
+                span, store = part.span, part.span.pool.store
+                if store is None:
                     raise RuntimeError("a load was submitted before any store")
                 coded = self._load_raw(part)
                 if coded.pages:
-                    transfer = part.span.pool.store.load(coded.pages, part.span.paged, coded.blocks, stream=stream)
+                    transfer = store.load(
+                        coded.pages, span.paged, coded.blocks, first_tensor=span.first_tensor, stream=stream
+                    )
                     entry.transfers.append((coded, transfer))
         self._jobs[job] = entry
 
@@ -246,10 +321,16 @@ class BlockStore:
                 share = self._pool_bytes * pool.page_bytes * pool.num_tensors // all_bytes
                 pool.make_store(mine, self._num_pages, share)
 
-    def _parts(self, moves: Moves) -> Iterator[_Part]:
+    def _parts(self, moves: Moves, tensors: range | None = None) -> Iterator[_Part]:
         for group, (pages, blocks) in moves.items():
-            for span in self._spans[group]:
+            for span in self._spans[group] if tensors is None else self._spans_with(group, tensors):
                 yield _Part(span, pages, blocks)
+
+    def _spans_with(self, group: int, tensors: range) -> list[_Span]:
+        if (group, tensors) not in self._some_spans:
+            parts = (span.part(tensors) for span in self._spans[group])
+            self._some_spans[group, tensors] = [part for part in parts if part is not None]
+        return self._some_spans[group, tensors]
 
     @contextlib.contextmanager
     def _timed(self, entry: _Job, stream: torch.cuda.Stream | None) -> Iterator[None]:
@@ -267,13 +348,13 @@ class BlockStore:
     def _load_raw(self, part: _Part) -> _Part:
         """Copies the pages that are not coded, on the current stream. Returns the part with the coded pages, whose
         blocks are all different."""
-        raw, tensors = part.span.pool.raw, part.span.paged.tensors
+        raw, first = part.span.pool.raw, part.span.first_tensor
         page_of = dict(zip(part.blocks, part.pages))
-        for block, page in page_of.items():
-            if page in raw:
-                for tensor, kept in zip(tensors, raw[page]):
-                    tensor[block].copy_(kept, non_blocking=True)
-        coded = {block: page for block, page in page_of.items() if page not in raw}
+        kept = {block: raw[page] for block, page in page_of.items() if first in raw.get(page, ())}
+        for block, tensors in kept.items():
+            for number, tensor in part.span.columns():
+                tensor[block].copy_(tensors[number], non_blocking=True)
+        coded = {block: page for block, page in page_of.items() if block not in kept}
         return _Part(part.span, list(coded.values()), list(coded))
 
     def _settle(self) -> None:
@@ -283,6 +364,9 @@ class BlockStore:
             entry = self._jobs.pop(job)
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
             self._finished.append((job, success, entry.seconds()))
+        if not any(entry.stores for entry in self._jobs.values()):
+            for pool in self._pools.values():
+                pool.count_used()
 
     def _settle_store(self, entry: _Job) -> bool:
         pages = [page for part, _ in entry.transfers for page in part.pages]

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
+from .._common.arguments import whole_number
+from .._machine.memory import usual
 from .._rows.faults import CorruptTableError
+from .._schemes.registry import check_scheme
 from ._store import KVStore, KVStoreStats
 
 _KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
@@ -42,6 +45,9 @@ class KeyedPages:
 
     Attributes:
         store: the `KVStore`; None before the first page that has bytes.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
     """
 
     __module__ = "ibp.kv"
@@ -54,7 +60,9 @@ class KeyedPages:
         level: str = "default",
         on_drop: Callable[[Any], None] | None = None,
     ) -> None:
-        self._pool_bytes, self._device, self._level, self._on_drop = pool_bytes, device, level, on_drop
+        check_scheme("planes", level=level)
+        self._pool_bytes, self._device = whole_number("pool_bytes", pool_bytes, 0), usual(device)
+        self._level, self._on_drop = level, on_drop
         self._lock = threading.Lock()
         self._page_bytes: int | None = None
         self.store: KVStore | None = None

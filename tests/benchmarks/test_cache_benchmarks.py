@@ -124,6 +124,36 @@ def test_gains_and_capacities(tmp_path):
     assert list(gnn_cache.shortfalls(lines_of(tmp_path / "gnn_cache.csv"))) == []
 
 
+def test_steps_beside_pages(tmp_path, monkeypatch):
+    """kv_pages --decoding: what it measures without a GPU, and that it sees wrong tokens and wrong pages."""
+    pytest.importorskip("transformers")
+    from benchmarks import kv_decoding, kv_pages
+
+    argv = ["--decoding", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert kv_pages.main(argv) == 0
+    alone, raw, coded = lines_of(tmp_path / "kv_decoding.csv")
+    assert [row["arm"] for row in (alone, raw, coded)] == ["steps alone", "pages alone, raw", "pages alone, ibp"]
+    assert float(alone["tokens_per_s"]) > 0 and float(coded["gain"]) > 1.3 and float(raw["gain"]) == 1
+    (below,) = kv_decoding.shortfalls([alone, raw, coded | {"gain": "1.3", "met": "no"}])
+    assert below.endswith("1.3 times the tokens, wanted 1.4")
+    (below,) = kv_decoding.shortfalls([alone | {"arm": "some", "tokens_share": "0.9", "met": "no"}])
+    assert below.endswith("some: 0.9 of the tokens alone, wanted 0.97")
+    wrong = {
+        kv_decoding.Steps: lambda steps, num: steps.step.rewind(),
+        kv_decoding.Travel: lambda *args: None,
+    }
+    for of, name in ((kv_decoding.Steps, "launch"), (kv_decoding.Travel, "call")):
+        with monkeypatch.context() as patch:
+            original = of.__init__
+
+            def broken(self, *args, of=of, name=name, original=original):
+                original(self, *args)
+                setattr(self, name, lambda *args: wrong[of](self, *args))
+
+            patch.setattr(of, "__init__", broken)
+            assert kv_pages.main(argv) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_on_the_cpu(name, tmp_path):

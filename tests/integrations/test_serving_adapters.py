@@ -21,7 +21,7 @@ from ibp.integrations._engines import dtype_of
 
 STUBS = Path(__file__).parent / "stubs"
 ENGINES = ("vllm", "sglang", "lmcache")
-ADAPTERS = (*ENGINES, "vllm_tiers")
+ADAPTERS = (*ENGINES, "vllm_tiers", "sglang_pool")
 PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim: 4,096 bytes of BF16
 
 
@@ -355,6 +355,10 @@ def test_vllm_wrong_options(framework):
         adapter.IBPOffloadingSpec(config_of(1, 1, cpu_bytes_to_use=0))
     with pytest.raises(ValueError, match="ibp_gain is 0.5"):
         adapter.IBPOffloadingSpec(config_of(1, 1, ibp_gain=0.5))
+    with pytest.raises(ValueError, match="dtype is 'bfloat17'; wanted one of torch, such as 'bfloat16'"):
+        adapter.IBPOffloadingSpec(config_of(1, 1, ibp_dtype="bfloat17"))
+    with pytest.raises(ValueError, match="level is 'quick'; wanted one of"):
+        adapter.IBPOffloadingSpec(config_of(1, 1, ibp_level="quick")).get_worker(caches_of(base, [pages_of(4)], [[0]]))
     worker = adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches_of(base, [pages_of(4)], [[0]]))
     with pytest.raises(RuntimeError, match="before any store"):
         worker.submit_load(1, base.BlockIDsLoadStoreSpec([0]), base.GPULoadStoreSpec([0], [1], [0]))
@@ -671,11 +675,175 @@ def test_sglang_threads(framework):
 
 
 def test_sglang_wrong_options(framework):
-    with pytest.raises(ValueError, match="pool_bytes"):
-        storage_of(framework, 0)
+    for options, message in (
+        ({"pool_bytes": 0}, "pool_bytes"),
+        ({"pool_bytes": "32GB"}, "pool_bytes is '32GB'; wanted a number of bytes"),
+        ({"level": "quick"}, "level is 'quick'; wanted one of"),
+        ({"device": "gpu"}, "device is 'gpu'; wanted the name of a CPU or CUDA device"),
+    ):
+        with pytest.raises(ValueError, match=message):  # before there is a page
+            storage_of(framework, **options)
     with pytest.raises(ValueError, match="MLA model on 8 tensor-parallel ranks"):
         storage_of(framework, is_mla_model=True, tp_size=8)
     assert storage_of(framework, is_mla_model=True)
+
+
+class DeviceCache:
+    """SGLang's paged cache of two layers, of 24 pages of 16 tokens: what it says of its buffers."""
+
+    head_num, head_dim = PAGE[2:]
+    num_pages, num_layers = 24, 2
+
+    def __init__(self, device="cpu", dtype=torch.bfloat16, stride=1):
+        rows = self.num_pages * PAGE[1]
+        self.dtype, kind = dtype, torch.zeros(1, dtype=dtype).to(device)
+        self.k, self.v = (
+            [kind.new_zeros(rows, stride * self.head_num, self.head_dim)[:, : self.head_num] for _ in range(2)]
+            for _ in range(2)
+        )
+        self.buffers = types.SimpleNamespace(k=self.k, v=self.v)
+
+    def bits(self, pages=slice(None)):
+        """[keys and values, layers, pages, values of a block] on the CPU."""
+        kept = torch.stack([torch.stack(tensors) for tensors in (self.k, self.v)])
+        return kept.view(torch.int16).view(2, self.num_layers, self.num_pages, -1)[:, :, pages].cpu()
+
+    def write(self, pages, values):
+        """values: [len(pages), ...], the same in each layer's keys, and zeros in its values."""
+        for tensor in self.k:
+            tensor.view(self.num_pages, -1)[pages] = values.flatten(1)[:, : tensor[0].numel() * 16].to(tensor.device)
+
+
+def host_pool_of(framework, cache, num_raw_pages=20, drafts=(), **options):
+    adapter, _ = framework("sglang_pool", "sglang.srt.mem_cache.pool_host.mha")
+    page_bytes = 2 * cache.num_layers * cache.head_num * cache.head_dim * PAGE[1] * cache.dtype.itemsize
+    made = {"device_capacity_tokens": 384, "start_layer": 0, "end_layer": 2, "draft_buffer_infos": drafts}
+    return adapter.IBPHostPool(
+        cache, 2.0, num_raw_pages * page_bytes * 1e-9, PAGE[1], "page_first_direct", **made | options
+    )
+
+
+def test_sglang_host_pool(framework):
+    cache = DeviceCache()
+    pool = host_pool_of(framework, cache)
+    assert pool.page_num >= 28 and pool.kv_buffer.untyped_storage().nbytes() == 2  # 20 raw ones would fit
+    cache.write([3, 5, 7], pages_of(3))
+    before = cache.bits([3, 5, 7])
+    pool.backup_from_device_all_layer(None, tokens_of([20, 1, 8]), tokens_of([3, 5, 7]), "direct")
+    cache.write(list(range(24)), noise(24))
+    others = cache.bits()
+    where = tokens_of([8, 20, 1]), tokens_of([0, 9, 4])
+    pool.load_to_device_per_layer(None, *where, 1, "direct")
+    assert_same_bits(cache.bits([0, 9, 4])[:, 1], before[:, 1][:, [2, 0, 1]])
+    assert_same_bits(cache.bits()[:, 0], others[:, 0])  # layers come one by one
+    for layer in (0, 2, -1):
+        pool.load_to_device_per_layer(None, *where, layer, "direct")
+    pool.load_to_device_per_layer(None, *where, 0, "direct", is_draft=True)
+    assert_same_bits(cache.bits([0, 9, 4]), before[:, :, [2, 0, 1]])
+    page = pool.get_data_page(torch.tensor(16 * 20), flat=False)
+    assert page.shape == (2, 2, 16, 2, 32)
+    assert_same_bits(page.view(torch.int16).reshape(2, 2, -1), before[:, :, 0])
+    flat = pool.get_dummy_flat_data_page()
+    assert not flat.any() and flat.shape == pool.get_data_page(16 * 20).shape
+    pool.set_from_flat_data_page(16 * 2, page.flatten())
+    assert_same_bits(pool.get_data_page(16 * 2, flat=False), page)
+    pool.destroy()
+    assert pool.blocks.pools == []
+
+
+def test_sglang_host_pool_keeps_pages_without_room(framework):
+    """They are copied before the call comes back: SGLang writes to the blocks then."""
+    cache, pages = DeviceCache(), list(range(24))
+    pool = host_pool_of(framework, cache)
+    cache.write(pages, pages_of(24))
+    pool.backup_from_device_all_layer(None, tokens_of(pages), tokens_of(pages), "direct")
+    assert pool.blocks.num_raw_pages == 0
+    cache.write(pages, noise(24))
+    before = cache.bits()
+    pool.backup_from_device_all_layer(None, tokens_of(pages), tokens_of(pages), "direct")
+    cache.write(pages, pages_of(24))
+    assert pool.blocks.num_raw_pages > 0
+    for layer in range(2):
+        pool.load_to_device_per_layer(None, tokens_of(pages), tokens_of(pages), layer, "direct")
+    assert_same_bits(cache.bits(), before)
+
+
+def test_sglang_host_pool_wrong_use(framework):
+    cache = DeviceCache()
+    for wrong, message in (
+        (DeviceCache(dtype=torch.uint8), "keys and values are torch.uint8; wanted torch.bfloat16 or torch.float16"),
+        (DeviceCache(stride=2), "wanted rows that lie one after the other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            host_pool_of(framework, wrong)
+    with pytest.raises(ValueError, match="has 3 layers, 2 of the model, and the device 4; .* neither draft layers"):
+        host_pool_of(framework, cache, drafts=[DeviceCache()])
+    pool = host_pool_of(framework, cache)
+    with pytest.raises(ValueError, match="20 tokens do not begin and end with pages of 16"):
+        pool.backup_from_device_all_layer(None, torch.arange(20), torch.arange(20), "direct")
+    with pytest.raises(ValueError, match="16 tokens do not begin and end with pages of 16"):
+        pool.backup_from_device_all_layer(None, torch.arange(16), torch.arange(4, 20), "direct")
+    pool.backup_from_device_all_layer(None, tokens_of([0]), tokens_of([0]), "direct")
+    with pytest.raises(RuntimeError, match="was never stored"):
+        pool.get_data_page(16)
+    with pytest.raises(NotImplementedError, match="use a storage backend that copies pages"):
+        pool.get_page_buffer_meta(tokens_of([0]))
+    for get in (pool.get_hybrid_pool_buffer, lambda: pool.get_split_heads_page_buffer_meta(tokens_of([0]), 2)):
+        with pytest.raises(NotImplementedError, match="are coded"):
+            get()
+
+
+def test_sglang_builds_the_host_pool_where_the_plugin_is_wanted(framework, monkeypatch, caplog):
+    adapter, mha = framework("sglang_pool", "sglang.srt.mem_cache.pool_host.mha")
+    registry, engines = adapter.HookRegistry, importlib.import_module("ibp.integrations._engines")
+    for value in (None, "", "others"):
+        monkeypatch.delenv("SGLANG_PLUGINS", raising=False) if value is None else monkeypatch.setenv(
+            "SGLANG_PLUGINS", value
+        )
+        engines.register_host_pool()
+        assert registry.hooks == []
+    monkeypatch.setenv("SGLANG_PLUGINS", "others, ibp_host_pool")
+    engines.register_host_pool()
+    ((target, hook, _),) = registry.hooks
+    assert target == "sglang.srt.mem_cache.pool_host.mha.get_mha_host_pool_cls"
+    assert hook(mha.MHATokenToKVPoolHost, None) is adapter.IBPHostPool
+    assert hook(mha.AsymmetricMHATokenToKVPoolHost) is mha.AsymmetricMHATokenToKVPoolHost
+    assert "pages of AsymmetricMHATokenToKVPoolHost stay plain" in caplog.text
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["sglang.srt.plugins"] == {
+        "ibp_host_pool": f"{engines.__name__}:{engines.register_host_pool.__name__}"
+    }
+
+
+def test_sglang_host_pool_on_the_gpu(framework, cuda):
+    """Blocks are written anew once the stream of the store is done, as SGLang does; pages without room are kept."""
+    cache, pages, rng = DeviceCache(cuda), list(range(24)), random.Random(0)
+    pool, stream = host_pool_of(framework, cache), torch.cuda.Stream(cuda)
+    for step in range(20):
+        torch.cuda.synchronize()
+        host = rng.sample(range(pool.page_num), 24)
+        cache.write(pages, noise(24, step) if step % 4 == 3 else pages_of(24, step))
+        before = cache.bits()
+        torch.cuda.synchronize()
+        indices = tokens_of(host), tokens_of(pages)
+        with torch.cuda.stream(stream):
+            pool.backup_from_device_all_layer(
+                None, *(tensor.to(cuda) if step % 2 else tensor for tensor in indices), "direct"
+            )
+        stream.synchronize()
+        cache.write(pages, noise(24, 99))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for layer in range(2):
+                pool.load_to_device_per_layer(None, *indices, layer, "direct")
+        stream.synchronize()
+        assert_same_bits(cache.bits(), before)
+        assert_same_bits(
+            pool.get_data_page(16 * host[3], flat=False).view(torch.int16).reshape(2, 2, -1), before[:, :, 3]
+        )
+    assert pool.blocks.num_raw_pages > 0
+    pool.destroy()
 
 
 def test_sglang_on_the_gpu(framework, cuda):
@@ -890,6 +1058,8 @@ def test_a_release_without_a_class(monkeypatch):
         ),
         ("vllm_tiers", lambda module: module.IBPSecondaryTier(None, None, "IBPSecondaryTier", pool_bytes=1)),
         ("sglang", lambda module: module.IBPHiCacheStorage(None)),
+        ("sglang_pool", lambda module: module.IBPHostPool(None)),
+        ("sglang_pool", lambda module: module.register()),
         ("lmcache", lambda module: module.IBPL2Adapter({})),
     ],
 )

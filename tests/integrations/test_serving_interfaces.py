@@ -29,6 +29,7 @@ BASES = {
     "IBPOffloadingWorker": ("OffloadingWorker",),
     "IBPSecondaryTier": ("SecondaryTierManager",),
     "IBPHiCacheStorage": ("HiCacheStorage",),
+    "IBPHostPool": ("MHATokenToKVPoolHost", "HostKVCache"),
     "IBPL2Adapter": ("L2AdapterInterface",),
     "IBPConfig": ("QuantizationConfig",),
     "IBPWeightMethod": ("UnquantizedEmbeddingMethod", "LinearMethodBase", "QuantizeMethodBase"),
@@ -36,6 +37,7 @@ BASES = {
     "IBPWeightTransferEngine": ("WeightTransferEngine",),
 }
 ROLES = {"spec": "IBPOffloadingSpec", "worker": "IBPOffloadingWorker", "storage": "IBPHiCacheStorage"} | {
+    "pool": "IBPHostPool",
     "tier": "IBPL2Adapter",
     "tiering": "IBPSecondaryTier",
     "weights": "IBPWeightMethod",
@@ -99,7 +101,7 @@ def adapter_of(monkeypatch):
 
     def imported(package):
         monkeypatch.syspath_prepend(str(STUBS))
-        names = ("vllm_tiers", "vllm") if package == "vllm" else (package,)
+        names = {"vllm": ("vllm_tiers", "vllm"), "sglang": ("sglang_pool", "sglang")}.get(package, (package,))
         return [importlib.reload(importlib.import_module(f"ibp.integrations.{name}")) for name in names][-1]
 
     before = set(sys.modules)
@@ -122,9 +124,9 @@ def of_class(interface, names, what):
 
 
 def class_named(adapter, name):
-    """A class of an adapter; vLLM has four adapters."""
-    tiers = importlib.import_module("ibp.integrations.vllm_tiers")
-    return next(getattr(each, name) for each in (adapter, vllm_weights, vllm_sync, tiers) if hasattr(each, name))
+    """A class of an adapter; vLLM has four adapters, SGLang two."""
+    others = (importlib.import_module(f"ibp.integrations.{each}") for each in ("vllm_tiers", "sglang_pool"))
+    return next(getattr(each, name) for each in (adapter, vllm_weights, vllm_sync, *others) if hasattr(each, name))
 
 
 def signature_of(tool, interface, name):
@@ -290,10 +292,10 @@ def test_releases_that_are_there():
         name, *ends = _engines.TRIED[package]
         assert ends == [versions[0], versions[-1]]
         rows = re.findall(rf"^\| {name}, .*\| (.+?) \|$", page, flags=re.MULTILINE)  # ran with the classes of
-        assert len(rows) == (4 if package == "vllm" else 1)
+        assert len(rows) == {"vllm": 4, "sglang": 2, "lmcache": 1}[package]
         for row in rows:
-            ran = row.split(", ")
-            assert set(ran) <= set(versions) and {versions[0], *versions[-3:]} == set(ran)
+            first = [] if package == "sglang" and row == rows[1] else versions[:1]  # the host pool: since 0.5.21
+            assert {*first, *versions[-3:]} == set(row.split(", "))
     for role in ("quantization", "sync"):
         recorded = {each["version"] for each in INTERFACES if role in each["uses"]}
         assert recorded == {"0.26.0", "0.31.0", "0.32.0", "0.33.0"}
@@ -315,7 +317,7 @@ def test_stand_ins(tool, package):
             for what in ("methods", "members"):
                 mine, theirs = stand_in.get(what, {}), real.get(what, {})
                 assert mine == {name: theirs.get(name) for name in mine}, (node.name, what)
-    missing = {"sglang": {"HostKVCache", "StorageMetrics"}, "lmcache": {"MemoryObj"}} | {
+    missing = {"sglang": {"StorageMetrics"}, "lmcache": {"MemoryObj"}} | {
         "vllm": {"UnquantizedLinearMethod", "WeightTransferEngineFactory"}.union(*(BASES[name] for name in OF_WEIGHTS))
     }
     assert set(newest) - seen == missing[package]

@@ -87,6 +87,72 @@ def test_the_last_page_counts_where_a_block_is_named_twice():
     assert_same_bits(layer[7], layer[5])
 
 
+def test_some_tensors_of_a_page():
+    """Those of several sizes of blocks, and the raw ones."""
+    layers = [blocks_of(10, 1), blocks_of(10, 2, block_bytes=2048), blocks_of(10, noise=True), blocks_of(10, 3)]
+    before = [layer.clone() for layer in layers]
+    store, pages = store_of(layers, num_pages=10, pool_bytes=10 * 10 * 1024), list(range(10))
+    store.store(1, {0: (pages, pages[::-1])})
+    assert finish(store, 1) and 0 < store.num_raw_pages <= 10
+    for job, wanted in enumerate((range(1, 3), range(3, 9)), 2):
+        store.load(job, {0: (pages, pages)}, tensors=wanted)
+        assert finish(store, job)
+        for number, (layer, old) in enumerate(zip(layers, before)):
+            assert_same_bits(layer, old.flip(0) if 1 <= number < wanted.stop else old)
+
+
+def test_groups_with_blocks_of_one_size_share_pages():
+    """A page comes from the tensors of one group and goes to those of another one, of other strides."""
+    wide = [blocks_of(10, seed) for seed in range(2)]
+    narrow = [blocks_of(1, 5), blocks_of(3, 6, block_bytes=2 * BLOCK_BYTES)[:, :BLOCK_BYTES]]
+    store = store_of(wide, narrow, pool_bytes=60 * BLOCK_BYTES)
+    store.store(1, {0: ([3], [7])})
+    store.load(2, {1: ([3], [0])})
+    store.wait()
+    assert [success for _, success, _ in store.finished()] == [True, True] and len(store.pools) == 1
+    for from_, to in zip(wide, narrow):
+        assert_same_bits(to[0], from_[7])
+
+
+def test_kinds_of_blocks_have_codebooks_of_their_own():
+    """Keys are larger than values: together they need larger slots."""
+    keys, values = (blocks_of(40, seed).view(torch.bfloat16).mul_(scale) for seed, scale in ((0, 100), (1, 0.1)))
+    layers, pages = [keys.view(torch.int8), values.view(torch.int8)], list(range(40))
+    raw = []
+    for kinds in (None, [[0, 1]]):
+        options = {"num_pages": 40, "pool_bytes": 2 * 29 * BLOCK_BYTES, "dtype": torch.bfloat16, "kinds": kinds}
+        store = BlockStore([layers], **options)
+        store.store(1, {0: (pages, pages)})
+        assert finish(store, 1) and len(store.pools) == (1 if kinds is None else 2)
+        raw.append(store.num_raw_pages)
+        before = [layer.clone() for layer in layers]
+        store.load(2, {0: (pages, pages[::-1])})
+        assert finish(store, 2)
+        for layer, old in zip(layers, before):
+            assert_same_bits(layer, old.flip(0))
+    assert raw[0] > raw[1] == 0
+    with pytest.raises(ValueError, match=r"kinds are of \[1\] tensors by group; wanted \[2\]"):
+        BlockStore([layers], num_pages=1, pool_bytes=1 << 16, dtype=torch.bfloat16, kinds=[[0]])
+
+
+def test_when_blocks_may_find_no_room():
+    """Before their jobs are done the store counts what they need at most, afterwards what is in use."""
+    layer, pages = blocks_of(40), list(range(40))
+    store = store_of([layer])
+    assert not store.may_lose
+    store.store(1, {0: (pages[:1], pages[:1])})
+    assert not store.may_lose  # overflow has room for a raw page
+    store.store(2, {0: (pages, pages)})
+    assert store.may_lose
+    store.wait()
+    assert not store.may_lose and store.num_raw_pages == 0
+    layer[:] = blocks_of(40, noise=True)
+    store.store(3, {0: (pages, pages)})
+    assert store.may_lose
+    store.finished()
+    assert store.num_raw_pages > 0
+
+
 def test_close_frees_the_pools():
     store = store_of([blocks_of(10, noise=True)], num_pages=10, pool_bytes=3 * BLOCK_BYTES)
     store.store(1, {0: (list(range(10)), list(range(10)))})
