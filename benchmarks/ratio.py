@@ -63,12 +63,14 @@ class Cell:
 
 
 class Sheet:
-    """A script's CSV file, written row by row, and what failed."""
+    """A script's CSV file, written row by row, and what failed. keep: which rows of the file before it stay."""
 
-    def __init__(self, path, columns):
+    def __init__(self, path, columns, keep=lambda row: False):
         self.path, self.columns, self.failures, self.started = path, columns, [], time.perf_counter()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.rewrite([])
+        harness.start_file(path, columns, keep)
+        with open(path, newline="") as file:
+            self.rows = list(csv.DictReader(file))
 
     def rewrite(self, rows):
         """The file holds these rows and no others."""

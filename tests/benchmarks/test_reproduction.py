@@ -164,6 +164,19 @@ def test_more_clusters_than_the_format_has(tmp_path, monkeypatch):
     ]
     one, some, many = (float(row["savings"]) for row in rows[:3])
     assert some > 0.5 > one and some > many and float(rows[2]["numbers"]) == 2 / 32
+    assert run_quickly("more_clusters", tmp_path, "--huge")[: len(rows)] == rows
+    again = run_quickly("more_clusters", tmp_path)
+    assert {row["set"] for row in again[:4]} == {more_clusters.HUGE} and again[4:] == rows
+
+
+def test_clusters_of_rows_by_hand():
+    """Two kinds of rows: the centre that a row is nearest to, the ones of each cluster, and what a mask saves."""
+    rows = torch.tensor([[255, 255, 255, 1], [0, 0, 0, 2]] * 20, dtype=torch.uint8)
+    assert torch.equal(more_clusters.bytes_of(more_clusters.bits_of(rows)), rows)
+    assigned, ones, sizes = more_clusters.kmeans(rows, 8)
+    assert (assigned[::2] == assigned[0]).all() and (assigned[1::2] == assigned[1]).all() and assigned[0] != assigned[1]
+    assert sizes.sum() == 40 and ones[assigned[0]].sum() == 20 * 25 and ones[assigned[1]].sum() == 20
+    assert more_clusters.saved_bytes(rows, assigned, ones, sizes, 0.8)[assigned[0]] == 20 * ((32 - 1) // 8)
 
 
 def test_one_cluster_takes_the_papers_bytes():
