@@ -187,9 +187,19 @@ def streamed_weights(results):
         row = max(rows, key=lambda row: row["sms"])
         raw = results.row("weights", arm="raw through hooks", dtype=dtype, prompt=256, rows=row["rows"])
         parts.append(f"{kind(row)}: a token in {percent(row['ms'] / raw['ms'], 0)} of the time of raw weights")
-    plain, coded = (results.row("flexgen_opt", arm=arm) for arm in ("FlexGen", "FlexGen, ibp"))
-    share = percent(coded["token_s"] / plain["token_s"], 0)
-    return listed([*parts, f"FlexGen, FP16: {share} of the time, {percent(coded['savings'])} less host memory"])
+    for plain, coded in flexgen_runs(results):
+        times = [f"a token in {percent(coded['token_s'] / plain['token_s'], 0)} of the time"]
+        if plain.get("request_s"):
+            times.append(f"a request in {percent(coded['request_s'] / plain['request_s'], 0)}")
+        parts.append(f"FlexGen, {kind(plain)}: {', '.join(times)}, {percent(coded['savings'])} less host memory")
+    return listed(parts)
+
+
+def flexgen_runs(results):
+    """(row of FlexGen, row of FlexGen with ibp) of each dtype."""
+    for plain in results.rows("flexgen_opt", arm="FlexGen"):
+        if coded := results.row("flexgen_opt", arm="FlexGen, ibp", dtype=plain["dtype"]):
+            yield plain, coded
 
 
 def cache_rows(results):
@@ -415,8 +425,9 @@ def lookup_headline(results):
 
 
 def weight_headlines(results):
-    plain, coded = (results.row("flexgen_opt", arm=arm)["token_s"] for arm in ("FlexGen", "FlexGen, ibp"))
-    yield "FlexGen", plain / coded, 1.22
+    for plain, coded in flexgen_runs(results):
+        what = "request_s" if plain.get("request_s") else "token_s"
+        yield f"FlexGen {kind(plain)}", plain[what] / coded[what], 1.22
     yield "BF16 weights", token_gain(results, "ibp"), 1.25
 
 
