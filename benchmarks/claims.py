@@ -664,6 +664,21 @@ TABLES = (
     Table("", "kv_rows", f"Tokens by index, {GBPS}, {MISSED}", ROWS, judged),
     Table(
         "",
+        "kv_request",
+        "A request whose heads read a tenth of the tokens in host memory: milliseconds of a layer, and seconds of all, "
+        "reckoned from some layers and tokens",
+        {
+            "layers and request": cell("case"),
+            "arm": cell("arm"),
+            "prompt": cell("prefill_ms", number),
+            "learning": cell("learn_ms", fine_number),
+            "rows of a token": cell("fetch_ms", fine_number),
+            "a token": cell("step_ms", fine_number),
+            "request, s": cell("request_s", real(2)),
+        },
+    ),
+    Table(
+        "",
         "kv_transfer",
         f"Pages packed to a message on a GPU and unpacked there, {GBPS}, {MISSED}, and how many times fewer bytes the "
         "message has",

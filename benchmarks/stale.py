@@ -59,6 +59,7 @@ SOURCES = {
     "gnn_parallel": (*_CACHING, "ibp/distributed"),
     "kv_fetch": _KV,
     "kv_pages": _KV,
+    "kv_request": _KV,
     "kv_rows": _KV,
     "kv_transfer": _KV,
     "large_table": (*_FETCHING, "csrc/cuda/rows/partition.cu"),

@@ -690,6 +690,18 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     assert sorted(words[0] for words in called) == sorted(f"benchmarks.{name}" for name in page | suite.CHOICES.keys())
 
 
+def test_one_claim_takes_its_scripts_alone(monkeypatch, tmp_path):
+    called, before = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(suite, "run_script", lambda name, argv, limit_s: called.append(name))
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert suite.main(["--claim", "ibp", "Figure 11", *argv]) == 0
+    signal.signal(signal.SIGTERM, before)
+    assert called == ["weights", "flexgen_opt"]
+    for paper, item, known in (("ibp", "Table 8", "Table 1"), ("xyz", "Table 1", "dietgpu")):
+        with pytest.raises(SystemExit, match=f"there is no '{item}' of '{paper}'; wanted one of .*{known}"):
+            suite.rows_of(paper, item)
+
+
 def test_a_script_is_stopped_when_its_time_is_over(tmp_path):
     assert suite.run_script("clusters", ["--device", "cpu", "--out", str(tmp_path)], limit_s=0.1) != 0
 
