@@ -114,7 +114,7 @@ def ours(method):
         for x in tensors:
             packed, slots = (_compress(x, method, layout, device) for layout in ("packed", "slots"))
             for table in (packed, slots):
-                harness.check_bits(table.decompress(check=True), x, f"{method}, {table.layout}")
+                harness.check_bits(table.decompress(device=x.device, check=True), x, f"{method}, {table.layout}")
             total.stored_bytes += packed.stored_bytes
             total.metadata_bytes += packed.index_bytes + (packed.codebook.nbytes if packed.codebook else 0)
             total.link_bytes += slots.link_bytes
@@ -135,7 +135,7 @@ def without_list(tensors, device):
     total = Cell(0, None, 0)
     for x in tensors:
         table = compress(x)
-        harness.check_bits(table.decompress(check=True), x, NO_LIST)
+        harness.check_bits(table.decompress(device=x.device, check=True), x, NO_LIST)
         total.stored_bytes += table.stored_bytes
         total.metadata_bytes += table.index_bytes + table.codebook.nbytes
     return total, lambda: [compress(x) for x in tensors]

@@ -124,11 +124,9 @@ def graph_gains(results):
     """Epochs by the CPU's best gather, and by raw rows, over epochs by ibp; and with DGL's sampling, if measured."""
     gains = list(gnn.gains(results.rows("gnn")))
     return (
-        f"epochs {span([gain.epoch for gain in gains])} times as fast as with the CPU's best gather, "
-        f"{statistics.mean(gain.epoch for gain in gains):.2f} on average; "
-        f"{span([gain.raw_epoch for gain in gains])} times as with raw rows by the GPU"
-        + sampled_by_dgl(results)
-        + coded_parts(results)
+        f"epochs, times as fast as by the CPU's best gather: {span([gain.epoch for gain in gains])}, "
+        f"{statistics.mean(gain.epoch for gain in gains):.2f} on average; as by raw rows and the GPU: "
+        f"{span([gain.raw_epoch for gain in gains])}" + sampled_by_dgl(results) + coded_parts(results)
     )
 
 
@@ -159,11 +157,16 @@ def graph_parts(results):
     parts = []
     for name, arm in itertools.product(("cora", "dense 602"), ("raw rows", "ibp")):
         row = results.row("gnn", arm=arm, case=f"{name}, batch 1024")
-        batch_ms, beside_ms = 1e3 * row["epoch_s"] / gnn.EPOCH_BATCHES, row.get("beside_ms")
-        text = f"{name}, {arm}: fetch {row['fetch_ms']:.1f}, train {row['train_ms']:.1f}"
-        text += f", beside fetches {beside_ms:.1f}, wait {max(0, batch_ms - beside_ms):.1f}" if beside_ms else ""
-        parts.append(f"{text} of {batch_ms:.1f} ms")
-    return listed(parts)
+        batch_ms, beside_ms = 1e3 * row["epoch_s"] / gnn.EPOCH_BATCHES, row["beside_ms"]
+        parts.append(
+            f"{name}, {arm}: {', '.join(map(short_number, (row['fetch_ms'], row['train_ms'], beside_ms)))}, "
+            f"{short_number(max(0, batch_ms - beside_ms))} of {short_number(batch_ms)} ms"
+        )
+    return listed(["fetch alone, train alone, train beside fetches, wait:", *parts])
+
+
+def short_number(value):
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def lookups(results):
@@ -225,13 +228,10 @@ def chunk_savings(results):
         for row in rows:
             size = row["chunk_bytes"]
             best[size] = max(row, best.get(size, row), key=lambda row: row["savings"])
-        parts.append(
-            f"{name}, chunks of {', '.join(map(str, best))} B: "
-            f"{', '.join(percent(row['savings']) for row in best.values())}, best at thresholds of "
-            f"{span([row['tau'] for row in best.values()])}; at 1 at most "
-            f"{percent(max(row['savings'] for row in rows if row['tau'] == 1))}"
-        )
-    return listed(parts)
+        saved = "/".join(f"{100 * row['savings']:.1f}" for row in best.values())
+        most = percent(max(row["savings"] for row in rows if row["tau"] == 1))
+        parts.append(f"{name} {saved} %, at {span([row['tau'] for row in best.values()])}; at 1 {most}")
+    return listed([f"{'/'.join(map(str, best))} B, at the best threshold:", *parts])
 
 
 # Gathers of the CPU through pinned memory, by the scripts that measure them: name of the CSV, arm, other columns.
@@ -268,12 +268,10 @@ def cluster_savings(results):
         rows = results.rows("more_clusters", set=name, method="k-means")
         own = results.rows("more_clusters", set=name, method="ibp.compress")
         best, most = (max(found, key=lambda row: row["savings"]) for found in (rows, own))
-        if best["savings"] <= 0 and most["savings"] <= 0:
+        if best["savings"] <= 0:
             continue
-        parts.append(
-            f"{name}: {percent(rows[0]['savings'])}, {percent(best['savings'])} with {best['clusters']}, "
-            f"`ibp.compress` {percent(most['savings'])} with {most['clusters']}"
-        )
+        found = (f"{percent(row['savings'])} ({row['clusters']})" for row in (best, most))
+        parts.append(f"{name} {percent(rows[0]['savings'])}, {', '.join(found)}")
     return listed(parts)
 
 
@@ -300,26 +298,10 @@ def transfer_gains(results):
     for label, rows in [*every.items(), ("all sets", results.rows("transfers"))]:
         gains = means(rows, "arm", "gain")
         codecs = {arm: gain for arm, gain in gains.items() if arm.startswith(NVCOMP) and not arm.endswith("by row")}
-        shown = [arm for arm in ("ibp", "auto", *([max(codecs, key=codecs.get)] if codecs else [])) if arm in gains]
-        texts = (f"{arm.replace(NVCOMP, 'nvCOMP ')} {gains[arm]:.2f}" for arm in shown)
-        parts.append(shown and f"{label}: {', '.join(texts)}")
-    worse = ans_as_floats(results.rows("transfers", arm="nvcomp ans"), results)
-    texts = (f"{name} {percent(floats, 0)}, as bytes {percent(of_bytes, 0)}" for name, floats, of_bytes in worse)
-    note = f"ANS coded sparse sets as floats; of bytes it saves more, at a rate not measured: {'; '.join(texts)}"
-    return listed([*parts, worse and note])
-
-
-def ans_as_floats(rows, results):
-    """(set, savings, savings as bytes by ratio.csv) of rows of nvCOMP's ANS that coded floats as such where coding
-    their bytes saves over 2 points more.
-    """
-    found = []
-    for row in rows:
-        name = {"pubmed": "pubmed_1060rows"}.get(row["case"], row["case"])
-        of_bytes = results.row("ratio", set=name, dtype=row["dtype"], method="nvcomp ANS")
-        if of_bytes and of_bytes["savings"] > row["savings"] + 0.02:
-            found.append((row["case"], row["savings"], of_bytes["savings"]))
-    return found
+        best = [f"{codecs[arm]:.2f} ({arm.removeprefix(NVCOMP)})" for arm in sorted(codecs, key=codecs.get)[-1:]]
+        if rows:
+            parts.append(f"{label} {', '.join([f'{gains[arm]:.2f}' for arm in ('ibp', 'auto')] + best)}")
+    return listed(["ibp, auto, the best codec of nvCOMP:", *parts])
 
 
 def encode_times(results):
@@ -353,29 +335,31 @@ def codec_savings(results):
             [row for name in names for row in results.rows("ratio", set=name, dtype=dtype)], "method", "savings"
         )
         best = max((method for method in saved if method not in ratio.OURS), key=saved.get)
-        parts.append(
-            f"{label}: {percent(saved['paper'])}, planes {percent(saved['planes'])}, {best} {percent(saved[best])}"
-        )
+        parts.append(f"{label} {percent(saved['paper'])}, {percent(saved['planes'])}, {percent(saved[best])} ({best})")
     return listed(parts)
+
+
+def named(row):
+    """A set, and its dtype where that is not FP32."""
+    return row["set"] + ("" if row["dtype"] == "float32" else f" {kind(row)}")
 
 
 def packed_bits(results):
     parts = []
     for name, dtype in SETS[:-1]:
         row = results.row("bits", set=name, dtype=dtype)
-        shares = (f"{100 * row[column]:.1f}" for column in ("bit_pack", "group_pack", "invariant"))
-        parts.append(f"{name} {kind(row)}: {'/'.join(shares)} %")
+        shares = (f"{100 * row[column]:.0f}" for column in ("bit_pack", "group_pack", "invariant"))
+        parts.append(f"{named(row)} {'/'.join(shares)} %")
     return listed(parts)
 
 
 def sampled_ratios(results):
-    """Times smaller with codebooks of 1, 10 and 100 % of the rows."""
+    """Times smaller with codebooks of 1, 10 and 100 % of the rows: the least and the most."""
     parts = []
     for name, dtype in (*SETS[:5], ("V-cache", "float16")):
         rows = results.rows("sampling", set=name, dtype=dtype, scheme="ibp")
         found = {row["sample"]: row["savings"] for row in rows}
-        times = "/".join(f"{1 / (1 - found[share]):.2f}" for share in (0.01, 0.1, 1))
-        parts.append(f"{name} {kind(rows[0])}: {times}")
+        parts.append(f"{named(rows[0])} {span([1 / (1 - found[share]) for share in (0.01, 0.1, 1)])}")
     return listed(parts)
 
 
@@ -391,7 +375,7 @@ def cached_rows(results):
     parts = []
     for case, arms in cases.items():
         raw, coded = (arms[f"{arm}, cache of 1 %"]["held_rows"] for arm in ("raw rows", "ibp"))
-        parts.append(f"{case}: {raw:,} and {coded:,}, {coded / raw:.2f} times")
+        parts.append(f"{case}: {coded / raw:.2f} times {raw:,}")
     return listed(parts)
 
 
@@ -439,10 +423,8 @@ def graph_headlines(results):
 
 def training_beside_fetches(results):
     """Raw rows over coded ones."""
-    arms = [results.row("gnn", arm=arm, case="cora, batch 1024") for arm in ("raw rows", "ibp")]
-    if all(row and row.get("beside_ms") for row in arms):
-        raw, coded = (row["beside_ms"] for row in arms)
-        yield "training", 1 - coded / raw, 0.12
+    raw, coded = (results.row("gnn", arm=arm, case="cora, batch 1024")["beside_ms"] for arm in ("raw rows", "ibp"))
+    yield "training", 1 - coded / raw, 0.12
 
 
 def lookup_headline(results):
@@ -575,7 +557,7 @@ IBP = (
     ),
     Row(
         "Figure 7",
-        "the rate of 100,000 rows as a share of the ideal, in whole sectors; synthetic rows as theirs",
+        "the rate of 100,000 synthetic rows as a share of the ideal, in whole sectors",
         "gather.py",
         "50 to 90 % saved: 1 KB 78 %, 4 KB 86 %, 256 B half of the ideal at the end",
         shares_of_ideal,
@@ -583,7 +565,7 @@ IBP = (
     ),
     Row(
         "Figure 8; headline",
-        "training of GraphSAGE; a random graph of 2.4 million nodes; Legion is not run",
+        "training of GraphSAGE; a random graph of 2.4 million nodes, without Legion",
         "gnn.py",
         "56 % faster than DGL, 74 % than Legion on average",
         graph_gains,
@@ -607,8 +589,7 @@ IBP = (
     ),
     Row(
         "Figure 11; headline",
-        "FlexGen with Gemma-7B's weights in the CPU's memory; a Llama of 7 billion random weights, and FlexGen "
-        "(`flexgen_opt.py`) with OPT",
+        "FlexGen with Gemma-7B's weights in the CPU's memory; a Llama of 7 billion random weights, FlexGen with OPT",
         "weights.py",
         "22 % faster, weights loaded 25 % faster; LLMs 24 % faster",
         streamed_weights,
@@ -617,7 +598,7 @@ IBP = (
     ),
     Row(
         "Figure 12",
-        "InfiniGen with the KV-cache in the CPU's memory; 10 % of the rows of random values, InfiniGen is not run",
+        "InfiniGen, which is not run, with the KV-cache in the CPU's memory; 10 % of random rows",
         "kv_rows.py",
         "up to 37 % less time for KV transfers, 2 % by compression; 27 % for requests; FP16",
         cache_rows,
@@ -634,15 +615,14 @@ IBP = (
     ),
     Row(
         "Figure 14",
-        "copying KV rows with one thread of the CPU and more, GB/s; random BF16 rows",
+        "copying random BF16 rows with one thread of the CPU and more, GB/s",
         "copy_threads.py",
         "faster with more threads, never as fast as by the GPU",
         workers,
     ),
     Row(
         "Figure 15",
-        "net savings by number of clusters: one, the best of more, and the library's; smooth fields in place of the "
-        "asteroid set",
+        "net savings with one cluster, the best number, and that of `ibp.compress`; smooth fields for the asteroid set",
         "more_clusters.py",
         "Reddit 12.0 % with one, 12.7 % with 477; asteroid 47 % with 13,725",
         cluster_savings,
@@ -650,7 +630,7 @@ IBP = (
     ),
     Row(
         "Table 1",
-        "how many times as fast as raw tensors they are fetched and decoded",
+        "times as fast as raw tensors, decoding included",
         "transfers.py",
         "sparse: Cascaded 8.6, IBP 9.7; dense FP32 1.2; DLRM 1.1; KV FP16 1.02, BF16 1.27; weights BF16 1.32",
         transfer_gains,
@@ -658,7 +638,7 @@ IBP = (
     ),
     Row(
         "Table 2",
-        "savings: the paper's choice, `planes`, and the best other codec by blocks of 64 KiB",
+        "savings: the paper's choice, `planes`, the best other codec by blocks of 64 KiB",
         "ratio.py",
         "sparse: zstd 93.4 %, IBP 92.9; dense FP32 10.4; DLRM 8.3; KV FP16 4.5, BF16 23.4; weights BF16 26.7",
         codec_savings,
@@ -1002,14 +982,13 @@ def cut_off(rows):
 
 def densities_of_pools(results):
     """How many are denser than the layer before, at the end."""
-    parts = []
-    for net in nets(results):
+    pairs, found = [], nets(results)
+    for net in found:
         rows = results.rows("densities", net=net)
         end = max(row["progress"] for row in rows)
         layers = [(row["layer"], row["density"]) for row in rows if row["progress"] == end]
-        pairs = [(layers[i - 1][1], density) for i, (name, density) in enumerate(layers) if name.startswith("pool")]
-        parts.append(f"{net}: {sum(pool >= before for before, pool in pairs)} of {len(pairs)} pools")
-    return listed(parts)
+        pairs += [(layers[i - 1][1], density) for i, (name, density) in enumerate(layers) if name.startswith("pool")]
+    return f"{sum(pool >= before for before, pool in pairs)} of {len(pairs)} pools, nets: {len(found)}"
 
 
 def net_sparsity(results):
@@ -1064,28 +1043,28 @@ def times_smaller(rows, column):
 
 def layout_ratios(results):
     """Times smaller by order of memory: the mean of the nets, and the layer that shrinks most."""
-    parts = []
+    parts, columns = [], []
     for layout in densities.LAYOUTS:
         found = ratios_at_the_end(results, layout, "float32").values()
         columns = [column for column in RATIO_COLUMNS if all(column in row for rows in found for row in rows)]
         texts = (
-            f"{column} {statistics.mean(times_smaller(rows, column) for rows in found):.2f}"
+            f"{statistics.mean(times_smaller(rows, column) for rows in found):.2f}"
             + (f" (most {max(row[column] for rows in found for row in rows):.1f})" if column == "zvc" else "")
             for column in columns
         )
         parts.append(f"{layout}, nets: {len(found)}: {', '.join(texts)}")
-    return listed(parts)
+    return listed([", ".join(columns), *parts])
 
 
 def net_ratios(results):
     """Times smaller of each net in BF16."""
-    parts = []
+    parts, columns = [], []
     for net, rows in ratios_at_the_end(results, "NCHW", "bfloat16").items():
         columns = [column for column in RATIO_COLUMNS if column in rows[0]]
-        texts = ", ".join(f"{column} {times_smaller(rows, column):.2f}" for column in columns)
+        texts = ", ".join(f"{times_smaller(rows, column):.2f}" for column in columns)
         when = "" if rows[0]["progress"] == 1 else f", after {percent(rows[0]['progress'], 0)} of the steps"
         parts.append(f"{net}{when}: {texts}")
-    return listed(parts)
+    return listed([", ".join(columns), *parts])
 
 
 def offload_steps(results):
@@ -1317,8 +1296,8 @@ def spilled_reads(results):
     for row, alone in decoded_spills(results):
         shares = "/".join(f"{100 * share_by_link(row, alone, link):.0f}" for link in LINKS_GBPS)
         parts.append(
-            f"{percent(row['spilled'], 0)} spilled: {percent(row['gbps'] / alone['gbps'], 0)}, "
-            f"{percent(row['gbps'] / row['ideal_gbps'], 0)}; reckoned {shares} %"
+            f"{percent(row['spilled'], 0)}: {percent(row['gbps'] / alone['gbps'], 0)}, "
+            f"{percent(row['gbps'] / row['ideal_gbps'], 0)}; {shares} %"
         )
     return listed(parts)
 
@@ -1333,7 +1312,7 @@ def headline_of_spill(results):
     rates = [row["gbps"] / alone["gbps"] for _, row, alone in reads(results) if row["spilled"] == 0]
     nets = profiles(
         results,
-        lambda row: f"decoded at {percent(row['gbps'] / row['ideal_gbps'], 0)} of what memory and link allow",
+        lambda row: f"decoded at {percent(row['gbps'] / row['ideal_gbps'], 0)} of the bound",
     )
     return listed([nets, f"tables without spilled rows: {span(rates)} times the rate of the same table on the GPU"])
 
@@ -1422,10 +1401,9 @@ def gathers(*links):
             found = {row["arm"]: row for row in rows if row["mib"] == most}
             coded = max(found[arm]["over_torch"] for arm in ("default", "fast") if arm in found)
             parts.append(
-                f"{link}, {what}: NCCL {number(found['torch']['gbps'])} GB/s, `auto` "
-                f"{found['auto']['over_torch']:.2f} times, always coded {coded:.2f}"
+                f"{link}, {what}: {number(found['torch']['gbps'])}, {found['auto']['over_torch']:.2f}, {coded:.2f}"
             )
-        return listed(parts)
+        return listed(["NCCL's GB/s, times by `auto`, by coding always", *parts])
 
     return ours
 
@@ -1438,11 +1416,9 @@ def typed_columns(results):
     parts = []
     for name in ("sorted ids with runs", "dates", "strings"):
         found = ((label, results.row("choose", case=name, arm=arm)) for arm, label in TYPED_CODECS.items())
-        texts = (
-            f"{label} {1 / (1 - row['savings']):.1f}, {fine_number(row['gbps'])} GB/s" for label, row in found if row
-        )
+        texts = (f"{label} {1 / (1 - row['savings']):.1f}, {fine_number(row['gbps'])}" for label, row in found if row)
         parts.append(f"{name}: " + "; ".join(texts))
-    return listed(parts)
+    return listed(["times smaller, GB/s:", *parts])
 
 
 def best_gather(theirs, *links):
@@ -1528,9 +1504,12 @@ def csvs_of(name, results):
 
 
 def measured_at(csvs):
-    """ "gather@0b5237c10e, ...": of {CSV: rows}, the commits that rows name."""
-    commits = {csv: in_order(row["commit"][:10] for row in rows if row.get("commit")) for csv, rows in csvs.items()}
-    return ", ".join("@".join([csv, *found]) for csv, found in commits.items() if found)
+    """ "0b5237c10e: gather, ...": of {CSV: rows}, the commits that rows name."""
+    found = {}
+    for csv, rows in csvs.items():
+        for commit in in_order(row["commit"][:10] for row in rows if row.get("commit")):
+            found.setdefault(commit, []).append(csv)
+    return "; ".join(f"{commit}: {', '.join(of)}" for commit, of in found.items())
 
 
 def table(name, results):
