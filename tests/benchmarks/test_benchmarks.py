@@ -820,13 +820,13 @@ def test_ndzip_is_a_method_where_a_clone_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("IBP_NDZIP", str(tmp_path))
     measure = ratio.methods_for(torch.float16, on_gpu=False)[ratio.NDZIP]
     assert ratio.NDZIP not in ratio.methods_for(torch.int8, on_gpu=False)
-    with pytest.raises(FileNotFoundError, match="no src/ndzip/common.cc; wanted a clone of ndzip"):
+    with pytest.raises(FileNotFoundError, match="no src/ndzip/cpu_codec.inl; wanted a clone of ndzip"):
         measure([torch.zeros(2, 2)], None)
     (tmp_path / "src" / "ndzip").mkdir(parents=True)
-    for name in ("common.cc", "cpu_factory.cc", "cpu_codec.inl"):
+    for name in ("common.cc", "cuda_codec.inl", "cpu_codec.inl"):
         (tmp_path / "src" / "ndzip" / name).touch()
-    assert len(list(ndzip.sources_of(tmp_path))) == 2 + 6
-    monkeypatch.setattr(ndzip, "library", lambda repository: HalvedWords)
+    assert "{size}" in ndzip.source_of(tmp_path, False) and '"cuda_codec.inl"' in ndzip.source_of(tmp_path, True)
+    monkeypatch.setattr(ndzip, "library", lambda clone, on_gpu: HalvedWords)
     assert measure([torch.ones(4, 4), torch.ones(2, 2)], None)[0].stored_bytes == 32 + 8
     monkeypatch.setattr(HalvedWords, "decode", lambda *arguments: None)
     with pytest.raises(AssertionError, match="ndzip: bits differ"):
@@ -847,8 +847,8 @@ class HalvedWords:
         HalvedWords.words_at(to, size // 2)[:] = HalvedWords.words_at(source, size)[::2]
         return size // 2
 
-    def decode(size, source, num_words, to):
-        HalvedWords.words_at(to, size)[:] = [w for w in HalvedWords.words_at(source, num_words) for _ in range(2)]
+    def decode(size, source, to):
+        HalvedWords.words_at(to, size)[:] = [w for w in HalvedWords.words_at(source, size // 2) for _ in range(2)]
 
 
 def test_ratio_shows_and_judges_savings():

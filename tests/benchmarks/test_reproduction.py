@@ -22,6 +22,7 @@ from benchmarks import (
     harness,
     inputs,
     more_clusters,
+    ndzip,
     papers,
     ratio,
     reading,
@@ -120,6 +121,34 @@ def test_transfers_by_codec(two_sets, tmp_path):
     assert [row["dtype"] for row in rows[::5]] == ["bfloat16", "float16", "float32"]
     assert all(float(row["gain"]) == 1 for row in rows if row["arm"].startswith("raw"))
     assert all(float(row["encode_ms"]) > 0 for row in rows if not row["arm"].startswith("raw"))
+
+
+class PlainCoder:
+    """Stands in for ndzip's: keeps the bytes as they are."""
+
+    def __init__(self, num_bytes, device):
+        self.num_bytes = num_bytes
+
+    def room(self, data):
+        return torch.empty(self.num_bytes, dtype=torch.uint8)
+
+    def encode(self, data, room):
+        return room.copy_(data)
+
+    def decode(self, coded, out):
+        out.copy_(coded)
+
+
+def test_transfers_by_ndzip_stand_beside_the_others(two_sets, tmp_path, monkeypatch):
+    monkeypatch.delenv("IBP_NDZIP", raising=False)
+    assert transfers.main(["--ndzip", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 2
+    monkeypatch.setenv("IBP_NDZIP", str(tmp_path))
+    monkeypatch.setattr(ndzip, "GpuCoder", PlainCoder)
+    raw = transfers.RAW_ROWS
+    monkeypatch.setattr(transfers, "measure_codecs", lambda case: transfers.measure_rows(case, raw, scheme="raw"))
+    arms = [[row["arm"] for row in run_quickly("transfers", tmp_path, *options)] for options in ([], ["--ndzip"], [])]
+    assert arms[0] == 3 * ["raw copy_", raw] and arms[1] == 3 * [raw] + 3 * ["raw copy_", "ndzip"]
+    assert arms[2] == 3 * ["ndzip"] + arms[0]
 
 
 def test_sets_of_transfers(monkeypatch, tmp_path):
