@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 
 import ibp
-from ibp._machine import memory as _memory
 
 from . import families, harness, ideal
 
@@ -121,12 +120,9 @@ class RawPools:
 
     def __init__(self, run, shape):
         self.shape, self.heads = shape, torch.arange(shape.heads, device=run.device).unsqueeze(1)
-        num_bytes = shape.places * shape.width * DTYPE.itemsize
+        size = (shape.places * shape.heads, shape.dim)
         self.pools = [
-            [
-                _memory.empty(num_bytes, torch.device("cpu"), pin=run.on_gpu).view(DTYPE).view(-1, shape.dim)
-                for _ in range(2)
-            ]
+            [torch.empty(size, dtype=DTYPE, pin_memory=run.on_gpu) for _ in range(2)]
             for _ in range(shape.measured_layers)
         ]
         self.tables = [[ibp.compress(pool, scheme="raw", inplace=True) for pool in pools] for pools in self.pools]
