@@ -1,11 +1,14 @@
 """What does it cost to keep activations out of a GPU's memory between the forward and the backward pass?
 
-    python -m benchmarks.activations [--out DIR] [--device cpu] [--quick] [--nets NAME,NAME] [--arms ARM,ARM]
+    python -m benchmarks.activations [--batches] [--out DIR] [--device cpu] [--quick] [--nets NAME,NAME]
+        [--arms ARM,ARM]
 
 Steps (forward and backward pass, no optimizer) of the nets of nets.py in BF16: `plain`; `recomputed`, each block by
 torch.utils.checkpoint; `ibp`; `raw`, `ibp.offload_activations(coded=False)`; `recomputed + ibp`, where the inputs of
-blocks leave; `on the device`, `memory="device"`; `save_on_cpu`, torch's own hooks with pinned memory. The first steps
-of each arm, in which it learns and pins memory, do not count.
+blocks leave; `on the device`, `memory="device"`; `ibp by 16 SMs`, `max_sms=16`; `save_on_cpu`, torch's own hooks with
+pinned memory; `zero values`, such hooks with cDMA's zero-value compression by torch's operations. The first steps of
+each arm, in which it learns and pins memory, do not count. `coding beside by N SMs`: 256 MiB of ReLU's outputs are
+coded on N multiprocessors while a plain step runs; `gbps` is the rate beside it, `ideal_gbps` alone.
 `saved_gb` are the bytes that leave or are coded, `sent_gb` those over the link each way, `peak_gb` what a step takes of
 the GPU's memory at most beyond weights and input, `freed_gb` how much less that is than plain's. `bound_ms` is the
 larger of the plain step and the time of sent_gb over the link and back. `times_smaller` are saved bytes over sent ones,
@@ -15,7 +18,8 @@ bits, the lower ones as they are; of int64, as they are coded.
 Wanted of `ibp`: a step of at most 1.1 times bound_ms, 3 times as fast as `save_on_cpu`, where the link binds some times
 as fast as `raw`, and saved bytes some times smaller; of `on the device`: a lower peak than plain's.
 
-`--nets` and `--arms` measure these and `plain`, and keep the other rows of the CSV.
+`--nets` and `--arms` measure these and `plain`, and keep the other rows of the CSV. `--batches` measures the rows of
+`ARM in 4 GB` alone: the largest batch (`rows`) that trains where torch may take 4 GB of the GPU, and its step.
 
 Before it is timed, an arm's gradients are compared with plain's bit for bit, where plain's own are the same every time
 with torch's deterministic algorithms (`checked` is `gradients`, plain's `repeats`); else every saved tensor that comes
@@ -24,6 +28,7 @@ back is (`saved tensors`, plain's `differs`). Weights are random.
 
 import argparse
 import contextlib
+import functools
 import gc
 import os
 import statistics
@@ -49,37 +54,48 @@ COLUMNS = (
     *("times_smaller", "wanted_times_smaller", "most_times_smaller", "met"),
 )
 PLAIN, SAVE_ON_CPU, RAW, RECOMPUTED, IBP = "plain", "save_on_cpu", "raw", "recomputed", "ibp"
-ON_DEVICE, RECOMPUTED_IBP = "on the device", "recomputed + ibp"
+ON_DEVICE, RECOMPUTED_IBP, ZERO_VALUES = "on the device", "recomputed + ibp", "zero values"
+FEW_SMS = 16
+IBP_FEW, BESIDE = f"ibp by {FEW_SMS} SMs", "coding beside by "
+BESIDE_NETS, BESIDE_SMS, BESIDE_CODINGS = ("ResNet-50", "SwiGLU 4096"), (8, 16, 32), 4  # codings at least
+BESIDE_BYTES, QUEUED_CYCLES = 256 << 20, 200_000_000  # so that few launches, and about 0.1 s, queue all of them
+CAPPED_GB = 4
+CAPPED = f" in {CAPPED_GB} GB"  # at the end of an arm's name
+CAPPED_NETS, CAPPED_ARMS = ("ResNet-50", "VGG16"), (PLAIN, RECOMPUTED, IBP, ON_DEVICE)
+QUICK_NETS = ("ReLU RNN 32",)
+BATCHES, QUICK_BATCHES = (32, 64, 80, 96, 128, 192, 256, 384, 512), (2, 4)
+BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)  # of a byte
 LEARNING_STEPS, TIMED_STEPS = 3, 3
 REPEATS = 5  # of a plain step, whose gradients may be other ones every time
 SAMPLED_ROWS = 4096  # 16 MiB of a tensor, for its entropy
-OFFLOADS = (IBP, RAW, RECOMPUTED_IBP, ON_DEVICE)
+OFFLOADS = (IBP, RAW, RECOMPUTED_IBP, ON_DEVICE, IBP_FEW, ZERO_VALUES)
 STEP_SHARE, TIMES_SAVE_ON_CPU = 1.1, 3.0  # wanted of a step, over bound_ms; over save_on_cpu
 GB = 1e9
-
-
-def dtype_on(device):
-    """BF16, or FP32 on a CPU, many of which take long for BF16."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @dataclass(frozen=True)
 class Case:
     """A net and its input. wanted: times the raw hooks' rate, where the link binds. smaller: times that saved bytes are
-    to become."""
+    to become. dtype: on a GPU."""
 
     name: str
     make: object
     shape: tuple
     wanted: float | None = None
     smaller: float | None = None
+    dtype: torch.dtype = torch.bfloat16
 
-    def build(self, device):
+    def dtype_on(self, device):
+        """FP32 on a CPU, many of which take long for BF16."""
+        return self.dtype if device.type == "cuda" else torch.float32
+
+    def build(self, device, batch=None):
+        """The net, and a batch of the case's size or another one."""
         torch.manual_seed(0)
-        dtype = dtype_on(device)
+        dtype = self.dtype_on(device)
         with torch.device(device):
             net = self.make().to(dtype)
-        x = torch.randn(self.shape, dtype=dtype, device=device)
+        x = torch.randn(batch or self.shape[0], *self.shape[1:], dtype=dtype, device=device)
         if x.dim() == 4:
             net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         return net, x
@@ -93,10 +109,15 @@ CASES = (
     Case("AlexNet", nets.alexnet, (256, 3, 224, 224), None, 3.1),
     Case("SwiGLU 8192", lambda: nets.llama(1, 8192, 28672, 64), (1, 4096, 8192), 1.35, 1.51),
     Case("ReLU squared 8192", lambda: nets.llama(1, 8192, 28672, 64, "relu2"), (1, 4096, 8192), None, 1.86),
+    *(
+        Case(name, lambda kind=kind: nets.Blocks([nets.Recurrent(kind, 1024, 2)]), (64, 512, 1024), dtype=torch.float16)
+        for name, kind in (("LSTM 1024", "lstm"), ("ReLU RNN 1024", "relu"))  # FP16, which cuDNN takes everywhere
+    ),
 )
 QUICK_CASES = (
     Case("AlexNet", lambda: nets.alexnet(10, 0.1, 63), (4, 3, 63, 63)),
     Case("SwiGLU 64", lambda: nets.llama(1, 64, 176, 4), (2, 64, 64), 1.35),
+    Case("ReLU RNN 32", lambda: nets.Blocks([nets.Recurrent("relu", 32)]), (4, 32, 32)),
 )
 
 
@@ -115,8 +136,66 @@ def arms(run):
         RAW: lambda: ibp.offload_activations(coded=False, **options),
         RECOMPUTED_IBP: lambda: ibp.offload_activations(**options),
         ON_DEVICE: lambda: ibp.offload_activations(memory="device", **options),
+        IBP_FEW: lambda: ibp.offload_activations(max_sms=FEW_SMS, **options),
+        ZERO_VALUES: lambda: ZeroValues(run),
         SAVE_ON_CPU: lambda: save_on_cpu(pin_memory=run.on_gpu),
     }
+
+
+class ZeroValues(saved_tensors_hooks):
+    """cDMA's zero-value compression (section V-A) by torch's operations: of a tensor a bit an element and the elements
+    that are not zero go to pinned memory. As by `save_on_cpu`, they come back when they are asked for."""
+
+    pinned_bytes = 0  # torch's allocator has it
+
+    def __init__(self, run):
+        self.least_bytes, self.is_pinned = least_bytes(run), run.on_gpu
+        self.bits = torch.tensor(BIT_VALUES, dtype=torch.uint8, device=run.device)
+        self.reset_stats()
+        super().__init__(self._pack, self._unpack)
+
+    def reset_stats(self):
+        self.saved = self.sent = 0
+
+    def stats(self):
+        return offload.ActivationStats(coded_bytes=self.saved, sent_bytes=self.sent)
+
+    def _pack(self, x):
+        is_large = spans.is_plain(x) and x.nbytes >= self.least_bytes and x.itemsize in (2, 4)
+        found = spans.span_of(x) if is_large and not spans.is_of_parameter(x) else None
+        if found is None:
+            return spans.UnchangedTensor.of(x)
+        span, view = found
+        with torch.no_grad():
+            words = spans.bytes_of(x.detach(), span).view(torch.int16 if x.itemsize == 2 else torch.int32)
+            flags, values = encoded_zeros(words, self.bits)
+        self.saved += words.nbytes
+        self.sent += flags.nbytes + values.nbytes
+        return view, words.numel(), *(self._sent(part) for part in (flags, values))
+
+    def _sent(self, part):
+        return torch.empty_like(part, device="cpu", pin_memory=self.is_pinned).copy_(part, non_blocking=True)
+
+    def _unpack(self, saved):
+        if isinstance(saved, spans.UnchangedTensor):
+            return saved.get()
+        view, count, *parts = saved
+        flags, values = (part.to(self.bits.device, non_blocking=True) for part in parts)
+        with torch.no_grad():
+            return view.of(decoded_zeros(flags, values, count, self.bits).view(torch.uint8))
+
+
+def encoded_zeros(words, bits):
+    """(a bit for each of some words, in bytes; the words that are not zero). bits: BIT_VALUES on their device."""
+    is_kept = words != 0
+    flags = torch.nn.functional.pad(is_kept, (0, -len(words) % 8)).view(-1, 8) * bits
+    return flags.sum(1, dtype=torch.uint8), words[is_kept]
+
+
+def decoded_zeros(flags, values, count, bits):
+    """The count words that `encoded_zeros` has coded."""
+    is_kept = (flags[:, None] & bits).view(-1)[:count] != 0
+    return torch.zeros(count, dtype=values.dtype, device=values.device).masked_scatter_(is_kept, values)
 
 
 # ---- what is checked -----------------------------------------------------------------------------------------------
@@ -267,7 +346,7 @@ class Measured:
             run.sync()
 
     def _seconds(self, run, net, x, context):
-        if isinstance(context, ibp.ActivationOffload):
+        if hasattr(context, "reset_stats"):
             context.reset_stats()
         seconds = run._wall_seconds(lambda: step(net, x, context))
         net.zero_grad()
@@ -302,9 +381,139 @@ def measure(run, case, names):
             found[arm] = Measured(run, net, x, arm, make(), plain)
         net.zero_grad()
         clean(run)
+    if case.name in (QUICK_NETS if run.quick else BESIDE_NETS):
+        measure_beside(run, case, net, x, found[PLAIN].step_ms, names)
     most = most_times_smaller(net, x, least_bytes(run)) if IBP in found else None
     for arm, of in found.items():
         record(run, case, arm, of, found, most)
+
+
+def relu_outputs(run):
+    """A ReLU's outputs, uint8, and how to code them."""
+    count = coding.PIECE_BYTES // 1024 if run.quick else BESIDE_BYTES
+    x = torch.randn(count // 2, device=run.device).relu().bfloat16()
+    data = x.view(torch.uint8)
+    return data, coding.learn(data, spans.span_of(x)[1])
+
+
+def measure_beside(run, case, net, x, plain_ms, names):
+    """A ReLU's outputs, coded again and again while a plain step runs, for about its time."""
+    data, recipe = relu_outputs(run)
+    memory = torch.empty(coding.memory_bytes(data.numel()), dtype=torch.uint8, device=run.device)
+    for sms in BESIDE_SMS:
+        arm = f"{BESIDE}{sms} SMs"
+        if names is not None and arm not in names:
+            continue
+        with run.cell(f"{case.name}, {arm}"):
+            alone_s = run.seconds([lambda sms=sms: coding.encode(data, recipe, memory, sms)])
+            count = max(BESIDE_CODINGS, round(1e-3 * plain_ms / alone_s))
+            call = functools.partial(coding.encode, data, recipe, memory, sms)
+            times = [beside(run, net, x, call, count) for _ in range(TIMED_STEPS)]
+            step_s, coding_s = (statistics.median(of) for of in zip(*times))
+            run.add(
+                case=case.name,
+                arm=arm,
+                rows=count,
+                row_bytes=data.numel(),
+                dtype=torch.bfloat16,
+                savings=1 - recipe.coded_share,
+                gbps=1e-9 * count * data.numel() / coding_s,
+                ideal_gbps=1e-9 * data.numel() / alone_s,
+                sms=sms,
+                step_ms=harness.four_digits(1e3 * step_s),
+                bound_ms=harness.four_digits(plain_ms),
+            )
+
+
+def beside(run, net, x, call, count):
+    """(seconds of a plain step, seconds of count calls), on streams of their own that begin together, once the host has
+    queued both."""
+
+    def calls():
+        for _ in range(count):
+            call()
+
+    if not run.on_gpu:
+        return tuple(run._wall_seconds(work) for work in (lambda: step(net, x, contextlib.nullcontext()), calls))
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    begun, stepped, coded = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    run.sync()
+    torch.cuda._sleep(QUEUED_CYCLES)
+    begun.record(main)
+    side.wait_event(begun)
+    with torch.cuda.stream(side):
+        calls()
+        coded.record(side)
+    step(net, x, contextlib.nullcontext())
+    stepped.record(main)
+    run.sync()
+    net.zero_grad()
+    return 1e-3 * begun.elapsed_time(stepped), 1e-3 * begun.elapsed_time(coded)
+
+
+# ---- larger batches ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def capped(run):
+    """torch may take CAPPED_GB of the GPU's memory."""
+    if not run.on_gpu:
+        yield
+        return
+    total = torch.cuda.get_device_properties(run.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(CAPPED_GB * GB / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def largest_batch(run, case, arm):
+    """(batch, milliseconds of its step): the largest that trains."""
+    found = None
+    for batch in QUICK_BATCHES if run.quick or not run.on_gpu else BATCHES:
+        try:
+            net, x = case.build(run.device, batch)
+            net.recompute, context = arm == RECOMPUTED, arms(run)[arm]()
+            for _ in range(LEARNING_STEPS - 1):
+                step(net, x, context)
+                net.zero_grad()
+            times = [run._wall_seconds(lambda: step(net, x, context)) for _ in range(TIMED_STEPS)]
+            found = batch, 1e3 * statistics.median(times)
+        except torch.OutOfMemoryError:
+            break
+        finally:
+            net = x = context = None
+            gc.collect()
+            if run.on_gpu:
+                torch.cuda.empty_cache()
+    if found is None:
+        raise AssertionError(f"no batch of {case.name} trains, {arm}{CAPPED}")
+    return found
+
+
+def measure_batches(run, case):
+    """Buddy Compression's figure 13: what memory for larger batches gains."""
+    row_bytes = case.dtype_on(run.device).itemsize * torch.Size(case.shape[1:]).numel()
+    plain_gbps = None
+    for arm in CAPPED_ARMS:
+        with run.cell(f"{case.name}, {arm}{CAPPED}"), capped(run):
+            batch, ms = largest_batch(run, case, arm)
+            gbps = 1e-6 * batch * row_bytes / ms
+            plain_gbps = plain_gbps or gbps
+            run.add(
+                case=case.name,
+                arm=arm + CAPPED,
+                rows=batch,
+                row_bytes=row_bytes,
+                dtype=case.dtype_on(run.device),
+                savings=0.0,
+                gbps=gbps,
+                ideal_gbps=plain_gbps,
+                sms=None,
+                step_ms=harness.four_digits(ms),
+            )
+        clean(run)
 
 
 def judged_ibp(case, of, found, bound, most):
@@ -350,8 +559,8 @@ def record(run, case, arm, of, found, most):
         case=case.name,
         arm=arm,
         rows=case.shape[0],
-        row_bytes=dtype_on(run.device).itemsize * torch.Size(case.shape[1:]).numel(),
-        dtype=dtype_on(run.device),
+        row_bytes=case.dtype_on(run.device).itemsize * torch.Size(case.shape[1:]).numel(),
+        dtype=case.dtype_on(run.device),
         savings=1 - of.sent / of.saved if of.sent else 0.0,
         gbps=max(of.saved, 1) * 1e-6 / of.step_ms,
         ideal_gbps=max(of.saved, 1) * 1e-6 / bound,
@@ -379,28 +588,35 @@ def shortfalls(rows):
 
 
 def named(argv):
-    """(names of the nets and of the arms to measure, None for all; the other arguments)."""
+    """(names of the nets and of the arms to measure, None for all; whether batches are; the other arguments)."""
     parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--batches", action="store_true")
     for name in ("--nets", "--arms"):
         parser.add_argument(name, type=lambda text: text.split(","))
     found, others = parser.parse_known_args(argv)
-    return found.nets, found.arms, others
+    return found.nets, found.arms, found.batches, others
 
 
 def main(argv=None):
-    names, arm_names, others = named(argv)
+    names, arm_names, batches, others = named(argv)
     args = harness.parse_args(others, __doc__)
 
     def is_kept(row):
         is_other_arm = arm_names is not None and row["arm"] not in (PLAIN, *arm_names)
-        return is_other_arm or (names is not None and row["case"] not in names)
+        is_of_batches = row["arm"].endswith(CAPPED)
+        return is_of_batches != batches or is_other_arm or (names is not None and row["case"] not in names)
 
     run = harness.Run("activations", args, COLUMNS, keep=is_kept)
+    if batches:
+        run.scratch = None  # which would take of the cap
     for case in QUICK_CASES if run.quick or not run.on_gpu else CASES:
         if names is not None and case.name not in names:
             continue
         with run.cell(case.name):
-            measure(run, case, arm_names)
+            if not batches:
+                measure(run, case, arm_names)
+            elif case.name in (QUICK_NETS if run.quick else CAPPED_NETS):
+                measure_batches(run, case)
         clean(run)
     return run.finish(shortfalls(run.rows))
 

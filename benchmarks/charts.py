@@ -1,12 +1,16 @@
-"""Draws overview.png, the chart of README.md, experts.png, that of docs/llm.md, and columns.png, that of
-docs/reproduction.md, from the CSVs: `python -m benchmarks.charts [--out DIR]`.
+"""Draws overview.png, the chart of README.md, experts.png, that of docs/llm.md, columns.png, that of
+docs/reproduction.md, and activation_maps.png and entries.png, those of PAPERS.md, from the CSVs:
+`python -m benchmarks.charts [--out DIR]`.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
-from . import harness, reading
+import numpy as np
+
+from . import bpc, harness, reading
 from .reading import NORMAL, SYNTHETIC
 
 try:
@@ -91,7 +95,7 @@ def device_rates(codec):
     return {
         "copy_ of the tensor": next(row["gbps"] for row in codec if (row["case"], row["arm"]) == ("device", "copy_")),
         "the paper's code, its best": reading.paper_rates("device")[0]["gbps"],
-        "nvCOMP ANS": best["nvcomp ANS decode"],
+        "nvCOMP ANS": max(gbps for arm, gbps in best.items() if arm.startswith("nvcomp ANS decode")),
         IBP: max(best["planes decode"], best["planes decode packed"]),
     }
 
@@ -155,10 +159,7 @@ def draw(directory):
     figure.legend(*labels, fontsize=8, ncols=4, loc="outside lower center", frameon=False)
     commits = ", ".join(reading.in_order(row["commit"][:10] for row in gather))
     figure.suptitle(f"What ibp gains ({gather[0]['gpu']}, torch {gather[0]['torch']}, commit {commits})", fontsize=10)
-    path = Path(directory) / "overview.png"
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    print(path)
+    save(figure, directory, "overview", 130)
 
 
 def smoothed(values, window=16):
@@ -192,10 +193,7 @@ def draw_experts(directory):
         f"8 of 128 experts a token, a cache of {share:.0%} of their raw bytes (commit {rows[0]['commit'][:10]})",
         fontsize=10,
     )
-    path = Path(directory) / "experts.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    print(path)
+    save(figure, directory, "experts", 110)
 
 
 CODECS = {"nvcomp:lz4": ("LZ4", "#5d8c3e"), "nvcomp:cascaded": ("Cascaded", "#b5453c"), "planes": ("planes", "#1f5fa8")}
@@ -220,8 +218,62 @@ def draw_columns(directory):
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)
     panel.set_title(f"A point a set ({rows[0]['gpu']}, torch {rows[0]['torch']})", fontsize=10, loc="left")
-    path = Path(directory) / "columns.png"
-    figure.savefig(path, dpi=100)
+    save(figure, directory, "columns")
+
+
+def mosaic(row):
+    """The maps of a row of activation_maps.csv beside each other, zeros black."""
+    shape = row["channels"], row["height"], row["width"]
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(row["map"]), np.uint8))[: math.prod(shape)].reshape(shape)
+    return np.hstack([np.pad(channel, 1, constant_values=1) for channel in bits])
+
+
+def draw_maps(directory):
+    """Writes activation_maps.png: which outputs of AlexNet are zero, by layer and progress of training."""
+    rows = reading.Results(Path(directory)).rows("activation_maps")
+    if plt is None or not rows:
+        print("no chart of activations: " + ("activation_maps.csv is missing" if plt else "matplotlib is missing"))
+        return
+    layers, shares = (reading.in_order(row[name] for row in rows) for name in ("layer", "progress"))
+    size = 2.4 * len(shares), 0.5 * len(layers)
+    figure, panels = plt.subplots(len(layers), len(shares), figsize=size, layout="constrained", squeeze=False)
+    for row in rows:
+        panel = panels[layers.index(row["layer"]), shares.index(row["progress"])]
+        panel.imshow(mosaic(row), cmap="gray", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    for panel in panels.flat:
+        panel.set_xticks([])
+        panel.set_yticks([])
+    for layer, panel in zip(layers, panels[:, 0]):
+        panel.set_ylabel(layer, fontsize=7, rotation=0, ha="right", va="center")
+    for share, panel in zip(shares, panels[0]):
+        panel.set_title(f"trained {reading.percent(share, 0)}", fontsize=8)
+    save(figure, directory, "activation_maps")
+
+
+def draw_entries(directory):
+    """Writes entries.png: bytes of each entry under bit-plane compression, a line a page."""
+    rows = reading.Results(Path(directory)).rows("entries")
+    if plt is None or not rows:
+        print("no chart of entries: " + ("entries.csv is missing" if plt else "matplotlib is missing"))
+        return
+    programs = reading.in_order(row["program"] for row in rows)
+    figure, panels = plt.subplots(1, len(programs), figsize=(2 * len(programs), 4), layout="constrained", squeeze=False)
+    for program, panel in zip(programs, panels[0]):
+        own = [row for row in rows if row["program"] == program]
+        sizes = [[bpc.SIZES[int(digit)] for digit in row["sizes"]] for row in own]
+        image = panel.imshow(
+            sizes, cmap="coolwarm", vmin=0, vmax=bpc.ENTRY_BYTES, aspect="auto", interpolation="nearest"
+        )
+        panel.set_title(f"{program}, {own[0]['times_smaller']:.2f} times", fontsize=8)
+        panel.set_xticks([])
+        panel.set_yticks([])
+    figure.colorbar(image, ax=panels[0, -1], label="bytes of an entry of 128")
+    save(figure, directory, "entries")
+
+
+def save(figure, directory, name, dpi=100):
+    path = Path(directory) / f"{name}.png"
+    figure.savefig(path, dpi=dpi)
     plt.close(figure)
     print(path)
 
@@ -233,6 +285,8 @@ def main(argv=None):
     draw(directory)
     draw_experts(directory)
     draw_columns(directory)
+    draw_maps(directory)
+    draw_entries(directory)
     return 0
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from . import charts, codec, harness, papers, ratio, reproduction
+from . import activations, charts, codec, harness, papers, ratio, reproduction, spill
 from .reading import (
     NORMAL,
     NVCOMP,
@@ -182,7 +182,14 @@ GBPS = "GB/s of original bytes"
 MISSED = "in brackets the target where it is missed"
 CODERS = {  # arms of codec.csv
     *("planes decode", "planes per column decode", "decode", "nvcomp ANS decode", "planes encode", "encode"),
-    *("nvcomp ANS compress", "planes compress", "compress", "analyze"),
+    *(
+        "nvcomp ANS decode, latency",
+        "nvcomp ANS compress, latency",
+        "nvcomp ANS compress",
+        "planes compress",
+        "compress",
+        "analyze",
+    ),
 }
 RATIO_METHODS = ("paper", "ibp", "planes", ratio.ZSTD)
 
@@ -540,6 +547,17 @@ TABLES = (
         of_all_layers,
     ),
     Table(
+        "",
+        "moe_policies",
+        "The share of rows that a simulated cache finds after it has filled, by the share of a layer's rows that it "
+        "holds and by what a missing row replaces: what was used longest ago, or what was used least, by counts that "
+        "are halved every so many calls, as `ibp.RowCache` does every 32. `changing`: other favourites every 100 "
+        "tokens",
+        {"routing": cell("routing"), "holds": cell("share", lambda share: percent(share, 0))},
+        cell("hit_rate", percent),
+        across=cell("policy"),
+    ),
+    Table(
         "Models larger than the GPU",
         "weights",
         "Milliseconds a token of a Llama with random weights, or of a call on many tokens at once (prompt 0: that "
@@ -727,6 +745,15 @@ TABLES = (
     Table(
         "",
         "spill",
+        f"{GBPS}: a table in managed memory that a kernel reads whole, by the share of its pages on the host",
+        {"on the host": cell("spilled", percent)},
+        lambda row: number(row["gbps"]),
+        lambda row: row["case"] == spill.MANAGED,
+        cell("arm"),
+    ),
+    Table(
+        "",
+        "spill",
         "A net in training, ten snapshots: what its profile says at each threshold, and what the last snapshot does "
         "when it is placed, its 15 small tensors decoded one after the other",
         {
@@ -760,6 +787,35 @@ TABLES = (
             "times raw": beside_wanted("times_raw"),
             "times save_on_cpu": beside_wanted("times_save_on_cpu"),
         },
+        where=lambda row: not row["arm"].startswith(activations.BESIDE) and not row["arm"].endswith(activations.CAPPED),
+    ),
+    Table(
+        "",
+        "activations",
+        f"{GBPS}: outputs of a ReLU coded while a plain step runs, in brackets the share of the rate alone; the step "
+        "beside them, and without",
+        {
+            "net": cell("case"),
+            "SMs": cell("sms"),
+            "coded": of_ideal,
+            "step, ms": cell("step_ms", fine_number),
+            "alone, ms": cell("bound_ms", fine_number),
+        },
+        where=lambda row: row["arm"].startswith(activations.BESIDE),
+    ),
+    Table(
+        "",
+        "activations",
+        f"Where torch may take {activations.CAPPED_GB} GB of the GPU: the largest batch that trains, and samples per "
+        "second over those of plain's",
+        {
+            "net": cell("case"),
+            "arm": lambda row: row["arm"].removesuffix(activations.CAPPED),
+            "batch": cell("rows"),
+            "step, ms": cell("step_ms", fine_number),
+            "samples a second": lambda row: f"{row['gbps'] / row['ideal_gbps']:.2f}",
+        },
+        where=lambda row: row["arm"].endswith(activations.CAPPED),
     ),
     Table(
         "",
@@ -835,6 +891,13 @@ TABLES = (
         lambda row: percent(row["savings"]),
         lambda row: row["method"].startswith(NVCOMP),
         across=cell("method"),
+    ),
+    Table(
+        "",
+        "ratio",
+        "Bit-plane compression by entries of 128 bytes, with their metadata, counted",
+        {"set": cell("set"), "dtype": cell("dtype"), "saves": cell("savings", percent)},
+        where=lambda row: row["method"] == ratio.BPC,
     ),
     Table(
         "",
@@ -1042,7 +1105,8 @@ def mixtures(results):
         key = row["arm"], row["rows"], row["routing"]
         best[key] = min(best.get(key, float("inf")), row["ms_of_all"])
     calls = [(1, "uniform"), (1, "sticky"), (8, "uniform"), (32, "uniform")]
-    arms = [arm for arm in in_order(row["arm"] for row in rows) if not arm.endswith(("raw rows", "batched_mm"))]
+    others = ("raw rows", "batched_mm", "between experts")
+    arms = [arm for arm in in_order(row["arm"] for row in rows) if not arm.endswith(others)]
     lines = [
         [arm, *(fine_number(best[key]) if (key := (arm, *call)) in best else "" for call in calls)] for arm in arms
     ]

@@ -8,23 +8,25 @@ analysis are small; 1 GiB from host memory. GB/s of original bytes, the copy's o
 `compress` and the analyses whole Python calls with their allocations and synchronisations; nvCOMP's write into memory
 that is there. Decoding slower than it should be is printed last, as BELOW.
 
-`--nvcomp` measures nvCOMP's arms alone, 10 s, and keeps the rows of others that are of the same machine. `--sizes`
-measures, likewise alone, floats of every kind in tables of 1 MiB to 1 GiB: the curves of DietGPU's report.
+`--nvcomp` measures nvCOMP's arms alone, 20 s, and keeps the rows of others that are of the same machine. `--sizes`
+measures, likewise alone, floats of every kind in tables of 1 MiB to 1 GiB, the curves of DietGPU's report, and its
+simulations.
 """
 
 import argparse
 import itertools
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 import ibp
 from ibp._rows.handle import Handle, Parts
 from ibp._schemes.planes.learning import relearn
-from ibp.codecs._nvcomp import CODECS
+from ibp.codecs._nvcomp import CODECS, Coder, stream_number
 
-from . import harness, ideal, inputs
+from . import harness, ideal, inputs, sets
 from .ratio import nvcomp
 
 ANALYZED_SAVINGS = 0.5  # the one synthetic savings at which analysis is timed too: its time hardly depends on them
@@ -36,6 +38,7 @@ LARGE_BYTES, HOST_BYTES = (
 )  # of the BF16 tables that are compressed and analysed on the GPU and in host memory
 ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # of normal tables
 SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS = (256, 512, 2048, 65536), (0.125, 0.5, 0.9)
+PAGE_BYTES = 1 << 16  # of a batch of nvCOMP's
 SWEEP_SAMPLE = 0.1  # of the rows, for the analysis that sweeps thresholds and chunk sizes
 COLUMN_SAMPLE_ROWS = 4096  # for entries a column
 ONE_THRESHOLD = {"sample": 1.0, "chunk_bytes": inputs.CHUNK_BYTES, "tau": 0.8}  # of an analysis of all rows
@@ -263,27 +266,55 @@ def column_codebook(codebook, x):
     return relearn(by_column, rows, [rows.numel() // codebook.row_bytes])[0]
 
 
-def ans_coder(x):
-    """nvCOMP's ANS as `ibp.compress` uses it, on the current stream."""
+def ans_coders(x):
+    """{what follows in an arm's name: nvCOMP's ANS on the current stream}: as `ibp.compress` uses it, by its policy for
+    latency, and with checksums that decoding verifies."""
     ans, data = CODECS["nvcomp:ans"], x.view(torch.uint8).view(-1)
-    return ans.coder(x.device, ans.suited(ans.options(x.dtype, None, None), x.dtype, data, x.device))
+    options = ans.suited(ans.options(x.dtype, None, None), x.dtype, data, x.device)
+    data_type, chunk_bytes = options["codec_data_type"], int(options["codec_chunk_bytes"])
+    of = nvcomp, "ans", data_type, chunk_bytes, x.device.index, stream_number(x.device)
+    return {
+        "": ans.coder(x.device, options),
+        ", latency": Coder(*of, execution_policy=nvcomp.ExecutionPolicy.LATENCY),
+        ", checksums": Coder(*of, checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY),
+    }
 
 
 def measure_nvcomp(case):
     """nvCOMP's ANS on the same bytes, into memory that is there, with codecs and configurations that are made once:
     told of floats or of bytes, whichever saves more of a sample. Coding by the wall clock: it waits for the size.
     """
-    with case.run.cell(f"nvCOMP ANS, {case.name}"):
-        coder, data, out = ans_coder(case.x), case.x.view(torch.uint8).view(-1), case.out.view(torch.uint8).view(-1)
-        room = coder.room(data)
-        coded = coder.encode(data, room).clone()
-        harness.poison(case.out)
-        coder.decode(coded, out)
-        harness.check_bits(case.out, case.x, f"{case.name}, nvCOMP")
-        savings = 1 - coded.numel() / case.num_bytes
-        ideal_gbps = ideal.device_gbps(case.num_bytes, coded.numel() + case.num_bytes, case.rates.copy_gbps)
-        case.time("nvcomp ANS decode", lambda: coder.decode(coded, out), savings, ideal_gbps)
-        case.time("nvcomp ANS compress", lambda: coder.encode(data, room), savings, ideal_gbps, wall=True)
+    data, out = (x.view(torch.uint8).view(-1) for x in (case.x, case.out))
+    for policy, coder in ans_coders(case.x).items():
+        with case.run.cell(f"nvCOMP ANS{policy}, {case.name}"):
+            room = coder.room(data)
+            coded = coder.encode(data, room).clone()
+            harness.poison(case.out)
+            coder.decode(coded, out)
+            harness.check_bits(case.out, case.x, f"{case.name}, nvCOMP{policy}")
+            savings = 1 - coded.numel() / case.num_bytes
+            ideal_gbps = ideal.device_gbps(case.num_bytes, coded.numel() + case.num_bytes, case.rates.copy_gbps)
+            call, call_coding = partial(coder.decode, coded, out), partial(coder.encode, data, room)
+            case.time(f"nvcomp ANS decode{policy}", call, savings, ideal_gbps)
+            case.time(f"nvcomp ANS compress{policy}", call_coding, savings, ideal_gbps, wall=True)
+
+
+def measure_nvcomp_batch(case):
+    """nvCOMP's ANS on a batch of pages in one call, by the wall clock: it allocates what it returns."""
+    with case.run.cell(f"nvCOMP ANS, batch, {case.name}"):
+        options = {"data_type": CODECS["nvcomp:ans"].types(case.x.dtype)[0], "uncomp_chunk_size": PAGE_BYTES}
+        coder, data = nvcomp.Codec(algorithm="ANS", **options), case.x.view(torch.uint8).view(-1)
+        starts = list(range(0, data.numel(), PAGE_BYTES))
+        pages = nvcomp.as_arrays(data, starts, [min(PAGE_BYTES, data.numel() - start) for start in starts])
+        case.run.sync()  # the codec has a stream of its own
+        coded = coder.encode(pages)
+        back = [torch.as_tensor(page, device=data.device).view(torch.uint8).view(-1) for page in coder.decode(coded)]
+        case.run.sync()
+        harness.check_bits(torch.cat(back), data, f"{case.name}, nvCOMP, batch")
+        num_bytes = sum(page.buffer_size for page in coded)
+        ideal_gbps = ideal.device_gbps(case.num_bytes, num_bytes + case.num_bytes, case.rates.copy_gbps)
+        for what, call in (("decode", lambda: coder.decode(coded)), ("compress", lambda: coder.encode(pages))):
+            case.time(f"nvcomp ANS {what}, batch", call, 1 - num_bytes / case.num_bytes, ideal_gbps, wall=True)
 
 
 def run_normal(run, rates):
@@ -316,20 +347,24 @@ def sized_rows(kind, dtype, mib, device):
 
 
 def run_sizes(run, rates):
-    """Dense and sparse floats by size, under codebooks of scheme planes."""
+    """Dense and sparse floats by size, and simulations, under codebooks of scheme planes."""
     sizes = itertools.product(SIZED_KINDS, SIZED_DTYPES, QUICK_SIZES if run.quick else SIZES)
     for kind, dtype, mib in sizes:
         with run.cell(f"{SIZED}{kind} {harness.dtype_name(dtype)}, {mib} MiB"):
-            x = sized_rows(kind, dtype, mib, run.device)
-            case = Case(run, rates, SIZED + kind, x)
-            table = ibp.compress(
-                x, codebook=ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE), layout="slots"
-            )
-            case.kind, moved_bytes = "planes ", read_bytes(table) + case.num_bytes
-            case.check(table, "decode")
-            ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, rates.copy_gbps, rates.memset_gbps)
-            case.time("decode", lambda: ibp.decompress(table, out=case.out), table.savings, ideal_gbps)
-            measure_encode(case, table, moved_bytes)
+            measure_sized(run, rates, kind, sized_rows(kind, dtype, mib, run.device))
+    for name, x in sets.repeated_simulations(data_bytes(run), run.device, run.quick):
+        with run.cell(f"{SIZED}{name}"):
+            measure_sized(run, rates, name, x)
+
+
+def measure_sized(run, rates, kind, x):
+    case = Case(run, rates, SIZED + kind, x)
+    table = ibp.compress(x, codebook=ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE), layout="slots")
+    case.kind, moved_bytes = "planes ", read_bytes(table) + case.num_bytes
+    case.check(table, "decode")
+    ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, rates.copy_gbps, rates.memset_gbps)
+    case.time("decode", lambda: ibp.decompress(table, out=case.out), table.savings, ideal_gbps)
+    measure_encode(case, table, moved_bytes)
 
 
 def run_large(run, rates):
@@ -369,6 +404,7 @@ def run_nvcomp(run, rates, data_dir):
             data_bytes(run), dtype, deviation, run.device, columns=ANALYZED_ROW_BYTES // dtype.itemsize
         )
         measure_nvcomp(Case(run, rates, name, x))
+        measure_nvcomp_batch(Case(run, rates, name, x))
     for name, rows in inputs.real_sets(data_dir):
         num_rows = data_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
         measure_nvcomp(Case(run, rates, name, inputs.replicated(rows, num_rows, run.device)))

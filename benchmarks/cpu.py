@@ -2,13 +2,13 @@
 
     python -m benchmarks.cpu [--out DIR] [--quick]
 
-Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layout; on one core those in BF16. GB/s of
-original bytes; the ideal is the copy's rate in the same run with as many threads. `encode` measures the rows and codes
-them into the table's own memory. The `plain` arms are the C code without the processor's vector and bit instructions,
-on a part of the rows; the `avx2` arms, on one core, the code for processors without AVX-512. zstd and LZ4 (packages
-zstandard and lz4) take blocks of 256 KiB, as many at a time as there are threads. `rans` (package constriction) codes
-the exponents of BF16 by an rANS and leaves signs and mantissas as they are, as DietGPU does. In the CSV the column gpu
-names the processor, sms is 0, and the case has the threads.
+Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layout; on one core those in BF16, and two
+simulations in FP64 of 32 MiB. GB/s of original bytes; the ideal is the copy's rate in the same run with as many
+threads. `encode` measures the rows and codes them into the table's own memory. The `plain` arms are the C code without
+the processor's vector and bit instructions, on a part of the rows; the `avx2` arms, on one core, the code for
+processors without AVX-512. zstd and LZ4 (packages zstandard and lz4) take blocks of 256 KiB, as many at a time as there
+are threads. `rans` (package constriction) codes the exponents of BF16 by an rANS and leaves signs and mantissas as they
+are, as DietGPU does. In the CSV the column gpu names the processor, sms is 0, and the case has the threads.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import torch
 import ibp
 from ibp._rows.handle import Handle, Parts
 
-from . import harness, inputs
+from . import harness, inputs, sets
 
 try:
     import zstandard
@@ -42,7 +42,8 @@ except ImportError:
 SCHEMES = ("planes", "ibp")
 AVX2 = ibp._core.CPU_AVX2_BMI2
 ONE_THREAD_DTYPE = torch.bfloat16
-PLAIN_PART = 64  # the plain arms take one in so many rows
+SIMULATED_PART = 4  # of the size, so short are simulations
+PLAIN_PART, LEAST_ROWS = 64, 64  # the plain arms take one in so many rows, but so many that coding pays
 ANALYZED_BYTES = 4 * inputs.MIB
 BLOCK_BYTES = 256 << 10
 ZSTD_LEVEL = 1
@@ -219,7 +220,7 @@ def measure_case(run, name, x, num_threads):
                     with cpu_features(AVX2):
                         measure_coding(case, f"{scheme} avx2", x, codebook)
                 with cpu_features(0):
-                    measure_coding(case, f"{scheme} plain", x[: max(1, len(x) // PLAIN_PART)], codebook)
+                    measure_coding(case, f"{scheme} plain", x[: max(LEAST_ROWS, len(x) // PLAIN_PART)], codebook)
         for arm, package, codec_of in ((f"zstd -{ZSTD_LEVEL}", zstandard, zstd_codec), ("lz4", lz4_block, lz4_codec)):
             if package:
                 with run.cell(f"{case.name} {harness.dtype_name(x.dtype)}, {arm}"):
@@ -246,6 +247,8 @@ def main(argv=None):
             {1, torch.get_num_threads()} if dtype == ONE_THREAD_DTYPE else {torch.get_num_threads()}
         ):
             measure_case(run, name, x, num_threads)
+    for name, x in sets.repeated_simulations(data_bytes(run) // SIMULATED_PART, run.device, run.quick):
+        measure_case(run, name, x, 1)
     return run.finish()
 
 

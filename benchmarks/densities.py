@@ -8,8 +8,9 @@ kinds under noise, a tenth of them with a wrong label, so that there is always s
 share of elements that are not zero, by layer and step, over the same images every time. `activation_ratios.csv`: how
 many times smaller the outputs of ReLUs and pools are at some steps, in three orders of memory: `zvc` by cDMA's formula,
 `rle`, a byte for each run of at most 128 zeros or non-zeros and the non-zeros, in windows of 4 KiB, `zlib` in windows
-of 4 KiB, `zlib_64k` of 64 KiB, `ibp`, in FP32 and rounded to BF16. --nets measures some and keeps the rows of the
-others.
+of 4 KiB, `zlib_64k` of 64 KiB, `ibp`, in FP32 and rounded to BF16; and so of the int64 indices that pools keep for the
+backward pass, by `ibp` as `ibp.offload_activations` codes them. `activation_maps.csv`, for the figure 5: which elements
+of AlexNet's outputs of one image are zero, as hexadecimal bits. --nets measures some and keeps the rows of the others.
 """
 
 import argparse
@@ -19,16 +20,20 @@ import sys
 import zlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import ibp
+from ibp._activations import coding, spans
 
 from . import harness, nets, ratio
 
 COLUMNS = "net,layer,kind,shape,elements,step,progress,loss,density,gpu,commit".split(",")
+MAP_COLUMNS = "net,layer,progress,channels,height,width,map,gpu,commit".split(",")
 RATIO_COLUMNS = "net,layer,kind,elements,progress,layout,dtype,zvc,rle,zlib,zlib_64k,ibp,gpu,commit".split(",")
+SHEETS = {"densities": COLUMNS, "activation_ratios": RATIO_COLUMNS, "activation_maps": MAP_COLUMNS}
 CLASSES, WAVES, NOISE, WRONG_LABELS = 20, 3, 0.3, 0.1
 MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50
 LAYOUTS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
@@ -39,6 +44,7 @@ MAX_LARGE_BYTES = 4 * LARGE_WINDOW_BYTES  # likewise in large windows
 ROW_ELEMENTS, MAX_ROWS = 1024, 2048  # of a layer, at most
 CHECKPOINTS = 12  # at which densities are taken, besides the start; closer together at first
 RATIO_PROGRESS = (0.0, 1.0)  # of training, at which sizes are
+MAP_NET, MAP_CHANNELS, MAP_PROGRESS = "AlexNet", 8, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # likewise
 MAIN_LAYOUT = "NCHW"  # the only one before the end, and in BF16
 
 
@@ -158,17 +164,24 @@ def train(plan, device, look):
 # ---- what is measured ----------------------------------------------------------------------------------------------
 
 
-def outputs_of(net, x):
-    """(name, kind, output) of every ReLU and pool of one pass, in their order."""
+def outputs_of(net, x, with_indices=False):
+    """(name, kind, output) of every ReLU and pool of one pass, in their order. with_indices: behind pools their
+    indices, of kind "indices"."""
     found, hooks = [], []
 
     def note(name, kind):
         return lambda module, inputs, output: found.append((name, kind, output.detach().clone()))
 
+    def note_indices(pool, inputs, output):
+        how = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+        found.append(("", "indices", F.max_pool2d(inputs[0], *how, return_indices=True)[1]))
+
     for name, module in net.named_modules():
         if isinstance(module, (nn.ReLU, nn.MaxPool2d)):
             kind = "relu" if isinstance(module, nn.ReLU) else "pool"
             hooks.append(module.register_forward_hook(note(name, kind)))
+            if kind == "pool" and with_indices:
+                hooks.append(module.register_forward_hook(note_indices))
     was_training = net.training
     net.eval()
     try:
@@ -185,7 +198,7 @@ def numbered(found):
     """Names as cDMA has them: conv0, pool0, conv1, ..., fc0."""
     counts = {}
     for _, kind, output in found:
-        name = "pool" if kind == "pool" else "conv" if output.dim() == 4 else "fc"
+        name = kind if kind != "relu" else "conv" if output.dim() == 4 else "fc"
         yield f"{name}{counts.setdefault(name, 0)}", kind, output
         counts[name] += 1
 
@@ -233,44 +246,69 @@ def ibp_ratio(flat):
     return rows.numel() * rows.element_size() / ibp.estimate(rows, codebook).stored_bytes
 
 
+def indices_ratio(indices):
+    """As saved activations are coded: relative to their windows, by a codebook of their own."""
+    span, view = spans.span_of(indices)
+    recipe = coding.learn(spans.bytes_of(indices, span), view)
+    return 1.0 if recipe is None else 1 / recipe.coded_share
+
+
+def map_of(output):
+    """(channels, height, width, hexadecimal bits: which elements are not zero) of the first image's first channels."""
+    x = (output if output.dim() == 4 else output[:, None, None])[0, :MAP_CHANNELS] != 0
+    return *x.shape, np.packbits(x.cpu().numpy()).tobytes().hex()
+
+
 def in_layout(x, layout):
     """The elements in the order in which memory has them."""
     return (x.permute(LAYOUTS[layout]) if x.dim() == 4 else x).contiguous().view(-1)
 
 
-def rows_of_others(path, columns, names):
+def rows_of_others(path, columns, names, column="net"):
     """The rows of an earlier CSV with these columns that are of other nets than `names`; [] if all are measured."""
     if names is None or not path.exists():
         return []
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
-        return [row for row in reader if row["net"] not in names] if reader.fieldnames == columns else []
+        return [row for row in reader if row[column] not in names] if reader.fieldnames == columns else []
+
+
+def sheet_with_others(path, columns, column, names):
+    """A CSV to write, with the rows of nets that are not measured. column: that names a row's net."""
+    kept = rows_of_others(path, columns, names, column)
+    sheet = ratio.Sheet(path, columns)
+    sheet.rewrite(kept)
+    return sheet
 
 
 class Record:
-    """Both CSVs of a run. names: of the nets that are measured, None for all."""
+    """The CSVs of a run. names: of the nets that are measured, None for all."""
 
     def __init__(self, args, names=None):
-        def sheet(name, columns):
-            path = args.out / f"{name}.csv"
-            kept = rows_of_others(path, columns, names)
-            opened = ratio.Sheet(path, columns)
-            opened.rewrite(kept)
-            return opened
-
-        self.densities, self.ratios = sheet("densities", COLUMNS), sheet("activation_ratios", RATIO_COLUMNS)
+        self.densities, self.ratios, self.maps = (
+            sheet_with_others(args.out / f"{name}.csv", columns, "net", names) for name, columns in SHEETS.items()
+        )
         on_gpu = args.device == "cuda"
         self.where = {"gpu": torch.cuda.get_device_name() if on_gpu else "none", "commit": harness.commit_id()}
 
     def look(self, plan, x):
-        """What train calls: densities at every checkpoint, sizes at those nearest to RATIO_PROGRESS."""
+        """What train calls: densities at every checkpoint, sizes and maps at those nearest to their progress."""
         steps = checkpoints(plan.steps)
-        sized = {min(steps, key=lambda step: abs(step - share * plan.steps)) for share in RATIO_PROGRESS}
+        sized, shown = (
+            {min(steps, key=lambda step: abs(step - share * plan.steps)) for share in progress}
+            for progress in (RATIO_PROGRESS, MAP_PROGRESS if plan.net == MAP_NET else ())
+        )
 
         def at_checkpoint(net, step, loss):
-            for name, kind, output in outputs_of(net, x):
+            for name, kind, output in outputs_of(net, x, with_indices=True):
                 same = {"net": plan.net, "layer": name, "kind": kind, "progress": f"{step / plan.steps:.3f}"}
+                if kind == "indices":
+                    if step in sized:
+                        self._add_ratio(same, output, MAIN_LAYOUT, indices_ratio(output))
+                    continue
                 self._add_density(same, output, step, loss)
+                if step in shown:
+                    self._add_map(same, output)
                 if step in sized:
                     self._add_ratios(same, output, LAYOUTS if step == plan.steps else (MAIN_LAYOUT,))
 
@@ -287,23 +325,30 @@ class Record:
             **self.where,
         )
 
+    def _add_map(self, same, output):
+        of = {name: same[name] for name in ("net", "layer", "progress")}
+        self.maps.add(**of, **dict(zip(("channels", "height", "width", "map"), map_of(output))), **self.where)
+
     def _add_ratios(self, same, output, layouts):
-        share = density(output)
         for layout in layouts:
             for dtype in (torch.float32, torch.bfloat16) if layout == MAIN_LAYOUT else (torch.float32,):
-                flat = in_layout(output, layout).to(dtype)
-                self.ratios.add(
-                    **same,
-                    elements=output[0].numel(),
-                    layout=layout,
-                    dtype=harness.dtype_name(dtype),
-                    zvc=f"{zvc_ratio(share, dtype):.4f}",
-                    rle=f"{rle_ratio(flat):.4f}",
-                    zlib=f"{zlib_ratio(flat):.4f}",
-                    zlib_64k=f"{zlib_ratio(flat, LARGE_WINDOW_BYTES, MAX_LARGE_BYTES):.4f}",
-                    ibp=f"{ibp_ratio(flat):.4f}",
-                    **self.where,
-                )
+                self._add_ratio(same, output.to(dtype), layout)
+
+    def _add_ratio(self, same, output, layout, ibp_times=None):
+        """ibp_times: how many times smaller ibp makes it; None: as rows of floats."""
+        flat = in_layout(output, layout)
+        self.ratios.add(
+            **same,
+            elements=output[0].numel(),
+            layout=layout,
+            dtype=harness.dtype_name(output.dtype),
+            zvc=f"{zvc_ratio(density(output), output.dtype):.4f}",
+            rle=f"{rle_ratio(flat):.4f}",
+            zlib=f"{zlib_ratio(flat):.4f}",
+            zlib_64k=f"{zlib_ratio(flat, LARGE_WINDOW_BYTES, MAX_LARGE_BYTES):.4f}",
+            ibp=f"{ibp_times or ibp_ratio(flat):.4f}",
+            **self.where,
+        )
 
 
 def print_table(rows):
@@ -342,7 +387,7 @@ def main(argv=None):
         except Exception as error:
             record.densities.failed(plan.net, error)
     print_table(record.densities.rows)
-    return record.densities.finish() | record.ratios.finish()
+    return record.densities.finish() | record.ratios.finish() | record.maps.finish()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long is a token of a mixture of experts whose experts are in host memory, or coded on the GPU?
 
-    python -m benchmarks.moe [--deepseek | --hits] [--layers N] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.moe [--deepseek | --between | --hits] [--layers N] [--out DIR] [--device cpu] [--quick]
 
 Layers of experts with the sizes of Qwen3-30B-A3B, by transformers' own class: 128 experts of 3 x 2048 x 768 BF16
 values, N(0, 0.02), without attention; a token uses 8 experts. The model has 48 layers, --layers measures fewer. Arms:
@@ -9,11 +9,14 @@ values, N(0, 0.02), without attention; a token uses 8 experts. The model has 48 
 gathers the experts of the call in pinned memory and copies them raw; `streamed`, by `ibp.offload` layer by layer, as
 weights of other modules are; `by index`, by `ibp.offload`, which fetches the experts that are asked for; `by index,
 cache`, with a cache on the GPU of half the raw bytes of all experts; both of these with raw rows by the same code.
+`between experts` is the rest of such layers, whose experts give what they get: attention to 2,048 positions, norms and
+router in a CUDA graph. Experts that were fetched ahead, for a router's guess of the next layer's, would hide as much.
+--between measures this arm alone, and keeps the rows of the others.
 
 --deepseek has layers with the sizes of DeepSeek-V3, by transformers' class for FP8: 256 experts of 3 x 7168 x 2048
 values in FP8 E4M3, N(0, 112), with a scale for each block of 128 x 128; 58 layers in all. Arms are `by index`, coded
-and raw. The class downloads its FP8 kernels: here the experts of a call are dequantised to BF16 and multiplied by
-`grouped_mm`. moe_deepseek.csv has the results.
+and raw. The class downloads its FP8 kernels: here the experts of a call are dequantised to BF16, on a GPU by one
+compiled kernel, and multiplied by `grouped_mm`. moe_deepseek.csv has the results.
 
 No model routes here: `uniform`, or `sticky`, by Zipf's law with exponent 1, where a token keeps each expert's draw of
 the token before it with probability 0.5. Ways: `eager`, by the wall clock; `graph`, replays of a CUDA graph. Every call
@@ -22,12 +25,16 @@ those of `plain`, bit for bit, but for `plain, batched_mm` and `coded on the GPU
 
 moe.csv has, after the common columns, layers, routing, way, ms (a call), ms_of_all (the same for all layers of the
 model), bound_ms (link_bytes at the rate of kernels; where all experts are streamed, of the copy engine), asked_bytes
-(raw bytes of the experts that a call asks for, each once), link_bytes (a call), hit_rate (of rows), host_bytes,
-device_bytes, host_us (of a layer, until an eager call comes back) and times (how many times as fast as the faster of
-the plain arms `coded on the GPU` is); `rows` are the tokens of a call, and gbps are of asked_bytes.
+(raw bytes of the experts that a call asks for, each once; `between experts`: of its own weights), link_bytes (a call),
+hit_rate (of rows), host_bytes, device_bytes, host_us (of a layer, until an eager call comes back) and times (how many
+times as fast as the faster of the plain arms `coded on the GPU` is); `rows` are the tokens of a call, and gbps are of
+asked_bytes.
 
 --hits counts, and measures no time: moe_hits.csv has what each of the first tokens after the start brings over the link
-with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine.
+with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine. moe_policies.csv has
+hit_rate, the share of rows that a simulated cache of some share of a layer's rows finds after it has filled, where a
+missing row takes the way that was used longest ago, or the least used one of counts halved every so many calls, as in
+`ibp.RowCache` every 32; by routing, with `sticky, changing` that has other favourites every 100 tokens.
 """
 
 import argparse
@@ -46,7 +53,7 @@ from torch import nn
 import ibp
 from ibp.nn._stacks import Calls, stand_in
 
-from . import harness, ideal, ratio, weights
+from . import harness, ideal, llm, ratio, weights
 
 try:
     import accelerate
@@ -62,11 +69,13 @@ except ImportError:
 
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 DEEPSEEK = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}
+QWEN3_ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 TINY = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
 TINY_EXPERTS = 16
 BLOCK = (128, 128)  # of an FP8 matrix, with one scale
 FP8_STD, FP8_SCALE = 112.0, 0.02 / 112.0  # the largest of a block is about 448, as DeepSeek-V3's are scaled
 QUICK_LAYERS = 2
+CONTEXT, QUICK_CONTEXT = 2048, 300  # positions that are attended to
 BATCHES, QUICK_BATCHES, PREFILL, QUICK_PREFILL = (1, 8, 32), (1, 3), 2048, 40
 DEVICE_BATCHES = (1, 2, 4, 8, 16)  # of arms with all experts on the GPU
 CALLS, FEW_CALLS, ROUNDS = 16, 2, 12  # calls that are timed together; rounds of them before routes come again
@@ -74,15 +83,18 @@ ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # assumed
 CACHE_SHARE = 0.5  # of the experts' raw bytes
 PLAIN, STREAMED, BY_INDEX, CACHED = "plain", "streamed", "by index", "by index, cache"
 BATCHED, CODED, RAW = "plain, batched_mm", "coded on the GPU", ", raw rows"
-HOOKS, GATHERED = "accelerate cpu_offload", "CPU gather and copy"
+HOOKS, GATHERED, BETWEEN = "accelerate cpu_offload", "CPU gather and copy", "between experts"
 ON_DEVICE, OTHERS = (PLAIN, BATCHED, CODED), (HOOKS, GATHERED)
-ARMS = (*ON_DEVICE, *OTHERS, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW)
-UNIFORM, STICKY, EAGER, GRAPH = "uniform", "sticky", "eager", "graph"
+ARMS = (*ON_DEVICE, *OTHERS, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW, BETWEEN)
+UNIFORM, STICKY, CHANGING, EAGER, GRAPH = "uniform", "sticky", "sticky, changing", "eager", "graph"
 EXTRA_COLUMNS = (
     "layers,routing,way,ms,ms_of_all,bound_ms,asked_bytes,link_bytes,hit_rate,host_bytes,device_bytes,host_us,times"
 ).split(",")
 HITS_COLUMNS = "arm,routing,token,layers,asked_bytes,link_bytes,hit_rate,cache_bytes,commit".split(",")
-SHOWN_TOKENS, QUICK_TOKENS = 200, 5
+SHOWN_TOKENS, SIMULATED_TOKENS, QUICK_TOKENS = 200, 1000, 5
+POLICIES_COLUMNS = "routing,share,policy,tokens,hit_rate,commit".split(",")
+SHARES, HALVING, CHANGES = (0.25, 0.5, 0.75), (0, 16, 32, 64, 256), 100  # of rows; calls, 0: by the last use; tokens
+SETS, WAYS, MOST_USES = 100, 32, 63  # of the simulated cache, as `ibp.RowCache` has them, but for the number of sets
 # Wanted at batch 1: ms of all layers, and times the rate of raw rows behind a cache; else shares of the bound.
 WANTED_MS = {(BY_INDEX, UNIFORM): 46.0, (CACHED, STICKY): 20.0}
 WANTED_SHARE, WANTED_PREFILL, WANTED_TIMES_RAW = 0.90, 0.95, 1.3
@@ -93,8 +105,8 @@ CLOSE = 0.02  # of the largest result: how far sums in another order may differ
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def qwen3_config(quick):
-    return transformers.Qwen3MoeConfig(**(TINY | {"num_experts": TINY_EXPERTS} if quick else QWEN3))
+def qwen3_config(quick, **others):
+    return transformers.Qwen3MoeConfig(**(TINY | {"num_experts": TINY_EXPERTS} if quick else QWEN3) | others)
 
 
 def qwen3_experts(config):
@@ -118,11 +130,19 @@ def dequantized(experts, scale, block=BLOCK):
     return experts.to(torch.bfloat16).unflatten(1, (-1, block[0])).mul_(of_columns).flatten(1, 2)
 
 
+@functools.cache
+def compiled_dequantized():
+    """One kernel: torch's own convert and multiply one after the other, and `down_proj` waits for them."""
+    return torch.compile(dequantized, dynamic=True)
+
+
 def dequantized_forward(module, hidden_states, top_k_index, top_k_weights):
     """The forward of FP8 experts: in BF16, by `grouped_mm`."""
 
     def matrices_of(name):
-        return dequantized(getattr(module, name), getattr(module, f"{name}_scale_inv"))
+        experts = getattr(module, name)
+        dequantize = compiled_dequantized() if experts.is_cuda else dequantized
+        return dequantize(experts, getattr(module, f"{name}_scale_inv"))
 
     values = {name: functools.partial(matrices_of, name) for name in ("gate_up_proj", "down_proj")}
     made = stand_in(module, values, type(module))
@@ -302,6 +322,8 @@ class Bench:
         if arm == HOOKS and accelerate is None:
             print("accelerate: not installed, left out")
             return
+        if arm == BETWEEN:
+            return self.measure_between()
         run, (model, handle) = self.run, self.model(arm)
         of_arms = {PLAIN: {*BATCHES, *DEVICE_BATCHES}, BATCHED: DEVICE_BATCHES, CODED: DEVICE_BATCHES, HOOKS: (1,)}
         batches = of_arms.get(arm, BATCHES)
@@ -313,6 +335,24 @@ class Bench:
         for routing, tokens in cells:
             with run.cell(f"{arm}, {tokens} tokens, {routing}"):
                 self.measure(arm, model, handle, tokens, routing)
+
+    def measure_between(self):
+        """Layers without their experts, of which the smallest there are stand in their place."""
+        run, batches = self.run, QUICK_BATCHES if self.run.quick else BATCHES
+        small = {"vocab_size": 512, "moe_intermediate_size": 1, "num_hidden_layers": self.num_layers}
+        config = self.shape.make_config(run.quick, **QWEN3_ATTENTION, **small)
+        with torch.device(run.device):
+            model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval().requires_grad_(False)
+        for layer in model.model.layers:
+            layer.mlp.experts.forward = lambda x, index, gates: x
+        for batch in batches:
+            step = llm.Step(run, model, batch, QUICK_CONTEXT if run.quick else CONTEXT)
+            with run.cell(f"{BETWEEN}, {batch} tokens"), torch.inference_mode():
+                seconds = llm.graph_seconds(run, step)
+                num_bytes = llm.counted_bytes(model.model.layers)
+                self.add(
+                    BETWEEN, batch, UNIFORM, GRAPH if run.on_gpu else EAGER, seconds, num_bytes, None, 1, None, None
+                )
 
     def inputs(self, tokens, routing, num_calls):
         """(vectors, routes of calls, gates); the first call's are the same, however many there are."""
@@ -423,7 +463,7 @@ class Bench:
         ms_of_all = ms * self.shape.layers / self.num_layers
         case = f"{self.num_layers} layers, {tokens} tokens, {routing}, {way}"
         times = self.times_plain(arm, (routing, tokens, way), seconds)
-        on_device = 0 if arm in OTHERS else self.num_bytes
+        on_device = 0 if arm in (*OTHERS, BETWEEN) else self.num_bytes
         device_bytes = report.nbytes if report else on_device
         self.run.add(
             case=case,
@@ -482,6 +522,54 @@ def count_hits(bench, path):
     return sheet.finish()
 
 
+@torch.inference_mode()
+def compare_policies(bench, path):
+    """Writes what caches with other policies find. @return the exit status."""
+    sheet, num_tokens = ratio.Sheet(path, POLICIES_COLUMNS), QUICK_TOKENS if bench.run.quick else SIMULATED_TOKENS
+    num_choices, num_parts = bench.config.num_experts_per_tok, -(-num_tokens // CHANGES)
+
+    def chosen(routing, num_layers, calls):
+        return routes(routing, bench.num_experts, num_choices, num_layers, 1, calls, "cpu")[:, :, 0]
+
+    asked = {routing: chosen(routing, 1, num_tokens)[:, 0] for routing in (UNIFORM, STICKY)}
+    asked[CHANGING] = chosen(STICKY, num_parts, CHANGES).transpose(0, 1).flatten(0, 1)[:num_tokens]
+    for routing, share, halving in itertools.product(asked, SHARES, HALVING):
+        rate = hit_rate(asked[routing], bench.num_experts, share, halving)
+        policy = f"used least, halved every {halving} calls" if halving else "used longest ago"
+        sheet.add(
+            routing=routing,
+            share=share,
+            policy=policy,
+            tokens=num_tokens,
+            hit_rate=f"{rate:.4f}",
+            commit=harness.commit_id(),
+        )
+    return sheet.finish()
+
+
+def hit_rate(chosen, num_experts, share, halving):
+    """The share of rows that a cache finds in the later half of calls [calls, choices], if it holds a share of rows."""
+    generator = torch.Generator().manual_seed(3)
+    rows_of_sets = torch.poisson(torch.full((SETS,), WAYS / share), generator=generator)
+    is_row = torch.arange(int(rows_of_sets.max())) < rows_of_sets[:, None]
+    experts = torch.randint(num_experts, is_row.shape, generator=generator)
+    held, uses, last = torch.zeros_like(is_row), torch.zeros_like(experts), torch.zeros_like(experts)
+    found = []
+    for call, ids in enumerate(chosen):
+        wanted = is_row & torch.zeros(num_experts, dtype=torch.bool).index_fill_(0, ids, True)[experts]
+        hits = wanted & held
+        found.append((int(hits.sum()), int(wanted.sum())))
+        if halving and call % halving == 0:
+            uses >>= 1
+        uses = torch.where(hits, (uses + 1).clamp_max(MOST_USES), torch.where(wanted, 1, uses))
+        last[wanted] = call
+        worth = held * (1 + last + (halving > 0) * len(chosen) * uses) + wanted * 100 * len(chosen)
+        best = worth.topk(WAYS)
+        held = torch.zeros_like(held).scatter_(1, best.indices, best.values > 0)
+    later = found[len(found) // 2 :]
+    return sum(hits for hits, _ in later) / sum(asked for _, asked in later)
+
+
 def shortfalls(rows, shape=QWEN3_30B):
     """Lines that say where a figure falls short of its target: the faster way of each arm counts."""
     best = {}
@@ -511,6 +599,7 @@ def main(argv=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--layers", type=int)
     own.add_argument("--deepseek", action="store_true")
+    own.add_argument("--between", action="store_true")
     own.add_argument("--hits", action="store_true")
     found, others = own.parse_known_args(argv)
     args, shape = harness.parse_args(others, __doc__), DEEPSEEK_V3 if found.deepseek else QWEN3_30B
@@ -520,13 +609,16 @@ def main(argv=None):
     num_layers = found.layers or (QUICK_LAYERS if args.quick else shape.measured)
     if found.hits:
         untimed = SimpleNamespace(quick=args.quick, device=torch.device(args.device), on_gpu=args.device == "cuda")
-        return count_hits(Bench(untimed, shape, num_layers), args.out / "moe_hits.csv")
-    run = harness.Run(shape.csv, args, EXTRA_COLUMNS)
+        bench = Bench(untimed, shape, num_layers)
+        return count_hits(bench, args.out / "moe_hits.csv") | compare_policies(bench, args.out / "moe_policies.csv")
+    run = harness.Run(
+        shape.csv, args, EXTRA_COLUMNS, keep=lambda row: found.between and row["arm"] not in ("device", BETWEEN)
+    )
     bench = Bench(run, shape, num_layers)
     if PLAIN not in shape.arms:
         bench.note_wanted()
         weights.release(run)
-    for arm in shape.arms:
+    for arm in (BETWEEN,) if found.between else shape.arms:
         with run.cell(arm):
             bench.measure_arm(arm)
         weights.release(run)

@@ -8,6 +8,7 @@ random. `width` scales all channels, for small nets that run anywhere.
 """
 
 import contextlib
+import functools
 
 import torch
 import torch.nn as nn
@@ -177,6 +178,19 @@ class Bottleneck(nn.Module):
 
     def forward(self, x):
         return self.relu(self.inner(x) + self.beside(x))
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers, for [N, tokens, width]. kind: "lstm", or "relu", whose states go through a ReLU."""
+
+    def __init__(self, kind, width, layers=1):
+        super().__init__()
+        options = {"batch_first": True, "num_layers": layers}
+        make = nn.LSTM if kind == "lstm" else functools.partial(nn.RNN, nonlinearity=kind)
+        self.layers = make(width, width, **options)
+
+    def forward(self, x):
+        return self.layers(x)[0]
 
 
 class Branches(nn.Module):

@@ -8,7 +8,7 @@ reproduction.py.
 from collections import Counter
 from pathlib import Path
 
-from . import reading, reproduction
+from . import harness, reading, reproduction
 
 SHEET = Path(__file__).with_name("papers.csv")
 PAGE = SHEET.with_name("PAPERS.md")
@@ -20,6 +20,10 @@ TITLES = {
     "buddy": "Buddy Compression",
     "nvcomp": "NVIDIA's introduction of nvCOMP",
     "beyond": "In no paper",
+}
+PICTURES = {  # by paper: name of the file in results/, what it shows
+    "cdma": ("activation_maps.png", "Zeros of AlexNet's outputs, black, by layer and progress of training"),
+    "buddy": ("entries.png", "Bytes of 128-byte entries under bit-plane compression: a line a page of 8 KiB, blue few"),
 }
 HEADS = ("feature or figure", "state", "where", "what lacks")
 INTRODUCTION = """# Papers
@@ -57,4 +61,7 @@ def page():
         if missing := reproduction.NOT_MEASURED.get(name):
             reasons = "; ".join(f"{items} ({reason})" for items, reason in missing.items())
             texts.append(f"Not measured: {reasons}.")
+        file, shown = PICTURES.get(name, ("", ""))
+        if file and (harness.RESULTS / file).exists():
+            texts.append(f"![{shown}](results/{file})")
     return "\n\n".join(texts) + "\n"

@@ -1,10 +1,11 @@
 """How much is saved: one table, sets x methods. Bit equality of what is decompressed is checked in every cell.
 
 Sets: synthetic ones, fields of two simulations in FP64, and those in --data. Methods: the paper's own choice and bytes,
-scheme ibp, scheme planes, auto; zstd by blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by
-blocks where `lz4` is; nvCOMP's codecs where a GPU and the wheel `nvidia-nvcomp-cu13` are there; ndzip, of elements of
-two and four bytes taken as FP32, where IBP_NDZIP names a clone of it. With --no-times the column `seconds` stays empty.
---methods and --sets, names with semicolons between them, measure these alone: the CSV's other rows stay as they are.
+scheme ibp, scheme planes, auto; bit-plane compression by entries of 128 bytes, counted and not decompressed; zstd by
+blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by blocks where `lz4` is; nvCOMP's codecs
+where a GPU and the wheel `nvidia-nvcomp-cu13` are there; ndzip, of elements of two and four bytes taken as FP32, where
+IBP_NDZIP names a clone of it. With --no-times the column `seconds` stays empty. --methods and --sets, names with
+semicolons between them, measure these alone: the CSV's other rows stay as they are.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 import ibp
 from ibp._schemes.planes.learning import relearn
 
-from . import harness, ndzip, reading, sets
+from . import bpc, harness, ndzip, reading, sets
 
 try:
     import zstandard
@@ -48,6 +49,7 @@ BLOCK_INDEX_BYTES = 4  # of a zstd block: without its length it cannot be found
 REPEATS = 3
 OURS = ("paper", "ibp", "planes", "auto")
 NO_LIST, SPARSE_SET, LEARNED_ROWS = "planes, no list", "half zeros", 1024  # an arm of one set
+BPC = "bit planes"  # counted
 ZSTD, ZSTD_ROWS, LZ4, NDZIP = "zstd -3", "zstd -3, row by row", "lz4", "ndzip"
 RATIO_FROM = 0.8  # savings from which the table shows "5.0x" rather than "80.0"
 
@@ -141,6 +143,19 @@ def without_list(tensors, device):
     return total, lambda: [compress(x) for x in tensors]
 
 
+def bit_planes(tensors, device):
+    """Bit-plane compression of entries of 128 bytes, in the sizes that Buddy Compression allows: counted."""
+    total = Cell(0, 0, 0)
+    for x in tensors:
+        entries = bpc.entries_of(bytes_of(x.cpu()))
+        classes = bpc.size_classes(entries)
+        total.stored_bytes += bpc.stored_bytes(classes)
+        total.link_bytes += bpc.sector_bytes(classes)
+        total.metadata_bytes += -(-len(entries) * bpc.METADATA_BITS // 8)
+    total.stored_bytes += total.metadata_bytes
+    return total, lambda: [bpc.size_classes(bpc.entries_of(bytes_of(x.cpu()))) for x in tensors]
+
+
 def bytes_of(x):
     return x.contiguous().view(torch.uint8).reshape(-1)
 
@@ -218,6 +233,7 @@ def nvcomp_options(dtype):
         "nvcomp Bitcomp": ("Bitcomp", unsigned, True),
         "nvcomp GDeflate": ("GDeflate", None, False),
         "nvcomp Deflate": ("Deflate", None, False),
+        "nvcomp Gzip": ("Gzip", None, False),
         "nvcomp zstd": ("Zstd", None, False),
         "nvcomp Snappy": ("Snappy", None, False),
         "nvcomp LZ4": ("LZ4", "|u1", False),
@@ -226,7 +242,7 @@ def nvcomp_options(dtype):
 
 
 def methods_for(dtype, on_gpu):
-    methods = {name: ours(name) for name in OURS} | {NO_LIST: without_list}
+    methods = {name: ours(name) for name in OURS} | {NO_LIST: without_list, BPC: bit_planes}
     if zstandard:
         methods |= {ZSTD: block_codec(zstd_coders), ZSTD_ROWS: block_codec(zstd_coders, by_row=True)}
     if lz4_block:

@@ -9,7 +9,10 @@ NVCOMP = "nvcomp "  # methods of ratio.csv and arms of transfers.csv that are co
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64", "float8_e4m3fn": "FP8"}
 REFERENCE = Path(__file__).with_name("reference_rates.csv")
 # Columns whose values are names, even where a name looks like a number.
-NAMES = {"benchmark", "case", "arm", "set", "net", "layer", "dtype", "gpu", "torch", "cuda", "commit", "reference"}
+NAMES = {
+    *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "map", "dtype"),
+    *("gpu", "torch", "cuda", "commit", "reference"),
+}
 
 
 def value_of(name, text):

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import charts, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill
+from . import activations, charts, codec, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
 HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
@@ -774,7 +774,23 @@ def against_zstd(results):
     ways = (("encode", "zstd -1 compress"), ("decode", "zstd -1 decompress"))
     saved = {row["method"]: row["savings"] for row in results.rows("ratio", set="normal 0.02", dtype="bfloat16")}
     sizes = f"output over input: planes {1 - saved['planes']:.2f}, {ratio.ZSTD} {1 - saved[ratio.ZSTD]:.2f}"
-    return listed([*(against_a_cpu(*way)(results) for way in ways), sizes])
+    return listed([*(against_a_cpu(*way)(results) for way in ways), sizes, *against_zstd_simulated(results)])
+
+
+def against_zstd_simulated(results):
+    """How many times the rate of zstd on one thread the GPU's is on each simulation, if both are measured."""
+    for name, *_ in sets.SIMULATIONS:
+        times = list(times_zstd_simulated(results, name))
+        if times:
+            yield f"{name}: {', '.join(f'{what} {number(of)} times' for what, of in times)}"
+
+
+def times_zstd_simulated(results, name):
+    for what, other in (("encode", "zstd -1 compress"), ("decode", "zstd -1 decompress")):
+        ours = results.row("codec", case=codec.SIZED + name, arm=f"planes {what}")
+        theirs = results.row("cpu", case=f"{name}, 1 thread", arm=other)
+        if ours and theirs:
+            yield what, ours["gbps"] / theirs["gbps"]
 
 
 def simulated_shares(results):
@@ -951,16 +967,17 @@ def densities_over_time(rows):
 
 def densities_of_deeper(results):
     """The mean of the convolutions after the first at the beginning, at its least and at the end, of all nets but
-    AlexNet."""
-    parts = []
+    AlexNet, and the mean of these nets."""
+    found, notes = [], []
     for net in nets(results):
         rows = results.rows("densities", net=net, kind="relu")
         layers = densities_over_time(row for row in rows if row["layer"] != "conv0" and row["layer"][:4] == "conv")
         if net != "AlexNet" and layers:
-            found = [100 * statistics.mean(of) for of in zip(*layers.values())]
-            text = f"{net} {', '.join(f'{pick(found):.0f}' for pick in (first, min, last))} %"
-            parts.append("; ".join(filter(None, [text, cut_off(rows)])))
-    return listed(parts)
+            means_of_layers = [100 * statistics.mean(of) for of in zip(*layers.values())]
+            found.append([pick(means_of_layers) for pick in (first, min, last)])
+            notes.append(cut_off(rows) and f"{net} {cut_off(rows)}")
+    means_of_nets = ", ".join(f"{statistics.mean(of):.0f}" for of in zip(*found))
+    return "; ".join(filter(None, [f"nets: {len(found)}, on average {means_of_nets} %", *notes]))
 
 
 def first(values):
@@ -983,18 +1000,24 @@ def cut_off(rows):
 
 def densities_of_pools(results):
     """How many are denser than the layer before, at the end."""
-    pairs, found = [], nets(results)
-    for net in found:
+    denser, count = 0, 0
+    for net in nets(results):
         rows = results.rows("densities", net=net)
         end = max(row["progress"] for row in rows)
         layers = [(row["layer"], row["density"]) for row in rows if row["progress"] == end]
-        pairs += [(layers[i - 1][1], density) for i, (name, density) in enumerate(layers) if name.startswith("pool")]
-    return f"{sum(pool >= before for before, pool in pairs)} of {len(pairs)} pools, nets: {len(found)}"
+        pairs = [(layers[i - 1][1], density) for i, (name, density) in enumerate(layers) if name.startswith("pool")]
+        denser, count = denser + sum(pool >= before for before, pool in pairs), count + len(pairs)
+    return f"{denser} of {count} pools, nets: {len(nets(results))}"
 
 
 def net_sparsity(results):
     """Weighted by the sizes of the layers, over all checkpoints, and of the sparsest layer."""
-    return listed(f"{net} {percent(zeros)}, most {percent(most)}" for net, zeros, most in sparsities(results))
+    found = {net: (zeros, most) for net, zeros, most in sparsities(results)}
+    zeros, most = zip(*found.values())
+    return (
+        f"AlexNet {percent(found['AlexNet'][0])}; nets: {len(found)}, {percent(statistics.mean(zeros))} on average, at "
+        f"most {percent(max(most))}"
+    )
 
 
 def sparsities(results):
@@ -1022,6 +1045,7 @@ def losses(results):
     return "; ".join(filter(None, texts))
 
 
+SHOWN_COLUMNS = ("rle", "zvc", "zlib", "ibp")  # in three orders of memory
 RATIO_COLUMNS = ("rle", "zvc", "zlib", "zlib_64k", "ibp")  # of activation_ratios.csv, where it has them
 
 
@@ -1044,28 +1068,26 @@ def times_smaller(rows, column):
 
 def layout_ratios(results):
     """Times smaller by order of memory: the mean of the nets, and the layer that shrinks most."""
-    parts, columns = [], []
+    parts = []
     for layout in densities.LAYOUTS:
         found = ratios_at_the_end(results, layout, "float32").values()
-        columns = [column for column in RATIO_COLUMNS if all(column in row for rows in found for row in rows)]
-        texts = (
-            f"{statistics.mean(times_smaller(rows, column) for rows in found):.2f}"
-            + (f" (most {max(row[column] for rows in found for row in rows):.1f})" if column == "zvc" else "")
-            for column in columns
-        )
-        parts.append(f"{layout}, nets: {len(found)}: {', '.join(texts)}")
-    return listed([", ".join(columns), *parts])
+        texts = mean_ratios(found, SHOWN_COLUMNS)
+        parts.append(f"{layout}, nets: {len(found)}: {texts}")
+    most = max(row["zvc"] for rows in ratios_at_the_end(results, "NCHW", "float32").values() for row in rows)
+    return listed([*parts, f"zvc at most {most:.1f}"])
+
+
+def mean_ratios(nets, columns):
+    """Times smaller on average of nets' rows, by the columns that all have."""
+    columns = [column for column in columns if all(column in row for rows in nets for row in rows)]
+    means = (statistics.mean(times_smaller(rows, column) for rows in nets) for column in columns)
+    return ", ".join(f"{column} {mean:.2f}" for column, mean in zip(columns, means))
 
 
 def net_ratios(results):
-    """Times smaller of each net in BF16."""
-    parts, columns = [], []
-    for net, rows in ratios_at_the_end(results, "NCHW", "bfloat16").items():
-        columns = [column for column in RATIO_COLUMNS if column in rows[0]]
-        texts = ", ".join(f"{times_smaller(rows, column):.2f}" for column in columns)
-        when = "" if rows[0]["progress"] == 1 else f", after {percent(rows[0]['progress'], 0)} of the steps"
-        parts.append(f"{net}{when}: {texts}")
-    return listed([", ".join(columns), *parts])
+    """Times smaller of the nets in BF16, on average."""
+    found = ratios_at_the_end(results, "NCHW", "bfloat16").values()
+    return f"nets: {len(found)}: {mean_ratios(found, RATIO_COLUMNS)}"
 
 
 def offload_steps(results):
@@ -1090,14 +1112,25 @@ def offload_gains(results):
     slower = sum(gain < 0 for gain in gains)
     return listed(
         [
-            *(
-                f"{net}: {arms['ibp'] / arms['plain']:.2f}, {arms['raw'] / arms['ibp']:.2f}"
-                for net, arms in steps.items()
-            ),
+            f"{span([arms['ibp'] / arms['plain'] for arms in steps.values()])} times the step without offload",
             f"{percent(statistics.median(gains), 0)} faster than without coding in the median, "
             f"{percent(statistics.mean(gains), 0)} on average, {slower} of {len(gains)} nets slower",
+            *(
+                f"{arm} {statistics.median(found):.2f} times the rate of {other} in the median"
+                for arm, other in FURTHER_ARMS
+                if (found := times_of_arms(results, arm, other))
+            ),
         ]
     )
+
+
+# Arms that not all nets have, and the arms that they are compared with.
+FURTHER_ARMS = ((activations.IBP_FEW, activations.IBP), (activations.ZERO_VALUES, activations.SAVE_ON_CPU))
+
+
+def times_of_arms(results, arm, other):
+    """How many times as fast an arm's steps are as another's, of each net that has both."""
+    return [arms[other] / arms[arm] for arms in offload_steps(results).values() if {arm, other} <= arms.keys()]
 
 
 def first_layer(results):
@@ -1121,6 +1154,8 @@ def offload_headlines(results):
     gains = [arms["raw"] / arms["ibp"] for arms in offload_steps(results).values()]
     yield "mean", statistics.mean(gains), 1.53
     yield "most", max(gains), 1.79
+    if throttled := times_of_arms(results, activations.IBP_FEW, activations.IBP):
+        yield "throttled", statistics.median(throttled), 0.94
 
 
 def offload_losses(results):
@@ -1180,10 +1215,9 @@ CDMA = (
     ),
     Row(
         "Figure 13; headline",
-        "steps with coded offload: their time over a step without offload, and their rate over the same hooks without "
-        "coding; convolutional nets and blocks of transformers with random values",
+        "steps with coded offload: time over a step without, rate over hooks without coding; random values",
         "activations.py",
-        "53 % faster than vDNN on average, at most 79 %",
+        "53 % faster than vDNN on average, at most 79 %; throttled 94 % of it",
         offload_gains,
         compared=offload_headlines,
     ),
@@ -1245,8 +1279,52 @@ def chosen_ratios(results):
     return listed(parts)
 
 
+def entry_sizes(results):
+    """Of each program under bit-plane compression."""
+    found = {row["program"]: row["times_smaller"] for row in results.rows("entries")}
+    return f"{', '.join(f'{name} {times:.2f}' for name, times in found.items())} times smaller"
+
+
+def managed_reads(results):
+    """Reading a table in managed memory, over reading it on the GPU, by the share of its pages on the host."""
+    parts = []
+    for arm in (spill.MIGRATED, spill.OVER_LINK):
+        rows = results.rows("spill", case=spill.MANAGED, arm=arm)
+        shown = [row for row in rows if round(row["spilled"], 2) in (0.1, 0.3, 0.5)]
+        times = "/".join(f"{rows[0]['gbps'] / row['gbps']:.1f}" for row in shown)
+        shares = "/".join(f"{100 * row['spilled']:.0f}" for row in shown)
+        parts.append(rows and f"{arm}: {times} times as long at {shares} %")
+    return listed(parts) or NOT_YET
+
+
+def larger_batches(results):
+    """The largest batches in capped memory, and their images per second over the plain ones."""
+    parts = []
+    for case, arms in capped_steps(results).items():
+        texts = (f"{arm.removesuffix(activations.CAPPED)} {rows}, {gain:.2f}" for arm, (rows, gain) in arms.items())
+        parts.append(f"{case}: {'; '.join(texts)}")
+    return listed(parts) or NOT_YET
+
+
+def capped_steps(results):
+    """{net: {arm: (largest batch, its rate over plain's)}}."""
+    cases = by_arm(row for row in results.rows("activations") if row["arm"].endswith(activations.CAPPED))
+    plain = activations.PLAIN + activations.CAPPED
+    return {
+        case: {arm: (row["rows"], row["gbps"] / arms[plain]["gbps"]) for arm, row in arms.items()}
+        for case, arms in cases.items()
+        if plain in arms
+    }
+
+
+def larger_batches_compared(results):
+    arms = capped_steps(results).get("VGG16", {})
+    if of := arms.get(activations.IBP + activations.CAPPED):
+        yield "VGG16", of[1], 1.3
+
+
 def foretold_spill(results):
-    """And of what was foretold the least and the most of a snapshot, where it was measured."""
+    """And of what was foretold the least and the most of a snapshot, where it was measured; and within a step."""
 
     def foretold(row):
         text = f"{percent(row['predicted_spilled'])} foretold, {percent(row['spilled'])} in the last snapshot"
@@ -1254,7 +1332,11 @@ def foretold_spill(results):
             return text
         return f"{text}, {percent(row['least_spilled'])} to {percent(row['most_spilled'])} in all"
 
-    return profiles(results, foretold)
+    steps = [
+        f"{name} {span([100 * row['spilled'] for row in results.rows('moments', program=name)], ' %', 1)}"
+        for name in in_order(row["program"] for row in results.rows("moments"))
+    ]
+    return listed([foretold(profile_row(results)), steps and f"within a step: {', '.join(steps)}"])
 
 
 def thresholds(results):
@@ -1275,7 +1357,8 @@ def reads(results, **wanted):
         yield from ((what, row, alone[table]) for table, row in spilled.items() if table in alone)
 
 
-LINKS_GBPS = (50, 100, 150, 200)  # of the paper's figure 11
+NOT_YET = "not measured yet"
+LINKS_GBPS = (50, 150)  # of the paper's figure 11
 
 
 def decoded_spills(results):
@@ -1297,8 +1380,8 @@ def spilled_reads(results):
     for row, alone in decoded_spills(results):
         shares = "/".join(f"{100 * share_by_link(row, alone, link):.0f}" for link in LINKS_GBPS)
         parts.append(
-            f"{percent(row['spilled'], 0)}: {percent(row['gbps'] / alone['gbps'], 0)}, "
-            f"{percent(row['gbps'] / row['ideal_gbps'], 0)}; {shares} %"
+            f"{percent(row['spilled'], 0)} spilled: {percent(row['gbps'] / alone['gbps'], 0)}, "
+            f"{percent(row['gbps'] / row['ideal_gbps'], 0)}; reckoned {shares} %"
         )
     return listed(parts)
 
@@ -1353,6 +1436,13 @@ BUDDY = (
         compared=best_ratio_compared,
     ),
     Row(
+        "Figure 6",
+        "entries of 128 bytes under bit-plane compression; six nets, batch 8",
+        "entries.py",
+        "mixed regions",
+        entry_sizes,
+    ),
+    Row(
         "Figure 7",
         "times smaller, and rows that reach the slower memory; as figure 3",
         "spill.py",
@@ -1366,16 +1456,32 @@ BUDDY = (
         "spill.py",
         "constant; SqueezeNet 1.49, ResNet-50 1.64 times smaller",
         foretold_spill,
+        ("entries.py",),
     ),
     Row("Figure 9", "the same by threshold; as figure 3", "spill.py", "30 % chosen", thresholds),
     Row(
         "Figure 11",
-        "rate by the share of rows that spill, against memory that is large enough, and against what memory and link "
-        "allow; tables decoded, PCIe 5; and the first reckoned for links of 50, 100, 150 and 200 GB/s",
+        "rate by the share of rows that spill, over large enough memory, and over what memory and link allow; PCIe 5; "
+        "the first reckoned for 50 and 150 GB/s",
         "spill.py",
         "150 GB/s: within 1 % (HPC) and 2.2 % (deep learning); 50 GB/s: over 20 % slower",
         spilled_reads,
         compared=spilled_reads_compared,
+    ),
+    Row(
+        "Figure 12",
+        "managed memory, part of it on the host",
+        "spill.py",
+        "often slower than pinned memory",
+        managed_reads,
+    ),
+    Row(
+        "Figure 13",
+        f"largest batches in {activations.CAPPED_GB} GB, rates over plain ones",
+        "activations.py",
+        "14 % faster, VGG16 30 %",
+        larger_batches,
+        compared=larger_batches_compared,
     ),
     Row(
         "Headline",
@@ -1392,7 +1498,7 @@ BUDDY = (
 
 
 def gathers(*links):
-    """All-gathers of the largest output against NCCL's, by link: by `auto`, and by the best level."""
+    """All-gathers of the largest output by `auto` against NCCL's, by link."""
 
     def ours(results):
         parts = []
@@ -1400,11 +1506,11 @@ def gathers(*links):
             rows = results.rows("collectives", case=f"{link}, all_gather_into_tensor, {what}")
             most = max(row["mib"] for row in rows)
             found = {row["arm"]: row for row in rows if row["mib"] == most}
-            coded = max(found[arm]["over_torch"] for arm in ("default", "fast") if arm in found)
             parts.append(
-                f"{link}, {what}: {number(found['torch']['gbps'])}, {found['auto']['over_torch']:.2f}, {coded:.2f}"
+                f"{link}, {what}: NCCL {number(found['torch']['gbps'])} GB/s, `auto` "
+                f"{found['auto']['over_torch']:.2f} times"
             )
-        return listed(["NCCL's GB/s, times by `auto`, by coding always", *parts])
+        return listed(parts)
 
     return ours
 
@@ -1419,7 +1525,7 @@ def typed_columns(results):
         found = ((label, results.row("choose", case=name, arm=arm)) for arm, label in TYPED_CODECS.items())
         texts = (f"{label} {1 / (1 - row['savings']):.1f}, {fine_number(row['gbps'])}" for label, row in found if row)
         parts.append(f"{name}: " + "; ".join(texts))
-    return listed(["times smaller, GB/s:", *parts])
+    return listed(parts)
 
 
 def best_gather(theirs, *links):
@@ -1453,7 +1559,7 @@ NVCOMP_POST = (
     ),
     Row(
         "Figure 4",
-        "times smaller and rates of LZ4 and Cascaded; columns made here",
+        "times smaller and GB/s by LZ4 and Cascaded; columns made here",
         "choose.py",
         "column 0: Cascaded 80, nearly twice LZ4, 56 GB/s on a T4; column 2: LZ4 71.8, Cascaded 3.2",
         typed_columns,
@@ -1487,9 +1593,7 @@ NOT_MEASURED = {
     },
     "buddy": {
         "Figures 1, 2, 4": "drawings",
-        "Figures 5, 6, 10, Tables 1, 2": "simulations of HPC programs, which are not run here",
-        "Figure 12": "managed memory that exceeds the GPU's, not measured yet",
-        "Figure 13": "projected by their model",
+        "Figures 5, 10, Tables 1, 2": "simulations of HPC programs, which are not run here",
     },
     "nvcomp": {"Figures 1, 2, 5, 6": "drawings"},
 }
@@ -1504,19 +1608,10 @@ def csvs_of(name, results):
     return own.sheets
 
 
-def measured_at(csvs):
-    """ "0b5237c10e: gather, ...": of {CSV: rows}, the commits that rows name."""
-    found = {}
-    for csv, rows in csvs.items():
-        for commit in in_order(row["commit"][:10] for row in rows if row.get("commit")):
-            found.setdefault(commit, []).append(csv)
-    return "; ".join(f"{commit}: {', '.join(of)}" for commit, of in found.items())
-
-
 def table(name, results):
-    """The table of one paper, and the commits of the CSVs that it is written from."""
+    """The table of one paper."""
     lines = [
         [row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results), row.ratios(results)]
         for row in PAPERS[name]
     ]
-    return f"{reading.markdown(HEADS, lines)}\n\nCommits measured: {measured_at(csvs_of(name, results))}."
+    return reading.markdown(HEADS, lines)

@@ -118,7 +118,8 @@ class CopyAttributes(ctypes.Structure):
     _fields_ = [("order", ctypes.c_int), ("source", Location), ("target", Location), ("flags", ctypes.c_uint)]
 
 
-IN_STREAM_ORDER, ATTACH_GLOBAL, HOST = 1, 1, Location(2, 0)
+IN_STREAM_ORDER, ATTACH_GLOBAL, HOST, GPU = 1, 1, Location(2, 0), Location(1, 0)
+PREFER_LOCATION, ACCESSED_BY = 3, 5  # advice to the driver
 
 
 @functools.cache
@@ -194,12 +195,21 @@ class ManagedCopy:
         self.tensor = torch.as_tensor(self, device="cuda")
         self.tensor.copy_(flat)
 
-    def to_host(self):
-        status = driver().cuMemPrefetchAsync_v2(
-            self.address, ctypes.c_size_t(self.num_bytes), HOST, ctypes.c_uint(0), ctypes.c_void_p(0)
-        )
+    def _from(self, start):
+        """The address of the start-th byte, and how many bytes there are from it on."""
+        return ctypes.c_uint64(self.address.value + start), ctypes.c_size_t(self.num_bytes - start)
+
+    def to_host(self, start=0):
+        """Moves the bytes from start on to the host's memory."""
+        status = driver().cuMemPrefetchAsync_v2(*self._from(start), HOST, ctypes.c_uint(0), ctypes.c_void_p(0))
         checked(status, "cuMemPrefetchAsync")
         torch.cuda.synchronize()
+
+    def stay_on_host(self, start):
+        """Has the GPU read the bytes from start on where they are, in the host's memory, over the link."""
+        for advice, location in ((PREFER_LOCATION, HOST), (ACCESSED_BY, GPU)):
+            checked(driver().cuMemAdvise_v2(*self._from(start), ctypes.c_int(advice), location), "cuMemAdvise")
+        self.to_host(start)
 
 
 # ---- arms ------------------------------------------------------------------------------------------------------------

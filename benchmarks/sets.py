@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from . import inputs
+
 COLUMNS = 1024
 ROWS, QUICK_ROWS = 4096, 256
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -172,6 +174,7 @@ def lennard_jones(rows):
     return torch.cat(snapshots).view(-1)[:wanted].view(rows, COLUMNS)
 
 
+REPEATED_ROWS = 512
 SIMULATIONS = (("shallow water", shallow_water, 1), ("Lennard-Jones", lennard_jones, 4))  # and how many rows fewer
 
 
@@ -179,6 +182,12 @@ def simulated_sets(rows: int) -> Iterator[Set]:
     """Fields in FP64, the same on every machine but for the last bits of sums."""
     for name, make, fewer in SIMULATIONS:
         yield Set(name, (make(rows // fewer),))
+
+
+def repeated_simulations(num_bytes: int, device: torch.device, quick: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, num_bytes of rows on a device) of shorter simulations, one below the other, for rates."""
+    for case in simulated_sets(QUICK_ROWS if quick else REPEATED_ROWS):
+        yield case.name, inputs.replicated(case.tensors[0], num_bytes // case.row_bytes, device)
 
 
 # ---- real ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What do slots on the GPU with overflow in pinned host memory (ibp.spill.place) cost to read and change?
 
-    python -m benchmarks.spill [--programs] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.spill [--programs | --managed] [--out DIR] [--device cpu] [--quick]
 
 Tables of 1 GiB in device memory, of which a share of the rows is noise, which leaves its slot: `decode` of the whole
 table and `index_select` of half of its rows in random order, `device only`, with overflow on the GPU too, and
@@ -14,13 +14,17 @@ spilled arm is the device's rate, or that at which the link brings what spilled 
 compared bit for bit.
 
 --programs: profiles of nets in training in single precision alone, of their weights, gradients, momentum and outputs of
-layers, of 1 MiB and more and in rows of 2 KiB. Other rows of the CSV stay, as these do in runs without the option.
+layers, of 1 MiB and more and in rows of 2 KiB. --managed: tables of 1 GiB in managed memory alone, a share of whose
+pages is on the host before a kernel reads all of them, as after the driver has evicted them: `migrated`, by page
+faults; `read over the link`, where they stay. No more is taken than the GPU has free: what a driver does beyond that
+can stop a machine. Other rows of the CSV stay, as these do in runs without the options.
 """
 
 import argparse
 import dataclasses
 import itertools
 import math
+import statistics
 import sys
 
 import torch
@@ -28,7 +32,7 @@ import torch
 import ibp
 from ibp.spill import _targets
 
-from . import densities, families, harness, ideal, inputs
+from . import densities, families, harness, ideal, inputs, scattered
 
 COLUMNS = (
     *(
@@ -302,20 +306,18 @@ class LanguageModel(torch.nn.Module):
 
 
 class Program:
-    """A net in training by SGD with momentum on data made here."""
+    """A net in training by SGD with momentum on data made here. small: a narrow net."""
 
-    def __init__(self, run, name):
-        self.name, self.device, small = name, run.device, run.quick or not run.on_gpu
+    def __init__(self, device, name, small, batch=PROGRAM_BATCH):
+        self.name, self.device = name, device
         torch.manual_seed(0)
-        self.batch, self.image = (4, 96) if small else (PROGRAM_BATCH, 224)
+        self.batch, self.image = (4, 96) if small else (batch, 224)
         if name == "LSTM":
             self.tokens = 64 if small else 8192
-            self.net = LanguageModel(self.tokens, 32 if small else 1024).to(run.device)
+            self.net = LanguageModel(self.tokens, 32 if small else 1024).to(device)
         else:
-            self.net = densities.started(
-                densities.Plan(name, self.image, self.batch, 1, 0.05 if small else 1), run.device
-            )
-            self.images = densities.Images(self.image, run.device)
+            self.net = densities.started(densities.Plan(name, self.image, self.batch, 1, 0.05 if small else 1), device)
+            self.images = densities.Images(self.image, device)
         self.optimizer = torch.optim.SGD(self.net.parameters(), densities.LEARNING_RATE, densities.MOMENTUM)
 
     def step(self):
@@ -346,7 +348,7 @@ class Program:
 
 
 def program_snapshots(run, name):
-    program = Program(run, name)
+    program = Program(run.device, name, run.quick or not run.on_gpu)
     for _ in range(2 if run.quick else NUM_SNAPSHOTS):
         for _ in range(STEPS_BETWEEN):
             program.step()
@@ -435,19 +437,61 @@ def measure_programs(run):
             torch.cuda.empty_cache()
 
 
+# ---- managed memory ------------------------------------------------------------------------------------------------
+
+MANAGED, MANAGED_READS = "managed memory", 3
+MANAGED_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
+MIGRATED, OVER_LINK = "migrated", "read over the link"
+
+
+def measure_managed(run):
+    """Buddy Compression's figure 12, by the clock: a page that is missing interrupts the CPU."""
+    num_bytes = QUICK_TABLE_BYTES if run.quick or not run.on_gpu else TABLE_BYTES
+    x = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device=run.device)
+    out, managed = torch.empty_like(x), scattered.ManagedCopy(x) if run.on_gpu else None
+    source = x if managed is None else managed.tensor
+    first_s = None
+    for way, share in itertools.product((MIGRATED, OVER_LINK), MANAGED_SHARES):  # shares grow: advice cannot shrink
+        start = num_bytes - int(share * num_bytes) // inputs.MIB * inputs.MIB
+        with run.cell(f"{MANAGED}, {way}, {share:.0%}"):
+            if managed is not None and way == OVER_LINK and start < num_bytes:
+                managed.stay_on_host(start)
+            times = []
+            for _ in range(MANAGED_READS):
+                if managed is not None and way == MIGRATED and start < num_bytes:
+                    managed.to_host(start)
+                times.append(run._wall_seconds(lambda: torch.add(source, 0, out=out)))
+            harness.check_bits(out, x, MANAGED)
+            seconds = statistics.median(times)
+            first_s = first_s or seconds
+            run.add(
+                case=MANAGED, arm=way, rows=1, row_bytes=num_bytes, dtype=x.dtype, savings=0.0,
+                gbps=num_bytes * 1e-9 / seconds,
+                ideal_gbps=num_bytes * 1e-9 / max(first_s, link_seconds(num_bytes - start)), sms=None,
+                spilled=f"{1 - start / num_bytes:.4f}", spilled_bytes=num_bytes - start,
+                device_bytes=start, host_bytes=num_bytes - start,
+            )  # fmt: skip
+
+
+def mode_of(case):
+    """The option that measures a case."""
+    return "programs" if case.startswith(PROGRAM) else "managed" if case == MANAGED else ""
+
+
 def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--programs", action="store_true")
+    for mode in ("programs", "managed"):
+        own.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, default="")
     options, others = own.parse_known_args(argv)
-    return options.programs, harness.parse_args(others, __doc__)
+    return options.mode, harness.parse_args(others, __doc__)
 
 
 def main(argv=None):
-    programs, args = parsed(argv)
-    run = harness.Run("spill", args, COLUMNS, keep=lambda row: row["case"].startswith(PROGRAM) != programs)
+    mode, args = parsed(argv)
+    run = harness.Run("spill", args, COLUMNS, keep=lambda row: mode_of(row["case"]) != mode)
     torch.manual_seed(0)
-    if programs:
-        measure_programs(run)
+    if mode:
+        {"programs": measure_programs, "managed": measure_managed}[mode](run)
         return run.finish()
     measure_kinds(run, CASES)
     measure_pages(run, args.data)

@@ -28,6 +28,7 @@ _SAVINGS = (*_CODING, "csrc/core/analysis.c")
 
 # By CSV: folders and files whose changes may change its figures. Those of no code of ours have none.
 SOURCES = {
+    "activation_maps": (),
     "activation_ratios": (*_CODING, "ibp/_activations"),
     "activations": (*_KERNELS, "ibp/_activations"),
     "adamw": (*_KERNELS, "ibp/optim"),
@@ -50,6 +51,7 @@ SOURCES = {
     "dlrm": _CACHING,
     "dlrm_train": (*_CACHING, "csrc/cuda/encode", "ibp/optim/rows.py"),
     "encode_into": _ENCODING,
+    "entries": (),
     "families": _KERNELS,
     "flexgen_opt": (*_STREAMING, "ibp/integrations/flexgen.py"),
     "fuzz": ("csrc/core", "csrc/x86"),
@@ -68,7 +70,9 @@ SOURCES = {
     "memory": (),
     "moe": (*_LINEAR, *_CACHING, "ibp/_offload/experts.py", "ibp/nn/_experts.py", "ibp/nn/_stacks.py"),
     "moe_deepseek": (*_CACHING, "ibp/_offload/experts.py", "ibp/nn/_stacks.py"),
-    "moe_hits": ("csrc/cuda/cache", "csrc/core/cache.c", "ibp/cache", "ibp/_offload/experts.py"),
+    "moe_hits": ("csrc/cuda/cache", "csrc/core/cache.c", "csrc/core/cache.h", "ibp/cache", "ibp/_offload/experts.py"),
+    "moe_policies": (),
+    "moments": (*_CODING, "ibp/spill"),
     "more_clusters": _SAVINGS,
     "overlap": (*_FETCHING, *_STREAMING),
     "probes": (),

@@ -76,8 +76,8 @@ void linear(const Device &device, const Tensors &slots, const std::vector<int64_
 
 // groups: int32 [groups, 3], ibp_vector_group. num_rows: of a matrix.
 void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,
-                   const Tensor &starts, const Tensor &entries, const Tensor &x, const Tensor &groups, int64_t num_rows,
-                   const Out &out)
+                   const Tensor &starts, const Tensor &entries, const Tensor &x, const Tensor &groups,
+                   const std::optional<Tensor> &order, int64_t sharing, int64_t num_rows, const Out &out)
 {
     static_assert(sizeof(ibp_vector_group) == 3 * sizeof(int32_t));
     require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
@@ -86,9 +86,16 @@ void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes
     const Tensor near = aligned(x);
     const uint16_t *const vectors = bfloat16s_of(near, x.numel(), "x");
     const void *const list = data_of<int32_t>(groups, ScalarType::Int, groups.numel(), "groups");
-    uint16_t *const to = bfloat16s_of(out, total_bytes(x.size(0), num_rows, "out"), "out");
-    check(ibp_cuda_linear_groups(&stack, num_rows, static_cast<const ibp_vector_group *>(list), groups.size(0), vectors,
-                                 x.size(0), to, device.stream()),
+    require(sharing >= 1, "sharing is ", sharing, "; wanted at least 1");
+    const int64_t num_vectors = total_bytes(x.size(0), sharing, "x");
+    const int64_t *numbers = nullptr;
+    if (order) {
+        require(order->numel() == num_vectors, "order has ", order->numel(), " numbers, ", num_vectors, " are needed");
+        numbers = data_of<int64_t>(*order, ScalarType::Long, num_vectors, "order");
+    }
+    uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, num_rows, "out"), "out");
+    check(ibp_cuda_linear_groups(&stack, num_rows, static_cast<const ibp_vector_group *>(list), groups.size(0), numbers,
+                                 sharing, vectors, num_vectors, to, device.stream()),
           "linear_groups");
 }
 
@@ -107,5 +114,6 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     operation<linear>(m, "linear", "slots slot_bytes below starts entries x biases out");
     operation<decode_matrix>(m, "decode_matrix", "slots slot_bytes below starts entries out");
-    operation<linear_groups>(m, "linear_groups", "slots slot_bytes below starts entries x groups num_rows out");
+    operation<linear_groups>(m, "linear_groups",
+                             "slots slot_bytes below starts entries x groups order sharing num_rows out");
 }

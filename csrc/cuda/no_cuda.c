@@ -36,8 +36,8 @@ IBP_WITHOUT_CUDA(ibp_cuda_linear, const ibp_product *products, int64_t num_produ
                  int64_t num_vectors, uint8_t *workspace, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_decode_matrix, const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_linear_groups, const ibp_digit_matrix *stack, int64_t num_rows,
-                 const ibp_vector_group *groups, int64_t num_groups, const uint16_t *x, int64_t num_vectors,
-                 uint16_t *y, ibp_stream stream)
+                 const ibp_vector_group *groups, int64_t num_groups, const int64_t *order, int64_t sharing,
+                 const uint16_t *x, int64_t num_vectors, uint16_t *y, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_group_vectors, const ibp_ids *ids, int64_t num_matrices, int64_t *order,
                  ibp_vector_group *groups, int64_t num_groups, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_decode_bytes, const ibp_table *table, int64_t start, int64_t end, uint8_t *out,

@@ -134,25 +134,27 @@ def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
     return found
 
 
-def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor) -> None:
-    """Codes data, uint8 [num_bytes], on the current stream."""
+def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, max_sms: int = 0) -> None:
+    """Codes data, uint8 [num_bytes], on the current stream. max_sms: as of operations; 0: all."""
     used, counts, fault, bases, lengths, overflow = _parts(memory, data.numel())
     end = COUNTERS_BYTES + bases.numel()
     memory[:end].copy_(_fresh(end, memory.device)[:end])
     words, none, rows = recipe.codebook.words(data.device), memory[:0], lengths.view(torch.uint16)
     sizes, index = (0, 0, rows.numel(), ROW_BYTES), (rows, bases.view(torch.int64))
     place = Parts(none, overflow, *index, words, recipe.codec, *sizes, rows[:0], used.view(torch.int64))
-    Handle(place).encode(data, counts.view(torch.int64), fault.view(torch.int64))
+    Handle(place).encode(data, counts.view(torch.int64), fault.view(torch.int64), max_sms=max_sms)
 
 
-def decode(memory: torch.Tensor, recipe: ActivationRecipe, out: torch.Tensor, fault: torch.Tensor) -> None:
+def decode(
+    memory: torch.Tensor, recipe: ActivationRecipe, out: torch.Tensor, fault: torch.Tensor, max_sms: int = 0
+) -> None:
     """Decodes into out, uint8 [num_bytes], on the current stream. memory: the used bytes of memory that `encode` wrote,
     or more of it. fault: int64 [4] on the device, where damage is noted."""
     *_, bases, lengths, overflow = _parts(memory, out.numel())
     words, none, rows = recipe.codebook.words(memory.device), memory[:0], lengths.view(torch.uint16)
     sizes = (0, 0, rows.numel(), ROW_BYTES)
     table = Handle(Parts(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, *sizes)).table
-    torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), 0, out, fault)
+    torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), max_sms, out, fault)
 
 
 def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:

@@ -14,6 +14,7 @@ import torch
 
 from .._common.arguments import whole_number
 from .._common.statistics import Statistics
+from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._rows.faults import Faults, FaultWords
 from . import spans
@@ -286,7 +287,7 @@ class ActivationOffload:
             return None
         if device not in self._transfers:
             window_bytes = self._options.window_bytes if self._options.memory == "pinned" else None
-            self._transfers[device] = PieceTransfers(device, window_bytes)
+            self._transfers[device] = PieceTransfers(device, window_bytes, self._options.max_sms)
         return self._transfers[device]
 
     def _note_outgrown(self, num_bytes: int) -> None:
@@ -308,6 +309,7 @@ def offload_activations(
     coded: bool = True,
     least_bytes: int = LEAST_BYTES,
     window_bytes: int = WINDOW_BYTES,
+    max_sms: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> ActivationOffload:
     """A context for forward passes. The tensors that autograd saves in it are coded and leave the device, and come back
@@ -333,6 +335,8 @@ def offload_activations(
         window_bytes: bytes of device memory that may be on its way to the host, and as many on their way back. Two
             pieces of 64 MiB may be in any case; with memory="device" no more than two wait until the host knows their
             size.
+        max_sms: keep at most this many of the GPU's multiprocessors busy with coding and decoding, which bounds their
+            use of memory beside the net (cDMA, section V-C); None: all.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 
@@ -349,4 +353,5 @@ def offload_activations(
         of = None if torch.cuda.is_available() else torch.device("cpu")
     else:
         of = _memory.canonical(device)
-    return ActivationOffload(OffloadOptions(memory, bool(coded), device_bytes, window_bytes), least_bytes, of)
+    options = OffloadOptions(memory, bool(coded), device_bytes, window_bytes, sms_of(max_sms))
+    return ActivationOffload(options, least_bytes, of)

@@ -26,6 +26,7 @@ class OffloadOptions:
     coded: bool
     device_bytes: int | None
     window_bytes: int
+    max_sms: int = 0  # 0: all
 
 
 class _RegionSize(NamedTuple):

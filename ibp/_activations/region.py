@@ -88,6 +88,7 @@ class SavedRegion:
     ) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.transfers = of, number, num_bytes, recipe, transfers
         self.stream = None if transfers is None else torch.cuda.current_stream(transfers.device)
+        self._max_sms = 0 if transfers is None else transfers.max_sms
         self._piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
         self.pieces = [SavedPiece(start, end, self.stream) for start, end in coding.pieces(self._piece_bytes)]
         self.memory: torch.Tensor | None = None
@@ -114,7 +115,7 @@ class SavedRegion:
         """Codes a piece of data, uint8, on the current stream."""
         assert self.recipe is not None
         piece.memory = torch.empty(coding.memory_bytes(piece.num_bytes), dtype=torch.uint8, device=data.device)
-        coding.encode(data[piece.start : piece.end], self.recipe, piece.memory)
+        coding.encode(data[piece.start : piece.end], self.recipe, piece.memory, self._max_sms)
 
     def to_send(self, piece: SavedPiece) -> torch.Tensor:
         """The bytes of a piece that leave."""
@@ -235,7 +236,7 @@ class SavedRegion:
                 self.of.prefetch(self, k)
                 held = self.transfers.receive(self, piece)
             _hand_over(held, piece.stream)
-            coding.decode(held, recipe, out[piece.start : piece.end], self.of.faults.on(device))
+            coding.decode(held, recipe, out[piece.start : piece.end], self.of.faults.on(device), self._max_sms)
         if self.transfers is not None:
             self.stream = torch.cuda.current_stream(device)
         self._drop_codes()

@@ -25,10 +25,11 @@ class PieceTransfers:
         device: the GPU.
         window_bytes: of device memory that may be on its way out, and as much on its way in; two pieces may be in any
             case. None: coded pieces stay on the GPU, and at most two pieces' memory waits for the host.
+        max_sms: that coding and decoding may keep busy; 0: all.
     """
 
-    def __init__(self, device: torch.device, window_bytes: int | None) -> None:
-        self.device, self._keeps_codes = device, window_bytes is None
+    def __init__(self, device: torch.device, window_bytes: int | None, max_sms: int = 0) -> None:
+        self.device, self.max_sms, self._keeps_codes = device, max_sms, window_bytes is None
         self.window_bytes = 2 * coding.memory_bytes(coding.PIECE_BYTES) if window_bytes is None else window_bytes
         self.out, self.back, self._notes = (torch.cuda.Stream(device) for _ in range(3))
         self.buffers = Pool()

@@ -63,7 +63,8 @@ as there are exponents before that of digit 0, and starts and entries, its escap
 nothing. out has the results [vectors, rows] one after the other.
 
 `linear_groups` is ibp_cuda_linear_groups: groups of vectors, each multiplied by one matrix of num_rows rows of those
-that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors. `group_vectors`,
+that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors. Vector v is
+order[v], int64 [vectors], if that is there, and `sharing` vectors after each other have a row of x. `group_vectors`,
 for the CPU too, is ibp_group_vectors: from the matrix of each vector, integers [vectors], to (the vectors' numbers in
 the order of their matrices, int64 [vectors]; such groups of them).
 
@@ -84,8 +85,8 @@ of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs, as `gather_i
 on other devices than the rest, that can be read from it. `counts`, int64 [10], is added to: hits of slabs 0 to 7,
 misses, and bytes of missed rows in whole sectors of 32. `owners_of_rows` says, as uint8, which slab's map is to hold a
 row. `fill_slab` copies `rows`, int64, to `offsets`, int64, of a slab and puts them into its map, if that is not empty;
-negative ones are left out. `claim_cached` is find_cached of a cache in which missing rows replace the rows used longest
-ago, in slots of cache_slot_bytes, one a way; ways is 32. `drop_cached` takes rows out of a map; `set_cached` says that
+negative ones are left out. `claim_cached` is find_cached of a cache in which missing rows replace the rows used least,
+in slots of cache_slot_bytes, one a way; ways is 32. `drop_cached` takes rows out of a map; `set_cached` says that
 rows of it were written anew: with `lengths`, uint16 [rows], or, where there are none, the lengths that they had, and
 `dirty`, whether the table's own rows are older.
 """
@@ -219,7 +220,7 @@ _define(
 )
 _define(
     "linear_groups(Tensor slots, int slot_bytes, Tensor below, Tensor starts, Tensor entries, Tensor x, Tensor groups, "
-    "int num_rows, Tensor(a!) out) -> ()"
+    "Tensor? order, int sharing, int num_rows, Tensor(a!) out) -> ()"
 )
 _define(
     "decode_matrix(Tensor slots, int slot_bytes, Tensor below, Tensor starts, Tensor entries, Tensor(a!) out) -> ()"

@@ -305,8 +305,9 @@ def linear_groups(
     groups: torch.Tensor,
     rows: int,
     *,
+    order: torch.Tensor | None = None,
+    sharing: int = 1,
     out: torch.Tensor | None = None,
-    escapes: Escapes | None = None,
 ) -> torch.Tensor:
     """Groups of vectors, each times one matrix of a stack, as `torch.nn.functional.linear` multiplies.
 
@@ -316,28 +317,30 @@ def linear_groups(
 
     Example:
         >>> x, stack = torch.randn(3, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
-        >>> order, groups = group_vectors(torch.tensor([1, 1, 3]), num_matrices=4)
-        >>> y = linear_groups(x, ibp.compress(stack.view(128, 64), level="fast"), groups, rows=32)
-        >>> torch.equal(y[2], torch.nn.functional.linear(x[2:], stack[3])[0])
+        >>> order, groups = group_vectors(torch.tensor([3, 1, 1]), num_matrices=4)
+        >>> y = linear_groups(x, ibp.compress(stack.view(128, 64), level="fast"), groups, rows=32, order=order)
+        >>> torch.equal(y[0], torch.nn.functional.linear(x[:1], stack[3])[0])
         True
 
     Args:
-        x: tensor [V, K].
+        x: tensor [V / sharing, K].
         table: of the matrices one below the other [E * rows, K], of x's dtype.
         groups: int32 [G, 3] on x's device: the number of a matrix, the group's first vector, and how many it has, at
             most 8. The first group of no vectors ends the list. No vector is in two groups.
         rows: of a matrix.
+        order: int64 [V] on x's device: vector v of the groups is vector order[v], as `group_vectors` gives it; None: v.
+        sharing: how many vectors after each other are one row of x, where there is an order.
         out: tensor [V, rows] of the table's dtype, contiguous and on x's device, to write to.
-        escapes: what `escapes_for_groups` gives for these arguments, of a caller that has asked.
 
     Returns:
         Tensor [V, rows], without gradients; out if it was given. Results of vectors that are in no group are what out
         had, or any values.
 
     Raises:
-        TypeError: an argument is not of its type, groups not int32, or out has another dtype.
-        ValueError: shapes do not fit, groups or out is on another device than x, or out is not contiguous.
-        IndexError: a group is out of range; for the kernel it ends the list.
+        TypeError: an argument is not of its type, groups not int32, order not int64, or out has another dtype.
+        ValueError: shapes do not fit, groups, order or out is on another device than x, or out is not contiguous.
+        IndexError: a group is out of range; for the kernel it ends the list. A number in order is; for the kernel its
+            results have any values.
         CorruptTableError: as `linear`.
     """
     check_table(table)
@@ -350,18 +353,64 @@ def linear_groups(
         raise ValueError(f"groups is on {groups.device}; wanted x's device, {x.device}")
     if rows < 1 or table.shape[0] % rows:
         raise ValueError(f"a matrix has {rows} rows; wanted a part of the table's {table.shape[0]}")
+    num_vectors = len(x) * sharing
+    _check_order(order, sharing, num_vectors, x.device)
     if out is not None:
-        check_out(out, (len(x), rows), table.dtype)
+        check_out(out, (num_vectors, rows), table.dtype)
         if out.device != x.device or not out.is_contiguous():
             raise ValueError(f"out is on {out.device}, with strides {out.stride()}; wanted {x.device}, contiguous")
-    x, escapes = x.detach(), escapes_for_groups(x, table, rows) if escapes is None else escapes
-    y = x.new_empty(len(x), rows) if out is None else out
+    x, escapes = x.detach(), escapes_for_groups(x, table, rows)
+    y = x.new_empty(num_vectors, rows) if out is None else out
     if escapes is None:
-        _multiply_one_by_one(x, table, groups, rows, y)
-    elif len(groups):
-        given = escapes.slots, table.slot_bytes, escapes.below, escapes.starts, escapes.entries
-        torch.ops.ibp.linear_groups.default(*given, x.contiguous(), groups.contiguous(), rows, y)
-    return y
+        places = torch.arange(num_vectors, device=x.device) if order is None else order
+        _multiply_one_by_one(x, table, groups, rows, y, places, sharing)
+        return y
+    return multiply_groups(x, table, escapes, groups.contiguous(), order, sharing, y) if len(groups) else y
+
+
+def multiply_groups(
+    x: torch.Tensor,
+    table: Table,
+    escapes: Escapes,
+    groups: torch.Tensor,
+    order: torch.Tensor | None,
+    sharing: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`linear_groups` by the kernel, of arguments that fit each other.
+
+    Args:
+        escapes: what `escapes_for_groups` gives.
+        groups: contiguous, at least one.
+    """
+    torch.ops.ibp.linear_groups.default(
+        escapes.slots,
+        table.slot_bytes,
+        escapes.below,
+        escapes.starts,
+        escapes.entries,
+        x.contiguous(),
+        groups,
+        order,
+        sharing,
+        out.shape[1],
+        out,
+    )
+    return out
+
+
+def _check_order(order: Any, sharing: int, num_vectors: int, device: torch.device) -> None:
+    if order is None:
+        if sharing != 1:
+            raise ValueError(f"{sharing} vectors share a row of x; wanted an order, too")
+        return
+    if not isinstance(order, torch.Tensor) or order.dtype != torch.int64:
+        raise TypeError(f"order is {getattr(order, 'dtype', type(order).__name__)}; wanted a tensor of torch.int64")
+    if order.shape != (num_vectors,) or order.device != device or not order.is_contiguous():
+        raise ValueError(
+            f"order has shape {list(order.shape)}, strides {order.stride()} and is on {order.device}; wanted "
+            f"[{num_vectors}], contiguous, on {device}"
+        )
 
 
 def escapes_for_groups(x: torch.Tensor, table: Table, rows: int) -> Escapes | None:
@@ -371,16 +420,25 @@ def escapes_for_groups(x: torch.Tensor, table: Table, rows: int) -> Escapes | No
     return None if escapes is None or len(escapes.rows) else escapes
 
 
-def _multiply_one_by_one(x: torch.Tensor, table: Table, groups: torch.Tensor, rows: int, y: torch.Tensor) -> None:
+def _multiply_one_by_one(
+    x: torch.Tensor,
+    table: Table,
+    groups: torch.Tensor,
+    rows: int,
+    y: torch.Tensor,
+    places: torch.Tensor,
+    sharing: int,
+) -> None:
     num_matrices = table.shape[0] // rows
     for number, first, count in groups.tolist():
         if count == 0:
             return
-        if not (0 <= number < num_matrices and 0 <= first <= first + count <= len(x) and count <= MOST_OF_A_GROUP):
-            of_all = f"{num_matrices} matrices and {len(x)} vectors"
+        if not (0 <= number < num_matrices and 0 <= first <= first + count <= len(y) and count <= MOST_OF_A_GROUP):
+            of_all = f"{num_matrices} matrices and {len(y)} vectors"
             raise IndexError(f"a group is {[number, first, count]}; wanted one of {of_all}")
         matrix = decode_items(table, number * rows, (number + 1) * rows, x.device)
-        y[first : first + count] = F.linear(x[first : first + count], matrix)
+        own = places[first : first + count]
+        y[own] = F.linear(x[own // sharing], matrix)
 
 
 def group_vectors(matrices: torch.Tensor, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:

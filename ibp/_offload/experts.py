@@ -101,24 +101,26 @@ class ExpertsForward(NotCopied):
     @contextmanager
     def _coming(self, held: torch.Tensor, has_spare: bool) -> Iterator[dict[str, functools.partial[torch.Tensor]]]:
         """Functions that give the stacked weights of the experts of slots, by name. On a GPU the current stream waits
-        for a weight when its function is called, and for all weights at the end of the block."""
+        for a weight when its function is called, or at the end of the block."""
         rooms = {name: stack.room_for(held, has_spare) for name, stack in self.stacks.items()}
         if not held.is_cuda:
             yield {name: functools.partial(self._fetch, name, *room) for name, room in rooms.items()}
             return
         current, beside = torch.cuda.current_stream(held.device), _stream_beside(held.device)
         beside.wait_stream(current)
+        left = set(rooms)  # weights that the current stream has not waited for
         try:
             tensors = {}
             with torch.cuda.stream(beside):
                 for name, room in rooms.items():
                     sms = None if self.stacks[name].is_cached else STREAM_SMS  # cached rows come faster than the link
-                    tensors[name] = functools.partial(
-                        _awaited, self._fetch(name, *room, max_sms=sms), current, beside.record_event()
-                    )
+                    fetched = self._fetch(name, *room, max_sms=sms)
+                    ready = functools.partial(current.wait_event, beside.record_event())
+                    tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
             yield tensors
         finally:  # the memory is the current stream's
-            current.wait_stream(beside)
+            if left:
+                current.wait_stream(beside)
 
     def _fetch(self, name: str, ids: torch.Tensor, out: torch.Tensor, max_sms: int | None = None) -> torch.Tensor:
         stack = self.stacks[name]
@@ -146,8 +148,9 @@ class ExpertsForward(NotCopied):
             stack.cache.reset_stats()
 
 
-def _awaited(tensor: torch.Tensor, stream: torch.cuda.Stream, ready: torch.cuda.Event) -> torch.Tensor:
-    stream.wait_event(ready)
+def _awaited(tensor: torch.Tensor, wait: Callable[[], None], left: set[str], name: str) -> torch.Tensor:
+    wait()
+    left.discard(name)
     return tensor
 
 

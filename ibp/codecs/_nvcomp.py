@@ -136,10 +136,18 @@ class NvComp(GeneralCodec):
 
 
 class Coder:
-    """A codec of nvCOMP for one stream, with the configurations of the sizes that it has met."""
+    """A codec of nvCOMP for one stream, with the configurations of the sizes that it has met. policies: further options
+    of nvCOMP's codec."""
 
     def __init__(
-        self, nvcomp: ModuleType, kind: str, data_type: str, chunk_bytes: int, device_index: int, stream: int
+        self,
+        nvcomp: ModuleType,
+        kind: str,
+        data_type: str,
+        chunk_bytes: int,
+        device_index: int,
+        stream: int,
+        **policies: Any,
     ) -> None:
         self._nvcomp, self._stream, self._lock = nvcomp, stream, threading.Lock()
         typed = {} if kind in ("deflate", "gdeflate", "snappy", "zstd") else {"data_type": data_type}
@@ -150,6 +158,7 @@ class Coder:
             cuda_stream=stream,
             uncomp_chunk_size=chunk_bytes,
             **typed,
+            **policies,
         )
         self._configuration = functools.lru_cache(64)(self._configured)
 

@@ -9,7 +9,7 @@ import torch
 from .._common.graphs import outside_of_graphs
 from .._fetch.escapes import Escapes, matrix_of
 from .._fetch.gather import index_select
-from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, linear_groups
+from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
 from .._tables.compressed_tensor import CompressedTensor
 from ._stacks import MOST_CHOICES, Calls, by_rows, rows_of, slots_for
 from ._tables import TableModule
@@ -42,9 +42,17 @@ class CodedStack(TableModule):
         """The escapes, where a kernel multiplies vectors such as x by coded experts."""
         return escapes_for_groups(x, self.weight, self.num_rows)
 
-    def times(self, x: torch.Tensor, escapes: Escapes, groups: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """The product of each vector x [V, columns] with its group's expert, as `linear_groups` gives it."""
-        return linear_groups(x, self.weight, groups, self.num_rows, out=out, escapes=escapes)
+    def times(
+        self,
+        x: torch.Tensor,
+        escapes: Escapes,
+        groups: torch.Tensor,
+        order: torch.Tensor,
+        sharing: int,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """The product of each vector with its group's expert, as `linear_groups` gives it."""
+        return multiply_groups(x, self.weight, escapes, groups, order, sharing, out)
 
     def _name_of_weight(self, prefix: str) -> str:
         return prefix[:-1]
@@ -149,31 +157,24 @@ class Experts(torch.nn.Module):
         num_tokens, num_choices = index.shape
         ids = index.reshape(-1).to(torch.int64)
         order, groups = group_vectors(ids, self.num_experts)
-        experts = ids[order] if self.has_bias else ids
-        y = self._times(self._up, hidden[order // num_choices], escapes, groups, experts)
+        y = hidden.new_empty(ids.shape[0], self._stack(self._up).num_rows)
+        y = self._times(self._up, hidden, ids, escapes, groups, order, num_choices, y)
         y = self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
         # NaN remains where an expert is not there, and no group has the vector.
-        nothing = hidden.new_full((len(ids), self._stack(_DOWN).num_rows), torch.nan)
-        y = self._times(_DOWN, y, escapes, groups, experts, out=nothing)
+        nothing = hidden.new_full((ids.shape[0], self._stack(_DOWN).num_rows), torch.nan)
+        y = self._times(_DOWN, y, ids, escapes, groups, order, 1, nothing)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
-        y = torch.empty_like(y).index_copy_(0, order, y)
         return (y.view(num_tokens, num_choices, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _stack(self, name: str) -> CodedStack:
         return cast(CodedStack, self._modules[name])
 
     def _times(
-        self,
-        name: str,
-        x: torch.Tensor,
-        escapes: dict[str, Escapes],
-        groups: torch.Tensor,
-        experts: torch.Tensor,
-        out: torch.Tensor | None = None,
+        self, name: str, x: torch.Tensor, experts: torch.Tensor, escapes: dict[str, Escapes], *given: Any
     ) -> torch.Tensor:
-        """experts: of the vectors, where there are biases."""
-        y = self._stack(name).times(x, escapes[name], groups, out)
+        """experts: of the vectors. given: as `CodedStack.times` takes it."""
+        y = self._stack(name).times(x, escapes[name], *given)
         return y.add_(getattr(self, name + _BIAS)[experts.clamp(0, self.num_experts - 1)]) if self.has_bias else y
 
     @outside_of_graphs

@@ -525,6 +525,7 @@ def test_threads_share_an_offload():
         ({"window_bytes": "many"}, TypeError, "window_bytes"),
         ({"device": "tpu"}, ValueError, "device is 'tpu'"),
         ({"device_bytes": 0.5}, TypeError, "device_bytes"),
+        ({"max_sms": 0}, ValueError, "max_sms is 0"),
     ],
 )
 def test_arguments(options, error, text):
@@ -658,9 +659,10 @@ def linked(monkeypatch, small_pieces):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: None)
     monkeypatch.setattr(machine_memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
 
-    def make(coded=True, memory="pinned", window_bytes=1 << 16):
-        offload = offload_on(CPU, coded=coded, memory=memory, window_bytes=window_bytes)
-        offload._transfers[CPU] = transfers.PieceTransfers(CPU, window_bytes if memory == "pinned" else None)
+    def make(coded=True, memory="pinned", window_bytes=1 << 16, max_sms=None):
+        offload = offload_on(CPU, coded=coded, memory=memory, window_bytes=window_bytes, max_sms=max_sms)
+        window_bytes = window_bytes if memory == "pinned" else None
+        offload._transfers[CPU] = transfers.PieceTransfers(CPU, window_bytes, offload._options.max_sms)
         monkeypatch.setattr(offload, "_transfers_of", offload._transfers.get)
         if memory == "pinned":
             monkeypatch.setattr(
@@ -818,6 +820,18 @@ def test_windows_bound_what_is_on_its_way(linked, monkeypatch, coded):
     assert one.grad is not None and 0 < max(coming) <= window + coding.PIECE_BYTES and way.coming == 0
 
 
+@pytest.mark.parametrize("max_sms, wanted", [(None, 0), (3, 3)])
+def test_coding_keeps_to_its_multiprocessors(linked, monkeypatch, max_sms, wanted):
+    """Every call that codes or decodes is given the limit."""
+    given = []
+    for name in ("encode", "decode"):
+        call = getattr(coding, name)
+        monkeypatch.setattr(coding, name, lambda *of, call=call: (given.append(of[-1]), call(*of))[1])
+    x = halves((20_000,), torch.bfloat16)
+    assert_comes_back(linked(max_sms=max_sms), x)
+    assert len(given) >= 4 and set(given) == {wanted}
+
+
 def test_pieces_that_outgrow_their_room_stay(linked):
     offload = linked()
     shape, inputs = (1 << 15,), [torch.zeros(1 << 15), *[torch.randn(1 << 15).exp() for _ in range(2)]]
@@ -935,6 +949,7 @@ WAYS = {
     "device": {"memory": "device"},
     "narrow": {"window_bytes": 1},
     "narrow, raw": {"coded": False, "window_bytes": 1},
+    "few": {"max_sms": 4},
 }
 
 

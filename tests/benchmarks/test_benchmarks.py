@@ -450,7 +450,8 @@ def test_nvcomp_alone_keeps_the_rows_of_others(tmp_path, monkeypatch):
         decode=lambda coded, out: out.copy_(coded),
     )
     monkeypatch.setattr(codec, "nvcomp", types.SimpleNamespace())
-    monkeypatch.setattr(codec, "ans_coder", lambda x: coder)
+    monkeypatch.setattr(codec, "ans_coders", lambda x: {"": coder, ", latency": coder})
+    monkeypatch.setattr(codec, "measure_nvcomp_batch", lambda case: None)
     monkeypatch.setattr(inputs, "real_sets", lambda data: [("few", torch.zeros(4, 512))])
     monkeypatch.setattr(harness.Run, "seconds", lambda run, calls, wall=False: [call() for call in calls] and 1.0)
 
@@ -469,7 +470,8 @@ def test_nvcomp_alone_keeps_the_rows_of_others(tmp_path, monkeypatch):
         return run
 
     names = [*(name for name, _, _ in inputs.NORMAL), "few"]
-    wanted = [(name, f"nvcomp ANS {what}") for name in names for what in ("decode", "compress")]
+    arms = [f"nvcomp ANS {what}{policy}" for policy in ("", ", latency") for what in ("decode", "compress")]
+    wanted = [(name, arm) for name in names for arm in arms]
     assert measured() == measured() == [("normal 1", "decode"), *wanted]
 
 
@@ -688,8 +690,9 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     assert suite.main(["--papers", "--choices", *argv]) == 1  # codec again
     signal.signal(signal.SIGTERM, before)
     read = {csv for name in reproduction.PAPERS for csv in reproduction.csvs_of(name, reading.Results(harness.RESULTS))}
-    page = read - {"activation_ratios"}  # which densities.py writes too
-    assert sorted(words[0] for words in called) == sorted(f"benchmarks.{name}" for name in page | suite.CHOICES.keys())
+    page = read - {"activation_ratios", "moments"}  # which densities.py and entries.py write too
+    assert {words[0] for words in called} == {f"benchmarks.{name}" for name in page | suite.CHOICES.keys()}
+    assert len({tuple(words) for words in called}) == len(called)
 
 
 def test_one_claim_takes_its_scripts_alone(monkeypatch, tmp_path):
@@ -806,7 +809,7 @@ def test_nvcomp_cells_of_ratio(monkeypatch):
             for name, measure in ratio.methods_for(dtype, on_gpu=True).items()
             if name.startswith("nvcomp ")
         }
-        assert len(methods) == 8 + num_floats
+        assert len(methods) == 9 + num_floats
         for measure in methods.values():
             cell = ratio.measure_cell(measure, [torch.ones(3, 5, dtype=dtype)], torch.device("cpu"), with_times=False)
             assert cell.stored_bytes == 15 * dtype.itemsize and cell.metadata_bytes is None
@@ -920,6 +923,7 @@ def test_sampling_writes_its_columns(tmp_path, monkeypatch):
 def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "NORMAL", inputs.NORMAL[:1])
     monkeypatch.setattr(cpu, "data_bytes", lambda run: 1 << 18)
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter([sets.Set("waves", (torch.randn(8, 8).double(),))]))
     before = torch.get_num_threads(), ibp._core.cpu_features()
     assert cpu.main(["--quick", "--out", str(tmp_path)]) == 0
     assert (torch.get_num_threads(), ibp._core.cpu_features()) == before
@@ -936,7 +940,32 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
     assert [line[2] for line in one_thread][: len(arms)] == arms and float(one_thread[1][6]) > 0.3
     of_one_alone = 2 * len(avx2) * len(cpu.SCHEMES) + 2 * bool(cpu.constriction)
     of_all_threads = len(one_thread) - of_one_alone if before[0] > 1 else 0
-    assert len(lines) == 1 + len(one_thread) + of_all_threads
+    waves = [line for line in lines[1:] if line[1] == "waves, 1 thread"]
+    assert [line[2] for line in waves][: len(arms)] == arms
+    assert len(lines) == 1 + len(one_thread) + of_all_threads + len(waves)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_zero_values_come_back(tmp_path, dtype):
+    """As cDMA counts them: a bit an element, and the elements that are not zero; -0 is none."""
+    zeros = activations.ZeroValues(run_on_cpu(tmp_path))
+    x = torch.randn(3, 5, 41, 67).relu().to(dtype).to(memory_format=torch.channels_last)
+    x[0, 0, 0, :2] = torch.tensor([-0.0, math.nan])
+    saved = zeros._pack(x)
+    harness.check_bits(zeros._unpack(saved), x, "zero values")
+    kept = int(torch.count_nonzero(x)) + 1  # -0
+    assert zeros.stats().sent_bytes == -(-x.numel() // 8) + kept * dtype.itemsize
+    assert zeros.stats().coded_bytes == x.nbytes and zeros._pack(x[0, 0, 0]) is not None
+    zeros.reset_stats()
+    assert zeros._unpack(zeros._pack(torch.zeros(4))).shape == (4,) and zeros.stats().coded_bytes == 0
+
+
+def test_larger_batches_stand_beside_other_arms(tmp_path, monkeypatch):
+    monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[-1:])
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert activations.main([*argv, "--arms", "none"]) == 0 and activations.main([*argv, "--batches"]) == 0
+    arms = [line[2] for line in lines_of(tmp_path / "activations.csv")[1:]]
+    assert arms == ["plain", *(f"{arm} in 4 GB" for arm in ("plain", "recomputed", "ibp", "on the device"))]
 
 
 def test_what_is_compared_of_activations(monkeypatch):

@@ -180,11 +180,15 @@ def test_no_chart_without_measurements(tmp_path, capsys):
     charts.draw(tmp_path)
     charts.draw_experts(tmp_path)
     charts.draw_columns(tmp_path)
+    charts.draw_maps(tmp_path)
+    charts.draw_entries(tmp_path)
     said = capsys.readouterr().out
     assert (
         "no chart: " in said
         and "no chart of experts: " in said
         and "no chart of columns: " in said
+        and "no chart of activations: " in said
+        and "no chart of entries: " in said
         and not list(tmp_path.iterdir())
     )
 

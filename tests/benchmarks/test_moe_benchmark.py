@@ -5,6 +5,8 @@ import csv
 import pytest
 import torch
 
+import ibp
+
 pytest.importorskip("transformers")
 
 from benchmarks import harness, moe  # noqa: E402
@@ -14,25 +16,26 @@ pytestmark = pytest.mark.frameworks
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(exit status, rows) of a run of the whole script."""
+    """(exit status, rows, directory) of a run of the whole script."""
     directory = tmp_path_factory.mktemp("moe")
     status = moe.main(["--device", "cpu", "--quick", "--layers", "3", "--out", str(directory)])
     with open(directory / "moe.csv", newline="") as file:
-        return status, list(csv.DictReader(file))
+        return status, list(csv.DictReader(file)), directory
 
 
 def test_the_script_on_the_cpu(measured):
-    status, rows = measured
+    status, rows, _ = measured
     assert status == 0 and list(rows[0]) == [*harness.COLUMNS, *moe.EXTRA_COLUMNS]
     assert {row["layers"] for row in rows} == {"3"}
     cells = {(row["arm"], row["routing"], int(row["rows"])) for row in rows}
     few = {(arm, routing, tokens) for arm in moe.ARMS for routing in ("uniform", "sticky") for tokens in (1, 3)}
     few -= {(moe.HOOKS, routing, tokens) for routing, tokens in (("uniform", 3), ("sticky", 1), ("sticky", 3))}
+    few -= {(moe.BETWEEN, "sticky", tokens) for tokens in (1, 3)}
     assert cells == few | {
         (arm, "uniform", moe.QUICK_PREFILL) for arm in (moe.PLAIN, moe.CODED, moe.STREAMED, moe.BY_INDEX)
     }
     assert {row["arm"]: row["host_us"] != "" for row in rows if row["rows"] == "1"} == {
-        arm: arm not in (moe.STREAMED, *moe.OTHERS) for arm in moe.ARMS
+        arm: arm not in (moe.STREAMED, moe.BETWEEN, *moe.OTHERS) for arm in moe.ARMS
     }
     assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
     assert all((float(row["times"] or 0) > 0) == (row["arm"] == moe.CODED) for row in rows)
@@ -43,7 +46,11 @@ def test_what_is_moved(measured):
     rows = {(row["arm"], row["routing"], int(row["rows"])): row for row in measured[1]}
     for routing in ("uniform", "sticky"):
         for tokens in (1, 3):
-            link = {arm: int(rows[arm, routing, tokens]["link_bytes"]) for arm in moe.ARMS if arm != moe.HOOKS}
+            link = {
+                arm: int(rows[arm, routing, tokens]["link_bytes"])
+                for arm in moe.ARMS
+                if arm not in (moe.HOOKS, moe.BETWEEN)
+            }
             asked = int(rows[moe.BY_INDEX, routing, tokens]["asked_bytes"])
             assert link[moe.GATHERED] == asked
             assert link[moe.BY_INDEX] < 0.75 * link[moe.BY_INDEX + moe.RAW] < 0.75 * 1.1 * asked
@@ -52,6 +59,15 @@ def test_what_is_moved(measured):
                 arm: float(rows[arm, routing, tokens]["hit_rate"]) for arm in moe.ARMS if arm.startswith(moe.BY_INDEX)
             }
             assert hits[moe.BY_INDEX] == 0 < hits[moe.CACHED + moe.RAW] < hits[moe.CACHED]
+
+
+def test_between_experts_alone(measured, tmp_path):
+    (tmp_path / "moe.csv").write_text((measured[2] / "moe.csv").read_text())
+    options = ["--between", "--device", "cpu", "--quick", "--layers", "3", "--out", str(tmp_path)]
+    assert moe.main(options) == 0
+    with open(tmp_path / "moe.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["arm"] for row in rows] == [row["arm"] for row in measured[1]]
 
 
 def test_experts_in_fp8(tmp_path):
@@ -75,7 +91,30 @@ def test_hits(tmp_path):
     for row in rows:
         assert (row["hit_rate"] == "0.0000") == (row["token"] == "0")
         assert int(row["link_bytes"]) <= int(row["asked_bytes"])
-    assert [path.name for path in tmp_path.iterdir()] == ["moe_hits.csv"]
+    assert {path.name for path in tmp_path.iterdir()} == {"moe_hits.csv", "moe_policies.csv"}
+    with open(tmp_path / "moe_policies.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == moe.POLICIES_COLUMNS and len(rows) == 3 * len(moe.SHARES) * len(moe.HALVING)
+
+
+def test_policies():
+    """Counts find more where favourites last."""
+    asked = moe.routes("sticky", 32, 4, 1, 1, 300, "cpu")[:, 0, 0]
+    rates = [moe.hit_rate(asked, 32, 0.25, halving) for halving in (0, 64)]
+    assert 0.25 < rates[0] < rates[1] < 1
+
+
+def test_a_simulated_cache_is_that_of_rows():
+    """The same rows of sets of ways are found as `ibp.RowCache` finds, to a few points."""
+    asked = moe.routes("sticky", 64, 4, 1, 1, 120, "cpu")[:, 0, 0]
+    x = torch.randn(64 * 50, 64)
+    table = ibp.compress(x, scheme="raw", device="cpu", memory="host")
+    cache = ibp.RowCache(table, len(x) // 2 * 276, devices="cpu", policy="lru")
+    for call, ids in enumerate(asked):
+        if call == len(asked) // 2:
+            cache.reset_stats()
+        cache.index_select((ids[:, None] * 50 + torch.arange(50)).flatten())
+    assert abs(cache.stats().hit_rate - moe.hit_rate(asked, 64, 0.5, 32)) < 0.04
 
 
 def test_dequantized_blocks():

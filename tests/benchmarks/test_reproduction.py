@@ -12,6 +12,8 @@ import torch.nn as nn
 import ibp
 from benchmarks import (
     bits,
+    bpc,
+    charts,
     chunks,
     claims,
     clusters,
@@ -19,6 +21,7 @@ from benchmarks import (
     copy_threads,
     cpu,
     densities,
+    entries,
     harness,
     inputs,
     more_clusters,
@@ -172,7 +175,7 @@ def test_rates_by_size_stand_beside_the_others(tmp_path):
         assert codec.main([*options, "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     rows = lines_of(tmp_path / "codec.csv")
     sized = [row for row in rows if row["case"].startswith(codec.SIZED)]
-    assert len(sized) == 2 * 4 * 2 and 0 < len(rows) - len(sized) and rows[-1] == sized[-1]
+    assert len(sized) == 2 * 4 * 2 + 2 * 2 and 0 < len(rows) - len(sized) and rows[-1] == sized[-1]
     assert [row["arm"] for row in sized[:2]] == ["planes decode", "planes encode"]
     tables = [table for table in claims.TABLES if table.csv == "codec"]
     plain, by_size = (table.rows(reading.Results(tmp_path)) for table in tables)
@@ -255,6 +258,67 @@ def test_simulations_go_on():
     assert len(particles.unique()) > 15_000 and particles.abs().max() <= sets.LATTICE * sets.SIDE_CELLS
 
 
+def differences_of(planes):
+    """int64 [entries, 31]: the differences whose planes they are."""
+    bits = planes[:, :, None] >> torch.arange(bpc.NUM_WORDS - 1) & 1
+    weights = 1 << torch.arange(bpc.NUM_PLANES - 1, -1, -1)
+    weights[0] = -weights[0]
+    return (bits * weights[:, None]).sum(1)
+
+
+def test_bits_of_entries():
+    """By hand; and planes have all that the differences have."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(2**31), 2**31, (50, 32), generator=generator, dtype=torch.int32)
+    noise[0, :2] = torch.tensor([-(2**31), 2**31 - 1])
+    assert torch.equal(differences_of(bpc.planes_of(noise)), noise.long().diff(dim=1))
+    steps = torch.arange(32, dtype=torch.int32)
+    chosen = torch.stack([0 * steps, steps + 7, 1000 * (steps > 4).int(), noise[1]])
+    zeros, ones, jump, others = bpc.coded_bits(chosen).tolist()
+    assert zeros == 3 + 7 and ones == 7 + 7 + 5  # a run of planes of zeros; one of 32, then all ones
+    assert zeros < jump < 128 and 1024 < others <= 33 + 33 * 32
+    assert bpc.first_word_bits(torch.tensor([0, -8, 7, 8, -129, 2**15, -(2**31)])).tolist() == [3, 7, 7, 11, 19, 33, 33]
+    assert bpc.coded_bits(noise[:0]).tolist() == []
+
+
+def test_entries_take_one_of_eight_sizes():
+    steps = torch.arange(32, dtype=torch.int32)
+    noise = torch.randint(-(2**31), 2**31, (1, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    classes = bpc.size_classes(torch.cat([torch.zeros(1, 32, dtype=torch.int32), steps[None], noise]))
+    assert classes.tolist() == [0, 1, 7] and bpc.stored_bytes(classes) == 136 and bpc.sector_bytes(classes) == 160
+    assert bpc.entries_of(torch.ones(130, dtype=torch.uint8))[1].tolist() == [0x0101, *31 * [0]]
+    x = torch.cat([torch.zeros(3, 32), torch.ones(1, 32)])
+    cell, again = ratio.bit_planes([x], torch.device("cpu"))
+    assert cell.metadata_bytes == 2 and cell.stored_bytes == 8 + 2 and cell.link_bytes == 32 and len(again()[0]) == 4
+
+
+@pytest.mark.slow
+def test_entries_and_moments_of_programs(tmp_path):
+    assert entries.main(["--nets", "SqueezeNet,LSTM", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows, moments = lines_of(tmp_path / "entries.csv"), lines_of(tmp_path / "moments.csv")
+    assert {row["program"] for row in rows} == {"SqueezeNet", "LSTM"} and all(len(row["sizes"]) == 64 for row in rows)
+    assert [row["moment"] for row in moments[:11]] == [f"{k / 10:g}" for k in range(11)] and len(moments) == 22
+    pytest.importorskip("matplotlib")
+    charts.draw_entries(tmp_path)
+    assert (tmp_path / "entries.png").stat().st_size > 5000
+
+
+def test_moments_of_a_step():
+    """Old contents become new ones: outputs first, then gradients, then weights."""
+    program = spill.Program(torch.device("cpu"), "LSTM", True, 2)
+    program.step()
+    before = {name: x.clone() for name, x in program.snapshot(1).items()}
+    moments = list(entries.moments_of(program, 1))
+    assert len(moments) == 11 and moments[0].keys() == before.keys()
+    assert all(torch.equal(moments[0][name], x) for name, x in before.items())
+    after = program.snapshot(1)
+    assert all(torch.equal(moments[-1][name], x) for name, x in after.items())
+    changed = [
+        name for name in before if moments[1][name] is after.get(name) or not moments[1][name].equal(before[name])
+    ]
+    assert changed and all(name.startswith(("hidden", "gradient")) for name in changed)
+
+
 def test_an_rans_gives_back_what_it_coded():
     pytest.importorskip("constriction")
     words = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -322,6 +386,20 @@ def test_densities_by_layer_and_step(tmp_path, monkeypatch):
     assert [row["step"] for row in rows[::10]] == ["0", "1", "2"] and rows[0]["loss"] == "" < rows[10]["loss"]
     assert {row["layout"] for row in ratios if row["progress"] == "1.000"} == set(densities.LAYOUTS)
     assert all(0 <= float(row["density"]) <= 1 for row in rows) and all(float(row["ibp"]) >= 1 for row in ratios)
+    assert [row["layer"] for row in ratios if row["kind"] == "indices"] == 2 * ["indices0", "indices1", "indices2"]
+    maps = lines_of(tmp_path / "activation_maps.csv")
+    assert len(maps) == 10 * 3 and maps[0]["channels"] == "4" and (maps[8]["layer"], maps[8]["height"]) == ("fc0", "1")
+    shown = charts.mosaic({**maps[0], **{name: int(maps[0][name]) for name in ("channels", "height", "width")}})
+    assert shown.shape == (int(maps[0]["height"]) + 2, 4 * (int(maps[0]["width"]) + 2)) and 0 < shown.mean() < 1
+    pytest.importorskip("matplotlib")
+    charts.draw_maps(tmp_path)
+    assert (tmp_path / "activation_maps.png").stat().st_size > 5000
+
+
+def test_indices_of_pools_shrink():
+    x = torch.randn(4, 64, 56, 56, generator=torch.Generator().manual_seed(0))
+    _, indices = nn.functional.max_pool2d(x, 3, 2, return_indices=True)
+    assert densities.indices_ratio(indices) > 12
 
 
 def test_checkpoints_begin_and_end_training():
@@ -454,12 +532,9 @@ def test_ratios_of_figures(tmp_path):
     )
 
 
-def test_a_table_names_the_commits_of_the_csvs_that_it_reads():
-    rows = [{"commit": "1234567890ab"}, {"commit": "abcdef123456"}, {"commit": "1234567890ab"}]
-    csvs = {"gather": rows, "ratio": [{"set": "x"}], "spill": rows[:1]}
-    assert reproduction.measured_at(csvs) == "1234567890: gather, spill; abcdef1234: gather"
+def test_the_csvs_that_a_table_reads():
     read = reproduction.csvs_of("buddy", reading.Results(harness.RESULTS))
-    assert list(read) == ["spill"] and read["spill"]
+    assert set(read) == {"spill", "entries", "moments", "activations"} and read["spill"]
 
 
 @pytest.mark.parametrize("paper", papers.TITLES)
@@ -510,12 +585,10 @@ def test_figures_of_bytes_are_those_of_the_csvs(tmp_path):
     assert reproduction.output_shares("normal 1")(results) == "FP16 0.875 (0.750), FP64 0.938 (0.500)"
     assert reproduction.densities_by_layer(results) == "conv0 50 %, 25 %, 25 %"
     assert reproduction.densities_of_pools(results) == "1 of 1 pools, nets: 1"
-    assert reproduction.net_sparsity(results) == "AlexNet 60.0 %, most 75.0 %"
-    assert reproduction.layout_ratios(results).split("<br>")[:2] == [
-        "zvc, zlib, ibp",
-        "NCHW, nets: 1: 1.60 (most 2.0), 2.29, 2.50",
-    ]
-    assert reproduction.net_ratios(results) == "zvc, zlib, ibp<br>AlexNet: 2.29, 2.00, 1.00"
+    assert reproduction.net_sparsity(results) == "AlexNet 60.0 %; nets: 1, 60.0 % on average, at most 75.0 %"
+    ratios = reproduction.layout_ratios(results).split("<br>")
+    assert (ratios[0], ratios[-1]) == ("NCHW, nets: 1: zvc 1.60, zlib 2.29, ibp 2.50", "zvc at most 2.0")
+    assert reproduction.net_ratios(results) == "nets: 1: zvc 2.29, zlib 2.00, ibp 1.00"
 
 
 def test_a_run_that_was_stopped_is_said(tmp_path):
@@ -530,7 +603,7 @@ def test_a_run_that_was_stopped_is_said(tmp_path):
         "steps; today's script has 2000"
     )
     assert "; stopped after 50 of 100 steps" in reproduction.densities_by_layer(results)
-    assert reproduction.densities_of_deeper(results) == "NiN 25, 25, 25 %"
+    assert reproduction.densities_of_deeper(results) == "nets: 1, on average 25, 25, 25 %"
 
 
 def test_rivals_stand_with_their_best_arms(tmp_path):
@@ -564,7 +637,7 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
         'normal 0.02,"decode, spilled",2048,bfloat16,300,1000,,1408,0.2,1000,9',  # whose other arm was not measured
     )
     assert reproduction.spilled_reads(results) == (
-        "0 %: 90 %, 90 %; 100/100/100/100 %<br>10 %: 80 %, 40 %; 50/100/100/100 %"
+        "0 % spilled: 90 %, 90 %; reckoned 100/100 %<br>10 % spilled: 80 %, 40 %; reckoned 50/100 %"
     )
     write(
         "activations",
@@ -576,9 +649,48 @@ def test_figures_of_slots_and_offload_are_those_of_the_csvs(tmp_path):
         "3.00 to 5.80 times the step without offload, by torch's `save_on_cpu` 6.00 to 10.00"
     )
     assert reproduction.offload_gains(results) == (
-        "VGG16: 1.20, 2.50<br>ResNet-50: 11.60, 0.50<br>50 % faster than without coding in the median, 50 % on "
+        "1.20 to 11.60 times the step without offload<br>50 % faster than without coding in the median, 50 % on "
         "average, 1 of 2 nets slower"
     )
+
+
+def test_figures_of_capped_memory_are_those_of_the_csvs(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    assert reproduction.managed_reads(results) == reproduction.larger_batches(results) == "not measured yet"
+    write(
+        "spill",
+        "case,arm,gbps,spilled",
+        *(f"managed memory,migrated,{gbps},{share}" for gbps, share in ((2000, 0), (900, 0.05), (20, 0.1), (8, 0.5))),
+    )
+    write(
+        "activations",
+        "case,arm,rows,gbps,step_ms",
+        *("VGG16,plain in 4 GB,64,10,9", "VGG16,ibp in 4 GB,128,13,10", "VGG16,ibp,256,1,12", "VGG16,plain,256,1,9"),
+        *("VGG16,ibp by 16 SMs,256,1,16", "VGG16,raw,256,1,15", "VGG16,save_on_cpu,256,1,60"),
+    )
+    results = reading.Results(tmp_path)
+    assert reproduction.managed_reads(results) == "migrated: 100.0/250.0 times as long at 10/50 %"
+    assert reproduction.larger_batches(results) == "VGG16: plain 64, 1.00; ibp 128, 1.30"
+    assert list(reproduction.larger_batches_compared(results)) == [("VGG16", 1.3, 1.3)]
+    text = "ibp by 16 SMs 0.75 times the rate of ibp in the median"
+    assert reproduction.offload_gains(results).endswith(text)
+    assert list(reproduction.offload_headlines(results))[-1] == ("throttled", 0.75, 0.94)
+
+
+def test_rates_of_simulations_are_those_of_the_csvs(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    assert list(reproduction.against_zstd_simulated(results)) == []
+    write(
+        "codec", "case,arm,gbps", "by size: shallow water,planes encode,50", "by size: shallow water,planes decode,90"
+    )
+    write("cpu", "case,arm,gbps", *(f'"shallow water, 1 thread",zstd -1 {way}press,0.5' for way in ("com", "decom")))
+    found = list(reproduction.against_zstd_simulated(reading.Results(tmp_path)))
+    assert found == ["shallow water: encode 100 times, decode 180 times"]
+
+
+def test_figures_of_entries_are_those_of_the_csvs(tmp_path):
+    writer(tmp_path)("entries", "program,times_smaller", "AlexNet,1.5", "AlexNet,1.5", "LSTM,1.25")
+    assert reproduction.entry_sizes(reading.Results(tmp_path)) == "AlexNet 1.50, LSTM 1.25 times smaller"
 
 
 def test_parts_of_epochs_are_those_of_the_csvs(tmp_path):
@@ -654,14 +766,22 @@ def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
         sheet.writerow(kept)
     rows = run_quickly("spill", tmp_path, "--programs")
     assert [row["case"].split(",")[0] for row in rows] == ["pages", *4 * ["program AlexNet"], *4 * ["program LSTM"]]
+    rows = run_quickly("spill", tmp_path, "--managed")
+    assert len(rows) == 9 + 2 * len(spill.MANAGED_SHARES) and {row["arm"] for row in rows[9:]} == {
+        *("migrated", "read over the link")
+    }
 
 
 # CSVs that lack columns of where they were measured: those that count bytes, and what README.md of the benchmarks says.
 WITHOUT_MACHINE = {
     **{
         name: {"gpu"}
-        for name in ("bits", "chunks", "digit_forms", "moe_hits", "more_clusters", "probes", "real_weights")
+        for name in (
+            *("bits", "chunks", "digit_forms", "entries", "moe_hits", "moe_policies", "moments", "more_clusters"),
+            "probes",
+        )
     },
+    "real_weights": {"gpu"},
     **{name: {"gpu", "commit"} for name in ("ratio", "sampling", "clusters", "fuzz")},
 }
 

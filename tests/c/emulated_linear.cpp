@@ -296,6 +296,14 @@ void check_groups(uint64_t number)
     stack.has_bias = false;
     Bytes x(size_t{2} * vectors * columns), y(size_t{2} * vectors * rows), before(y.size);
     fill_vectors(kOrdinary, vectors, columns, &x);
+    const uint32_t sharing = vectors % 2 == 0 && chance(50) ? 2 : 1;
+    const bool is_ordered = sharing == 2 || chance(50);
+    std::vector<int64_t> order(vectors);
+    for (uint32_t v = 0; v < vectors; v++) order[v] = v;
+    for (uint32_t v = vectors; is_ordered && v > 1; v--) std::swap(order[v - 1], order[below(v)]);
+    Bytes shared(x.size / sharing);
+    memcpy(shared.data, x.data, shared.size);
+    const auto row_of = [&](uint32_t v) { return static_cast<size_t>(order[v]) / sharing; };
     std::vector<ibp_vector_group> groups;
     uint32_t first = 0;
     while (first < vectors && !chance(10)) {
@@ -309,20 +317,23 @@ void check_groups(uint64_t number)
     Bytes list(groups.size() * sizeof(ibp_vector_group));
     if (!groups.empty()) memcpy(list.data, groups.data(), list.size);
     const ibp_digit_matrix matrix = stack.listed.of(stack.m, stack.coded);
-    const ibp_status status =
-        ibp_cuda_linear_groups(&matrix, rows, reinterpret_cast<const ibp_vector_group *>(list.data),
-                               static_cast<int64_t>(groups.size()), x.halves(), vectors, y.halves(), nullptr);
+    const ibp_status status = ibp_cuda_linear_groups(
+        &matrix, rows, reinterpret_cast<const ibp_vector_group *>(list.data), static_cast<int64_t>(groups.size()),
+        is_ordered ? order.data() : nullptr, sharing, shared.halves(), vectors, y.halves(), nullptr);
     expect(status == IBP_OK, "groups are refused", number);
-    expect(memcmp(y.data + size_t{2} * first * rows, before.data, size_t{2} * (vectors - first) * rows) == 0,
-           "a vector in no group has a result", number);
+    for (uint32_t v = first; v < vectors; v++)
+        expect(memcmp(y.halves() + static_cast<size_t>(order[v]) * rows, before.data, size_t{2} * rows) == 0,
+               "a vector in no group has a result", number);
     for (size_t i = 0; i < used; i++) {
         const ibp_vector_group group = groups[i];
         Bytes own(size_t{2} * group.count * columns);
-        memcpy(own.data, x.data + size_t{2} * group.first * columns, own.size);
+        for (uint32_t v = 0; v < group.count; v++)
+            memcpy(own.halves() + size_t{v} * columns, shared.halves() + row_of(group.first + v) * columns,
+                   size_t{2} * columns);
         expect(multiply({stack.product(group.count)}, own, group.count) == IBP_OK, "refused alone", number);
         for (uint32_t v = 0; v < group.count; v++)
             expect(memcmp(stack.y->halves() + size_t{v} * stack.m.rows + group.matrix * rows,
-                          y.halves() + size_t{group.first + v} * rows, size_t{2} * rows) == 0,
+                          y.halves() + static_cast<size_t>(order[group.first + v]) * rows, size_t{2} * rows) == 0,
                    "other bits in a group", number);
     }
 }
@@ -396,10 +407,11 @@ void check_refusals()
     Operand stack(32, 96);
     const ibp_vector_group group = {0, 0, 1};
     ibp_product product = stack.product(1);
+    int64_t sharing = 1;
     const auto refuses_groups = [&](int64_t rows, const ibp_vector_group *groups, int64_t count, int64_t vectors,
                                     const char *what) {
-        expect(ibp_cuda_linear_groups(&product.matrix, rows, groups, count, x.halves(), vectors, product.y, nullptr) ==
-                   IBP_INVALID_ARGUMENT,
+        expect(ibp_cuda_linear_groups(&product.matrix, rows, groups, count, nullptr, sharing, x.halves(), vectors,
+                                      product.y, nullptr) == IBP_INVALID_ARGUMENT,
                what, 0);
     };
     refuses_groups(0, &group, 1, 1, "matrices without rows");
@@ -409,6 +421,9 @@ void check_refusals()
     refuses_groups(16, &group, -1, 1, "-1 groups");
     refuses_groups(16, &group, INT64_MAX, 1, "too many groups");
     refuses_groups(16, &group, 1, -1, "-1 vectors in groups");
+    sharing = 2, refuses_groups(16, &group, 1, 2, "shared rows without an order");
+    sharing = 0, refuses_groups(16, &group, 1, 1, "rows of no vectors");
+    sharing = 1;
     const auto refuses_weights = [&](uint16_t *to, const char *what) {
         expect(ibp_cuda_decode_matrix(&product.matrix, to, nullptr) == IBP_INVALID_ARGUMENT, what, 0);
     };

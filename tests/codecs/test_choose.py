@@ -218,11 +218,20 @@ def test_the_benchmark(tmp_path, monkeypatch):
         rows = list(csv.DictReader(file))
     assert {row["case"] for row in rows} == {"weights", *(name for name, _, _ in benchmark.TYPED)}
     choices = [row for row in rows if row["loss"]]
-    assert len(choices) == 4 * 2 * len(benchmark.LINKS_GBPS)
+    assert len(choices) == (1 + len(benchmark.TYPED)) * 2 * len(benchmark.LINKS_GBPS)
     assert all(row["chosen"] and row["best"] and float(row["gbps"]) <= float(row["ideal_gbps"]) for row in choices)
     candidates = [row for row in rows if not row["loss"]]
     assert {"planes", "planes, fast", "ibp"} <= {row["arm"] for row in candidates}
     assert all(row["stored_bytes"] == row["predicted_bytes"] for row in candidates)  # the sample is all of a small set
+
+
+def test_reports_of_loans_follow_each_other():
+    rate, balance, age, month, late = benchmark.loans(4096, torch.Generator().manual_seed(0)).values()
+    goes_on = age[1:] > 0
+    assert torch.equal(goes_on, age[1:] == age[:-1] + 1) and 0.9 < goes_on.float().mean() < 1
+    assert torch.equal(rate[1:][goes_on], rate[:-1][goes_on]) and (balance[1:] < balance[:-1])[goes_on].all()
+    assert torch.equal(month[1:][goes_on], month[:-1][goes_on] + 1) and 0 < (late > 0).float().mean() < 0.05
+    assert len(rate) == 4096 and (balance > 0).all()
 
 
 def test_the_order_of_sets(monkeypatch):

@@ -385,6 +385,13 @@ def floats(dtype=torch.float32):
     return dense.to(dtype), (torch.rand(64, 4096, generator=generator) < 0.02).to(dtype)
 
 
+def test_a_coder_passes_policies_on():
+    made = []
+    module = types.SimpleNamespace(Codec=lambda **options: made.append(options))
+    _nvcomp.Coder(module, "ans", "<f2", 65536, 0, 1, execution_policy="latency")
+    assert made[0]["execution_policy"] == "latency" and made[0]["algorithm"] == "ANS"
+
+
 @pytest.mark.parametrize("dtype, data_type", [(torch.float32, "<f4"), (torch.bfloat16, "<f2"), (torch.float16, "<f2")])
 def test_ans_codes_floats_by_the_type_that_saves_more(fake_nvcomp, dtype, data_type):
     dense, sparse = floats(dtype)

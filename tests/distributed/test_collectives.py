@@ -209,7 +209,7 @@ def test_a_rank_without_parts(ranks):
     ranks(exchange_with_an_idle_rank)
 
 
-def exchange_one_way(rank, dtype):
+def gather_by_sizes(rank, dtype):
     """Rank 0 sends nothing and receives from all others, which receive nothing."""
     size = dist.get_world_size()
     sent = [5000 if rank and not other else 0 for other in range(size)]
@@ -221,9 +221,21 @@ def exchange_one_way(rank, dtype):
         assert_same_bits(out, torch.cat(xs[1:]) if rank == 0 else out[:0])
 
 
+def scatter_by_sizes(rank, dtype):
+    """Rank 0 sends a part to each rank, also to itself; the others send nothing."""
+    size = dist.get_world_size()
+    sent, received = [5000 * (rank == 0)] * size, [5000] + [0] * (size - 1)
+    x = tensor_of(0, dtype, 5000 * size)
+    for level in LEVELS:
+        out = poisoned(5000, dtype)
+        all_to_all_single(out, x if rank == 0 else x[:0], received, sent, level=level, name="from one")
+        assert_same_bits(out, x.split(5000)[rank])
+
+
+@pytest.mark.parametrize("work", [gather_by_sizes, scatter_by_sizes], ids=lambda work: work.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_ranks_that_send_or_receive_nothing(ranks, dtype):
-    ranks(exchange_one_way, dtype)
+def test_ranks_that_send_or_receive_nothing(ranks, dtype, work):
+    ranks(work, dtype)
 
 
 def exchange_with_sizes_or_without(rank, device):
@@ -579,7 +591,8 @@ def test_uneven_messages(ranks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_exchanges_in_pairs(ranks, dtype):
     ranks(as_on_gpus, exchange_all, dtype, "default")
-    ranks(as_on_gpus, exchange_one_way, dtype)
+    ranks(as_on_gpus, gather_by_sizes, dtype)
+    ranks(as_on_gpus, scatter_by_sizes, dtype)
     ranks(as_on_gpus, exchange_with_an_idle_rank)
 
 

@@ -583,19 +583,29 @@ def test_groups_of_vectors(cuda, rows, columns, matrices):
     x = vectors(sum(count for _, count in parts), columns, cuda)
     out = torch.zeros(len(x), rows, dtype=x.dtype, device=cuda)
     groups = groups_of([*parts, (0, 0), (0, 5)], cuda)
-    torch.ops.ibp.linear_groups(*given, x, groups, rows, out)
+    torch.ops.ibp.linear_groups(*given, x, groups, None, 1, rows, out)
     for number, first, count in groups[: len(parts)].tolist():
         own = slice(number * rows, (number + 1) * rows)
         assert_same_bits(out[first : first + count], ibp.linear(x[first : first + count], table)[:, own].contiguous())
-    torch.library.opcheck(torch.ops.ibp.linear_groups.default, (*given, x, groups, rows, out))
+    torch.library.opcheck(torch.ops.ibp.linear_groups.default, (*given, x, groups, None, 1, rows, out))
+    order = torch.randperm(2 * len(x), device=cuda)
+    ordered = torch.zeros(2 * len(x), rows, dtype=x.dtype, device=cuda)
+    torch.ops.ibp.linear_groups(*given, x, groups, order, 2, rows, ordered)
+    alone = torch.zeros_like(out)
+    torch.ops.ibp.linear_groups(*given, x[order[: len(x)] // 2], groups, None, 1, rows, alone)
+    assert_same_bits(ordered[order[: len(x)]], alone)
+    assert not ordered[order[len(x) :]].any()
+    torch.ops.ibp.linear_groups(*given, x, groups, order * 10**12 - 5, 2, rows, ordered)  # does no harm
     for wrong in ((matrices, 0, 1), (-1, 0, 1), (0, len(x), 1), (0, len(x) - 1, 2), (0, 0, 9), (0, 0, -1)):
         out.zero_()
-        torch.ops.ibp.linear_groups(*given, x, torch.tensor([wrong, (0, 0, 1)]).int().to(cuda), rows, out)
+        torch.ops.ibp.linear_groups(*given, x, torch.tensor([wrong, (0, 0, 1)]).int().to(cuda), None, 1, rows, out)
         assert not out.any()
     for arguments, message in (
-        ((x, groups[:, :2], rows, out), "groups has the wrong shape"),
-        ((x, groups, rows + 1, vectors(len(x), rows + 1, cuda)), "linear_groups"),
-        ((x, groups, rows, out[1:]), "out has"),
+        ((x, groups[:, :2], None, 1, rows, out), "groups has the wrong shape"),
+        ((x, groups, None, 1, rows + 1, vectors(len(x), rows + 1, cuda)), "linear_groups"),
+        ((x, groups, None, 1, rows, out[1:]), "out has"),
+        ((x, groups, order, 1, rows, out), "order has"),
+        ((x, groups, order, 0, rows, out), "sharing is 0"),
     ):
         with pytest.raises(RuntimeError, match=message):
             torch.ops.ibp.linear_groups(*given, *arguments)

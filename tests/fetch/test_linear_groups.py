@@ -108,6 +108,20 @@ def test_decoded_matrices(dtype):
     assert bool((out[1:3] == 7).all())
 
 
+@pytest.mark.parametrize("irregular", [False, True])
+def test_an_order(kernel, irregular):
+    """Vectors are where they were, and some share rows of x."""
+    weights, table = stack(irregular)
+    lists(table)
+    numbers = [3, 0, 3, 4, 9, 0]
+    x, (order, groups) = vectors(3), group_vectors(torch.tensor(numbers), MATRICES)
+    out = torch.full((6, ROWS), 7, dtype=x.dtype)
+    linear_groups(x, table, groups, ROWS, order=order, sharing=2, out=out)
+    there = [v for v, number in enumerate(numbers) if number < MATRICES]
+    torch.testing.assert_close(out[there], wanted(x[torch.tensor(there) // 2], weights, [numbers[v] for v in there]))
+    assert bool((out[4] == 7).all()) and bool(kernel) != irregular
+
+
 def test_refusals():
     (weights, table), x = stack(), vectors(2)
     groups = groups_of(torch.tensor([0, 1]), MATRICES)
@@ -125,6 +139,15 @@ def test_refusals():
     ):
         with pytest.raises(error, match=message):
             linear_groups(*arguments)
+    for order, sharing, error, message in (
+        (None, 2, ValueError, "2 vectors share a row of x; wanted an order, too"),
+        (torch.arange(2).int(), 1, TypeError, "order is torch.int32; wanted a tensor of torch.int64"),
+        ([0, 1], 1, TypeError, "order is list"),
+        (torch.arange(3), 1, ValueError, r"order has shape \[3\], strides \(1,\) and is on cpu; wanted \[2\]"),
+        (torch.arange(2), 0, ValueError, r"wanted \[0\], contiguous"),
+    ):
+        with pytest.raises(error, match=message):
+            linear_groups(x, table, groups, ROWS, order=order, sharing=sharing)
     for out, error, message in (
         (torch.empty(2, ROWS), TypeError, "out has dtype torch.float32; wanted torch.bfloat16"),
         (torch.empty(3, ROWS).bfloat16(), ValueError, r"out has shape \[3, 32\]; wanted \[2, 32\]"),

@@ -256,6 +256,43 @@ def test_gates_that_are_nan(kernel):
     assert y[1].isnan().all() and not y[::2].isnan().any()
 
 
+@pytest.mark.parametrize("number", [1, 3])
+@torch.no_grad()
+def test_more_choices_than_experts(kernel, number):
+    """Some of a token's choices are then the same expert."""
+    x, weights = torch.randn(number, WIDTH).bfloat16(), torch.rand(number, EXPERTS + 3).bfloat16()
+    index = (torch.arange(number * (EXPERTS + 3)) * 5 % EXPERTS).view(number, -1)
+    plain, coded = pair(lists_escapes=True)
+    assert_close(coded(x, index, weights), plain(x, index, weights))
+    assert kernel
+
+
+@torch.no_grad()
+def test_tokens_that_are_dropped(kernel):
+    """Their gates are zero, or there are no tokens, or no choices."""
+    plain, coded = pair(lists_escapes=True)
+    x, index, weights = arguments(3)
+    weights[1] = 0
+    y = coded(x, index, weights)
+    assert not y[1].any()
+    assert_close(y, plain(x, index, weights))
+    assert coded(x[:0], index[:0], weights[:0]).shape == (0, WIDTH)
+    assert not coded(x, index[:, :0], weights[:, :0]).any()
+
+
+@torch.no_grad()
+def test_damaged_rows():
+    """A damaged expert is an error where it is asked for, and nowhere else."""
+    plain, coded = pair()
+    stack = coded.experts.stacks["down_proj"]
+    stack.weight.lengths[5 * stack.num_rows] = 4000
+    x, index, weights = arguments(1)
+    with pytest.raises(ibp.CorruptTableError):
+        coded(x, torch.tensor([[5, 2]]), weights)
+    index = torch.tensor([[1, 2]])
+    assert_same_bits(coded(x, index, weights), plain(x, index, weights))
+
+
 def test_a_call_without_experts():
     _, coded = pair()
     with pytest.raises(TypeError, match="top_k_index"):

@@ -257,6 +257,50 @@ def test_gates_that_are_nan():
     assert_same_bits(model(x), wanted)
 
 
+@pytest.mark.parametrize("cache_bytes", [0, CACHED])
+@pytest.mark.parametrize("number", [1, 2])
+def test_more_choices_than_experts(number, cache_bytes):
+    """Some of a token's choices are then the same expert."""
+    experts, x = Experts(), tokens(number)
+    index = (torch.arange(number * (EXPERTS + 3)) * 5 % EXPERTS).view(number, -1)
+    weights = torch.rand(index.shape).bfloat16()
+    wanted = experts(x, index, weights)
+    with offload(experts, resident_bytes=cache_bytes):
+        assert_same_bits(experts(x, index, weights), wanted)
+
+
+def test_tokens_that_are_dropped():
+    """Their gates are zero, or the router asks for no expert at all."""
+    experts, x, index = Experts(), tokens(3), torch.tensor([[1, 2], [0, 0], [7, 2]])
+    weights = torch.tensor([[0.5, 0.5], [0, 0], [1, 0]]).bfloat16()
+    wanted = experts(x, index, weights)
+    with offload(experts):
+        y = experts(x, index, weights)
+        assert_same_bits(y, wanted)
+        assert not y[1].any() and y[::2].all(1).any()
+        assert not experts(x, index[:, :0], weights[:, :0]).any()
+
+
+def test_experts_of_unequal_sizes():
+    """They are modules of a list, which stream as other weights do."""
+
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = (64, 128, 96)
+            parts = (nn.Sequential(nn.Linear(WIDTH, size), nn.Linear(size, WIDTH)) for size in sizes)
+            self.experts = nn.ModuleList(parts)
+
+        def forward(self, x, index):
+            return torch.stack([self.experts[int(number)](row) for row, number in zip(x, index)])
+
+    model, x, index = Listed().bfloat16().eval(), tokens(4), torch.tensor([2, 0, 1, 2])
+    wanted = model(x, index).detach()
+    with offload(model) as offloaded:
+        assert_same_bits(model(x, index).detach(), wanted)
+        assert not offloaded._experts and offloaded.stats().fetched_bytes
+
+
 def test_damaged_rows():
     """A damaged expert is an error where it is asked for, and nowhere else."""
     model, x = Mixture(), tokens(1)

@@ -35,16 +35,19 @@ def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
         first += y.numel()
 
 
-def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, num_rows, out):
+def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, order, sharing, num_rows, out):
     """ibp_cuda_linear_groups."""
     matrices = matrix_of(slots, slot_bytes, below, starts, entries, x.shape[1]).view(-1, num_rows, x.shape[1])
     assert groups.dtype == torch.int32 and groups.shape[1] == 3 and x.is_contiguous()
+    places = torch.arange(len(out)) if order is None else order
+    assert len(places) == len(out) == len(x) * sharing
     for matrix, first, count in groups.tolist():
         if count == 0:
             break
         assert count <= 8
-        if 0 <= matrix < len(matrices) and 0 <= first <= first + count <= len(x):
-            out[first : first + count] = F.linear(x[first : first + count], matrices[matrix])
+        if 0 <= matrix < len(matrices) and 0 <= first <= first + count <= len(out):
+            own = places[first : first + count]
+            out[own] = F.linear(x[own // sharing], matrices[matrix])
 
 
 def decode(slots, slot_bytes, below, starts, entries, out):
@@ -64,7 +67,7 @@ def kernels_on_the_cpu(monkeypatch):
         multiply(*arguments)
 
     def run_groups(*arguments):
-        calls.append(len(arguments[5]))
+        calls.append(len(arguments[-1]))
         multiply_groups(*arguments)
 
     def are_near(x, tables, biases=()):

@@ -19,10 +19,23 @@ struct LinearMatrix {
     __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(coded().num_rows); }
 };
 
-// Vectors [count, columns].
+// Vectors [count, columns], one after the other; or, of a group, those that its part of the order numbers.
 struct Vectors {
     const uint16_t *x;
     uint32_t count, columns;
+    const int64_t *order = nullptr;
+    uint32_t most = 0, sharing = 1; // the largest number of a vector; how many have a row of x together
+
+    // Where the result of a vector is.
+    __device__ __forceinline__ uint32_t place(uint32_t vector) const
+    {
+        return order == nullptr ? vector : ibp_min_u32(static_cast<uint32_t>(order[vector]), most);
+    }
+    __device__ __forceinline__ const uint16_t *of(uint32_t vector) const
+    {
+        const uint32_t row = order == nullptr ? vector : place(vector) / sharing;
+        return x + uint64_t{row} * columns;
+    }
 };
 
 // Vectors that several matrices multiply. A kernel cuts the rows of each matrix into tiles, and counts the tiles of all
@@ -308,17 +321,13 @@ struct RowEscapes {
     }
 };
 
-// The products of a row's escapes with vectors first, first + 2, ...: of the weights that they were multiplied as like
-// other digits, and of the right weights.
-template <uint32_t VECTORS> struct Corrections {
+// The products of a row's escapes with vectors first, first + APART, ...: of the weights that they were multiplied as
+// like other digits, and of the right weights.
+template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
 
-    static __device__ __forceinline__ float x_at(const Vectors &vectors, uint32_t vector, uint32_t column)
-    {
-        return float_of_bits(static_cast<uint32_t>(vectors.x[uint64_t{vector} * vectors.columns + column]) << 16);
-    }
     // Adds the products of the loaded entries. All loads are under way together: for vectors that are not there others
     // are loaded.
     // Of what weights were multiplied as there are no products where x is infinite or NaN: both weights have the same
@@ -330,10 +339,10 @@ template <uint32_t VECTORS> struct Corrections {
         float x[VECTORS][kTogether];
 #pragma unroll
         for (uint32_t i = 0; i < VECTORS; i++) {
-            const uint32_t vector = ibp_min_u32(first_vector + 2u * i, vectors.count - 1u);
+            const uint16_t *const from = vectors.of(ibp_min_u32(first_vector + APART * i, vectors.count - 1u));
 #pragma unroll
             for (uint32_t j = 0; j < kTogether; j++)
-                x[i][j] = j < num_entries ? x_at(vectors, vector, entries[j].column) : 0.0f;
+                x[i][j] = j < num_entries ? float_of_bits(uint32_t{from[entries[j].column]} << 16) : 0.0f;
         }
 #pragma unroll
         for (uint32_t i = 0; i < VECTORS; i++)

@@ -126,23 +126,26 @@ extern "C" ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_p
 }
 
 extern "C" ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int64_t num_rows,
-                                             const ibp_vector_group *groups, int64_t num_groups, const uint16_t *x,
-                                             int64_t num_vectors, uint16_t *y, ibp_stream stream)
+                                             const ibp_vector_group *groups, int64_t num_groups, const int64_t *order,
+                                             int64_t sharing, const uint16_t *x, int64_t num_vectors, uint16_t *y,
+                                             ibp_stream stream)
 {
     using namespace ibp;
     if (stack == nullptr || !is_matrix(*stack) || !has_list(*stack)) return IBP_INVALID_ARGUMENT;
     if (num_rows < 1 || num_rows % kStripRows != 0 || stack->num_rows % num_rows != 0) return IBP_INVALID_ARGUMENT;
     if (num_vectors < 0 || num_vectors > INT32_MAX || num_groups < 0) return IBP_INVALID_ARGUMENT;
+    if (sharing < 1 || num_vectors % sharing != 0 || (order == nullptr && sharing != 1)) return IBP_INVALID_ARGUMENT;
     if (num_vectors == 0 || num_groups == 0) return IBP_OK;
     const int64_t of_matrix = num_rows / kStripRows;
     if (num_groups > INT32_MAX / of_matrix || groups == nullptr || !is_aligned(groups, 4u)) return IBP_INVALID_ARGUMENT;
-    if (x == nullptr || y == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
+    if (x == nullptr || y == nullptr || !is_aligned(x, 16u) || !is_aligned(order, 8u)) return IBP_INVALID_ARGUMENT;
     GroupsJob job{};
     job.job.matrices[0].product = {*stack, nullptr, y};
     job.job.num_matrices = 1, job.job.num_columns = stack->num_columns;
     job.job.num_vectors = static_cast<uint32_t>(num_vectors), job.job.x = x;
     job.groups = groups, job.num_groups = static_cast<uint32_t>(num_groups);
     job.num_rows = static_cast<uint32_t>(num_rows);
+    job.order = order, job.sharing = static_cast<uint32_t>(sharing);
     return launch_strips<GroupStrips>(job, static_cast<uint32_t>(num_groups * of_matrix), stream);
 }
 

@@ -108,6 +108,8 @@ struct GroupsJob {
     LinearJob job; // one matrix: the stack
     const ibp_vector_group *groups;
     uint32_t num_groups, num_rows; // rows of a matrix, whole strips
+    const int64_t *order;          // of the vectors that groups number; nullptr: as they are
+    uint32_t sharing;              // vectors in a row of x
 };
 
 // The strips of the matrices of all groups before the first one without vectors. Work before has written the groups.
@@ -153,13 +155,16 @@ struct GroupStrips {
     __device__ __forceinline__ Vectors vectors(uint32_t strip) const
     {
         const ibp_vector_group group = groups.groups[strip / of_matrix];
-        return {job.x + uint64_t{group.first} * job.num_columns, group.count, job.num_columns};
+        if (groups.order == nullptr)
+            return {job.x + uint64_t{group.first} * job.num_columns, group.count, job.num_columns};
+        return {job.x, group.count, job.num_columns, groups.order + group.first, job.num_vectors - 1u, groups.sharing};
     }
     __device__ __forceinline__ StripResults results(uint32_t strip) const
     {
         uint16_t *const y = job.matrices[0].product.y;
+        const uint32_t first = groups.order == nullptr ? groups.groups[strip / of_matrix].first : 0u;
         return {job.matrices[0], strip % of_matrix * kStripRows, groups.num_rows, coded_row(strip),
-                y + uint64_t{groups.groups[strip / of_matrix].first} * groups.num_rows};
+                y + uint64_t{first} * groups.num_rows};
     }
 };
 
@@ -192,25 +197,25 @@ template <class Block, class Strips> struct Multiplier {
         copied_step = piece, copied_strip += gridDim.x;
         strips.find_rows(copied_strip, copied_rows);
     }
-    // The lane's elements of vector g, zeros where there are none.
-    static __device__ __forceinline__ void load_x(const Vectors &vectors, uint32_t step, uint32_t (&x)[16])
+    // The lane's elements of a vector, zeros where there are none. vector: nullptr: there is none.
+    __device__ __forceinline__ void load_x(const uint16_t *vector, uint32_t step, uint32_t (&x)[16]) const
     {
-        const uint32_t g = lane_id() / 4u, column = step * kStepColumns + 32u * (lane_id() % 4u);
-        const bool wanted = g < vectors.count && column < vectors.columns;
-        const uint4 *const from = reinterpret_cast<const uint4 *>(vectors.x + uint64_t{g} * vectors.columns + column);
+        const uint32_t column = step * kStepColumns + 32u * (lane_id() % 4u);
+        const bool wanted = vector != nullptr && column < job.num_columns;
+        const uint4 *const from = reinterpret_cast<const uint4 *>(vector + column);
 #pragma unroll
         for (uint32_t i = 0; i < 4u; i++) {
             const uint4 words = wanted ? from[i] : make_uint4(0, 0, 0, 0);
             x[4u * i] = words.x, x[4u * i + 1u] = words.y, x[4u * i + 2u] = words.z, x[4u * i + 3u] = words.w;
         }
     }
-    // Adds the products of a step of a strip. stage: where it is; moved on.
-    __device__ __forceinline__ void multiply_step(const Vectors &vectors, uint32_t step, uint32_t firsts,
+    // Adds the products of a step of a strip. vector: the lane's. stage: where it is; moved on.
+    __device__ __forceinline__ void multiply_step(const uint16_t *vector, uint32_t step, uint32_t firsts,
                                                   uint32_t &stage, float (&sums)[4])
     {
         const uint32_t g = lane_id() / 4u;
         uint32_t x[16];
-        load_x(vectors, step, x);
+        load_x(vector, step, x);
         await_copies<Block::kStages - 2>();
         begin_copies();
         const uint32_t at = stages + stage * Block::kStageBytes;
@@ -228,11 +233,12 @@ template <class Block, class Strips> struct Multiplier {
         for (uint32_t strip = blockIdx.x, turn = 0; strip < strips.count(); strip += gridDim.x, turn++) {
             const uint32_t firsts = strips.first_symbol(strip) * 0x01010101u;
             const Vectors vectors = strips.vectors(strip);
+            const uint16_t *const vector = g < vectors.count ? vectors.of(g) : nullptr;
             float sums[2][4] = {};
 #pragma unroll 1
             for (uint32_t step = piece; step < end; step += kPieces) {
-                multiply_step(vectors, step, firsts, stage, sums[0]);
-                if (step + 1u < end) multiply_step(vectors, step + 1u, firsts, stage, sums[1]);
+                multiply_step(vector, step, firsts, stage, sums[0]);
+                if (step + 1u < end) multiply_step(vector, step + 1u, firsts, stage, sums[1]);
             }
             if (turn >= 2u) Block::await_read(turn);
 #pragma unroll
@@ -267,7 +273,7 @@ template <class Block, class Strips> __device__ __forceinline__ void finish_stri
             float sums[Block::kWarps];
 #pragma unroll
             for (uint32_t warp = 0; warp < Block::kWarps; warp++) sums[warp] = Block::sum(turn, warp, vector, row);
-            store_sum(to.matrix, to.y + uint64_t{vector} * to.num_rows + to.row + row,
+            store_sum(to.matrix, to.y + uint64_t{vectors.place(vector)} * to.num_rows + to.row + row,
                       corrections.corrected(sum_in_pairs(sums), i), bias);
         }
         if (strip + 2u * gridDim.x < strips.count()) Block::say_read(turn);

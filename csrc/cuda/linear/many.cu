@@ -11,6 +11,7 @@
 namespace ibp {
 
 constexpr uint32_t kMostSharedBytes = 226u << 10;
+constexpr uint32_t kMostPortable = 8; // blocks of a cluster, unless a kernel is allowed more
 
 ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes,
                                 uint32_t *clusters)
@@ -34,6 +35,8 @@ ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t thr
         config.gridDim = parts, config.blockDim = threads, config.dynamicSmemBytes = shared_bytes;
         config.attrs = &cluster, config.numAttrs = 1;
         status = allow_shared(kernel);
+        if (status == IBP_OK && parts > kMostPortable)
+            status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
         if (status == IBP_OK) status = check_cuda(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
         if (status != IBP_OK) return status;
     }
@@ -72,9 +75,12 @@ template <uint32_t VECTORS> static ibp_status launch_parts(const LinearJob &job,
     constexpr uint32_t kShortSteps = 40;
     ibp_status status = IBP_OK;
     if (num_steps(job) <= kShortSteps) status = launch_if_fits<ManyBlock<VECTORS, 4>>(job, stream, launched);
-    return status != IBP_OK || *launched ? status : launch_if_fits<ManyBlock<VECTORS, 8>>(job, stream, launched);
+    if (status == IBP_OK && !*launched) status = launch_if_fits<ManyBlock<VECTORS, 8>>(job, stream, launched);
+    if constexpr (VECTORS > 16u)
+        if (status == IBP_OK && !*launched) status = launch_if_fits<ManyBlock<VECTORS, 16, 2>>(job, stream, launched);
+    return status;
 #else // a block at a time
-    return launch_if_fits<ManyBlock<VECTORS, 1>>(job, stream, launched);
+    return launch_if_fits<ManyBlock<VECTORS, 1, VECTORS == 32u ? 2u : 1u>>(job, stream, launched);
 #endif
 }
 

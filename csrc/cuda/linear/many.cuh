@@ -3,9 +3,10 @@
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other. Each block has some neighbours of the 16 pieces of
 // the columns (digits.cuh), and keeps the vectors' elements of them in shared memory, in the order that the digits make
-// cheap: L2 brings weights alone. Two groups of four warps multiply, each half of the block's pieces: while a step is
-// multiplied, bytes of coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a
-// tile in shared memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their
+// cheap: L2 brings weights alone. Two groups of four warps multiply, each half of the block's pieces; or, where columns
+// are so many that 16 blocks have one piece each, half the rows of tiles of 128: while a step is multiplied, bytes of
+// coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a tile in shared
+// memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their
 // block's share of the vectors, and take away and add the products of escapes as linear.cuh does. Sums are added in the
 // order of linear.cuh, to the same bits.
 // Bound by device memory.
@@ -16,20 +17,24 @@
 
 namespace ibp {
 
-// VECTORS: 16, 32 or 64. PARTS of the columns, and blocks of a cluster: 1 to 8.
-template <uint32_t VECTORS, uint32_t PARTS> struct ManyBlock {
-    static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kTileRows = 64, kStages = 3;
+// VECTORS: 16, 32 or 64. PARTS of the columns, and blocks of a cluster: 1 to 16. SHARES of a tile's rows: 2 where each
+// group that multiplies has half of them, and all of the block's pieces.
+template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
+    static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES,
+                              kStages = 3;
     static constexpr uint32_t kGroup = 128, kGroups = 2; // threads of a group that multiplies, and groups
     static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
-    static constexpr uint32_t kGroupPieces = kPieces / PARTS / kGroups; // of a tile and a group
-    static constexpr uint32_t kPitch = kTileRows + 4u;                  // of the sums of a vector, so that banks differ
+    static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // of a tile and a group
+    static constexpr uint32_t kPitch = kTileRows + 4u; // of the sums of a vector, so that banks differ
     static constexpr uint32_t kSumsStart = kMultipliers / kWarp * kStages * StripStep::kBytes;
     static constexpr uint32_t kBarriersStart = kSumsStart + VECTORS * kPitch * sizeof(float);
     static constexpr uint32_t kVectorsStart = kBarriersStart + 128u; // whole 128 bytes, as `wgmma` wants
     static constexpr uint32_t kStepBytes = VECTORS * kStepColumns * 2u;
-    static constexpr uint32_t kFinished = VECTORS / PARTS / 2u; // vectors of a finishing thread
+    // Vectors of a finishing thread: every one of the block's share, or every other one.
+    static constexpr uint32_t kVectorsApart = kGroup / kTileRows, kFinished = VECTORS / PARTS / kVectorsApart;
 
     static constexpr uint32_t kBlockPieces = kPieces / PARTS;
+    static constexpr uint32_t kWriters = SHARES * kGroup; // threads that write sums of a tile first, and last
 
     // Steps of a block, with steps that only other blocks have.
     static __host__ __device__ __forceinline__ uint32_t block_steps(const LinearJob &job)
@@ -57,9 +62,9 @@ template <uint32_t VECTORS, uint32_t PARTS> struct ManyBlock {
 
 // ---- a block ----
 
-// Named barriers: of both groups that multiply, of the second one and the finishers, of the finishers; and, where there
-// is one block, of the finishers and the first group.
-constexpr uint32_t kBothGroups = 1, kGroupAndFinishers = 2, kFinishers = 3, kFinishersAndGroup = 4;
+// Named barriers: of both groups that multiply, of the groups that write sums last and the finishers, of the finishers;
+// and, where there is one block, of the finishers and the groups that write sums first.
+constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4;
 
 struct Place {
     uint32_t part, first_tile, tiles_apart;
@@ -71,21 +76,23 @@ template <class Block> struct GroupMultiplier {
 
     const LinearJob &job;
     const Place &place;
-    const uint32_t warp, group, stages, piece, end; // the first of the group's pieces; steps of a row
+    // Of the tile's strips the warp's one; of the block's pieces and of all pieces the group's first one; steps of a row.
+    const uint32_t warp, group, strip, stages, own_piece, piece, end;
     uint32_t copied_tile, copied_step, copied_stage;
     StripRows copied_rows;
 
     __device__ __forceinline__ GroupMultiplier(const LinearJob &linear, const Place &of)
         : job(linear), place(of), warp(threadIdx.x / kWarp), group(threadIdx.x / Block::kGroup),
-          stages(warp * Block::kStages * StripStep::kBytes),
-          piece(place.part * Block::kBlockPieces + group * Block::kGroupPieces), end(num_steps(job)),
-          copied_tile(place.first_tile), copied_step(piece), copied_stage(0)
+          strip(warp % (Block::kTileRows / kStripRows)), stages(warp * Block::kStages * StripStep::kBytes),
+          own_piece(Block::kShares == 1u ? group * Block::kGroupPieces : 0u),
+          piece(place.part * Block::kBlockPieces + own_piece), end(num_steps(job)), copied_tile(place.first_tile),
+          copied_step(piece), copied_stage(0)
     {
         find_rows();
     }
     __device__ __forceinline__ void find_rows()
     {
-        copied_rows.find(job, copied_tile, Block::kTileRows / kStripRows, warp % 4u);
+        copied_rows.find(job, copied_tile, Block::kTileRows / kStripRows, strip);
     }
     __device__ __forceinline__ void begin_copies()
     {
@@ -135,7 +142,7 @@ template <class Block> struct GroupMultiplier {
         for (uint32_t p = 0; p < Block::kGroupPieces; p++)
 #pragma unroll
             for (uint32_t i = 0; i < kSums; i++) sums[p][i] = 0.0f;
-        uint32_t of_block = group * Block::kGroupPieces;
+        uint32_t of_block = own_piece;
 #pragma unroll 1
         for (uint32_t first = piece; first < end; first += kPieces, of_block += Block::kBlockPieces) {
 #pragma unroll
@@ -154,28 +161,33 @@ template <class Block> struct GroupMultiplier {
 #pragma unroll
                 for (uint32_t i = 0; i < kSums; i++) sums[p][i] += sums[p + apart][i];
     }
+    // Leaves the sums where the finishers read them. Groups that share rows add theirs, one after the other.
+    __device__ __forceinline__ void leave_sums(uint32_t turn, const float (&sums)[kSums]) const
+    {
+        const uint32_t row = strip * kStripRows + lane_id() / 4u, vector = 2u * (lane_id() % 4u);
+        const bool is_first = Block::kShares != 1u || group == 0u;
+        if (is_first)
+            await_room(turn);
+        else
+            await_barrier<kBothGroups, Block::kMultipliers>();
+#pragma unroll
+        for (uint32_t i = 0; i < kSums; i++) {
+            float &sum = *reinterpret_cast<float *>(
+                shared_bytes() + Block::sum_at(vector + i / 4u * 8u + i % 2u, row + 8u * (i / 2u % 2u)));
+            sum = is_first ? sums[i] : sum + sums[i];
+        }
+        if (Block::kShares == 1u && is_first)
+            arrive_at_barrier<kBothGroups, Block::kMultipliers>();
+        else
+            arrive_at_barrier<kGroupsAndFinishers, Block::kWriters + Block::kGroup>();
+    }
     __device__ __forceinline__ void run()
     {
-        const uint32_t row = warp % 4u * kStripRows + lane_id() / 4u, vector = 2u * (lane_id() % 4u);
         uint32_t stage = 0;
         for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             float of_pieces[Block::kGroupPieces][kSums];
             multiply_tile_rows(job.matrix_of(tile).coded().first_symbol * 0x01010101u, stage, of_pieces);
-            const float(&sums)[kSums] = of_pieces[0];
-            if (group == 0u)
-                await_room(turn);
-            else
-                await_barrier<kBothGroups, Block::kMultipliers>();
-#pragma unroll
-            for (uint32_t i = 0; i < kSums; i++) {
-                float &sum = *reinterpret_cast<float *>(
-                    shared_bytes() + Block::sum_at(vector + i / 4u * 8u + i % 2u, row + 8u * (i / 2u % 2u)));
-                sum = group == 0u ? sums[i] : sum + sums[i];
-            }
-            if (group == 0u)
-                arrive_at_barrier<kBothGroups, Block::kMultipliers>();
-            else
-                arrive_at_barrier<kGroupAndFinishers, Block::kMultipliers>();
+            leave_sums(turn, of_pieces[0]);
         }
     }
     __device__ __forceinline__ void await_room(uint32_t turn) const
@@ -184,11 +196,11 @@ template <class Block> struct GroupMultiplier {
         if (Block::kParts > 1u)
             Block::read().await_cluster(turn - 1u);
         else
-            await_barrier<kFinishersAndGroup, Block::kMultipliers>();
+            await_barrier<kFinishersAndGroups, Block::kWriters + Block::kGroup>();
     }
 };
 
-// Four warps: a thread has a row of a tile, and of the block's part of the vectors every other one.
+// Four warps: a thread has a row of a tile, and of the block's part of the vectors all, or every other one.
 template <class Block> struct Finishers {
     const LinearJob &job;
     const Place &place;
@@ -201,7 +213,7 @@ template <class Block> struct Finishers {
     }
     __device__ __forceinline__ void say_written(uint32_t turn) const
     {
-        await_barrier<kGroupAndFinishers, Block::kMultipliers>();
+        await_barrier<kGroupsAndFinishers, Block::kWriters + Block::kGroup>();
         if (Block::kParts == 1u) return;
         if (thread < Block::kParts) Block::written().arrive_in(thread);
         __syncwarp();
@@ -210,25 +222,26 @@ template <class Block> struct Finishers {
     __device__ __forceinline__ void say_read(bool is_last) const
     {
         if (Block::kParts == 1u) {
-            if (!is_last) arrive_at_barrier<kFinishersAndGroup, Block::kMultipliers>();
+            if (!is_last) arrive_at_barrier<kFinishersAndGroups, Block::kWriters + Block::kGroup>();
             return;
         }
         await_barrier<kFinishers, Block::kGroup>();
         if (thread < Block::kParts) Block::read().arrive_after_reading(thread);
     }
     // A store waits for all that its sum was read from: only then is the room free.
-    __device__ __forceinline__ void store_sums(const LinearMatrix &matrix, uint32_t to_row, float bias,
-                                               const Corrections<Block::kFinished> &corrections) const
+    __device__ __forceinline__ void
+    store_sums(const LinearMatrix &matrix, uint32_t to_row, float bias,
+               const Corrections<Block::kFinished, Block::kVectorsApart> &corrections) const
     {
         float sums[Block::kFinished][Block::kParts];
 #pragma unroll
         for (uint32_t part = 0; part < Block::kParts; part++)
 #pragma unroll
             for (uint32_t i = 0; i < Block::kFinished; i++)
-                sums[i][part] = float_in(part, Block::sum_at(first_vector + 2u * i, row));
+                sums[i][part] = float_in(part, Block::sum_at(first_vector + Block::kVectorsApart * i, row));
 #pragma unroll
         for (uint32_t i = 0; i < Block::kFinished; i++) {
-            const uint32_t vector = first_vector + 2u * i;
+            const uint32_t vector = first_vector + Block::kVectorsApart * i;
             if (vector < job.num_vectors)
                 store_sum(matrix, matrix.product.y + uint64_t{vector} * matrix.rows() + to_row,
                           corrections.corrected(sum_in_pairs(sums[i]), i), bias);
@@ -257,7 +270,7 @@ template <class Block> struct Finishers {
         for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             const LinearMatrix &matrix = job.matrix_of(tile);
             const uint32_t to_row = row_of(matrix, tile);
-            Corrections<Block::kFinished> corrections;
+            Corrections<Block::kFinished, Block::kVectorsApart> corrections;
             corrections.add(job.vectors(), escapes, first_vector);
             const float bias = bias_of(matrix, to_row);
             escapes = next, escapes.load(job.num_columns);
