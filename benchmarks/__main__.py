@@ -1,14 +1,14 @@
 """All benchmarks, then the chart: `python -m benchmarks [--coding] [--caches] [--training] [--papers] [--models]
-[--all] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
+[--all] [--claim PAPER ITEM] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
 Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
 --caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --choices: what
 only papers ask for, and the choice of codecs, in under 5. --models: language models, in under 10, with transformers.
 --all: all of these, and the scripts that count bytes, which are the same on every machine. --papers:
 every script behind a table of docs/reproduction.md, of these and of OTHERS; scripts of speed have 30 minutes, scripts
-that count bytes run to their end. Each script runs in a process of its own. On a GPU a script of speed is stopped when
-its time is over, and what it measured stays; --unlimited lets it finish. The last line says which were stopped or have
-failed.
+that count bytes run to their end. --claim: the scripts behind one line of that page, say `--claim ibp "Table 1"`. Each
+script runs in a process of its own. On a GPU a script of speed is stopped when its time is over, and what it measured
+stays; --unlimited lets it finish. The last line says which were stopped or have failed.
 """
 
 import argparse
@@ -58,6 +58,7 @@ OTHERS = {  # likewise; they take long, or need packages or GPUs that are not ev
     "activations --batches": 90,
     "gnn": 180,
     "gnn_cache": 100,
+    "kv_request": 60,
     "weights": 140,
     "flexgen_opt": 150,
     "collectives": 90,
@@ -66,9 +67,16 @@ BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "re
 GRACE_S = 5  # to print what was measured
 
 
-def of_papers(names):
-    """The names of scripts whose CSVs the tables of docs/reproduction.md are written from."""
-    rows = [row for paper in reproduction.PAPERS.values() for row in paper]
+def rows_of(paper, item):
+    """The line of docs/reproduction.md for a figure, table or headline. SystemExit: there is none."""
+    rows = {row.item.removesuffix("; headline"): row for row in reproduction.PAPERS.get(paper, ())}
+    if item not in rows:
+        sys.exit(f"there is no {item!r} of {paper!r}; wanted one of {', '.join(rows or reproduction.PAPERS)}")
+    return [rows[item]]
+
+
+def of_papers(names, rows):
+    """The names of scripts whose CSVs lines of docs/reproduction.md are written from."""
     scripts = {script.removesuffix(".py") for row in rows for script in (row.script, *row.others)}
     return [name for name in names if name.split()[0] in scripts]
 
@@ -109,6 +117,7 @@ def main(argv=None):
     own.add_argument("--choices", action="store_true")
     own.add_argument("--papers", action="store_true")
     own.add_argument("--models", action="store_true")
+    own.add_argument("--claim", nargs=2, metavar=("PAPER", "ITEM"))
     own.add_argument("--unlimited", action="store_true")
     options, others = own.parse_known_args(argv)
     args, started = harness.parse_args(others, __doc__), time.perf_counter()
@@ -117,7 +126,9 @@ def main(argv=None):
     every = SPEED | CODING | CACHES | TRAINING | CHOICES | MODELS
     limits = {} if options.unlimited or args.device == "cpu" else every | OTHERS
     chosen = [group for option, group in named.items() if getattr(options, option)]
-    chosen += [of_papers([*every, *OTHERS, *BYTES])] if options.papers else []
+    rows = [row for paper in reproduction.PAPERS.values() for row in paper] if options.papers else []
+    rows += rows_of(*options.claim) if options.claim else []
+    chosen += [of_papers([*every, *OTHERS, *BYTES], rows)] if rows else []
     names = (
         [*every, *BYTES] if options.all else list(dict.fromkeys(name for group in chosen or [SPEED] for name in group))
     )

@@ -573,11 +573,13 @@ TABLES = (
     Table(
         "",
         "flexgen_opt",
-        "FlexGen with opt-6.7b, FP16, batch 4, all weights in host memory",
+        "FlexGen with all weights in host memory; a request is reckoned from its prompt and first tokens",
         {
-            "": cell("arm"),
+            "model and request": lambda row: f"{row['case']}, {kind(row)}",
+            "arm": cell("arm"),
             "ms a token": cell("token_s", lambda value: number(1e3 * value)),
             "seconds until the first tokens": cell("prefill_s", real(2)),
+            "seconds of a request": cell("request_s", real(1)),
             "seconds of loading": cell("load_s", real(1)),
             "GB on the host": cell("host_bytes", gigabytes),
         },
@@ -695,6 +697,21 @@ TABLES = (
         where=lambda row: row["tokens_per_s"] is not None,
     ),
     Table("", "kv_rows", f"Tokens by index, {GBPS}, {MISSED}", ROWS, judged),
+    Table(
+        "",
+        "kv_request",
+        "A request whose heads read a tenth of the tokens in host memory: milliseconds of a layer, and seconds of all, "
+        "reckoned from some layers and tokens",
+        {
+            "layers and request": cell("case"),
+            "arm": cell("arm"),
+            "prompt": cell("prefill_ms", number),
+            "learning": cell("learn_ms", fine_number),
+            "rows of a token": cell("fetch_ms", fine_number),
+            "a token": cell("step_ms", fine_number),
+            "request, s": cell("request_s", real(2)),
+        },
+    ),
     Table(
         "",
         "kv_transfer",
@@ -1294,9 +1311,10 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "digit forms": digit_forms,
     "mixtures": mixtures,
     "expert hits": expert_hits,
-    "flexgen": "With opt-6.7b in FP16, batch 4 and all weights in host memory, a step takes "
-    "{flexgen_opt|token_s||FlexGen} and {flexgen_opt|host_bytes||FlexGen} GB of host memory without ibp, "
-    "{flexgen_opt|token_s||FlexGen, ibp} and {flexgen_opt|host_bytes||FlexGen, ibp} GB with it {from flexgen_opt}.",
+    "flexgen": "With opt-6.7b in FP16 and all weights in host memory, a step takes "
+    "{flexgen_opt|token_s||FlexGen|dtype=float16} and {flexgen_opt|host_bytes||FlexGen|dtype=float16} GB of host "
+    "memory without ibp, {flexgen_opt|token_s||FlexGen, ibp|dtype=float16} and "
+    "{flexgen_opt|host_bytes||FlexGen, ibp|dtype=float16} GB with it {from flexgen_opt}.",
     "spill": spilled_rates,
     "profiles": "A small net in training takes {spill|target|training, the paper's ratios|profile, 30%} times less "
     "memory at a threshold of 30 %, and its 15 tensors decode at "

@@ -2,17 +2,22 @@
 
     python -m benchmarks.flexgen_opt [--out DIR] [--device cpu] [--quick]
 
+The request is the paper's (figure 11): a prompt of 1,920 tokens and 128 that are generated, batch 20. The prompt and
+the first tokens are measured; `request_s` reckons the others from the median of a token after the first.
+
 FlexGen's own loop (`OptLM.generate`, what `--percent 0 100 100 0 100 0` does: all weights in host memory, caches and
-activations on the GPU) on random FP16 weights in its file format, which are written to a directory for temporary files:
-13 GB, and as much host memory. Tokens must be equal. Needs the package flexgen (0.1.8), so that `python -m benchmarks`
-leaves it out. With --device cpu, or --quick, the model is tiny; on the CPU stand-ins take the place of CUDA's streams
-and of pinned memory.
+activations on the GPU) on random weights in its file format, which are written to a directory for temporary files: 13
+GB, and as much host memory. FlexGen knows FP16 alone: for BF16 its table of dtypes is told so, and weights are rounded
+as they are read. Tokens must be equal. Needs the package flexgen (0.1.8), so that `python -m benchmarks` leaves it out.
+With --device cpu, or --quick, model and request are tiny; on the CPU stand-ins take the place of CUDA's streams and of
+pinned memory.
 
 A token needs every weight once: `gbps` counts their original bytes over the median time of a token after the first.
 """
 
 import contextlib
 import dataclasses
+import gc
 import statistics
 import sys
 import tempfile
@@ -27,7 +32,7 @@ from flexgen.compression import CompressionConfig
 from flexgen.opt_config import get_opt_config
 from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice, TorchTensor
 from flexgen.timer import timers
-from flexgen.utils import ExecutionEnv, np_dtype_to_torch_dtype
+from flexgen.utils import ExecutionEnv, np_dtype_to_torch_dtype, torch_dtype_to_np_dtype, torch_dtype_to_num_bytes
 
 import ibp.integrations.flexgen as ibp_flexgen
 
@@ -45,10 +50,12 @@ TINY = dataclasses.replace(
     vocab_size=1024,
     max_seq_len=128,
 )
-BATCH, PROMPT_TOKENS, NEW_TOKENS = 4, 64, 12
+REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # batch, tokens of the prompt, tokens that are generated
+NEW_TOKENS = 12  # of these that are measured
+DTYPES = (torch.bfloat16, torch.float16)
 DEVIATION = 0.02  # of the weights
 ARMS = {"FlexGen, ibp": None, "FlexGen, ibp by kernel": "gpu"}  # and the path that a layer's weights take
-EXTRA_COLUMNS = ("prefill_s", "token_s", "load_s", "host_bytes")
+EXTRA_COLUMNS = ("prefill_s", "token_s", "request_s", "load_s", "host_bytes")
 
 
 # ---- FlexGen without its command -------------------------------------------------------------------------------------
@@ -71,7 +78,8 @@ class NoDisk:
 
 @contextlib.contextmanager
 def without_cuda():
-    """FlexGen asks for streams, waits for them and moves tensors with cuda(): stand-ins, until the end of the block."""
+    """FlexGen asks for streams, waits for them and moves tensors with cuda(): stand-ins, until the end of the block.
+    What it has computed on the CPU it makes FP16."""
     with (
         mock.patch.multiple(
             torch.cuda,
@@ -80,6 +88,18 @@ def without_cuda():
             synchronize=lambda *device: None,
         ),
         mock.patch.object(torch.Tensor, "cuda", lambda tensor, *device: tensor),
+        mock.patch.object(torch.Tensor, "half", lambda tensor: tensor.to(np_dtype_to_torch_dtype[np.float16])),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def computing_in(dtype):
+    """What FlexGen calls FP16 is a dtype of torch, until the end of the block."""
+    with (
+        mock.patch.dict(np_dtype_to_torch_dtype, {np.float16: dtype}),
+        mock.patch.dict(torch_dtype_to_np_dtype, {dtype: np.float16}),
+        mock.patch.dict(torch_dtype_to_num_bytes, {dtype: dtype.itemsize}),
     ):
         yield
 
@@ -99,7 +119,7 @@ def environment(device, directory):
             yield ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=TorchMixedDevice([gpu, cpu, disk]))
 
 
-def policy(percent=(0, 100, 100, 0, 100, 0), *, batch=BATCH, batches=1, on_gpu=True, **others):
+def policy(percent=(0, 100, 100, 0, 100, 0), *, batch, batches=1, on_gpu=True, **others):
     """FlexGen's policy as its command makes it. percent: of weights on the GPU and the CPU, of caches, of activations.
     on_gpu: weights can be pinned. others: fields of Policy."""
     quantised = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
@@ -202,45 +222,57 @@ def generate(model, load_s, prompts, new_tokens):
     )
 
 
-def add(run, config, arm, got):
+def add(run, config, arm, got, dtype, request):
+    batch, prompt_tokens, new_tokens = request
     run.add(
-        case=f"{config.name}, batch {BATCH}",
+        case=f"{config.name}, batch {batch}, {prompt_tokens:,} + {new_tokens} tokens",
         arm=arm,
         rows=got.original_bytes // (2 * config.input_dim),
         row_bytes=2 * config.input_dim,
-        dtype=torch.float16,
+        dtype=dtype,
         savings=1 - got.stored_bytes / got.original_bytes,
         gbps=got.original_bytes * 1e-9 / got.token_s,
         ideal_gbps=ideal.LINK_COPY_GBPS * got.original_bytes / got.stored_bytes,
         sms=None if got.stored_bytes < got.original_bytes else 0,
         prefill_s=harness.four_digits(got.prefill_s),
         token_s=harness.four_digits(got.token_s),
+        request_s=harness.four_digits(got.prefill_s + (new_tokens - 1) * got.token_s),
         load_s=harness.four_digits(got.load_s),
         host_bytes=got.host_bytes,
     )
+
+
+def measure(run, config, directory, env, dtype, request):
+    """FlexGen, then FlexGen with coded weights, of one dtype."""
+    batch, prompt_tokens, _ = request
+    its_policy = policy(batch=batch, on_gpu=run.on_gpu)
+    prompts = np.random.default_rng(0).integers(5, config.vocab_size, (batch, prompt_tokens))
+    plain = generate(*loaded(env, config, directory, its_policy), prompts, NEW_TOKENS)
+    add(run, config, "FlexGen", plain, dtype, request)
+    with ibp_flexgen.enable():
+        model, load_s = loaded(env, config, directory, its_policy)
+        for arm, path in ARMS.items() if run.on_gpu else [("FlexGen, ibp", None)]:
+            ibp_flexgen.enable(path=path)
+            coded = generate(model, load_s, prompts, NEW_TOKENS)
+            if not np.array_equal(plain.tokens, coded.tokens):
+                raise AssertionError(f"{arm}: the tokens differ from those of FlexGen")
+            add(run, config, arm, coded, dtype, request)
 
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
     run = harness.Run("flexgen_opt", args, EXTRA_COLUMNS)
     torch.manual_seed(0)
-    config = get_opt_config(MODEL) if run.on_gpu and not run.quick else TINY
-    its_policy = policy(on_gpu=run.on_gpu)
-    prompts = np.random.default_rng(0).integers(5, config.vocab_size, (BATCH, PROMPT_TOKENS))
+    is_full = run.on_gpu and not run.quick
+    config, request = (get_opt_config(MODEL), REQUEST) if is_full else (TINY, QUICK_REQUEST)
     with tempfile.TemporaryDirectory() as name, run.cell(config.name):
         directory = Path(name)
         write_weights(config, directory, run.device)
         with environment(run.device, directory) as env:
-            plain = generate(*loaded(env, config, directory, its_policy), prompts, NEW_TOKENS)
-            add(run, config, "FlexGen", plain)
-            with ibp_flexgen.enable():
-                model, load_s = loaded(env, config, directory, its_policy)
-                for arm, path in ARMS.items() if run.on_gpu else [("FlexGen, ibp", None)]:
-                    ibp_flexgen.enable(path=path)
-                    coded = generate(model, load_s, prompts, NEW_TOKENS)
-                    if not np.array_equal(plain.tokens, coded.tokens):
-                        raise AssertionError(f"{arm}: the tokens differ from those of FlexGen")
-                    add(run, config, arm, coded)
+            for dtype in DTYPES:
+                with run.cell(f"{config.name}, {dtype}"), computing_in(dtype):
+                    measure(run, config, directory, env, dtype, request)
+                gc.collect()
     return run.finish()
 
 

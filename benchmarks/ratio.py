@@ -3,8 +3,9 @@
 Sets: synthetic ones, fields of two simulations in FP64, and those in --data. Methods: the paper's own choice and bytes,
 scheme ibp, scheme planes, auto; bit-plane compression by entries of 128 bytes, counted and not decompressed; zstd by
 blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by blocks where `lz4` is; nvCOMP's codecs
-where a GPU and the wheel `nvidia-nvcomp-cu13` are there. With --no-times the column `seconds` stays empty. --methods
-and --sets, names with semicolons between them, measure these alone: the CSV's other rows stay as they are.
+where a GPU and the wheel `nvidia-nvcomp-cu13` are there; ndzip, of elements of two and four bytes taken as FP32, where
+IBP_NDZIP names a clone of it. With --no-times the column `seconds` stays empty. --methods and --sets, names with
+semicolons between them, measure these alone: the CSV's other rows stay as they are.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 import ibp
 from ibp._schemes.planes.learning import relearn
 
-from . import bpc, harness, reading, sets
+from . import bpc, harness, ndzip, reading, sets
 
 try:
     import zstandard
@@ -49,7 +50,7 @@ REPEATS = 3
 OURS = ("paper", "ibp", "planes", "auto")
 NO_LIST, SPARSE_SET, LEARNED_ROWS = "planes, no list", "half zeros", 1024  # an arm of one set
 BPC = "bit planes"  # counted
-ZSTD, ZSTD_ROWS, LZ4 = "zstd -3", "zstd -3, row by row", "lz4"
+ZSTD, ZSTD_ROWS, LZ4, NDZIP = "zstd -3", "zstd -3, row by row", "lz4", "ndzip"
 RATIO_FROM = 0.8  # savings from which the table shows "5.0x" rather than "80.0"
 
 
@@ -64,12 +65,14 @@ class Cell:
 
 
 class Sheet:
-    """A script's CSV file, written row by row, and what failed."""
+    """A script's CSV file, written row by row, and what failed. keep: which rows of the file before it stay."""
 
-    def __init__(self, path, columns):
+    def __init__(self, path, columns, keep=lambda row: False):
         self.path, self.columns, self.failures, self.started = path, columns, [], time.perf_counter()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.rewrite([])
+        harness.start_file(path, columns, keep)
+        with open(path, newline="") as file:
+            self.rows = list(csv.DictReader(file))
 
     def rewrite(self, rows):
         """The file holds these rows and no others."""
@@ -177,6 +180,15 @@ def block_codec(make, by_row=False):
     return measure
 
 
+def by_ndzip(tensors, device):
+    """Whole tensors, on the CPU."""
+
+    def code():
+        return sum(min(ndzip.coded_bytes(bytes_of(x.cpu())), x.numel() * x.element_size()) for x in tensors)
+
+    return Cell(code()), code
+
+
 def zstd_coders():
     return zstandard.ZstdCompressor(level=3).compress, zstandard.ZstdDecompressor().decompress
 
@@ -235,6 +247,8 @@ def methods_for(dtype, on_gpu):
         methods |= {ZSTD: block_codec(zstd_coders), ZSTD_ROWS: block_codec(zstd_coders, by_row=True)}
     if lz4_block:
         methods[LZ4] = block_codec(lz4_coders)
+    if ndzip.repository() and dtype.itemsize in (2, 4):
+        methods[NDZIP] = by_ndzip
     if nvcomp and on_gpu:
         methods |= {name: nvcomp_codec(*options) for name, options in nvcomp_options(dtype).items()}
     return methods
@@ -245,6 +259,8 @@ def say_what_is_left_out(on_gpu):
         print(f"{ZSTD}: the package zstandard is not installed, left out")
     if not lz4_block:
         print(f"{LZ4}: the package lz4 is not installed, left out")
+    if not ndzip.repository():
+        print(f"{NDZIP}: IBP_NDZIP names no clone of it, left out")
     if not on_gpu:
         print("nvCOMP: needs --device cuda, left out")
     elif not nvcomp:

@@ -1,17 +1,19 @@
 """Which way do scattered elements come the fastest from host memory to the GPU (the paper's figure 5)?
 
-    python -m benchmarks.scattered [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.scattered [--kernels] [--out DIR] [--device cpu] [--quick]
 
 Elements of 8 B to 2 KiB at random places of a pinned table of 256 MiB, each four bytes past a multiple of its size, so
 that none is aligned. Arms: `copied one by one`: an asynchronous copy for each, 1,000 elements only; `copied in a
 batch`: all of them in one call of the driver (CUDA 13); `gathered by the CPU`: torch's `index_select` into a pinned
-buffer, then one copy; `by kernel, words`: a thread loads 4 bytes; `by kernel, aligned`: a warp begins each element at
-the boundary of 128 bytes below it, as the paper does; `by kernel, vectors`: a thread loads 16 aligned bytes; `managed
-memory`: the first kernel on memory that CUDA moves by itself, all of it in host memory before each call; `ibp, raw
-rows`: `index_select` of a raw table, whose rows are aligned. Arms in which the CPU works are timed by the clock. `us`:
-of a call.
+buffer, then one copy; `by kernel, words`: a thread loads 4 bytes; `by kernel, warps`: a warp loads an element from its
+first word on; `by kernel, aligned`: a warp begins each element at the boundary of 128 bytes below it, as the paper
+does; `by kernel, vectors`: a thread loads 16 aligned bytes; `managed memory`: the first kernel on memory that CUDA
+moves by itself, all of it in host memory before each call; `ibp, raw rows`: `index_select` of a raw table, whose rows
+are aligned. Arms in which the CPU works are timed by the clock. `us`: of a call. --kernels: arms by kernel alone; other
+rows of the CSV stay.
 """
 
+import argparse
 import ctypes
 import functools
 import statistics
@@ -39,7 +41,7 @@ ONE_BY_ONE, BATCH, CPU, MANAGED, RAW = (
     "managed memory",
     "ibp, raw rows",
 )
-WORDS, ALIGNED, VECTORS = "by kernel, words", "by kernel, aligned", "by kernel, vectors"
+WORDS, WARPS, ALIGNED, VECTORS = (f"by kernel, {way}" for way in ("words", "warps", "aligned", "vectors"))
 
 # table: the first word of element 0; ids [num_elements]; words: of an element.
 PARAMETERS = "const unsigned *table, const long long *ids, unsigned *out, int words, int num_elements"
@@ -50,6 +52,15 @@ KERNELS = {  # name: body, threads of an element that has so many words
     if (element < num_elements) out[i] = table[ids[element] * words + i % words];
 """,
         lambda words: words,
+    ),
+    WARPS: (
+        """
+    const long long element = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32;
+    if (element >= num_elements) return;
+    const unsigned *from = table + ids[element] * words;
+    for (int k = threadIdx.x % 32; k < words; k += 32) out[element * words + k] = from[k];
+""",
+        lambda words: WARP,
     ),
     ALIGNED: (
         """
@@ -309,23 +320,34 @@ def measure_raw_rows(cases, flat):
         )
 
 
+def parsed(argv):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--kernels", action="store_true")
+    options, others = own.parse_known_args(argv)
+    return options.kernels, harness.parse_args(others, __doc__)
+
+
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("scattered", args, COLUMNS)
+    kernels, args = parsed(argv)
+    run = harness.Run("scattered", args, COLUMNS, keep=lambda row: kernels and row["arm"] not in KERNELS)
     torch.manual_seed(0)
     num_words = (QUICK_TABLE_BYTES if run.quick else TABLE_BYTES) // WORD_BYTES
     flat = torch.empty(num_words, dtype=torch.int32, pin_memory=run.on_gpu)
     flat.copy_(torch.randint(-(2**31), 2**31, (num_words,), dtype=torch.int32, device=run.device))
-    managed = ManagedCopy(flat) if run.on_gpu else None
+    managed = ManagedCopy(flat) if run.on_gpu and not kernels else None
     for element_bytes in QUICK_ELEMENT_BYTES if run.quick else ELEMENT_BYTES:
         cases = [Case(run, flat, element_bytes, count) for count in COUNTS]
         for case in cases:
+            if run.on_gpu:
+                measure_kernels(case)
+            if kernels:
+                continue
             measure_cpu(case)
             if run.on_gpu:
                 measure_copies(case)
-                measure_kernels(case)
                 measure_managed(case, managed)
-        measure_raw_rows(cases, flat)
+        if not kernels:
+            measure_raw_rows(cases, flat)
     return run.finish()
 
 

@@ -62,6 +62,7 @@ SOURCES = {
     "kv_decoding": _KV,
     "kv_fetch": _KV,
     "kv_pages": _KV,
+    "kv_request": _KV,
     "kv_rows": _KV,
     "kv_transfer": _KV,
     "large_table": (*_FETCHING, "csrc/cuda/rows/partition.cu"),

@@ -1,12 +1,13 @@
 """How fast do rows of each kind come to the GPU by each codec, and how long is compressing (the paper's tables 1 to 3)?
 
-    python -m benchmarks.transfers [--dense DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.transfers [--ndzip] [--dense DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
 
 Real sets, their rows over and over, in pinned host memory; --dense names a directory with kokoro_voices.npz and
 word2vec_1000x300.npz, whose rows of 1 KiB are measured too. `LLM weights, 512 B` are the same weights in longer rows.
 ibp: random rows of slots, fetched by one kernel. nvCOMP: the whole table's bytes by the copy engine, then decoded; in
 chunks of 64 KiB, and of one row, which is what access to rows takes. `gain`: times the rate of raw rows by the same
-way. `encode_ms`: compressing the whole table in device memory, of ibp with its choice of codebook.
+way. `encode_ms`: compressing the whole table in device memory, of ibp with its choice of codebook. --ndzip: the whole
+table by ndzip (ndzip.py) and raw alone; other rows of the CSV stay, as its rows do in runs without the option.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 import ibp
 from ibp.codecs._nvcomp import CODECS
 
-from . import gather, harness, ideal, inputs, ratio, reading, sets
+from . import gather, harness, ideal, inputs, ndzip, ratio, reading, sets
 
 COLUMNS = ("gain", "encode_ms", "table_bytes")
 TABLE_BYTES, QUICK_TABLE_BYTES = 128 * inputs.MIB, 512 << 10
@@ -120,14 +121,18 @@ def measure_copy(case):
 
 
 def measure_nvcomp(case, arm, codec, chunk_bytes):
-    """The coded bytes by the copy engine, then decoding, in one stream; by codecs that are made once, ANS told of what
-    it saves more of."""
+    """By codecs that are made once, ANS told of what it saves more of."""
+    device, dtype, data = case.x.device, case.x.dtype, case.x.view(torch.uint8).view(-1)
+    options = codec.suited(codec.fields(dtype, chunk_bytes), dtype, data, device)
+    measure_coder(case, arm, codec.coder(device, options))
+
+
+def measure_coder(case, arm, coder):
+    """The coded bytes by the copy engine, then decoding, in one stream."""
     run, data = case.run, case.x.view(torch.uint8).view(-1)
-    device, dtype = case.x.device, case.x.dtype
-    coder = codec.coder(device, codec.suited(codec.fields(dtype, chunk_bytes), dtype, data, device))
     room, out = coder.room(data), torch.empty_like(data)
     coded = coder.encode(data, room)
-    sent = torch.empty(coded.numel(), dtype=torch.uint8, pin_memory=True).copy_(coded)
+    sent = torch.empty(coded.numel(), dtype=torch.uint8, pin_memory=run.on_gpu).copy_(coded)
     received = torch.empty_like(coded)
 
     def transfer():
@@ -167,24 +172,41 @@ def measure_nvcomps(case):
 def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--dense", type=Path)
+    own.add_argument("--ndzip", action="store_true")
     options, others = own.parse_known_args(argv)
-    return options.dense, harness.parse_args(others, __doc__)
+    return options, harness.parse_args(others, __doc__)
+
+
+def measure_codecs(case):
+    for scheme in ("raw", "ibp", "planes", "auto"):
+        with case.run.cell(f"{case.name}, {scheme}"):
+            measure_rows(case, RAW_ROWS if scheme == "raw" else scheme, scheme=scheme)
+    if ratio.nvcomp and case.run.on_gpu:
+        with case.run.cell(f"{case.name}, nvCOMP"):
+            measure_nvcomps(case)
 
 
 def main(argv=None):
-    dense, args = parsed(argv)
-    run = harness.Run("transfers", args, COLUMNS)
+    options, args = parsed(argv)
+    if options.ndzip and not ndzip.repository():
+        print("IBP_NDZIP names no clone of ndzip")
+        return 2
+    remeasured = (ratio.NDZIP, RAW_COPY)
+    run = harness.Run(
+        "transfers",
+        args,
+        COLUMNS,
+        keep=lambda row: row["arm"] not in remeasured if options.ndzip else row["arm"] == ratio.NDZIP,
+    )
     ratio.say_what_is_left_out(run.on_gpu)
-    for name, rows in all_sets(args.data, dense):
+    for name, rows in all_sets(args.data, options.dense):
         with run.cell(name):
             case = Case(run, name, rows)
             measure_copy(case)
-            for scheme in ("raw", "ibp", "planes", "auto"):
-                with run.cell(f"{name}, {scheme}"):
-                    measure_rows(case, RAW_ROWS if scheme == "raw" else scheme, scheme=scheme)
-            if ratio.nvcomp and run.on_gpu:
-                with run.cell(f"{name}, nvCOMP"):
-                    measure_nvcomps(case)
+            if options.ndzip:
+                measure_coder(case, ratio.NDZIP, ndzip.GpuCoder(case.num_bytes, run.device))
+            else:
+                measure_codecs(case)
     return run.finish()
 
 

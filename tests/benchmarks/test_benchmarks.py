@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import ctypes
 import math
 import os
 import signal
@@ -32,6 +33,7 @@ from benchmarks import (
     inputs,
     large_table,
     linear,
+    ndzip,
     overlap,
     ratio,
     reading,
@@ -693,6 +695,18 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     assert len({tuple(words) for words in called}) == len(called)
 
 
+def test_one_claim_takes_its_scripts_alone(monkeypatch, tmp_path):
+    called, before = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(suite, "run_script", lambda name, argv, limit_s: called.append(name))
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert suite.main(["--claim", "ibp", "Figure 11", *argv]) == 0
+    signal.signal(signal.SIGTERM, before)
+    assert called == ["weights", "flexgen_opt"]
+    for paper, item, known in (("ibp", "Table 8", "Table 1"), ("xyz", "Table 1", "dietgpu")):
+        with pytest.raises(SystemExit, match=f"there is no '{item}' of '{paper}'; wanted one of .*{known}"):
+            suite.rows_of(paper, item)
+
+
 def test_a_script_is_stopped_when_its_time_is_over(tmp_path):
     assert suite.run_script("clusters", ["--device", "cpu", "--out", str(tmp_path)], limit_s=0.1) != 0
 
@@ -801,6 +815,43 @@ def test_nvcomp_cells_of_ratio(monkeypatch):
             assert cell.stored_bytes == 15 * dtype.itemsize and cell.metadata_bytes is None
     assert {"algorithm": "ANS", "uncomp_chunk_size": 65536, "data_type": "<f2"} in PlainCodec.made
     assert not any(name.startswith("nvcomp ") for name in ratio.methods_for(torch.bfloat16, on_gpu=False))
+
+
+def test_ndzip_is_a_method_where_a_clone_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv("IBP_NDZIP", raising=False)
+    assert ratio.NDZIP not in ratio.methods_for(torch.float32, on_gpu=False)
+    monkeypatch.setenv("IBP_NDZIP", str(tmp_path))
+    measure = ratio.methods_for(torch.float16, on_gpu=False)[ratio.NDZIP]
+    assert ratio.NDZIP not in ratio.methods_for(torch.int8, on_gpu=False)
+    with pytest.raises(FileNotFoundError, match="no src/ndzip/cpu_codec.inl; wanted a clone of ndzip"):
+        measure([torch.zeros(2, 2)], None)
+    (tmp_path / "src" / "ndzip").mkdir(parents=True)
+    for name in ("common.cc", "cuda_codec.inl", "cpu_codec.inl"):
+        (tmp_path / "src" / "ndzip" / name).touch()
+    assert "{size}" in ndzip.source_of(tmp_path, False) and '"cuda_codec.inl"' in ndzip.source_of(tmp_path, True)
+    monkeypatch.setattr(ndzip, "library", lambda clone, on_gpu: HalvedWords)
+    assert measure([torch.ones(4, 4), torch.ones(2, 2)], None)[0].stored_bytes == 32 + 8
+    monkeypatch.setattr(HalvedWords, "decode", lambda *arguments: None)
+    with pytest.raises(AssertionError, match="ndzip: bits differ"):
+        measure([torch.ones(4, 4)], None)
+
+
+class HalvedWords:
+    """Stands in for ndzip's library: pairs of equal words."""
+
+    @staticmethod
+    def words_at(address, count):
+        return (ctypes.c_uint32 * count).from_address(address.value)
+
+    def bound(size):
+        return size
+
+    def encode(size, source, to):
+        HalvedWords.words_at(to, size // 2)[:] = HalvedWords.words_at(source, size)[::2]
+        return size // 2
+
+    def decode(size, source, to):
+        HalvedWords.words_at(to, size)[:] = [w for w in HalvedWords.words_at(source, size // 2) for _ in range(2)]
 
 
 def test_ratio_shows_and_judges_savings():

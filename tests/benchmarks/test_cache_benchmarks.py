@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import dlrm, gnn_cache, harness, inputs, row_cache
+from benchmarks import dlrm, gnn_cache, harness, inputs, kv_request, row_cache
 
 SCRIPTS = ("row_cache", "dlrm", "gnn_cache", "kv_pages", "kv_rows", "kv_transfer", "bags")
 
@@ -152,6 +152,21 @@ def test_steps_beside_pages(tmp_path, monkeypatch):
 
             patch.setattr(of, "__init__", broken)
             assert kv_pages.main(argv) == 1
+
+
+def test_arms_of_a_request_compute_the_same_bits(tmp_path, monkeypatch):
+    """Coded rows that are wrong are found; a request is its prompt, learning and the tokens after the first."""
+    assert kv_request.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows, shape = lines_of(tmp_path / "kv_request.csv"), kv_request.QUICK
+    assert [row["arm"] for row in rows] == [kv_request.CPU, kv_request.RAW, kv_request.IBP]
+    assert [float(row["learn_ms"]) > 0 for row in rows] == [False, False, True]
+    for row in rows:
+        prefill_ms, learn_ms, step_ms = (float(row[f"{name}_ms"]) for name in ("prefill", "learn", "step"))
+        all_ms = shape.layers * (prefill_ms + learn_ms + (shape.new - 1) * step_ms)
+        assert float(row["request_s"]) == pytest.approx(1e-3 * all_ms, rel=2e-3)
+    load = kv_request.CodedPools.fetch
+    monkeypatch.setattr(kv_request.CodedPools, "fetch", lambda pools, number, outs: load(pools, number, outs.flip(0)))
+    assert kv_request.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
 
 
 @pytest.mark.slow

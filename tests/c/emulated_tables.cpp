@@ -6,6 +6,7 @@
 #include "core/ids.h"
 #include "cuda/decode/decode_request.h"
 #include "cuda/decode/warp_rows.cuh"
+#include "cuda/encode/warp_encode.cuh"
 #include "cuda/floats.cuh"
 #include "cuda/launch.cuh"
 
@@ -884,6 +885,42 @@ void check_encode_into(const Made &made)
     for (int call = 0; call < 4; call++) check_call(made, to, is_hostile);
 }
 
+/* A kernel of a user's, with warp_encode.cuh. */
+__global__ void encode_each(const ibp_codebook cb, const uint8_t *rows, int64_t num_rows, uint8_t *coded,
+                            uint32_t *lengths)
+{
+    const uint32_t warp = threadIdx.x / 32u, num_warps = gridDim.x * (blockDim.x / 32u);
+    for (int64_t r = blockIdx.x * (blockDim.x / 32u) + warp; r < num_rows; r += num_warps) {
+        const int64_t start = r * cb.row_bytes;
+        const uint32_t length =
+            ibp::warp_encode_row(cb, rows + start, coded + start, warp * ibp::warp_encode_scratch_bytes(cb));
+        if (threadIdx.x % 32u == 0) lengths[r] = length;
+    }
+}
+
+/* rows: whole ones. */
+void check_device_encode(const ibp_codebook &cb, const uint8_t *rows, int64_t num_rows)
+{
+    const size_t row_bytes = cb.row_bytes, offset = choose_offset();
+    Output met(static_cast<size_t>(num_rows) * row_bytes, offset),
+        wanted(static_cast<size_t>(num_rows) * row_bytes, offset);
+    Array<uint32_t> lengths(static_cast<size_t>(num_rows));
+    Array<uint8_t> scratch(ibp_scratch_bytes(cb.row_bytes)), coded(row_bytes);
+    emulate(encode_each, 2, 64, 2 * ibp::warp_encode_scratch_bytes(cb), nullptr, cb, rows, num_rows, met.out,
+            lengths.data);
+    for (size_t r = 0; r < static_cast<size_t>(num_rows); r++) {
+        size_t length = 0;
+        const bool is_coded =
+            cb.scheme == IBP_SCHEME_IBP && ibp_encode_row(&cb, rows + r * row_bytes, coded.data, row_bytes - 1, &length,
+                                                          scratch.data, scratch.size) == IBP_OK;
+        length = is_coded ? length : 0;
+        memcpy(wanted.out + r * row_bytes, coded.data, length);
+        if (lengths.data[r] != length)
+            complain("row %zu coded by a warp: %u bytes, not %zu", r, lengths.data[r], length);
+    }
+    compare(met, wanted, "rows coded by warps");
+}
+
 /* A kernel of a user's, with warp_rows.cuh: a warp takes every so many rows; rows that lie in one piece are decoded
  * from their bytes every other time. */
 __global__ void decode_each(const ibp_table table, uint32_t warp_bytes, uint8_t *out, uint32_t *statuses)
@@ -927,6 +964,7 @@ void check_device_rows(const Made &made)
     if (statuses.data[num_rows] != IBP_INDEX_OUT_OF_RANGE)
         complain("the row past the last one: status %u", statuses.data[num_rows]);
     compare(met, wanted, "rows by warps");
+    check_device_encode(t.codebook, wanted.out, num_bytes / row_bytes);
 }
 
 /* Words of a codebook that say anything, and entries with any bits: what comes out does not matter, but nothing

@@ -46,6 +46,7 @@
 #ifndef IBP_ENCODER_CUH
 #define IBP_ENCODER_CUH
 
+#include "../../core/checks.h"
 #include "../../core/format.h"
 #include "../../core/locate.h"
 #include "../warp.cuh"
@@ -396,6 +397,32 @@ __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, ui
         reinterpret_cast<uint32_t *>(dst + head)[i] = __funnelshift_r(words[i], words[i + 1], 8u * head);
 #pragma unroll 1
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
+}
+
+// The encoder for rows of cluster k.
+template <class Encoder>
+__device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_codebook &cb, uint32_t k)
+{
+    Encoder one = encoder;
+    one.select(cb, k);
+    return one;
+}
+
+// The cluster that codes a row in the fewest bytes, the first of equal ones; and the bytes of the row with its number.
+struct Choice {
+    uint32_t cluster, bytes;
+};
+template <class Encoder>
+__device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
+{
+    const auto bytes_of = [](uint32_t bits) { return bits / 8u + (bits % 8u != 0u); }; // many for kNoCodedForm
+    if (!ibp_has_clusters(&cb)) return {0, bytes_of(encoder.measure(row))};
+    Choice best{0, ~0u};
+    for (uint32_t k = 0; k < cb.num_clusters; k++) {
+        const uint32_t bytes = 1u + bytes_of(of_cluster(encoder, cb, k).measure(row));
+        if (bytes < best.bytes) best = {k, bytes};
+    }
+    return best;
 }
 
 // The parts of the contract that a compiler can see.

@@ -14,32 +14,6 @@
 
 namespace ibp {
 
-// The encoder for rows of cluster k.
-template <class Encoder>
-__device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_codebook &cb, uint32_t k)
-{
-    Encoder one = encoder;
-    one.select(cb, k);
-    return one;
-}
-
-// The cluster that codes a row in the fewest bytes, the first of equal ones; and the bytes of the row with its number.
-struct Choice {
-    uint32_t cluster, bytes;
-};
-template <class Encoder>
-__device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
-{
-    const auto bytes_of = [](uint32_t bits) { return bits / 8u + (bits % 8u != 0u); }; // many for kNoCodedForm
-    if (!ibp_has_clusters(&cb)) return {0, bytes_of(encoder.measure(row))};
-    Choice best{0, ~0u};
-    for (uint32_t k = 0; k < cb.num_clusters; k++) {
-        const uint32_t bytes = 1u + bytes_of(of_cluster(encoder, cb, k).measure(row));
-        if (bytes < best.bytes) best = {k, bytes};
-    }
-    return best;
-}
-
 template <class Encoder>
 __global__ void __launch_bounds__(kEncodeThreads)
     measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_bytes,

@@ -1,0 +1,354 @@
+"""How long is a request whose keys and values lie in host memory, if every head reads a tenth of them (the paper's
+figure 12)?
+
+    python -m benchmarks.kv_request [--out DIR] [--device cpu] [--quick]
+
+The paper's request: a prompt of 1,920 tokens and 128 that are generated, batch 20, FP16, by layers of OPT-6.7B's shape,
+here with random weights, on the GPU. A few layers and tokens are measured, `request_s` reckons all of them. While a
+layer computes, every head of the next one chooses 10 % of the tokens, as InfiniGen does: by products of 30 % of the
+elements of keys, which stay on the GPU, and of queries that this layer's input makes. Their rows come beside the layer.
+InfiniGen itself is not run; it also turns the weights of trained models so that these elements tell more.
+
+Arms, which have to give the same bits: `cpu index + copy`, gathered by the CPU into pinned memory, then copied, as by
+InfiniGen; `raw by kernel`; `ibp`, two `ibp.kv.KVRows` a layer, whose codebooks come from rows of the prompt. After the
+common columns, of a layer: prefill_ms, with the rows stored; learn_ms, its two codebooks; fetch_ms, rows of one token
+alone; step_ms, of a token, rows stored. `gbps` is the rate of fetch_ms.
+"""
+
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import ibp
+
+from . import families, harness, ideal
+
+COLUMNS = ("prefill_ms", "learn_ms", "fetch_ms", "step_ms", "request_s")
+DTYPE, DEVIATION = torch.float16, 0.02  # of weights
+SHARE, PARTIAL = 0.1, 0.3  # of the tokens that a head reads; of the elements by which it chooses them
+SAMPLE_TOKENS = 256  # of the prompt, from which codebooks are learned
+FETCH_SMS = families.FEW_SMS  # with 8, rows keep their rate (kv_rows.csv), and layers the others
+WARM_STEPS = 2
+CPU, RAW, IBP = "cpu index + copy", "raw by kernel", "ibp"
+
+
+class Shape(NamedTuple):
+    """Of the request and the model. measured_layers, measured_steps: how much of it is measured."""
+
+    batch: int = 20
+    prompt: int = 1920
+    new: int = 128
+    layers: int = 32
+    heads: int = 32
+    dim: int = 128
+    ffn: int = 16_384
+    measured_layers: int = 4
+    measured_steps: int = 8
+
+    @property
+    def width(self):
+        return self.heads * self.dim
+
+    @property
+    def count(self):
+        """Tokens that a head reads."""
+        return int(SHARE * self.prompt)
+
+    @property
+    def places(self):
+        """Rows of all sequences: token t of sequence b is number t * batch + b."""
+        return self.batch * (self.prompt + WARM_STEPS + self.measured_steps)
+
+
+QUICK = Shape(2, 40, 4, 3, 2, 64, 256, 3, 2)
+
+
+class Layer:
+    """A layer of OPT without biases, and by how much its heads choose tokens."""
+
+    def __init__(self, shape, generator):
+        def weights(*sizes):
+            return (torch.randn(sizes, generator=generator, device=generator.device) * DEVIATION).to(DTYPE)
+
+        self.shape, width = shape, shape.width
+        self.qkv, self.out = weights(3 * width, width), weights(width, width)
+        self.up, self.down = weights(shape.ffn, width), weights(width, shape.ffn)
+        self.num_partial = int(PARTIAL * shape.dim)
+        queries = self.qkv[:width].view(shape.heads, shape.dim, width)
+        self.partial_queries = queries[:, : self.num_partial].reshape(-1, width)
+        size = (shape.batch, shape.heads, self.num_partial, shape.places // shape.batch)
+        self.partial_keys = torch.zeros(size, dtype=DTYPE, device=generator.device)
+
+    def projected(self, x, start):
+        """Queries, keys and values [batch, heads, tokens, dim] of inputs [batch, tokens, width] from a token on."""
+        q, k, v = F.linear(normed(x), self.qkv).unflatten(2, (3, self.shape.heads, -1)).permute(2, 0, 3, 1, 4)
+        self.partial_keys[..., start : start + x.shape[1]] = k[..., : self.num_partial].transpose(2, 3)
+        return q, k, v
+
+    def rest(self, x, attended):
+        """What follows attention."""
+        x = x + F.linear(attended.transpose(1, 2).flatten(2), self.out)
+        return x + F.linear(F.linear(normed(x), self.up).relu_(), self.down)
+
+    def chosen(self, x, length):
+        """Numbers of the tokens that each head reads, int64 [batch, heads, count], by the input [batch, 1, width] of
+        the layer before."""
+        q = F.linear(normed(x), self.partial_queries).view(len(x), self.shape.heads, 1, -1)
+        tokens = (q @ self.partial_keys[..., :length]).squeeze(2).topk(self.shape.count).indices
+        return tokens * self.shape.batch + torch.arange(len(x), device=x.device).view(-1, 1, 1)
+
+
+def normed(x):
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def by_place(rows):
+    """[batch, heads, tokens, dim] as [tokens * batch, heads, dim]."""
+    return rows.permute(2, 0, 1, 3).flatten(0, 1).contiguous()
+
+
+# ---- where rows are --------------------------------------------------------------------------------------------------
+
+
+class RawPools:
+    """Keys and values of layers as they are, in pinned memory."""
+
+    on_host = False  # whether the host waits while rows come
+
+    def __init__(self, run, shape):
+        self.shape, self.heads = shape, torch.arange(shape.heads, device=run.device).unsqueeze(1)
+        size = (shape.places * shape.heads, shape.dim)
+        self.pools = [
+            [torch.empty(size, dtype=DTYPE, pin_memory=run.on_gpu) for _ in range(2)]
+            for _ in range(shape.measured_layers)
+        ]
+        self.tables = [[ibp.compress(pool, scheme="raw", inplace=True) for pool in pools] for pools in self.pools]
+
+    def store(self, number, rows, first):
+        """rows: of keys and of values, [places, heads, dim], from a place on."""
+        start = first * self.shape.heads
+        for pool, some in zip(self.pools[number], rows):
+            pool[start : start + some.shape[0] * self.shape.heads].copy_(
+                some.view(-1, self.shape.dim), non_blocking=True
+            )
+
+    def ask(self, places):
+        """@return what `fetch` reads."""
+        self.ids = (places * self.shape.heads + self.heads).view(-1)
+        return self.ids
+
+    def fetch(self, number, outs):
+        for table, out in zip(self.tables[number], outs):
+            ibp.index_select(table, self.ids, out=out.view(-1, self.shape.dim), max_sms=FETCH_SMS)
+
+
+class CpuPools(RawPools):
+    """The same, gathered by the CPU."""
+
+    on_host = True
+
+    def __init__(self, run, shape):
+        super().__init__(run, shape)
+        rows = shape.batch * shape.heads * shape.count
+        self.host_ids = torch.empty(rows, dtype=torch.int64, pin_memory=run.on_gpu)
+        self.staging = torch.empty(2, 2, rows, shape.dim, dtype=DTYPE, pin_memory=run.on_gpu)
+        self.asked, *self.copied = (torch.cuda.Event() for _ in range(3)) if run.on_gpu else (None,)
+
+    def ask(self, places):
+        self.host_ids.copy_(super().ask(places), non_blocking=True)
+        if self.asked:
+            self.asked.record()
+        return self.ids
+
+    def fetch(self, number, outs):
+        if self.asked:
+            self.asked.synchronize()
+            self.copied[number % 2].synchronize()  # the buffers are used again
+        for pool, buffer, out in zip(self.pools[number], self.staging[number % 2], outs):
+            torch.index_select(pool, 0, self.host_ids, out=buffer)
+            out.view(-1, self.shape.dim).copy_(buffer, non_blocking=True)
+        if self.asked:
+            self.copied[number % 2].record()
+
+
+class CodedPools:
+    """Keys and values of layers, coded. samples: for each layer those of keys and of values, [tokens, heads, dim]."""
+
+    on_host = False
+
+    def __init__(self, run, shape, samples):
+        self.shape, self.run, self.samples = shape, run, samples
+        self.rows = [[self.coded(sample, shape.places) for sample in pair] for pair in samples]
+
+    def coded(self, sample, num_places):
+        options = {"num_layers": 1, "num_tokens": num_places, "num_heads": self.shape.heads}
+        return ibp.kv.KVRows(sample, **options, device=self.run.device)
+
+    def learn(self):
+        """What a prompt costs a layer: the codebooks and sizes of slots, of pools that have one row."""
+        for sample in self.samples[0]:
+            self.coded(sample, 1)
+
+    def store(self, number, rows, first):
+        for kv, some in zip(self.rows[number], rows):
+            kv.store(0, some, torch.arange(first, first + len(some), device=some.device))
+
+    def ask(self, places):
+        self.places = places
+        return places
+
+    def fetch(self, number, outs):
+        for kv, out in zip(self.rows[number], outs):
+            kv.load(0, self.places, per_head=True, out=out, max_sms=FETCH_SMS)
+
+    @property
+    def savings(self):
+        slots = [kv.places[0].slot_bytes for pair in self.rows for kv in pair]
+        return 1 - sum(slots) / len(slots) / (self.shape.dim * DTYPE.itemsize)
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+class Request:
+    """Layers, and buffers for the rows of two of them."""
+
+    def __init__(self, run, shape):
+        self.run, self.shape = run, shape
+        self.generator = torch.Generator(run.device).manual_seed(0)
+        self.layers = [Layer(shape, self.generator) for _ in range(shape.measured_layers)]
+        size = (2, 2, shape.batch, shape.heads, shape.count, shape.dim)
+        self.outs = torch.empty(size, dtype=DTYPE, device=run.device)
+        self.inputs = torch.randn(shape.batch, shape.prompt + WARM_STEPS + shape.measured_steps, shape.width,
+                                  generator=self.generator, device=run.device).to(DTYPE)  # fmt: skip
+        self.side = torch.cuda.Stream() if run.on_gpu else None
+        self.read = [torch.cuda.Event() for _ in range(2)] if run.on_gpu else []  # when a buffer may be written again
+
+    def prefill(self, pools):
+        """Seconds of a layer."""
+        x = self.inputs[:, : self.shape.prompt]
+        self.run.sync()
+        began = time.perf_counter()
+        for number, layer in enumerate(self.layers):
+            q, k, v = layer.projected(x, 0)
+            pools.store(number, (by_place(k), by_place(v)), 0)
+            x = layer.rest(x, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        self.run.sync()
+        return (time.perf_counter() - began) / len(self.layers)
+
+    def bring(self, number, pools):
+        """The rows that were asked for, beside other work; @return an event."""
+        outs = self.outs[number % 2]
+        if not self.side:
+            pools.fetch(number, outs)
+            return None
+        with torch.cuda.stream(self.side):
+            self.side.wait_event(self.read[number % 2])
+            pools.fetch(number, outs)
+            return self.side.record_event()
+
+    def asked(self, number, x, position, pools):
+        """Chooses rows of a layer; the stream beside waits until that is done."""
+        read = pools.ask(self.layers[number].chosen(x, position))
+        if self.side:
+            self.side.wait_stream(torch.cuda.current_stream())
+            read.record_stream(self.side)
+
+    def step(self, position, pools):
+        """The output [batch, 1, width] of one token."""
+        x, last = self.inputs[:, position : position + 1], len(self.layers) - 1
+        self.asked(0, x, position, pools)
+        ready = self.bring(0, pools)
+        for number, layer in enumerate(self.layers):
+            arriving, before = ready, x
+            if number < last:
+                self.asked(number + 1, before, position, pools)
+                ready = None if pools.on_host else self.bring(number + 1, pools)
+            x = self.compute(number, layer, x, position, pools, arriving)
+            if number < last and pools.on_host:  # which gathers while the layer computes
+                ready = self.bring(number + 1, pools)
+        return x
+
+    def compute(self, number, layer, x, position, pools, arriving):
+        q, k, v = layer.projected(x, position)
+        if arriving:
+            torch.cuda.current_stream().wait_event(arriving)
+        keys, values = (torch.cat(pair, 2) for pair in zip(self.outs[number % 2], (k, v)))
+        if self.read:
+            self.read[number % 2].record()
+        x = layer.rest(x, F.scaled_dot_product_attention(q, keys, values))
+        pools.store(number, (by_place(k), by_place(v)), position * self.shape.batch)
+        return x
+
+    def steps(self, pools):
+        """(seconds of a layer and token, the last output)."""
+        for step in range(WARM_STEPS + self.shape.measured_steps):
+            if step == WARM_STEPS:
+                self.run.sync()
+                began = time.perf_counter()
+            x = self.step(self.shape.prompt + step, pools)
+        self.run.sync()
+        return (time.perf_counter() - began) / (self.shape.measured_steps * len(self.layers)), x
+
+    def samples(self, pools):
+        """Rows of the prompt's first tokens, by layer, from pools of raw rows."""
+        num_rows = min(SAMPLE_TOKENS, self.shape.prompt) * self.shape.heads
+        return [
+            [pool[:num_rows].to(self.run.device).view(-1, self.shape.heads, self.shape.dim) for pool in pair]
+            for pair in pools.pools
+        ]
+
+
+def measure(request, arm, pools, wanted=None):
+    """@return the last output of the arm, which has to be the wanted one."""
+    run, shape = request.run, request.shape
+    request.prefill(pools)
+    prefill_s = request.prefill(pools)
+    learn_s = run.seconds([pools.learn], wall=True) if arm == IBP else 0.0
+    step_s, output = request.steps(pools)
+    if wanted is not None:
+        harness.check_bits(output, wanted, arm)
+    pools.ask(request.layers[0].chosen(request.inputs[:, :1], shape.prompt))
+    fetch_s = run.seconds([lambda: pools.fetch(0, request.outs[0])], wall=pools.on_host)
+    savings = pools.savings if arm == IBP else 0.0
+    link_gbps = ideal.LINK_COPY_GBPS if pools.on_host else ideal.LINK_KERNEL_GBPS / (1 - savings)
+    milliseconds = {"prefill": prefill_s, "learn": learn_s, "fetch": fetch_s, "step": step_s}
+    run.add(
+        case=f"{shape.layers} layers of {shape.width}, batch {shape.batch}, {shape.prompt:,} + {shape.new} tokens",
+        arm=arm,
+        rows=2 * shape.batch * shape.heads * shape.count,
+        row_bytes=shape.dim * DTYPE.itemsize,
+        dtype=DTYPE,
+        savings=savings,
+        gbps=request.outs[0].nbytes * 1e-9 / fetch_s,
+        ideal_gbps=link_gbps,
+        sms=0 if pools.on_host else FETCH_SMS,
+        **{f"{name}_ms": harness.four_digits(1e3 * seconds) for name, seconds in milliseconds.items()},
+        request_s=harness.four_digits(shape.layers * (prefill_s + learn_s + (shape.new - 1) * step_s)),
+    )
+    return output
+
+
+@torch.inference_mode()
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("kv_request", args, COLUMNS)
+    with run.cell("a request"):
+        request = Request(run, QUICK if run.quick or not run.on_gpu else Shape())
+        pools = CpuPools(run, request.shape)
+        wanted = measure(request, CPU, pools)
+        samples = request.samples(pools)
+        del pools
+        measure(request, RAW, RawPools(run, request.shape), wanted)
+        coded = CodedPools(run, request.shape, samples)
+        measure(request, IBP, coded, wanted)
+        for kv in (kv for pair in coded.rows for kv in pair):
+            kv.check()
+    return run.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
