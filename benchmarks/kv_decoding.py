@@ -3,7 +3,7 @@
     python -m benchmarks.kv_pages --decoding [--out DIR] [--device cpu] [--quick]
 
 Llama-3-8B's shape with random weights takes tokens greedily, as the steps of llm.py: a CUDA graph, a static cache. At
-the same time another stream of higher priority stores 256 MiB of a paged cache to pinned host memory and loads them
+the same time another stream of higher priority stores 128 MiB of a paged cache to pinned host memory and loads them
 back, over and over: `raw`, by one copy each way; `ibp`, by an `ibp.kv.KVStore` for keys and one for values, with the
 multiprocessors that they take by themselves, and with at most 8. Trains of steps alone and beside pages alternate (see
 overlap.py).
@@ -29,8 +29,8 @@ from . import codec, harness, ideal, llm, overlap
 COLUMNS = ("batch", "context", "tokens_per_s", "tokens_share", "pages_gbps", "pages_share", "gain")
 COLUMNS = (*COLUMNS, *harness.TARGET_COLUMNS)
 MODEL, BATCHES, QUICK_BATCHES = "Llama-3-8B", (8, 16), (2,)
-STEPS = 24  # of a train: 0.1 s on an H200
-BLOCK_TOKENS, NUM_BLOCKS, QUICK_BLOCKS = 16, 128, 8
+STEPS = 48  # of a train: 0.4 s on an H200
+BLOCK_TOKENS, NUM_BLOCKS, QUICK_BLOCKS = 16, 64, 8
 TOKEN_VALUES = 32  # of a token of the real set in a layer
 FEW_SMS, USUAL_SMS = 8, 24
 WANTED_SHARE, WANTED_GAIN = 0.97, 1.4
