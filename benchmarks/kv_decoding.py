@@ -5,7 +5,7 @@
 Llama-3-8B's shape with random weights takes tokens greedily, as the steps of llm.py: a CUDA graph, a static cache. At
 the same time another stream of higher priority stores 128 MiB of a paged cache to pinned host memory and loads them
 back, over and over: `raw`, by one copy each way; `ibp`, by an `ibp.kv.KVStore` for keys and one for values, with the
-multiprocessors that they take by themselves, and with at most 8. Trains of steps alone and beside pages alternate (see
+multiprocessors that they take by themselves. Trains of steps alone and beside pages alternate (see
 overlap.py).
 
 Pages are blocks of 16 tokens of all 32 layers, of real values: tokens of data/kv_stories260k.npz, 32 drawn for each of
@@ -32,7 +32,7 @@ MODEL, BATCHES, QUICK_BATCHES = "Llama-3-8B", (8, 16), (2,)
 STEPS = 48  # of a train: 0.4 s on an H200
 BLOCK_TOKENS, NUM_BLOCKS, QUICK_BLOCKS = 16, 64, 8
 TOKEN_VALUES = 32  # of a token of the real set in a layer
-FEW_SMS, USUAL_SMS = 8, 24
+USUAL_SMS = 24  # of a store's transfers
 WANTED_SHARE, WANTED_GAIN = 0.97, 1.4
 RAW, IBP, ALONE = "raw", "ibp", "steps alone"
 
@@ -123,16 +123,15 @@ def coded_travels(pages):
     ]
     numbers, blocks = (torch.randperm(count, device=run.device) for _ in range(2))
     gain = kv.nbytes / sum(store.pool_bytes for store in stores)
-    for sms in (None, FEW_SMS) if run.on_gpu else (None,):
 
-        def call(sms=sms):
-            stream = torch.cuda.current_stream() if run.on_gpu else None
-            for store, from_, _ in ways:
-                store.store(numbers, from_, blocks, stream=stream, max_sms=sms)
-            for store, _, to in ways:
-                store.load(numbers, to, blocks, stream=stream, max_sms=sms)
+    def call():
+        stream = torch.cuda.current_stream() if run.on_gpu else None
+        for store, from_, _ in ways:
+            store.store(numbers, from_, blocks, stream=stream)
+        for store, _, to in ways:
+            store.load(numbers, to, blocks, stream=stream)
 
-        yield Travel(pages, IBP, sms or USUAL_SMS, call, [store.place.slots for store in stores], gain)
+    yield Travel(pages, IBP, USUAL_SMS, call, [store.place.slots for store in stores], gain)
 
 
 class Bench:
