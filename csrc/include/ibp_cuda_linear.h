@@ -119,10 +119,11 @@ IBP_API ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matric
  * whose rows are those of all matrices, one after the other, num_rows each, a multiple of 16. groups: [num_groups] in
  * device memory, which earlier work on the stream may write; the first group without vectors, or whose numbers are
  * out of range, ends the list. A matrix is read once for each of its groups. y [num_vectors, num_rows]: results of
- * vectors that are in no group stay as they are; no vector may be in two groups. order: NULL, or [num_vectors] in device
- * memory: vector v of the groups is vector order[v], as ibp_cuda_group_vectors gives it; numbers out of range give any
- * results. sharing: of an order, as many vectors after each other are one row of x [num_vectors / sharing, columns];
- * else 1. The order of sums, x and what the stream may do are as in ibp_cuda_linear; num_vectors: up to INT32_MAX. */
+ * vectors that are in no group stay as they are; no vector may be in two groups. order: NULL, or [num_vectors] in
+ * device memory: vector v of the groups is vector order[v], as ibp_cuda_group_vectors gives it; numbers out of range
+ * give any results. sharing: of an order, as many vectors after each other are one row of x [num_vectors / sharing,
+ * columns]; else 1. The order of sums, x and what the stream may do are as in ibp_cuda_linear; num_vectors: up to
+ * INT32_MAX. */
 IBP_API ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int64_t num_rows,
                                           const ibp_vector_group *groups, int64_t num_groups, const int64_t *order,
                                           int64_t sharing, const uint16_t *x, int64_t num_vectors, uint16_t *y,

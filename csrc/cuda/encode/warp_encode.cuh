@@ -1,5 +1,5 @@
-// warp_encode.cuh - one row of scheme ibp coded by one warp, for kernels of any kind: what ibp_device.cuh offers, and its
-// contract.
+// warp_encode.cuh - one row of scheme ibp coded by one warp, for kernels of any kind: what ibp_device.cuh offers, and
+// its contract.
 #ifndef IBP_WARP_ENCODE_CUH
 #define IBP_WARP_ENCODE_CUH
 

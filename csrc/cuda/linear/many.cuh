@@ -76,7 +76,8 @@ template <class Block> struct GroupMultiplier {
 
     const LinearJob &job;
     const Place &place;
-    // Of the tile's strips the warp's one; of the block's pieces and of all pieces the group's first one; steps of a row.
+    // Of the tile's strips the warp's one; of the block's pieces, and of all pieces, the group's first one; steps of a
+    // row.
     const uint32_t warp, group, strip, stages, own_piece, piece, end;
     uint32_t copied_tile, copied_step, copied_stage;
     StripRows copied_rows;
