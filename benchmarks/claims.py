@@ -550,8 +550,8 @@ TABLES = (
         "",
         "moe_policies",
         "The share of rows that a simulated cache finds after it has filled, by the share of a layer's rows that it "
-        "holds and by what a missing row replaces: what was used longest ago, or what was used least, by counts that "
-        "are halved every so many calls, as `ibp.RowCache` does every 32. `changing`: other favourites every 100 "
+        "holds and by what a missing row replaces: what was used longest ago, as in `ibp.RowCache`, or what was used "
+        "least, by counts that are halved every so many calls. `changing`: other favourites every 100 "
         "tokens",
         {"routing": cell("routing"), "holds": cell("share", lambda share: percent(share, 0))},
         cell("hit_rate", percent),

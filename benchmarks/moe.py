@@ -33,8 +33,8 @@ asked_bytes.
 --hits counts, and measures no time: moe_hits.csv has what each of the first tokens after the start brings over the link
 with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine. moe_policies.csv has
 hit_rate, the share of rows that a simulated cache of some share of a layer's rows finds after it has filled, where a
-missing row takes the way that was used longest ago, or the least used one of counts halved every so many calls, as in
-`ibp.RowCache` every 32; by routing, with `sticky, changing` that has other favourites every 100 tokens.
+missing row takes the way that was used longest ago, as in `ibp.RowCache`, or the least used one of counts halved every
+so many calls; by routing, with `sticky, changing` that has other favourites every 100 tokens.
 """
 
 import argparse

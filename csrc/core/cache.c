@@ -147,21 +147,21 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
     return log.status;
 }
 
-/* ---- rows that replace each other ---- */
+/* ---- the least recently used ---- */
 
 /* The way that a missing row takes; -1 if all of its set are in use. */
 static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
 {
     const int64_t first = set * lru->slab.map.ways;
     int64_t chosen = -1;
-    uint32_t most = 0;
+    uint32_t oldest = 0; /* its age */
     for (int64_t w = first; w < first + lru->slab.map.ways; w++) {
         const ibp_cached_row *const way = &lru->slab.map.rows[w];
         if (way->row < 0) return w;
-        const uint32_t worth = ibp_worth_of_taking(now, lru->stamps[w]);
-        if (worth <= most || (way->entry & IBP_ENTRY_DIRTY) != 0u) continue;
+        const uint32_t age = ibp_age_of_way(now, lru->stamps[w]);
+        if (age <= oldest || (way->entry & IBP_ENTRY_DIRTY) != 0u) continue;
         chosen = w;
-        most = worth;
+        oldest = age;
     }
     return chosen;
 }
@@ -177,7 +177,7 @@ static uint64_t claim_way(const ibp_lru *lru, const ibp_table *table, int64_t ro
     const uint64_t offset = (uint64_t)way * lru->slot_bytes,
                    entry = ibp_make_entry(slab->number, offset, length_of_place(place));
     ibp_copy_stored(table, place, slab->bytes + offset);
-    lru->stamps[way] = ibp_first_stamp(now);
+    lru->stamps[way] = now;
     slab->map.rows[way] = (ibp_cached_row){row, entry};
     return entry;
 }
@@ -203,8 +203,7 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
             const uint64_t entry = entry_of_way(way);
             entries[n] = entry;
             if (entry != 0) {
-                uint32_t *const stamp = &lru->stamps[way - lru->slab.map.rows];
-                *stamp = ibp_stamp_of_use(now, *stamp);
+                lru->stamps[way - lru->slab.map.rows] = now;
                 mine.hits[lru->slab.number]++;
             } else if (claims) {
                 const ibp_status status = find_stored(table, row, &place, &stored);

@@ -127,43 +127,7 @@ IBP_INLINE int64_t ibp_row_of_item(int64_t id, int64_t part, int64_t rows_per_it
     return id >= 0 && id < num_rows / rows_per_item ? id * rows_per_item + part : -1;
 }
 
-/* ---- stamps of rows that replace each other ---- */
-
-/* A stamp is the call of a way's last use above the number of calls that used it, of which half are forgotten every
- * IBP_USES_HALF calls (recency and frequency in one number: Lee et al., "LRFU", IEEE Transactions on Computers 50,
- * 2001). Of simulated experts (benchmarks/moe.py --hits) more halving finds fewer where favourites last, and less
- * halving fewer where they change every 100 calls. */
-#define IBP_USES_BITS 6u
-#define IBP_USES_HALF 32u
-#define IBP_MOST_USES ((1u << IBP_USES_BITS) - 1u)
-#define IBP_MOST_AGE (UINT32_MAX >> IBP_USES_BITS)
-
-/* Calls since a way's last use; 0: this call's. A call is what is left of its number above a stamp's uses. */
-IBP_INLINE uint32_t ibp_age_of_way(uint32_t now, uint32_t stamp)
-{
-    return (now - (stamp >> IBP_USES_BITS)) & IBP_MOST_AGE;
-}
-IBP_INLINE uint32_t ibp_uses_of_way(uint32_t now, uint32_t stamp)
-{
-    const uint32_t halves = (now & IBP_MOST_AGE) / IBP_USES_HALF, last = (stamp >> IBP_USES_BITS) / IBP_USES_HALF,
-                   halvings = (halves - last) & (IBP_MOST_AGE / IBP_USES_HALF);
-    return halvings < IBP_USES_BITS ? (stamp & IBP_MOST_USES) >> halvings : 0u;
-}
-
-/* The stamp of a way that a call uses, of whose rows the first one counts. */
-IBP_INLINE uint32_t ibp_stamp_of_use(uint32_t now, uint32_t stamp)
-{
-    if (ibp_age_of_way(now, stamp) == 0u) return stamp;
-    return now << IBP_USES_BITS | ibp_min_u32(ibp_uses_of_way(now, stamp) + 1u, IBP_MOST_USES);
-}
-IBP_INLINE uint32_t ibp_first_stamp(uint32_t now) { return now << IBP_USES_BITS | 1u; }
-
-/* Of the ways of a full set, a missing row takes the one with the largest value: the least used, of these the oldest.
- * 0: this call uses it. */
-IBP_INLINE uint32_t ibp_worth_of_taking(uint32_t now, uint32_t stamp)
-{
-    const uint32_t age = ibp_age_of_way(now, stamp), unused = IBP_MOST_USES - ibp_uses_of_way(now, stamp);
-    return age == 0u ? 0u : ibp_min_u32(unused << (32u - IBP_USES_BITS) | age, UINT32_MAX - 1u);
-}
+/* A way's age: calls since its last use; 0: this call's. */
+IBP_INLINE uint32_t ibp_age_of_way(uint32_t now, uint32_t stamp) { return now - stamp; }
 
 #endif

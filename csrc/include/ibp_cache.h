@@ -141,15 +141,14 @@ IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, co
 typedef struct ibp_lru {
     ibp_cache_slab slab;
     uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */
-    uint32_t *stamps;    /* one a way, of its uses, then one a set, 0 between calls. Zeros at first */
+    uint32_t *stamps;    /* one a way, the time of its last use, then one a set, 0 between calls. Zeros at first */
     uint64_t *clock;     /* two numbers, the same between calls: how many calls there were */
 } ibp_lru;
 
 /* entries[k * rows_per_item + r] = entry of row r of item ids[k] for all ids, after the rows that were missing have
- * taken the places of the rows used least. Rows that this call asks for and the cache holds keep their places. Each
- * missing row, in the order of the ids, takes a way of its set that has no row, else the way that the fewest calls have
- * used, of these the one used longest ago, but none that this call uses nor one that is dirty; its bytes are copied
- * there. A way's number of uses is halved every 32 calls. It stops at 63. Where there is no such way, and for rows that
+ * taken the places of those used longest ago. Rows that the cache holds when the call begins keep their places. Each
+ * missing row, in the order of the ids, takes a way of its set that has no row, else the one used longest ago, but none
+ * that this call uses nor one that is dirty; its bytes are copied there. Where there is no such way, and for rows that
  * are longer than a slot, the entry is 0. Equal ids get the same entry; those after the first count as hits. counts may
  * be NULL.
  * @return the first fault's status, noted in *fault if that is still clear: an id out of range, or a row that lies

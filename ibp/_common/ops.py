@@ -85,8 +85,8 @@ of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs, as `gather_i
 on other devices than the rest, that can be read from it. `counts`, int64 [10], is added to: hits of slabs 0 to 7,
 misses, and bytes of missed rows in whole sectors of 32. `owners_of_rows` says, as uint8, which slab's map is to hold a
 row. `fill_slab` copies `rows`, int64, to `offsets`, int64, of a slab and puts them into its map, if that is not empty;
-negative ones are left out. `claim_cached` is find_cached of a cache in which missing rows replace the rows used least,
-in slots of cache_slot_bytes, one a way; ways is 32. `drop_cached` takes rows out of a map; `set_cached` says that
+negative ones are left out. `claim_cached` is find_cached of a cache in which missing rows replace the rows used longest
+ago, in slots of cache_slot_bytes, one a way; ways is 32. `drop_cached` takes rows out of a map; `set_cached` says that
 rows of it were written anew: with `lengths`, uint16 [rows], or, where there are none, the lengths that they had, and
 `dirty`, whether the table's own rows are older.
 """

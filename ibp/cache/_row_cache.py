@@ -120,9 +120,8 @@ class RowCache(TensorManners):
             rows are asked for with "lru".
         devices: one device or several, at most 8, with one slab each; the hash of a row's number says which slab holds
             it. None: the current GPU, or the device of the `ibp.CodedRows`; the CPU where there is no GPU.
-        policy: "static": what `refill` puts there stays; "lru": rows that are asked for replace the rows that the
-            fewest calls have used, of these those used longest ago; half of the calls are forgotten every 32 calls; on
-            one device.
+        policy: "static": what `refill` puts there stays; "lru": rows that are asked for replace the rows used longest
+            ago; on one device.
         writable: `update_` changes cached rows in their slots; `flush` changes them in the table. Static caches only.
         group: a process group of torch.distributed whose ranks are processes of one machine, at most 8. Each rank has a
             slab on one device, and reads the slabs of the others by CUDA IPC. All give the same table, shared or not,

@@ -48,8 +48,8 @@ class Slab:
     Attributes:
         bytes: uint8, rows as they are stored; READ_AHEAD_BYTES more than they take.
         map: int64 [ways of all sets, 2], row number (-1: none, -2: removed) and entry.
-        stamps, clock: int32 [sets * (LRU_WAYS + 1)] and int64 [2], of a cache that replaces rows: when and how often
-            each way was used, and the time.
+        stamps, clock: int32 [sets * (LRU_WAYS + 1)] and int64 [2], of a cache that replaces rows: when each way was
+            used last, and the time.
         is_lent: whether it is another process's, which this one only reads (see `peers.py`).
     """
 

@@ -192,9 +192,9 @@ void check_changed_map(const ibp_table &t)
         complain("maps differ after %lld rows were set and %lld dropped", (long long)num_changed, (long long)half);
 }
 
-/* What holds after a call whatever the order in which rows took their ways. before, stamps: before the call. */
-void check_claimed(const Slab &cache, const Array<ibp_cached_row> &before, const Array<uint32_t> &stamps,
-                   const std::vector<int64_t> &asked, const Array<uint64_t> &entries)
+/* What holds after a call whatever the order in which rows took their ways. before: the map before the call. */
+void check_claimed(const Slab &cache, const Array<ibp_cached_row> &before, const std::vector<int64_t> &asked,
+                   const Array<uint64_t> &entries)
 {
     std::set<int64_t> wanted(asked.begin(), asked.end()), there;
     wanted.erase(-1); /* ids out of range */
@@ -206,11 +206,8 @@ void check_claimed(const Slab &cache, const Array<ibp_cached_row> &before, const
             complain("row %lld has lost its way", (long long)before.data[w].row);
         if (!stays && wanted.count(way.row) == 0) complain("row %lld was not asked for", (long long)way.row);
         if (!stays && (before.data[w].entry & IBP_ENTRY_DIRTY) != 0) complain("way %zu was dirty", w);
-        if (wanted.count(way.row) == 0) continue;
-        const auto now = static_cast<uint32_t>(cache.clock[0]);
-        const uint32_t uses = stays ? 1u + ibp_uses_of_way(now, stamps.data[w]) : 1u;
-        if (cache.stamps.data[w] != (now << IBP_USES_BITS | uses))
-            complain("row %lld has the stamp %u", (long long)way.row, cache.stamps.data[w]);
+        if (cache.stamps.data[w] != static_cast<uint32_t>(cache.clock[0]) && wanted.count(way.row) != 0)
+            complain("row %lld has the time %u", (long long)way.row, cache.stamps.data[w]);
     }
     for (size_t i = 0; i < asked.size(); i++)
         if ((entries.data[i] != 0) != (there.count(asked[i]) != 0))
@@ -236,14 +233,12 @@ void check_lru(const Made &made)
                 asked.push_back(ibp_row_of_item(ids.data[k], r, query.rows_per_item, query.num_rows));
         Array<ibp_cached_row> before(cache.rows.size);
         if (before.size != 0) memcpy(before.data, cache.rows.data, before.size * sizeof *before.data);
-        Array<uint32_t> stamps(cache.stamps.size);
-        if (stamps.size != 0) memcpy(stamps.data, cache.stamps.data, stamps.size * sizeof *stamps.data);
         Array<uint64_t> entries(asked.size());
         ibp_cache_counts counts = {};
         ibp_fault fault = {};
         if (ibp_cuda_claim_cached(&t, &request, &cache.lru, entries.data, &counts, &fault, nullptr) != IBP_OK)
             complain("rows are not claimed");
-        check_claimed(cache, before, stamps, asked, entries);
+        check_claimed(cache, before, asked, entries);
         uint64_t missed = 0, hits = counts.hits[0];
         for (const int64_t row : asked) missed += row >= 0 && stored_bytes_of(t, row) != 0 && !made.is_corrupt;
         if (!made.is_corrupt && hits + counts.misses != missed)

@@ -8,7 +8,7 @@ import torch
 import ibp
 from handles import BY_VALUES as OPS
 from handles import values_of
-from helpers import aged, assert_same_bits, embedding, make_tensor, spiky_rows
+from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
 
 CPU = torch.device("cpu")
 EMPTY, REMOVED = -1, -2
@@ -372,7 +372,7 @@ def test_drop_and_set():
 
 
 class Lru:
-    """The state of a cache whose rows replace each other, and a model of it."""
+    """The state of a cache of least recently used rows, and a model of it."""
 
     def __init__(self, table, num_sets, slot_bytes, device=CPU):
         self.table, self.num_sets, self.slot_bytes, self.device = table, num_sets, slot_bytes, device
@@ -382,7 +382,7 @@ class Lru:
         self.stamps = torch.zeros(num_sets * 33, dtype=torch.int32, device=device)
         self.state = self.bytes, self.map, self.stamps, self.clock
         self.stored = stored_bytes(table)
-        self.used = [{} for _ in range(num_sets)]  # a set's rows, and (uses, last call) of each
+        self.used = [{} for _ in range(num_sets)]  # a set's rows and when each was used
         self.calls = 0
 
     def claim(self, ids, counts=None):
@@ -399,8 +399,7 @@ class Lru:
         were_there = set()
         for row in rows:
             if row in self.set_of(row):
-                uses, last = aged(self.set_of(row)[row], self.calls)
-                self.set_of(row)[row] = uses + (last != self.calls), self.calls
+                self.set_of(row)[row] = self.calls
                 were_there.add(row)
                 counts[0] += 1
         for row in rows:
@@ -415,16 +414,16 @@ class Lru:
             if self.stored[row] > self.slot_bytes:
                 continue
             if len(ways) == 32:
-                old = {other: aged(use, self.calls) for other, use in ways.items() if use[1] != self.calls}
-                if not old:
+                oldest = min(ways.values())
+                if oldest == self.calls:
                     continue
-                least = min(old.values())
-                del ways[self.evicted(row, [other for other, use in old.items() if use == least])]
-            ways[row] = 1, self.calls
+                evicted = self.evicted(row, [other for other, when in ways.items() if when == oldest])
+                del ways[evicted]
+            ways[row] = self.calls
         return [row in self.set_of(row) for row in rows], counts
 
     def evicted(self, row, candidates):
-        """Of rows used alike the one that the map no longer has."""
+        """Of rows used equally long ago the one that the map no longer has."""
         return next(other for other in candidates if other not in ways_of(self.map))
 
     def set_of(self, row):
@@ -432,11 +431,11 @@ class Lru:
 
 
 @pytest.mark.parametrize("name", ["planes", "packed", "raw"])
-def test_claim_keeps_the_rows_used_most(name):
+def test_claim_keeps_the_rows_used_last(name):
     x, table = arguments_of(name)
     cache = Lru(table, 2, 256)
     draws = torch.Generator().manual_seed(5)
-    for call in range(100):
+    for call in range(12):
         ids = torch.randint(0, 300 if call % 3 else 60, (30,), generator=draws)
         counts = torch.zeros(10, dtype=torch.int64)
         entries, noted = cache.claim(ids, counts)

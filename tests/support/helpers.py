@@ -43,12 +43,6 @@ DTYPES = FLOAT8_DTYPES + [
 ]
 
 
-def aged(use, call):
-    """(uses, last call) of a row in a cache that replaces rows: half of the uses are forgotten every 32 calls."""
-    uses, last = use
-    return min(uses, 63) >> call // 32 - last // 32, last
-
-
 def pairwise(*columns):
     """Few combinations of values, one of each column, in which every value meets every value of every other column.
 

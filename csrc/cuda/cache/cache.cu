@@ -1,7 +1,7 @@
 // cache.cu - a cache of rows (ibp.h): rows found in maps, copied into slabs, claimed, dropped and changed. The gather
 // that reads slabs is that of gather.cu.
 //
-// Finding is bound by latency and by sectors of random reads: a lane looks a row up, of a cache that replaces its
+// Finding is bound by latency and by sectors of random reads: a lane looks a row up, of a cache of least recently used
 // rows a warp, whose lanes look at a way each. Rows are copied by a warp each, bound by where they come from.
 #include "../../core/cache.h"
 #include "../../core/ids.h"
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// ---- rows that replace each other ----
+// ---- the least recently used ----
 
 struct ClaimJob {
     Rows rows;
@@ -368,15 +368,11 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
         for (uint32_t j = 0; j < job.per_warp; j += kAhead) {
             ulonglong2 ways[kAhead];
             int64_t asked[kAhead];
-            uint32_t stamps[kAhead] = {};
 #pragma unroll
             for (uint32_t a = 0; a < kAhead; a++) {
                 asked[a] = __shfl_sync(kAllLanes, row, (j + a) % kWarp);
                 ways[a] = make_ulonglong2(0, 0);
-                if (asked[a] < 0) continue;
-                const int64_t mine = home_of(job.lru, asked[a]) * kWarp + lane_id();
-                ways[a] = load_way<true>(map.rows + mine);
-                stamps[a] = __ldcg(job.lru.stamps + mine);
+                if (asked[a] >= 0) ways[a] = load_way<true>(map.rows + home_of(job.lru, asked[a]) * kWarp + lane_id());
             }
 #pragma unroll
             for (uint32_t a = 0; a < kAhead; a++) {
@@ -385,8 +381,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
                 if (here == 0u) continue;
                 const auto way = static_cast<uint32_t>(__ffs(static_cast<int>(here)) - 1);
                 const uint64_t found = __shfl_sync(kAllLanes, ways[a].y, static_cast<int>(way));
-                if (lane_id() == way) // which a warp with an equal row may have stamped: the stamp is the same
-                    job.lru.stamps[home_of(job.lru, asked[a]) * kWarp + way] = ibp_stamp_of_use(now, stamps[a]);
+                if (lane_id() == way) job.lru.stamps[home_of(job.lru, asked[a]) * kWarp + way] = now;
                 if (lane_id() == j + a) entry = found;
             }
         }
@@ -432,8 +427,8 @@ __device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, int64_t row, in
     const uint32_t here = __ballot_sync(kAllLanes, is_here);
     if (here != 0u) // claimed by an equal id
         return {__shfl_sync(kAllLanes, way.y, __ffs(static_cast<int>(here)) - 1), false};
-    const bool is_dirty = (way.y & IBP_ENTRY_DIRTY) != 0u;
-    const uint32_t worth = is_free ? ~0u : is_dirty ? 0u : ibp_worth_of_taking(now, __ldcg(lru.stamps + mine));
+    const uint32_t age = ibp_age_of_way(now, __ldcg(lru.stamps + mine));
+    const uint32_t worth = is_free ? ~0u : (way.y & IBP_ENTRY_DIRTY) != 0u ? 0u : ibp_min_u32(age, ~0u - 1u);
     const uint32_t most = __reduce_max_sync(kAllLanes, worth);
     if (most == 0u) return {0, false};
     const auto taken = static_cast<uint32_t>(__ffs(static_cast<int>(__ballot_sync(kAllLanes, worth == most))) - 1);
@@ -441,7 +436,7 @@ __device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, int64_t row, in
     const uint64_t entry = ibp_make_entry(lru.slab.number, static_cast<uint64_t>(chosen) * lru.slot_bytes, length);
     if (lane_id() == taken) {
         lru.slab.map.rows[chosen] = {row, entry};
-        lru.stamps[chosen] = ibp_first_stamp(now);
+        lru.stamps[chosen] = now;
     }
     return {entry, true};
 }
