@@ -15,8 +15,8 @@ router in a CUDA graph. Experts that were fetched ahead, for a router's guess of
 
 --deepseek has layers with the sizes of DeepSeek-V3, by transformers' class for FP8: 256 experts of 3 x 7168 x 2048
 values in FP8 E4M3, N(0, 112), with a scale for each block of 128 x 128; 58 layers in all. Arms are `by index`, coded
-and raw. The class downloads its FP8 kernels: here the experts of a call are dequantised to BF16, on a GPU by one
-compiled kernel, and multiplied by `grouped_mm`. moe_deepseek.csv has the results.
+and raw. The class downloads its FP8 kernels: here the experts of a call are dequantised to BF16 and multiplied by
+`grouped_mm`. moe_deepseek.csv has the results.
 
 No model routes here: `uniform`, or `sticky`, by Zipf's law with exponent 1, where a token keeps each expert's draw of
 the token before it with probability 0.5. Ways: `eager`, by the wall clock; `graph`, replays of a CUDA graph. Every call
@@ -130,19 +130,11 @@ def dequantized(experts, scale, block=BLOCK):
     return experts.to(torch.bfloat16).unflatten(1, (-1, block[0])).mul_(of_columns).flatten(1, 2)
 
 
-@functools.cache
-def compiled_dequantized():
-    """One kernel: torch's own convert and multiply one after the other, and `down_proj` waits for them."""
-    return torch.compile(dequantized, dynamic=True)
-
-
 def dequantized_forward(module, hidden_states, top_k_index, top_k_weights):
     """The forward of FP8 experts: in BF16, by `grouped_mm`."""
 
     def matrices_of(name):
-        experts = getattr(module, name)
-        dequantize = compiled_dequantized() if experts.is_cuda else dequantized
-        return dequantize(experts, getattr(module, f"{name}_scale_inv"))
+        return dequantized(getattr(module, name), getattr(module, f"{name}_scale_inv"))
 
     values = {name: functools.partial(matrices_of, name) for name in ("gate_up_proj", "down_proj")}
     made = stand_in(module, values, type(module))
