@@ -86,7 +86,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
 
     def dtype_on(self, device):
-        """FP32 on a CPU, many of which take long for BF16."""
+        """FP32 on a CPU: many CPUs take long for BF16."""
         return self.dtype if device.type == "cuda" else torch.float32
 
     def build(self, device, batch=None):

@@ -1,5 +1,5 @@
-"""Draws overview.png, the chart of README.md, experts.png, that of docs/llm.md, columns.png, that of
-docs/reproduction.md, and activation_maps.png and entries.png, those of PAPERS.md, from the CSVs:
+"""Draws the charts of README.md (overview.png), docs/llm.md (experts.png), docs/reproduction.md (columns.png) and
+PAPERS.md (activation_maps.png and entries.png) from the CSVs:
 `python -m benchmarks.charts [--out DIR]`.
 """
 

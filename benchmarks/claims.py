@@ -551,7 +551,7 @@ TABLES = (
         "moe_policies",
         "The share of rows that a simulated cache finds after it has filled, by the share of a layer's rows that it "
         "holds and by what a missing row replaces: what was used longest ago, as in `ibp.RowCache`, or what was used "
-        "least, by counts that are halved every so many calls. `changing`: other favourites every 100 "
+        "least, by counts that are halved from time to time. `changing`: other favourites every 100 "
         "tokens",
         {"routing": cell("routing"), "holds": cell("share", lambda share: percent(share, 0))},
         cell("hit_rate", percent),
@@ -823,8 +823,8 @@ TABLES = (
     Table(
         "",
         "activations",
-        f"Where torch may take {activations.CAPPED_GB} GB of the GPU: the largest batch that trains, and samples per "
-        "second over those of plain's",
+        f"Where torch may take {activations.CAPPED_GB} GB of the GPU: the largest batch that trains, and its samples "
+        "per second divided by plain's",
         {
             "net": cell("case"),
             "arm": lambda row: row["arm"].removesuffix(activations.CAPPED),

@@ -255,7 +255,7 @@ def measure(run, config, directory, env, dtype, request):
             ibp_flexgen.enable(path=path)
             coded = generate(model, load_s, prompts, NEW_TOKENS)
             if not np.array_equal(plain.tokens, coded.tokens):
-                raise AssertionError(f"{arm}: the tokens differ from those of FlexGen")
+                raise AssertionError(f"{arm}: FlexGen gives other tokens")
             add(run, config, arm, coded, dtype, request)
 
 

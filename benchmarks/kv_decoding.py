@@ -5,7 +5,7 @@
 Llama-3-8B's shape with random weights takes tokens greedily, as the steps of llm.py: a CUDA graph, a static cache. At
 the same time another stream of higher priority stores 256 MiB of a paged cache to pinned host memory and loads them
 back, over and over: `raw`, by one copy each way; `ibp`, by an `ibp.kv.KVStore` for keys and one for values, with the
-multiprocessors that they take by themselves. Trains of steps alone and beside pages alternate (see
+multiprocessors that a store takes unless it is told otherwise. Trains of steps alone and beside pages alternate (see
 overlap.py).
 
 Pages are blocks of 16 tokens of all 32 layers, of real values: tokens of data/kv_stories260k.npz, 32 drawn for each of
@@ -14,7 +14,7 @@ Pages are blocks of 16 tokens of all 32 layers, of real values: tokens of data/k
 kv_decoding.csv has, after the common columns, batch, context, tokens_per_s, tokens_share (of the steps alone),
 pages_gbps (of original bytes, both ways together), pages_share (of the same pages alone), gain and the target. GB/s of
 steps count weights; `pages` alone are rows of their own. In the same run the tokens and the keys and values of every
-train have to be those of the first, and the pages that come back those that left.
+train have to equal the first train's, and pages have to come back as they left.
 """
 
 import sys

@@ -175,7 +175,7 @@ class CpuPools(RawPools):
 
 
 class CodedPools:
-    """Keys and values of layers, coded. samples: for each layer those of keys and of values, [tokens, heads, dim]."""
+    """Keys and values of layers, coded. samples: keys and values [tokens, heads, dim] for each layer."""
 
     on_host = False
 

@@ -33,8 +33,8 @@ asked_bytes.
 --hits counts, and measures no time: moe_hits.csv has what each of the first tokens after the start brings over the link
 with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine. moe_policies.csv has
 hit_rate, the share of rows that a simulated cache of some share of a layer's rows finds after it has filled, where a
-missing row takes the way that was used longest ago, as in `ibp.RowCache`, or the least used one of counts halved every
-so many calls; by routing, with `sticky, changing` that has other favourites every 100 tokens.
+missing row takes the way that was used longest ago, as in `ibp.RowCache`, or the least used one, by counts that are
+halved every 16 to 256 calls; `sticky, changing` has other favourites every 100 tokens.
 """
 
 import argparse
@@ -329,7 +329,7 @@ class Bench:
                 self.measure(arm, model, handle, tokens, routing)
 
     def measure_between(self):
-        """Layers without their experts, of which the smallest there are stand in their place."""
+        """Layers with the smallest experts that a model can have, which give back their input."""
         run, batches = self.run, QUICK_BATCHES if self.run.quick else BATCHES
         small = {"vocab_size": 512, "moe_intermediate_size": 1, "num_hidden_layers": self.num_layers}
         config = self.shape.make_config(run.quick, **QWEN3_ATTENTION, **small)

@@ -99,8 +99,8 @@ def scattered_copies(results):
 
 
 def aligned_gains(results):
-    """{element's bytes: GB/s of warps that begin at boundaries of 128 bytes, over those of warps that do not}; over a
-    thread a word where warps are not measured."""
+    """{element's bytes: GB/s of warps that begin at boundaries of 128 bytes, divided by the rate of warps that begin
+    anywhere, or of a thread a word where these are not measured}."""
     sizes = by_arm(results.rows("scattered", rows=100_000), lambda row: row["row_bytes"])
     controls = {size: arms.get("by kernel, warps", arms["by kernel, words"]) for size, arms in sizes.items()}
     return {size: arms["by kernel, aligned"]["gbps"] / controls[size]["gbps"] for size, arms in sizes.items()}
@@ -623,7 +623,7 @@ IBP = (
     ),
     Row(
         "Figure 15",
-        "net savings with one cluster, the best number, and that of `ibp.compress`; smooth fields for the asteroid set",
+        "net savings with one cluster, with the best number, and by `ibp.compress`; smooth fields for the asteroid set",
         "more_clusters.py",
         "Reddit 12.0 % with one, 12.7 % with 477; asteroid 47 % with 13,725",
         cluster_savings,

@@ -121,7 +121,7 @@ def measure_copy(case):
 
 
 def measure_nvcomp(case, arm, codec, chunk_bytes):
-    """By codecs that are made once, ANS told of what it saves more of."""
+    """Codecs are made once; ANS takes floats or bytes, whichever it codes in fewer bytes."""
     device, dtype, data = case.x.device, case.x.dtype, case.x.view(torch.uint8).view(-1)
     options = codec.suited(codec.fields(dtype, chunk_bytes), dtype, data, device)
     measure_coder(case, arm, codec.coder(device, options))

@@ -98,7 +98,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
         return -int(-super().get_size_per_token() // self.gain)
 
     def init_kv_buffer(self) -> torch.Tensor:
-        """What stands for the raw pool, of which SGLang makes a view for each layer: one element."""
+        """One element in place of the raw pool: SGLang makes a view of it for each layer."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"keys and values are {self.dtype}; wanted torch.bfloat16 or torch.float16")
         self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize

@@ -88,7 +88,7 @@ def test_the_last_page_counts_where_a_block_is_named_twice():
 
 
 def test_some_tensors_of_a_page():
-    """Those of several sizes of blocks, and the raw ones."""
+    """A load of some tensors leaves the others as they are, of coded pages with two sizes of blocks and of raw ones."""
     layers = [blocks_of(10, 1), blocks_of(10, 2, block_bytes=2048), blocks_of(10, noise=True), blocks_of(10, 3)]
     before = [layer.clone() for layer in layers]
     store, pages = store_of(layers, num_pages=10, pool_bytes=10 * 10 * 1024), list(range(10))

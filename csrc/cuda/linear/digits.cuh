@@ -19,7 +19,7 @@ struct LinearMatrix {
     __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(coded().num_rows); }
 };
 
-// Vectors [count, columns], one after the other; or, of a group, those that its part of the order numbers.
+// Vectors [count, columns], one after the other; a group has the vectors that its part of the order numbers.
 struct Vectors {
     const uint16_t *x;
     uint32_t count, columns;
