@@ -6,14 +6,15 @@ busy.
 Both are timed alone and beside each other: a train of matrix products on one stream, fetches back to back on another of
 higher priority that lasts longer than the train. The rate of the fetches beside it counts those that began and ended
 during the train. The loss of the products is compared with the share of SMs that the fetches may take; the copy engine,
-which takes none, shows what the link's traffic costs by itself, and a kernel that only sleeps on some SMs what it costs
-that they are not the products'.
+which takes none, shows what the link's traffic costs, and a kernel that only sleeps on some SMs what it costs that they
+are not the products'. `planned products`: cuBLAS is told to plan products for the SMs that are left.
 
 overlap.csv has the fetches' rates, and after the common columns those of the products: matmul_tflops, matmul_share (of
 the products alone), fetch_share (of the fetches alone), sm_share (of the GPU's SMs that the fetches may take),
 loss_ratio ((1 - matmul_share) / sm_share).
 """
 
+import contextlib
 import statistics
 import sys
 
@@ -35,12 +36,13 @@ TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, 2 * inputs.MIB
 # How often one fetch reads every row of the table: long kernels, so that few of them begin and end beside the train.
 PASSES = 2
 SMS = {
-    "planes gather": (8, 4, None),
+    "planes gather": (8, 16, None),
     "raw gather": (8,),
-    "planes decompress": (8, 4),
-    "planes decompress by kernel": (8, 4),
-    "sleep": (8, 4),
+    "planes decompress": (None, 8, 16),
+    "planes decompress by the copy engine": (16,),
+    "sleep": (8, 16),
 }
+PLANNED = ("planes decompress", "sleep")
 JUDGED_SMS, MOST_LOSS_RATIO = 8, 1.3
 LINE_RATE = 0.92  # of the ideal: the fetch alone has to be at the link's rate for the loss to mean something
 
@@ -55,6 +57,20 @@ class Products:
         self.c = torch.empty_like(self.a)
         self.flops = 2 * side**3
         self.want = torch.matmul(self.a, self.b)
+
+    @contextlib.contextmanager
+    def planned_beside(self, num_sms):
+        """cuBLAS plans products for the SMs that num_sms leave; their sums may then have another order."""
+        library, want = torch.backends.cuda.preferred_blas_library(), self.want
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        torch._C._set_sm_carveout_experimental(num_sms)
+        try:
+            self.want = torch.matmul(self.a, self.b)
+            yield
+        finally:
+            self.want = want
+            torch._C._set_sm_carveout_experimental(None)
+            torch.backends.cuda.preferred_blas_library(library)
 
     def launch(self, num):
         for _ in range(num):
@@ -208,31 +224,42 @@ def measure(run, products, fetch):
     run.add(arm=f"{fetch.arm}, alone", gbps=fetch.num_bytes * 1e-9 / fetch_s, **same)
     if not run.on_gpu:
         return
+    for arm, beside_s, losses in each_beside(run, products, fetch, fetch_s):
+        run.add(
+            arm=arm,
+            gbps=fetch.num_bytes * 1e-9 / beside_s,
+            **same,
+            fetch_share=f"{fetch_s / beside_s:.4f}",
+            **losses,
+        )
+
+
+def each_beside(run, products, fetch, fetch_s):
+    """(arm, seconds of a fetch, columns of the loss) beside products that cuBLAS plans for all SMs, and where the fetch
+    is one of PLANNED, for the SMs that it leaves."""
     alone_s, product_s, beside_s = measure_beside(run, products, fetch, fetch_s)
-    run.add(
-        arm=f"{fetch.arm}, beside",
-        gbps=fetch.num_bytes * 1e-9 / beside_s,
-        **same,
-        fetch_share=f"{fetch_s / beside_s:.4f}",
-        **loss(run, products, alone_s, product_s, fetch.sms),
-    )
+    yield f"{fetch.arm}, beside", beside_s, loss(run, products, alone_s, product_s, fetch.sms)
+    if fetch.arm in PLANNED and fetch.sms:
+        with products.planned_beside(fetch.sms):
+            _, product_s, beside_s = measure_beside(run, products, fetch, fetch_s)
+        yield f"{fetch.arm}, beside planned products", beside_s, loss(run, products, alone_s, product_s, fetch.sms)
 
 
 def measure_sleep(run, products, sleep):
-    alone_s, product_s, _ = measure_beside(run, products, sleep, sleep.MICROSECONDS * 1e-6)
-    run.add(
-        case="normal 0.02",
-        arm="sleep, beside",
-        rows=0,
-        row_bytes=ROW_BYTES,
-        dtype=torch.bfloat16,
-        savings=0.0,
-        gbps=0.0,
-        ideal_gbps=ideal.LINK_COPY_GBPS,
-        sms=sleep.sms,
-        fetch_share="",
-        **loss(run, products, alone_s, product_s, sleep.sms),
-    )
+    for arm, _, losses in each_beside(run, products, sleep, sleep.MICROSECONDS * 1e-6):
+        run.add(
+            case="normal 0.02",
+            arm=arm,
+            rows=0,
+            row_bytes=ROW_BYTES,
+            dtype=torch.bfloat16,
+            savings=0.0,
+            gbps=0.0,
+            ideal_gbps=ideal.LINK_COPY_GBPS,
+            sms=sleep.sms,
+            fetch_share="",
+            **losses,
+        )
 
 
 def loss(run, products, alone_s, product_s, sms):
@@ -277,7 +304,7 @@ def fetches(run):
     packed = ibp.compress(host, codebook=codebook, layout="packed")
     ideal_gbps = ideal.tensor_gbps(packed.original_bytes, packed.stored_bytes)
     for arm, path in (
-        (("planes decompress", "copy"), ("planes decompress by kernel", "gpu"))
+        (("planes decompress", None), ("planes decompress by the copy engine", "copy"))
         if run.on_gpu
         else (("planes decompress", None),)
     ):

@@ -84,12 +84,13 @@ def decompress(
         out: tensor of x's shape and dtype to write to, of any strides. For several tables: a tensor or None for each.
         check: as in `index_select`.
         max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, except that path "copy" takes only
-            as many as keep up with the link while other work fills the rest (32, or more where decoding is slow).
-        path: how rows come from pinned host memory to a GPU; None chooses by the size. All give the same bits.
+            as many as keep up with the link while other work fills the rest (32, or more where decoding is slow). Name
+            a number, such as 16, beside kernels that keep all of them busy.
+        path: how rows come from pinned host memory to a GPU; None chooses "gpu" where max_sms is given, otherwise by
+            the size. Both give the same bits.
             "copy": the copy engine moves them into the ring. It is the fastest on a GPU with free multiprocessors;
                 beside kernels that keep all of them busy, every chunk waits for some.
-            "gpu": one kernel fetches them, and keeps the multiprocessors that it was once given: take this path beside
-                kernels that keep all of them busy.
+            "gpu": one kernel fetches them, and keeps the multiprocessors that it was once given.
 
     Returns:
         Tensor of x's shape and dtype; out if it was given. For several tables a list of tensors, one for each table.
@@ -245,11 +246,12 @@ class HostDecoder(Decoder):
 
 
 class StreamRequest(NamedTuple):
-    """Jobs of one worker: all that come over the link, or all others."""
+    """Jobs of one worker: all that come over the link, or all others. sms: how many may be kept busy; 0: all."""
 
     jobs: list[_DecodeJob]
     worker: torch.device
     over_the_link: bool
+    sms: int = 0
 
 
 class TensorPath(Path[StreamRequest]):
@@ -277,7 +279,8 @@ class _Copy(TensorPath):
         )
 
     def cost(self, request: StreamRequest) -> float:
-        if not request.over_the_link:
+        # Who leaves SMs to others has work for them: kernels that keep an SM for long, and every chunk would wait.
+        if not request.over_the_link or request.sms:
             return 2.0
         least_bytes = calibration.in_force(request.worker).least_streamed_bytes
         return 0.5 if sum(job.stored_bytes for job in request.jobs) >= least_bytes else 2.0
@@ -331,7 +334,7 @@ def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str 
     decoders: dict[tuple[torch.device, bool], Decoder] = {}
     try:
         for (worker, over_the_link), group in groups.items():
-            request = StreamRequest(group, worker, over_the_link)
+            request = StreamRequest(group, worker, over_the_link, sms)
             chosen = asked if asked is not None and over_the_link else choose(PATHS, request)
             decoders[worker, over_the_link] = chosen.run(request)
         results = [_run(job, decoders[job.worker, job.comes_over_the_link], sms) for job in jobs]
