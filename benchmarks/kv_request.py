@@ -9,10 +9,11 @@ layer computes, every head of the next one chooses 10 % of the tokens, as Infini
 elements of keys, which stay on the GPU, and of queries that this layer's input makes. Their rows come beside the layer.
 InfiniGen itself is not run; it also turns the weights of trained models so that these elements tell more.
 
-Arms, which have to give the same bits: `cpu index + copy`, gathered by the CPU into pinned memory, then copied, as by
-InfiniGen; `raw by kernel`; `ibp`, two `ibp.kv.KVRows` a layer, whose codebooks come from rows of the prompt. After the
-common columns, of a layer: prefill_ms, with the rows stored; learn_ms, its two codebooks; fetch_ms, rows of one token
-alone; step_ms, of a token, rows stored. `gbps` is the rate of fetch_ms.
+Arms: `cpu index + copy`, gathered by the CPU into pinned memory, then copied, as by InfiniGen; `raw by kernel`; `ibp`,
+two `ibp.kv.KVRows` a layer, whose codebooks come from rows of the prompt. The rows that each fetches are compared with
+those that it stored, bit for bit; outputs are not: on a GPU those of two runs of one arm differ in some bits. After the
+common columns, of a layer: prefill_ms, with the rows stored; learn_ms, its two codebooks; fetch_ms, rows of one
+token alone; step_ms, of a token, rows stored. `gbps` is the rate of fetch_ms.
 """
 
 import sys
@@ -258,7 +259,7 @@ class Request:
             read.record_stream(self.side)
 
     def step(self, position, pools):
-        """The output [batch, 1, width] of one token."""
+        """One token through all layers."""
         x, last = self.inputs[:, position : position + 1], len(self.layers) - 1
         self.asked(0, x, position, pools)
         ready = self.bring(0, pools)
@@ -270,7 +271,6 @@ class Request:
             x = self.compute(number, layer, x, position, pools, arriving)
             if number < last and pools.on_host:  # which gathers while the layer computes
                 ready = self.bring(number + 1, pools)
-        return x
 
     def compute(self, number, layer, x, position, pools, arriving):
         q, k, v = layer.projected(x, position)
@@ -284,14 +284,28 @@ class Request:
         return x
 
     def steps(self, pools):
-        """(seconds of a layer and token, the last output)."""
+        """Seconds of a layer and token."""
         for step in range(WARM_STEPS + self.shape.measured_steps):
             if step == WARM_STEPS:
                 self.run.sync()
                 began = time.perf_counter()
-            x = self.step(self.shape.prompt + step, pools)
+            self.step(self.shape.prompt + step, pools)
         self.run.sync()
-        return (time.perf_counter() - began) / (self.shape.measured_steps * len(self.layers)), x
+        return (time.perf_counter() - began) / (self.shape.measured_steps * len(self.layers))
+
+    def check(self, pools, arm):
+        """Stores the first layer's rows of the prompt and fetches what its heads choose of them."""
+        _, *rows = self.layers[0].projected(self.inputs[:, : self.shape.prompt], 0)
+        stored = [by_place(some) for some in rows]
+        pools.store(0, stored, 0)
+        places = self.layers[0].chosen(self.inputs[:, :1], self.shape.prompt)
+        pools.ask(places)
+        self.run.sync()
+        harness.poison(self.outs[0])
+        pools.fetch(0, self.outs[0])
+        heads = torch.arange(self.shape.heads, device=places.device).unsqueeze(1)
+        for some, out, name in zip(stored, self.outs[0], ("keys", "values")):
+            harness.check_bits(out, some[places, heads], f"{name} of {arm}")
 
     def samples(self, pools):
         """Rows of the prompt's first tokens, by layer, from pools of raw rows."""
@@ -302,16 +316,13 @@ class Request:
         ]
 
 
-def measure(request, arm, pools, wanted=None):
-    """@return the last output of the arm, which has to be the wanted one."""
+def measure(request, arm, pools):
     run, shape = request.run, request.shape
     request.prefill(pools)
     prefill_s = request.prefill(pools)
     learn_s = run.seconds([pools.learn], wall=True) if arm == IBP else 0.0
-    step_s, output = request.steps(pools)
-    if wanted is not None:
-        harness.check_bits(output, wanted, arm)
-    pools.ask(request.layers[0].chosen(request.inputs[:, :1], shape.prompt))
+    step_s = request.steps(pools)
+    request.check(pools, arm)
     fetch_s = run.seconds([lambda: pools.fetch(0, request.outs[0])], wall=pools.on_host)
     savings = pools.savings if arm == IBP else 0.0
     link_gbps = ideal.LINK_COPY_GBPS if pools.on_host else ideal.LINK_KERNEL_GBPS / (1 - savings)
@@ -329,7 +340,6 @@ def measure(request, arm, pools, wanted=None):
         **{f"{name}_ms": harness.four_digits(1e3 * seconds) for name, seconds in milliseconds.items()},
         request_s=harness.four_digits(shape.layers * (prefill_s + learn_s + (shape.new - 1) * step_s)),
     )
-    return output
 
 
 @torch.inference_mode()
@@ -339,12 +349,12 @@ def main(argv=None):
     with run.cell("a request"):
         request = Request(run, QUICK if run.quick or not run.on_gpu else Shape())
         pools = CpuPools(run, request.shape)
-        wanted = measure(request, CPU, pools)
+        measure(request, CPU, pools)
         samples = request.samples(pools)
         del pools
-        measure(request, RAW, RawPools(run, request.shape), wanted)
+        measure(request, RAW, RawPools(run, request.shape))
         coded = CodedPools(run, request.shape, samples)
-        measure(request, IBP, coded, wanted)
+        measure(request, IBP, coded)
         for kv in (kv for pair in coded.rows for kv in pair):
             kv.check()
     return run.finish()
