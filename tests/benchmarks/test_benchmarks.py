@@ -539,11 +539,13 @@ def test_loss_of_products():
 
 
 def test_losses_are_judged():
-    row = rate_row(arm="planes gather, beside", loss_ratio="1.25", fetch_share="0.9")
-    assert overlap.shortfalls([row, rate_row(arm="planes gather, alone")]) == []
-    assert len(overlap.shortfalls([row | {"loss_ratio": "1.4"}, rate_row(arm="planes gather, alone", gbps="60")])) == 2
+    row = rate_row(arm="planes gather, beside", sms=16, loss_ratio="1.45", fetch_share="0.9")
+    alone = rate_row(arm="planes gather, alone", sms=16)
+    assert overlap.shortfalls([row, alone]) == []
+    assert len(overlap.shortfalls([row | {"loss_ratio": "1.6", "fetch_share": "0.8"}, alone | {"gbps": "60"}])) == 3
     assert overlap.shortfalls([row | {"loss_ratio": "9", "sms": 4}]) == []
     assert overlap.shortfalls([row | {"arm": "sleep, beside", "loss_ratio": "9", "fetch_share": ""}]) == []  # no fetch
+    assert overlap.shortfalls([row | {"arm": f"{overlap.COPY_ARM}, beside", "fetch_share": "0.1"}]) == []
 
 
 # ---- kinds of rows, compressing ------------------------------------------------------------------------------------
