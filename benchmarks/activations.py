@@ -23,7 +23,7 @@ as fast as `raw`, and saved bytes some times smaller; of `on the device`: a lowe
 
 Before it is timed, an arm's gradients are compared with plain's bit for bit, where plain's own are the same every time
 with torch's deterministic algorithms (`checked` is `gradients`, plain's `repeats`); else every saved tensor that comes
-back is (`saved tensors`, plain's `differs`). Weights are random.
+back is (`saved tensors`, plain's `differs`). Weights are random, but of `trained` nets, which densities.py trains.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ibp
 from ibp._activations import coding, offload, spans
 
-from . import harness, ideal, nets
+from . import densities, harness, ideal, nets
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which cuBLAS is deterministic
 
@@ -76,7 +76,7 @@ GB = 1e9
 @dataclass(frozen=True)
 class Case:
     """A net and its input. wanted: times the raw hooks' rate, where the link binds. smaller: times that saved bytes are
-    to become. dtype: on a GPU."""
+    to become. dtype: on a GPU. plan: the net is trained by it."""
 
     name: str
     make: object
@@ -84,6 +84,7 @@ class Case:
     wanted: float | None = None
     smaller: float | None = None
     dtype: torch.dtype = torch.bfloat16
+    plan: densities.Plan | None = None
 
     def dtype_on(self, device):
         """FP32 on a CPU: many CPUs take long for BF16."""
@@ -92,10 +93,13 @@ class Case:
     def build(self, device, batch=None):
         """The net, and a batch of the case's size or another one."""
         torch.manual_seed(0)
-        dtype = self.dtype_on(device)
-        with torch.device(device):
-            net = self.make().to(dtype)
-        x = torch.randn(batch or self.shape[0], *self.shape[1:], dtype=dtype, device=device)
+        dtype, count = self.dtype_on(device), batch or self.shape[0]
+        if self.plan is not None:
+            net, x = (of.to(dtype) for of in densities.trained(self.plan, device, count))
+        else:
+            with torch.device(device):
+                net = self.make().to(dtype)
+            x = torch.randn(count, *self.shape[1:], dtype=dtype, device=device)
         if x.dim() == 4:
             net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         return net, x
@@ -107,6 +111,8 @@ CASES = (
     Case("SwiGLU 4096", lambda: nets.llama(2, 4096, 14336, 32), (2, 4096, 4096), 1.35, 1.51),
     Case("ReLU squared 4096", lambda: nets.llama(2, 4096, 14336, 32, "relu2"), (2, 4096, 4096), None, 1.86),
     Case("AlexNet", nets.alexnet, (256, 3, 224, 224), None, 3.1),
+    Case("trained AlexNet", None, (256, 3, 224, 224), plan=densities.Plan("AlexNet", 224, 128, 600)),
+    Case("trained VGG16", None, (128, 3, 224, 224), plan=densities.Plan("VGG16", 224, 64, 110)),
     Case("SwiGLU 8192", lambda: nets.llama(1, 8192, 28672, 64), (1, 4096, 8192), 1.35, 1.51),
     Case("ReLU squared 8192", lambda: nets.llama(1, 8192, 28672, 64, "relu2"), (1, 4096, 8192), None, 1.86),
     *(
@@ -115,6 +121,7 @@ CASES = (
     ),
 )
 QUICK_CASES = (
+    Case("trained AlexNet", None, (4, 3, 64, 64), plan=densities.Plan("AlexNet", 64, 8, 4, 0.05)),
     Case("AlexNet", lambda: nets.alexnet(10, 0.1, 63), (4, 3, 63, 63)),
     Case("SwiGLU 64", lambda: nets.llama(1, 64, 176, 4), (2, 64, 64), 1.35),
     Case("ReLU RNN 32", lambda: nets.Blocks([nets.Recurrent("relu", 32)]), (4, 32, 32)),

@@ -161,6 +161,18 @@ def train(plan, device, look):
         optimizer.step()
 
 
+def trained(plan, device, count):
+    """(the net after its last step, count of the images it was trained with)."""
+    found = []
+
+    def look(net, step, loss):
+        if step == plan.steps:
+            found.append(net)
+
+    train(plan, device, look)
+    return found[0], Images(plan.image, device).draw(count)[0]
+
+
 # ---- what is measured ----------------------------------------------------------------------------------------------
 
 

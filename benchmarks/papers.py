@@ -29,8 +29,9 @@ HEADS = ("feature or figure", "state", "where", "what lacks")
 INTRODUCTION = """# Papers
 
 Written by `python -m benchmarks.claims` from [papers.csv](papers.csv): what each paper has, whether it is here, and the
-script, CSV of [results/](results/) or test that shows it. *part*: an arm, a workload, data or a baseline is missing, or
-the result is another one. [reproduction.md](../docs/reproduction.md) has the figures of both."""
+script, CSV of [results/](results/) or test that shows it. *part*: an arm, a workload, data or a baseline is missing,
+because it is not feasible here or by choice, or the result is another one (not confirmed).
+[reproduction.md](../docs/reproduction.md) has the figures of both."""
 
 
 def parts_of(name):

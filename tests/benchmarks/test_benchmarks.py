@@ -25,6 +25,7 @@ from benchmarks import (
     compress,
     cpu,
     deltas,
+    densities,
     encode_into,
     families,
     gather,
@@ -637,7 +638,7 @@ def small(monkeypatch):
     monkeypatch.setattr(families, "QUICK_CASES", (0, 11))
     monkeypatch.setattr(compress, "SETS", compress.SETS[:1])
     monkeypatch.setattr(encode_into, "CASES", encode_into.CASES[:2])
-    monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[1:])
+    monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[2:])
     monkeypatch.setattr(spill, "CASES", spill.CASES[3:4])
     monkeypatch.setattr(compress, "SMALL_ELEMENTS", (64, 1000))
     monkeypatch.setattr(adamw, "MODELS", {name: adamw.MODELS[name] for name in ("one tensor", "embedding, 1 % alive")})
@@ -970,9 +971,17 @@ def test_larger_batches_stand_beside_other_arms(tmp_path, monkeypatch):
     assert arms == ["plain", *(f"{arm} in 4 GB" for arm in ("plain", "recomputed", "ibp", "on the device"))]
 
 
+def test_trained_nets():
+    case = next(case for case in activations.QUICK_CASES if case.plan is not None)
+    (net, x), untrained = case.build(torch.device("cpu")), densities.started(case.plan, torch.device("cpu"))
+    assert list(x.shape) == list(case.shape) and x.is_contiguous(memory_format=torch.channels_last)
+    same = [torch.equal(*weights) for weights in zip(net.parameters(), untrained.parameters(), strict=True)]
+    assert not any(same)
+
+
 def test_what_is_compared_of_activations(monkeypatch):
     """Gradients; or saved tensors, where plain steps turn out to have other gradients every time."""
-    net, x = activations.QUICK_CASES[1].build(torch.device("cpu"))
+    net, x = activations.QUICK_CASES[2].build(torch.device("cpu"))
     offload = ibp.offload_activations(device="cpu", least_bytes=4096)
     plain = activations.gradients(net, x, contextlib.nullcontext())
     others = [2 * gradient for gradient in plain]
