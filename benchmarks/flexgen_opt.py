@@ -54,7 +54,7 @@ REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # batch, tokens of the pr
 NEW_TOKENS = 12  # of these that are measured
 DTYPES = (torch.bfloat16, torch.float16)
 DEVIATION = 0.02  # of the weights
-ARMS = {"FlexGen, ibp": None, "FlexGen, ibp by kernel": "gpu"}  # and the path that a layer's weights take
+ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by the copy engine": {"path": "copy", "max_sms": None}}  # options of enable
 EXTRA_COLUMNS = ("prefill_s", "token_s", "request_s", "load_s", "host_bytes")
 
 
@@ -251,8 +251,8 @@ def measure(run, config, directory, env, dtype, request):
     add(run, config, "FlexGen", plain, dtype, request)
     with ibp_flexgen.enable():
         model, load_s = loaded(env, config, directory, its_policy)
-        for arm, path in ARMS.items() if run.on_gpu else [("FlexGen, ibp", None)]:
-            ibp_flexgen.enable(path=path)
+        for arm, options in ARMS.items() if run.on_gpu else [("FlexGen, ibp", {})]:
+            ibp_flexgen.enable(**options)
             coded = generate(model, load_s, prompts, NEW_TOKENS)
             if not np.array_equal(plain.tokens, coded.tokens):
                 raise AssertionError(f"{arm}: FlexGen gives other tokens")
