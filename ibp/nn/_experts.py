@@ -11,7 +11,7 @@ from .._fetch.escapes import Escapes, matrix_of
 from .._fetch.gather import index_select
 from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
 from .._tables.compressed_tensor import CompressedTensor
-from ._stacks import MOST_CHOICES, Calls, by_rows, rows_of, slots_for
+from ._stacks import Calls, are_few, by_rows, slots_for
 from ._tables import TableModule
 
 _DOWN, _BIAS = "down_proj", "_bias"
@@ -33,10 +33,9 @@ class CodedStack(TableModule):
         """The plain weights of all experts on a device."""
         return self.plain_of(matrix_of(self.weight, device))
 
-    def fetch(self, experts: torch.Tensor) -> torch.Tensor:
-        """The plain weights of experts, on their device. Numbers below 0: of any expert."""
-        ids = rows_of(torch.arange(self.num_rows, device=experts.device), experts.clamp(min=0), self.num_rows)
-        return self.plain_of(index_select(self.weight, ids, device=experts.device))
+    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
+        """The plain weights of experts, from the numbers of their rows and on their device."""
+        return self.plain_of(index_select(self.weight, rows, device=rows.device))
 
     def escapes_for(self, x: torch.Tensor) -> Escapes | None:
         """The escapes, where a kernel multiplies vectors such as x by coded experts."""
@@ -181,12 +180,12 @@ class Experts(torch.nn.Module):
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
         """What the class's own forward gives, with decoded weights."""
         calls, stacks = self._calls, self.stacks
-        if ids is None or ids.numel() >= MOST_CHOICES * self.num_experts:
+        if not are_few(ids, self.num_experts):
             device = next(iter(stacks.values())).weight.device if ids is None else ids.device
             return calls.with_all(self, args, kwargs, {name: stack.all(device) for name, stack in stacks.items()})
         calls.check(ids, self.num_experts, self._kind.__name__)
-        slots, held = slots_for(ids, self.num_experts)
-        weights = {name: stack.fetch(held) for name, stack in stacks.items()}
+        slots, held, rows = slots_for(ids, self.num_experts, [stack.num_rows for stack in stacks.values()])
+        weights = {name: stack.fetch(of_stack) for (name, stack), of_stack in zip(stacks.items(), rows)}
         return calls.with_slots(self, args, kwargs, slots, held, weights)
 
     def _load_from_state_dict(
