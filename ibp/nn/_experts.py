@@ -9,6 +9,7 @@ import torch
 from .._common.graphs import outside_of_graphs
 from .._fetch.escapes import Escapes, matrix_of
 from .._fetch.gather import index_select
+from .._fetch.ids import checked_ids
 from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
 from .._tables.compressed_tensor import CompressedTensor
 from ._stacks import Calls, are_few, by_rows, slots_for
@@ -36,10 +37,6 @@ class CodedStack(TableModule):
     def fetch(self, rows: torch.Tensor) -> torch.Tensor:
         """The plain weights of experts, from the numbers of their rows and on their device."""
         return self.plain_of(index_select(self.weight, rows, device=rows.device))
-
-    def escapes_for(self, x: torch.Tensor) -> Escapes | None:
-        """The escapes, where a kernel multiplies vectors such as x by coded experts."""
-        return escapes_for_groups(x, self.weight, self.num_rows)
 
     def times(
         self,
@@ -141,9 +138,10 @@ class Experts(torch.nn.Module):
             return None
         if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *self.parameters())):
             return None
-        found = {name: stack.escapes_for(hidden) for name, stack in stacks.items()}
-        escapes = {name: of_stack for name, of_stack in found.items() if of_stack is not None}
-        return escapes if len(escapes) == len(found) else None
+        found = escapes_for_groups(
+            hidden, [stack.weight for stack in stacks.values()], [stack.num_rows for stack in stacks.values()]
+        )
+        return None if found is None else dict(zip(stacks, found))
 
     @property
     def _up(self) -> str:
@@ -154,7 +152,7 @@ class Experts(torch.nn.Module):
     ) -> torch.Tensor:
         """What transformers' implementations compute, from coded weights."""
         num_tokens, num_choices = index.shape
-        ids = index.reshape(-1).to(torch.int64)
+        ids = checked_ids(index).reshape(-1)
         order, groups = group_vectors(ids, self.num_experts)
         y = hidden.new_empty(ids.shape[0], self._stack(self._up).num_rows)
         y = self._times(self._up, hidden, ids, escapes, groups, order, num_choices, y)
@@ -164,7 +162,7 @@ class Experts(torch.nn.Module):
         y = self._times(_DOWN, y, ids, escapes, groups, order, 1, nothing)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
-        return (y.view(num_tokens, num_choices, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+        return (y.view(num_tokens, num_choices, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _stack(self, name: str) -> CodedStack:
         return cast(CodedStack, self._modules[name])

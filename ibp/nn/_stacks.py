@@ -72,12 +72,13 @@ def slots_for(
         are at least two slots: `torch.histc`, by which transformers counts the tokens of each, waits for the GPU where
         there is one.
     """
-    experts = checked_ids(ids).reshape(-1)
-    count = experts.numel()
+    experts, count = checked_ids(ids).reshape(-1), ids.numel()
     num_slots = max(2, min(count, num_experts + 1))
     numbers = torch.ops.ibp.list_matrices.default(experts, num_experts, num_slots, num_rows, num_spare)
-    slots, held, *rows = numbers.split([count, num_slots, *(num_slots * number for number in num_rows)])
-    return slots.view(ids.shape).to(ids.dtype), held, rows
+    sizes = [count, num_slots, *(num_slots * number for number in num_rows)]
+    slots, held, *rows = numbers.split_with_sizes(sizes)
+    slots = slots.view(ids.shape)
+    return slots if ids.dtype == slots.dtype else slots.to(ids.dtype), held, rows
 
 
 class Calls:
@@ -139,13 +140,12 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
     read."""
     later = {name: value for name, value in values.items() if isinstance(value, functools.partial)}
     made = object.__new__(_reading_later(kind) if later else kind)
-    vars(made).update(vars(module))
-    vars(made).pop("forward", None)
+    state = vars(made)
+    state.update(vars(module))
+    state.pop("forward", None)
     for held in ("_parameters", "_buffers"):
-        vars(made)[held] = {name: tensor for name, tensor in vars(module)[held].items() if name not in values}
-    vars(made).update({name: value for name, value in values.items() if name not in later})
-    if later:
-        vars(made)["_read_later"] = later
+        state[held] = {name: tensor for name, tensor in state[held].items() if name not in values}
+    state.update({name: value for name, value in values.items() if name not in later}, _read_later=later)
     return made
 
 
