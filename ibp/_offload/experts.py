@@ -51,7 +51,7 @@ class CachedStack:
 
     def fetch(self, rows: torch.Tensor, out: torch.Tensor, max_sms: int | None = None) -> torch.Tensor:
         """Experts from the numbers of their rows, in memory that `room_for` gave."""
-        return self.weight.items(self.cache.index_select(rows, out=out, max_sms=max_sms))
+        return self.weight.items(self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True))
 
 
 class ExpertsForward(NotCopied):
