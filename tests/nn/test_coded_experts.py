@@ -145,6 +145,15 @@ def test_slots_of_ids_out_of_range(bad):
 # ---- results ----
 
 
+@torch.no_grad()
+def test_one_token_of_many_choices():
+    """Its experts are added in the order of the plain module's loop, not of its choices."""
+    plain, coded = pair(fused=False)
+    for _ in range(10):
+        given = arguments(1, choices=5)
+        assert_same_bits(coded(*given), plain(*given))
+
+
 @pytest.mark.parametrize("number", [0, 1, 2, 5, 40])
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @torch.no_grad()
