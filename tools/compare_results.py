@@ -17,6 +17,7 @@ MEASURED = set(
     "gbps ideal_gbps savings gpu torch cuda commit us ms mean_ms first_ms slowest_ms host_ms host_us ratio".split()
 )
 MEASURED |= set("target_gbps met times tokens_per_s share_of_alone matmul_share gain hit_rate bound_ms".split())
+MEASURED |= {"ms_of_all", "own_us"}
 
 
 def cells_of(path):

@@ -108,11 +108,11 @@ class TableHandle {
     }
 
     // The items at ids as a new tensor, or in out where that is one; None where this is not the place for the call.
-    // max_sms: 0: all. cache: of the table, on its device; nullptr: none.
-    py::object take(py::handle ids, py::handle out, int max_sms, const ReadyCache *cache) const
+    // max_sms: 0: all. cache: of the table, on its device; nullptr: none. in_order: a GPU takes any number of ids.
+    py::object take(py::handle ids, py::handle out, int max_sms, const ReadyCache *cache, bool in_order) const
     {
         try {
-            return try_to_take(ids, out, max_sms, cache);
+            return try_to_take(ids, out, max_sms, cache, in_order);
         } catch (py::error_already_set &) { // a tensor without memory: the operations say what is wrong with it
             return py::none();
         }
@@ -130,7 +130,7 @@ class TableHandle {
         ibp_ids items{};
         Range of_ids{}, of_positions{};
         if (torch.has_observers() || starts[0] != 0) return false;
-        if (!first.read_any_ids(ids, &items, &of_ids) || !first.is_here(positions)) return false;
+        if (!first.read_ids(ids, &items, &of_ids) || !first.is_here(positions)) return false;
         if (!torch.dtype.of(positions).is(torch.int32) || torch.numel.number(positions) != items.count ||
             !torch.is_contiguous.is_true(positions) || !first.is_held(positions, items.count * 4, 4))
             return false;
@@ -175,12 +175,12 @@ class TableHandle {
         return true;
     }
 
-    py::object try_to_take(py::handle ids, py::handle out, int max_sms, const ReadyCache *cache) const
+    py::object try_to_take(py::handle ids, py::handle out, int max_sms, const ReadyCache *cache, bool in_order) const
     {
         ibp_ids items{};
         Range read{};
-        if (max_sms < 0 || !is_ready() || has_faults() || torch_.has_observers() || !read_ids(ids, &items, &read))
-            return py::none();
+        if (max_sms < 0 || !is_ready() || has_faults() || torch_.has_observers()) return py::none();
+        if (!read_ids(ids, &items, &read) || !(items.count <= most_items_ || (in_order && on_gpu()))) return py::none();
         if (on_gpu() && Name::as_number(Name::checked(PyObject_CallNoArgs(current_device_.ptr()))) != handle_.device)
             return py::none();
         const bool is_new = out.is_none();
@@ -217,10 +217,6 @@ class TableHandle {
     }
 
     bool read_ids(py::handle ids, ibp_ids *items, Range *read) const
-    {
-        return read_any_ids(ids, items, read) && items->count <= most_items_;
-    }
-    bool read_any_ids(py::handle ids, ibp_ids *items, Range *read) const
     {
         if (!is_here(ids)) return false;
         const py::object dtype = torch_.dtype.of(ids);

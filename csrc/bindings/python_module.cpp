@@ -424,9 +424,9 @@ PYBIND11_MODULE(_core, m)
                     py::arg("positions"), py::arg("out"), py::arg("max_sms"),
                     "Items of many tables by one call, table after table; false where the arguments do not fit.")
         .def("take", &TableHandle::take, py::arg("ids"), py::arg("out"), py::arg("max_sms"),
-             py::arg("cache") = static_cast<const ReadyCache *>(nullptr),
+             py::arg("cache") = static_cast<const ReadyCache *>(nullptr), py::arg("in_order") = false,
              "The items at ids, through a cache if there is one, in out where that is a tensor; None where the "
-             "operations are needed.");
+             "operations are needed. in_order: a GPU takes any number of ids.");
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
         .def("__init__", &make<Streamer>, kNewStyle)

@@ -309,6 +309,31 @@ std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids
     return {order, groups};
 }
 
+// Of ibp_listed: slots [ids], held [num_slots] and rows of stacks, one after the other.
+Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matrices, int64_t num_slots,
+                     const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare)
+{
+    const ibp_ids matrices = ids_of(ids);
+    ibp_listed listed{};
+    require(num_rows.size() <= IBP_MOST_LISTED, "num_rows has ", static_cast<int64_t>(num_rows.size()),
+            " numbers, more than ", IBP_MOST_LISTED);
+    require(num_slots >= 0 && num_slots <= INT32_MAX, "num_slots is ", num_slots);
+    listed.num_slots = num_slots, listed.num_stacks = static_cast<uint32_t>(num_rows.size());
+    int64_t total = matrices.count + num_slots;
+    for (size_t i = 0; i < num_rows.size(); i++) {
+        require(num_rows[i] >= 1 && num_rows[i] <= INT32_MAX / (num_slots + 1), "num_rows is ", num_rows[i]);
+        listed.num_rows[i] = num_rows[i], total += num_slots * num_rows[i];
+    }
+    if (num_spare) listed.num_spare = unsigned_longs_of(*num_spare, 1, "num_spare");
+    Tensor numbers = new_tensor(ids, {total}, ScalarType::Long);
+    listed.slots = static_cast<int64_t *>(numbers.data_ptr());
+    listed.held = listed.slots + matrices.count, listed.rows = listed.held + num_slots;
+    check(device.is_cuda() ? ibp_cuda_list_matrices(&matrices, num_matrices, &listed, device.stream())
+                           : ibp_list_matrices(&matrices, num_matrices, &listed),
+          "list_matrices");
+    return numbers;
+}
+
 // The selection of the items at ids from position `first` on, as many as fit lengths (and bases) by their rows and
 // rows by their bytes, at least one; taken becomes [items, stored bytes]. Groups of the rows that share a base are
 // measured and then copied by torch's threads. Nothing is taken where there is a fault.
@@ -465,6 +490,7 @@ template <typename Library> void implement(Library &m)
     operation<decode_bytes>(m, "decode_bytes", "table start end max_sms out fault");
     operation<partition_ids>(m, "partition_ids", "ids num_items window_bits");
     operation<group_vectors>(m, "group_vectors", "ids num_matrices");
+    operation<list_matrices>(m, "list_matrices", "ids num_matrices num_slots num_rows num_spare");
 }
 
 } // namespace

@@ -1,4 +1,5 @@
-/* groups.c - vectors in the order of the matrices that multiply them, and groups of them, by counting. */
+/* groups.c - vectors in the order of the matrices that multiply them, groups of them, and which matrices these are, by
+ * counting. */
 #include "groups.h"
 
 #include "ids.h"
@@ -25,5 +26,29 @@ ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *
     }
     for (; used < num_groups; used++) groups[used] = (ibp_vector_group){0, 0, 0};
     for (int64_t k = 0; k < ids->count; k++) order[starts[matrices[k]]++] = k;
+    return IBP_OK;
+}
+
+ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed)
+{
+    if (!ibp_can_list(ids, num_matrices, listed)) return IBP_INVALID_ARGUMENT;
+    uint32_t slots[IBP_MOST_STACKED + 1] = {0}; /* at first: whether a matrix is asked for */
+    int64_t used = 0, *row = listed->rows;
+    for (int64_t k = 0; k < ids->count; k++) {
+        listed->slots[k] = ibp_matrix_of_id(ibp_id_at(ids, k), num_matrices); /* as seen: ids may change meanwhile */
+        slots[listed->slots[k]] = 1;
+    }
+    for (int64_t matrix = 0; matrix <= num_matrices; matrix++) {
+        if (!slots[matrix]) continue;
+        slots[matrix] = (uint32_t)used;
+        listed->held[used++] = matrix;
+    }
+    for (int64_t k = 0; k < ids->count; k++) listed->slots[k] = slots[listed->slots[k]];
+    for (int64_t s = used; s < listed->num_slots; s++) listed->held[s] = -1;
+    if (listed->num_spare) *listed->num_spare += (uint64_t)(listed->num_slots - used);
+    for (uint32_t i = 0; i < listed->num_stacks; i++)
+        for (int64_t s = 0; s < listed->num_slots; s++)
+            for (int64_t r = 0; r < listed->num_rows[i]; r++)
+                *row++ = s < used ? listed->held[s] * listed->num_rows[i] + r : 0;
     return IBP_OK;
 }

@@ -1,4 +1,5 @@
-/* groups.h - which arguments ibp_group_vectors takes, and matrices of vectors, for gcc, g++ and nvcc. */
+/* groups.h - which arguments ibp_group_vectors and ibp_list_matrices take, and matrices of vectors, for gcc, g++ and
+ * nvcc. */
 #ifndef IBP_CORE_GROUPS_H
 #define IBP_CORE_GROUPS_H
 
@@ -21,6 +22,20 @@ IBP_INLINE bool ibp_can_group(const ibp_ids *ids, int64_t num_matrices, const in
     const int64_t most = ids->count < num_matrices ? ids->count : num_matrices;
     if (num_groups < most + ids->count / IBP_MOST_OF_A_GROUP || num_groups > INT32_MAX) return false;
     return (ids->count == 0 || (ids->data != NULL && order != NULL)) && (num_groups == 0 || groups != NULL);
+}
+
+/* The same of ibp_list_matrices. */
+IBP_INLINE bool ibp_can_list(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed)
+{
+    if (ids == NULL || listed == NULL || (ids->id_bytes != 4u && ids->id_bytes != 8u) || ids->positions != NULL)
+        return false;
+    if (ids->count < 0 || ids->count > INT32_MAX || num_matrices < 0 || num_matrices > IBP_MOST_STACKED) return false;
+    const int64_t most = ids->count < num_matrices + 1 ? ids->count : num_matrices + 1;
+    if (listed->num_slots < most || listed->num_slots > INT32_MAX || listed->num_stacks > IBP_MOST_LISTED) return false;
+    for (uint32_t i = 0; i < listed->num_stacks; i++)
+        if (listed->num_rows[i] < 1 || listed->num_rows[i] > INT32_MAX / (listed->num_slots + 1)) return false;
+    if (ids->count != 0 && (ids->data == NULL || listed->slots == NULL)) return false;
+    return listed->num_slots == 0 || (listed->held != NULL && (listed->num_stacks == 0 || listed->rows != NULL));
 }
 
 #endif

@@ -40,6 +40,8 @@ IBP_WITHOUT_CUDA(ibp_cuda_linear_groups, const ibp_digit_matrix *stack, int64_t 
                  const uint16_t *x, int64_t num_vectors, uint16_t *y, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_group_vectors, const ibp_ids *ids, int64_t num_matrices, int64_t *order,
                  ibp_vector_group *groups, int64_t num_groups, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_list_matrices, const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed,
+                 ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_decode_bytes, const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                  ibp_fault *fault, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_enable_peer, int device, int peer)

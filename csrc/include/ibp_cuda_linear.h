@@ -115,6 +115,10 @@ IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16
 IBP_API ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order,
                                           ibp_vector_group *groups, int64_t num_groups, ibp_stream stream);
 
+/* As ibp_list_matrices, in one short kernel; `listed` itself is the host's. */
+IBP_API ibp_status ibp_cuda_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed,
+                                          ibp_stream stream);
+
 /* Multiplies groups of vectors, each by one matrix of a stack, as the experts of a mixture want it. stack: a matrix
  * whose rows are those of all matrices, one after the other, num_rows each, a multiple of 16. groups: [num_groups] in
  * device memory, which earlier work on the stream may write; the first group without vectors, or whose numbers are

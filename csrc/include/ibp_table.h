@@ -161,6 +161,25 @@ typedef struct {
 IBP_API ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order, ibp_vector_group *groups,
                                      int64_t num_groups);
 
+#define IBP_MOST_LISTED 16 /* stacks whose rows are listed */
+
+/* Which matrices are asked for: matrix held[s] is in slot s. */
+typedef struct {
+    int64_t *slots;      /* [ids]: of the matrix that each id asks for */
+    int64_t *held;       /* [num_slots]: -1 in slots that are left over */
+    int64_t *rows;       /* of each stack [num_slots * num_rows[stack]], one stack after the other: the numbers of the
+                            matrices' rows, zeros in slots that are left over */
+    uint64_t *num_spare; /* NULL, or added to: how many slots are left over */
+    int64_t num_slots;   /* at least the smaller of ids->count and num_matrices + 1 */
+    int64_t num_rows[IBP_MOST_LISTED]; /* of a matrix of each stack, at least 1 */
+    uint32_t num_stacks;
+} ibp_listed;
+
+/* Lists the matrices that ids ask for in the order of their numbers, each once, and the rows that each has in several
+ * stacks. ids: without positions. An id that is out of range asks for matrix num_matrices, at most IBP_MOST_STACKED,
+ * which no stack has. */
+IBP_API ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed);
+
 /* ---- selections -------------------------------------------------------------------------------------------------- */
 
 /* A selection is the table of the items ids[0], ids[1], ... in packed layout (section 3), its rows copied as they are

@@ -66,7 +66,8 @@ nothing. out has the results [vectors, rows] one after the other.
 that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors. Vector v is
 order[v], int64 [vectors], if that is there, and `sharing` vectors after each other have a row of x. `group_vectors`,
 for the CPU too, is ibp_group_vectors: from the matrix of each vector, integers [vectors], to (the vectors' numbers in
-the order of their matrices, int64 [vectors]; such groups of them).
+the order of their matrices, int64 [vectors]; such groups of them). `list_matrices` is ibp_list_matrices: num_rows is
+of each stack, num_spare int64 [1]; slots [ids], held [num_slots] and rows come one after the other.
 
 `decode_matrix`, for CUDA alone, is ibp_cuda_decode_matrix: the weights [rows, columns] of such a table.
 
@@ -271,6 +272,12 @@ _define(
     lambda ids, num_matrices: (
         ids.new_empty((ids.numel(),), dtype=torch.int64),
         ids.new_empty((min(ids.numel(), num_matrices) + ids.numel() // 8, 3), dtype=torch.int32),
+    ),
+)
+_define(
+    "list_matrices(Tensor ids, int num_matrices, int num_slots, int[] num_rows, Tensor(a!)? num_spare) -> Tensor",
+    lambda ids, _, num_slots, num_rows, *args: ids.new_empty(
+        (ids.numel() + num_slots * (1 + sum(num_rows)),), dtype=torch.int64
     ),
 )
 _define(

@@ -359,13 +359,13 @@ def linear_groups(
         check_out(out, (num_vectors, rows), table.dtype)
         if out.device != x.device or not out.is_contiguous():
             raise ValueError(f"out is on {out.device}, with strides {out.stride()}; wanted {x.device}, contiguous")
-    x, escapes = x.detach(), escapes_for_groups(x, table, rows)
+    x, escapes = x.detach(), escapes_for_groups(x, [table], [rows])
     y = x.new_empty(num_vectors, rows) if out is None else out
     if escapes is None:
         places = torch.arange(num_vectors, device=x.device) if order is None else order
         _multiply_one_by_one(x, table, groups, rows, y, places, sharing)
         return y
-    return multiply_groups(x, table, escapes, groups.contiguous(), order, sharing, y) if len(groups) else y
+    return multiply_groups(x, table, escapes[0], groups.contiguous(), order, sharing, y) if len(groups) else y
 
 
 def multiply_groups(
@@ -413,11 +413,14 @@ def _check_order(order: Any, sharing: int, num_vectors: int, device: torch.devic
         )
 
 
-def escapes_for_groups(x: torch.Tensor, table: Table, rows: int) -> Escapes | None:
-    """The escapes of a stack that the kernel multiplies by vectors such as x. None: it does not, as where rows are
-    irregular."""
-    escapes = escapes_of(table) if rows % _ROWS_OF_STACKS == 0 and _are_near(x, [table]) else None
-    return None if escapes is None or len(escapes.rows) else escapes
+def escapes_for_groups(x: torch.Tensor, tables: Sequence[Table], rows: Sequence[int]) -> list[Escapes] | None:
+    """The escapes of stacks, of matrices of `rows` rows, that the kernel multiplies by vectors such as x. None: it does
+    not, as where rows are irregular."""
+    if any(number % _ROWS_OF_STACKS for number in rows) or not _are_near(x, tables):
+        return None
+    found = [escapes_of(table) for table in tables]
+    escapes = [of_table for of_table in found if of_table is not None and not of_table.rows.numel()]
+    return escapes if len(escapes) == len(found) else None
 
 
 def _multiply_one_by_one(

@@ -9,7 +9,7 @@ comes while `gate_up_proj` is multiplied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from .._fetch.streaming import STREAM_SMS
 from ..cache import RowCache
-from ..nn._stacks import MOST_CHOICES, Calls, may_leave_slots, rows_of, slots_for
+from ..nn._stacks import Calls, are_few, slots_for
 from .groups import StackedModule
 from .resting import NotCopied
 from .weights import Weight
@@ -39,19 +39,19 @@ class CachedStack:
         assert weight.table is not None
         self.weight, table = weight, weight.table
         self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes  # of an expert, of a row
-        self._numbers = torch.arange(self.num_rows, device=device)
+        self._row_shape, self._dtype = table.shape[1:], table.dtype
         self.cache = RowCache(table, cache_bytes, [0], devices=device, policy="lru")
         self.is_cached = self.cache.capacity > 0
         if not self.is_cached:
             self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=device)
 
-    def room_for(self, experts: torch.Tensor, has_spare: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(numbers of the rows of the experts in slots, room for these rows). has_spare: whether slots may be left
-        over."""
-        ids = rows_of(self._numbers, experts, self.num_rows)
-        if has_spare:
-            ids.clamp_(min=0)
-        return ids, torch.empty((len(ids), self.cache.shape[1]), dtype=self.cache.dtype, device=ids.device)
+    def room_for(self, rows: torch.Tensor) -> torch.Tensor:
+        """Memory for rows, whose numbers are given."""
+        return torch.empty((rows.numel(), *self._row_shape), dtype=self._dtype, device=rows.device)
+
+    def fetch(self, rows: torch.Tensor, out: torch.Tensor, max_sms: int | None = None) -> torch.Tensor:
+        """Experts from the numbers of their rows, in memory that `room_for` gave."""
+        return self.weight.items(self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True))
 
 
 class ExpertsForward(NotCopied):
@@ -77,7 +77,8 @@ class ExpertsForward(NotCopied):
             name: CachedStack(weight, device, cache_bytes * weight.num_bytes // total)
             for name, weight in experts.stacks.items()
         }
-        self.num_spare = torch.zeros((), dtype=torch.int64, device=device)  # slots left over, all in all
+        self._num_rows = [stack.num_rows for stack in self.stacks.values()]
+        self.num_spare = torch.zeros(1, dtype=torch.int64, device=device)  # slots left over, all in all
         self._compute = torch.compiler.disable(ExpertsForward._called)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,45 +87,38 @@ class ExpertsForward(NotCopied):
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         calls, module, num_experts = self._calls, self._experts.module, self._experts.num_experts
         ids = calls.ids_of(args, kwargs)
-        if ids is None or ids.numel() >= MOST_CHOICES * num_experts:
+        if not are_few(ids, num_experts):
             with self._use_group():
                 return calls.kind.forward(module, *args, **kwargs)
         calls.check(ids, num_experts, self._experts.group.name)
         self._note_use()
-        slots, held = slots_for(ids, num_experts)
-        has_spare = may_leave_slots(ids)
-        if has_spare:
-            self.num_spare += (held < 0).sum()
-        with self._coming(held, has_spare) as tensors:
+        slots, held, rows = slots_for(ids, num_experts, self._num_rows, self.num_spare)
+        with self._coming(rows) as tensors:
             return calls.with_slots(module, args, kwargs, slots, held, tensors)
 
     @contextmanager
-    def _coming(self, held: torch.Tensor, has_spare: bool) -> Iterator[dict[str, functools.partial[torch.Tensor]]]:
-        """Functions that give the stacked weights of the experts of slots, by name. On a GPU the current stream waits
-        for a weight when its function is called, or at the end of the block."""
-        rooms = {name: stack.room_for(held, has_spare) for name, stack in self.stacks.items()}
-        if not held.is_cuda:
-            yield {name: functools.partial(self._fetch, name, *room) for name, room in rooms.items()}
+    def _coming(self, rows: Sequence[torch.Tensor]) -> Iterator[dict[str, functools.partial[torch.Tensor]]]:
+        """Functions that give the experts of slots, by name of the stacked weight. rows: numbers of each one's rows. On
+        a GPU the current stream waits for a weight when its function is called, or at the end of the block."""
+        stacks = [(name, stack, of, stack.room_for(of)) for (name, stack), of in zip(self.stacks.items(), rows)]
+        if not rows[0].is_cuda:
+            yield {name: functools.partial(stack.fetch, of, out) for name, stack, of, out in stacks}
             return
-        current, beside = torch.cuda.current_stream(held.device), _stream_beside(held.device)
+        current, beside = torch.cuda.current_stream(rows[0].device), _stream_beside(rows[0].device)
         beside.wait_stream(current)
-        left = set(rooms)  # weights that the current stream has not waited for
+        left = set(self.stacks)  # weights that the current stream has not waited for
         try:
             tensors = {}
             with torch.cuda.stream(beside):
-                for name, room in rooms.items():
-                    sms = None if self.stacks[name].is_cached else STREAM_SMS  # cached rows come faster than the link
-                    fetched = self._fetch(name, *room, max_sms=sms)
+                for name, stack, of, out in stacks:
+                    sms = None if stack.is_cached else STREAM_SMS  # cached rows come faster than the link
+                    fetched = stack.fetch(of, out, sms)
                     ready = functools.partial(current.wait_event, beside.record_event())
                     tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
             yield tensors
         finally:  # the memory is the current stream's
             if left:
                 current.wait_stream(beside)
-
-    def _fetch(self, name: str, ids: torch.Tensor, out: torch.Tensor, max_sms: int | None = None) -> torch.Tensor:
-        stack = self.stacks[name]
-        return stack.weight.items(stack.cache.index_select(ids, out=out, max_sms=max_sms))
 
     @property
     def device_bytes(self) -> int:

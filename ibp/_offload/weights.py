@@ -94,7 +94,7 @@ class Weight:
 
     def items(self, data: torch.Tensor) -> torch.Tensor:
         """The bytes of some items x[i], one after the other, as a tensor of these items."""
-        data = data.view(self.dtype)
+        data = data if data.dtype == self.dtype else data.view(self.dtype)
         return data.as_strided((data.numel() // self.shape[1:].numel(), *self.shape[1:]), self.stride)
 
     def bind(self, value: torch.Tensor) -> None:

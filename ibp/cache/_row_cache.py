@@ -260,6 +260,7 @@ class RowCache(TensorManners):
         out: torch.Tensor | None = None,
         check: bool = False,
         max_sms: int | None = None,
+        in_order: bool = False,
     ) -> torch.Tensor:
         """Items of the table, as `ibp.index_select(table, ids)`. Rows that the cache has come from the cache.
 
@@ -271,6 +272,7 @@ class RowCache(TensorManners):
             check: wait for the result and raise here what went wrong. Otherwise the next call raises for bad CUDA ids
                 and corrupt rows.
             max_sms: keep at most this many of the GPU's multiprocessors busy; None: all.
+            in_order: CUDA ids are nearly sorted: many ids of a large table are not put in order first.
 
         Returns:
             Tensor [K, ...]; out if it was given.
@@ -280,7 +282,7 @@ class RowCache(TensorManners):
             RuntimeError: the table has been refit, or its rows changed other than by this cache.
         """
         if device is None and not check and not torch.compiler.is_compiling():
-            taken = self._take_few(ids, out, max_sms)
+            taken = self._take_few(ids, out, max_sms, in_order)
             if taken is not None:
                 return taken
         ids = _flat_ids(ids)
@@ -299,12 +301,16 @@ class RowCache(TensorManners):
         ids = ids.to(worker)
         shape = (ids.numel(), *self.view.item_shape)
         given = out if out is None or not isinstance(self.table, CodedRows) else _as_bytes(out, shape)
-        found = produce(
-            self.view, shape, target, worker, given, check, lambda result, fault: self._fetch(ids, sms, result, fault)
-        )
+
+        def fetch(result: torch.Tensor, fault: torch.Tensor) -> None:
+            self._fetch(ids, sms, in_order, result, fault)
+
+        found = produce(self.view, shape, target, worker, given, check, fetch)
         return found if out is None else out
 
-    def _take_few(self, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
+    def _take_few(
+        self, ids: Any, out: torch.Tensor | None, max_sms: int | None, in_order: bool = False
+    ) -> torch.Tensor | None:
         """The items by the shortest way, where an earlier call has made the cache ready and nothing is unusual."""
         try:
             worker, view = ids.device, self.view
@@ -323,14 +329,14 @@ class RowCache(TensorManners):
                 or generation.version != view.version
             ):
                 return None
-            taken = core.take(ids, given, sms_of(max_sms), generation.ready[worker])
+            taken = core.take(ids, given, sms_of(max_sms), generation.ready[worker], in_order)
         return taken if taken is None or out is None else out
 
-    def _fetch(self, ids: torch.Tensor, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
+    def _fetch(self, ids: torch.Tensor, sms: int, in_order: bool, result: torch.Tensor, fault: torch.Tensor) -> None:
         """Writes items to result, on the ids' device."""
         if result.numel() == 0:
             return
-        ids, positions = self._in_order(ids)
+        ids, positions = (ids, None) if in_order else self._in_order(ids)
         with self.found(ids) as (handle, entries, slabs):
             near = {"entries": entries, "slabs": slabs}
             torch.ops.ibp.gather_items.default(handle.table, ids, sms, result, fault, positions, **near)

@@ -9,9 +9,10 @@ import torch
 from .._common.graphs import outside_of_graphs
 from .._fetch.escapes import Escapes, matrix_of
 from .._fetch.gather import index_select
+from .._fetch.ids import checked_ids
 from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
 from .._tables.compressed_tensor import CompressedTensor
-from ._stacks import MOST_CHOICES, Calls, by_rows, rows_of, slots_for
+from ._stacks import Calls, are_few, by_rows, slots_for
 from ._tables import TableModule
 
 _DOWN, _BIAS = "down_proj", "_bias"
@@ -33,14 +34,9 @@ class CodedStack(TableModule):
         """The plain weights of all experts on a device."""
         return self.plain_of(matrix_of(self.weight, device))
 
-    def fetch(self, experts: torch.Tensor) -> torch.Tensor:
-        """The plain weights of experts, on their device. Numbers below 0: of any expert."""
-        ids = rows_of(torch.arange(self.num_rows, device=experts.device), experts.clamp(min=0), self.num_rows)
-        return self.plain_of(index_select(self.weight, ids, device=experts.device))
-
-    def escapes_for(self, x: torch.Tensor) -> Escapes | None:
-        """The escapes, where a kernel multiplies vectors such as x by coded experts."""
-        return escapes_for_groups(x, self.weight, self.num_rows)
+    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
+        """The plain weights of experts, from the numbers of their rows and on their device."""
+        return self.plain_of(index_select(self.weight, rows, device=rows.device))
 
     def times(
         self,
@@ -142,9 +138,10 @@ class Experts(torch.nn.Module):
             return None
         if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *self.parameters())):
             return None
-        found = {name: stack.escapes_for(hidden) for name, stack in stacks.items()}
-        escapes = {name: of_stack for name, of_stack in found.items() if of_stack is not None}
-        return escapes if len(escapes) == len(found) else None
+        found = escapes_for_groups(
+            hidden, [stack.weight for stack in stacks.values()], [stack.num_rows for stack in stacks.values()]
+        )
+        return None if found is None else dict(zip(stacks, found))
 
     @property
     def _up(self) -> str:
@@ -155,7 +152,7 @@ class Experts(torch.nn.Module):
     ) -> torch.Tensor:
         """What transformers' implementations compute, from coded weights."""
         num_tokens, num_choices = index.shape
-        ids = index.reshape(-1).to(torch.int64)
+        ids = checked_ids(index).reshape(-1)
         order, groups = group_vectors(ids, self.num_experts)
         y = hidden.new_empty(ids.shape[0], self._stack(self._up).num_rows)
         y = self._times(self._up, hidden, ids, escapes, groups, order, num_choices, y)
@@ -165,7 +162,7 @@ class Experts(torch.nn.Module):
         y = self._times(_DOWN, y, ids, escapes, groups, order, 1, nothing)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
-        return (y.view(num_tokens, num_choices, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+        return (y.view(num_tokens, num_choices, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _stack(self, name: str) -> CodedStack:
         return cast(CodedStack, self._modules[name])
@@ -181,12 +178,12 @@ class Experts(torch.nn.Module):
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
         """What the class's own forward gives, with decoded weights."""
         calls, stacks = self._calls, self.stacks
-        if ids is None or ids.numel() >= MOST_CHOICES * self.num_experts:
+        if not are_few(ids, self.num_experts):
             device = next(iter(stacks.values())).weight.device if ids is None else ids.device
             return calls.with_all(self, args, kwargs, {name: stack.all(device) for name, stack in stacks.items()})
         calls.check(ids, self.num_experts, self._kind.__name__)
-        slots, held = slots_for(ids, self.num_experts)
-        weights = {name: stack.fetch(held) for name, stack in stacks.items()}
+        slots, held, rows = slots_for(ids, self.num_experts, [stack.num_rows for stack in stacks.values()])
+        weights = {name: stack.fetch(of_stack) for (name, stack), of_stack in zip(stacks.items(), rows)}
         return calls.with_slots(self, args, kwargs, slots, held, weights)
 
     def _load_from_state_dict(

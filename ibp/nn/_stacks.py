@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
-from .._fetch.ids import check_range
+from .._fetch.ids import check_range, checked_ids
+from .._fetch.linear import MOST_STACKED
 from .._tables.compressed_tensor import CompressedTensor
 
 # A call with this many choices for each expert uses all experts: uniform choices reach 98 % of them.
@@ -49,38 +50,35 @@ def by_rows(table: CompressedTensor) -> CompressedTensor:
     return reshaped(table, torch.Size((table.num_rows, table.row_bytes // table.dtype.itemsize)))
 
 
-def rows_of(numbers: torch.Tensor, experts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Numbers of the rows of experts in a table that has num_rows of each, [experts * num_rows]. numbers: 0 to
-    num_rows - 1."""
-    return torch.add(numbers, experts[:, None], alpha=num_rows).view(-1)
+def are_few(ids: torch.Tensor | None, num_experts: int) -> TypeGuard[torch.Tensor]:
+    """Whether a call is made for the experts in its ids alone: it has ids, and these are not likely all experts."""
+    return ids is not None and ids.numel() < MOST_CHOICES * num_experts and num_experts <= MOST_STACKED
 
 
-def may_leave_slots(ids: torch.Tensor) -> bool:
-    """Whether slots may be left over: only the choices of one token are known to be different experts."""
-    return len(ids) != 1 or ids.numel() < 2
-
-
-def slots_for(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of a workspace that hold the experts of a call.
+def slots_for(
+    ids: torch.Tensor, num_experts: int, num_rows: Sequence[int] = (), num_spare: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The slots of a workspace that hold the experts of a call. One operation, which waits for no GPU.
 
     Args:
         ids: integers [tokens, choices], the experts of each token.
+        num_rows: of an expert in each of several tables.
+        num_spare: int64, added to: how many slots are left over.
 
     Returns:
-        (int64 [tokens, choices], the slot of each choice; int64 [slots], the expert of each slot, -1 in slots that are
-        left over). Slots have the experts in increasing order; the slots of one token have its choices in their order.
-        Ids that are out of range remain so: as `num_experts` where several tokens share slots. There are at least two
-        slots: `torch.histc`, by which transformers counts the tokens of each, waits for the GPU where there is one.
+        (integers [tokens, choices], the slot of each choice; int64 [slots], the expert of each slot, -1 in slots that
+        are left over; int64 [slots * num_rows] for each table, the numbers of the experts' rows, and 0 in slots that
+        are left over). Slots have the experts in increasing order. Ids that are out of range are `num_experts`. There
+        are at least two slots: `torch.histc`, by which transformers counts the tokens of each, waits for the GPU where
+        there is one.
     """
-    experts = ids.reshape(-1).to(torch.int64)
-    if not may_leave_slots(ids):
-        return torch.arange(experts.numel(), device=ids.device).view(ids.shape), experts
-    experts = experts.clamp(-1, num_experts).remainder(num_experts + 1)
-    is_chosen = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device).scatter_(0, experts, 1)
-    slots = (is_chosen.cumsum(0) - 1)[experts]
-    num_slots = max(2, min(experts.numel(), num_experts + 1))
-    held = torch.full((num_slots,), -1, dtype=torch.int64, device=ids.device).scatter_(0, slots, experts)
-    return slots.view(ids.shape), held
+    experts, count = checked_ids(ids).reshape(-1), ids.numel()
+    num_slots = max(2, min(count, num_experts + 1))
+    numbers = torch.ops.ibp.list_matrices.default(experts, num_experts, num_slots, num_rows, num_spare)
+    sizes = [count, num_slots, *(num_slots * number for number in num_rows)]
+    slots, held, *rows = numbers.split_with_sizes(sizes)
+    slots = slots.view(ids.shape)
+    return slots if ids.dtype == slots.dtype else slots.to(ids.dtype), held, rows
 
 
 class Calls:
@@ -119,13 +117,12 @@ class Calls:
     ) -> Any:
         """What forward gives with a few experts. slots, held: of `slots_for`. weights: by name, stacked ones of the
         experts held, or functions that forward calls when it first reads them."""
-        ids: Any = self.ids_of(args, kwargs)
-        slots = slots.to(ids.dtype)
         if len(args) > 1:
             args = args[0], slots, *args[2:]
         else:
             kwargs = {**kwargs, self._choice: slots}
-        return self.with_all(module, args, kwargs, {**self._small(module, held), **weights, "num_experts": len(held)})
+        values = {**self._small(module, held), **weights, "num_experts": held.numel()}
+        return self.with_all(module, args, kwargs, values)
 
     def _small(self, module: Any, held: torch.Tensor) -> dict[str, torch.Tensor]:
         """The experts' part of other tensors: biases, scales."""
@@ -143,13 +140,12 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
     read."""
     later = {name: value for name, value in values.items() if isinstance(value, functools.partial)}
     made = object.__new__(_reading_later(kind) if later else kind)
-    vars(made).update(vars(module))
-    vars(made).pop("forward", None)
+    state = vars(made)
+    state.update(vars(module))
+    state.pop("forward", None)
     for held in ("_parameters", "_buffers"):
-        vars(made)[held] = {name: tensor for name, tensor in vars(module)[held].items() if name not in values}
-    vars(made).update({name: value for name, value in values.items() if name not in later})
-    if later:
-        vars(made)["_read_later"] = later
+        state[held] = {name: tensor for name, tensor in state[held].items() if name not in values}
+    state.update({name: value for name, value in values.items() if name not in later}, _read_later=later)
     return made
 
 

@@ -37,6 +37,7 @@ def test_the_script_on_the_cpu(measured):
     assert {row["arm"]: row["host_us"] != "" for row in rows if row["rows"] == "1"} == {
         arm: arm not in (moe.STREAMED, moe.BETWEEN, *moe.OTHERS) for arm in moe.ARMS
     }
+    assert {row["arm"] for row in rows if row["own_us"]} == {arm for arm in moe.ARMS if arm.startswith(moe.BY_INDEX)}
     assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
     assert all((float(row["times"] or 0) > 0) == (row["arm"] == moe.CODED) for row in rows)
     assert {float(row["savings"]) > 0.15 for row in rows if row["arm"] == moe.CODED} == {True}
@@ -127,7 +128,7 @@ def test_dequantized_blocks():
         moe.dequantized(experts, scale)
 
 
-OTHERS = {"rows": 8, "routing": "uniform", "ms_of_all": "10.0", "bound_ms": "", "layers": 48}
+OTHERS = {"rows": 8, "routing": "uniform", "ms_of_all": "10.0", "bound_ms": "", "layers": 48, "own_us": ""}
 
 
 @pytest.mark.parametrize("routing", ["uniform", "sticky"])
@@ -155,7 +156,8 @@ def test_shortfalls_of_coded_experts():
 
 def test_shortfalls():
     def row(arm, rows, routing, ms, bound):
-        return {"arm": arm, "rows": rows, "routing": routing, "ms_of_all": ms, "bound_ms": bound, "layers": 48}
+        numbers = {"ms_of_all": ms, "bound_ms": bound, "layers": 48, "own_us": ""}
+        return {"arm": arm, "rows": rows, "routing": routing, **numbers}
 
     near = [row(moe.BY_INDEX, 1, "uniform", "45.00", "43"), row(moe.BY_INDEX, 8, "uniform", "100.00", "91")]
     assert list(moe.shortfalls(near)) == []

@@ -79,6 +79,7 @@ def good_calls():
     yield "count_bits", [data, 240]
     yield "partition_ids", [torch.tensor([7, 99, 3]), 100, 3]
     yield "group_vectors", [torch.tensor([7, 99, 3]), 100]
+    yield "list_matrices", [torch.tensor([7, 99, 3]), 100, 4, [2, 5], None]
     yield "sum_words", [data, 7, zeros(1, I64)]
 
 

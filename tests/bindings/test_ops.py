@@ -124,6 +124,8 @@ def samples_by_values():
     for some in (ids, ids32, ids[:0], ids.view(2, 2)):
         yield "partition_ids", (some, 100, 3)
         yield "group_vectors", (some, 9)
+        yield "list_matrices", (some, 9, 4, [3, 1], torch.zeros(1, dtype=torch.int64))
+        yield "list_matrices", (some, 9, 6, [], None)
     yield from cache_samples(slots_table)
     for arguments in tables:
         index = torch.zeros(4, dtype=torch.uint16), torch.zeros(1, dtype=torch.int64)
@@ -155,7 +157,7 @@ SAMPLES = list(samples())
 NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
          "describe_table", "drop_cached", "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached",
          "gather_items", "group_vectors", "index_rows", "learn_entries", "learn_planes",
-         "measure_rows", "note_pages", "owners_of_rows", "partition_ids", "plan_pages", "select_rows",
+         "list_matrices", "measure_rows", "note_pages", "owners_of_rows", "partition_ids", "plan_pages", "select_rows",
          "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
 DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
 

@@ -358,6 +358,35 @@ template <class Id> void check_order(uint64_t number)
            number);
 }
 
+/* Likewise. */
+template <class Id> void check_list(uint64_t number)
+{
+    const auto count = static_cast<int64_t>(pick({below(9), below(200), below(3000)})),
+               matrices = static_cast<int64_t>(pick({below(3), below(300), uint64_t{IBP_MOST_STACKED}})),
+               num_slots = std::min(count, matrices + 1) + static_cast<int64_t>(below(3));
+    const auto used = static_cast<uint64_t>(chance(50) ? matrices + 4 : 5);
+    std::vector<Id> ids(static_cast<size_t>(count));
+    for (Id &id : ids) id = static_cast<Id>(static_cast<int64_t>(below(used)) - 2);
+    const ibp_ids given = {.data = ids.data(), .count = count, .id_bytes = sizeof(Id)};
+    ibp_listed listed = {};
+    listed.num_slots = num_slots, listed.num_stacks = static_cast<uint32_t>(below(4));
+    int64_t total = count + num_slots;
+    for (uint32_t i = 0; i < listed.num_stacks; i++) {
+        listed.num_rows[i] = 1 + static_cast<int64_t>(below(pick({2u, 40u})));
+        total += num_slots * listed.num_rows[i];
+    }
+    std::vector<int64_t> found(static_cast<size_t>(total), -7), wanted(found);
+    uint64_t spare[2] = {};
+    const auto to = [&](std::vector<int64_t> &numbers, uint64_t *num_spare) {
+        listed.slots = numbers.data(), listed.held = listed.slots + count, listed.rows = listed.held + num_slots;
+        listed.num_spare = num_spare;
+        return &listed;
+    };
+    expect(ibp_cuda_list_matrices(&given, matrices, to(found, spare), nullptr) == IBP_OK, "ids are refused", number);
+    expect(ibp_list_matrices(&given, matrices, to(wanted, spare + 1)) == IBP_OK, "on the CPU", number);
+    expect(found == wanted && spare[0] == spare[1], "other matrices", number);
+}
+
 void run_case(uint64_t number)
 {
     if (number % 4 == 3) {
@@ -451,6 +480,7 @@ int main(int count, char **arguments)
         generator.seed(seed * 1000003 + i);
         simt::seed(generator());
         run_case(i);
+        i % 2 != 0 ? check_list<int32_t>(i) : check_list<int64_t>(i);
     }
     printf("%llu cases, %ld wrong\n", static_cast<unsigned long long>(cases), num_wrong);
     return num_wrong != 0;

@@ -1,4 +1,5 @@
-/* test_partition.c - ids in the order of their windows, and vectors in groups, against the definitions. */
+/* test_partition.c - ids in the order of their windows, vectors in groups, and matrices listed, against the
+ * definitions. */
 #include "check.h"
 
 static int64_t id_at(const ibp_ids *ids, const void *data, int64_t k)
@@ -107,6 +108,73 @@ static void test_groups(rng *r)
     CHECK(ibp_group_vectors(&ids, 1, &order, groups, 200) == IBP_INVALID_ARGUMENT, "%s", "too many vectors");
 }
 
+/* Matrices are listed in order, each once, with their rows; matrix num_matrices stands for ids out of range. */
+static void check_lists(rng *r, int64_t count, int64_t num_matrices, uint32_t id_bytes)
+{
+    const int64_t most = count < num_matrices + 1 ? count : num_matrices + 1,
+                  num_slots = most + (int64_t)rng_below(r, 3);
+    const uint32_t num_stacks = rng_below(r, 4);
+    buffer memory = buffer_new((size_t)count * id_bytes, 0), slots = buffer_new(8 * (size_t)count, 0);
+    buffer held = buffer_new(8 * (size_t)num_slots, 0), rows = buffer_new(8 * (size_t)(num_slots * 5 * num_stacks), 0);
+    const ibp_ids ids = {.data = memory.data, .count = count, .id_bytes = id_bytes};
+    const uint32_t some = 1 + rng_below(r, (uint32_t)num_matrices + 3);
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t id = (int64_t)rng_below(r, some) - 1;
+        if (id_bytes == 8)
+            ((int64_t *)(void *)memory.data)[k] = id;
+        else
+            ((int32_t *)(void *)memory.data)[k] = (int32_t)id;
+    }
+    uint64_t num_spare = 3;
+    int64_t *const slot = (int64_t *)(void *)slots.data, *const matrix = (int64_t *)(void *)held.data;
+    ibp_listed listed = {slot, matrix, (int64_t *)(void *)rows.data, &num_spare, num_slots, {0}, num_stacks};
+    for (uint32_t i = 0; i < num_stacks; i++) listed.num_rows[i] = 1 + (int64_t)rng_below(r, 5);
+    CHECK(ibp_list_matrices(&ids, num_matrices, &listed) == IBP_OK, "%lld ids", (long long)count);
+    int64_t used = 0;
+    while (used < num_slots && matrix[used] >= 0) used++;
+    for (int64_t s = 0; s < num_slots; s++)
+        CHECK(s < used ? s == 0 || matrix[s - 1] < matrix[s] : matrix[s] == -1, "slot %lld", (long long)s);
+    CHECK(num_spare == 3 + (uint64_t)(num_slots - used), "%llu slots left over", (unsigned long long)num_spare);
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t id = id_at(&ids, memory.data, k), wanted = id >= 0 && id < num_matrices ? id : num_matrices;
+        CHECK(slot[k] >= 0 && slot[k] < used && matrix[slot[k]] == wanted, "id %lld", (long long)k);
+    }
+    const int64_t *row = listed.rows;
+    for (uint32_t i = 0; i < num_stacks; i++)
+        for (int64_t j = 0; j < num_slots * listed.num_rows[i]; j++, row++) {
+            const int64_t s = j / listed.num_rows[i];
+            CHECK(*row == (s < used ? matrix[s] * listed.num_rows[i] + j % listed.num_rows[i] : 0), "row %lld",
+                  (long long)j);
+        }
+    buffer_free(&memory);
+    buffer_free(&slots);
+    buffer_free(&held);
+    buffer_free(&rows);
+}
+
+static void test_lists(rng *r)
+{
+    for (int round = 0; round < 200; round++) {
+        const int64_t count = round < 20 ? round : (int64_t)rng_below(r, 3000);
+        check_lists(r, count, round % 7 ? (int64_t)rng_below(r, 300) : IBP_MOST_STACKED, round % 2 ? 4 : 8);
+    }
+    int64_t numbers[9];
+    const int64_t id = 0;
+    ibp_ids ids = {.data = &id, .count = 1, .id_bytes = 8};
+    ibp_listed listed = {numbers, numbers + 1, numbers + 2, NULL, 1, {2}, 1};
+    CHECK(ibp_list_matrices(&ids, 3, &listed) == IBP_OK, "%s", "an id");
+    CHECK(ibp_list_matrices(&ids, 3, NULL) == IBP_INVALID_ARGUMENT, "%s", "nothing to write");
+    CHECK(ibp_list_matrices(&ids, IBP_MOST_STACKED + 1, &listed) == IBP_INVALID_ARGUMENT, "%s", "matrices");
+    listed.num_rows[0] = 0;
+    CHECK(ibp_list_matrices(&ids, 3, &listed) == IBP_INVALID_ARGUMENT, "%s", "no rows");
+    listed.num_rows[0] = 2, listed.num_slots = 0;
+    CHECK(ibp_list_matrices(&ids, 3, &listed) == IBP_INVALID_ARGUMENT, "%s", "too few slots");
+    listed.num_slots = 1, listed.rows = NULL;
+    CHECK(ibp_list_matrices(&ids, 3, &listed) == IBP_INVALID_ARGUMENT, "%s", "nowhere for rows");
+    listed.num_stacks = IBP_MOST_LISTED + 1;
+    CHECK(ibp_list_matrices(&ids, 3, &listed) == IBP_INVALID_ARGUMENT, "%s", "too many stacks");
+}
+
 void test_partition(void)
 {
     rng r = rng_seed(12);
@@ -124,4 +192,5 @@ void test_partition(void)
     ids.count = (int64_t)1 << 32;
     CHECK(ibp_partition_ids(&ids, 1, 0, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "too many ids");
     test_groups(&r);
+    test_lists(&r);
 }

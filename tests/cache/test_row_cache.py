@@ -217,6 +217,7 @@ def assert_takes_the_short_way(cache, x, ids):
         cache.reset_stats()
         cache.index_select(ids, out=out, check=True)
         assert short == cache.stats() and short.hits > 0
+        assert_same_bits(cache.index_select(ids, out=out, in_order=True).view(x.dtype), x[ids])
     assert cache._take_few(ids.repeat(2)[::2], None, None) is None
     assert cache._take_few(ids, torch.empty(1, device=ids.device), None) is None
 
@@ -775,7 +776,7 @@ def test_devices_are_the_usual_ones(cuda):
 
 
 def test_many_ids_of_a_large_table(cuda, monkeypatch):
-    """They are put in the order of windows first."""
+    """They are put in the order of windows first, unless the caller says that they are in order."""
     reckon_with(monkeypatch, least_bucketed_ids=50, reach_bytes=0)
     x = tensor().to(cuda)
     for policy in _row_cache.POLICIES:
@@ -783,6 +784,9 @@ def test_many_ids_of_a_large_table(cuda, monkeypatch):
         for count in (10, 500):
             ids = random_ids(count).to(cuda)
             assert_same_bits(cache.index_select(ids), x[ids])
+            assert_same_bits(cache.index_select(ids, in_order=True), x[ids])
+            assert (cache._take_few(ids, None, None) is None) == (count == 500)
+            assert_same_bits(cache._take_few(ids, None, None, in_order=True), x[ids])
 
 
 def test_bad_ids_on_a_gpu(cuda):

@@ -118,13 +118,16 @@ def assert_close(got, wanted):
 )
 def test_slots(num_experts, ids, dtype):
     ids = torch.tensor(ids, dtype=dtype).reshape(-1, 2) % num_experts
-    slots, held = slots_for(ids, num_experts)
-    assert slots.shape == ids.shape and torch.equal(held[slots], ids.long())
+    num_spare = torch.tensor(5)
+    slots, held, rows = slots_for(ids, num_experts, [3, 1, 7], num_spare)
+    assert slots.shape == ids.shape and slots.dtype == dtype and torch.equal(held[slots], ids.long())
     assert 2 <= len(held) <= max(2, min(ids.numel(), num_experts + 1))
-    if len(ids) != 1:
-        used = held[held >= 0]
-        assert torch.equal(used, ids.unique().long())
-        assert torch.equal(held[: len(used)], used)
+    used = held[held >= 0]
+    assert torch.equal(used, ids.unique().long()) and torch.equal(held[: len(used)], used)
+    assert num_spare == 5 + len(held) - len(used)
+    for number, found in zip([3, 1, 7], rows, strict=True):
+        wanted = used[:, None] * number + torch.arange(number)
+        assert torch.equal(found[: wanted.numel()], wanted.view(-1)) and not found[wanted.numel() :].any()
 
 
 @pytest.mark.parametrize("bad", [-1, -7, 4, 1 << 40])
@@ -132,14 +135,23 @@ def test_slots_of_ids_out_of_range(bad):
     """They remain out of range, and no expert takes their place, however many experts are chosen besides."""
     for ids in ([[bad, 1]], [[0, bad], [1, 2]], [[0, 1], [2, 3], [bad, 0]]):
         ids = torch.tensor(ids)
-        slots, held = slots_for(ids, 4)
+        slots, held, (rows,) = slots_for(ids, 4, [3])
         assert bool((slots < len(held)).all())
         found, is_bad = held[slots], ids == bad
         assert torch.equal(found[~is_bad], ids[~is_bad])
-        assert int(found[is_bad]) == (bad if len(ids) == 1 else 4)
+        assert int(found[is_bad]) == 4 and bool((rows >= 12).any())
 
 
 # ---- results ----
+
+
+@torch.no_grad()
+def test_one_token_of_many_choices():
+    """Its experts are added in the order of the plain module's loop, not of its choices."""
+    plain, coded = pair(fused=False)
+    for _ in range(10):
+        given = arguments(1, choices=5)
+        assert_same_bits(coded(*given), plain(*given))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 5, 40])

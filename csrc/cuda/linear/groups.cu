@@ -1,14 +1,17 @@
 // groups.cu - vectors in the order of the matrices that multiply them, and groups of them: what ibp_cuda_linear_groups
-// takes. One block counts, scans and writes. Bound by latency.
+// takes. One block counts, scans and writes. And which matrices are asked for. Bound by latency.
 #include "../../core/groups.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
 #include "../warp.cuh"
 
+#include <algorithm>
+
 namespace ibp {
 
 constexpr uint32_t kGroupThreads = IBP_MOST_GROUPED; // one for each vector
 constexpr uint32_t kHalf = 16;                       // bits of a count beside another
+constexpr int64_t kMostListing = 132;                // blocks that list rows: few numbers each
 
 // Vectors in the low half of a word, and groups in the high half, that a matrix has.
 __device__ __forceinline__ uint32_t both_counts(uint32_t vectors, bool is_there)
@@ -57,7 +60,68 @@ __global__ void __launch_bounds__(kGroupThreads)
     for (uint32_t g = (total >> kHalf) + number; g < num_groups; g += kGroupThreads) groups[g] = {};
 }
 
+// Every block finds all matrices that are asked for, and writes its part of their rows; the first one writes the rest.
+template <typename Id>
+__global__ void __launch_bounds__(kGroupThreads)
+    list_matrices(const Id *ids, uint32_t count, uint32_t num_matrices, const __grid_constant__ ibp_listed listed)
+{
+    constexpr uint32_t kWords = IBP_MOST_STACKED / kWarp + 1u;
+    static_assert(kWords <= kGroupThreads && IBP_MOST_STACKED < 1 << 16);
+    __shared__ uint32_t asked[kWords], before[kWords]; // a bit for each matrix; how many bits the words before have
+    __shared__ uint16_t held[IBP_MOST_STACKED + 1];
+    const uint32_t number = threadIdx.x, num_slots = static_cast<uint32_t>(listed.num_slots);
+    if (number < kWords) asked[number] = 0;
+    __syncthreads();
+    for (uint32_t k = number; k < count; k += kGroupThreads) {
+        const uint32_t matrix = ibp_matrix_of_id(ids[k], num_matrices);
+        atomicOr(asked + matrix / kWarp, 1u << matrix % kWarp);
+    }
+    __syncthreads();
+    uint32_t bits = number < kWords ? asked[number] : 0u, used = 0,
+             slot = block_scan<kGroupThreads>(ibp_popcount(bits), used);
+    if (number < kWords) before[number] = slot;
+    for (; bits != 0u; bits &= bits - 1u)
+        held[slot++] =
+            static_cast<uint16_t>(kWarp * number + static_cast<uint32_t>(__ffs(static_cast<int>(bits))) - 1u);
+    __syncthreads();
+    if (blockIdx.x == 0u) {
+        for (uint32_t k = number; k < count; k += kGroupThreads) {
+            const uint32_t matrix = ibp_matrix_of_id(ids[k], num_matrices);
+            const uint32_t below = asked[matrix / kWarp] & ((1u << matrix % kWarp) - 1u);
+            listed.slots[k] = before[matrix / kWarp] + ibp_popcount(below);
+        }
+        for (uint32_t s = number; s < num_slots; s += kGroupThreads) listed.held[s] = s < used ? held[s] : -1;
+        if (number == 0u && listed.num_spare != nullptr)
+            atomicAdd(reinterpret_cast<unsigned long long *>(listed.num_spare), 1ull * (num_slots - used));
+    }
+    int64_t *rows = listed.rows;
+    for (uint32_t i = 0; i < listed.num_stacks; i++) {
+        const auto num_rows = static_cast<uint32_t>(listed.num_rows[i]), total = num_slots * num_rows;
+        for (uint32_t j = blockIdx.x * kGroupThreads + number; j < total; j += gridDim.x * kGroupThreads) {
+            const uint32_t s = j / num_rows;
+            rows[j] = s < used ? int64_t{held[s]} * num_rows + (j - s * num_rows) : 0;
+        }
+        rows += total;
+    }
+}
+
 } // namespace ibp
+
+extern "C" ibp_status ibp_cuda_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed,
+                                             ibp_stream stream)
+{
+    using namespace ibp;
+    if (!ibp_can_list(ids, num_matrices, listed)) return IBP_INVALID_ARGUMENT;
+    int64_t most_rows = 1;
+    for (uint32_t i = 0; i < listed->num_stacks; i++)
+        most_rows = std::max(most_rows, listed->num_slots * listed->num_rows[i]);
+    const Launch launch = plan_jobs(most_rows, kGroupThreads, kMostListing, kGroupThreads);
+    const auto count = static_cast<uint32_t>(ids->count), matrices = static_cast<uint32_t>(num_matrices);
+    return ids->id_bytes == 8u ? launch_kernel(list_matrices<int64_t>, launch, stream,
+                                               static_cast<const int64_t *>(ids->data), count, matrices, *listed)
+                               : launch_kernel(list_matrices<int32_t>, launch, stream,
+                                               static_cast<const int32_t *>(ids->data), count, matrices, *listed);
+}
 
 extern "C" ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order,
                                              ibp_vector_group *groups, int64_t num_groups, ibp_stream stream)
