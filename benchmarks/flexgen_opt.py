@@ -54,7 +54,7 @@ REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # batch, tokens of the pr
 NEW_TOKENS = 12  # of these that are measured
 DTYPES = (torch.bfloat16, torch.float16)
 DEVIATION = 0.02  # of the weights
-ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by the copy engine": {"path": "copy", "max_sms": None}}  # options of enable
+ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by 16 SMs": {"max_sms": 16}}  # options of enable
 EXTRA_COLUMNS = ("prefill_s", "token_s", "request_s", "load_s", "host_bytes")
 
 

@@ -39,7 +39,6 @@ __all__ = ["CompressedWeight", "close", "enable", "main"]
 # The layers whose load_weight copies weights; TransformerLayer calls those of two of them.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
 _NUM_PERCENTS = 6  # that flex_opt wants for --percent
-_SMS = 16  # which bring weights at the link's rate beside the layer that computes, and leave the others to it
 
 
 class CompressedWeight(TorchTensor):
@@ -168,7 +167,7 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(original))
 
 
-def enable(*, path: str | None = None, max_sms: int | None = _SMS, **compress_options: Any) -> contextlib.ExitStack:
+def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> contextlib.ExitStack:
     """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
 
     Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
@@ -176,8 +175,7 @@ def enable(*, path: str | None = None, max_sms: int | None = _SMS, **compress_op
     is read: one layer is in memory raw at a time.
 
     Args:
-        path, max_sms: of `ibp.decompress`, for weights that come to a GPU, of all models: by default a kernel on 16
-            multiprocessors fetches those that are pinned.
+        path, max_sms: of `ibp.decompress`, for weights that come to a GPU, of all models.
         compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
 
     Returns:
