@@ -318,18 +318,8 @@ class CompressedTensor(Table):
             RuntimeError: the table is shared with other processes.
         """
         changes.check_can_change(self)
-        self.become(
-            coding.code_anew(
-                self,
-                scheme=scheme,
-                codebook=codebook,
-                sample=sample,
-                clusters=clusters,
-                level=level,
-                slot_bytes=slot_bytes,
-                device=device,
-            )
-        )
+        learning = {"scheme": scheme, "codebook": codebook, "sample": sample, "clusters": clusters, "level": level}
+        self.become(coding.code_anew(self, slot_bytes, device, **learning))
         return self
 
     # ---- what can be asked of it ----

@@ -125,18 +125,12 @@ class ShardedTable(TensorManners):
             RuntimeError: another rank has failed.
         """
         members = RankGroup(group)
-        options: dict[str, Any] = {
-            "scheme": scheme,
-            "chunk_bytes": chunk_bytes,
-            "tau": tau,
-            "sample": sample,
-            "clusters": clusters,
-            "level": level,
-        }
+        options: dict[str, Any] = {"scheme": scheme, "chunk_bytes": chunk_bytes, "tau": tau}
+        options |= {"sample": sample, "clusters": clusters, "level": level}
 
         def describe() -> tuple[dict[str, Any], int, torch.device]:
             _rows.check_tensor(x)
-            Learning.of(**options, codebook=None)
+            Learning.of(**options)
             geometry = _rows.Geometry.of(x, row_bytes)
             _check_whole_rows(geometry)
             checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
@@ -148,7 +142,7 @@ class ShardedTable(TensorManners):
         num_items, worker = sum(count for _, count, _ in described), described[members.rank][2]
         geometry = _rows.Geometry(torch.Size((num_items, *x.shape[1:])), x.dtype, described[0][0]["row_bytes"])
         slots = checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
-        codebook = _learned(x, members, geometry, Learning.of(**options, codebook=None), worker, slots)
+        codebook = _learned(x, members, geometry, Learning.of(**options), worker, slots)
         settings: dict[str, Any] = {"scheme": "raw", "row_bytes": geometry.row_bytes}
         if codebook is not None:
             settings = {"codebook": codebook, "layout": layout, "slot_bytes": slot_bytes}

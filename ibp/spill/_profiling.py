@@ -244,7 +244,7 @@ def profile(
     threshold = _targets.checked_threshold(threshold)
     sample_bytes = whole_number("sample_bytes", sample_bytes, 1)
     kept_ratios = None if ratios is None else tuple(_targets.checked_ratio(ratio) for ratio in ratios)
-    learning = Learning.of(scheme, None, None, None, None, level, None)
+    learning = Learning.of(scheme, level=level)
     kept: dict[str, _Kept] = {}
     num_snapshots = 0
     for snapshot in snapshots:
