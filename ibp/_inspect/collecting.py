@@ -71,7 +71,7 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 def _of_source(source: Source, wanted: Wanted, progress: bool) -> FileReport:
     """Tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
-    codebooks = Codebooks(CheckpointLearning(), list(source.tensors.values()))
+    codebooks = Codebooks(CheckpointLearning("auto"), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
         codebooks.prepare([source.tensors[name]])

@@ -142,7 +142,7 @@ def estimate(
     check_learning("auto", None, None, None, level)
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
     scheme = "auto" if len(compared) > 1 else "".join(compared) or "raw"
-    learning = CheckpointLearning(scheme, level, row_bytes=row_bytes)
+    learning = CheckpointLearning(scheme, level=level, row_bytes=row_bytes)
     with open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
         kinds = _Kinds(learning, compared, list(source.tensors.values()), kept)
