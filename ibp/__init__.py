@@ -40,6 +40,7 @@ from . import (
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._common import moved as _moved
 from ._common import ops
+from ._common.publishing import published as _published
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import index_select
 from ._fetch.linear import linear
@@ -106,6 +107,7 @@ __all__ = [
     "show_config",
     "spill",
 ]
+_published(__name__)
 
 
 def __dir__() -> list[str]:

@@ -48,13 +48,9 @@ PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPE
 class FileFormatError(ValueError):
     """A file is no file of ibp or of safetensors, contradicts itself, or is of a newer format."""
 
-    __module__ = "ibp"
-
 
 class ChecksumError(FileFormatError):
     """Bytes of a file differ from the bytes that were written."""
-
-    __module__ = "ibp"
 
 
 @contextlib.contextmanager

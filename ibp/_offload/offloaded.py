@@ -202,8 +202,6 @@ class OffloadStats(Statistics):
     expert_hits: int
     expert_misses: int
 
-    __module__ = "ibp"
-
     @property
     def gb_per_s(self) -> float:
         """Bytes of weights brought to the device a second, in GB/s; 0 before there are two uses."""
@@ -332,8 +330,6 @@ class Offloaded(Closing):
         >>> torch.equal(model(torch.ones(2, 1024, dtype=torch.bfloat16)), y)  # with its own weights again
         True
     """
-
-    __module__ = "ibp"
 
     def __init__(
         self,

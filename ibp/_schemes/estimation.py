@@ -120,8 +120,6 @@ class Estimate(Mapping[str, float]):
         advice: a sentence about what it takes, and what would help where that is raw rows.
     """
 
-    __module__ = "ibp"
-
     def __init__(self, geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> None:
         self.shape, self.dtype, self.original_bytes = geometry.shape, geometry.dtype, geometry.num_bytes
         self.layout, self.row_bytes, self.schemes, self.auto = layout, geometry.row_bytes, schemes, auto

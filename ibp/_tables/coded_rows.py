@@ -38,9 +38,6 @@ class RowCounts(NamedTuple):
     used_bytes: int
 
 
-RowCounts.__module__ = "ibp"
-
-
 class CodedRows:
     """Memory for coded rows. `ibp.encode_into` codes rows into it, in any order and as often as needed.
 
@@ -81,8 +78,6 @@ class CodedRows:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
         RuntimeError: the system does not pin memory.
     """
-
-    __module__ = "ibp"
 
     def __init__(
         self,
@@ -366,8 +361,6 @@ class Buffers:
     Raises:
         ValueError: there are none, or they differ.
     """
-
-    __module__ = "ibp"
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tuple(tensors)

@@ -55,8 +55,6 @@ class CompressedTensor(Table):
     first.
     """
 
-    __module__ = "ibp"
-
     # ---- what it is, as a tensor ----
 
     def requires_grad_(self, requires_grad: bool = True) -> CompressedTensor:

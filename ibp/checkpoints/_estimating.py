@@ -42,8 +42,6 @@ class TensorEstimate:
         best: the scheme that `compress` takes; None where none saves 1 %.
     """
 
-    __module__ = "ibp.checkpoints"
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,8 +70,6 @@ class CheckpointEstimate:
         num_bytes, stored_bytes: of all tensors, before and after; headers and codebooks are left out.
         file_bytes: of the files, with headers, codebooks and checksums.
     """
-
-    __module__ = "ibp.checkpoints"
 
     tensors: tuple[TensorEstimate, ...]
     num_bytes: int

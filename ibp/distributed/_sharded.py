@@ -74,8 +74,6 @@ class ShardedTable(TensorManners):
         RuntimeError: torch.distributed is not initialised, or another rank has failed.
     """
 
-    __module__ = "ibp.distributed"
-
     shape: torch.Size
 
     def __init__(self, local_table: CompressedTensor, group: ProcessGroup | None = None) -> None:

@@ -177,8 +177,6 @@ class BlockStore:
         TypeError, ValueError: a tensor is not of rows of bytes, or another argument is not as described.
     """
 
-    __module__ = "ibp.kv"
-
     def __init__(
         self,
         groups: Sequence[Sequence[torch.Tensor]],

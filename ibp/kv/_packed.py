@@ -74,9 +74,6 @@ class PackedPages(NamedTuple):
     used: torch.Tensor
 
 
-PackedPages.__module__ = "ibp.kv"
-
-
 @wire.sent
 @dataclass(frozen=True, eq=False)
 class PageCodec:
@@ -100,8 +97,6 @@ class PageCodec:
     Raises:
         TypeError, ValueError: an attribute is not as described, or a page is no whole rows of the codebook.
     """
-
-    __module__ = "ibp.kv"
 
     codebook: AnyCodebook
     page_bytes: int

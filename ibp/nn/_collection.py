@@ -168,8 +168,6 @@ class EmbeddingCollection(torch.nn.Module):
         ValueError: there are no tables, their dtypes differ, they have not two dimensions, or mode is none of these.
     """
 
-    __module__ = "ibp.nn"
-
     def __init__(
         self,
         tables: Mapping[str, Weights],

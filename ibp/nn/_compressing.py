@@ -55,8 +55,6 @@ class ModelReport:
         nbytes: of their tables.
     """
 
-    __module__ = "ibp.nn"
-
     coded: tuple[str, ...]
     plain: dict[str, str]
     num_bytes: int

@@ -108,8 +108,6 @@ class Embedding(_Rows):
         ValueError: table has not two dimensions, padding_idx is out of range, or the cache is one of another table.
     """
 
-    __module__ = "ibp.nn"
-
     def __init__(
         self,
         table: CompressedTensor | int,
@@ -162,8 +160,6 @@ class EmbeddingBag(_Rows):
     Raises:
         TypeError, ValueError: as `Embedding`; mode is none of these.
     """
-
-    __module__ = "ibp.nn"
 
     def __init__(
         self,

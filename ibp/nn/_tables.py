@@ -260,8 +260,6 @@ class Linear(TableModule):
         ValueError: table has not two dimensions, or bias another length.
     """
 
-    __module__ = "ibp.nn"
-
     bias: torch.nn.Parameter | None
 
     def __init__(
@@ -371,7 +369,6 @@ class Conv1D(Linear):
         TypeError, ValueError: as `Linear`.
     """
 
-    __module__ = "ibp.nn"
     transposed = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -146,8 +146,6 @@ class SGD(RowOptimizer):
         TypeError, ValueError: a module has no rows to train, or an option is negative.
     """
 
-    __module__ = "ibp.optim"
-
     def __init__(self, modules: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(modules, {"lr": lr, "weight_decay": weight_decay})
 
@@ -183,8 +181,6 @@ class Adagrad(RowOptimizer):
     Raises:
         TypeError, ValueError: as `SGD`.
     """
-
-    __module__ = "ibp.optim"
 
     def __init__(
         self,
@@ -251,8 +247,6 @@ class RowWiseAdagrad(RowOptimizer):
     Raises:
         TypeError, ValueError: as `SGD`.
     """
-
-    __module__ = "ibp.optim"
 
     def __init__(self, modules: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0) -> None:
         super().__init__(modules, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
