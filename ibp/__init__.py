@@ -24,19 +24,7 @@ from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from typing import Any as _Any
 
-from . import (
-    _core,
-    cache,
-    calibration,
-    checkpoints,
-    codecs,
-    deltas,
-    distributed,
-    kv,
-    nn,
-    optim,
-    spill,
-)
+from . import _core, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._common import moved as _moved
 from ._common import ops

@@ -29,10 +29,7 @@ Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into
 
 
 def inspect_path(
-    path: str | os.PathLike[str],
-    *,
-    wanted: Wanted = lambda name: True,
-    progress: bool = False,
+    path: str | os.PathLike[str], *, wanted: Wanted = lambda name: True, progress: bool = False
 ) -> FileReport:
     """Looks into a file of tensors, or a set of files: a few rows of each tensor are read.
 

@@ -168,14 +168,7 @@ class Division:
     nested_bytes: dict[int, int] = field(default_factory=dict)
 
 
-def divide(
-    model: nn.Module,
-    *,
-    min_bytes: int,
-    group_bytes: int,
-    num_devices: int,
-    buffers: bool,
-) -> Division:
+def divide(model: nn.Module, *, min_bytes: int, group_bytes: int, num_devices: int, buffers: bool) -> Division:
     """Divides a model. Blocks, the children of its outermost `ModuleList` or `Sequential`, go to the devices in turn.
 
     A module with at most group_bytes of weights is used as one; of a larger one its own weights are a group and its
@@ -252,12 +245,7 @@ def _find_tensors(
 
 
 class _Divider:
-    def __init__(
-        self,
-        division: Division,
-        found: dict[nn.Module, list[tuple[str, Weight]]],
-        group_bytes: int,
-    ) -> None:
+    def __init__(self, division: Division, found: dict[nn.Module, list[tuple[str, Weight]]], group_bytes: int) -> None:
         self._division, self._found, self._group_bytes = division, found, group_bytes
         self._visited: set[nn.Module] = set()
 

@@ -332,12 +332,7 @@ class Offloaded(Closing):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        division: Division,
-        devices: list[torch.device],
-        max_sms: int | None,
-        lookahead: int,
+        self, model: nn.Module, division: Division, devices: list[torch.device], max_sms: int | None, lookahead: int
     ) -> None:
         self._model, self._division, self._devices = model, division, devices
         self._max_sms, self._lookahead = max_sms, lookahead

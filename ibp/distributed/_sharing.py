@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def share_table(
-    table: CompressedTensor | None,
-    group: ProcessGroup | None = None,
-    *,
-    src: int = 0,
-    memory: str | None = None,
+    table: CompressedTensor | None, group: ProcessGroup | None = None, *, src: int = 0, memory: str | None = None
 ) -> CompressedTensor:
     """Puts one rank's table in memory that all processes of a machine share, once for all. A collective call.
 

@@ -290,11 +290,7 @@ class EmbeddingCollection(torch.nn.Module):
         return {name: results[name] for name in features}
 
     def _pool_keyed(
-        self,
-        keys: Sequence[str],
-        values: torch.Tensor,
-        lengths: torch.Tensor,
-        weights: torch.Tensor | None = None,
+        self, keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         keys = list(keys)
         parts = [self._part(key) for key in keys]

@@ -263,12 +263,7 @@ class Linear(TableModule):
     bias: torch.nn.Parameter | None
 
     def __init__(
-        self,
-        table: CompressedTensor,
-        bias: torch.Tensor | None = None,
-        *,
-        stays: bool = False,
-        fused: bool = False,
+        self, table: CompressedTensor, bias: torch.Tensor | None = None, *, stays: bool = False, fused: bool = False
     ) -> None:
         super().__init__(table, stays)
         self.fused = fused
