@@ -15,9 +15,7 @@ from .._layout import geometry as _rows
 from .._layout import slots
 from . import AnyCodebook, choice, surveyed
 
-_LONGER_ROW_BYTES = (
-    512  # from here on dense rows come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
-)
+_LONGER_ROW_BYTES = 512  # dense rows then come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
 
 
 def analyze(

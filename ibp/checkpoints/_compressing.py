@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from .._common.arguments import whole_number
 from .._common.group import RankGroup, same_on_all
@@ -34,9 +35,6 @@ from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from ._source import Source, SourceTensor, chosen
 from ._sources import AnyPath, open_sources
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 _NAME = "compress"
 _AHEAD = 2  # blocks that wait to be written
 
@@ -57,7 +55,7 @@ def compress(
     shard_bytes: int | None = SHARD_BYTES,
     device: torch.device | str | int | None = None,
     jobs: int | None = None,
-    group: ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
     restart: bool = True,
     progress: bool = False,
 ) -> CheckpointReport:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
@@ -27,9 +28,6 @@ from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING, Learning
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _ALIGNMENT = 16  # bytes, of coded rows that are sent
 _ANY_WAYS = 32  # of a map that is empty
@@ -76,7 +74,7 @@ class ShardedTable(TensorManners):
 
     shape: torch.Size
 
-    def __init__(self, local_table: CompressedTensor, group: ProcessGroup | None = None) -> None:
+    def __init__(self, local_table: CompressedTensor, group: dist.ProcessGroup | None = None) -> None:
         self._group = members = RankGroup(group)
         shards = members.together("ShardedTable", lambda: _Shard.of(local_table))
         same_on_all("ShardedTable", [shard.described() for shard in shards])
@@ -94,7 +92,7 @@ class ShardedTable(TensorManners):
     def from_local(
         cls,
         x: torch.Tensor,
-        group: ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
         *,
         scheme: str = "auto",
         chunk_bytes: int | None = None,
@@ -164,7 +162,7 @@ class ShardedTable(TensorManners):
         return self.local_table.device
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
         """None: the default group."""
         return self._group.process_group
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .._common.graphs import outside_of_graphs
 from .._common.group import RankGroup
@@ -26,9 +27,6 @@ from .._tables.compression import compress_rows
 from ..nn._tables import placed_like
 from ..nn._training import RowGradient, RowsModule, summed
 from ._calling import loss_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
@@ -274,7 +272,7 @@ class RowWiseAdagrad(RowOptimizer):
         return {"sum": sums.clone()}
 
 
-def average_gradients(modules: Any, group: ProcessGroup | None = None) -> None:
+def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> None:
     """Gives every process of a group the mean of the gradients that all have, as DistributedDataParallel does it for
     parameters. A collective call, between `backward()` and `step()`.
 
@@ -302,7 +300,7 @@ def average_gradients(modules: Any, group: ProcessGroup | None = None) -> None:
         _average(module, group)
 
 
-def _average(module: RowsModule, group: ProcessGroup | None) -> None:
+def _average(module: RowsModule, group: dist.ProcessGroup | None) -> None:
     own, members = module.row_gradient(), RankGroup(group)
     if own is None:
         ids = torch.empty(0, dtype=torch.int64, device=members.device)
