@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from .._common.graphs import outside_of_graphs
 from .._common.group import RankGroup
 from .._tables.changes import put_items
+from .._tables.coding import table_of
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..nn._tables import placed_like
@@ -354,19 +356,10 @@ def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype)
     one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows
-    table = CompressedTensor(
-        shape=tuple(weight.shape),
-        dtype=weight.dtype,
-        scheme=one.scheme,
-        row_bytes=one.row_bytes,
-        slot_bytes=0,
-        slots=one.slots,
-        overflow=one.overflow,
-        lengths=one.lengths[:1].view(torch.int16).expand(num_rows).clone().view(torch.uint16),
-        bases=torch.zeros(-(-num_rows // 32), dtype=torch.int64),
-        codebook=one.codebook,
-    )
-    return placed_like(weight, table)
+    lengths = one.lengths[:1].view(torch.int16).expand(num_rows).clone().view(torch.uint16)
+    bases = torch.zeros(-(-num_rows // 32), dtype=torch.int64)
+    geometry, parts = replace(one.geometry, shape=weight.shape), (one.slots, one.codebook, lengths, one.overflow, bases)
+    return placed_like(weight, table_of(CompressedTensor, geometry, one.scheme, 0, *parts))
 
 
 def _checked(saved: dict[str, Any], shape: Iterable[int], dtype: torch.dtype) -> Any:
