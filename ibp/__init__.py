@@ -24,22 +24,11 @@ from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from typing import Any as _Any
 
-from . import (
-    _core,
-    cache,
-    calibration,
-    checkpoints,
-    codecs,
-    deltas,
-    distributed,
-    kv,
-    nn,
-    optim,
-    spill,
-)
+from . import _core, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._common import moved as _moved
 from ._common import ops
+from ._common.publishing import published as _published
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import index_select
 from ._fetch.linear import linear
@@ -106,6 +95,7 @@ __all__ = [
     "show_config",
     "spill",
 ]
+_published(__name__)
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,7 @@
-// python_module.cpp - ibp._core: what is not a tensor operation, for tools and tests without torch.
+// python_module.cpp - ibp._core: what is not a tensor operation.
 #include "ibp.h"
 #include "ibp_cuda.h"
 
-#include "../core/format.h"
 #include "file_reader.h"
 #include "host_memory.h"
 #include "python_handle.h"
@@ -11,9 +10,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <optional>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -28,16 +24,6 @@ using ibp::check;
 using ibp_python::ReadyCache;
 using ibp_python::TableHandle;
 
-std::vector<uint8_t> bytes_of(const py::buffer &buffer)
-{
-    const py::buffer_info info = buffer.request();
-    py::ssize_t expected = info.itemsize;
-    for (py::ssize_t d = info.ndim; d-- > 0; expected *= info.shape[static_cast<size_t>(d)])
-        if (info.strides[static_cast<size_t>(d)] != expected) throw py::value_error("the buffer is not contiguous");
-    const auto *data = static_cast<const uint8_t *>(info.ptr);
-    return {data, data + info.size * info.itemsize};
-}
-
 // Asks for huge pages for memory that is yet to be filled. Without them it is slower, no more.
 void ask_for_huge_pages(uintptr_t address, size_t num_bytes)
 {
@@ -46,131 +32,6 @@ void ask_for_huge_pages(uintptr_t address, size_t num_bytes)
                     end = (address + num_bytes) / page_bytes * page_bytes;
     if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
 }
-
-py::bytes to_bytes(const std::vector<uint8_t> &v, size_t size)
-{
-    return {reinterpret_cast<const char *>(v.data()), size};
-}
-
-// Codes single rows through the C core's oracle.
-class RowCodec {
-  public:
-    uint32_t row_bytes() const { return codebook_.row_bytes; }
-    uint32_t num_flags() const { return codebook_.num_flags; }
-    std::optional<size_t> coded_bytes(const py::buffer &row) const
-    {
-        const size_t bytes = measured(checked_row(row));
-        return bytes == IBP_NO_CODED_FORM ? std::nullopt : std::optional<size_t>(bytes);
-    }
-
-    py::bytes encode(const py::buffer &row) const
-    {
-        const std::vector<uint8_t> bytes = checked_row(row);
-        const size_t coded_bytes = measured(bytes);
-        if (coded_bytes == IBP_NO_CODED_FORM) throw py::value_error("the codebook has no coded form for the row");
-        std::vector<uint8_t> coded(coded_bytes), scratch = new_scratch();
-        size_t size = 0;
-        check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size, scratch.data(),
-                             scratch.size()));
-        return to_bytes(coded, size);
-    }
-
-    py::bytes decode(const py::buffer &coded) const
-    {
-        const std::vector<uint8_t> bytes = bytes_of(coded);
-        std::vector<uint8_t> row(codebook_.row_bytes), scratch = new_scratch();
-        check(ibp_decode_row(&codebook_, bytes.data(), bytes.size(), row.data(), scratch.data(), scratch.size()));
-        return to_bytes(row, row.size());
-    }
-
-  protected:
-    ibp_codebook codebook_{};
-
-  private:
-    std::vector<uint8_t> new_scratch() const { return std::vector<uint8_t>(ibp_scratch_bytes(codebook_.row_bytes)); }
-
-    size_t measured(const std::vector<uint8_t> &row) const
-    {
-        std::vector<uint8_t> scratch = new_scratch();
-        return ibp_coded_row_bytes(&codebook_, row.data(), scratch.data(), scratch.size());
-    }
-
-    std::vector<uint8_t> checked_row(const py::buffer &row) const
-    {
-        std::vector<uint8_t> bytes = bytes_of(row);
-        if (bytes.size() != codebook_.row_bytes)
-            throw py::value_error("the row has " + std::to_string(bytes.size()) + " bytes, the codebook wants " +
-                                  std::to_string(codebook_.row_bytes));
-        return bytes;
-    }
-};
-
-// Scheme ibp, a codebook given by its masks (FORMAT.md section 5).
-class MaskCodec : public RowCodec {
-  public:
-    MaskCodec(const py::buffer &mask, const py::buffer &bitval, uint32_t chunk_bytes, bool flag_all)
-    {
-        const std::vector<uint8_t> m = bytes_of(mask), v = bytes_of(bitval);
-        if (m.size() != v.size()) throw py::value_error("mask and bitval must have the same size");
-        if (m.empty() || m.size() > IBP_MAX_ROW_BYTES) throw py::value_error("a row has 1 to 65536 bytes");
-        words_.resize(3 * ibp_codebook_words(static_cast<uint32_t>(m.size())));
-        check(ibp_build_codebook(m.data(), v.data(), static_cast<uint32_t>(m.size()), chunk_bytes, flag_all,
-                                 words_.data(), &codebook_));
-    }
-
-  private:
-    std::vector<uint32_t> words_;
-};
-
-// Scheme planes (FORMAT.md section 6).
-class PlanesCodec : public RowCodec {
-  public:
-    PlanesCodec(uint32_t row_bytes, uint32_t element_bytes, uint32_t rotate, uint32_t residual_bits,
-                const std::vector<uint32_t> &digit_bits, bool per_column, bool listed, uint64_t default_value,
-                uint64_t closed_value, const py::buffer &entries, uint32_t invariant_bits, uint64_t invariant_value,
-                std::optional<uint64_t> first_symbol, bool signed_default, const std::vector<uint16_t> &live_columns,
-                const py::buffer &row_template)
-        : entries_(bytes_of(entries)), template_(bytes_of(row_template)), live_columns_(live_columns)
-    {
-        if (digit_bits.size() > IBP_MAX_PLANES) throw py::value_error("there are at most 4 planes");
-        ibp_planes planes{};
-        planes.entries = entries_.data();
-        planes.default_value = default_value;
-        planes.closed_value = closed_value;
-        planes.element_bytes = element_bytes;
-        planes.residual_bits = residual_bits;
-        planes.rotate = rotate;
-        planes.num_planes = static_cast<uint32_t>(digit_bits.size());
-        planes.per_column = per_column;
-        planes.listed = listed;
-        planes.invariant_bits = invariant_bits;
-        planes.invariant_value = invariant_value;
-        planes.consecutive = first_symbol.has_value();
-        planes.first_symbol = first_symbol.value_or(0);
-        planes.signed_default = signed_default;
-        if (!template_.empty()) set_constants(row_bytes, &planes);
-        for (size_t p = 0; p < digit_bits.size(); p++)
-            planes.digit_bits[p] =
-                static_cast<uint8_t>(digit_bits[p] > IBP_MAX_DIGIT_BITS ? 0 : digit_bits[p]); // 0 is refused
-        check(ibp_build_planes_codebook(&planes, row_bytes, entries_.size(), &codebook_));
-        check(ibp_check_codebook(&codebook_));
-        if (codebook_.num_clusters > 1) throw py::value_error("entries holds more than one set of entries");
-    }
-
-  private:
-    void set_constants(uint32_t row_bytes, ibp_planes *planes) const
-    {
-        const size_t columns = planes->element_bytes == 0 ? 0 : row_bytes / planes->element_bytes;
-        if (template_.size() != row_bytes || live_columns_.size() > columns)
-            throw py::value_error("the template is not a row, or there are more live columns than columns");
-        planes->num_constant = static_cast<uint32_t>(columns - live_columns_.size());
-        planes->live_columns = live_columns_.data();
-        planes->row_template = template_.data();
-    }
-
-    std::vector<uint8_t> entries_, template_; // as aligned as any type is
-    std::vector<uint16_t> live_columns_;
-};
 
 // What DLPack's C interface hands an array over with (struct DLManagedTensor of dlpack.h, version 0.8).
 struct DLManagedTensor {
@@ -296,7 +157,7 @@ py::object call_keeping_table(const py::list &kept, const py::object &call)
 
 PYBIND11_MODULE(_core, m)
 {
-    m.doc() = "The ibp core without torch: status, versions, single rows, pinned memory.";
+    m.doc() = "The ibp core without torch: status, versions, pinned memory.";
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
@@ -314,8 +175,6 @@ PYBIND11_MODULE(_core, m)
           "Uses those of the given features that the processor has, in all threads from now on; returns them. For "
           "tests and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
-    m.def("cuda_device_count", &ibp_cuda_device_count,
-          "CUDA devices that the core library can see; 0 without a driver.");
 
     m.def("ask_for_huge_pages", &ask_for_huge_pages, py::arg("address"), py::arg("num_bytes"),
           "Asks the system for huge pages for memory that is yet to be filled.");
@@ -330,28 +189,6 @@ PYBIND11_MODULE(_core, m)
     m.def("read_table", &ibp_python::read_table, py::arg("line"),
           "The fields of a table, from its line as it stands in JSON. ValueError says what is wrong.");
     m.def("read_codebook", &ibp_python::read_codebook, py::arg("line"), "The fields of a codebook, likewise.");
-
-    py::class_<RowCodec>(m, "_RowCodec")
-        .def_property_readonly("row_bytes", &RowCodec::row_bytes)
-        .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"),
-             "Exact coded size of a row in bytes; None if it has no coded form.")
-        .def("encode", &RowCodec::encode, py::arg("row"), "The coded row, whether or not it is smaller than the row.")
-        .def("decode", &RowCodec::decode, py::arg("coded"),
-             "The row; ValueError if coded is not one, or not of its size.");
-    py::class_<MaskCodec, RowCodec>(m, "RowCodec", "Codes single rows of scheme ibp (FORMAT.md section 5).")
-        .def("__init__", &make<MaskCodec, const py::buffer &, const py::buffer &, uint32_t, bool>, kNewStyle,
-             py::arg("mask"), py::arg("bitval"), py::arg("chunk_bytes"), py::arg("flag_all") = false)
-        .def_property_readonly("num_flags", &RowCodec::num_flags);
-    py::class_<PlanesCodec, RowCodec>(m, "PlanesCodec", "Codes single rows of scheme planes (FORMAT.md section 6).")
-        .def("__init__",
-             &make<PlanesCodec, uint32_t, uint32_t, uint32_t, uint32_t, const std::vector<uint32_t> &, bool, bool,
-                   uint64_t, uint64_t, const py::buffer &, uint32_t, uint64_t, std::optional<uint64_t>, bool,
-                   const std::vector<uint16_t> &, const py::buffer &>,
-             kNewStyle, py::arg("row_bytes"), py::arg("element_bytes"), py::arg("rotate"), py::arg("residual_bits"),
-             py::arg("digit_bits"), py::arg("per_column"), py::arg("listed"), py::arg("default"), py::arg("closed"),
-             py::arg("entries"), py::arg("invariant_bits") = 0, py::arg("invariant_value") = 0,
-             py::arg("first_symbol") = py::none(), py::arg("signed_default") = false,
-             py::arg("live_columns") = std::vector<uint16_t>(), py::arg("row_template") = py::bytes());
 
     py::class_<ibp::PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
         .def("__init__", &make<ibp::PinnedBuffer, size_t, int>, kNewStyle, py::arg("num_bytes"), py::arg("node") = -1)

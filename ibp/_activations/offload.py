@@ -88,8 +88,6 @@ class ActivationOffload:
         (6, True)
     """
 
-    __module__ = "ibp"
-
     def __init__(self, options: OffloadOptions, least_bytes: int, device: torch.device | None) -> None:
         self.least_bytes, self.device = least_bytes, device
         self._options, self._policy = options, ActivationPolicy(options)

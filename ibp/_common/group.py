@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import wire
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -27,7 +24,7 @@ class RankGroup:
         device: where tensors are exchanged: the current CUDA device for NCCL, else the CPU.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Of None: the default group.
 
         Raises:

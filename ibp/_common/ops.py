@@ -157,8 +157,7 @@ _define(
     lambda data, row_bytes, _: tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2)),
 )
 _define(
-    "estimate_masks(Tensor data, int row_bytes) -> Tensor",
-    lambda data, _: data.new_empty((1,), dtype=torch.float64),
+    "estimate_masks(Tensor data, int row_bytes) -> Tensor", lambda data, _: data.new_empty((1,), dtype=torch.float64)
 )
 _define(
     "learn_planes(Tensor data, int row_bytes, int element_bytes, int exponent_bits, int table_rows, bool fast, "

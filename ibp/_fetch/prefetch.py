@@ -27,8 +27,6 @@ class Prefetch:
         True
     """
 
-    __module__ = "ibp"
-
     def __init__(self, result: torch.Tensor, stream: torch.cuda.Stream | None, owned: bool) -> None:
         self._result: torch.Tensor | None = result
         self._stream, self._owned, self._event = stream, owned, None

@@ -48,13 +48,9 @@ PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPE
 class FileFormatError(ValueError):
     """A file is no file of ibp or of safetensors, contradicts itself, or is of a newer format."""
 
-    __module__ = "ibp"
-
 
 class ChecksumError(FileFormatError):
     """Bytes of a file differ from the bytes that were written."""
-
-    __module__ = "ibp"
 
 
 @contextlib.contextmanager
@@ -143,22 +139,21 @@ class TableFields:
 
     def text(self) -> str:
         """The line of a table."""
-        if self.codec is not None:
-            coding = {"codec": self.codec, "block_bytes": self.block_bytes, **self.codec_fields}
-            known = {"dtype": self.dtype, "shape": self.shape, "content": fingerprint_text(self.content)}
-            return write_fields({**known, **coding})
         return write_fields(
             {
                 "dtype": self.dtype,
                 "shape": self.shape,
                 "scheme": self.scheme,
-                "row_bytes": self.row_bytes,
-                "slot_bytes": self.slot_bytes,
+                "row_bytes": self.row_bytes or None,
+                "slot_bytes": self.slot_bytes if self.codec is None else None,
                 "codebook": self.codebook,
                 "rows_per_base": None if self.rows_per_base == _core.ROWS_PER_BASE else self.rows_per_base,
                 "content": fingerprint_text(self.content),
                 "base": fingerprint_text(self.base),
                 "result": fingerprint_text(self.result),
+                "codec": self.codec,
+                "block_bytes": self.block_bytes or None,
+                **self.codec_fields,
             }
         )
 

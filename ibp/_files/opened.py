@@ -62,8 +62,6 @@ class TensorInfo:
         files: names of the files that hold its bytes.
     """
 
-    __module__ = "ibp"
-
     name: str
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -96,8 +94,6 @@ class File(Mapping[str, Value], Closing):
         tables: names of the compressed tensors.
         removed: in the delta of a checkpoint, names of tensors that are gone.
     """
-
-    __module__ = "ibp"
 
     def __init__(self, path: Path, *, verify: bool, memory: str | None, share: bool) -> None:
         self.path, self._verify, self._memory, self._share = path, verify, memory, share

@@ -29,10 +29,7 @@ Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into
 
 
 def inspect_path(
-    path: str | os.PathLike[str],
-    *,
-    wanted: Wanted = lambda name: True,
-    progress: bool = False,
+    path: str | os.PathLike[str], *, wanted: Wanted = lambda name: True, progress: bool = False
 ) -> FileReport:
     """Looks into a file of tensors, or a set of files: a few rows of each tensor are read.
 
@@ -71,7 +68,7 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 def _of_source(source: Source, wanted: Wanted, progress: bool) -> FileReport:
     """Tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
-    codebooks = Codebooks(CheckpointLearning(), list(source.tensors.values()))
+    codebooks = Codebooks(CheckpointLearning("auto"), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
         codebooks.prepare([source.tensors[name]])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._common import ops
 from .._fetch import gather, streaming
 from .._fetch.paths import Path
 from .._machine import calibration, memory
@@ -40,7 +39,7 @@ def config_text() -> str:
         "GPUs": "; ".join(map(_gpu_text, range(torch.cuda.device_count()))) or "none that torch sees",
         "calibration": f"of an {calibration.H200.gpu}; ibp.calibration.calibrate() measures this machine",
     }
-    device = memory.canonical("cuda" if ops.cuda_is_available() else "cpu")
+    device = memory.usual(None)
     if calibration.is_measured(device):
         known = calibration.in_force(device)
         lines["calibration"] = f"measured on {known.gpu}, kept in {calibration.cache_file(device)}"

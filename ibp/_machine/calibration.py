@@ -51,9 +51,6 @@ class CoderRates:
     work_per_ns: float
 
 
-CoderRates.__module__ = "ibp.calibration"  # which is not imported yet when dataclass() looks for it
-
-
 @dataclass(frozen=True, repr=False)
 class Calibration:
     """Rates of one machine, with one of its GPUs. GB/s are 10^9 bytes a second, which is bytes a nanosecond.
@@ -138,9 +135,6 @@ class Calibration:
             rates = getattr(self, name)
             table.append((name, *map(_shown, dataclasses.astuple(rates)[:-1])))
         return [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
-
-
-Calibration.__module__ = "ibp.calibration"  # which is not imported yet when dataclass() looks for it
 
 
 _LINES = (  # of a calibration's repr

@@ -51,9 +51,6 @@ class SharedHandle:
     _tensors: bytes = field(repr=False)  # how each is opened; of shared memory its number of elements
 
 
-SharedHandle.__module__ = "ibp.distributed"  # which is not imported yet when dataclass() looks for it
-
-
 class Segment:
     """Shared memory of a table, as this process maps it: one for all tables that are opened here from one memory.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .._fetch.streaming import Decoder
+from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
 from .arena import Region
 from .weights import Weight, can_be_stored
@@ -167,14 +168,7 @@ class Division:
     nested_bytes: dict[int, int] = field(default_factory=dict)
 
 
-def divide(
-    model: nn.Module,
-    *,
-    min_bytes: int,
-    group_bytes: int,
-    num_devices: int,
-    buffers: bool,
-) -> Division:
+def divide(model: nn.Module, *, min_bytes: int, group_bytes: int, num_devices: int, buffers: bool) -> Division:
     """Divides a model. Blocks, the children of its outermost `ModuleList` or `Sequential`, go to the devices in turn.
 
     A module with at most group_bytes of weights is used as one; of a larger one its own weights are a group and its
@@ -239,31 +233,19 @@ def _find_tensors(
                 if attribute not in module._non_persistent_buffers_set:
                     other.names.append(name)
                 continue
-            weight = known.get(id(tensor)) or known.get(_place_of(tensor))
+            weight = known.get(id(tensor)) or known.get(place_of(tensor))
             if weight is None:
                 weight = Weight(tensor)
                 division.weights.append(weight)
-            known[id(tensor)] = known[_place_of(tensor)] = weight
+            known[id(tensor)] = known[place_of(tensor)] = weight
             weight.add(module, attribute, name, tensor)
             found.setdefault(module, []).append((attribute, weight))
     division.others = list(others.values())
     return found
 
 
-def _place_of(tensor: torch.Tensor) -> object:
-    """What tensors over the same elements have in common."""
-    if tensor.is_meta:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
-
-
 class _Divider:
-    def __init__(
-        self,
-        division: Division,
-        found: dict[nn.Module, list[tuple[str, Weight]]],
-        group_bytes: int,
-    ) -> None:
+    def __init__(self, division: Division, found: dict[nn.Module, list[tuple[str, Weight]]], group_bytes: int) -> None:
         self._division, self._found, self._group_bytes = division, found, group_bytes
         self._visited: set[nn.Module] = set()
 

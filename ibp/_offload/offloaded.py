@@ -202,8 +202,6 @@ class OffloadStats(Statistics):
     expert_hits: int
     expert_misses: int
 
-    __module__ = "ibp"
-
     @property
     def gb_per_s(self) -> float:
         """Bytes of weights brought to the device a second, in GB/s; 0 before there are two uses."""
@@ -333,15 +331,8 @@ class Offloaded(Closing):
         True
     """
 
-    __module__ = "ibp"
-
     def __init__(
-        self,
-        model: nn.Module,
-        division: Division,
-        devices: list[torch.device],
-        max_sms: int | None,
-        lookahead: int,
+        self, model: nn.Module, division: Division, devices: list[torch.device], max_sms: int | None, lookahead: int
     ) -> None:
         self._model, self._division, self._devices = model, division, devices
         self._max_sms, self._lookahead = max_sms, lookahead

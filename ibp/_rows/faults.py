@@ -25,8 +25,6 @@ _CPU = torch.device("cpu")
 class CorruptTableError(ValueError):
     """A table's bytes contradict each other: it was damaged or made up."""
 
-    __module__ = "ibp"
-
 
 class FaultWords(NamedTuple):
     """How the faults of one owner read. Messages are templates of `str.format`: {position} and {value} are of the

@@ -89,15 +89,8 @@ class Table(TensorManners, Saves):
         geometry = Geometry(torch.Size(shape), dtype, row_bytes)
         tensors = _checked_tensors(geometry, scheme, slot_bytes, slots, overflow, lengths, bases)
         _check_codebook(codebook, scheme, row_bytes)
-        vars(self).update(
-            shape=geometry.shape,
-            dtype=dtype,
-            scheme=scheme,
-            row_bytes=row_bytes,
-            slot_bytes=slot_bytes,
-            codebook=codebook,
-            **tensors,
-        )
+        vars(self).update(tensors, shape=geometry.shape, dtype=dtype, scheme=scheme, codebook=codebook)
+        vars(self).update(row_bytes=row_bytes, slot_bytes=slot_bytes)
         if self.spills_to_host:
             vars(self)["overflow"] = memory.to_pinned(self.overflow)
         vars(self).update(
@@ -371,14 +364,10 @@ class Table(TensorManners, Saves):
         return {
             "format_version": _core.FORMAT_VERSION,
             "release": _core.version(),
+            **{name: getattr(self, name) for name in _FIELDS},
             "shape": tuple(self.shape),
-            "dtype": self.dtype,
-            "scheme": self.scheme,
-            "row_bytes": self.row_bytes,
-            "slot_bytes": self.slot_bytes,
             **{name: _in_memory_of_its_own(tensor) for name, tensor in tensors.items()},
             "lengths": _in_memory_of_its_own(tensors["lengths"].view(torch.int16)),  # plain pickle cannot load uint16
-            "codebook": self.codebook,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -54,17 +54,8 @@ def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook 
     "auto" takes the best of all schemes on a sample (see `choose`), or the one whose options are given.
     """
     if scheme == "auto":
-        scheme = (
-            _schemes.scheme_of(
-                {
-                    "chunk_bytes": request.chunk_bytes,
-                    "tau": request.tau,
-                    "paper": request.paper,
-                    "level": request.level,
-                }
-            )
-            or "auto"
-        )
+        options = {name: getattr(request, name) for name in ("chunk_bytes", "tau", "paper", "level")}
+        scheme = _schemes.scheme_of(options) or "auto"
     if scheme == "auto":
         return _best(request, in_place).codebook
     return _schemes.learn(scheme, request)

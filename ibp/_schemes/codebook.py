@@ -19,9 +19,8 @@ _Book = TypeVar("_Book", bound="AnyCodebook")
 
 
 def public(kind: _Class) -> _Class:
-    """Makes a class pickle as `ibp.codecs.<name>`, wherever its file is, and lets torch.load(weights_only=True), and
-    messages of other processes, make its objects. ibp 0.2 pickled them as `ibp.<name>`."""
-    kind.__module__ = "ibp.codecs"
+    """Lets torch.load(weights_only=True), and messages of other processes, make objects of a class. ibp 0.2 pickled
+    them as `ibp.<name>`."""
     wire.sent(kind)
     torch.serialization.add_safe_globals([kind, (kind, f"ibp.{kind.__name__}")])
     return kind
@@ -45,8 +44,6 @@ class AnyCodebook(ABC):
         expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not
             learned.
     """
-
-    __module__ = "ibp.codecs"
 
     # Names of the constructor's arguments: what a pickled codebook consists of.
     _fields: ClassVar[tuple[str, ...]] = ()

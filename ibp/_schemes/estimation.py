@@ -11,13 +11,12 @@ import torch
 
 from .. import _core, _schemes
 from .._common.arguments import number, whole_number
+from .._common.statistics import share_saved
 from .._layout import geometry as _rows
 from .._layout import slots
 from . import AnyCodebook, choice, surveyed
 
-_LONGER_ROW_BYTES = (
-    512  # from here on dense rows come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
-)
+_LONGER_ROW_BYTES = 512  # dense rows then come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
 
 
 def analyze(
@@ -119,8 +118,6 @@ class Estimate(Mapping[str, float]):
         auto: the scheme that `compress` chooses for this layout.
         advice: a sentence about what it takes, and what would help where that is raw rows.
     """
-
-    __module__ = "ibp"
 
     def __init__(self, geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> None:
         self.shape, self.dtype, self.original_bytes = geometry.shape, geometry.dtype, geometry.num_bytes
@@ -235,23 +232,19 @@ def _estimate_of(
         candidate = found.get(scheme, raw)  # rows that would not be smaller stay raw
         return SchemeEstimate(
             scheme,
-            _saved(candidate.stored_bytes, num_bytes),
+            share_saved(num_bytes, candidate.stored_bytes),
             candidate.stored_bytes,
             candidate.slot_bytes,
             candidate.nbytes,
-            _saved(candidate.nbytes, num_bytes),
+            share_saved(num_bytes, candidate.nbytes),
             candidate.link_bytes,
-            _saved(candidate.link_bytes, raw.link_bytes),
+            share_saved(raw.link_bytes, candidate.link_bytes),
             raw.row_ns / candidate.row_ns,
         )
 
     schemes = list(_schemes.SCHEMES) if only is None else list(dict.fromkeys(["raw", only]))
     auto = choice.choose(candidates).scheme if only is None else candidates[-1].scheme
     return Estimate(geometry, layout, {scheme: of(scheme) for scheme in schemes}, auto)
-
-
-def _saved(held: int, of_bytes: int) -> float:
-    return 1 - held / of_bytes if of_bytes else 0.0
 
 
 def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> str:

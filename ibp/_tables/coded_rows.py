@@ -9,11 +9,13 @@ import torch
 
 from .. import _core
 from .._fetch.calls import sms_of
+from .._layout.geometry import Geometry
 from .._machine import memory as _memory
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
 from .._schemes.estimation import check_codebook
+from .coding import table_of
 from .compressed_tensor import CompressedTensor
 
 _NO_BASE, _MOST_LENGTH = -1, 65535  # of a row without a part; an entry of lengths
@@ -36,9 +38,6 @@ class RowCounts(NamedTuple):
     spilled: int
     lost: int
     used_bytes: int
-
-
-RowCounts.__module__ = "ibp"
 
 
 class CodedRows:
@@ -81,8 +80,6 @@ class CodedRows:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
         RuntimeError: the system does not pin memory.
     """
-
-    __module__ = "ibp"
 
     def __init__(
         self,
@@ -235,19 +232,10 @@ class CodedRows:
         Raises:
             ValueError: shape and dtype have other bytes.
         """
-        home = self.slots.device
-        table = CompressedTensor(
-            shape=tuple(shape) if shape is not None else (self.num_rows, self.row_bytes // dtype.itemsize),
-            dtype=dtype,
-            scheme=self.codebook.scheme,
-            row_bytes=self.row_bytes,
-            slot_bytes=self.slot_bytes,
-            slots=self.slots,
-            overflow=self.overflow,
-            lengths=self.lengths.to(home),
-            bases=self.bases.to(home),
-            codebook=self.codebook,
-        )
+        of_rows = (self.num_rows, self.row_bytes // dtype.itemsize)
+        geometry = Geometry(torch.Size(of_rows if shape is None else shape), dtype, self.row_bytes)
+        parts = (self.slots, self.codebook, self.lengths, self.overflow, self.bases)
+        table = table_of(CompressedTensor, geometry, self.codebook.scheme, self.slot_bytes, *parts)
         table._is_live = True
         return table
 
@@ -366,8 +354,6 @@ class Buffers:
     Raises:
         ValueError: there are none, or they differ.
     """
-
-    __module__ = "ibp"
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tuple(tensors)

@@ -56,26 +56,19 @@ class Learning:
     """Where a codebook comes from: it is given, or learned as these options say."""
 
     scheme: str
-    chunk_bytes: int | None
-    tau: float | None
-    sample: float | None
-    clusters: int | str | None
-    level: str
-    codebook: AnyCodebook | None
+    chunk_bytes: int | None = None
+    tau: float | None = None
+    sample: float | None = None
+    clusters: int | str | None = None
+    level: str = "default"
+    codebook: AnyCodebook | None = None
 
     @classmethod
-    def of(
-        cls,
-        scheme: str,
-        chunk_bytes: int | None,
-        tau: float | None,
-        sample: float | None,
-        clusters: int | str | None,
-        level: str,
-        codebook: AnyCodebook | None,
-    ) -> Learning:
+    def of(cls, scheme: str, **options: Any) -> Learning:
         """Of the arguments of the same names. Raises TypeError and ValueError for wrong ones."""
-        chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample, level)
+        given = cls(scheme, **options)
+        clusters, level, codebook = given.clusters, given.level, given.codebook
+        chunk_bytes, tau, sample = check_learning(scheme, given.chunk_bytes, given.tau, given.sample, level)
         if clusters is not None and not isinstance(clusters, str):
             clusters = whole_number("clusters", clusters)
         check_clusters(clusters)
@@ -227,46 +220,26 @@ def code(
     return encode(kind, data, geometry, coding, slot_bytes, pin, node, progress)
 
 
-def code_anew(
-    table: Table,
-    *,
-    scheme: str,
-    codebook: AnyCodebook | None,
-    sample: float | None,
-    clusters: int | str | None,
-    level: str | None,
-    slot_bytes: int | None,
-    device: torch.device | str | int | None,
-) -> Table:
-    """A table of the same tensor as `CompressedTensor.refit` asks for it. level: None: the level of the table's
-    codebook, where the other options let such a codebook be learned."""
-    if level is None:
-        is_free = scheme in ("auto", "planes") and codebook is clusters is None
-        level = table.codebook.level if is_free and table.codebook is not None else "default"
+def code_anew(table: Table, slot_bytes: int | None, device: torch.device | str | int | None, **learning: Any) -> Table:
+    """A table of the same tensor as `CompressedTensor.refit` asks for it. learning: options of `Learning`; level:
+    None: the level of the table's codebook, where the other options let such a codebook be learned."""
+    if learning["level"] is None:
+        is_free = learning["scheme"] in ("auto", "planes") and learning["codebook"] is learning["clusters"] is None
+        learning["level"] = table.codebook.level if is_free and table.codebook is not None else "default"
     x = decompress(table, check=table.device.type == "cuda")
     if not table.spills_to_host:
-        learning = Learning.of(scheme, None, None, sample, clusters, level, codebook)
         pin = table.is_pinned() and not x.is_cuda
-        return code(Table, x, learning, table.layout, slot_bytes, table.row_bytes, device, pin, -1, False)
-    return placed_anew(
-        x, table, scheme=scheme, codebook=codebook, sample=sample, clusters=clusters, level=level, slot_bytes=slot_bytes
-    )
+        return code(
+            Table, x, Learning.of(**learning), table.layout, slot_bytes, table.row_bytes, device, pin, -1, False
+        )
+    return placed_anew(x, table, slot_bytes, **learning)
 
 
-def placed_anew(
-    x: torch.Tensor,
-    table: Table,
-    *,
-    scheme: str,
-    codebook: AnyCodebook | None,
-    sample: float | None,
-    clusters: int | str | None,
-    level: str,
-    slot_bytes: int | None,
-) -> Table:
-    """The rows of x in slots on the device of a table and overflow in host memory. slot_bytes: None: the table's."""
-    learning = Learning.of("planes" if scheme == "auto" else scheme, None, None, sample, clusters, level, codebook)
-    geometry = geometry_of(x, table.row_bytes, codebook)
+def placed_anew(x: torch.Tensor, table: Table, slot_bytes: int | None, scheme: str, **options: Any) -> Table:
+    """The rows of x in slots on the device of a table and overflow in host memory. slot_bytes: None: the table's.
+    options: of `Learning`."""
+    learning = Learning.of("planes" if scheme == "auto" else scheme, **options)
+    geometry = geometry_of(x, table.row_bytes, learning.codebook)
     slot_bytes = _layout.checked_slot_bytes(table.layout, slot_bytes, table.row_bytes)
     num_bytes = table.slot_bytes if slot_bytes is None else slot_bytes
     return placed(Table, x, geometry, learning, lambda coding: num_bytes, table.device, False)

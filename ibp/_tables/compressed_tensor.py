@@ -55,8 +55,6 @@ class CompressedTensor(Table):
     first.
     """
 
-    __module__ = "ibp"
-
     # ---- what it is, as a tensor ----
 
     def requires_grad_(self, requires_grad: bool = True) -> CompressedTensor:
@@ -223,17 +221,10 @@ class CompressedTensor(Table):
         """A table of changed tensors, the overflow by a function of its own, if there is one. shape, dtype: that its
         bytes are of; None: the table's own."""
         held = self._tensors()
-        moved = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
+        moved: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
         moved["overflow"] = (change_overflow or change)(held["overflow"])
-        made = type(self)(
-            shape=self.shape if shape is None else shape,
-            dtype=dtype or self.dtype,
-            scheme=self.scheme,
-            row_bytes=self.row_bytes,
-            slot_bytes=self.slot_bytes,
-            codebook=self.codebook,
-            **moved,
-        )
+        kept = {name: getattr(self, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
+        made = type(self)(shape=self.shape if shape is None else shape, dtype=dtype or self.dtype, **kept, **moved)
         # The memory's owner, and what pins it, live as long as any table in it.
         if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
             made._owner, made._pinned_range = self._owner, self._pinned_range
@@ -318,18 +309,8 @@ class CompressedTensor(Table):
             RuntimeError: the table is shared with other processes.
         """
         changes.check_can_change(self)
-        self.become(
-            coding.code_anew(
-                self,
-                scheme=scheme,
-                codebook=codebook,
-                sample=sample,
-                clusters=clusters,
-                level=level,
-                slot_bytes=slot_bytes,
-                device=device,
-            )
-        )
+        learning = {"scheme": scheme, "codebook": codebook, "sample": sample, "clusters": clusters, "level": level}
+        self.become(coding.code_anew(self, slot_bytes, device, **learning))
         return self
 
     # ---- what can be asked of it ----

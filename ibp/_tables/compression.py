@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -37,7 +39,8 @@ def compress_rows(
     """A table of a tensor's rows: `ibp.compress` for the schemes of rows."""
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
-    learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
+    options = {"chunk_bytes": chunk_bytes, "tau": tau, "sample": sample, "clusters": clusters, "level": level}
+    learning = Learning.of(scheme, codebook=codebook, **options)
     (home, pin), node = _memory.home_of(x, memory, _rows.working_device(x, device)), _numa.node_of(numa)
     is_there = home == x.device
     made_pinned = pin if is_there else False
@@ -50,27 +53,20 @@ def compress_rows(
 
 def compress_in_place(
     x: torch.Tensor,
-    *,
-    scheme: str = "auto",
-    chunk_bytes: int | None = None,
-    tau: float | None = None,
-    codebook: AnyCodebook | None = None,
-    sample: float | None = None,
-    clusters: int | str | None = None,
-    level: str = "default",
-    row_bytes: int | None = None,
-    device: torch.device | str | int | None = None,
-    memory: str | None = None,
-    progress: bool = False,
+    row_bytes: int | None,
+    device: torch.device | str | int | None,
+    memory: str | None,
+    progress: bool,
+    **options: Any,
 ) -> CompressedTensor:
-    """A table in x's own memory: `ibp.compress(x, inplace=True)`.
+    """A table in x's own memory: `ibp.compress(x, inplace=True)`. options: of `Learning`.
 
     All analysis is done before the first write; rows are then rewritten in blocks, each with its lengths by one
     operation: the table decompresses to x at any time."""
     _rows.check_tensor(x)
     _check_owns_memory(x)
-    learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
-    geometry = geometry_of(x, row_bytes, codebook)
+    learning = Learning.of(**options)
+    geometry = geometry_of(x, row_bytes, learning.codebook)
     worker = _rows.working_device(x, device)
     home, pin = _memory.home_of(x, memory, worker)
     if home != x.device:

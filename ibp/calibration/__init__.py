@@ -6,11 +6,10 @@
 `ibp.compress` chooses a scheme by them, and the calls that fetch choose a path.
 """
 
+from .._common.publishing import published
 from .._machine.calibration import H200, Calibration, CoderRates
 from ._measuring import calibrate
 
 __all__ = ["H200", "Calibration", "CoderRates", "calibrate"]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = published(__name__)

@@ -21,6 +21,7 @@ Modules import only those before them in this list:
                     the functions of the package
 """
 
+from .._common.publishing import published
 from ._compressing import compress
 from ._decompressing import decompress
 from ._estimating import CheckpointEstimate, TensorEstimate, estimate
@@ -38,6 +39,4 @@ __all__ = [
     "estimate",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = published(__name__)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from .. import _core
-from .._common import ops
 from .._common.arguments import whole_number
 from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
@@ -24,9 +23,7 @@ from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
 from .._files.paths import SUFFIX, is_url, path_text, written_to
 from .._files.sets import index_of, write_index
 from .._files.writer import FileWriter, checked_metadata, sync_directory
-from .._machine import memory
-from .._schemes import AnyCodebook, check_clusters
-from .._schemes.estimation import check_learning
+from .._schemes import AnyCodebook
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal
@@ -37,9 +34,6 @@ from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from ._source import Source, SourceTensor, chosen
 from ._sources import AnyPath, open_sources
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _NAME = "compress"
 _AHEAD = 2  # blocks that wait to be written
@@ -61,7 +55,7 @@ def compress(
     shard_bytes: int | None = SHARD_BYTES,
     device: torch.device | str | int | None = None,
     jobs: int | None = None,
-    group: ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
     restart: bool = True,
     progress: bool = False,
 ) -> CheckpointReport:
@@ -122,7 +116,8 @@ def compress(
     with contextlib.ExitStack() as stack:
 
         def prepare() -> tuple[_BlockJob, Source, Path, list[Shard]]:
-            learning = _learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, device)
+            learning = CheckpointLearning(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes)
+            learning = learning.checked(device)
             threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
             most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
             checked = checked_metadata(metadata)
@@ -145,23 +140,6 @@ def compress(
         if ranks is None or ranks.rank == 0:
             copy_files_beside(inputs, output, is_coded=True)
         return report
-
-
-def _learning(
-    scheme: str,
-    level: str,
-    chunk_bytes: int | None,
-    tau: float | None,
-    clusters: int | str | None,
-    row_bytes: int | None,
-    device: torch.device | str | int | None,
-) -> CheckpointLearning:
-    """How codebooks are learned. Raises TypeError and ValueError for wrong arguments."""
-    chunk_bytes, tau, _ = check_learning(scheme, chunk_bytes, tau, None, level)
-    check_clusters(clusters)
-    row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
-    worker = memory.canonical(device if device is not None else "cuda" if ops.cuda_is_available() else "cpu")
-    return CheckpointLearning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
 
 
 def _check_name(output: str) -> None:
@@ -260,7 +238,9 @@ class _BlockJob:
         return frozenset(tensor.name for tensor in tensors if (tensor.whole or tensor).name in self.kept)
 
     def _options(self) -> dict[str, Any]:
-        fields = {key: value for key, value in vars(self.learning).items() if key != "device"}
+        fields = {
+            key: value for key, value in vars(self.learning).items() if key not in ("sample", "codebook", "device")
+        }
         return {**fields, "kept": sorted(self.kept)}
 
     def _bar(self, num_bytes: int, rank: int = 0) -> Bar:

@@ -42,8 +42,6 @@ class TensorEstimate:
         best: the scheme that `compress` takes; None where none saves 1 %.
     """
 
-    __module__ = "ibp.checkpoints"
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,8 +70,6 @@ class CheckpointEstimate:
         num_bytes, stored_bytes: of all tensors, before and after; headers and codebooks are left out.
         file_bytes: of the files, with headers, codebooks and checksums.
     """
-
-    __module__ = "ibp.checkpoints"
 
     tensors: tuple[TensorEstimate, ...]
     num_bytes: int
@@ -142,7 +138,7 @@ def estimate(
     check_learning("auto", None, None, None, level)
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
     scheme = "auto" if len(compared) > 1 else "".join(compared) or "raw"
-    learning = CheckpointLearning(scheme, level, row_bytes=row_bytes)
+    learning = CheckpointLearning(scheme, level=level, row_bytes=row_bytes)
     with open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
         kinds = _Kinds(learning, compared, list(source.tensors.values()), kept)

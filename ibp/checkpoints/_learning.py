@@ -14,11 +14,15 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._common.arguments import whole_number
 from .._common.group import RankGroup
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._schemes import AnyCodebook, Request, choice, surveyed
+from .._machine import memory
+from .._schemes import AnyCodebook, check_clusters, choice, surveyed
+from .._schemes.estimation import check_learning
 from .._schemes.kinds import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
+from .._tables.coding import Learning
 from ._source import SourceTensor
 
 _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
@@ -33,22 +37,24 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class CheckpointLearning:
-    """How codebooks are learned: arguments of `ibp.compress`.
+class CheckpointLearning(Learning):
+    """How codebooks are learned.
 
     Attributes:
-        scheme, level, chunk_bytes, tau, clusters: as there.
         row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it has 512 bytes to 64 KiB.
         device: that codes rows with them.
     """
 
-    scheme: str = "auto"
-    level: str = "default"
-    chunk_bytes: int | None = None
-    tau: float | None = None
-    clusters: int | str | None = None
     row_bytes: int | None = None
     device: torch.device = _CPU
+
+    def checked(self, device: torch.device | str | int | None) -> CheckpointLearning:
+        """The same on a device; None: the usual one. Raises TypeError and ValueError for wrong arguments."""
+        chunk_bytes, tau, _ = check_learning(self.scheme, self.chunk_bytes, self.tau, None, self.level)
+        check_clusters(self.clusters)
+        rows = self.row_bytes
+        rows = None if rows is None else whole_number("row_bytes", rows, 1, _core.MAX_ROW_BYTES)
+        return replace(self, chunk_bytes=chunk_bytes, tau=tau, row_bytes=rows, device=memory.usual(device))
 
     def geometry_of(self, tensor: SourceTensor) -> _rows.Geometry:
         """How a tensor is cut into rows."""
@@ -74,19 +80,7 @@ class CheckpointLearning:
             sample: uint8 [n * row_bytes].
             all_rows: whether every row has to have a coded form.
         """
-        request = Request(
-            sample,
-            geometry,
-            self.device,
-            None,
-            self.chunk_bytes,
-            self.tau,
-            slot_bytes=0,
-            clusters=self.clusters,
-            level=self.level,
-            codes_invariant=all_rows,
-        )
-        return choice.learn(scheme, request)
+        return choice.learn(scheme, self.request(sample, geometry, self.device, slot_bytes=0, codes_invariant=all_rows))
 
 
 class Codebooks:

@@ -33,8 +33,6 @@ class TensorReport:
         file: name of its file.
     """
 
-    __module__ = "ibp.checkpoints"
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -77,8 +75,6 @@ class CheckpointReport:
         kept_files: how many files an earlier, interrupted call had finished.
         peak_bytes: the most memory of its own (RssAnon of Linux) that this process was seen to have meanwhile.
     """
-
-    __module__ = "ibp.checkpoints"
 
     path: str
     files: tuple[str, ...]

@@ -23,8 +23,6 @@ _BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
 class SourceFormatError(ValueError):
     """A file of tensors is damaged, holds what is no tensor, or has no known format."""
 
-    __module__ = "ibp.checkpoints"
-
 
 class NotTensorsError(SourceFormatError):
     """A file is whole, and holds what this package does not read, such as objects of Python, or no tensors at all."""

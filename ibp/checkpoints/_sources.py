@@ -24,11 +24,7 @@ from ._torch_files import open_torch
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 
-_OPENERS: dict[str, Callable[[AnyPath], Source]] = {
-    "npy": open_npy,
-    "npz": open_npz,
-    "torch": open_torch,
-}
+_OPENERS: dict[str, Callable[[AnyPath], Source]] = {"npy": open_npy, "npz": open_npz, "torch": open_torch}
 _SUFFIXES = (SUFFIX, ".ibp", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
 _OF_ANY_BYTES = ".bin"  # a suffix that tokenizers have for files of theirs, too
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"

@@ -6,6 +6,7 @@ between them.
     whole    = ibp.compress(x, scheme="zstd")             # an `ibp.codecs.WholeTensor`
 """
 
+from .._common.publishing import published
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from .._schemes.estimation import analyze
 from ._choice import choose
@@ -24,6 +25,4 @@ __all__ = [
     "choose",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = published(__name__)

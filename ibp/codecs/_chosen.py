@@ -28,8 +28,6 @@ class CodingCost:
         total_s: their sum; without encode_s where the tensor is coded once and fetched often.
     """
 
-    __module__ = "ibp.codecs"
-
     scheme: str
     level: str
     codebook: AnyCodebook | None
@@ -56,8 +54,6 @@ class Choice:
         rows: whether rows are to decode alone.
         table: every candidate, `ibp.codecs.CodingCost`, the soonest first: the choice.
     """
-
-    __module__ = "ibp.codecs"
 
     num_bytes: int
     link_gbps: float

@@ -50,8 +50,6 @@ class WholeTensor(TensorManners, Saves):
         offsets: int64 [blocks + 1] in host memory: where each begins, and where the last one ends.
     """
 
-    __module__ = "ibp.codecs"
-
     shape: torch.Size
     dtype: torch.dtype
 

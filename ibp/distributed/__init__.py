@@ -11,6 +11,7 @@ ibp.distributed.compress_all_gather
                                    FSDP2, whose all-gathers do the same
 """
 
+from .._common.publishing import published
 from .._machine.segments import SharedHandle
 from ..deltas._broadcasting import broadcast_delta
 from ._calls import all_gather_into_tensor, all_to_all_single, broadcast
@@ -39,6 +40,4 @@ __all__ = [
     "share_table",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = published(__name__)

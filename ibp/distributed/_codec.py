@@ -63,8 +63,6 @@ class Codec:
         if not 0 <= self.overflow_bytes <= ROW_BYTES:
             raise ValueError(f"overflow_bytes is {self.overflow_bytes}; wanted 0 to {ROW_BYTES}")
 
-    __module__ = "ibp.distributed"
-
     @classmethod
     def learn(cls, x: torch.Tensor, *, level: str = "default") -> Codec | None:
         """A codec for tensors like x, learned from some of its rows; None where they would not be 2 % smaller.

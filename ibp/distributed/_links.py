@@ -43,8 +43,6 @@ class Link:
         gbps: bytes that arrive at a rank, 10^9 a second.
     """
 
-    __module__ = "ibp.distributed"
-
     gbps: float
 
 

@@ -30,9 +30,7 @@ _MOST_PLANS = 4096
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64  # calls after which, and in which distance, ranks compare what was lost
 _WORTH_TRYING, _MOST_TRIED = 0.9, 3  # the least gain by the model, and the most ways to code, that are tried out
 _LEAST_TRIED_GAIN, _NEAR_BEST = 1.05, 1.01  # that were measured: calls scatter
-_LATE_S = (
-    4e-4  # that the host is later with a coded call than with torch's, about, where it has other work between them
-)
+_LATE_S = 4e-4  # that the host is later with a coded call than with torch's, about, with other work between them
 
 
 @wire.sent

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
@@ -27,9 +28,6 @@ from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING, Learning
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _ALIGNMENT = 16  # bytes, of coded rows that are sent
 _ANY_WAYS = 32  # of a map that is empty
@@ -74,11 +72,9 @@ class ShardedTable(TensorManners):
         RuntimeError: torch.distributed is not initialised, or another rank has failed.
     """
 
-    __module__ = "ibp.distributed"
-
     shape: torch.Size
 
-    def __init__(self, local_table: CompressedTensor, group: ProcessGroup | None = None) -> None:
+    def __init__(self, local_table: CompressedTensor, group: dist.ProcessGroup | None = None) -> None:
         self._group = members = RankGroup(group)
         shards = members.together("ShardedTable", lambda: _Shard.of(local_table))
         same_on_all("ShardedTable", [shard.described() for shard in shards])
@@ -96,7 +92,7 @@ class ShardedTable(TensorManners):
     def from_local(
         cls,
         x: torch.Tensor,
-        group: ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
         *,
         scheme: str = "auto",
         chunk_bytes: int | None = None,
@@ -125,18 +121,12 @@ class ShardedTable(TensorManners):
             RuntimeError: another rank has failed.
         """
         members = RankGroup(group)
-        options: dict[str, Any] = {
-            "scheme": scheme,
-            "chunk_bytes": chunk_bytes,
-            "tau": tau,
-            "sample": sample,
-            "clusters": clusters,
-            "level": level,
-        }
+        options: dict[str, Any] = {"scheme": scheme, "chunk_bytes": chunk_bytes, "tau": tau}
+        options |= {"sample": sample, "clusters": clusters, "level": level}
 
         def describe() -> tuple[dict[str, Any], int, torch.device]:
             _rows.check_tensor(x)
-            Learning.of(**options, codebook=None)
+            Learning.of(**options)
             geometry = _rows.Geometry.of(x, row_bytes)
             _check_whole_rows(geometry)
             checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
@@ -148,7 +138,7 @@ class ShardedTable(TensorManners):
         num_items, worker = sum(count for _, count, _ in described), described[members.rank][2]
         geometry = _rows.Geometry(torch.Size((num_items, *x.shape[1:])), x.dtype, described[0][0]["row_bytes"])
         slots = checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
-        codebook = _learned(x, members, geometry, Learning.of(**options, codebook=None), worker, slots)
+        codebook = _learned(x, members, geometry, Learning.of(**options), worker, slots)
         settings: dict[str, Any] = {"scheme": "raw", "row_bytes": geometry.row_bytes}
         if codebook is not None:
             settings = {"codebook": codebook, "layout": layout, "slot_bytes": slot_bytes}
@@ -172,7 +162,7 @@ class ShardedTable(TensorManners):
         return self.local_table.device
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
         """None: the default group."""
         return self._group.process_group
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.distributed as dist
 import torch.multiprocessing  # noqa: F401 - teaches multiprocessing to send tensors
 
 from .._common import group as _group
@@ -13,16 +14,9 @@ from .._machine.memory import check_memory
 from .._machine.segments import Segment, SharedHandle
 from .._tables.compressed_tensor import TENSORS, CompressedTensor
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 def share_table(
-    table: CompressedTensor | None,
-    group: ProcessGroup | None = None,
-    *,
-    src: int = 0,
-    memory: str | None = None,
+    table: CompressedTensor | None, group: dist.ProcessGroup | None = None, *, src: int = 0, memory: str | None = None
 ) -> CompressedTensor:
     """Puts one rank's table in memory that all processes of a machine share, once for all. A collective call.
 

@@ -44,14 +44,8 @@ class CodingFields:
 
     def plan(self, model: torch.nn.Module) -> ModelPlan:
         """How weights of a model are coded while they are loaded."""
-        return ModelPlan(
-            model,
-            include=self.include,
-            exclude=self.exclude,
-            level=self.level,
-            fused=self.fused,
-            min_bytes=self.min_bytes,
-        )
+        names = ("include", "exclude", "level", "fused", "min_bytes")
+        return ModelPlan(model, **{name: getattr(self, name) for name in names})
 
 
 def _names(given: str | Iterable[str]) -> list[str]:

@@ -15,12 +15,7 @@ import torch
 import transformers.modeling_utils
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightRenaming,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, revert_weight_conversion
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -213,11 +208,7 @@ class _Coding(ConversionOps):
         self._quantizer = quantizer
 
     def convert(
-        self,
-        input_dict: dict[str, Any],
-        *,
-        missing_keys: set[str] | None = None,
-        **options: Any,
+        self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **options: Any
     ) -> dict[str, torch.Tensor]:
         plain = {}
         for key, value in input_dict.items():

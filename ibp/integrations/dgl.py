@@ -125,12 +125,7 @@ def attach(
 
 
 def close(
-    graph: dgl.DGLGraph,
-    name: str,
-    *,
-    ntype: str | None = None,
-    edges: bool = False,
-    etype: _EdgeType | None = None,
+    graph: dgl.DGLGraph, name: str, *, ntype: str | None = None, edges: bool = False, etype: _EdgeType | None = None
 ) -> torch.Tensor:
     """Puts the plain tensor of an attached feature back into the graph, and returns it.
 

@@ -17,6 +17,7 @@ docs/kv-cache.md shows all three. Adapters of serving engines, such as `ibp.inte
 `BlockStore`, which keeps blocks of layers as numbered pages, and `KeyedPages`, which keeps pages by keys.
 """
 
+from .._common.publishing import published
 from ._blocks import BlockStore
 from ._keyed import KeyedPages
 from ._packed import PackedPages, PageCodec, pack, packed_bytes, unpack
@@ -40,6 +41,4 @@ __all__ = [
     "unpack",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = published(__name__)

@@ -20,10 +20,8 @@ from ._store import KVStore, Transfer
 _SAMPLE_BYTES = 4 << 20  # of blocks, from which a codebook is learned
 _STORES_A_COMPACTION = 16  # overflow is compacted at most once while such a part of the pages is stored
 
-
-Moves = Mapping[
-    int, tuple[list[int], list[int]]
-]  # by group of layers: pages, and the blocks that they come from or go to
+# By group of layers: pages, and the blocks that they come from or go to.
+Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
 class _Pool:
@@ -176,8 +174,6 @@ class BlockStore:
     Raises:
         TypeError, ValueError: a tensor is not of rows of bytes, or another argument is not as described.
     """
-
-    __module__ = "ibp.kv"
 
     def __init__(
         self,

@@ -113,7 +113,9 @@ class TokenDecoder:
     def _decode(
         self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
-        history.decode(staged, keys, values, blocks, self._sms, self._faults.on(self.device))
+        """Queues the decoding of blocks to the first tokens of keys and values. staged: the arena's bytes."""
+        for codec, out in ((history.keys, keys), (history.values, values)):
+            codec.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
 
     def check(self) -> None:
         """Raises what decoding has noted so far.

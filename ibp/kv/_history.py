@@ -88,6 +88,7 @@ class History:
     Attributes:
         num_blocks: of all sequences.
         stamp: another one whenever the bytes change.
+        order: which coded sequence is which one now; None: as they were coded.
     """
 
     def __init__(self, keys: Form, values: Form, options: Options, arena: TokenArena, device: torch.device) -> None:
@@ -97,7 +98,7 @@ class History:
         self.num_blocks, self.stamp = 0, next(_stamps)
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
-        self._order: TokenOrder | None = None
+        self.order: TokenOrder | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +117,7 @@ class History:
 
     @property
     def index_bytes(self) -> int:
-        order = 0 if self._order is None else self._order.slots.numel() * 8
+        order = 0 if self.order is None else self.order.slots.numel() * 8
         return order + sum(span.index_bytes for codec in (self.keys, self.values) for span in codec.spans)
 
     @property
@@ -150,26 +151,26 @@ class History:
     def _append_order(self, pending: Pending) -> None:
         num_blocks, batch_size, sequences = pending.num_blocks, pending.batch_size, pending.sequences
         self._batch_size = batch_size if sequences is None else sequences.numel()
-        if self._order is None and sequences is None:
+        if self.order is None and sequences is None:
             return
         held = self._slots()
         new = torch.arange(self._num_slots, self._num_slots + num_blocks * batch_size, device=self.device)
         new = new.view(num_blocks, batch_size)
         if sequences is not None:
             new = new[:, sequences]
-        self._order = TokenOrder(torch.cat((held, new)) if self.num_blocks else new, next(_stamps))
+        self.order = TokenOrder(torch.cat((held, new)) if self.num_blocks else new, next(_stamps))
 
     def _slots(self) -> torch.Tensor:
         """Which coded sequence each one is, of every block: [num_blocks, B]."""
-        if self._order is not None:
-            return self._order.slots
+        if self.order is not None:
+            return self.order.slots
         slots = torch.arange(self._num_slots, device=self.device)
         return slots.view(self.num_blocks, -1) if self.num_blocks else slots.view(0, 0)
 
     def take(self, sequences: torch.Tensor) -> None:
         """Sequence b is from now on what sequence sequences[b] was: nothing is decoded. sequences: int64 [B]."""
         if self.num_blocks:
-            self._order = TokenOrder(self._slots()[:, sequences], next(_stamps))
+            self.order = TokenOrder(self._slots()[:, sequences], next(_stamps))
             self._batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
@@ -184,8 +185,8 @@ class History:
         self._num_slots = sum(batch.num_blocks * batch.batch_size for batch in self._batches)
         for codec in (self.keys, self.values):
             codec.truncate(num_blocks, self._num_slots)
-        if self._order is not None:
-            self._order = TokenOrder(self._order.slots[:num_blocks], next(_stamps)) if num_blocks else None
+        if self.order is not None:
+            self.order = TokenOrder(self.order.slots[:num_blocks], next(_stamps)) if num_blocks else None
         self.stamp = next(_stamps)
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,23 +199,10 @@ class History:
         )
         return keys, values
 
-    def decode(
-        self,
-        staged: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        blocks: range,
-        sms: int | None,
-        fault: torch.Tensor,
-    ) -> None:
-        """Queues the decoding of blocks to the first tokens of keys and values. staged: the arena's bytes."""
-        self.keys.decode(staged, keys, blocks, self._order, sms, fault)
-        self.values.decode(staged, values, blocks, self._order, sms, fault)
-
     def clone(self) -> History:
         copied = History(self.keys.form, self.values.form, self._options, self.arena.clone(), self.device)
         copied.keys, copied.values = self.keys.clone(), self.values.clone()
         copied.num_blocks, copied._num_slots, copied._batch_size = self.num_blocks, self._num_slots, self._batch_size
         copied._batches = [Batch(**vars(batch)) for batch in self._batches]
-        copied._order = self._order
+        copied.order = self.order
         return copied

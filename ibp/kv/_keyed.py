@@ -50,8 +50,6 @@ class KeyedPages:
         TypeError, ValueError: an argument is not as described.
     """
 
-    __module__ = "ibp.kv"
-
     def __init__(
         self,
         pool_bytes: int,

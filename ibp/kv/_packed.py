@@ -74,9 +74,6 @@ class PackedPages(NamedTuple):
     used: torch.Tensor
 
 
-PackedPages.__module__ = "ibp.kv"
-
-
 @wire.sent
 @dataclass(frozen=True, eq=False)
 class PageCodec:
@@ -100,8 +97,6 @@ class PageCodec:
     Raises:
         TypeError, ValueError: an attribute is not as described, or a page is no whole rows of the codebook.
     """
-
-    __module__ = "ibp.kv"
 
     codebook: AnyCodebook
     page_bytes: int
@@ -317,23 +312,13 @@ def pack(
         planned, addresses = call.plan(message.num_rows // call.num_pages)
         row_ids = None if call.are_checked else planned  # rows in order are coded faster, if all are there
         message.handle(codec.codebook.row_bytes).encode(
-            call.paged.layout,
-            message.counts,
-            fault,
-            buffers=addresses,
-            row_ids=row_ids,
-            max_sms=sms_of(max_sms),
+            call.paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
         )
     return PackedPages(out[:size], message.used + message.start)
 
 
 def unpack(
-    message: torch.Tensor,
-    codec: PageCodec,
-    *,
-    out: Tensors,
-    blocks: Pages | None = None,
-    max_sms: int | None = None,
+    message: torch.Tensor, codec: PageCodec, *, out: Tensors, blocks: Pages | None = None, max_sms: int | None = None
 ) -> None:
     """Decodes a message into blocks of a paged cache, on the current stream of its device: the bits that were packed.
     The host waits for nothing and reads nothing; graphs can capture it as `pack`.

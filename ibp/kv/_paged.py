@@ -42,8 +42,6 @@ class PagedTensors:
         ValueError: there are none, they differ, or a block has no bytes.
     """
 
-    __module__ = "ibp.kv"
-
     def __init__(self, tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
         self.tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         if not self.tensors or not all(isinstance(tensor, torch.Tensor) for tensor in self.tensors):

@@ -43,8 +43,6 @@ class KVRowsStats(Statistics):
         KVRowsStats(hits=0, misses=2, ...)
     """
 
-    __module__ = "ibp.kv"
-
     hits: int
     misses: int
     link_bytes: int
@@ -91,8 +89,6 @@ class KVRows:
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
     """
-
-    __module__ = "ibp.kv"
 
     def __init__(
         self,

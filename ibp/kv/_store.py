@@ -57,8 +57,6 @@ class KVStoreStats(Statistics):
         KVStoreStats(stored_pages=2, pool_bytes=..., lost_rows=0)
     """
 
-    __module__ = "ibp.kv"
-
     stored_pages: int
     pool_bytes: int
     used_overflow_bytes: int
@@ -81,8 +79,6 @@ class Transfer:
     Attributes:
         num_bytes: original bytes of the pages.
     """
-
-    __module__ = "ibp.kv"
 
     def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
@@ -186,8 +182,6 @@ class KVStore:
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
     """
-
-    __module__ = "ibp.kv"
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ torch.compile work as for other modules. `state_dict()` has plain tensors on the
 docs/embeddings.md says how they are trained.
 """
 
+from .._common.publishing import published
 from ._collection import EmbeddingCollection
 from ._compressing import ModelReport, compress
 from ._embedding import Embedding, EmbeddingBag
@@ -31,3 +32,5 @@ __all__ = [
     "compress",
     "multiply_together",
 ]
+
+__dir__ = published(__name__)

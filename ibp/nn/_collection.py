@@ -168,8 +168,6 @@ class EmbeddingCollection(torch.nn.Module):
         ValueError: there are no tables, their dtypes differ, they have not two dimensions, or mode is none of these.
     """
 
-    __module__ = "ibp.nn"
-
     def __init__(
         self,
         tables: Mapping[str, Weights],
@@ -292,11 +290,7 @@ class EmbeddingCollection(torch.nn.Module):
         return {name: results[name] for name in features}
 
     def _pool_keyed(
-        self,
-        keys: Sequence[str],
-        values: torch.Tensor,
-        lengths: torch.Tensor,
-        weights: torch.Tensor | None = None,
+        self, keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         keys = list(keys)
         parts = [self._part(key) for key in keys]
@@ -354,17 +348,9 @@ class EmbeddingCollection(torch.nn.Module):
         if not saves_tables():
             destination.update({_dense_key(prefix, name): self.weight(name).cpu() for name in self._parts})
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
         """Plain tensors of single tables become tables of the groups, which the groups load."""
+        state_dict, prefix, _, _, missing_keys, _, error_msgs = args
         dense = {name: state_dict.pop(key) for name in self._parts if (key := _dense_key(prefix, name)) in state_dict}
         for number, names in enumerate(self._names):
             found = [name for name in names if name in dense]
@@ -378,9 +364,7 @@ class EmbeddingCollection(torch.nn.Module):
                 state_dict[key] = table_of(sources, held.shape[1], held.dtype, held.device)
             elif found:
                 state_dict[key] = held
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(*args)
 
     def _misfit(self, name: str, weight: Any) -> str | None:
         """Why a loaded weight does not fit a table; None: it does."""

@@ -55,8 +55,6 @@ class ModelReport:
         nbytes: of their tables.
     """
 
-    __module__ = "ibp.nn"
-
     coded: tuple[str, ...]
     plain: dict[str, str]
     num_bytes: int
@@ -203,18 +201,19 @@ class ModelPlan:
 
     def is_transposed(self, key: str) -> bool:
         """Whether a table holds the transposed parameter, or its transposed matrices."""
-        return self._is_transposed(self._of[key])
+        module: Any = self._modules(key)[0]
+        return bool(module.is_transposed) if self._of[key].is_stacked else not _has_rows(module)
 
     def takes(self, key: str, table: CompressedTensor) -> bool:
         """Whether a table has the form that the modules of a parameter want; else a table is made of its values."""
-        weight = self._of[key]
-        if table.dim() != (3 if weight.is_stacked else 2) or self._is_transposed(weight):
+        is_stacked = self._of[key].is_stacked
+        if table.dim() != (3 if is_stacked else 2) or self.is_transposed(key):
             return False
-        if weight.is_stacked:
+        if is_stacked:
             if table.row_bytes != table.shape[-1] * table.dtype.itemsize:
                 return False
             table = by_rows(table)
-        modules = self._modules(weight)
+        modules = self._modules(key)
         is_looked_up = any(isinstance(module, torch.nn.Embedding) for module in modules)
         is_multiplied = not all(isinstance(module, torch.nn.Embedding) for module in modules)
         if is_looked_up and table.item_bytes != table.row_bytes:
@@ -223,12 +222,27 @@ class ModelPlan:
 
     def table_of(self, key: str, values: torch.Tensor) -> CompressedTensor:
         """A table of a parameter's values, where they are."""
-        return self._table_of(self._of[key], values)
+        values = values.detach()
+        if all(isinstance(module, torch.nn.Embedding) for module in self._modules(key)):
+            return compress_rows(values.contiguous())
+        matrices = (values.mT if self.is_transposed(key) else values).contiguous()
+        table = matrix_table(matrices.view(-1, matrices.shape[-1]), level=self._level)
+        return reshaped(table, matrices.shape) if self._of[key].is_stacked else table
 
     def put(self, key: str, table: CompressedTensor) -> bool:
         """Puts modules over a table in the place of all modules that hold a parameter. False: the table is not small
         enough, and nothing has changed."""
-        return self._put(self._of[key], table)
+        weight = self._of[key]
+        if table.nbytes > weight.num_bytes * (1 - LEAST_SAVINGS):
+            self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
+            return False
+        if weight.is_stacked:
+            table = _put_in_experts(self._model, weight.names[0], table, self._fused)
+        else:
+            _put_over(self._model, weight.names, table, self._fused)
+        self._coded += weight.names
+        self._num_bytes, self._nbytes = self._num_bytes + weight.num_bytes, self._nbytes + table.nbytes
+        return True
 
     def code_all(
         self,
@@ -248,29 +262,17 @@ class ModelPlan:
         total = sum(weight.num_bytes for weight in left)
         with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
             for weight in left:
-                known = self._known(weight, tables)
-                held = self._model.get_parameter(weight.keys[0])
-                self._put(weight, self._table_of(weight, held) if known is None else known)
+                key, known = weight.keys[0], self._known(weight, tables)
+                self.put(key, self.table_of(key, self._model.get_parameter(key)) if known is None else known)
                 bar.update(weight.num_bytes)
 
     def report(self) -> ModelReport:
         """A report of the weights that are coded so far."""
         return ModelReport(tuple(self._coded), dict(self._plain), self._num_bytes, self._nbytes)
 
-    def _modules(self, weight: _Weight) -> list[torch.nn.Module]:
-        return [self._model.get_submodule(key.rpartition(".")[0]) for key in weight.keys]
-
-    def _is_transposed(self, weight: _Weight) -> bool:
-        module: Any = self._modules(weight)[0]
-        return bool(module.is_transposed) if weight.is_stacked else not _has_rows(module)
-
-    def _table_of(self, weight: _Weight, values: torch.Tensor) -> CompressedTensor:
-        values = values.detach()
-        if all(isinstance(module, torch.nn.Embedding) for module in self._modules(weight)):
-            return compress_rows(values.contiguous())
-        matrices = (values.mT if self._is_transposed(weight) else values).contiguous()
-        table = matrix_table(matrices.view(-1, matrices.shape[-1]), level=self._level)
-        return reshaped(table, matrices.shape) if weight.is_stacked else table
+    def _modules(self, key: str) -> list[torch.nn.Module]:
+        """All that hold a parameter."""
+        return [self._model.get_submodule(each.rpartition(".")[0]) for each in self._of[key].keys]
 
     def _known(self, weight: _Weight, tables: Mapping[str, CompressedTensor]) -> CompressedTensor | None:
         held = self._model.get_parameter(weight.keys[0])
@@ -279,18 +281,6 @@ class ModelPlan:
             if table is not None and (table.shape, table.dtype) == (held.shape, held.dtype) and self.takes(key, table):
                 return table.to(held.device)
         return None
-
-    def _put(self, weight: _Weight, table: CompressedTensor) -> bool:
-        if table.nbytes > weight.num_bytes * (1 - LEAST_SAVINGS):
-            self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
-            return False
-        if weight.is_stacked:
-            table = _put_in_experts(self._model, weight.names[0], table, self._fused)
-        else:
-            _put_over(self._model, weight.names, table, self._fused)
-        self._coded += weight.names
-        self._num_bytes, self._nbytes = self._num_bytes + weight.num_bytes, self._nbytes + table.nbytes
-        return True
 
 
 class _Choice:
@@ -333,7 +323,7 @@ def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            weight = found.setdefault(_place_of(parameter), _Weight())
+            weight = found.setdefault(place_of(parameter), _Weight())
             is_stacked = parameter.dim() == 3 and is_stack(module)
             is_of_a_kind = attribute == "weight" and isinstance(module, _kinds())
             if not (is_stacked or is_of_a_kind) or not choice.has(name):
@@ -364,9 +354,10 @@ def _kinds() -> tuple[type[torch.nn.Module], ...]:
     return (torch.nn.Linear, torch.nn.Embedding, *(() if conv1d is None else (conv1d,)))
 
 
-def _place_of(tensor: torch.Tensor) -> object:
+def place_of(tensor: torch.Tensor) -> object:
     """What tensors over the same elements have in common."""
-    if type(tensor) is not torch.nn.Parameter or tensor.is_meta or tensor.layout != torch.strided:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if tensor.is_meta or not is_plain:
         return id(tensor)
     return tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
 

@@ -26,13 +26,14 @@ class _Rows(RowsModule):
     def __init__(
         self,
         table: CompressedTensor | int,
-        embedding_dim: int | None,
-        padding_idx: int | None,
-        trainable: bool | None,
-        stays: bool | None,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype | None,
-        cache: RowCache | int | None,
+        embedding_dim: int | None = None,
+        *,
+        padding_idx: int | None = None,
+        trainable: bool | None = None,
+        stays: bool | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        cache: RowCache | int | None = None,
     ) -> None:
         is_new = isinstance(table, int)
         if isinstance(table, int):
@@ -108,22 +109,6 @@ class Embedding(_Rows):
         ValueError: table has not two dimensions, padding_idx is out of range, or the cache is one of another table.
     """
 
-    __module__ = "ibp.nn"
-
-    def __init__(
-        self,
-        table: CompressedTensor | int,
-        embedding_dim: int | None = None,
-        *,
-        padding_idx: int | None = None,
-        trainable: bool | None = None,
-        stays: bool | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        cache: RowCache | int | None = None,
-    ) -> None:
-        super().__init__(table, embedding_dim, padding_idx, trainable, stays, device, dtype, cache)
-
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim].
 
@@ -163,8 +148,6 @@ class EmbeddingBag(_Rows):
         TypeError, ValueError: as `Embedding`; mode is none of these.
     """
 
-    __module__ = "ibp.nn"
-
     def __init__(
         self,
         table: CompressedTensor | int,
@@ -180,7 +163,8 @@ class EmbeddingBag(_Rows):
         cache: RowCache | int | None = None,
     ) -> None:
         check_mode(mode)
-        super().__init__(table, embedding_dim, padding_idx, trainable, stays, device, dtype, cache)
+        placed: dict[str, Any] = {"stays": stays, "device": device, "dtype": dtype, "cache": cache}
+        super().__init__(table, embedding_dim, padding_idx=padding_idx, trainable=trainable, **placed)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(

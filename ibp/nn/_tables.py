@@ -132,27 +132,11 @@ class TableModule(torch.nn.Module):
         """The table, with all rows as they are now."""
         return self.weight
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self.load_weight(
-            self._name_of_weight(prefix),
-            state_dict,
-            local_metadata.get("assign_to_params_buffers", False),
-            missing_keys if strict else [],
-            unexpected_keys,
-            error_msgs,
-        )
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
+        name, assigns = self._name_of_weight(prefix), metadata.get("assign_to_params_buffers", False)
+        self.load_weight(name, state_dict, assigns, missing_keys if strict else [], unexpected_keys, error_msgs)
 
     def load_weight(
         self,
@@ -276,17 +260,10 @@ class Linear(TableModule):
         ValueError: table has not two dimensions, or bias another length.
     """
 
-    __module__ = "ibp.nn"
-
     bias: torch.nn.Parameter | None
 
     def __init__(
-        self,
-        table: CompressedTensor,
-        bias: torch.Tensor | None = None,
-        *,
-        stays: bool = False,
-        fused: bool = False,
+        self, table: CompressedTensor, bias: torch.Tensor | None = None, *, stays: bool = False, fused: bool = False
     ) -> None:
         super().__init__(table, stays)
         self.fused = fused
@@ -387,7 +364,6 @@ class Conv1D(Linear):
         TypeError, ValueError: as `Linear`.
     """
 
-    __module__ = "ibp.nn"
     transposed = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,11 @@ ibp.optim.SGD, Adagrad, RowWiseAdagrad   of rows that train: of `ibp.nn.Embeddin
 ibp.optim.average_gradients              of such rows, over the processes of a group
 """
 
+from .._common.publishing import published
 from ._states import Usage
 from .adamw import Adam, AdamW
 from .rows import SGD, Adagrad, RowWiseAdagrad, average_gradients
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "Usage", "average_gradients"]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = published(__name__)

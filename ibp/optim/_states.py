@@ -53,8 +53,6 @@ class Usage(Statistics):
         True
     """
 
-    __module__ = "ibp.optim"
-
     original_bytes: int
     device_bytes: int
     host_bytes: int

@@ -105,8 +105,6 @@ class Adam(torch.optim.Adam):
         tensor(0.5000)
     """
 
-    __module__ = "ibp.optim"
-
     _step_supports_amp_scaling = True  # of a GradScaler, by torch's kernel
 
     # `self.state` has the steps alone; the other states are in chunks, and each parameter group has a list of chunks.
@@ -505,8 +503,6 @@ class AdamW(Adam, torch.optim.AdamW):
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
-
-    __module__ = "ibp.optim"
 
     def __init__(
         self,

@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .._common.graphs import outside_of_graphs
 from .._common.group import RankGroup
 from .._tables.changes import put_items
+from .._tables.coding import table_of
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..nn._tables import placed_like
 from ..nn._training import RowGradient, RowsModule, summed
 from ._calling import loss_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
@@ -146,8 +146,6 @@ class SGD(RowOptimizer):
         TypeError, ValueError: a module has no rows to train, or an option is negative.
     """
 
-    __module__ = "ibp.optim"
-
     def __init__(self, modules: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(modules, {"lr": lr, "weight_decay": weight_decay})
 
@@ -183,8 +181,6 @@ class Adagrad(RowOptimizer):
     Raises:
         TypeError, ValueError: as `SGD`.
     """
-
-    __module__ = "ibp.optim"
 
     def __init__(
         self,
@@ -252,8 +248,6 @@ class RowWiseAdagrad(RowOptimizer):
         TypeError, ValueError: as `SGD`.
     """
 
-    __module__ = "ibp.optim"
-
     def __init__(self, modules: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0) -> None:
         super().__init__(modules, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
@@ -280,7 +274,7 @@ class RowWiseAdagrad(RowOptimizer):
         return {"sum": sums.clone()}
 
 
-def average_gradients(modules: Any, group: ProcessGroup | None = None) -> None:
+def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> None:
     """Gives every process of a group the mean of the gradients that all have, as DistributedDataParallel does it for
     parameters. A collective call, between `backward()` and `step()`.
 
@@ -308,7 +302,7 @@ def average_gradients(modules: Any, group: ProcessGroup | None = None) -> None:
         _average(module, group)
 
 
-def _average(module: RowsModule, group: ProcessGroup | None) -> None:
+def _average(module: RowsModule, group: dist.ProcessGroup | None) -> None:
     own, members = module.row_gradient(), RankGroup(group)
     if own is None:
         ids = torch.empty(0, dtype=torch.int64, device=members.device)
@@ -362,19 +356,10 @@ def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype)
     one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows
-    table = CompressedTensor(
-        shape=tuple(weight.shape),
-        dtype=weight.dtype,
-        scheme=one.scheme,
-        row_bytes=one.row_bytes,
-        slot_bytes=0,
-        slots=one.slots,
-        overflow=one.overflow,
-        lengths=one.lengths[:1].view(torch.int16).expand(num_rows).clone().view(torch.uint16),
-        bases=torch.zeros(-(-num_rows // 32), dtype=torch.int64),
-        codebook=one.codebook,
-    )
-    return placed_like(weight, table)
+    lengths = one.lengths[:1].view(torch.int16).expand(num_rows).clone().view(torch.uint16)
+    bases = torch.zeros(-(-num_rows // 32), dtype=torch.int64)
+    geometry, parts = replace(one.geometry, shape=weight.shape), (one.slots, one.codebook, lengths, one.overflow, bases)
+    return placed_like(weight, table_of(CompressedTensor, geometry, one.scheme, 0, *parts))
 
 
 def _checked(saved: dict[str, Any], shape: Iterable[int], dtype: torch.dtype) -> Any:

@@ -7,11 +7,10 @@
 `_placing.py` moves tensors and tables.
 """
 
+from .._common.publishing import published
 from ._placing import place
 from ._profiling import Profile, TensorProfile, profile
 
 __all__ = ["Profile", "TensorProfile", "place", "profile"]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = published(__name__)

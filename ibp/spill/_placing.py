@@ -81,7 +81,7 @@ def place(
     _rows.check_tensor(x)
     if scheme == "raw":
         raise ValueError("scheme is 'raw'; wanted 'planes', 'ibp' or 'auto': raw rows need slots of their full size")
-    learning = Learning.of(scheme, None, None, None, None, level, codebook)
+    learning = Learning.of(scheme, level=level, codebook=codebook)
     geometry = geometry_of(x, row_bytes, codebook)
     if slot_bytes not in (None, 0):
         _layout.checked_slot_bytes("slots", slot_bytes, geometry.row_bytes)

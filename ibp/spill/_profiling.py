@@ -47,8 +47,6 @@ class TensorProfile:
         ratios: that were chosen from; None: every whole number of sectors.
     """
 
-    __module__ = "ibp.spill"
-
     name: str
     num_bytes: int
     row_bytes: int
@@ -128,8 +126,6 @@ class Profile(Mapping[str, TensorProfile]):
         best_ratio: original bytes over those of all rows as stored: what no threshold can exceed by much.
         sweep: the same at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
-
-    __module__ = "ibp.spill"
 
     def __init__(self, tensors: Mapping[str, TensorProfile], threshold: float, num_snapshots: int) -> None:
         self._tensors, self.threshold, self.num_snapshots = dict(tensors), threshold, num_snapshots
@@ -244,7 +240,7 @@ def profile(
     threshold = _targets.checked_threshold(threshold)
     sample_bytes = whole_number("sample_bytes", sample_bytes, 1)
     kept_ratios = None if ratios is None else tuple(_targets.checked_ratio(ratio) for ratio in ratios)
-    learning = Learning.of(scheme, None, None, None, None, level, None)
+    learning = Learning.of(scheme, level=level)
     kept: dict[str, _Kept] = {}
     num_snapshots = 0
     for snapshot in snapshots:

@@ -6,6 +6,7 @@ import torch
 
 import ibp
 import reference
+import row_codecs
 from golden.load import (
     CORRUPT_ROWS,
     CORRUPT_TABLES,
@@ -118,7 +119,7 @@ def test_corrupt_rows(row):
     mask, bitval, coded = (bytes.fromhex(row[name]) for name in ("mask", "bitval", "coded"))
     with pytest.raises(reference.CorruptRow):
         reference.decode_row(reference.make_codebook(mask, bitval, row["chunk_bytes"], row["flag_all"]), coded)
-    codec = ibp._core.RowCodec(mask, bitval, row["chunk_bytes"], row["flag_all"])
+    codec = row_codecs.RowCodec(mask, bitval, row["chunk_bytes"], row["flag_all"])
     assert row["status"] == "IBP_CORRUPT_ROW"
     with pytest.raises(ValueError, match="corrupt|contradicts"):
         codec.decode(coded)

@@ -10,6 +10,7 @@ import torch
 
 import ibp
 import reference_planes as reference
+import row_codecs
 from golden.make_planes import (
     CASES,
     KINDS,
@@ -505,7 +506,7 @@ def check_hostile(cuda, table):
 
 
 def codec_of(codebook):
-    return ibp._core.PlanesCodec(
+    return row_codecs.PlanesCodec(
         codebook.row_bytes,
         codebook.element_bytes,
         codebook.rotate,

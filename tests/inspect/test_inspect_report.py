@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ibp
+import row_codecs
 from golden import make_planes
 from helpers import embedding, make_tensor, one_hot_rows, planes_codebook, spiky_rows
 from ibp._inspect import report, splitting
@@ -36,7 +37,7 @@ def test_parts_of_coded_rows_of_masks_add_up(chunk_bytes, flag_all):
     rows = rows_of(make_tensor((40, 13), torch.int16, "narrow"))
     mask = torch.from_numpy(np.random.default_rng(0).choice([0, 0x80, 0xFC, 0xFF], 26).astype(np.uint8))
     bitval = mask & torch.from_numpy(rows[0])
-    codec = ibp._core.RowCodec(mask.numpy(), bitval.numpy(), chunk_bytes, flag_all)
+    codec = row_codecs.RowCodec(mask.numpy(), bitval.numpy(), chunk_bytes, flag_all)
     split = splitting.split_rows(rows, ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes, flag_all), 2)
     assert sum(split.parts.values()) == sum(codec.coded_bytes(row) for row in rows)
     assert split.parts["participation bits"] == codec.num_flags * len(rows) // 8

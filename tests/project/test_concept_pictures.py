@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-import ibp
+import row_codecs
 from native import ROOT
 
 
@@ -44,14 +44,14 @@ def test_masks_are_coded_as_drawn(draw_concepts):
         torch.tensor(list(bytes_of(words, 2)), dtype=torch.uint8)
         for words in (draw_concepts.MASKS, draw_concepts.BITVALS)
     )
-    codec = ibp._core.RowCodec(mask.numpy(), bitval.numpy(), 2)
+    codec = row_codecs.RowCodec(mask.numpy(), bitval.numpy(), 2)
     flags, kept = draw_concepts.masks_row(draw_concepts.CHUNKS)
     coded = draw_concepts.to_bytes(flags + [bit for part in kept for bit in part])
     assert codec.encode(bytes_of(draw_concepts.CHUNKS, 2)) == coded
 
 
 def test_planes_are_coded_as_drawn(draw_concepts):
-    codec = ibp._core.PlanesCodec(12, 2, 1, 8, [1, 1], False, False, 0, 0, bytes(draw_concepts.ENTRIES))
+    codec = row_codecs.PlanesCodec(12, 2, 1, 8, [1, 1], False, False, 0, 0, bytes(draw_concepts.ENTRIES))
     _, residuals, first, second, raw = draw_concepts.planes_row()
     second, raw = ([digit for digit in part if digit is not None] for part in (second, raw))
     coded = bytes(residuals) + draw_concepts.to_bytes(first) + draw_concepts.to_bytes(second) + bytes(raw)
@@ -59,6 +59,6 @@ def test_planes_are_coded_as_drawn(draw_concepts):
 
 
 def test_a_listed_row_is_coded_as_drawn(draw_concepts):
-    codec = ibp._core.PlanesCodec(draw_concepts.COLUMNS, 1, 0, 8, [], False, True, 0, 1, b"")
+    codec = row_codecs.PlanesCodec(draw_concepts.COLUMNS, 1, 0, 8, [], False, True, 0, 1, b"")
     row = bytes(draw_concepts.LISTED.get(column, 0) for column in range(draw_concepts.COLUMNS))
     assert codec.encode(row) == b"".join(part for _, _, part in draw_concepts.listed_row())

@@ -6,6 +6,7 @@ import torch
 
 import ibp
 import reference
+import row_codecs
 from golden.make_planes import (
     KINDS,
     LATER_FIELDS,
@@ -87,7 +88,7 @@ def test_rows_of_masks(row_bytes, chunk_bytes, features):
         bitval = rng.integers(0, 256, row_bytes, np.uint8) & mask
         codebook, codec = (
             reference.make_codebook(mask, bitval, chunk_bytes, flag_all),
-            ibp._core.RowCodec(mask, bitval, chunk_bytes, flag_all),
+            row_codecs.RowCodec(mask, bitval, chunk_bytes, flag_all),
         )
         for _ in range(8):
             row = rng.integers(0, 256, row_bytes, np.uint8)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ibp
 import reference_planes as reference
+import row_codecs
 from golden import make_planes
 from golden.make_planes import (
     CASES,
@@ -30,7 +30,7 @@ FEW_COLUMNS = [name for name in CASES if CASES[name][2] <= 1000]
 
 def codec_of(codebook):
     c = codebook
-    return ibp._core.PlanesCodec(
+    return row_codecs.PlanesCodec(
         c.row_bytes,
         c.element_bytes,
         c.rotate,
@@ -89,20 +89,20 @@ def test_golden_rows(name):
 
 
 def test_worked_example():
-    codec = ibp._core.PlanesCodec(12, 2, 1, 8, [1, 1], False, False, 0, 0, bytes.fromhex("7E 7F"))
+    codec = row_codecs.PlanesCodec(12, 2, 1, 8, [1, 1], False, False, 0, 0, bytes.fromhex("7E 7F"))
     row, coded = bytes.fromhex("003F 803F 40BF 4040 003F C03F"), bytes.fromhex("00 00 81 80 00 80 2A 02 80")
     assert codec.encode(row) == coded and codec.decode(coded) == row
 
 
 def test_worked_examples_of_what_is_left_out():
     split = {"rotate": 1, "residual_bits": 8, "digit_bits": [2], "per_column": False, "closed": 0, "entries": b""}
-    signed = ibp._core.PlanesCodec(
+    signed = row_codecs.PlanesCodec(
         18, 2, **split, listed=True, default=0, first_symbol=0x7E, signed_default=True
     )  # fmt: skip
     row = np.array([0x8000, 0, 0x3F80, 0x8000, 0x8000, 0, 0, 0, 0x8000], "<u2").tobytes()
     assert signed.encode(row) == bytes.fromhex("01 04 00 8D 00 01") and signed.decode(signed.encode(row)) == row
     constants = {"live_columns": [0, 1, 3], "row_template": np.array([0, 0, 0x2A, 0], "<u4").tobytes()}
-    held = ibp._core.PlanesCodec(
+    held = row_codecs.PlanesCodec(
         16, 4, **split, listed=False, default=0, first_symbol=0x7E, invariant_bits=16, **constants
     )  # fmt: skip
     row = np.array([0x3F000000, 0x3F800000, 0x2A, 0xBF400000], "<u4").tobytes()
@@ -411,14 +411,14 @@ GOOD = {
     ids=str,
 )
 def test_codebooks_that_contradict_themselves(changes):
-    ibp._core.PlanesCodec(*GOOD.values())
+    row_codecs.PlanesCodec(*GOOD.values())
     with pytest.raises(ValueError):
-        ibp._core.PlanesCodec(*(GOOD | changes).values())
+        row_codecs.PlanesCodec(*(GOOD | changes).values())
 
 
 @pytest.mark.parametrize("size", [0, 11, 13, 24])
 def test_rows_of_another_size(size):
-    codec = ibp._core.PlanesCodec(*GOOD.values())
+    codec = row_codecs.PlanesCodec(*GOOD.values())
     for method in (codec.encode, codec.coded_bytes):
         with pytest.raises(ValueError):
             method(bytes(size))

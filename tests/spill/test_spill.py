@@ -221,16 +221,7 @@ def test_placed_anew(level):
     """What `refit` makes of a table that spills to host memory."""
     x = torch.randn(400, 512)
     table = ibp.spill.place(x, 4 / 3, level=level, device="cpu")
-    anew = placed_anew(
-        100 * x,
-        table,
-        scheme="auto",
-        codebook=None,
-        sample=None,
-        clusters=None,
-        level=level,
-        slot_bytes=None,
-    )
+    anew = placed_anew(100 * x, table, None, "auto", level=level)
     assert_same_bits(ibp.decompress(anew), 100 * x)
     assert anew.slot_bytes == 1536 and anew.codebook.level == level and anew.codebook is not table.codebook
 

@@ -12,6 +12,7 @@ import torch
 
 import ibp
 import reference
+import row_codecs
 from helpers import (
     SCHEMES,
     assert_same_bits,
@@ -366,7 +367,7 @@ def test_codebook_of_many_pairs_has_a_wide_index():
 
 def test_row_codec(x):
     codebook = ibp.codecs.analyze(x)
-    codec = ibp._core.RowCodec(codebook.mask.numpy(), codebook.bitval.numpy(), codebook.chunk_bytes, codebook.flag_all)
+    codec = row_codecs.RowCodec(codebook.mask.numpy(), codebook.bitval.numpy(), codebook.chunk_bytes, codebook.flag_all)
     plain = reference.make_codebook(
         codebook.mask.numpy(), codebook.bitval.numpy(), codebook.chunk_bytes, codebook.flag_all
     )

@@ -239,21 +239,6 @@ def test_codebook_with_bits_past_the_row():
         ibp.codecs.Codebook(3, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
 
 
-def test_row_codec():
-    with pytest.raises(ValueError):
-        ibp._core.RowCodec(b"\x00", b"\x01", 4)
-    with pytest.raises(ValueError):
-        ibp._core.RowCodec(b"\x00", b"\x00", 3)
-    with pytest.raises(ValueError):
-        ibp._core.RowCodec(b"", b"", 4)
-    with pytest.raises(ValueError):
-        ibp._core.RowCodec(b"\xff\xff", b"\x00", 4)
-    with pytest.raises(TypeError):
-        ibp._core.RowCodec("mask", b"\x00", 4)
-    with pytest.raises(ValueError, match="contiguous"):
-        ibp._core.RowCodec(np.zeros((8, 2), np.uint8)[:, 0], bytes(8), 4)
-
-
 # ---- index_select, decompress, [] ----
 
 

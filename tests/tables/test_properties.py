@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import ibp
 import reference
+import row_codecs
 from helpers import DTYPES, SCHEMES, assert_same_bits, bytes_of, make_tensor, reference_decode, take
 
 ELEMENTS = [dtype for dtype in DTYPES if dtype != torch.complex32]  # torch warns of that one; it has tests of its own
@@ -89,7 +90,7 @@ def test_core_rows_are_the_references(row_bytes, chunk_bytes, flag_all, seed, pe
     bitval = mask & rng.integers(0, 256, row_bytes, np.uint8)
     row = rng.integers(0, 256, row_bytes, np.uint8)
     row = np.where(rng.integers(0, 100, row_bytes) < percent, row & ~mask | bitval, row).astype(np.uint8)
-    codec = ibp._core.RowCodec(mask, bitval, chunk_bytes, flag_all)
+    codec = row_codecs.RowCodec(mask, bitval, chunk_bytes, flag_all)
     coded = reference.encode_row(reference.make_codebook(mask, bitval, chunk_bytes, flag_all), row)
     assert codec.encode(row) == coded and codec.decode(coded) == row.tobytes() and codec.coded_bytes(row) == len(coded)
 
@@ -104,7 +105,7 @@ def test_any_bytes_decode_alike_or_not_at_all(coded, row_bytes, chunk_bytes, fla
     except reference.CorruptRow:
         expected = None
     try:
-        row = ibp._core.RowCodec(mask, bitval, chunk_bytes, flag_all).decode(coded)
+        row = row_codecs.RowCodec(mask, bitval, chunk_bytes, flag_all).decode(coded)
     except ValueError:
         row = None
     assert row == expected

@@ -802,7 +802,7 @@ def test_few_bytes_of_the_host_are_coded_there(monkeypatch, num_rows, is_free, d
         coding, "measure", lambda *args: asked.append(args[2].type) or measure(*args[:2], torch.device("cpu"))
     )
     x = torch.randn(num_rows, 16 << 10)
-    learning = coding.Learning.of("planes", None, None, None, None, "default", None)
+    learning = coding.Learning.of("planes")
     codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
     for given in (learning, dataclasses.replace(learning, codebook=codebook)):
         geometry = coding.geometry_of(x, None, given.codebook)
