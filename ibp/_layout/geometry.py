@@ -134,7 +134,8 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
-    x = x.view(_INTEGERS[x.element_size()]).contiguous()
+    if not x.is_contiguous():
+        x = x.view(_INTEGERS[x.element_size()]).contiguous()
     return x.as_strided((x.numel(),), (1,)).view(
         torch.uint8
     )  # a contiguous tensor of at most one element may have any strides
