@@ -192,23 +192,35 @@ static uint64_t greedy_gain(const uint64_t *columns, uint32_t num_bits, uint32_t
     uint64_t matching = ~(uint64_t)0 >> (64 - num_rows), used = 0;
     uint32_t num_matching = num_rows, best = 0;
     for (uint32_t k = 0; k < num_bits && num_matching * num_bits > num_rows + best;) {
-        uint32_t most = 0, at = 0, all = 0;
-        uint64_t kept = 0;
+        uint32_t ones[8 * BLOCK_BYTES], top = 0; /* agreeing rows and, of equal bits, the lowest */
+        for (uint32_t b = 0; b < num_bits; b++) ones[b] = count_ones(columns[b] & matching);
         for (uint32_t b = 0; b < num_bits; b++) {
-            if (used >> b & 1) continue;
-            const uint32_t ones = count_ones(columns[b] & matching), zeros = num_matching - ones;
-            if (ones == 0 || zeros == 0) {
-                used |= (uint64_t)1 << b, all++; /* on which all agree that are left */
-            } else if (ones > most || zeros > most) {
-                most = ones > zeros ? ones : zeros, at = b;
-                kept = ones > zeros ? columns[b] : ~columns[b];
-            }
+            const uint32_t agreeing = ones[b] > num_matching - ones[b] ? ones[b] : num_matching - ones[b];
+            const uint32_t key = used >> b & 1 ? 0 : 64 * agreeing + 63 - b;
+            top = key > top ? key : top;
         }
-        k += all;
-        if (all == 0) used |= (uint64_t)1 << at, matching &= kept, num_matching = most, k++;
+        const uint32_t at = 63 - top % 64, most = top / 64;
+        if (most < num_matching) {
+            matching &= 2 * ones[at] > num_matching ? columns[at] : ~columns[at], num_matching = most;
+            used |= (uint64_t)1 << at, k++;
+        } else { /* all agree that are left, and on other bits too */
+            for (uint32_t b = at; b < num_bits; b++)
+                if (!(used >> b & 1) && ones[b] % num_matching == 0) used |= (uint64_t)1 << b, k++;
+        }
         if (num_matching * k > num_rows + best) best = num_matching * k - num_rows;
     }
     return best;
+}
+
+/* Turns 64 words of 64 bits: bit r of word b becomes bit b of word r. */
+static void transpose_bits(uint64_t words[64])
+{
+    uint64_t low = 0xffffffffu; /* of each pair of fields of `size` bits, which change places crosswise */
+    for (uint32_t size = 32; size > 0; size /= 2, low ^= low << size)
+        for (uint32_t w = 0; w < 64; w = (w + size + 1) & ~size) {
+            const uint64_t differing = (words[w] >> size ^ words[w + size]) & low;
+            words[w] ^= differing << size, words[w + size] ^= differing;
+        }
 }
 
 ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, double *savings)
@@ -221,10 +233,9 @@ ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row
     for (uint32_t first = 0; first < row_bytes; first += block_step) {
         uint64_t columns[8 * BLOCK_BYTES] = {0};
         const uint32_t valid_bytes = ibp_min_u32(BLOCK_BYTES, row_bytes - first);
-        for (size_t r = 0; r < rows; r++) {
-            const uint64_t block = load_chunk(data + r * step * row_bytes, row_bytes, first, BLOCK_BYTES);
-            for (uint32_t b = 0; b < 8 * BLOCK_BYTES; b++) columns[b] |= (block >> b & 1) << r;
-        }
+        for (size_t r = 0; r < rows; r++)
+            columns[r] = load_chunk(data + r * step * row_bytes, row_bytes, first, BLOCK_BYTES);
+        transpose_bits(columns);
         bytes += valid_bytes;
         for (uint32_t size = 0; size < 4; size++)
             for (uint32_t b = 0; b < 8 * valid_bytes; b += 8u << size)

@@ -155,18 +155,16 @@ static size_t compact(const uint64_t *sorted, size_t count, value_count *items)
 static void drop_sign(const value_counts *whole, value_counts *out)
 {
     const uint64_t sign = (uint64_t)1 << (whole->bits - 1);
-    size_t low = 0, half = 0, high;
-    while (half < whole->size && whole->items[half].value < sign) half++;
+    const value_count *const items = whole->items, end = {sign, 0};
+    size_t low = 0, half = 0;
+    while (half < whole->size && items[half].value < sign) half++;
     out->bits = whole->bits - 1, out->size = 0;
-    for (high = half; low < half || high < whole->size;) {
-        const bool takes_low =
-            low < half && (high == whole->size || whole->items[low].value <= (whole->items[high].value ^ sign));
-        const value_count item = whole->items[takes_low ? low++ : high++];
-        const uint64_t value = item.value & (sign - 1);
-        if (out->size && out->items[out->size - 1].value == value)
-            out->items[out->size - 1].count += item.count;
-        else
-            out->items[out->size++] = (value_count){value, item.count};
+    for (size_t high = half; low < half || high < whole->size;) {
+        const value_count a = low < half ? items[low] : end, b = high < whole->size ? items[high] : end;
+        const uint64_t other = high < whole->size ? b.value ^ sign : sign, value = a.value < other ? a.value : other;
+        out->items[out->size++] =
+            (value_count){value, (a.value == value ? a.count : 0) + (other == value ? b.count : 0)};
+        low += a.value == value, high += other == value;
     }
 }
 
@@ -277,32 +275,32 @@ static double part_bits(const option *o, uint32_t k, uint32_t bits, bool is_exac
 }
 
 /* Bytes that the codebook takes. */
-static double codebook_bytes(const search *s, const option *o, const digit_list *digits)
+static double codebook_bytes(const search *s, const option *o, uint32_t num_entries)
 {
-    return o->sets * digits->num_entries * symbol_bytes_of(o->shape.symbol_bits) +
+    return o->sets * num_entries * symbol_bytes_of(o->shape.symbol_bits) +
            (o->as != DENSE ? 2.0 * s->width / 8.0 : 0.0);
 }
 
-/* Bytes of a mean row with its share of the codebook. */
-static double cost_of(const search *s, const option *o, const digit_list *digits)
-{
-    const uint32_t symbol_bits = o->shape.symbol_bits;
-    double bits = part_bits(o, 0, s->width - symbol_bits, o->as == DENSE);
-    uint32_t first = 0;
-    for (uint32_t p = 0; p < digits->num_planes; p++) {
-        bits += part_bits(o, first, digits->widths[p], o->as == DENSE && p == 0);
-        first += (1u << digits->widths[p]) - 1;
-    }
-    bits += part_bits(o, first, symbol_bits, false);
-    return o->extra_bytes + bits / 8.0 + codebook_bytes(s, o, digits) / s->table_rows;
-}
-
-/* Fills in what an option costs with all lists of digits. */
+/* Fills in the bytes of a mean row, with its share of the codebook, by all lists of digits. A list continues its
+ * parent, whose planes it shares: list_digits puts the children of list i at 4 * i + 1 and behind. */
 static void judge(const search *s, option *o)
 {
+    const uint32_t symbol_bits = o->shape.symbol_bits;
+    double escapes[MOST_ENTRIES + 1], books[MOST_ENTRIES + 1], planes[MOST_LISTS]; /* bits, bytes, bits */
+    for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
+        escapes[k] = part_bits(o, k, symbol_bits, false);
+        books[k] = codebook_bytes(s, o, k) / s->table_rows;
+    }
+    planes[0] = part_bits(o, 0, s->width - symbol_bits, o->as == DENSE);
     o->least = INFINITY;
     for (uint32_t i = 0; i < s->num_lists; i++) {
-        o->costs[i] = cost_of(s, o, &s->lists[i]);
+        const digit_list *const digits = &s->lists[i];
+        if (i) {
+            const uint32_t bits = digits->widths[digits->num_planes - 1],
+                           first = digits->num_entries + 1 - (1u << bits);
+            planes[i] = planes[(i - 1) / IBP_MAX_DIGIT_BITS] + part_bits(o, first, bits, o->as == DENSE && first == 0);
+        }
+        o->costs[i] = o->extra_bytes + (planes[i] + escapes[digits->num_entries]) / 8.0 + books[digits->num_entries];
         if (o->costs[i] < o->least) o->least = o->costs[i];
     }
 }
@@ -328,7 +326,7 @@ static bool is_simpler(const search *s, const option *a, const digit_list *x, co
 {
     if (a->as != b->as) return a->as < b->as;
     if (x->num_planes != y->num_planes) return x->num_planes < y->num_planes;
-    return codebook_bytes(s, a, x) < codebook_bytes(s, b, y);
+    return codebook_bytes(s, a, x->num_entries) < codebook_bytes(s, b, y->num_entries);
 }
 
 /* The plan to take of all options: which option, and its digits. */
@@ -339,7 +337,7 @@ static uint32_t choose(const search *s, const option *options, uint32_t count, c
     uint32_t found = 0, fast = count;
     const digit_list *best = NULL, *best_fast = NULL;
     for (uint32_t k = 0; k < count; k++)
-        for (uint32_t i = 0; i < s->num_lists; i++) {
+        for (uint32_t i = 0; options[k].least <= FAST_COST * least && i < s->num_lists; i++) {
             const option *const o = &options[k];
             const digit_list *const tried = &s->lists[i];
             const double bytes = o->costs[i];
@@ -358,25 +356,21 @@ static uint32_t choose(const search *s, const option *options, uint32_t count, c
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
 /* element_bytes is a constant where this is called. */
-static inline void load_elements(const uint8_t *from, uint32_t count, uint32_t step, uint32_t element_bytes,
-                                 uint64_t *elements)
+static inline void load_elements_of(const uint8_t *from, uint32_t count, uint32_t element_bytes, uint64_t *elements)
 {
     for (uint32_t i = 0; i < count; i++) {
         elements[i] = 0;
-        memcpy(&elements[i], from + (size_t)i * step * element_bytes, element_bytes);
+        memcpy(&elements[i], from + (size_t)i * element_bytes, element_bytes);
     }
 }
 
-/* Each step-th element of a row of the sample. */
-static void load_whole(const search *s, size_t row, uint32_t step, uint64_t *elements)
+static void load_elements(const uint8_t *from, uint32_t count, uint32_t element_bytes, uint64_t *elements)
 {
-    const uint8_t *const from = s->rows + row * s->row_bytes;
-    const uint32_t count = (s->row_bytes / s->element_bytes + step - 1) / step;
-    switch (s->element_bytes) {
-    case 1: load_elements(from, count, step, 1, elements); break;
-    case 2: load_elements(from, count, step, 2, elements); break;
-    case 4: load_elements(from, count, step, 4, elements); break;
-    default: load_elements(from, count, step, 8, elements); break;
+    switch (element_bytes) {
+    case 1: load_elements_of(from, count, 1, elements); break;
+    case 2: load_elements_of(from, count, 2, elements); break;
+    case 4: load_elements_of(from, count, 4, elements); break;
+    default: load_elements_of(from, count, 8, elements); break;
     }
 }
 
@@ -386,28 +380,25 @@ static uint32_t column_of(const search *s, size_t i)
     return ibp_min_u32(IBP_LOAD_ONCE(s->live_columns[i]), s->row_bytes / s->element_bytes - 1);
 }
 
-/* Loads each step-th coded element of a row, without its invariant bits. elements: room for a whole row. */
-static void load_row(const search *s, size_t row, uint32_t step, uint64_t *elements)
+/* Loads the coded elements of a row, without their invariant bits. elements: room for a whole row. */
+static void load_row(const search *s, size_t row, uint64_t *elements)
 {
-    const uint32_t count = (s->columns + step - 1) / step;
-    load_whole(s, row, s->live_columns ? 1 : step, elements);
+    load_elements(s->rows + row * s->row_bytes, s->row_bytes / s->element_bytes, s->element_bytes, elements);
     if (s->live_columns)
-        for (uint32_t c = 0; c < count; c++) elements[c] = elements[column_of(s, (size_t)c * step)];
+        for (uint32_t c = 0; c < s->columns; c++) elements[c] = elements[column_of(s, c)];
     if (s->invariant_bits)
-        for (uint32_t c = 0; c < count; c++) elements[c] >>= s->invariant_bits;
+        for (uint32_t c = 0; c < s->columns; c++) elements[c] >>= s->invariant_bits;
 }
 
-/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have, `row` those of one
- * row. */
+/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have. */
 typedef struct room {
-    uint64_t *elements, *listed, *row, *longs, *other_longs;
+    uint64_t *elements, *listed, *longs, *other_longs;
     uint32_t *bins;
     value_count *whole, *unsigned_, *long_, *folded;
     option *options;
     uint32_t *column_counts;
     uint8_t *dictionary; /* place of each symbol or hash */
     uint8_t *ranks;      /* of each place, column by column */
-    uint8_t *places;     /* of the symbols of a row */
 } room;
 
 /* Counts the prefixes of values. */
@@ -418,17 +409,17 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
     if (count <= MOST_SORTED) {
         for (size_t i = 0; i < count; i++) r->longs[i] = elements[i] >> (width - bits);
         v->whole.size = compact(sort_values(r->longs, r->other_longs, count, bits), count, r->whole);
-        drop_sign(&v->whole, &v->unsigned_);
     } else {
-        memset(r->bins, 0, sizeof *r->bins << bits);
+        memset(r->bins, 0, sizeof *r->bins << (bits < 2 ? 2 : bits));
         for (size_t i = 0; i < count; i++) r->bins[elements[i] >> (width - bits)]++;
-        const uint64_t num_bins = (uint64_t)1 << bits, half = num_bins / 2;
-        for (uint64_t b = 0; b < num_bins; b++)
-            if (r->bins[b]) r->whole[v->whole.size++] = (value_count){b, r->bins[b]};
-        for (uint64_t b = 0; b < half; b++)
-            if (r->bins[b] + r->bins[b + half])
-                r->unsigned_[v->unsigned_.size++] = (value_count){b, r->bins[b] + r->bins[b + half]};
+        for (uint64_t b = 0; b < (uint64_t)1 << bits; b++) {
+            if (b % 4 == 0 && (r->bins[b] | r->bins[b + 1] | r->bins[b + 2] | r->bins[b + 3]) == 0)
+                b += 3;
+            else if (r->bins[b])
+                r->whole[v->whole.size++] = (value_count){b, r->bins[b]};
+        }
     }
+    drop_sign(&v->whole, &v->unsigned_);
     const size_t step = count / MOST_LONG + 1;
     size_t size = 0;
     if (width > bits)
@@ -606,41 +597,70 @@ typedef struct part {
     bool is_table; /* it need not stand for other rows */
 } part;
 
-/* The places in the dictionary of a row's symbols. */
-static void find_places(const search *s, const part *of, const dictionary *d, shape sh, size_t row, const room *r,
-                        uint8_t *places)
+/* Counts the symbols of a row by column. element_bytes is a constant where this is called. */
+static inline void count_row_of(const search *s, const part *of, const dictionary *d, shape sh, const uint8_t *row,
+                                uint32_t element_bytes, uint32_t *counts)
 {
-    const uint32_t shift = sh.symbol_bits ? s->width - sh.symbol_bits - sh.rotate : 0;
+    const uint32_t shift = s->invariant_bits + (sh.symbol_bits ? s->width - sh.symbol_bits - sh.rotate : 0);
     const uint64_t ones = sh.symbol_bits ? ~(uint64_t)0 >> (64 - sh.symbol_bits) : 0;
-    load_row(s, row, of->column_step, r->row);
-    if (d->symbol_bits <= MOST_BINS_BITS)
-        for (uint32_t c = 0; c < of->columns; c++) places[c] = d->places[r->row[c] >> shift & ones];
-    else
-        for (uint32_t c = 0; c < of->columns; c++) places[c] = long_place_of(d, r->row[c] >> shift & ones);
+    const uint32_t columns = of->columns, stride = d->size + 1;
+    const bool is_short = d->symbol_bits <= MOST_BINS_BITS, has_all = s->live_columns == NULL;
+    size_t i = 0;
+    for (uint32_t c = 0; c < columns; c++, i += of->column_step, counts += stride) {
+        uint64_t symbol = 0;
+        memcpy(&symbol, row + (has_all ? i : column_of(s, i)) * element_bytes, element_bytes);
+        symbol = symbol >> shift & ones;
+        counts[is_short ? d->places[symbol] : long_place_of(d, symbol)]++;
+    }
 }
 
-/* Counts the symbols of columns in every second row of a part, or in all. */
-static void count_columns(const search *s, const part *of, bool all_rows, const dictionary *d, shape sh, const room *r,
-                          double *pseudo)
+static void count_row(const search *s, const part *of, const dictionary *d, shape sh, const uint8_t *row,
+                      uint32_t *counts)
 {
-    const uint32_t stride = d->size + 1;
-    memset(r->column_counts, 0, sizeof *r->column_counts * of->columns * stride);
+    switch (s->element_bytes) {
+    case 1: count_row_of(s, of, d, sh, row, 1, counts); break;
+    case 2: count_row_of(s, of, d, sh, row, 2, counts); break;
+    case 4: count_row_of(s, of, d, sh, row, 4, counts); break;
+    default: count_row_of(s, of, d, sh, row, 8, counts); break;
+    }
+}
+
+/* Counts the symbols of columns in each step-th row from `first` on. @return how many rows there are. */
+static size_t count_columns(const search *s, const part *of, size_t first, size_t step, const dictionary *d, shape sh,
+                            const room *r)
+{
+    memset(r->column_counts, 0, sizeof *r->column_counts * of->columns * (d->size + 1));
     size_t rows = 0;
-    for (size_t row = 0; row < s->num_rows; row += of->row_step * (all_rows ? 1 : 2), rows++) {
-        find_places(s, of, d, sh, row, r, r->places);
-        for (uint32_t c = 0; c < of->columns; c++) r->column_counts[(size_t)c * stride + r->places[c]]++;
-    }
-    for (uint32_t k = 0; k < d->size; k++) {
-        double total = 0;
-        for (uint32_t c = 0; c < of->columns; c++) total += r->column_counts[(size_t)c * stride + k];
-        pseudo[k] = total * PSEUDO_COUNTS / ((double)rows * of->columns);
-    }
+    for (size_t row = first; row < s->num_rows; row += step, rows++)
+        count_row(s, of, d, sh, s->rows + row * s->row_bytes, r->column_counts);
+    return rows;
 }
 
-/* Finds the rank of each place of the dictionary in each column, from the column's counts. */
-static void rank_places(const search *s, const part *of, const dictionary *d, const double *pseudo, const room *r)
+/* Adds up, of the columns' counts, what every place of the dictionary has, and what every rank has. */
+static void add_counts(const part *of, uint32_t stride, const room *r, uint64_t *by_place, uint64_t *by_rank)
+{
+    for (size_t c = 0; c < of->columns; c++)
+        for (uint32_t k = 0; k < stride; k++) {
+            const uint32_t count = r->column_counts[c * stride + k];
+            by_place[k] += count;
+            if (by_rank != NULL) by_rank[r->ranks[c * stride + k]] += count;
+        }
+}
+
+/* Counts that each place of the dictionary has besides the column's own, from the counts of `rows` rows. */
+static void find_pseudo_counts(const part *of, const dictionary *d, size_t rows, const room *r, double *pseudo)
+{
+    uint64_t totals[DICTIONARY + 1] = {0};
+    add_counts(of, d->size + 1, r, totals, NULL);
+    for (uint32_t k = 0; k < d->size; k++) pseudo[k] = (double)totals[k] * PSEUDO_COUNTS / ((double)rows * of->columns);
+}
+
+/* Finds the rank of each place of the dictionary in each column, from the counts of `rows` rows. */
+static void rank_places(const search *s, const part *of, const dictionary *d, size_t rows, const room *r)
 {
     const uint32_t stride = d->size + 1;
+    double pseudo[DICTIONARY];
+    find_pseudo_counts(of, d, rows, r, pseudo);
     for (uint32_t c = 0; c < of->columns; c++) {
         uint8_t order[MOST_ENTRIES], *const to = r->ranks + (size_t)c * stride;
         const uint32_t size = order_column(s, d, r->column_counts + (size_t)c * stride, pseudo, order);
@@ -655,26 +675,19 @@ static void column_option(const search *s, const values *v, shape sh, const part
                           option *table)
 {
     dictionary d;
-    double pseudo[DICTIONARY];
     uint64_t own_ranks[MOST_ENTRIES + 1] = {0}, table_ranks[DICTIONARY + 1] = {0};
     make_dictionary(s, v, sh, r, &d);
-    const uint32_t stride = d.size + 1;
-    count_columns(s, of, of->is_table, &d, sh, r, pseudo);
-    rank_places(s, of, &d, pseudo, r);
-    double rows = 0;
-    for (size_t row = of->is_table ? 0 : of->row_step; row < s->num_rows;
-         row += of->row_step * (of->is_table ? 1 : 2), rows++) {
-        find_places(s, of, &d, sh, row, r, r->places);
-        for (uint32_t c = 0; c < of->columns; c++) {
-            own_ranks[r->ranks[(size_t)c * stride + r->places[c]]]++;
-            table_ranks[r->places[c]]++;
-        }
-    }
+    const size_t step = of->row_step * (of->is_table ? 1 : 2);
+    size_t rows = count_columns(s, of, 0, step, &d, sh, r);
+    rank_places(s, of, &d, rows, r);
+    if (!of->is_table) rows = count_columns(s, of, of->row_step, step, &d, sh, r);
+    add_counts(of, d.size + 1, r, table_ranks, own_ranks);
     if (d.size < MOST_ENTRIES) table_ranks[d.size] = 0; /* of none */
+    const double num_rows = (double)rows, total = num_rows * of->columns;
     *own = (option){.shape = sh, .per_column = true, .sets = of->columns};
     *table = (option){.shape = sh};
-    fill_tails(own, rows * of->columns, 1.0, rows, own_ranks, MOST_ENTRIES);
-    fill_tails(table, rows * of->columns, 1.0, rows, table_ranks, MOST_ENTRIES);
+    fill_tails(own, total, 1.0, num_rows, own_ranks, MOST_ENTRIES);
+    fill_tails(table, total, 1.0, num_rows, table_ranks, MOST_ENTRIES);
     judge(s, own), judge(s, table);
 }
 
@@ -779,7 +792,6 @@ static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
     size_t used = 0;
     r->elements = take(scratch, &used, sizeof *r->elements * count);
     r->listed = take(scratch, &used, sizeof *r->listed * count);
-    r->row = take(scratch, &used, sizeof *r->row * columns);
     r->longs = take(scratch, &used, sizeof *r->longs * MOST_LONG);
     r->other_longs = take(scratch, &used, sizeof *r->other_longs * MOST_LONG);
     r->bins = take(scratch, &used, sizeof *r->bins * bins);
@@ -791,7 +803,6 @@ static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
     r->column_counts = take(scratch, &used, sizeof *r->column_counts * places);
     r->dictionary = take(scratch, &used, bins);
     r->ranks = take(scratch, &used, places);
-    r->places = take(scratch, &used, columns);
     return used;
 }
 
@@ -824,7 +835,7 @@ static void write_entries(const search *s, const values *v, const option *o, uin
     double pseudo[DICTIONARY];
     make_dictionary(s, v, o->shape, r, &d);
     const part all = {.row_step = 1, .columns = s->columns, .column_step = 1, .is_table = true};
-    if (o->per_column) count_columns(s, &all, true, &d, o->shape, r, pseudo);
+    if (o->per_column) find_pseudo_counts(&all, &d, count_columns(s, &all, 0, 1, &d, o->shape, r), r, pseudo);
     for (uint32_t c = 0; c < (o->per_column ? s->columns : 1); c++) {
         uint8_t order[MOST_ENTRIES];
         uint32_t size = d.size < MOST_ENTRIES ? d.size : MOST_ENTRIES;
@@ -932,16 +943,16 @@ static void init_search(const ibp_sample *sample, search *s)
     s->table_rows = (double)(s->is_whole ? sample->num_rows : sample->table_rows);
 }
 
-/* The value that most of the counted rows of one value have. @return false if there are none. */
+/* Sets the value that most of the loaded rows of one value have. @return false if there are none. */
 static bool find_default_row(search *s, const room *r)
 {
     size_t ahead = 0, found = 0;
     s->default_row = 0;
-    for (size_t i = 0; i < s->num_counted; i++) {
-        load_row(s, i * s->step, 1, r->row);
-        if (!is_run(r->row, s->columns)) continue;
-        if (ahead == 0) s->default_row = r->row[0];
-        if (r->row[0] == s->default_row)
+    for (size_t row = 0; row < s->num_loaded; row++) {
+        const uint64_t *const own = r->elements + row * s->columns;
+        if (!is_run(own, s->columns)) continue;
+        if (ahead == 0) s->default_row = own[0];
+        if (own[0] == s->default_row)
             ahead++;
         else
             ahead--;
@@ -950,46 +961,58 @@ static bool find_default_row(search *s, const room *r)
     return found > 0;
 }
 
-/* Sets up the search for a plan: of live columns, or NULL for all, and without some invariant bits. Default rows take
- * no bytes, and are not counted. */
+/* Takes default rows away from the loaded ones, which take no bytes and are not counted: one row at least is. */
+static void drop_default_rows(search *s, const room *r)
+{
+    size_t kept = 0;
+    for (size_t row = 0; row < s->num_loaded; row++) {
+        const uint64_t *const own = r->elements + row * s->columns;
+        const bool is_default = own[0] == s->default_row && is_run(own, s->columns);
+        s->num_defaults += is_default;
+        if (is_default && s->num_defaults < s->num_counted) continue;
+        memmove(r->elements + kept++ * s->columns, own, sizeof *own * s->columns);
+    }
+    s->num_loaded = kept;
+}
+
+/* Sets up the search for a plan: of live columns, or NULL for all, and without some invariant bits. */
 static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_constant, uint32_t invariant_bits,
                          const room *r)
 {
     s->columns = s->row_bytes / s->element_bytes - num_constant, s->live_columns = num_constant ? live_columns : NULL;
     s->invariant_bits = invariant_bits, s->width = 8 * s->element_bytes - invariant_bits;
     s->num_shapes = list_shapes(s->width, s->exponent_bits, s->shapes);
-    s->default_value = s->closed_value = 0, s->num_loaded = s->num_defaults = 0;
-    const bool has_default = find_default_row(s, r);
-    for (size_t i = 0; i < s->num_counted; i++) {
-        load_row(s, i * s->step, 1, r->row);
-        const bool is_default = has_default && r->row[0] == s->default_row && is_run(r->row, s->columns);
-        s->num_defaults += is_default;
-        if (is_default && s->num_defaults < s->num_counted) continue; /* one row at least is counted */
-        memcpy(r->elements + s->num_loaded++ * s->columns, r->row, sizeof *r->row * s->columns);
-    }
+    s->default_value = s->closed_value = 0, s->num_loaded = s->num_counted, s->num_defaults = 0;
+    for (size_t i = 0; i < s->num_counted; i++) load_row(s, i * s->step, r->elements + i * s->columns);
+    if (find_default_row(s, r)) drop_default_rows(s, r);
 }
 
 /* How many of the lowest bits all elements of a row have in common. first: its first element. */
-static uint32_t common_bits(const search *s, size_t row, const room *r, uint64_t *first)
+static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
 {
+    enum { SOME = 64 }; /* elements: few rows have any bit in common, and the first elements show it */
+    const uint8_t *const from = s->rows + row * s->row_bytes;
     const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
-    uint64_t differing = 0;
+    uint64_t differing = 0, some[SOME];
     uint32_t bits = 0;
-    load_whole(s, row, 1, r->row);
-    for (uint32_t c = 1; c < columns; c++) differing |= r->row[c] ^ r->row[0];
+    for (uint32_t begin = 0; begin < columns && !(differing & 1); begin += SOME) {
+        const uint32_t count = ibp_min_u32(SOME, columns - begin);
+        load_elements(from + (size_t)begin * s->element_bytes, count, s->element_bytes, some);
+        if (begin == 0) *first = some[0];
+        for (uint32_t c = 0; c < count; c++) differing |= some[c] ^ *first;
+    }
     while (bits < width && !(differing >> bits & 1)) bits++;
-    *first = r->row[0];
     return bits;
 }
 
 /* The low bits that the elements of most counted rows agree on: the middle row has them. Sets their value, and the
  * share of the rows that lack them, which are stored raw. */
-static uint32_t find_invariant_bits(search *s, const room *r)
+static uint32_t find_invariant_bits(search *s)
 {
     const uint32_t most = 8 * s->element_bytes - LEAST_CODED_BITS;
     uint32_t rows_with[65] = {0}, bits = most, found = 0;
     for (size_t i = 0; i < s->num_counted; i++) {
-        const uint32_t common = common_bits(s, i * s->step, r, &s->invariant_value);
+        const uint32_t common = common_bits(s, i * s->step, &s->invariant_value);
         if (common <= most) rows_with[common]++, found++; /* others may be default rows, and say nothing */
     }
     uint32_t lacking = 0;
@@ -1003,7 +1026,7 @@ static uint32_t find_invariant_bits(search *s, const room *r)
     size_t with = 0, agreeing = 0;
     for (size_t i = 0; i < s->num_counted; i++) {
         uint64_t first;
-        const uint32_t common = common_bits(s, i * s->step, r, &first);
+        const uint32_t common = common_bits(s, i * s->step, &first);
         if (common < bits || (common > most && with > 0)) continue;
         if (with++ == 0) s->invariant_value = first & ones;
         agreeing += (first & ones) == s->invariant_value;
@@ -1037,7 +1060,7 @@ static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16
                       plan *found)
 {
     const bool leaves_out = !sample->codes_invariant;
-    const uint32_t bits = leaves_out ? find_invariant_bits(s, r) : 0;
+    const uint32_t bits = leaves_out ? find_invariant_bits(s) : 0;
     const uint32_t num_constant = leaves_out ? find_constant_columns(s, live_columns) : 0;
     begin_search(s, live_columns, num_constant, bits, r);
     *v = (values){0};
@@ -1087,7 +1110,7 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
     const uint64_t default_value = o->as == DENSE ? s.default_row : s.default_value;
     *coded_bytes = fmin(found.cost, row_bytes);
     if (s.invariant_bits) *coded_bytes += s.lacking * (row_bytes - *coded_bytes);
-    const double book = found.consecutive ? 0.0 : codebook_bytes(&s, o, digits) / s.table_rows;
+    const double book = found.consecutive ? 0.0 : codebook_bytes(&s, o, digits->num_entries) / s.table_rows;
     *coded_bytes -= (*coded_bytes - book) * (double)s.num_defaults / (double)s.num_counted;
     *planes = (ibp_planes){.entries = digits->num_entries && !found.consecutive ? entries : NULL,
                            .default_value = whole_value(&s, default_value),

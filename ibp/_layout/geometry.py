@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -62,15 +63,15 @@ class Geometry:
             row_bytes = max(1, row_bytes)
         return cls(x.shape, x.dtype, whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES))
 
-    @property
+    @functools.cached_property
     def num_items(self) -> int:
         return self.shape[0] if self.shape else 1
 
-    @property
+    @functools.cached_property
     def item_bytes(self) -> int:
         return self.shape[1:].numel() * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         return self.num_items * self.item_bytes
 
@@ -79,7 +80,7 @@ class Geometry:
         """Whether items begin and end with rows."""
         return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         return -(-self.num_bytes // self.row_bytes)
 
@@ -133,7 +134,8 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
-    x = x.view(_INTEGERS[x.element_size()]).contiguous()
+    if not x.is_contiguous():
+        x = x.view(_INTEGERS[x.element_size()]).contiguous()
     return x.as_strided((x.numel(),), (1,)).view(
         torch.uint8
     )  # a contiguous tensor of at most one element may have any strides

@@ -107,8 +107,8 @@ def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
     """The survey of a table's rows; lengths on any device, empty: all rows raw."""
     if lengths.numel() == 0:
         lengths = torch.zeros(geometry.num_rows, dtype=torch.uint16)
-    stored, *sectors = torch.ops.ibp.survey_rows(lengths, geometry.num_bytes, geometry.row_bytes).tolist()
-    return Survey(stored, torch.tensor(sectors))
+    found = torch.ops.ibp.survey_rows(lengths, geometry.num_bytes, geometry.row_bytes).cpu()
+    return Survey(int(found[0]), found[1:])
 
 
 def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
@@ -163,6 +163,9 @@ def link_bytes(
 ) -> int:
     """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once. own_bases: of a table that has
     one for each row."""
+    if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:  # slots and parts begin with a sector
+        rows = survey(lengths, geometry).sectors
+        return SECTOR_BYTES * int((rows * torch.arange(len(rows))).sum())
     sectors, overflow_end, step = 0, 0, 1 << 22
     for first in range(0, geometry.num_rows, step):
         row = torch.arange(first, min(first + step, geometry.num_rows), device=lengths.device)

@@ -16,6 +16,8 @@ from .._layout.geometry import Geometry
 _NO_BASE = -1  # IBP_NO_BASE of ibp.h: a row that owns no overflow part
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
 _GROWTH = 1.5  # of arrays that have become too small
+_MOST_FREE = 1 << 16  # bytes of overflow that stay free, so that few changes have to ask a GPU how many are
+_FREE_SHARE = 64  # of the slots, at most
 
 Empty = Callable[[int], torch.Tensor]  # allocates a number of bytes where a table lives
 
@@ -120,13 +122,13 @@ class Room:
             return self
         newest = self.index if self.current is None else self.copies[self.current]
         self.most_used = int(newest.used)
-        wanted = self.most_used + num_bytes
-        if wanted <= self.overflow.numel():
+        wanted, free = self.most_used + num_bytes, min(_MOST_FREE, self.slots.numel() // _FREE_SHARE)
+        if wanted + free <= self.overflow.numel():
             return self
         self.settle()
         if self.slots.is_cuda and not self.overflow.is_cuda:
             torch.cuda.synchronize(self.slots.device)  # which writes to the host memory that is copied here
-        larger = empty(max(wanted, int(_GROWTH * self.overflow.numel())))
+        larger = empty(max(wanted + 2 * free, int(_GROWTH * self.overflow.numel())))
         larger[: self.most_used].copy_(self.overflow[: self.most_used])
         return replace(self, overflow=larger)
 

@@ -324,7 +324,7 @@ class Table(TensorManners, Saves):
 
     def forget_handles(self, changing: torch.device) -> None:
         """Forgets what depends on the rows, as the given device is about to change them."""
-        self._stored_bytes = self._link_bytes = self._escapes = None
+        vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
             del self._handles[device]
 

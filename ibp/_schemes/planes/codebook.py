@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -172,12 +173,12 @@ class PlanesCodebook(AnyCodebook):
             raise ValueError("signed_default is set, but not listed: it says which elements are not listed")
         return {**numbers, "invariant_bits": invariant_bits}
 
-    @property
+    @functools.cached_property
     def form(self) -> PlanesForm:
         fields = {name: getattr(self, name) for name in PlanesForm._fields[:-1]}
         return PlanesForm(**fields, constants=self._shared)
 
-    @property
+    @functools.cached_property
     def codec(self) -> list[int]:
         return self.form.codec()
 
