@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -141,11 +141,29 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """As tensor.cpu(), of a flat tensor of bytes; from a GPU through pinned memory, which is faster."""
+    return coming_to_host(tensor)()
+
+
+def coming_to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Starts `to_host` behind the work on the current stream. What it returns waits for the bytes and gives them."""
     if not tensor.is_cuda:
-        return tensor
+        return lambda: tensor
     pinned = empty_pinned(tensor.numel()).copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return pinned
+    copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def arrived() -> torch.Tensor:
+        copied.synchronize()
+        return pinned
+
+    return arrived
+
+
+def queued(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As tensor.to(device), of a flat tensor of few bytes in host memory: work on a GPU's current stream finds them,
+    and the call waits for none."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return empty_pinned(tensor.numel()).copy_(tensor).to(device, non_blocking=True)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

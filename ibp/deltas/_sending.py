@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .._common.arguments import whole_number
-from .._common.sequences import cut
+from .._common.sequences import cut, one_ahead
 from .._machine import memory as _memory
 from .._machine import staging
 from ._coding import bits_of
 from ._fingerprint import fingerprint
-from ._making import differences
+from ._making import begin_differences
 from ._packing import Change, head_of, message_of
 from ._regions import Named, OwnRegion, PushHead, Region, own_regions
 from ._tensors import Delta
 
 PIECE_BYTES = 256 << 20
+
+
+class _Begun(NamedTuple):
+    """A piece of a push whose changes GPUs measure. olds: the kept copies; differences: waits for those of regions that
+    have one."""
+
+    piece: list[OwnRegion]
+    values: list[torch.Tensor]
+    olds: list[torch.Tensor | None]
+    differences: Callable[[], list[Delta]]
 
 
 class Sender:
@@ -106,21 +118,27 @@ class Sender:
         base = None if full or not kept else self.version  # asked before copies are taken out
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
         made: dict[bytes, torch.Tensor] = {}
-        messages = []
-        for number, piece in enumerate(pieces):
+
+        def begin(piece: list[OwnRegion]) -> _Begun:
             values = [region.values() for region in piece]
             olds = [self._like(region, kept) for region in piece]
-            changes = self._changes(values, [None if base is None else old for old in olds])
-            messages.append(self._message(piece, values, changes, base, (number, len(pieces))))
-            for region, new, old, change in zip(piece, values, olds, changes):
+            pairs = [(new, old) for new, old in zip(values, olds) if old is not None and base is not None]
+            return _Begun(piece, values, olds, begin_differences(pairs, None))
+
+        def finish(number: int, begun: _Begun) -> torch.Tensor:
+            found = iter(begun.differences())
+            changes: list[Change] = [
+                new if old is None or base is None else next(found) for new, old in zip(begun.values, begun.olds)
+            ]
+            message = self._message(begun.piece, begun.values, changes, base, (number, len(pieces)))
+            for region, new, old, change in zip(begun.piece, begun.values, begun.olds, changes):
                 made[region.rows] = self._copy(region, new, old, change)
+            return message
+
+        messages = list(map(finish, itertools.count(), one_ahead(map(begin, pieces))))
         self._kept = made
         self.version += 1
         return messages
-
-    def _changes(self, values: Sequence[torch.Tensor], bases: Sequence[torch.Tensor | None]) -> list[Change]:
-        made = iter(differences([(new, base) for new, base in zip(values, bases) if base is not None], None))
-        return [new if base is None else next(made) for new, base in zip(values, bases)]
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
         """The kept copy of a region, if it has its dtype, which is taken out: joined copies are replaced one by one."""
