@@ -11,7 +11,7 @@ from .._fetch.streaming import decompress
 from .._machine import staging
 from .._rows.faults import CorruptTableError
 from . import _on_cpu, _on_gpu
-from ._coding import bits_of, integers_of
+from ._coding import bits_of, integers_of, note_change
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
 from ._on_pieces import InPieces, Pieces
 
@@ -47,15 +47,21 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
     try:
         for batch in _batches(jobs, ways):
             begun.append(batch)
-            wrong = batch.apply()
-            if wrong is not None:
-                _refuse(*jobs[wrong])
+            batch.apply()
+            if batch.wrong is not None:
+                _refuse(*jobs[batch.wrong])
+        for batch in begun:
+            batch.wait()
+            if batch.wrong is not None:
+                _refuse(*jobs[batch.wrong])
         if made:
             staging.copy_all([bits_of(base) for base, _ in made], [bits_of(new) for _, new in made])
     except BaseException:
         for batch in begun:
             batch.take_back()
         raise
+    finally:
+        note_change(base for _, _, base in jobs if isinstance(base, torch.Tensor))
 
 
 def _way_of(delta: Delta, base: Base) -> type[Batch] | None:

@@ -23,25 +23,29 @@ def can_apply(delta: Delta, base: torch.Tensor) -> bool:
 
 
 class InPlace:
-    """A delta and its base: attribute `indices` is what the caller calls it, in a list."""
+    """A delta and its base. wrong: None, or the index that the caller has for it, where it did not fit."""
 
     def __init__(self, index: int, delta: Delta, base: torch.Tensor) -> None:
-        self.indices = [index]
+        self.wrong: int | None = None
+        self._index = index
         self._delta, self._base = delta, bytes_of(base)
         self._table = delta.to("cpu").table
         self._is_begun = False
 
-    def apply(self) -> int | None:
-        """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
+    def apply(self) -> None:
+        """Applies the delta, or leaves the base as it is."""
         before = fingerprint(self._base)
         if before != self._delta.base:
-            return self.indices[0]
+            self.wrong = self._index
+            return
         self._is_begun = True
         change, is_good = self._add(False)
-        if is_good and (before + change) % 2**64 == self._delta.result:
-            return None
-        self.take_back()
-        return self.indices[0]
+        if not is_good or (before + change) % 2**64 != self._delta.result:
+            self.take_back()
+            self.wrong = self._index
+
+    def wait(self) -> None:
+        """All is done."""
 
     def take_back(self) -> None:
         """Undoes `apply`, which may have been interrupted."""
@@ -54,5 +58,4 @@ class InPlace:
         width = _coding.element_bytes_of(self._delta.dtype)
         table = self._table.handle(torch.device("cpu")).table
         torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
-        _coding.note_change([self._base])
         return int(change), not int(fault[0])

@@ -200,10 +200,13 @@ class DeltaBatch:
 
     Attributes:
         indices: of each tensor, what the caller calls it.
+        wrong: None, or the index of a tensor that did not fit: none has changed.
     """
 
+    wrong: int | None
+
     def __init__(self, indices: Sequence[int], deltas: Sequence[Delta], bases: Sequence[torch.Tensor]) -> None:
-        self.indices, self._bases = indices, bases
+        self.indices, self.wrong = indices, None
         self._device, book = bases[0].device, deltas[0].table.codebook
         assert isinstance(book, PlanesCodebook)
         self._tables = [delta.to(self._device).table for delta in deltas]
@@ -212,23 +215,29 @@ class DeltaBatch:
         for delta, base, table, place in zip(deltas, bases, self._tables, rows):
             sums = [signed(fingerprint - mix(base.nbytes)) for fingerprint in (delta.base, delta.result)]
             addresses = [table.lengths.data_ptr(), table.bases.data_ptr(), table.overflow.data_ptr()]
-            fields.append([base.data_ptr(), 0, base.nbytes, place.first, *addresses, table.overflow.numel(), *sums])
-        self._tensors = torch.tensor(fields, dtype=torch.int64).to(self._device)
+            fields += [base.data_ptr(), 0, base.nbytes, place.first, *addresses, table.overflow.numel(), *sums]
+        near = staging.queued(torch.tensor(fields).view(torch.uint8), self._device)
+        self._tensors = near.view(torch.int64).view(-1, 10)
         self._coding = book.words(self._device), book.codec
         self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
 
-    def apply(self) -> int | None:
-        """Applies all deltas, or none. Waits for the GPU. Returns None, or the index of a tensor that did not fit."""
+    def apply(self) -> None:
+        """Queues that all deltas are applied, or none."""
         self._call(False)
-        verdict, *of_tensors = self._state.tolist()
+        self._came = staging.coming_to_host(self._state.view(torch.uint8))
+
+    def wait(self) -> None:
+        """Waits for what was queued, and notes a tensor that did not fit."""
+        verdict, *of_tensors = self._came().view(torch.int64).tolist()
         if verdict == _APPLIED:
-            return None
+            return
+        self.wrong = self.indices[0]
         wanted = self._tensors[:, 8:].tolist()
         for index, (base_sum, result_sum), found in zip(self.indices, wanted, _triples(of_tensors)):
             is_other = found[0] != base_sum
             if is_other if verdict == _OTHER_BASE else found[2] or signed(found[0] + found[1]) != result_sum:
-                return index
-        return self.indices[0]
+                self.wrong = index
+                return
 
     def take_back(self) -> None:
         """Undoes `apply`, which may have been interrupted: without sums of tensors its kernels have not begun."""
@@ -237,10 +246,13 @@ class DeltaBatch:
             self._state[0] = _DAMAGED
             self._call(True)
 
+    def sum_before(self) -> int:
+        """Of the first tensor's words, before `apply`."""
+        return int(self._state[1])
+
     def _call(self, takes_back: bool) -> None:
         words, codec = self._coding
         torch.ops.ibp.apply_deltas.default(self._tensors, self._num_rows, words, codec, takes_back, self._state)
-        _coding.note_change(self._bases)
 
 
 def _triples(numbers: list[int]) -> list[list[int]]:
