@@ -80,9 +80,12 @@ def differences(pairs: Sequence[tuple[Version, Version]], device: torch.device |
 
 
 def begin_differences(
-    pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None
+    pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None, updates_bases: bool = False
 ) -> Callable[[], list[Delta]]:
-    """Lets GPUs measure what `differences` makes. What it returns waits for them, and makes it."""
+    """Lets GPUs measure what `differences` makes. What it returns waits for them, and makes it.
+
+    updates_bases: bases, which are contiguous tensors then, become the newer versions once their deltas are made.
+    """
     targets = [memory.canonical(new.device if device is None else device) for new, _ in pairs]
     near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     groups: dict[tuple[torch.device, int], list[int]] = {}
@@ -91,25 +94,27 @@ def begin_differences(
             near[index] = _brought(new, target), _brought(base, target)
             groups.setdefault((target, _coding.element_bytes_of(new.dtype)), []).append(index)
     makings = [
-        (indices, _on_gpu.Making([_on_gpu.DeltaPair(*map(bytes_of, near[i])) for i in indices], element_bytes))
-        for (_, element_bytes), indices in groups.items()
+        (indices, _on_gpu.Making([_on_gpu.DeltaPair(*map(bytes_of, near[i])) for i in indices], width, updates_bases))
+        for (_, width), indices in groups.items()
     ]
 
     def finish() -> list[Delta]:
         coded = {index: found for indices, making in makings for index, found in zip(indices, making.coded())}
-        return [
-            _delta(near.get(index) or (_brought(new, target), _brought(base, target)), coded.get(index))
-            for index, ((new, base), target) in enumerate(zip(pairs, targets))
-        ]
+        made = []
+        for index, ((new, base), target) in enumerate(zip(pairs, targets)):
+            newer, older = near.get(index) or (_brought(new, target), _brought(base, target))
+            found = coded.get(index)
+            is_coded = found is not None and found.parts is not None
+            if found is not None and found.parts is not None:
+                made.append(Delta(_on_gpu.table_of(found.parts, new.shape, new.dtype), found.base, found.result))
+            else:
+                made.append(_difference(newer, older))
+            if updates_bases and not (is_coded and base.device == target):
+                assert isinstance(base, torch.Tensor)
+                _coding.bits_of(base).copy_(_coding.bits_of(newer))
+        return made
 
     return finish
-
-
-def _delta(pair: tuple[torch.Tensor, torch.Tensor], coded: _on_gpu.CodedDeltas | None) -> Delta:
-    new, base = pair
-    if coded is None or coded.parts is None:
-        return _difference(new, base)
-    return Delta(_on_gpu.table_of(coded.parts, new.shape, new.dtype), coded.base, coded.result)
 
 
 def _difference(new: torch.Tensor, base: torch.Tensor) -> Delta:

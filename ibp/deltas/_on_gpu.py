@@ -75,10 +75,10 @@ class CodedDeltas(NamedTuple):
 
 class Making:
     """Pairs, none of them empty, all on one GPU, whose differences the known codebook codes. The GPU measures them from
-    now on; `coded` waits until it has."""
+    now on; `coded` waits until it has. updates_bases: bases whose differences are coded become the newer versions."""
 
-    def __init__(self, pairs: Sequence[DeltaPair], element_bytes: int) -> None:
-        self._pairs, codebook = pairs, _coding.known_codebook(element_bytes)
+    def __init__(self, pairs: Sequence[DeltaPair], element_bytes: int, updates_bases: bool) -> None:
+        self._pairs, self._updates_bases, codebook = pairs, updates_bases, _coding.known_codebook(element_bytes)
         self._device = device = pairs[0].base.device
         self._rows, num_rows = sequence([pair.base.numel() for pair in pairs], ROW_BYTES)
         self._tensors, self._edges, self._last_rows, self._first_groups = self._placed()
@@ -133,7 +133,7 @@ class Making:
             starts, sizes, sums = self._read()
         overflow = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
         torch.ops.ibp.encode_deltas.default(
-            self._tensors, *self._coding, self._lengths, self._counts, self._bases, overflow
+            self._tensors, *self._coding, self._lengths, self._counts, self._bases, self._updates_bases, overflow
         )
         bases = self._bases[:-1] - self._bases[self._first_groups]
         made = []

@@ -123,7 +123,7 @@ class Sender:
             values = [region.values() for region in piece]
             olds = [self._like(region, kept) for region in piece]
             pairs = [(new, old) for new, old in zip(values, olds) if old is not None and base is not None]
-            return _Begun(piece, values, olds, begin_differences(pairs, None))
+            return _Begun(piece, values, olds, begin_differences(pairs, None, self._is_pinned is None))
 
         def finish(number: int, begun: _Begun) -> torch.Tensor:
             found = iter(begun.differences())
@@ -167,8 +167,8 @@ class Sender:
     def _copy(
         self, region: OwnRegion, values: torch.Tensor, old: torch.Tensor | None, change: Change | None
     ) -> torch.Tensor:
-        """What is kept of a region."""
-        if old is not None and change is not None and _is_same(change):
+        """What is kept of a region. old: the copy that there was; on the device a delta has made it the new one."""
+        if old is not None and isinstance(change, Delta) and (self._is_pinned is None or change.is_empty):
             return old
         if region.is_joined and self._is_pinned is None:
             return values
