@@ -55,10 +55,10 @@ class Receiver:
         True
 
     Args:
-        weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs, on the CPU or a GPU. Of
-            an `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, one piece of a push after the other is
-            decoded, changed and coded anew in its slots (`update_`): CUDA graphs that multiply by it have to be
-            captured again, after `prepare_linear`.
+        weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs, on the CPU or a GPU,
+            whose memory stays where it is. Of an `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, one
+            piece of a push after the other is decoded, changed and coded anew in its slots (`update_`): CUDA graphs
+            that multiply by it have to be captured again, after `prepare_linear`.
 
     Attributes:
         version: of the weights, as the sender counts; None before the first push.

@@ -62,7 +62,8 @@ class Sender:
         memory: where the copy is kept: "device", where the weights are; "pinned" or "host", in host memory, from where
             it is brought to the weights' GPU while it is compared.
         piece_bytes: of weights whose changes one message holds, or the changes of one row. Tensors of less than 1/16 of
-            it are coded together, and what holds them takes memory for a piece and its changes meanwhile.
+            it are coded together, which takes memory for two pieces and their changes meanwhile: one is measured while
+            the one before it becomes a message.
         device: where messages are; None: where the weights are.
 
     Attributes:
@@ -108,7 +109,8 @@ class Sender:
             full: sends all weights whole, to receivers that have lost a message.
 
         Returns:
-            Messages, uint8 [bytes] each, at least one. They share no memory with the weights.
+            Messages, uint8 [bytes] each, at least one. They share no memory with the weights. On a GPU the current
+            stream still makes them.
 
         Raises:
             TypeError, ValueError: weights are no tensors, or DTensors of more ranks than there are parts.
