@@ -23,29 +23,28 @@ def can_apply(delta: Delta, base: torch.Tensor) -> bool:
 
 
 class InPlace:
-    """A delta and its base. wrong: None, or the index that the caller has for it, where it did not fit."""
+    """A delta and its base: attribute `indices` is what the caller calls it, in a list."""
 
     def __init__(self, index: int, delta: Delta, base: torch.Tensor) -> None:
-        self.wrong: int | None = None
-        self._index = index
+        self.indices = [index]
         self._delta, self._base = delta, bytes_of(base)
         self._table = delta.to("cpu").table
         self._is_begun = False
 
-    def apply(self) -> None:
-        """Applies the delta, or leaves the base as it is."""
+    def begin(self) -> None:
+        """`apply` does it."""
+
+    def apply(self) -> int | None:
+        """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
         before = fingerprint(self._base)
         if before != self._delta.base:
-            self.wrong = self._index
-            return
+            return self.indices[0]
         self._is_begun = True
         change, is_good = self._add(False)
-        if not is_good or (before + change) % 2**64 != self._delta.result:
-            self.take_back()
-            self.wrong = self._index
-
-    def wait(self) -> None:
-        """All is done."""
+        if is_good and (before + change) % 2**64 == self._delta.result:
+            return None
+        self.take_back()
+        return self.indices[0]
 
     def take_back(self) -> None:
         """Undoes `apply`, which may have been interrupted."""

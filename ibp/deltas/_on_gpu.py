@@ -99,23 +99,20 @@ class Making:
         first, last = np.array([rows.groups for rows in self._rows]).T
         last_rows = [rows.first + rows.num_rows - 1 for rows in self._rows]
         parts = [np.array(structs).ravel(), first, last, last_rows, np.repeat(first, last - first)]
-        near = staging.queued(torch.from_numpy(np.concatenate(parts)).view(torch.uint8), self._device)
-        tensors, edges, *others = near.view(torch.int64).split(
-            [len(parts[0]), 2 * len(first), len(first), len(parts[-1])]
-        )
-        return tensors.view(-1, 10), edges, *others
+        near = staging.queued(torch.from_numpy(np.concatenate(parts)), self._device)
+        tensors, *others = near.split([len(parts[0]), 2 * len(first), len(first), len(parts[-1])])
+        return tensors.view(-1, 10), *others
 
     def _index(self) -> None:
         """Queues what says where coded rows begin; and what the host has to know, which comes there."""
         self._bases = torch.ops.ibp.index_rows(self._lengths, self._lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
         last_lengths = self._lengths.view(torch.int16)[self._last_rows].to(torch.int64)
-        found = torch.cat([self._bases[self._edges], last_lengths, self._sums])
-        self._found = staging.coming_to_host(found.view(torch.uint8))
+        self._found = staging.Coming(torch.cat([self._bases[self._edges], last_lengths, self._sums]))
 
     def _read(self) -> tuple[list[int], list[int], list[int]]:
         """Where the coded rows of each pair begin, and the end; how many bytes they are; sums of words, of each pair's
         base and newer version."""
-        found, n = self._found().view(torch.int64).tolist(), len(self._pairs)
+        found, n = self._found.wait().tolist(), len(self._pairs)
         sizes = [
             end - start - (-pair.base.numel() % ROW_BYTES if length == 0 else 0)  # a raw last row counts as a whole one
             for pair, start, end, length in zip(self._pairs, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
@@ -200,13 +197,10 @@ class DeltaBatch:
 
     Attributes:
         indices: of each tensor, what the caller calls it.
-        wrong: None, or the index of a tensor that did not fit: none has changed.
     """
 
-    wrong: int | None
-
     def __init__(self, indices: Sequence[int], deltas: Sequence[Delta], bases: Sequence[torch.Tensor]) -> None:
-        self.indices, self.wrong = indices, None
+        self.indices = indices
         self._device, book = bases[0].device, deltas[0].table.codebook
         assert isinstance(book, PlanesCodebook)
         self._tables = [delta.to(self._device).table for delta in deltas]
@@ -215,39 +209,37 @@ class DeltaBatch:
         for delta, base, table, place in zip(deltas, bases, self._tables, rows):
             sums = [signed(fingerprint - mix(base.nbytes)) for fingerprint in (delta.base, delta.result)]
             addresses = [table.lengths.data_ptr(), table.bases.data_ptr(), table.overflow.data_ptr()]
-            fields += [base.data_ptr(), 0, base.nbytes, place.first, *addresses, table.overflow.numel(), *sums]
-        near = staging.queued(torch.tensor(fields).view(torch.uint8), self._device)
-        self._tensors = near.view(torch.int64).view(-1, 10)
+            fields.append([base.data_ptr(), 0, base.nbytes, place.first, *addresses, table.overflow.numel(), *sums])
+        self._tensors = staging.queued(torch.tensor(fields), self._device)
         self._coding = book.words(self._device), book.codec
         self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
 
-    def apply(self) -> None:
+    def begin(self) -> None:
         """Queues that all deltas are applied, or none."""
         self._call(False)
-        self._came = staging.coming_to_host(self._state.view(torch.uint8))
+        self._found = staging.Coming(self._state)
 
-    def wait(self) -> None:
-        """Waits for what was queued, and notes a tensor that did not fit."""
-        verdict, *of_tensors = self._came().view(torch.int64).tolist()
+    def apply(self) -> int | None:
+        """Waits for what was begun. Returns None, or the index of a tensor that did not fit: none has changed then."""
+        verdict, *of_tensors = self._found.wait().tolist()
         if verdict == _APPLIED:
-            return
-        self.wrong = self.indices[0]
+            return None
         wanted = self._tensors[:, 8:].tolist()
         for index, (base_sum, result_sum), found in zip(self.indices, wanted, _triples(of_tensors)):
             is_other = found[0] != base_sum
             if is_other if verdict == _OTHER_BASE else found[2] or signed(found[0] + found[1]) != result_sum:
-                self.wrong = index
-                return
+                return index
+        return self.indices[0]
 
     def take_back(self) -> None:
-        """Undoes `apply`, which may have been interrupted: without sums of tensors its kernels have not begun."""
+        """Undoes `begin`, which may have been interrupted: without sums of tensors its kernels have not begun."""
         verdict, *of_tensors = self._state.tolist()
         if verdict == _APPLIED and any(of_tensors):
             self._state[0] = _DAMAGED
             self._call(True)
 
     def sum_before(self) -> int:
-        """Of the first tensor's words, before `apply`."""
+        """Of the first tensor's words, before `begin`."""
         return int(self._state[1])
 
     def _call(self, takes_back: bool) -> None:

@@ -14,7 +14,7 @@ from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ._coding import bits_of, integers_of
 from ._fingerprint import fingerprint, finished
-from ._on_gpu import DeltaBatch, can_apply
+from ._on_gpu import DeltaBatch, can_apply, works_on
 
 if TYPE_CHECKING:
     from ._tensors import Delta
@@ -119,50 +119,55 @@ def _write(group: Sequence[Piece], elements: torch.Tensor) -> None:
         staging.copy_all([_bits_in(each.memory) for each in group], [each.of(bits) for each in group])
 
 
-def whole_rows(rows: TableRows) -> Pieces:
-    """A base that is rows of a table, and nothing else."""
-    piece = Piece.at(rows, 0, rows.shape, (slice(None),) * len(rows.shape))
-    return Pieces([piece], rows.shape, rows.dtype, True)
+def in_one_piece(memory: Memory) -> Pieces:
+    """A base that is a tensor, or rows of a table, and nothing else."""
+    piece = Piece.at(memory, 0, memory.shape, (slice(None),) * len(memory.shape))
+    return Pieces([piece], memory.shape, memory.dtype, True)
 
 
 class InPieces:
-    """A delta and its base in pieces, whose elements and differences the methods hold. wrong: None, or the index that
-    the caller has for it, where it did not fit."""
+    """A delta and its base in pieces: attribute `indices` is what the caller calls it, in a list. The methods hold all
+    elements and their differences."""
 
     def __init__(self, index: int, delta: Delta, base: Pieces) -> None:
-        self.wrong: int | None = None
-        self._index, self._delta, self._base = index, delta, base
+        self.indices = [index]
+        self._delta, self._base = delta, base
         self._batch: DeltaBatch | None = None  # of the elements, on a GPU
         self._before: Callable[[], int] | None = None  # the elements' fingerprint, once they change
 
-    def apply(self) -> None:
-        """Applies the delta, or leaves the base as it is."""
+    def begin(self) -> None:
+        """Lets a GPU change the elements, if it can; where the delta does not fit they stay, and are written so."""
+        if not (self._base.is_whole and works_on(self._base.device)):
+            return
         elements = self._base.read()
-        if self._base.is_whole and can_apply(self._delta, elements):
-            self._queue(elements)
-        else:
-            before = fingerprint(elements)
-            integers_of(elements).add_(self._differences())
-            if self._base.is_whole and (before, fingerprint(elements)) != (self._delta.base, self._delta.result):
-                self.wrong = self._index
-                return
-            self._before = lambda: before
+        if can_apply(self._delta, elements):
+            batch = DeltaBatch(self.indices, [self._delta], [elements])
+            batch.begin()
+            self._batch = batch
+            self._before = lambda: finished(batch.sum_before(), self._delta.table.original_bytes)
+            self._write(elements)
+
+    def apply(self) -> int | None:
+        """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
+        if self._batch is not None:
+            return self._batch.apply()
+        elements = self._base.read()
+        before = fingerprint(elements)
+        if self._base.is_whole and before != self._delta.base:
+            return self.indices[0]
+        integers_of(elements).add_(self._differences())
+        if self._base.is_whole and fingerprint(elements) != self._delta.result:
+            return self.indices[0]
+        self._before = lambda: before
+        self._write(elements)
+        return None
+
+    def _write(self, elements: torch.Tensor) -> None:
         for group in self._base.groups():
             _write(group, elements)
 
-    def _queue(self, elements: torch.Tensor) -> None:
-        """Lets a GPU change the elements, which it leaves as they are where the delta does not fit."""
-        batch = self._batch = DeltaBatch([self._index], [self._delta], [elements])
-        batch.apply()
-        self._before = lambda: finished(batch.sum_before(), self._delta.table.original_bytes)
-
-    def wait(self) -> None:
-        if self._batch is not None:
-            self._batch.wait()
-            self.wrong = self._batch.wrong
-
     def take_back(self) -> None:
-        """Undoes `apply`, which may have been interrupted: the first groups are written then, and others are not."""
+        """Undoes what may have been interrupted: the first groups are written then, and others are not."""
         if self._before is None:
             return
         before, elements = self._before(), self._base.read()

@@ -136,9 +136,9 @@ def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
         raise TypeError(f"the message is a {what}; wanted a torch.uint8 tensor of one dimension")
     if message.data_ptr() % _ALIGNMENT or not message.is_contiguous():
         message = message.clone(memory_format=torch.contiguous_format)
-    begins = staging.coming_to_host(message[:_BEGIN_BYTES])
+    coming = staging.Coming(message[:_BEGIN_BYTES])
     found = fingerprint(message[_PREFIX.size :])  # this waits for both
-    begin = begins().numpy().tobytes()
+    begin = coming.wait().numpy().tobytes()
     prefix = begin[: _PREFIX.size]
     if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
         raise CorruptTableError("the message is none of an ibp.deltas.Sender, or its beginning is damaged")

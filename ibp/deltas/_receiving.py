@@ -13,7 +13,7 @@ from ._applying import Base, apply_all
 from ._checkpoints import apart
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
 from ._making import make
-from ._on_pieces import Memory, Piece, Pieces, TableRows, whole_rows
+from ._on_pieces import Memory, Piece, Pieces, TableRows, in_one_piece
 from ._packing import Change, opened, read_message
 from ._regions import Named, PushHead, Region, TensorRows, named
 from ._tensors import Delta
@@ -154,7 +154,7 @@ class Receiver:
                     for memory, new in _written(base, change):
                         if isinstance(memory, TableRows):
                             delta = make(new, memory.read(), device=memory.device)
-                            jobs.append((_name(region), delta, whole_rows(memory)))
+                            jobs.append((_name(region), delta, in_one_piece(memory)))
                         else:
                             whole.append((memory, new))
         self._known = {}  # until all is written: interrupted, the next push reads the weights
