@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -21,16 +20,6 @@ from ._regions import Named, OwnRegion, PushHead, Region, own_regions
 from ._tensors import Delta
 
 PIECE_BYTES = 256 << 20
-
-
-class _Begun(NamedTuple):
-    """A piece of a push whose changes GPUs measure. olds: the kept copies; differences: waits for those of regions that
-    have one."""
-
-    piece: list[OwnRegion]
-    values: list[torch.Tensor]
-    olds: list[torch.Tensor | None]
-    differences: Callable[[], list[Delta]]
 
 
 class Sender:
@@ -121,23 +110,25 @@ class Sender:
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
         made: dict[bytes, torch.Tensor] = {}
 
-        def begin(piece: list[OwnRegion]) -> _Begun:
+        def begin(number: int, piece: list[OwnRegion]) -> Callable[[], torch.Tensor]:
+            """Lets GPUs measure a piece's changes; its message, to be called for."""
             values = [region.values() for region in piece]
             olds = [self._like(region, kept) for region in piece]
-            pairs = [(new, old) for new, old in zip(values, olds) if old is not None and base is not None]
-            return _Begun(piece, values, olds, begin_differences(pairs, None, self._is_pinned is None))
+            bases = olds if base is not None else [None] * len(piece)
+            pairs = [(new, old) for new, old in zip(values, bases) if old is not None]
+            differences = begin_differences(pairs, None, updates_bases=self._is_pinned is None)
 
-        def finish(number: int, begun: _Begun) -> torch.Tensor:
-            found = iter(begun.differences())
-            changes: list[Change] = [
-                new if old is None or base is None else next(found) for new, old in zip(begun.values, begun.olds)
-            ]
-            message = self._message(begun.piece, begun.values, changes, base, (number, len(pieces)))
-            for region, new, old, change in zip(begun.piece, begun.values, begun.olds, changes):
-                made[region.rows] = self._copy(region, new, old, change)
-            return message
+            def finish() -> torch.Tensor:
+                found = iter(differences())
+                changes: list[Change] = [new if old is None else next(found) for new, old in zip(values, bases)]
+                message = self._message(piece, values, changes, base, (number, len(pieces)))
+                for region, new, old, change in zip(piece, values, olds, changes):
+                    made[region.rows] = self._copy(region, new, old, change)
+                return message
 
-        messages = list(map(finish, itertools.count(), one_ahead(map(begin, pieces))))
+            return finish
+
+        messages = list(map(lambda finish: finish(), one_ahead(map(begin, itertools.count(), pieces))))
         self._kept = made
         self.version += 1
         return messages
