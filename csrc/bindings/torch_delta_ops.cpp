@@ -96,13 +96,14 @@ void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &c
 }
 
 void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
-                   const Tensor &lengths, const Tensor &counts, const Tensor &bases, const Out &overflow)
+                   const Tensor &lengths, const Tensor &counts, const Tensor &bases, bool updates_bases,
+                   const Out &overflow)
 {
     const DeltaRows rows(tensors, codebook, codec, lengths, counts);
     check(ibp_cuda_encode_deltas(&rows.codebook, rows.jobs.data, rows.jobs.count, rows.num_rows, rows.lengths,
                                  rows.counts,
                                  unsigned_longs_of(bases, divide_up(rows.num_rows, IBP_ROWS_PER_BASE), "bases"),
-                                 bytes_of(overflow, 0, "overflow"), overflow.numel(), device.stream()),
+                                 bytes_of(overflow, 0, "overflow"), overflow.numel(), updates_bases, device.stream()),
           "encode_deltas");
 }
 
@@ -128,6 +129,6 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     operation<sum_words>(m, "sum_words", "part first_word sum");
     operation<measure_deltas>(m, "measure_deltas", "tensors codebook codec lengths counts sums");
-    operation<encode_deltas>(m, "encode_deltas", "tensors codebook codec lengths counts bases overflow");
+    operation<encode_deltas>(m, "encode_deltas", "tensors codebook codec lengths counts bases updates_bases overflow");
     operation<apply_deltas>(m, "apply_deltas", "tensors num_rows codebook codec takes_back state");
 }

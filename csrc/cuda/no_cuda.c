@@ -84,7 +84,8 @@ IBP_WITHOUT_CUDA(ibp_cuda_measure_deltas, const ibp_codebook *codebook, const ib
                  ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_encode_deltas, const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                  uint32_t num_tensors, int64_t num_rows, const uint16_t *lengths, const uint16_t *counts,
-                 const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes, ibp_stream stream)
+                 const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes, bool updates_bases,
+                 ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_apply_deltas, const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                  uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state, ibp_stream stream)
 

@@ -26,7 +26,7 @@ IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, ui
  * all tensors are numbered in one sequence, in which each tensor's begin with a multiple of IBP_ROWS_PER_BASE. Its
  * elements may begin at any address that is a multiple of their size. */
 typedef struct ibp_delta_tensor {
-    uint8_t *base;           /* num_bytes bytes; written where a delta is applied */
+    uint8_t *base;           /* num_bytes bytes; written where a delta is applied, or updates_bases says so */
     const uint8_t *newer;    /* likewise; read where a delta is made */
     int64_t num_bytes;       /* whole elements */
     int64_t first_row;       /* of the sequence; increasing, the first tensor's 0 */
@@ -54,11 +54,13 @@ IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const i
                                            uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts,
                                            uint64_t *sums, ibp_stream stream);
 /* Codes them: the rows of the sequence back to back, as bases say, which ibp_cuda_index_rows has made of lengths as if
- * all rows were whole. What does not lie in overflow, as where a tensor has changed since, is left out. */
+ * all rows were whole. What does not lie in overflow, as where a tensor has changed since, is left out.
+ * updates_bases: rows that are coded become those of the newer version in their bases; what does not differ is not
+ * written. */
 IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                           uint32_t num_tensors, int64_t num_rows, const uint16_t *lengths,
                                           const uint16_t *counts, const uint64_t *bases, uint8_t *overflow,
-                                          int64_t overflow_bytes, ibp_stream stream);
+                                          int64_t overflow_bytes, bool updates_bases, ibp_stream stream);
 
 /* What has become of a call of ibp_cuda_apply_deltas. */
 typedef enum ibp_delta_verdict {

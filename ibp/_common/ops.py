@@ -257,7 +257,7 @@ _define(
 )
 _define(
     "encode_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor lengths, Tensor counts, Tensor bases, "
-    "Tensor(a!) overflow) -> ()"
+    "bool updates_bases, Tensor(a!) overflow) -> ()"
 )
 _define(
     "apply_deltas(Tensor tensors, int num_rows, Tensor codebook, int[] codec, bool takes_back, Tensor(a!) state) -> ()"

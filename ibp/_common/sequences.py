@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import TypeVar
 
@@ -24,6 +24,16 @@ def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None)
         parts[-1].append(item)
         used += num_bytes
     return parts
+
+
+def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """The items in their order, each once the next one is there too. None is kept that the caller has had."""
+    coming: deque[Item] = deque()
+    for item in items:
+        coming.append(item)
+        if len(coming) > 1:
+            yield coming.popleft()
+    yield from coming
 
 
 def ahead(

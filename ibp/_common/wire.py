@@ -65,7 +65,7 @@ def read(content: bytes) -> Any:
 
 def _form_of(value: Any, parts: list[bytes]) -> Any:
     """What JSON has of a value: itself, or [kind, ...]. Bytes are added to the parts."""
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value).__name__ in _classes and type(value) is _classes[type(value).__name__][0]:
         name = type(value).__name__

@@ -139,13 +139,39 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
         ring.stream.synchronize()
 
 
+class Coming:
+    """A tensor of few bytes on its way to the host, behind the work on the current stream, which does not wait for it.
+    Of a tensor in host memory, itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host, self._copied = tensor, None
+        if tensor.is_cuda:
+            pinned = empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            self._host = pinned.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    @property
+    def is_here(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> torch.Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """As tensor.cpu(), of a flat tensor of bytes; from a GPU through pinned memory, which is faster."""
-    if not tensor.is_cuda:
-        return tensor
-    pinned = empty_pinned(tensor.numel()).copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return pinned
+    return Coming(tensor).wait()
+
+
+def queued(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As tensor.to(device), of a tensor of few bytes in host memory: work on a GPU's current stream finds them, and the
+    call waits for none."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    pinned = empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

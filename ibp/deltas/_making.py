@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
 import torch
 
-from .._common.sequences import cut
+from .._common.sequences import cut, one_ahead
 from .._fetch.streaming import decompress
 from .._layout.geometry import bytes_of
 from .._machine import memory
@@ -18,7 +18,7 @@ from ._fingerprint import check_source, fingerprint
 from ._tensors import Delta
 
 Version = torch.Tensor | CompressedTensor
-_MOST_BYTES = 4 << 30  # of the tensors of one call, unless one has more: they are brought to a GPU at once
+_MOST_BYTES = 2 << 30  # of tensors that are brought to a GPU at once, unless one has more; the next ones come beside
 
 
 @overload
@@ -75,30 +75,46 @@ def make(
 
 def differences(pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None) -> list[Delta]:
     """The deltas of pairs of tensors or tables, (new, base), each of one shape and dtype."""
-    made: list[Delta | None] = [None] * len(pairs)
+    parts = cut(pairs, lambda pair: pair[0].numel() * pair[0].dtype.itemsize, _MOST_BYTES)
+    return [delta for made in one_ahead(begin_differences(part, device) for part in parts) for delta in made()]
+
+
+def begin_differences(
+    pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None, updates_bases: bool = False
+) -> Callable[[], list[Delta]]:
+    """Lets GPUs measure what `differences` makes. What it returns waits for them, and makes it.
+
+    updates_bases: bases, which are contiguous tensors then, become the newer versions once their deltas are made.
+    """
+    targets = [memory.canonical(new.device if device is None else device) for new, _ in pairs]
+    near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     groups: dict[tuple[torch.device, int], list[int]] = {}
-    for index, (new, base) in enumerate(pairs):
-        target = memory.canonical(new.device if device is None else device)
-        if target.type == "cuda" and new.numel() > 0:
+    for index, ((new, base), target) in enumerate(zip(pairs, targets)):
+        if _on_gpu.works_on(target) and new.numel() > 0:
+            near[index] = _brought(new, target), _brought(base, target)
             groups.setdefault((target, _coding.element_bytes_of(new.dtype)), []).append(index)
-        else:
-            made[index] = _difference(_brought(new, target), _brought(base, target))
-    for (target, element_bytes), indices in groups.items():
-        for part in cut(indices, lambda index: pairs[index][0].numel() * pairs[index][0].dtype.itemsize, _MOST_BYTES):
-            near = [(_brought(pairs[i][0], target), _brought(pairs[i][1], target)) for i in part]
-            for index, found in zip(part, _differences_on_gpu(near, element_bytes)):
-                made[index] = found
-    return [found for found in made if found is not None]
-
-
-def _differences_on_gpu(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], element_bytes: int) -> list[Delta]:
-    coded = _on_gpu.make([_on_gpu.DeltaPair(bytes_of(new), bytes_of(base)) for new, base in pairs], element_bytes)
-    return [
-        _difference(new, base)
-        if found.parts is None
-        else Delta(_on_gpu.table_of(found.parts, new.shape, new.dtype), found.base, found.result)
-        for (new, base), found in zip(pairs, coded)
+    makings = [
+        (indices, _on_gpu.Making([_on_gpu.DeltaPair(*map(bytes_of, near[i])) for i in indices], width, updates_bases))
+        for (_, width), indices in groups.items()
     ]
+
+    def finish() -> list[Delta]:
+        coded = {index: found for indices, making in makings for index, found in zip(indices, making.coded())}
+        made = []
+        for index, ((new, base), target) in enumerate(zip(pairs, targets)):
+            newer, older = near.get(index) or (_brought(new, target), _brought(base, target))
+            found = coded.get(index)
+            is_coded = found is not None and found.parts is not None
+            if found is not None and found.parts is not None:
+                made.append(Delta(_on_gpu.table_of(found.parts, new.shape, new.dtype), found.base, found.result))
+            else:
+                made.append(_difference(newer, older))
+            if updates_bases and not (is_coded and base.device == target):
+                assert isinstance(base, torch.Tensor)
+                _coding.bits_of(base).copy_(_coding.bits_of(newer))
+        return made
+
+    return finish
 
 
 def _difference(new: torch.Tensor, base: torch.Tensor) -> Delta:

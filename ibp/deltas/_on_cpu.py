@@ -31,6 +31,9 @@ class InPlace:
         self._table = delta.to("cpu").table
         self._is_begun = False
 
+    def begin(self) -> None:
+        """`apply` does it."""
+
     def apply(self) -> int | None:
         """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
         before = fingerprint(self._base)
@@ -54,5 +57,4 @@ class InPlace:
         width = _coding.element_bytes_of(self._delta.dtype)
         table = self._table.handle(torch.device("cpu")).table
         torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
-        _coding.note_change([self._base])
         return int(change), not int(fault[0])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import _core
+from .._machine import staging
 from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
@@ -55,6 +57,10 @@ def signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
+def works_on(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 # ---- making ----
 
 
@@ -67,83 +73,76 @@ class CodedDeltas(NamedTuple):
     result: int
 
 
-def make(pairs: Sequence[DeltaPair], element_bytes: int) -> list[CodedDeltas]:
-    """The differences of pairs, none of them empty, all on one GPU, coded by the known codebook. Waits for the GPU
-    until they are measured."""
-    device, codebook = pairs[0].base.device, _coding.known_codebook(element_bytes)
-    rows, num_rows = sequence([pair.base.numel() for pair in pairs], ROW_BYTES)
-    places = _Places.of(pairs, rows)
-    words, codec = codebook.words(device), codebook.codec
-    lengths = torch.empty(num_rows, dtype=torch.uint16, device=device)
-    counts = torch.empty(8 * num_rows, dtype=torch.uint16, device=device)
-    sums = torch.zeros(2 * len(pairs), dtype=torch.int64, device=device)
-    torch.ops.ibp.measure_deltas.default(places.tensors, words, codec, lengths, counts, sums)
-    found = _Index.of(pairs, places, lengths, sums)
-    badly_coded = [
-        i for i, (pair, size) in enumerate(zip(pairs, found.sizes)) if size > _coding.WELL_CODED * pair.base.numel()
-    ]
-    if badly_coded:
-        for i in badly_coded:
-            lengths.view(torch.int16)[rows[i].first :][: rows[i].num_rows] = ROW_BYTES  # default rows take nothing
-        found = _Index.of(pairs, places, lengths, sums)
-    overflow = torch.empty(found.num_bytes, dtype=torch.uint8, device=device)
-    torch.ops.ibp.encode_deltas.default(places.tensors, words, codec, lengths, counts, found.bases, overflow)
-    first_bases = found.bases[places.groups[:, 0]]
-    num_groups = places.groups[:, 1] - places.groups[:, 0]
-    bases = found.bases[:-1] - first_bases.repeat_interleave(num_groups, output_size=found.bases.numel() - 1)
-    made = []
-    for i, (pair, place) in enumerate(zip(pairs, rows)):
-        start, size = found.starts[i], found.sizes[i]
-        parts = {
-            "overflow": overflow[start : start + size],
-            "lengths": lengths[place.first : place.first + place.num_rows],
-            "bases": bases[slice(*place.groups)] if size else bases[:0],
-        }
-        fingerprints = (finished(total, pair.base.numel()) for total in found.sums[2 * i : 2 * i + 2])
-        made.append(CodedDeltas(None if i in badly_coded else parts, *fingerprints))
-    return made
+class Making:
+    """Pairs, none of them empty, all on one GPU, whose differences the known codebook codes. The GPU measures them from
+    now on; `coded` waits until it has. updates_bases: bases whose differences are coded become the newer versions."""
 
+    def __init__(self, pairs: Sequence[DeltaPair], element_bytes: int, updates_bases: bool) -> None:
+        self._pairs, self._updates_bases, codebook = pairs, updates_bases, _coding.known_codebook(element_bytes)
+        self._device = device = pairs[0].base.device
+        self._rows, num_rows = sequence([pair.base.numel() for pair in pairs], ROW_BYTES)
+        self._tensors, self._edges, self._last_rows, self._first_groups = self._placed()
+        self._coding = codebook.words(device), codebook.codec
+        self._lengths = torch.empty(num_rows, dtype=torch.uint16, device=device)
+        self._counts = torch.empty(8 * num_rows, dtype=torch.uint16, device=device)
+        self._sums = torch.zeros(2 * len(pairs), dtype=torch.int64, device=device)
+        torch.ops.ibp.measure_deltas.default(self._tensors, *self._coding, self._lengths, self._counts, self._sums)
+        self._index()
 
-class _Places(NamedTuple):
-    """What the kernels are told of pairs, and where their rows are in the sequence: tensors int64 [n, 10], groups
-    [n, 2], last_rows [n]."""
-
-    tensors: torch.Tensor
-    groups: torch.Tensor
-    last_rows: torch.Tensor
-
-    @classmethod
-    def of(cls, pairs: Sequence[DeltaPair], rows: Sequence[DeltaRows]) -> _Places:
-        numbers = [
-            [pair.base.data_ptr(), pair.newer.data_ptr(), pair.base.numel(), place.first, 0, 0, 0, 0, 0, 0]
-            + [*place.groups, place.first + place.num_rows - 1]
-            for pair, place in zip(pairs, rows)
+    def _placed(self) -> tuple[torch.Tensor, ...]:
+        """int64, on the GPU: what the kernels are told of pairs [n, 10]; the groups where their rows begin, and end
+        [2 * n]; their last rows [n]; of each group the first one of its pair [groups]."""
+        structs = [
+            [pair.base.data_ptr(), pair.newer.data_ptr(), pair.base.numel(), rows.first, 0, 0, 0, 0, 0, 0]
+            for pair, rows in zip(self._pairs, self._rows)
         ]
-        near = torch.tensor(numbers, dtype=torch.int64).to(pairs[0].base.device)
-        return cls(near[:, :10].contiguous(), near[:, 10:12], near[:, 12])
+        first, last = np.array([rows.groups for rows in self._rows]).T
+        last_rows = [rows.first + rows.num_rows - 1 for rows in self._rows]
+        parts = [np.array(structs).ravel(), first, last, last_rows, np.repeat(first, last - first)]
+        near = staging.queued(torch.from_numpy(np.concatenate(parts)), self._device)
+        tensors, *others = near.split([len(parts[0]), 2 * len(first), len(first), len(parts[-1])])
+        return tensors.view(-1, 10), *others
 
+    def _index(self) -> None:
+        """Queues what says where coded rows begin; and what the host has to know, which comes there."""
+        self._bases = torch.ops.ibp.index_rows(self._lengths, self._lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
+        last_lengths = self._lengths.view(torch.int16)[self._last_rows].to(torch.int64)
+        self._found = staging.Coming(torch.cat([self._bases[self._edges], last_lengths, self._sums]))
 
-class _Index(NamedTuple):
-    """Where the coded rows of pairs will be. bases: of the sequence, and the end behind them; starts, sizes: bytes of
-    each pair's; sums: of words, of each pair's base and newer version."""
-
-    bases: torch.Tensor
-    num_bytes: int
-    starts: list[int]
-    sizes: list[int]
-    sums: list[int]
-
-    @classmethod
-    def of(cls, pairs: Sequence[DeltaPair], places: _Places, lengths: torch.Tensor, sums: torch.Tensor) -> _Index:
-        bases = torch.ops.ibp.index_rows(lengths, lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
-        last_lengths = lengths.view(torch.int16)[places.last_rows].to(torch.int64)
-        parts = [bases[places.groups[:, 0]], bases[places.groups[:, 1]], last_lengths]
-        found, n = torch.cat([*parts, sums, bases[-1:]]).tolist(), len(pairs)
+    def _read(self) -> tuple[list[int], list[int], list[int]]:
+        """Where the coded rows of each pair begin, and the end; how many bytes they are; sums of words, of each pair's
+        base and newer version."""
+        found, n = self._found.wait().tolist(), len(self._pairs)
         sizes = [
             end - start - (-pair.base.numel() % ROW_BYTES if length == 0 else 0)  # a raw last row counts as a whole one
-            for pair, start, end, length in zip(pairs, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
+            for pair, start, end, length in zip(self._pairs, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
         ]
-        return cls(bases, found[-1], found[:n], sizes, found[3 * n : -1])
+        return [*found[:n], found[2 * n - 1]], sizes, found[3 * n :]
+
+    def coded(self) -> list[CodedDeltas]:
+        starts, sizes, sums = self._read()
+        badly_coded = [i for i, pair in enumerate(self._pairs) if sizes[i] > _coding.WELL_CODED * pair.base.numel()]
+        if badly_coded:
+            for i in badly_coded:
+                rows = self._rows[i]
+                self._lengths.view(torch.int16)[rows.first :][: rows.num_rows] = ROW_BYTES  # default rows take nothing
+            self._index()
+            starts, sizes, sums = self._read()
+        overflow = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        torch.ops.ibp.encode_deltas.default(
+            self._tensors, *self._coding, self._lengths, self._counts, self._bases, self._updates_bases, overflow
+        )
+        bases = self._bases[:-1] - self._bases[self._first_groups]
+        made = []
+        for i, (pair, rows) in enumerate(zip(self._pairs, self._rows)):
+            parts = {
+                "overflow": overflow[starts[i] : starts[i] + sizes[i]],
+                "lengths": self._lengths[rows.first : rows.first + rows.num_rows],
+                "bases": bases[slice(*rows.groups)] if sizes[i] else bases[:0],
+            }
+            fingerprints = (finished(total, pair.base.numel()) for total in sums[2 * i : 2 * i + 2])
+            made.append(CodedDeltas(None if i in badly_coded else parts, *fingerprints))
+        return made
 
 
 def table_of(coded: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> CompressedTensor:
@@ -165,7 +164,9 @@ def table_of(coded: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dty
 def can_apply(delta: Delta, base: torch.Tensor) -> bool:
     """Whether the kernels take a delta and its base, of one shape and dtype."""
     table, book = delta.table, delta.table.codebook
-    if not isinstance(book, PlanesCodebook) or not base.is_cuda or not base.is_contiguous() or base.numel() == 0:
+    if not isinstance(book, PlanesCodebook) or not works_on(base.device) or base.numel() == 0:
+        return False
+    if not base.is_contiguous():
         return False
     is_plain = not base.is_conj() and not base.is_neg()
     is_packed = table.slot_bytes == 0 and not table.has_own_bases
@@ -199,7 +200,7 @@ class DeltaBatch:
     """
 
     def __init__(self, indices: Sequence[int], deltas: Sequence[Delta], bases: Sequence[torch.Tensor]) -> None:
-        self.indices, self._bases = indices, bases
+        self.indices = indices
         self._device, book = bases[0].device, deltas[0].table.codebook
         assert isinstance(book, PlanesCodebook)
         self._tables = [delta.to(self._device).table for delta in deltas]
@@ -209,14 +210,18 @@ class DeltaBatch:
             sums = [signed(fingerprint - mix(base.nbytes)) for fingerprint in (delta.base, delta.result)]
             addresses = [table.lengths.data_ptr(), table.bases.data_ptr(), table.overflow.data_ptr()]
             fields.append([base.data_ptr(), 0, base.nbytes, place.first, *addresses, table.overflow.numel(), *sums])
-        self._tensors = torch.tensor(fields, dtype=torch.int64).to(self._device)
+        self._tensors = staging.queued(torch.tensor(fields), self._device)
         self._coding = book.words(self._device), book.codec
         self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
 
-    def apply(self) -> int | None:
-        """Applies all deltas, or none. Waits for the GPU. Returns None, or the index of a tensor that did not fit."""
+    def begin(self) -> None:
+        """Queues that all deltas are applied, or none."""
         self._call(False)
-        verdict, *of_tensors = self._state.tolist()
+        self._found = staging.Coming(self._state)
+
+    def apply(self) -> int | None:
+        """Waits for what was begun. Returns None, or the index of a tensor that did not fit: none has changed then."""
+        verdict, *of_tensors = self._found.wait().tolist()
         if verdict == _APPLIED:
             return None
         wanted = self._tensors[:, 8:].tolist()
@@ -227,16 +232,19 @@ class DeltaBatch:
         return self.indices[0]
 
     def take_back(self) -> None:
-        """Undoes `apply`, which may have been interrupted: without sums of tensors its kernels have not begun."""
+        """Undoes `begin`, which may have been interrupted: without sums of tensors its kernels have not begun."""
         verdict, *of_tensors = self._state.tolist()
         if verdict == _APPLIED and any(of_tensors):
             self._state[0] = _DAMAGED
             self._call(True)
 
+    def sum_before(self) -> int:
+        """Of the first tensor's words, before `begin`."""
+        return int(self._state[1])
+
     def _call(self, takes_back: bool) -> None:
         words, codec = self._coding
         torch.ops.ibp.apply_deltas.default(self._tensors, self._num_rows, words, codec, takes_back, self._state)
-        _coding.note_change(self._bases)
 
 
 def _triples(numbers: list[int]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
 from ._checkpoints import Version
-from ._fingerprint import fingerprint
+from ._fingerprint import fingerprint, mix
 from ._tensors import Delta
 
 Change = Delta | Version
@@ -24,6 +24,7 @@ _PARTS = ("slots", "overflow", "lengths", "bases")
 _ALIGNMENT = 16  # bytes, of each part
 _PREFIX = struct.Struct("<8sQQQ")  # _MAGIC, bytes of the head, bytes of the parts, fingerprint of both
 _MAGIC = b"ibp push"
+_BEGIN_BYTES = 64 << 10  # of a message, which hold most heads
 
 
 @wire.sent
@@ -109,16 +110,17 @@ def _change(head: ChangeHead, parts: Sequence[torch.Tensor]) -> Change:
 
 
 def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change], device: torch.device) -> torch.Tensor:
-    """uint8 [bytes] on a device: what `wire` writes of a head, and the parts of changes behind it."""
+    """uint8 [bytes] on a device: what `wire` writes of a head, and the parts of changes behind it. A GPU is not waited
+    for."""
     text, starts = wire.written(head), starts_of(heads)
     first = _PREFIX.size + _rounded_up(len(text))
     message = torch.zeros(first + starts[-1], dtype=torch.uint8, device=device)  # its fingerprint covers gaps
-    padded = torch.zeros(first, dtype=torch.uint8)
-    padded[_PREFIX.size : _PREFIX.size + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    message[:first] = padded.to(device)
+    prefix = _PREFIX.pack(_MAGIC, len(text), starts[-1], mix(message.numel() - _PREFIX.size))
+    begin = torch.frombuffer(bytearray(prefix + text), dtype=torch.uint8)
+    message[: begin.numel()].copy_(staging.queued(begin, device))
     pack(changes, starts, message[first:])
-    prefix = _PREFIX.pack(_MAGIC, len(text), starts[-1], fingerprint(message[_PREFIX.size :]))
-    message[: _PREFIX.size] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8).to(device)
+    fingerprint_of_both = message[_PREFIX.size - 8 : _PREFIX.size].view(torch.int64)  # so far of the number of bytes
+    torch.ops.ibp.sum_words.default(message[_PREFIX.size :], 0, fingerprint_of_both)
     return message
 
 
@@ -134,14 +136,18 @@ def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
         raise TypeError(f"the message is a {what}; wanted a torch.uint8 tensor of one dimension")
     if message.data_ptr() % _ALIGNMENT or not message.is_contiguous():
         message = message.clone(memory_format=torch.contiguous_format)
-    prefix = message[: _PREFIX.size].cpu().numpy().tobytes()
+    coming = staging.Coming(message[:_BEGIN_BYTES])
+    found = fingerprint(message[_PREFIX.size :])  # this waits for both
+    begin = coming.wait().numpy().tobytes()
+    prefix = begin[: _PREFIX.size]
     if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
         raise CorruptTableError("the message is none of an ibp.deltas.Sender, or its beginning is damaged")
     _, length, num_bytes, wanted = _PREFIX.unpack(prefix)
     first = _PREFIX.size + _rounded_up(length)
     if message.numel() != first + num_bytes:
         raise CorruptTableError(f"the message has {message.numel()} bytes; wanted {first + num_bytes}")
-    if fingerprint(message[_PREFIX.size :]) != wanted:
+    if found != wanted:
         raise CorruptTableError("the message is damaged: its bytes do not have the fingerprint that it names")
-    text = message[_PREFIX.size : _PREFIX.size + length].cpu().numpy().tobytes()
-    return wire.read(text), message[first:]
+    if first > _BEGIN_BYTES:
+        begin = message[:first].cpu().numpy().tobytes()
+    return wire.read(begin[_PREFIX.size : _PREFIX.size + length]), message[first:]

@@ -13,7 +13,7 @@ from ._applying import Base, apply_all
 from ._checkpoints import apart
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
 from ._making import make
-from ._on_pieces import Memory, Piece, Pieces, TableRows, whole_rows
+from ._on_pieces import Memory, Piece, Pieces, TableRows, in_one_piece
 from ._packing import Change, opened, read_message
 from ._regions import Named, PushHead, Region, TensorRows, named
 from ._tensors import Delta
@@ -55,10 +55,10 @@ class Receiver:
         True
 
     Args:
-        weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs, on the CPU or a GPU. Of
-            an `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, one piece of a push after the other is
-            decoded, changed and coded anew in its slots (`update_`): CUDA graphs that multiply by it have to be
-            captured again, after `prepare_linear`.
+        weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs, on the CPU or a GPU,
+            whose memory stays where it is. Of an `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, one
+            piece of a push after the other is decoded, changed and coded anew in its slots (`update_`): CUDA graphs
+            that multiply by it have to be captured again, after `prepare_linear`.
 
     Attributes:
         version: of the weights, as the sender counts; None before the first push.
@@ -77,6 +77,7 @@ class Receiver:
         self._senders: dict[int, str] = {}  # by part
         self._pending: dict[int, _Pieces] = {}  # by part
         self._known: dict[bytes, int] = {}  # fingerprints of the version
+        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # of rows
 
     def apply(self, message: torch.Tensor) -> bool:
         """Takes a message.
@@ -153,7 +154,7 @@ class Receiver:
                     for memory, new in _written(base, change):
                         if isinstance(memory, TableRows):
                             delta = make(new, memory.read(), device=memory.device)
-                            jobs.append((_name(region), delta, whole_rows(memory)))
+                            jobs.append((_name(region), delta, in_one_piece(memory)))
                         else:
                             whole.append((memory, new))
         self._known = {}  # until all is written: interrupted, the next push reads the weights
@@ -167,7 +168,7 @@ class Receiver:
         """(region, change, what it changes here) of messages. Coded changes are brought to the weights' device, those
         of a message together."""
         for head, data in came:
-            bases = self.bases_of(head.regions)
+            bases = self._bases_of(head.regions)
             heads = [region.change for region in head.regions if region.change is not None]
             targets = [base for found in bases for base in found]
             if targets and any(each.fields is not None for each in heads):
@@ -175,6 +176,12 @@ class Receiver:
             changes = iter(opened(heads, data))
             for region, found in zip(head.regions, bases):
                 yield region, None if region.change is None else next(changes), found
+
+    def _bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
+        """As `bases_of`, which is asked once for rows that come in each push."""
+        new = [region for region in regions if (region.rows, region.dtype) not in self._bases]
+        self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
+        return [self._bases[region.rows, region.dtype] for region in regions]
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
         """The memory of regions' rows: several bases where a tensor has several names. An engine that keeps weights in
@@ -247,7 +254,7 @@ def bases_of_rows(
             return [memory for memory, _ in found if isinstance(memory, torch.Tensor)]
     pieces, offset, num_missing = [], 0, 0
     for rows, found in places:
-        pieces += [Piece(memory, offset, rows.shape, box) for memory, box in found]
+        pieces += [Piece.at(memory, offset, rows.shape, box) for memory, box in found]
         offset += rows.shape.numel()
         there = {tuple((each.start, each.stop) for each in box): memory.shape.numel() for memory, box in found}
         num_missing += max(0, rows.shape.numel() - sum(there.values()))

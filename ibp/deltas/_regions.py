@@ -108,8 +108,7 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
     Raises:
         TypeError, ValueError: what is given are no tensors, or shards of more ranks than `part` says.
     """
-    tied: dict[tuple[Any, ...], list[str]] = {}
-    found: dict[tuple[Any, ...], tuple[torch.Size, int, torch.Tensor]] = {}
+    found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}  # by memory: names, and a shard
     alone: list[tuple[Any, ...]] = []  # what other senders may send too
     for name, tensor in named(weights).items():
         if not isinstance(tensor, torch.Tensor):
@@ -118,15 +117,14 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
         if shard is not None:
             check_source(shard[2], name)
             memory = memory_of(shard[2])
-            tied.setdefault(memory, []).append(name)
-            found[memory] = shard
+            found.setdefault(memory, ([], *shard))[0].append(name)
             alone += [memory] if part[1] > 1 and shard[2].shape == tensor.shape else []
     members = {
         memory: [
-            (TensorRows(tuple(names), found[memory][0], found[memory][1] + first, rows.shape), rows)
-            for first, rows in _cut(found[memory][2], most_bytes)
+            (TensorRows(tuple(names), full_shape, start + first, rows.shape), rows)
+            for first, rows in _cut(tensor, most_bytes)
         ]
-        for memory, names in tied.items()
+        for memory, (names, full_shape, start, tensor) in found.items()
     }
     apart = [OwnRegion([rows]) for memory in alone for rows in members.pop(memory, [])]
     return apart + _joined((rows for each in members.values() for rows in each), most_bytes)
@@ -138,15 +136,15 @@ def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int)
     small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for rows, tensor in members:
-        if tensor.nbytes * _JOINED_SHARE > most_bytes:
+        kind, num_bytes = (tensor.dtype, tensor.device), tensor.nbytes
+        if num_bytes * _JOINED_SHARE > most_bytes:
             regions.append(OwnRegion([(rows, tensor)]))
             continue
-        kind = tensor.dtype, tensor.device
-        if sizes.get(kind, 0) + tensor.nbytes > most_bytes:
+        if sizes.get(kind, 0) + num_bytes > most_bytes:
             regions.append(OwnRegion(small.pop(kind)))
             sizes[kind] = 0
         small.setdefault(kind, []).append((rows, tensor))
-        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+        sizes[kind] = sizes.get(kind, 0) + num_bytes
     return regions + [OwnRegion(each) for each in small.values()]
 
 

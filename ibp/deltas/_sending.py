@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .._common.arguments import whole_number
-from .._common.sequences import cut
+from .._common.sequences import cut, one_ahead
 from .._machine import memory as _memory
 from .._machine import staging
 from ._coding import bits_of
 from ._fingerprint import fingerprint
-from ._making import differences
+from ._making import begin_differences
 from ._packing import Change, head_of, message_of
 from ._regions import Named, OwnRegion, PushHead, Region, own_regions
 from ._tensors import Delta
@@ -50,7 +51,8 @@ class Sender:
         memory: where the copy is kept: "device", where the weights are; "pinned" or "host", in host memory, from where
             it is brought to the weights' GPU while it is compared.
         piece_bytes: of weights whose changes one message holds, or the changes of one row. Tensors of less than 1/16 of
-            it are coded together, and what holds them takes memory for a piece and its changes meanwhile.
+            it are coded together, which takes memory for two pieces and their changes meanwhile: one is measured while
+            the one before it becomes a message.
         device: where messages are; None: where the weights are.
 
     Attributes:
@@ -96,7 +98,8 @@ class Sender:
             full: sends all weights whole, to receivers that have lost a message.
 
         Returns:
-            Messages, uint8 [bytes] each, at least one. They share no memory with the weights.
+            Messages, uint8 [bytes] each, at least one. They share no memory with the weights. On a GPU the current
+            stream still makes them.
 
         Raises:
             TypeError, ValueError: weights are no tensors, or DTensors of more ranks than there are parts.
@@ -106,21 +109,29 @@ class Sender:
         base = None if full or not kept else self.version  # asked before copies are taken out
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
         made: dict[bytes, torch.Tensor] = {}
-        messages = []
-        for number, piece in enumerate(pieces):
+
+        def begin(number: int, piece: list[OwnRegion]) -> Callable[[], torch.Tensor]:
+            """Lets GPUs measure a piece's changes; its message, to be called for."""
             values = [region.values() for region in piece]
             olds = [self._like(region, kept) for region in piece]
-            changes = self._changes(values, [None if base is None else old for old in olds])
-            messages.append(self._message(piece, values, changes, base, (number, len(pieces))))
-            for region, new, old, change in zip(piece, values, olds, changes):
-                made[region.rows] = self._copy(region, new, old, change)
+            bases = olds if base is not None else [None] * len(piece)
+            pairs = [(new, old) for new, old in zip(values, bases) if old is not None]
+            differences = begin_differences(pairs, None, updates_bases=self._is_pinned is None)
+
+            def finish() -> torch.Tensor:
+                found = iter(differences())
+                changes: list[Change] = [new if old is None else next(found) for new, old in zip(values, bases)]
+                message = self._message(piece, values, changes, base, (number, len(pieces)))
+                for region, new, old, change in zip(piece, values, olds, changes):
+                    made[region.rows] = self._copy(region, new, old, change)
+                return message
+
+            return finish
+
+        messages = list(map(lambda finish: finish(), one_ahead(map(begin, itertools.count(), pieces))))
         self._kept = made
         self.version += 1
         return messages
-
-    def _changes(self, values: Sequence[torch.Tensor], bases: Sequence[torch.Tensor | None]) -> list[Change]:
-        made = iter(differences([(new, base) for new, base in zip(values, bases) if base is not None], None))
-        return [new if base is None else next(made) for new, base in zip(values, bases)]
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
         """The kept copy of a region, if it has its dtype, which is taken out: joined copies are replaced one by one."""
@@ -149,8 +160,8 @@ class Sender:
     def _copy(
         self, region: OwnRegion, values: torch.Tensor, old: torch.Tensor | None, change: Change | None
     ) -> torch.Tensor:
-        """What is kept of a region."""
-        if old is not None and change is not None and _is_same(change):
+        """What is kept of a region. old: the copy that there was; on the device a delta has made it the new one."""
+        if old is not None and isinstance(change, Delta) and (self._is_pinned is None or change.is_empty):
             return old
         if region.is_joined and self._is_pinned is None:
             return values

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._machine.staging import Coming
 from ._arena import TokenArena
 from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
 
@@ -43,19 +44,11 @@ class Pending:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
         self.sequences: torch.Tensor | None = None  # which of the coded ones each sequence is by now
         states = [coded.state for coded in (keys, values) if coded.state is not None]
-        self._states = torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64)
-        self._event: torch.cuda.Event | None = None
-        if self._states.is_cuda:
-            device = self._states.device
-            self._states = torch.empty(self._states.shape, dtype=torch.int64, pin_memory=True).copy_(
-                self._states, non_blocking=True
-            )
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
+        self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64))
 
     def is_ready(self) -> bool:
         """Whether their sizes are known without waiting."""
-        return self._event is None or self._event.query()
+        return self._states.is_here
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of the coded keys and values; waits for them.
@@ -63,9 +56,7 @@ class Pending:
         Raises:
             RuntimeError: they were not coded, which cannot happen.
         """
-        if self._event is not None:
-            self._event.synchronize()
-        states = iter(self._states.tolist())
+        states = iter(self._states.wait().tolist())
         keys, values = (
             coded.num_bytes(None if coded.state is None else next(states)) for coded in (self.keys, self.values)
         )

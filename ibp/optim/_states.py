@@ -12,6 +12,7 @@ from .. import _core
 from .._common.statistics import Statistics, share_saved
 from .._layout import slots as _layout
 from .._machine.memory import PinningError
+from .._machine.staging import Coming
 from .._rows.handle import Handle
 from .._schemes import AnyCodebook
 from .._schemes.kinds import Learner
@@ -341,11 +342,9 @@ def _grown(beta: float, first: float, last: float) -> float:
 class Watch:
     """Looks at the counters of places on a device without waiting: what is counted in a step is known steps later."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self._watched: list[tuple[CodedState, int]] = []  # and when its codebook was learned: no place is kept alive
-        self._found: torch.Tensor | None = None
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._found: Coming | None = None
         self._steps = self._asked_at = self._judged_at = 0
 
     def look(self) -> None:
@@ -354,8 +353,8 @@ class Watch:
         Raises:
             RuntimeError: a state is damaged.
         """
-        if self._found is not None and (self._event is None or self._event.query()):
-            self._judge(self._found.tolist(), self._asked_at - self._judged_at)
+        if self._found is not None and self._found.is_here:
+            self._judge(self._found.wait().tolist(), self._asked_at - self._judged_at)
             self._found, self._judged_at = None, self._asked_at
 
     def ask(self, states: list[CodedState]) -> None:
@@ -365,23 +364,12 @@ class Watch:
         if self._found is not None or (self._steps > _WATCHED_STEPS and self._steps % _LEARNING_STEPS):
             return
         watched = [(state, state.learner.learned_at) for state in states if state.place is not None]
+        counters = [state.place.counters for state in states if state.place is not None]
         try:
-            self._found = self._copied([state.place.counters for state in states if state.place is not None])
+            self._found = Coming(torch.stack(counters)) if counters else None
         except torch.OutOfMemoryError:
             return
         self._watched, self._asked_at = watched, self._steps
-
-    def _copied(self, counters: list[torch.Tensor]) -> torch.Tensor | None:
-        """On the host once the event has passed; None: there are none."""
-        if not counters:
-            return None
-        counted = torch.stack(counters)
-        if self._event is None:
-            return counted
-        found = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
-        found.copy_(counted, non_blocking=True)
-        self._event.record(torch.cuda.current_stream(self.device))
-        return found
 
     def _judge(self, found: list[list[int]], steps: int) -> None:
         for (state, learned_at), counters in zip(self._watched, found):

@@ -350,9 +350,7 @@ class Adam(torch.optim.Adam):
         for chunk in self._all_chunks():
             states.setdefault(chunk.device, []).extend(chunk.states)
         for device, of_device in states.items():
-            if device not in self._watches:
-                self._watches[device] = Watch(device)
-            self._watches[device].ask(of_device)
+            self._watches.setdefault(device, Watch()).ask(of_device)
 
     # ---- states as tensors ----
 

@@ -159,14 +159,20 @@ struct Case {
         ibp_index_rows(lengths.data(), num_rows * codebook.row_bytes, codebook.row_bytes, 0, bases.data(),
                        &overflow_bytes);
         Bytes overflow(overflow_bytes, below(20));
-        check(ibp_cuda_encode_deltas(&codebook, jobs.data(), count(), num_rows, lengths.data(), counts.data(),
-                                     bases.data(), overflow.data, overflow_bytes, nullptr) == IBP_OK,
-              "encode", number);
-        for (size_t t = 0; t < tensors.size(); t++)
-            if (tensors[t].overflow->size != 0)
-                check(memcmp(overflow.data + bases[jobs[t].first_row / 32], tensors[t].overflow->data,
-                             tensors[t].overflow->size) == 0,
-                      "coded rows", number);
+        const auto before = bytes();
+        for (const bool updates_bases : {false, true}) {
+            check(ibp_cuda_encode_deltas(&codebook, jobs.data(), count(), num_rows, lengths.data(), counts.data(),
+                                         bases.data(), overflow.data, overflow_bytes, updates_bases, nullptr) == IBP_OK,
+                  "encode", number);
+            expect(updates_bases, before);
+            for (size_t t = 0; t < tensors.size(); t++)
+                if (tensors[t].overflow->size != 0)
+                    check(memcmp(overflow.data + bases[jobs[t].first_row / 32], tensors[t].overflow->data,
+                                 tensors[t].overflow->size) == 0,
+                          "coded rows", number);
+            memset(overflow.data, 0, overflow.size);
+        }
+        for (size_t t = 0; t < tensors.size(); t++) std::copy(before[t].begin(), before[t].end(), tensors[t].base.data);
     }
     uint64_t apply()
     {

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ibp._common.sequences import ahead, cut
+from ibp._common.sequences import ahead, cut, one_ahead
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,14 @@ from ibp._common.sequences import ahead, cut
 )
 def test_cut(sizes, most, parts):
     assert cut(sizes, lambda size: size, most) == parts
+
+
+def test_one_item_is_begun_ahead():
+    begun = []
+    items = one_ahead(begun.append(number) or number for number in range(4))
+    assert next(items) == 0 and begun == [0, 1]
+    assert list(items) == [1, 2, 3]
+    assert list(one_ahead([])) == []
 
 
 def test_results_come_in_order_and_no_more_are_begun_than_asked_for():

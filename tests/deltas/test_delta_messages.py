@@ -512,6 +512,55 @@ def test_gpu(cuda, memory, where):
         receiver.apply(damaged)
 
 
+def some_experts():
+    experts = torch.randn(200, 32, 64).mul(0.02).bfloat16().cuda()
+    return {f"experts.{number}": expert.clone() for number, expert in enumerate(experts)}
+
+
+@pytest.mark.parametrize("share", [0.02, 0.4])
+def test_joined_tensors_on_a_gpu(cuda, share):
+    there = some_experts()
+    here, sender = copies(there), Sender(there, piece_bytes=100_000)
+    receiver = Receiver(here)
+    for _ in range(3):
+        train_on_gpu(there, share)
+        messages = sender.push(there)
+        assert len(messages) > 5 and applied(receiver, messages)
+        assert_same_weights(copies_on_cpu(here), copies_on_cpu(there))
+    here["experts.170"][3] += 1
+    before = copies_on_cpu(here)
+    train_on_gpu(there, share)
+    with pytest.raises(OutOfSyncError, match="experts.* has fingerprint"):
+        applied(receiver, sender.push(there))
+    assert_same_weights(copies_on_cpu(here), before)
+    assert applied(receiver, sender.push(there, full=True))
+    assert_same_weights(copies_on_cpu(here), copies_on_cpu(there))
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_amid_joined_tensors_on_a_gpu(cuda, number, after, monkeypatch):
+    there = some_experts()
+    here, calls, write = copies(there), [], _on_pieces._write
+    before, sender, receiver = copies_on_cpu(here), Sender(there, piece_bytes=100_000), Receiver(here)
+
+    def interrupted(group, elements):
+        calls.append(group)
+        if len(calls) - 1 != number or after:
+            write(group, elements)
+        if len(calls) - 1 == number:
+            raise KeyboardInterrupt
+
+    train_on_gpu(there, 0.02)
+    messages = sender.push(there)
+    monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        applied(receiver, messages)
+    assert_same_weights(copies_on_cpu(here), before)
+    assert applied(receiver, messages)
+    assert_same_weights(copies_on_cpu(here), copies_on_cpu(there))
+
+
 def train_on_gpu(weights, share):
     for tensor in weights.values():
         tensor.copy_(changed(tensor.cpu(), share, 2))

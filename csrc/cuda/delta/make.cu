@@ -68,6 +68,15 @@ template <typename T> struct DeltaRows {
             loaded.words[i] = ibp_subtract_elements(loaded.newer[i], loaded.base[i], ibp_highest_bits(sizeof(T)));
         }
     }
+    // Makes the words of a base those of the newer version, where they differ.
+    static __device__ __forceinline__ void update(const ibp_delta_tensor &version, const VersionRow &row, uint32_t at,
+                                                  const Loaded &loaded)
+    {
+#pragma unroll
+        for (uint32_t i = 0; i < 2u; i++)
+            if (loaded.words[i] != 0u)
+                store_any_word(version.base + row.start, row.valid, at / 8u + i, loaded.newer[i]);
+    }
     static __device__ __forceinline__ T element(const Loaded &loaded, uint32_t e)
     {
         return static_cast<T>((e < kPerWord ? loaded.words[0] : loaded.words[1]) >> kBits * (e % kPerWord) % 64u);
@@ -169,7 +178,7 @@ template <typename T> struct DeltaRows {
     };
 
     // Puts the positions and the values of the listed elements of a row into a stage of zeros.
-    __device__ __forceinline__ void encode(const ibp_delta_tensor &version, const VersionRow &row,
+    __device__ __forceinline__ void encode(const ibp_delta_tensor &version, const VersionRow &row, bool updates_base,
                                            const DeltaCounts &counts, const Parts &parts, const BitStage &stage,
                                            const Ring &ring) const
     {
@@ -184,6 +193,7 @@ template <typename T> struct DeltaRows {
             Loaded loaded{};
             const uint32_t at = base + kVector * lane_id(), column = at / static_cast<uint32_t>(sizeof(T));
             if (at < row.valid) load(version, row, at, loaded);
+            if (updates_base) update(version, row, at, loaded);
             const uint32_t listed = listed_of(loaded), count[1] = {ibp_popcount(listed)};
             uint32_t lower[1], total[1];
             MakeGroup::scan(count, lower, total);
@@ -262,12 +272,13 @@ template <typename T> struct DeltaRows {
     }
     // The differences themselves.
     static __device__ __forceinline__ void stage_raw(const ibp_delta_tensor &version, const VersionRow &row,
-                                                     const BitStage &stage)
+                                                     bool updates_base, const BitStage &stage)
     {
         for (uint32_t at = kVector * lane_id(); at < row.valid; at += kStep) {
             Loaded loaded;
             load(version, row, at, loaded);
             *reinterpret_cast<ulonglong2 *>(stage.words + at / 4u) = make_ulonglong2(loaded.words[0], loaded.words[1]);
+            if (updates_base) update(version, row, at, loaded);
         }
     }
 };
@@ -328,7 +339,8 @@ template <typename T>
 __global__ void __launch_bounds__(kMakeThreads)
     encode_deltas(const __grid_constant__ ibp_codebook cb, const ibp_delta_tensor *versions,
                   const uint32_t num_versions, const int64_t num_rows, const Coded coded, const uint16_t *lengths,
-                  const uint16_t *counts, const uint64_t *bases, uint8_t *overflow, const int64_t overflow_bytes)
+                  const uint16_t *counts, const uint64_t *bases, uint8_t *overflow, const int64_t overflow_bytes,
+                  const bool updates_bases)
 {
     using Rows = DeltaRows<T>;
     const Rows rows(cb);
@@ -347,7 +359,7 @@ __global__ void __launch_bounds__(kMakeThreads)
         const uint64_t start = start_of_row(lengths, bases, cb.row_bytes, r);
         if (stored == 0u || stored > row.valid || !ibp_part_in_bounds(start, stored, overflow_bytes)) continue;
         if (length == 0u) {
-            rows.stage_raw(versions[row.version], row, stage);
+            rows.stage_raw(versions[row.version], row, updates_bases, stage);
         } else {
             clear<MakeGroup>(stage, (stored + kVector + 15u) / 16u * 16u);
             DeltaCounts found{};
@@ -355,7 +367,7 @@ __global__ void __launch_bounds__(kMakeThreads)
             for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++) found.reaching[p] = counts[r * IBP_DELTA_COUNTS + p];
             found.closed = counts[r * IBP_DELTA_COUNTS + IBP_MAX_PLANES + 1u];
             __syncwarp();
-            rows.encode(versions[row.version], row, found, rows.lay_out(found), stage, ring);
+            rows.encode(versions[row.version], row, updates_bases, found, rows.lay_out(found), stage, ring);
         }
         __syncwarp();
         copy_out<MakeGroup>(overflow + start, stage, 0, stored);
@@ -390,7 +402,8 @@ ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta
 
 ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *versions, uint32_t num_versions,
                                   int64_t num_rows, const uint16_t *lengths, const uint16_t *counts,
-                                  const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes, ibp_stream stream)
+                                  const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes, bool updates_bases,
+                                  ibp_stream stream)
 {
     if (!ibp_cuda_makes_deltas(codebook) || overflow_bytes < 0) return IBP_INVALID_ARGUMENT;
     if (num_rows == 0 || overflow_bytes == 0) return IBP_OK;
@@ -402,10 +415,10 @@ ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_
         for (const ibp::Coded coded : {ibp::Coded::kShort, ibp::Coded::kLong}) {
             const uint32_t warp_bytes = ibp::encode_bytes<decltype(zero)>(codebook->row_bytes, coded);
             if (status == IBP_OK)
-                status =
-                    ibp::launch_rows(ibp::encode_deltas<decltype(zero)>, ibp::kMakeThreads,
-                                     ibp::kMakeThreads / ibp::kWarp * warp_bytes, call, *codebook, versions,
-                                     num_versions, num_rows, coded, lengths, counts, bases, overflow, overflow_bytes);
+                status = ibp::launch_rows(ibp::encode_deltas<decltype(zero)>, ibp::kMakeThreads,
+                                          ibp::kMakeThreads / ibp::kWarp * warp_bytes, call, *codebook, versions,
+                                          num_versions, num_rows, coded, lengths, counts, bases, overflow,
+                                          overflow_bytes, updates_bases);
         }
         return status;
     });

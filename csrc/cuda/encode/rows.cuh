@@ -84,9 +84,10 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
     return length;
 }
 
-// What has become of a group's rows.
+// What has become of a group's rows, and the counter of overflow, as its first lane last saw it.
 struct Tally {
     uint32_t spilled, lost;
+    uint64_t seen;
 };
 
 // A coded row goes where there is room for it, and its place is written down. By all lanes of a group together. claims:
@@ -105,7 +106,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         if (G::lane() == 0u) {
             part = claims ? claim_part(place, row, valid) : part_of(place, row, IBP_LOAD_ONCE(place.bases[row]), valid);
             if (part.base != kClaimed && part.sectors < ibp_sectors_of(in_overflow))
-                part = take_part_for(place, part, in_overflow, valid);
+                part = take_part_for(place, part, in_overflow, valid, tally.seen);
         }
         part.base = G::broadcast(part.base);
     }
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
-    Tally tally{};
+    Tally tally{0, 0, kNotSeen};
     for (int64_t i = first; i < job.source.num_rows; i += step) {
         if (i + step < job.source.num_rows) prefetch<G>(job.source.row(i + step));
         PlainRow row = job.source.row(i);

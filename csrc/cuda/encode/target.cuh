@@ -52,6 +52,7 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
 // ---- rows that take their parts ----
 
 constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // base of a row that is being coded
+constexpr uint64_t kNotSeen = UINT64_MAX;
 
 // What a row owns of overflow.
 struct Part {
@@ -80,26 +81,30 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
     return base == kClaimed ? Part{kClaimed, 0} : part_of(place, row, base, valid);
 }
 
-// A part that no other row has; none where there is no room. The counter is read before it is added to, so that it
-// stays near what there is, however many are refused.
-__device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors)
+// A part that no other row has; none where there is no room. seen: the counter as this lane last saw it, at first
+// kNotSeen. Where this leaves no room the counter is read before it is added to, so that it stays near what there is,
+// however many are refused; else the row is not held up by a second access to a place that all rows go to.
+__device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)
 {
     const auto there_are = static_cast<uint64_t>(place.table.overflow_bytes);
     const uint64_t num_bytes = uint64_t{IBP_OVERFLOW_ALIGN} * sectors;
     auto *const used = reinterpret_cast<unsigned long long *>(place.used);
     const auto fits = [&](uint64_t start) { return start <= there_are && num_bytes <= there_are - start; };
-    if (!fits(*static_cast<volatile unsigned long long *>(used))) return {IBP_NO_BASE, 0};
+    if (!fits(seen)) seen = *static_cast<volatile unsigned long long *>(used);
+    if (!fits(seen)) return {IBP_NO_BASE, 0};
     const uint64_t start = atomicAdd(used, static_cast<unsigned long long>(num_bytes));
+    seen = start + num_bytes;
     return fits(start) ? Part{start, sectors} : Part{IBP_NO_BASE, 0};
 }
 
 // A part for a row whose own one is too small: for its raw bytes, if it had one and remembers what it owns.
-__device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid)
+__device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid,
+                                              uint64_t &seen)
 {
     Part part{IBP_NO_BASE, 0};
     if (place.rooms != nullptr && own.sectors != 0u)
-        part = take_part(place, ibp_sectors_of(ibp_overflow_part(valid, place.table.slot_bytes)));
-    return part.base != IBP_NO_BASE ? part : take_part(place, ibp_sectors_of(in_overflow));
+        part = take_part(place, ibp_sectors_of(ibp_overflow_part(valid, place.table.slot_bytes)), seen);
+    return part.base != IBP_NO_BASE ? part : take_part(place, ibp_sectors_of(in_overflow), seen);
 }
 
 } // namespace ibp
