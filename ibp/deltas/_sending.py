@@ -20,6 +20,7 @@ from ._regions import Named, OwnRegion, PushHead, Region, own_regions
 from ._tensors import Delta
 
 PIECE_BYTES = 256 << 20
+_CODED_SHARE = 4  # a piece's changes take at most this part of it, most of the time
 
 
 class Sender:
@@ -51,8 +52,8 @@ class Sender:
         memory: where the copy is kept: "device", where the weights are; "pinned" or "host", in host memory, from where
             it is brought to the weights' GPU while it is compared.
         piece_bytes: of weights whose changes one message holds, or the changes of one row. Tensors of less than 1/16 of
-            it are coded together, which takes memory for two pieces and their changes meanwhile: one is measured while
-            the one before it becomes a message.
+            it are coded together. Besides its messages a push takes memory for two pieces of these, or for the changes
+            of four pieces: a GPU measures the next ones meanwhile.
         device: where messages are; None: where the weights are.
 
     Attributes:
@@ -108,27 +109,33 @@ class Sender:
         kept, self._kept = self._kept, {}  # interrupted, it has nothing, and the next push sends all
         base = None if full or not kept else self.version  # asked before copies are taken out
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
+        rounds = cut(enumerate(pieces), lambda piece: sum(map(self._beside, piece[1])), self._piece_bytes)
         made: dict[bytes, torch.Tensor] = {}
 
-        def begin(number: int, piece: list[OwnRegion]) -> Callable[[], torch.Tensor]:
-            """Lets GPUs measure a piece's changes; its message, to be called for."""
-            values = [region.values() for region in piece]
-            olds = [self._like(region, kept) for region in piece]
-            bases = olds if base is not None else [None] * len(piece)
+        def begin(numbered: list[tuple[int, list[OwnRegion]]]) -> Callable[[], list[torch.Tensor]]:
+            """Lets GPUs measure the changes of pieces; their messages, to be called for."""
+            held = [region for _, piece in numbered for region in piece]
+            values, olds = [region.values() for region in held], [self._like(region, kept) for region in held]
+            bases = olds if base is not None else [None] * len(held)
             pairs = [(new, old) for new, old in zip(values, bases) if old is not None]
             differences = begin_differences(pairs, None, updates_bases=self._is_pinned is None)
 
-            def finish() -> torch.Tensor:
+            def finish() -> list[torch.Tensor]:
                 found = iter(differences())
                 changes: list[Change] = [new if old is None else next(found) for new, old in zip(values, bases)]
-                message = self._message(piece, values, changes, base, (number, len(pieces)))
-                for region, new, old, change in zip(piece, values, olds, changes):
+                parts = iter(zip(held, values, changes))
+                messages = [
+                    self._message(list(itertools.islice(parts, len(piece))), base, (number, len(pieces)))
+                    for number, piece in numbered
+                ]
+                for region, new, old, change in zip(held, values, olds, changes):
                     made[region.rows] = self._copy(region, new, old, change)
-                return message
+                return messages
 
             return finish
 
-        messages = list(map(lambda finish: finish(), one_ahead(map(begin, itertools.count(), pieces))))
+        done = map(lambda finish: finish(), one_ahead(map(begin, rounds)))
+        messages = list(itertools.chain.from_iterable(done))
         self._kept = made
         self.version += 1
         return messages
@@ -138,22 +145,21 @@ class Sender:
         base = kept.pop(region.rows, None)
         return base if base is not None and base.dtype == region.dtype else None
 
+    def _beside(self, region: OwnRegion) -> int:
+        """Bytes of memory, about, that working on a region takes."""
+        return region.nbytes if region.is_joined or self._is_pinned is not None else region.nbytes // _CODED_SHARE
+
     def _message(
-        self,
-        piece: Sequence[OwnRegion],
-        values: Sequence[torch.Tensor],
-        changes: Sequence[Change],
-        base: int | None,
-        number: tuple[int, int],
+        self, piece: Sequence[tuple[OwnRegion, torch.Tensor, Change]], base: int | None, number: tuple[int, int]
     ) -> torch.Tensor:
         regions, sent = [], []
-        for region, new, change in zip(piece, values, changes):
+        for region, new, change in piece:
             head, result = None, change.result if isinstance(change, Delta) else fingerprint(new)
-            if not _is_same(change):
+            if not (isinstance(change, Delta) and change.is_empty):
                 head = head_of(change)
                 sent.append((head, change))
             regions.append(Region(region.rows, region.dtype, result, head))
-        device = self._device or (piece[0].device if piece else torch.device("cpu"))
+        device = self._device or (piece[0][0].device if piece else torch.device("cpu"))
         said = PushHead(self._id, self._part, self.version + 1, base, number, regions)
         return message_of(said, [head for head, _ in sent], [change for _, change in sent], device)
 
@@ -175,7 +181,3 @@ class Sender:
         if self._is_pinned:
             return staging.empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def _is_same(change: Change) -> bool:
-    return isinstance(change, Delta) and change.is_empty
