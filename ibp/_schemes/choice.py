@@ -196,7 +196,9 @@ def _learned(scheme: str, request: Request, rows: torch.Tensor, machine: Calibra
     sampled = _rows.Geometry(
         torch.Size((rows.numel() // geometry.row_bytes, geometry.row_bytes)), torch.uint8, geometry.row_bytes
     )
-    found = measured(scheme, codebook, request, measure(rows, codebook, rows.device), sampled, machine)
+    known = [lengths for learned, lengths in request.measured if learned is codebook and rows is request.host_rows]
+    lengths = known[0] if known else measure(rows, codebook, rows.device)
+    found = measured(scheme, codebook, request, lengths, sampled, machine)
     return found if found.stored_bytes < geometry.num_bytes else None
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from .._layout import geometry as _rows
 from .._machine import staging
+from .codebook import AnyCodebook
 
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
@@ -34,6 +35,7 @@ class Request:
         level: option of scheme "planes" (see `ibp.compress`).
         codes_invariant: whether codebooks have a coded form for every row, also for rows that lack what all sampled
             rows have in common.
+        measured: codebooks that were learned from `host_rows`, each with the lengths that these have with it.
     """
 
     data: torch.Tensor
@@ -48,6 +50,7 @@ class Request:
     progress: bool = False
     level: str = "default"
     codes_invariant: bool = False
+    measured: list[tuple[AnyCodebook, torch.Tensor]] = field(default_factory=list, init=False, compare=False)
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:

@@ -26,10 +26,12 @@ class LearnedPlanes:
     Attributes:
         codebook: with expected_savings.
         lengths: int64 [n], the bytes of the sample's rows as coded with it, row_bytes for rows that are stored raw.
+        entries: uint16 [n], what an index says of these rows (FORMAT.md section 2); None where they stay as they are.
     """
 
     codebook: PlanesCodebook
     lengths: torch.Tensor
+    entries: torch.Tensor | None = None
 
 
 def check_level(level: str) -> None:
@@ -49,14 +51,17 @@ def learn(request: Request) -> PlanesCodebook:
 
 def _learn(request: Request, codes_invariant: bool) -> PlanesCodebook:
     geometry = request.geometry
-    return learn_planes(
+    learned = learn_planes(
         request.host_rows,
         geometry.row_bytes,
         geometry.num_rows,
         geometry.dtype,
         level=request.level,
         codes_invariant=codes_invariant,
-    ).codebook
+    )
+    if learned.entries is not None:
+        request.measured.append((learned.codebook, learned.entries))
+    return learned.codebook
 
 
 def _can_code(codebook: PlanesCodebook, device: torch.device) -> bool:
@@ -110,12 +115,12 @@ def learn_planes(
             sample, row_bytes, element_bytes, exponent_bits, num_rows, level == "fast", codes_invariant
         )
     )
-    lengths = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
-    lengths = slots.stored_sizes(lengths, row_bytes, row_bytes)
+    entries = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
+    lengths = slots.stored_sizes(entries, row_bytes, row_bytes)
     coded_bytes = float(lengths.sum()) / len(lengths) + codebook.nbytes / num_rows
     if coded_bytes > row_bytes:  # the codebook of a few rows takes more than it saves
         return LearnedPlanes(_rows_as_they_are(row_bytes, element_bytes), torch.full_like(lengths, row_bytes))
-    return LearnedPlanes(codebook.with_savings(1 - coded_bytes / row_bytes), lengths)
+    return LearnedPlanes(codebook.with_savings(1 - coded_bytes / row_bytes), lengths, entries)
 
 
 def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
