@@ -163,7 +163,7 @@ def test_directories_that_models_are_saved_to(saved, tmp_path, monkeypatch, shar
     assert (tmp_path / "model.safetensors").exists() == (shard_bytes is None)
     del model
     if name not in ("gpt2", "gpt-oss", *(["llava"] if IS_OLD else [])):  # whose files have other rows, or names
-        monkeypatch.setattr("ibp.nn._compressing.ModelPlan._table_of", refuse)
+        monkeypatch.setattr("ibp.nn._compressing.ModelPlan.table_of", refuse)
     loaded, info = type(plain).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     check(loaded, plain, name)
