@@ -10,8 +10,6 @@ namespace ibp {
 
 static thread_local char last_error[256];
 
-constexpr int kStaticSharedBytes = 1024; // at most, of any kernel here
-
 ibp_status check_cuda(cudaError_t error)
 {
     if (error == cudaSuccess) return IBP_OK;
@@ -26,44 +24,34 @@ bool is_host_memory(const void *memory)
     return check_cuda(cudaPointerGetAttributes(&found, memory)) == IBP_OK && found.type == cudaMemoryTypeHost;
 }
 
-// What a block may have, and how many blocks. leaves_sms: not all that there are.
-struct Limits {
-    int device, sms, shared_bytes;
-    bool leaves_sms;
-};
-
-// SMs of the current device, and what a block's shared memory may be: asked once a device, as each question costs a
-// launch's tenth.
-static ibp_status read_device(Limits *limits)
+// Asks once a device, as each question costs a launch's tenth.
+ibp_status read_device(DeviceSizes *sizes)
 {
-    constexpr int kMostDevices = 64;
-    static std::atomic<uint64_t> known[kMostDevices]; // SMs and shared bytes, 32 bits each
-    ibp_status status = check_cuda(cudaGetDevice(&limits->device));
+    constexpr int kMostDevices = 64, kStaticBytes = 1024; // the latter at most, of any kernel here
+    static std::atomic<uint64_t> known[kMostDevices]; // SMs, bytes of a block and of an SM: 24 bits for each of these
+    ibp_status status = check_cuda(cudaGetDevice(&sizes->number));
     if (status != IBP_OK) return status;
-    const bool is_kept = limits->device < kMostDevices;
-    const uint64_t found = is_kept ? known[limits->device].load(std::memory_order_relaxed) : 0;
-    limits->sms = static_cast<int>(found >> 32), limits->shared_bytes = static_cast<int>(found & UINT32_MAX);
+    const bool is_kept = sizes->number < kMostDevices;
+    const uint64_t found = is_kept ? known[sizes->number].load(std::memory_order_relaxed) : 0;
+    sizes->sms = static_cast<int>(found >> 48), sizes->block_bytes = static_cast<int>(found >> 24 & 0xffffffu);
+    sizes->sm_bytes = static_cast<int>(found & 0xffffffu);
     if (found != 0) return IBP_OK;
-    status = check_cuda(cudaDeviceGetAttribute(&limits->sms, cudaDevAttrMultiProcessorCount, limits->device));
-    if (status == IBP_OK)
-        status = check_cuda(
-            cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, limits->device));
+    const auto ask = [&](auto attribute, int *value) {
+        if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(value, attribute, sizes->number));
+    };
+    ask(cudaDevAttrMultiProcessorCount, &sizes->sms);
+    ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, &sizes->block_bytes);
+    ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor, &sizes->sm_bytes);
+    sizes->block_bytes -= kStaticBytes;
+    const auto part = [](int value, int shift) { return static_cast<uint64_t>(value) << shift; };
     if (status == IBP_OK && is_kept)
-        known[limits->device] = static_cast<uint64_t>(limits->sms) << 32 | static_cast<uint32_t>(limits->shared_bytes);
-    return status;
-}
-static ibp_status limits_of(int max_sms, Limits *limits)
-{
-    const ibp_status status = read_device(limits);
-    const int num_sms = limits->sms;
-    limits->sms = max_sms > 0 ? std::min(max_sms, num_sms) : num_sms;
-    limits->leaves_sms = limits->sms < num_sms;
+        known[sizes->number] = part(sizes->sms, 48) | part(sizes->block_bytes, 24) | part(sizes->sm_bytes, 0);
     return status;
 }
 
 // Always the most: another thread may be about to launch the kernel with more than this one's launch needs. A thread
 // remembers the kernels that it has done it for.
-static ibp_status allow_shared(const void *kernel, const Limits &limits)
+static ibp_status allow_shared(const void *kernel, const DeviceSizes &device)
 {
     constexpr uintptr_t kMostKernels = 64;
     struct Allowed {
@@ -72,17 +60,17 @@ static ibp_status allow_shared(const void *kernel, const Limits &limits)
     };
     static thread_local Allowed allowed[kMostKernels];
     Allowed &place = allowed[(reinterpret_cast<uintptr_t>(kernel) / 16) % kMostKernels];
-    if (place.kernel == kernel && place.device == limits.device) return IBP_OK;
-    const ibp_status status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                              limits.shared_bytes - kStaticSharedBytes));
-    if (status == IBP_OK) place = {kernel, limits.device};
+    if (place.kernel == kernel && place.device == device.number) return IBP_OK;
+    const ibp_status status =
+        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.block_bytes));
+    if (status == IBP_OK) place = {kernel, device.number};
     return status;
 }
 ibp_status allow_shared(const void *kernel)
 {
-    Limits limits{};
-    const ibp_status status = limits_of(0, &limits);
-    return status == IBP_OK ? allow_shared(kernel, limits) : status;
+    DeviceSizes device{};
+    const ibp_status status = read_device(&device);
+    return status == IBP_OK ? allow_shared(kernel, device) : status;
 }
 
 // Whether blocks of the kernel, as it was compiled for this device, can come in clusters.
@@ -98,23 +86,24 @@ static ibp_status has_clusters(const void *kernel, bool *clusters)
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
-    Limits limits{};
+    DeviceSizes device{};
     bool clusters = false;
-    ibp_status status = limits_of(max_sms, &limits);
-    if (status == IBP_OK && limits.leaves_sms) status = has_clusters(kernel, &clusters);
+    ibp_status status = read_device(&device);
+    const int sms = max_sms > 0 ? std::min(max_sms, device.sms) : device.sms;
+    if (status == IBP_OK && sms < device.sms) status = has_clusters(kernel, &clusters);
     if (status != IBP_OK) return status;
     const uint32_t unit = std::max(group_threads, kWarp),
                    groups_a_unit = unit / group_threads; // threads are added by whole warps and groups
     const uint32_t unit_bytes = groups_a_unit * group_bytes;
-    const int64_t room = limits.shared_bytes - kStaticSharedBytes - int64_t{block_bytes};
+    const int64_t room = device.block_bytes - int64_t{block_bytes};
     const int64_t fitting = unit_bytes ? room / unit_bytes : most_threads;
-    const int64_t units = (num_jobs + groups_a_unit - 1) / groups_a_unit, an_sm = (units + limits.sms - 1) / limits.sms;
+    const int64_t units = (num_jobs + groups_a_unit - 1) / groups_a_unit, an_sm = (units + sms - 1) / sms;
     const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm});
     if (a_block < 1) return IBP_INVALID_ARGUMENT;
-    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, limits.sms)),
+    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, sms)),
                static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes), 1};
     if (clusters && launch->blocks % 2u == 0u) launch->cluster = 2;
-    return allow_shared(kernel, limits);
+    return allow_shared(kernel, device);
 }
 
 } // namespace ibp

@@ -21,6 +21,13 @@ ibp_status check_cuda(cudaError_t error);
 // Whether memory is the host's, pinned, which a GPU reads over the link.
 bool is_host_memory(const void *memory);
 
+// What the current device has. block_bytes, sm_bytes: dynamic shared memory of a block, shared memory of an SM.
+struct DeviceSizes {
+    int number, sms, block_bytes, sm_bytes;
+};
+
+ibp_status read_device(DeviceSizes *sizes);
+
 // Lets a kernel have all the dynamic shared memory that a block can have.
 ibp_status allow_shared(const void *kernel);
 
@@ -42,14 +49,14 @@ inline Launch plan_jobs(int64_t num_jobs, int64_t a_block, int64_t most_blocks, 
 inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_jobs,
                                 int64_t a_block, int max_sms, Launch *launch)
 {
-    int device = 0, num_sms = 0, blocks_an_sm = 0;
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    DeviceSizes device{};
+    int blocks_an_sm = 0;
+    ibp_status status = read_device(&device);
     if (status == IBP_OK && shared_bytes != 0u) status = allow_shared(kernel);
-    if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * num_sms) // else a block an SM is enough
+    if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * device.sms) // else a block an SM is enough
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
                                                                           static_cast<int>(num_threads), shared_bytes));
-    const int64_t most = max_sms > 0 ? std::min(max_sms, num_sms) : int64_t{num_sms} * std::max(1, blocks_an_sm);
+    const int64_t most = max_sms > 0 ? std::min(max_sms, device.sms) : int64_t{device.sms} * std::max(1, blocks_an_sm);
     *launch = plan_jobs(num_jobs, a_block, most, num_threads);
     launch->shared_bytes = shared_bytes;
     return status;

@@ -467,6 +467,12 @@ void check_refusals()
 
 namespace ibp {
 ibp_status check_cuda(cudaError_t error) { return error == cudaSuccess ? IBP_OK : IBP_CUDA_ERROR; }
+/* A device so small that its blocks take several jobs one after the other. */
+ibp_status read_device(DeviceSizes *sizes)
+{
+    *sizes = {0, 2, 95 << 10, 96 << 10};
+    return IBP_OK;
+}
 ibp_status allow_shared(const void *) { return IBP_OK; }
 } // namespace ibp
 

@@ -358,24 +358,6 @@ template <class Stream> cudaError_t cudaMemsetAsync(void *memory, int value, siz
     memset(memory, value, num_bytes);
     return cudaSuccess;
 }
-inline cudaError_t cudaGetDevice(int *device)
-{
-    *device = 0;
-    return cudaSuccess;
-}
-/* A device so small that its blocks take several jobs one after the other. */
-enum {
-    cudaDevAttrMultiProcessorCount,
-    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin
-};
-inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int)
-{
-    const bool is_shared = attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ||
-                           attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin;
-    *value = is_shared ? 96 << 10 : 2;
-    return cudaSuccess;
-}
 struct cudaFuncAttributes {
     int ptxVersion;
 };

@@ -223,29 +223,15 @@ template <class Encoder> uint32_t group_bytes_of(const ibp_codebook &cb)
     return bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
 }
 
-// Dynamic shared memory that a block of the current device can have, in bytes.
-inline ibp_status shared_of_block(int *num_bytes)
-{
-    constexpr int kStatic = 1024; // at most
-    int device;
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK)
-        status = check_cuda(cudaDeviceGetAttribute(num_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    *num_bytes -= kStatic;
-    return status;
-}
-
 // Makes the groups of a block, whole warps, as few as there is shared memory for where an SM has num_blocks blocks.
 inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
                              uint32_t *groups)
 {
     constexpr int kReserved = 1024; // of an SM for each block
-    int device, of_sm = 0, of_block = 0;
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK)
-        status = check_cuda(cudaDeviceGetAttribute(&of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-    if (status == IBP_OK) status = shared_of_block(&of_block);
-    const int64_t room = std::min(of_block, of_sm / static_cast<int>(num_blocks) - kReserved) - int64_t{table_bytes};
+    DeviceSizes device{};
+    const ibp_status status = read_device(&device);
+    const int of_block = std::min(device.block_bytes, device.sm_bytes / static_cast<int>(num_blocks) - kReserved);
+    const int64_t room = of_block - int64_t{table_bytes};
     const int64_t of_warps = std::max(1u, kWarp / lanes), fitting = room / group_bytes / of_warps * of_warps;
     *groups = static_cast<uint32_t>(std::clamp<int64_t>(fitting, of_warps, *groups));
     return status;

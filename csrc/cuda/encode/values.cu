@@ -12,11 +12,11 @@ template <typename T> struct ValuesEncoders {
 template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
 {
     const ibp_codebook &cb = codebook_of(encode);
-    int of_block = 0;
-    const ibp_status status = shared_of_block(&of_block);
+    DeviceSizes device{};
+    const ibp_status status = read_device(&device);
     if (status != IBP_OK) return status;
     const uint64_t wanted = uint64_t{Encoder::table_bytes(cb)} + group_bytes_of<Encoder>(cb);
-    return wanted <= static_cast<uint64_t>(of_block) ? launch_rows<Encoder>(encode) : encode_dense(encode);
+    return wanted <= static_cast<uint64_t>(device.block_bytes) ? launch_rows<Encoder>(encode) : encode_dense(encode);
 }
 
 ibp_status encode_values(const Encode &encode)

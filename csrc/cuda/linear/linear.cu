@@ -44,12 +44,11 @@ static bool has_list(const ibp_digit_matrix &m)
 // code waits for the one before: code of compute capability 9.0 and later does.
 static ibp_status plan_blocks(const void *kernel, uint32_t num_strips, Launch *launch)
 {
-    int device = 0, sms = 0;
+    DeviceSizes device{};
     cudaFuncAttributes code{};
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    ibp_status status = read_device(&device);
     if (status == IBP_OK) status = check_cuda(cudaFuncGetAttributes(&code, kernel));
-    const uint32_t blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, sms)) * kBlocksAnSm);
+    const uint32_t blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, device.sms)) * kBlocksAnSm);
     *launch = {blocks, Block::kThreads, Block::kSharedBytes, 1u, code.ptxVersion >= 90};
     return status;
 }
