@@ -230,9 +230,9 @@ def test_large_tensors_are_streamed_by_themselves(cuda, monkeypatch, scheme, lay
     monkeypatch.setattr(streaming.TensorStream, "decode", lambda *arguments: (calls.append(1), decode(*arguments))[1])
     x = (torch.randn(100_003, 1024, device=cuda) * 0.02).to(torch.bfloat16)
     table = make_table(x.cpu(), layout, scheme=scheme)
-    for max_sms in (None, 4):
+    for options in ({}, {"max_sms": 4, "path": "copy"}, {"max_sms": 4}):  # the last one by a kernel
         out = poisoned(x, cuda)
-        ibp.decompress(table, out=out, max_sms=max_sms, check=True)
+        ibp.decompress(table, out=out, **options, check=True)
         assert torch.equal(out.view(torch.int16), x.view(torch.int16))
     assert len(calls) == 2
     small = make_table(x[:100].cpu(), layout, scheme=scheme)
@@ -264,8 +264,9 @@ def test_ranges(cuda, streamed, layout):
 def test_max_sms(cuda, streamed, max_sms):
     x = spiky_rows(3000, 60)
     table = make_table(x, scheme="planes")
-    assert_same_bits(ibp.decompress(table, device=cuda, max_sms=max_sms, check=True).cpu(), x)
-    assert len(streamed) == 1
+    for path, num_streamed in (("copy", 1), (None, 1)):
+        assert_same_bits(ibp.decompress(table, device=cuda, max_sms=max_sms, path=path, check=True).cpu(), x)
+        assert len(streamed) == num_streamed
 
 
 def test_what_was_compressed_in_place(cuda, streamed):
