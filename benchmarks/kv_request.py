@@ -11,8 +11,8 @@ InfiniGen itself is not run; it also turns the weights of trained models so that
 
 Arms: `cpu index + copy`, gathered by the CPU into pinned memory, then copied, as by InfiniGen; `raw by kernel`; `ibp`,
 two `ibp.kv.KVRows` a layer, whose codebooks come from rows of the prompt. The rows that each fetches are compared with
-those that it stored, bit for bit; outputs are not: on a GPU those of two runs of one arm differ in some bits. After the
-common columns, of a layer: prefill_ms, with the rows stored; learn_ms, its two codebooks; fetch_ms, rows of one
+what it stored, bit for bit; outputs are not: on a GPU two runs of one arm give outputs that differ in some bits. After
+the common columns, of a layer: prefill_ms, with the rows stored; learn_ms, its two codebooks; fetch_ms, rows of one
 token alone; step_ms, of a token, rows stored. `gbps` is the rate of fetch_ms.
 """
 

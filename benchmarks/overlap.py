@@ -358,7 +358,7 @@ def print_losses(rows):
                 f" (ratio {row['loss_ratio']})" if row["loss_ratio"] else ""
             )
             print(
-                f"{row['arm']} products: they run at {row['matmul_tflops']} TFLOP/s and lose "
+                f"{row['arm']}: the products run at {row['matmul_tflops']} TFLOP/s and lose "
                 f"{100 - 100 * float(row['matmul_share']):.1f} % "
                 f"{taken}"
                 + (
