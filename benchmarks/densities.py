@@ -142,7 +142,7 @@ def learning_rate(step, steps):
 
 
 def train(plan, device, look):
-    """look(net, step, loss of the step before or None): called at the checkpoints."""
+    """The trained net. look(net, step, loss of the step before or None): called at the checkpoints."""
     net, images = started(plan, device), Images(plan.image, device)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM, weight_decay=DECAY)
     looks, loss = set(checkpoints(plan.steps)), None
@@ -150,7 +150,7 @@ def train(plan, device, look):
         if step in looks:
             look(net, step, None if loss is None else loss.item())
         if step == plan.steps:
-            return
+            break
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, plan.steps)
         x, labels = images.draw(plan.batch)
@@ -159,18 +159,12 @@ def train(plan, device, look):
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 5.0)
         optimizer.step()
+    return net
 
 
 def trained(plan, device, count):
     """(the net after its last step, count of the images it was trained with)."""
-    found = []
-
-    def look(net, step, loss):
-        if step == plan.steps:
-            found.append(net)
-
-    train(plan, device, look)
-    return found[0], Images(plan.image, device).draw(count)[0]
+    return train(plan, device, lambda *_: None), Images(plan.image, device).draw(count)[0]
 
 
 # ---- what is measured ----------------------------------------------------------------------------------------------

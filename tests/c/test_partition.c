@@ -46,6 +46,19 @@ static void check_partition(rng *r, int64_t count, int64_t num_items, uint32_t w
     buffer_free(&workspace);
 }
 
+/* Ids of matrices, some of which are out of range on either side. */
+static void draw_ids(rng *r, buffer *memory, int64_t count, int64_t num_matrices, uint32_t id_bytes)
+{
+    const uint32_t some = 1 + rng_below(r, (uint32_t)num_matrices + 3);
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t id = (int64_t)rng_below(r, some) - 1;
+        if (id_bytes == 8)
+            ((int64_t *)(void *)memory->data)[k] = id;
+        else
+            ((int32_t *)(void *)memory->data)[k] = (int32_t)id;
+    }
+}
+
 /* Groups cover the vectors of each matrix in order, up to eight together, and nothing else. */
 static void check_groups(rng *r, int64_t count, int64_t num_matrices, uint32_t id_bytes)
 {
@@ -53,14 +66,7 @@ static void check_groups(rng *r, int64_t count, int64_t num_matrices, uint32_t i
     buffer memory = buffer_new((size_t)count * id_bytes, 0), orders = buffer_new(8 * (size_t)count, 0);
     buffer lists = buffer_new(sizeof(ibp_vector_group) * (size_t)num_groups, 0);
     const ibp_ids ids = {.data = memory.data, .count = count, .id_bytes = id_bytes};
-    const uint32_t some = 1 + rng_below(r, (uint32_t)num_matrices + 3);
-    for (int64_t k = 0; k < count; k++) {
-        const int64_t id = (int64_t)rng_below(r, some) - 1;
-        if (id_bytes == 8)
-            ((int64_t *)(void *)memory.data)[k] = id;
-        else
-            ((int32_t *)(void *)memory.data)[k] = (int32_t)id;
-    }
+    draw_ids(r, &memory, count, num_matrices, id_bytes);
     const int64_t *const order = (const int64_t *)(void *)orders.data;
     const ibp_vector_group *const groups = (const ibp_vector_group *)(void *)lists.data;
     CHECK(ibp_group_vectors(&ids, num_matrices, (int64_t *)(void *)orders.data, (ibp_vector_group *)(void *)lists.data,
@@ -117,14 +123,7 @@ static void check_lists(rng *r, int64_t count, int64_t num_matrices, uint32_t id
     buffer memory = buffer_new((size_t)count * id_bytes, 0), slots = buffer_new(8 * (size_t)count, 0);
     buffer held = buffer_new(8 * (size_t)num_slots, 0), rows = buffer_new(8 * (size_t)(num_slots * 5 * num_stacks), 0);
     const ibp_ids ids = {.data = memory.data, .count = count, .id_bytes = id_bytes};
-    const uint32_t some = 1 + rng_below(r, (uint32_t)num_matrices + 3);
-    for (int64_t k = 0; k < count; k++) {
-        const int64_t id = (int64_t)rng_below(r, some) - 1;
-        if (id_bytes == 8)
-            ((int64_t *)(void *)memory.data)[k] = id;
-        else
-            ((int32_t *)(void *)memory.data)[k] = (int32_t)id;
-    }
+    draw_ids(r, &memory, count, num_matrices, id_bytes);
     uint64_t num_spare = 3;
     int64_t *const slot = (int64_t *)(void *)slots.data, *const matrix = (int64_t *)(void *)held.data;
     ibp_listed listed = {slot, matrix, (int64_t *)(void *)rows.data, &num_spare, num_slots, {0}, num_stacks};

@@ -386,12 +386,10 @@ def test_a_crash_amid_tables(number, after, monkeypatch):
     assert_tables_hold(tables, new)
 
 
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("after", [False, True])
-def test_a_crash_amid_joined_tables_and_tensors(number, after, monkeypatch):
-    new, base = matrices()
-    here, calls, write = coded(base) | {"c": base["c"].clone()}, [], _on_pieces._write
-    receiver, messages = Receiver(here), Sender(base).push(new)
+def interrupt_a_write(monkeypatch, number, after):
+    """Raises KeyboardInterrupt at the write of this number, before or after it. Returns the groups that are written, a
+    list that grows."""
+    calls, write = [], _on_pieces._write
 
     def interrupted(group, elements):
         calls.append(group)
@@ -401,6 +399,16 @@ def test_a_crash_amid_joined_tables_and_tensors(number, after, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    return calls
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_amid_joined_tables_and_tensors(number, after, monkeypatch):
+    new, base = matrices()
+    here = coded(base) | {"c": base["c"].clone()}
+    receiver, messages = Receiver(here), Sender(base).push(new)
+    calls = interrupt_a_write(monkeypatch, number, after)
     with pytest.raises(KeyboardInterrupt):
         applied(receiver, messages)
     assert_tables_hold({name: here[name] for name in "ab"}, {name: base[name] for name in "ab"})
@@ -541,19 +549,11 @@ def test_joined_tensors_on_a_gpu(cuda, share):
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_amid_joined_tensors_on_a_gpu(cuda, number, after, monkeypatch):
     there = some_experts()
-    here, calls, write = copies(there), [], _on_pieces._write
+    here = copies(there)
     before, sender, receiver = copies_on_cpu(here), Sender(there, piece_bytes=100_000), Receiver(here)
-
-    def interrupted(group, elements):
-        calls.append(group)
-        if len(calls) - 1 != number or after:
-            write(group, elements)
-        if len(calls) - 1 == number:
-            raise KeyboardInterrupt
-
     train_on_gpu(there, 0.02)
     messages = sender.push(there)
-    monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    interrupt_a_write(monkeypatch, number, after)
     with pytest.raises(KeyboardInterrupt):
         applied(receiver, messages)
     assert_same_weights(copies_on_cpu(here), before)
