@@ -58,6 +58,10 @@ def gigabytes(num_bytes):
     return f"{num_bytes / 1e9:.2f}"
 
 
+def megabytes(num_bytes):
+    return f"{num_bytes / 1e6:,.1f}"
+
+
 def mebibytes(num_bytes):
     return f"{num_bytes / 2**20:,.0f}"
 
@@ -734,6 +738,26 @@ TABLES = (
         {f"raw / {level}": over("raw", level, "ms") for level in ("default", "fast")},
     ),
     Table(
+        "Serving engines",
+        "serve_vllm",
+        "vLLM answers 16 prompts one after the other, twice: milliseconds to the first token the second time, tokens a "
+        "second after it and of four prompts together, the share of tokens that were not computed anew, and how many "
+        "answers have plain's tokens (the gap, in nats, says how likely another choice was). With random weights "
+        "nearly all tokens are equally likely",
+        {
+            "model": lambda row: f"{row['case']}, {row['mode']}, {row['prompt_tokens']:,} tokens",
+            "arm": cell("arm"),
+            "to the first token": cell("ttft_ms", fine_number),
+            "tokens a second": cell("tokens_per_s", fine_number),
+            "four together": cell("batch_tokens_per_s", fine_number),
+            "found": cell("found", partial(percent, digits=0)),
+            "plain's answers": lambda row: f"{row['equal']} of {row['answers']}",
+            "gap": cell("largest_gap", str),
+            "weights, MB": cell("weight_bytes", megabytes),
+            "host memory, MB": cell("host_bytes", megabytes),
+        },
+    ),
+    Table(
         "Slots and overflow",
         "spill",
         f"Tables in device memory, the share of rows that leave their slots, and {GBPS} with overflow on the GPU "
@@ -979,8 +1003,9 @@ PROMPT, SEQUENCE = 2048, 8192  # tokens
 TEXTS = {  # of a column, where its numbers are not texts as they are
     **dict.fromkeys(("ms", "step_ms"), lambda value: f"{fine_number(value)} ms"),
     **dict.fromkeys(("host_bytes", "weight_bytes"), gigabytes),
-    **dict.fromkeys(("m_savings", "v_savings", "changed"), percent),
+    **dict.fromkeys(("m_savings", "v_savings", "changed", "found"), percent),
     "us": lambda value: f"{value / 1e3:.2f} ms",
+    "equal": str,
     "token_s": lambda value: f"{1e3 * value:.0f} ms",
     "stored": lambda share: percent(share, 2),
 }
@@ -1291,6 +1316,10 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{kv_pages|gbps|load|ibp, alone|sms=16}; one raw copy moves {kv_pages|gbps|load|copied, alone} GB/s, raw copies "
     "page by page {kv_pages|gbps|load|copied page by page, alone} {from kv_pages}.",
     "kv_transfer": sent_pages,
+    "served": "16 prompts of which vLLM's GPU keeps a quarter and host memory not the rest: "
+    "{serve_vllm|found|llama-8-layers-random|coded KV} of the tokens were found coded, "
+    "{serve_vllm|found|llama-8-layers-random|raw KV} raw; {serve_vllm|equal|llama-8-layers-random|coded KV} and "
+    "{serve_vllm|equal|llama-8-layers-random|raw KV} of 28 answers are plain's {from serve_vllm}.",
     "kv_rows": "One token in ten, chosen at random, comes at {kv_rows|gbps|8 x 128|ibp|sms=132} GB/s as rows of 256 "
     "bytes, raw by a kernel at {kv_rows|gbps|8 x 128|raw by kernel} and by the CPU's gather at "
     "{kv_rows|gbps|8 x 128|cpu index + copy}; a target of {kv_rows|target_gbps|8 x 128|ibp|sms=132} is missed "

@@ -7,7 +7,6 @@ import copy
 import importlib
 import inspect
 import json
-import re
 import sys
 import zipfile
 from pathlib import Path
@@ -291,11 +290,8 @@ def test_releases_that_are_there():
         assert all(f"`{version}`" in page for version in (versions[0], versions[-1])), versions
         name, *ends = _engines.TRIED[package]
         assert ends == [versions[0], versions[-1]]
-        rows = re.findall(rf"^\| {name}, .*\| (.+?) \|$", page, flags=re.MULTILINE)  # ran with the classes of
-        assert len(rows) == {"vllm": 4, "sglang": 2, "lmcache": 1}[package]
-        for row in rows:
-            first = [] if package == "sglang" and row == rows[1] else versions[:1]  # the host pool: since 0.5.21
-            assert {*first, *versions[-3:]} == set(row.split(", "))
+        first = f"{versions[0]} and " if len(versions) > 3 else ""
+        assert f"of {name} {first}{versions[-3]} to {versions[-1]}" in " ".join(page.split())  # ran with these
     for role in ("quantization", "sync"):
         recorded = {each["version"] for each in INTERFACES if role in each["uses"]}
         assert recorded == {"0.26.0", "0.31.0", "0.32.0", "0.33.0"}
