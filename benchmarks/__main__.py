@@ -1,5 +1,5 @@
 """All benchmarks, then the chart: `python -m benchmarks [--coding] [--caches] [--training] [--papers] [--models]
-[--all] [--claim PAPER ITEM] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
+[--all] [--claim PAPER ITEM] [--together] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
 Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
 --caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --choices: what
@@ -8,14 +8,23 @@ only papers ask for, and the choice of codecs, in under 5. --models: language mo
 every script behind a table of docs/reproduction.md, of these and of OTHERS; scripts of speed have 30 minutes, scripts
 that count bytes run to their end. --claim: the scripts behind one line of that page, say `--claim ibp "Table 1"`. Each
 script runs in a process of its own. On a GPU a script of speed is stopped when its time is over, and what it measured
-stays; --unlimited lets it finish. The last line says which were stopped or have failed.
+stays; --unlimited lets it finish. --together: on a machine of several GPUs as many scripts at once, each alone on its
+GPU (a few have two) and on its share of the cores. The last lines say which scripts were not asked for, and which were
+stopped or have failed.
 """
 
 import argparse
+import itertools
+import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
 
 from . import charts, harness, reproduction
 
@@ -42,6 +51,7 @@ CACHES = {
 TRAINING = {"adamw": 75, "activations": 150, "sync": 90}  # likewise
 CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 110}  # likewise
 MODELS = {  # likewise, with options of the script
+    "linear": 200,
     "llm": 75,
     "llm --compiled": 125,
     "llm --large": 90,
@@ -50,6 +60,11 @@ MODELS = {  # likewise, with options of the script
     "moe --deepseek": 90,
 }
 OTHERS = {  # likewise; they take long, or need packages or GPUs that are not everywhere
+    "llm --qwen": 120,
+    "llm --loading": 60,
+    "checkpoints": 90,
+    "scale": 90,
+    "gnn_parallel": 90,
     "densities": 220,
     "scattered": 40,
     "codec --sizes": 70,
@@ -63,6 +78,7 @@ OTHERS = {  # likewise; they take long, or need packages or GPUs that are not ev
     "flexgen_opt": 150,
     "collectives": 90,
 }
+TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "weights"}  # where two are there
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries")
 GRACE_S = 5  # to print what was measured
 
@@ -78,7 +94,7 @@ def rows_of(paper, item):
 def of_papers(names, rows):
     """The names of scripts whose CSVs lines of docs/reproduction.md are written from."""
     scripts = {script.removesuffix(".py") for row in rows for script in (row.script, *row.others)}
-    return [name for name in names if name.split()[0] in scripts]
+    return [name for name in names if script_of(name) in scripts]
 
 
 def stop(process):
@@ -91,21 +107,72 @@ def stop(process):
         return process.wait()
 
 
-def run_script(name, argv, limit_s=None):
-    """name: of the script, and its own options. @return its exit status."""
+def run_script(name, argv, limit_s=None, gpus=(), cores=(), running=None):
+    """name: of the script, and its own options. gpus, cores: that it has for itself; what it prints then comes at its
+    end. running: a list that gets its process. @return its exit status."""
     started, (script, *options) = time.perf_counter(), name.split()
-    process = subprocess.Popen([sys.executable, "-m", f"{__package__}.{script}", *options, *argv])
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        print(f"{name}: stopped after {limit_s} s", flush=True)
-    finally:
-        status = stop(process)
-    print(
-        f"{name}: {time.perf_counter() - started:.0f} s" + (f", exit status {status}" if status else "") + "\n",
-        flush=True,
-    )
+    command = [sys.executable, "-m", f"{__package__}.{script}", *options, *argv]
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=said if gpus else None,
+            stderr=said if gpus else None,
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+        )
+        late = ""
+        if running is not None:
+            running.append(process)
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            late = f"{name}: stopped after {limit_s} s\n"
+        finally:
+            status = stop(process)
+        said.seek(0)
+        seconds = f"{name}: {time.perf_counter() - started:.0f} s" + (f", exit status {status}" if status else "")
+        print(f"{said.read()}{late}{seconds}\n", flush=True)
     return status
+
+
+def run_together(names, argv, limits, num_gpus):
+    """Runs scripts at once, those that take longest first. Options of one script come one after the other, since they
+    write one CSV. @return {name: exit status}"""
+    together = [[*group] for _, group in itertools.groupby(sorted(names, key=script_of), script_of)]
+    together.sort(key=lambda group: (script_of(group[0]) in TWO_GPUS, sum(limits.get(each, 0) for each in group)))
+    cores, free, changed = sorted(os.sched_getaffinity(0)), {*range(num_gpus)}, threading.Condition()
+    share, running = len(cores) // num_gpus, []
+
+    def run(group):
+        count = 2 if script_of(group[0]) in TWO_GPUS else 1
+        with changed:
+            changed.wait_for(lambda: len(free) >= count)
+            gpus = sorted(free)[:count]
+            free.difference_update(gpus)
+        own = [core for gpu in gpus for core in cores[gpu * share :][:share]]
+        try:
+            return {name: run_script(name, argv, limits.get(name), gpus, own, running) for name in group}
+        finally:
+            with changed:
+                free.update(gpus)
+                changed.notify_all()
+
+    with ThreadPoolExecutor(num_gpus) as pool:
+        futures = [pool.submit(run, group) for group in reversed(together)]
+        try:
+            return {name: status for future in futures for name, status in future.result().items()}
+        except BaseException:  # this process is to end
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                for process in running:
+                    stop(process)
+                time.sleep(0.1)
+            raise
+
+
+def script_of(name):
+    return name.split()[0]
 
 
 def main(argv=None):
@@ -118,6 +185,7 @@ def main(argv=None):
     own.add_argument("--papers", action="store_true")
     own.add_argument("--models", action="store_true")
     own.add_argument("--claim", nargs=2, metavar=("PAPER", "ITEM"))
+    own.add_argument("--together", action="store_true")
     own.add_argument("--unlimited", action="store_true")
     options, others = own.parse_known_args(argv)
     args, started = harness.parse_args(others, __doc__), time.perf_counter()
@@ -132,8 +200,14 @@ def main(argv=None):
     names = (
         [*every, *BYTES] if options.all else list(dict.fromkeys(name for group in chosen or [SPEED] for name in group))
     )
-    failed = [name for name in names if run_script(name, others, limits.get(name))]
+    num_gpus = torch.cuda.device_count() if options.together and args.device == "cuda" else 1
+    if num_gpus > 1:
+        ended = run_together(names, others, limits, num_gpus)
+    else:
+        ended = {name: run_script(name, others, limits.get(name)) for name in names}
+    failed = [name for name in names if ended[name]]
     charts.draw(args.out)
+    print(f"not asked for: {', '.join(sorted({*every, *OTHERS, *BYTES} - {*names}))}")
     print(f"all in {time.perf_counter() - started:.0f} s" + (f", FAILED: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import signal
+import threading
 import time
 import types
 from pathlib import Path
@@ -676,7 +677,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path):
 def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     called, before = [], signal.getsignal(signal.SIGTERM)
 
-    def start(words):
+    def start(words, **_):
         called.append(words[2:])
         return types.SimpleNamespace(
             wait=lambda limit_s: -11 if words[2] == "benchmarks.codec" else 0, terminate=lambda: None
@@ -708,6 +709,50 @@ def test_one_claim_takes_its_scripts_alone(monkeypatch, tmp_path):
     for paper, item, known in (("ibp", "Table 8", "Table 1"), ("xyz", "Table 1", "dietgpu")):
         with pytest.raises(SystemExit, match=f"there is no '{item}' of '{paper}'; wanted one of .*{known}"):
             suite.rows_of(paper, item)
+
+
+def test_scripts_run_together(monkeypatch):
+    """A GPU has one script at a time, a script that compares GPUs has two, and a CSV has one writer."""
+    busy, most, order, lock = set(), [0], [], threading.Lock()
+
+    def run_script(name, argv, limit_s, gpus, cores, running):
+        taken = {*gpus, suite.script_of(name)}
+        with lock:
+            assert not taken & busy and len(gpus) == (2 if name == "scale" else 1)
+            busy.update(taken)
+            most[0] = max(most[0], len(busy))
+            order.append(name)
+        time.sleep(0.01)
+        with lock:
+            busy.difference_update(taken)
+        return int(name == "codec")
+
+    monkeypatch.setattr(suite, "run_script", run_script)
+    names = ["gather", "llm", "scale", "codec", "llm --large", "bags", "linear"]
+    ended = suite.run_together(names, [], {"llm": 2, "llm --large": 2, "linear": 3}, 3)
+    assert ended == {name: int(name == "codec") for name in names}
+    assert order[0] == "scale" and order.index("llm") < order.index("llm --large") and most[0] > 3
+
+
+def test_scripts_that_run_together_end_with_the_suite(monkeypatch):
+    ended = threading.Event()
+
+    class Process:
+        def wait(self, limit_s):
+            assert ended.wait(10)
+
+        def terminate(self):
+            ended.set()
+
+    def run_script(name, argv, limit_s, gpus, cores, running):
+        if name == "codec":
+            raise SystemExit(1)
+        running.append(Process())
+        running[-1].wait(None)
+
+    monkeypatch.setattr(suite, "run_script", run_script)
+    with pytest.raises(SystemExit):
+        suite.run_together(["gather", "codec", "bags"], [], {"codec": 2, "gather": 1}, 2)
 
 
 def test_a_script_is_stopped_when_its_time_is_over(tmp_path):
