@@ -342,6 +342,21 @@ TABLES = (
         judged,
     ),
     Table(
+        "",
+        "profiles",
+        "What binds kernels, read by Nsight Compute, of the longest kernel of a call: shares of the cycles in which an "
+        "instruction could be issued, of the rates of device memory and caches, of the tensor cores' cycles and of an "
+        "SM's warps, and what a warp waits for longest, with its share of the warp's time",
+        {
+            "rows": rows_name,
+            "arm": cell("arm"),
+            "kernel": lambda row: f"`{row['kernel']}`",
+            "us": cell("us", number),
+            **{name: cell(name, real(0)) for name in ("issue", "memory", "l2", "l1", "tensor", "warps")},
+            "waits for": lambda row: f"{row['stall']} ({percent(row['stall_share'], 0)})" if row["stall"] else "",
+        },
+    ),
+    Table(
         "Compressing",
         "compress",
         f"Calls of `ibp.compress`, the choice of the codebook included: milliseconds, and {GBPS}, {MISSED}",

@@ -77,6 +77,7 @@ SOURCES = {
     "more_clusters": _SAVINGS,
     "overlap": (*_FETCHING, *_STREAMING),
     "probes": (),
+    "profiles": (*_KERNELS, *_LINEAR, *_KV),
     "ratio": _SAVINGS,
     "real_weights": (*_SAVINGS, *_LINEAR),
     "reference": (),

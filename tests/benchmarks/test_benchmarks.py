@@ -37,6 +37,7 @@ from benchmarks import (
     linear,
     ndzip,
     overlap,
+    profiles,
     ratio,
     reading,
     reproduction,
@@ -757,6 +758,42 @@ def test_scripts_that_run_together_end_with_the_suite(monkeypatch):
 
 def test_a_script_is_stopped_when_its_time_is_over(tmp_path):
     assert suite.run_script("clusters", ["--device", "cpu", "--out", str(tmp_path)], limit_s=0.1) != 0
+
+
+# ---- counters ------------------------------------------------------------------------------------------------------
+
+
+def test_counters_are_read_by_call():
+    heads = ["ID", "Kernel Name", "gpu__time_duration.sum", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"]
+    heads += ["sm__inst_issued.avg.pct_of_peak_sustained_active", "sm__warps_active.avg.pct_of_peak_sustained_active"]
+    stalls = ("long_scoreboard", "selected")
+    heads += [f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in stalls]
+    lines = [
+        ["", "", "ns", "%", "%", "%", "", ""],
+        ["0", "at::cuda::spin_kernel(long)", "1,000", *["0"] * 5],
+        ["1", "void ibp::list_rows<3>(int)", "500", *["1"] * 5],
+        ["2", "void ibp::decode_rows<ibp::Planes<4, 8>, 2>(ibp::Job)", "1,500", "60", "80.5", "25", "6", "2"],
+        ["3", "at::cuda::spin_kernel(long)", "1,000", *["0"] * 5],
+        ["4", "memset", "10", *["0"] * 5],
+    ]
+    text = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in line) for line in [heads, *lines])])
+    calls = profiles.kernels_of(text)
+    assert [len(kernels) for kernels in calls] == [2, 1]
+    columns, all_ns = profiles.counted(calls[0])
+    assert all_ns == 2000 and columns["kernel"] == "decode_rows" and columns["us"] == "1.5" and columns["launches"] == 2
+    assert (columns["issue"], columns["memory"], columns["warps"], columns["bound"]) == (
+        "80.5",
+        "60.0",
+        "25.0",
+        "issue",
+    )
+    assert (columns["share"], columns["stall"], columns["stall_share"]) == ("0.750", "long_scoreboard", "0.750")
+    assert profiles.counted(calls[1])[0]["kernel"] == "memset"
+
+
+def test_profiled_calls_run_without_a_gpu(tmp_path, capsys):
+    assert profiles.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    assert "the calls ran" in capsys.readouterr().out and not (tmp_path / "profiles.csv").exists()
 
 
 # ---- savings -------------------------------------------------------------------------------------------------------
