@@ -27,7 +27,7 @@ from .._schemes import AnyCodebook
 from .._schemes.codebook import fingerprint_of
 from .._schemes.estimation import check_codebook
 from . import _sizes
-from ._paged import PagedTensors, Pages, check_paged, numbers_on, plan_pages
+from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
 
 _ALIGNMENT = 64  # bytes: of messages, and of data in them
 _HEAD, _HEAD_BYTES = 8, 64  # int64 of the head
@@ -184,8 +184,8 @@ class PageCodec:
         if blocks is None:
             return _PackCall(paged, torch.arange(paged.num_blocks, device=device), True)
         near, host = numbers_on(device, "blocks", blocks, paged.num_blocks)
-        if is_written and host is not None and len(host) < near.numel():
-            raise ValueError("blocks has a number more than once")
+        if is_written:
+            check_different("blocks", host, paged.num_blocks)
         return _PackCall(paged, near, host is not None)
 
 

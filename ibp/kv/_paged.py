@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from .._fetch.ids import check_range, list_of_ids
@@ -131,11 +132,9 @@ def plan_pages(
     return ids, addresses
 
 
-def numbers_on(
-    device: torch.device, name: str, numbers: Pages, count: int
-) -> tuple[torch.Tensor, frozenset[int] | None]:
-    """(numbers of pages or blocks on a device, int64; the numbers, where the host knows them: they are in range then).
-    The host does not wait for the device.
+def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(numbers of pages or blocks on a device, int64; the same on the host, where it knows them: they are in range
+    then). The host does not wait for the device.
 
     Raises:
         IndexError, TypeError, ValueError: numbers are no list of integers in [0, count).
@@ -146,10 +145,20 @@ def numbers_on(
         return given.to(device), None
     check_range(given, count, name=name)
     if device.type != "cuda":
-        return given, frozenset(given.tolist())
+        return given, given
     if is_capturing(device):
         raise RuntimeError(f"{name} must be a tensor on {device} while a CUDA graph is captured")
-    return given.pin_memory().to(device, non_blocking=True), frozenset(given.tolist())
+    return given.pin_memory().to(device, non_blocking=True), given
+
+
+def check_different(name: str, numbers: torch.Tensor | None, count: int) -> None:
+    """ValueError: numbers in [0, count), on the host, have one more than once. None: the host does not know them."""
+    if numbers is None:
+        return
+    seen = np.zeros(count, bool)
+    seen[numbers.numpy()] = True
+    if np.count_nonzero(seen) < numbers.numel():
+        raise ValueError(f"{name} has a number more than once")
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from .._rows.handle import Handle
 from .._schemes import AnyCodebook
 from .._tables.coded_rows import Buffers, CodedRows
 from . import _sizes
-from ._paged import PagedTensors, PageList, Pages, check_paged, numbers_on, plan_pages
+from ._paged import PagedTensors, PageList, Pages, check_different, check_paged, numbers_on, plan_pages
 
 Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 
@@ -378,7 +378,8 @@ class KVStore:
     def free(self, pages: Pages) -> None:
         """Forgets pages, after the transfers so far: they cannot be loaded until they are stored again. Rows keep their
         parts of overflow for what is stored there next."""
-        call = _StoreCall(*numbers_on(self.device, "pages", pages, self.num_pages), None, None, 0)
+        near, host = numbers_on(self.device, "pages", pages, self.num_pages)
+        call = _StoreCall(near, _set_of(host), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
             is_there = (call.near >= 0) & (call.near < self.num_pages)
             index = torch.where(is_there, call.near, self.num_pages)
@@ -445,10 +446,11 @@ class KVStore:
             near_blocks, host_blocks = numbers_on(self.device, "blocks", blocks, paged.num_blocks)
         if near.numel() != near_blocks.numel():
             raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted as many")
-        written = host if once == "pages" else host_blocks
-        if written is not None and len(written) < near.numel():
-            raise ValueError(f"{once} has a number more than once")
-        return _StoreCall(near, host, paged, near_blocks, first_tensor)
+        if once == "pages":
+            check_different(once, host, self.num_pages)
+        else:
+            check_different(once, host_blocks, paged.num_blocks)
+        return _StoreCall(near, _set_of(host), paged, near_blocks, first_tensor)
 
     def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors:
         if isinstance(tensors, PagedTensors):
@@ -544,6 +546,10 @@ class _StoreCall(NamedTuple):
         """Tensors of the GPU that another stream may have made."""
         held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
         return (tensor for tensor in held if tensor is not None)
+
+
+def _set_of(numbers: torch.Tensor | None) -> frozenset[int] | None:
+    return None if numbers is None else frozenset(numbers.tolist())
 
 
 def _sms_of(max_sms: int | None, usual: int) -> int:
