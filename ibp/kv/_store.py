@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import _core
@@ -82,7 +83,8 @@ class Transfer:
 
     def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
-        self._pages, self._near, near = call.host, call.near, call.near
+        self._pages = None if call.host is None else call.host.clone()  # the caller may write to its own
+        self._near = near = call.near
         self._columns = call.columns if call.paged is not None else slice(None)
         self._event: torch.cuda.Event | None = None
         self._is_captured = near.is_cuda and is_capturing(near.device)
@@ -119,7 +121,7 @@ class Transfer:
         self.synchronize()
         if not self._stores:
             return []
-        pages = sorted(self._pages) if self._pages is not None else self._near.unique().tolist()
+        pages = (self._near if self._pages is None else self._pages).unique().tolist()
         seen = self._store._seen[:-1, self._columns].all(1).tolist()
         return [page for page in pages if not 0 <= page < len(seen) or not seen[page]]
 
@@ -127,8 +129,12 @@ class Transfer:
         if self._is_captured:
             raise RuntimeError("the transfer is part of a CUDA graph: wait for the graph's stream, and ask is_stored()")
 
-    def _meets(self, pages: frozenset[int] | None) -> bool:
-        return self._pages is None or pages is None or not self._pages.isdisjoint(pages)
+    def _meets(self, pages: torch.Tensor | None) -> bool:
+        if self._pages is None or pages is None:
+            return True
+        own = np.zeros(self._store.num_pages, bool)
+        own[self._pages.numpy()] = True
+        return bool(own[pages.numpy()].any())
 
     def __repr__(self) -> str:
         what = "store" if self._stores else "load"
@@ -378,8 +384,7 @@ class KVStore:
     def free(self, pages: Pages) -> None:
         """Forgets pages, after the transfers so far: they cannot be loaded until they are stored again. Rows keep their
         parts of overflow for what is stored there next."""
-        near, host = numbers_on(self.device, "pages", pages, self.num_pages)
-        call = _StoreCall(near, _set_of(host), None, None, 0)
+        call = _StoreCall(*numbers_on(self.device, "pages", pages, self.num_pages), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
             is_there = (call.near >= 0) & (call.near < self.num_pages)
             index = torch.where(is_there, call.near, self.num_pages)
@@ -450,7 +455,7 @@ class KVStore:
             check_different(once, host, self.num_pages)
         else:
             check_different(once, host_blocks, paged.num_blocks)
-        return _StoreCall(near, _set_of(host), paged, near_blocks, first_tensor)
+        return _StoreCall(near, host, paged, near_blocks, first_tensor)
 
     def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors:
         if isinstance(tensors, PagedTensors):
@@ -524,11 +529,11 @@ class KVStore:
 
 
 class _StoreCall(NamedTuple):
-    """Pages and blocks of a transfer. near: page numbers on the device; host: page numbers, or None if the host does
+    """Pages and blocks of a transfer. near: page numbers on the device; host: the same on the host, or None if it does
     not know them."""
 
     near: torch.Tensor
-    host: frozenset[int] | None
+    host: torch.Tensor | None
     paged: PagedTensors | None
     blocks: torch.Tensor | None
     first_tensor: int
@@ -546,10 +551,6 @@ class _StoreCall(NamedTuple):
         """Tensors of the GPU that another stream may have made."""
         held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
         return (tensor for tensor in held if tensor is not None)
-
-
-def _set_of(numbers: torch.Tensor | None) -> frozenset[int] | None:
-    return None if numbers is None else frozenset(numbers.tolist())
 
 
 def _sms_of(max_sms: int | None, usual: int) -> int:

@@ -172,7 +172,9 @@ def test_pages_that_find_no_room_are_reported():
     kv, wild = cache(40), noise(40)
     store, out = store_of(kv, slot_bytes=1408, overflow_bytes=4 * 640), torch.full_like(kv, 7)
     store.store(range(40), kv)
-    stored = store.store(range(20, 40), wild, range(20, 40))
+    numbers = torch.arange(20, 40)
+    stored = store.store(numbers, wild, range(20, 40))
+    numbers.zero_()  # the caller's own: the transfer has a copy
     lost = stored.lost()
     kept = [page for page in range(40) if page not in lost]
     assert 16 <= len(lost) < 20 and min(lost) >= 20 and repr(stored).startswith("ibp.kv.Transfer(store of 20 pages")
