@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
 from . import _changes
 from ._hotness import Hotness, hottest_first
-from ._order import ON_CPU, current_key
+from ._order import ON_CPU, StreamOrder, behind, current_key
 from ._peers import Peers
 from ._slabs import (
     LRU_WAYS,
@@ -61,6 +62,7 @@ class CacheStats(Statistics):
     hits_of_slabs: rows that each slab has answered, for any device.
     misses: rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
     link_bytes: bytes of missed rows, in whole 32-byte sectors.
+    prefetched, prefetched_bytes: rows that `prefetch` brought, and their bytes, in whole sectors.
     capacity: rows that the cache has room for.
     raw_capacity: raw rows that the same bytes would hold, without any map.
     """
@@ -72,6 +74,8 @@ class CacheStats(Statistics):
     hits_of_slabs: tuple[int, ...]
     misses: int
     link_bytes: int
+    prefetched: int
+    prefetched_bytes: int
     capacity: int
     raw_capacity: int
 
@@ -197,7 +201,7 @@ class RowCache(TensorManners):
     @property
     def nbytes(self) -> int:
         """Bytes that the cache takes on all its devices, maps and counters included."""
-        return self._state.generation.nbytes + sum(8 * counts.numel() for counts in self._state.counts.values())
+        return self._state.generation.nbytes + sum(16 * counts.numel() for counts in self._state.counts.values())
 
     @property
     def capacity(self) -> int:
@@ -341,8 +345,50 @@ class RowCache(TensorManners):
             near = {"entries": entries, "slabs": slabs}
             torch.ops.ibp.gather_items.default(handle.table, ids, sms, result, fault, positions, **near)
 
+    def prefetch(self, ids: torch.Tensor, beside: torch.cuda.Stream | None = None) -> RowCache:
+        """Brings items near before they are asked for; nothing waits. A cache that replaces rows takes theirs in; for
+        others they are copied to memory of their own.
+
+        Example:
+            >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
+            >>> cache = ibp.RowCache(table, budget_bytes=2**18, devices="cpu")
+            >>> near = cache.prefetch(torch.tensor([7, 8]))
+            >>> rows = near.index_select([7, 9])
+            >>> cache.stats()
+            CacheStats(own_hits=1, ..., misses=1, ..., prefetched=2, ...)
+
+        Args:
+            ids: int32 or int64 [K], contiguous, on one of `devices`.
+            beside: stream on which rows come, after the current stream's work; None: the current stream.
+
+        Returns:
+            What has the items: the cache itself, or one of these items alone, which counts with this one. Let the
+            current stream wait for its reads before it is given up.
+
+        Raises:
+            ValueError: the cache is writable, or one of a group.
+        """
+        if self.writable or self._peers is not None:
+            raise ValueError("rows are not prefetched to a cache that is writable or that processes have in common")
+        replaces = self.policy == "lru"
+        with behind(beside if replaces else None), self.found(ids, self._state.ahead):
+            pass  # claims the rows, or counts them
+        if replaces:
+            return self
+        made, state = object.__new__(RowCache), copy.copy(self._state)
+        rows, slot_bytes = rows_of(ids, state.rows_per_item), in_sectors(self.view.row_bytes)
+        num_bytes = rows.numel() * slot_bytes
+        plan = SlabPlan(rows, torch.arange(0, num_bytes, slot_bytes, device=ids.device), num_bytes)
+        slab = filled_slab(self.view, plan, 0, ids.device, beside)
+        state.order, state.captured = StreamOrder(), []
+        state.generation = state.generation_of((slab,), STATIC_WAYS, slot_bytes, rows.numel())
+        vars(made).update(vars(self), _state=state, _plan=plan)
+        return made
+
     @contextmanager
-    def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
+    def found(
+        self, ids: torch.Tensor, counts_of: dict[torch.device, torch.Tensor] | None = None
+    ) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows there.
 
         Yields (the handle of the table, entries [ids * rows of an item], slabs); they are valid for what is
@@ -350,11 +396,12 @@ class RowCache(TensorManners):
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
+            counts_of: what counts the rows on each device; None: as asked for.
         """
         worker, view = ids.device, self.view
         handle = view.handle(worker)
         entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
-        counts = self._state.counts[worker]
+        counts = (counts_of or self._state.counts)[worker]
         with self._state.lock:
             generation = self._state.generation
             self._state.check(generation)
@@ -376,7 +423,7 @@ class RowCache(TensorManners):
                     entries,
                     counts,
                 )
-            generation.make_ready(worker, counts)
+            generation.make_ready(worker, self._state.counts[worker])
             yield handle, entries, generation.view_of(worker)[1]
 
     def _claim(
@@ -608,6 +655,7 @@ class RowCache(TensorManners):
         """What lookups have met. Waits for the work on the cache's devices."""
         of_slabs, own, misses, link_bytes = [0] * len(self._slab_devices), 0, 0, 0
         self._state.synchronize()
+        ahead = [counts.tolist() for counts in self._state.ahead.values()]
         for device, counts in self._state.counts.items():
             *hits, missed, num_bytes = counts.tolist()
             misses, link_bytes = misses + missed, link_bytes + num_bytes
@@ -620,13 +668,15 @@ class RowCache(TensorManners):
             tuple(of_slabs),
             misses,
             link_bytes,
+            sum(missed for *_, missed, _ in ahead),
+            sum(num_bytes for *_, num_bytes in ahead),
             self.capacity,
             self.budget_bytes // self.view.row_bytes * len(of_slabs),
         )
 
     def reset_stats(self) -> None:
         """Counts anew, in order with the work on the current streams."""
-        for counts in self._state.counts.values():
+        for counts in (*self._state.counts.values(), *self._state.ahead.values()):
             counts.zero_()
 
 
