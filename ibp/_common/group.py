@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from . import wire
 
+_Result = TypeVar("_Result")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -70,6 +71,25 @@ class RankGroup:
                 raise RuntimeError(f"{what} has failed on rank {rank} of the group: {failure}")
             values.append(value)
         return values
+
+    def on_all(self, what: str, work: Callable[[], _Result]) -> _Result:
+        """What work() returns here, which no other rank is told, once it has returned on all, as of `together`."""
+        made: list[_Result] = []
+        self.together(what, lambda: made.append(work()))
+        return made[0]
+
+    def from_rank(self, src: int, what: str, work: Callable[[], Any]) -> Any:
+        """What work() returns on rank src, on all ranks, as of `together`. ValueError: src is no rank, or ranks differ
+        in it."""
+
+        def offer() -> tuple[dict[str, int], Any]:
+            if not 0 <= src < self.size:
+                raise ValueError(f"src is {src}; wanted 0 to {self.size - 1}")
+            return {"src": src}, work() if self.rank == src else None
+
+        offers = self.together(what, offer)
+        same_on_all(what, [arguments for arguments, _ in offers])
+        return offers[src][1]
 
     def gather(self, content: bytes) -> list[bytes]:
         """The bytes of each rank, at least one of each, by rank. A collective call."""

@@ -129,6 +129,30 @@ def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tens
     return as_tensor(x)
 
 
+def layout_of(x: torch.Tensor) -> str:
+    """What tensors that are alike but for their values have in common."""
+    return f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
+
+
+def check_bytes(
+    name: str, given: object, least_bytes: int, device: torch.device | None = None, alignment: int = 1
+) -> None:
+    """TypeError, ValueError for what is no contiguous uint8 [least_bytes or more] at an address that is a multiple of
+    the alignment. device: where it has to be; None: anywhere."""
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} is a {type(given).__name__}; wanted a tensor")
+    is_there = device is None or given.device == device
+    if given.dtype != torch.uint8 or given.dim() != 1 or not given.is_contiguous() or not is_there:
+        raise ValueError(
+            f"{name} is {layout_of(given)}; wanted contiguous torch.uint8 of one dimension"
+            f"{'' if device is None else f' on {device}'}"
+        )
+    if given.numel() < least_bytes:
+        raise ValueError(f"{name} has {given.numel()} bytes; wanted {least_bytes} or more")
+    if given.data_ptr() % alignment:
+        raise ValueError(f"{name} begins at an address that is no multiple of {alignment}")
+
+
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, uint8 [num_bytes]: a view where it is contiguous, else a copy."""
     x = x.detach().resolve_conj().resolve_neg()

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+_Self = TypeVar("_Self", bound="Movable")
+
+
+class Movable:
+    """Short ways to say where to, for what has `to(device)`."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def to(self: _Self, device: torch.device | str | int, *, non_blocking: bool = False) -> _Self: ...
+
+    def cpu(self: _Self) -> _Self:
+        """`to("cpu")`."""
+        return self.to(torch.device("cpu"))
+
+    def cuda(self: _Self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> _Self:
+        """`to(device)`; None: the current CUDA device."""
+        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
 
 
 class TensorManners:

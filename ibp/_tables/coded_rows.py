@@ -9,7 +9,7 @@ import torch
 
 from .. import _core
 from .._fetch.calls import sms_of
-from .._layout.geometry import Geometry
+from .._layout.geometry import Geometry, check_bytes, layout_of
 from .._machine import memory as _memory
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
@@ -276,36 +276,17 @@ def _check_buffer(
     overflow_memory: str | None,
 ) -> torch.device:
     """The device of a buffer that is given for coded rows. TypeError, ValueError: it cannot be used."""
-    if not isinstance(buffer, torch.Tensor):
-        raise TypeError(f"buffer is a {type(buffer).__name__}; wanted a tensor")
     if memory in ("pinned", "host") or overflow_memory is not None:
         raise ValueError("a buffer is given, which all rows lie in: memory and overflow_memory do not go with it")
-    if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.numel() < needed:
-        raise ValueError(
-            f"buffer is {buffer.dtype} {list(buffer.shape)}; wanted contiguous torch.uint8 of {needed} bytes or more"
-        )
-    if buffer.data_ptr() % _ALIGNMENT:
-        raise ValueError(f"buffer begins at an address that is no multiple of {_ALIGNMENT}")
-    if device is not None and _memory.canonical(device) != buffer.device:
-        raise ValueError(f"buffer is on {buffer.device}, device is {device}")
+    check_bytes("buffer", buffer, needed, None if device is None else _memory.canonical(device), _ALIGNMENT)
     return buffer.device
 
 
 def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
     """TypeError, ValueError: a buffer of the host that is given for coded rows on a device cannot be used."""
-    if not isinstance(host_buffer, torch.Tensor):
-        raise TypeError(f"host_buffer is a {type(host_buffer).__name__}; wanted a tensor")
     if not is_used:
         raise ValueError("host_buffer is given, but neither memory nor overflow_memory is 'pinned'")
-    if host_buffer.dtype != torch.uint8 or host_buffer.dim() != 1 or not host_buffer.is_contiguous():
-        raise ValueError(
-            f"host_buffer is {host_buffer.dtype} {list(host_buffer.shape)} with strides {list(host_buffer.stride())}; "
-            "wanted contiguous torch.uint8 of one dimension"
-        )
-    if host_buffer.numel() < needed:
-        raise ValueError(f"host_buffer has {host_buffer.numel()} bytes; wanted {needed} or more")
-    if host_buffer.device.type != "cpu":
-        raise ValueError(f"host_buffer is on {host_buffer.device}; wanted memory of the host")
+    check_bytes("host_buffer", host_buffer, needed, _CPU)
     if device.type == "cuda" and needed and not host_buffer.is_pinned():
         raise ValueError(f"host_buffer is pageable; wanted pinned memory, which {device} reads")
 
@@ -331,7 +312,7 @@ def _carved(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Tensors of these sizes in bytes, one behind the other in memory."""
     parts, start = [], 0
     for size in sizes:
-        parts.append(memory.view(-1)[start : start + size])
+        parts.append(memory[start : start + size])
         start += _aligned(size)
     return parts
 
@@ -361,17 +342,9 @@ class Buffers:
             raise ValueError("there are no tensors")
         self.layout = first = _in_memory_order(self.tensors[0])
         for tensor in self.tensors:
-            ordered = _in_memory_order(tensor)
-            if (ordered.shape, ordered.dtype, ordered.device, ordered.stride()) != (
-                first.shape,
-                first.dtype,
-                first.device,
-                first.stride(),
-            ):
+            if layout_of(_in_memory_order(tensor)) != layout_of(first):
                 raise ValueError(
-                    f"the tensors differ: {list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides "
-                    f"{tensor.stride()}; the first is {list(self.tensors[0].shape)} {first.dtype} on {first.device}, "
-                    f"strides {self.tensors[0].stride()}"
+                    f"the tensors differ: one is {layout_of(tensor)}, the first is {layout_of(self.tensors[0])}"
                 )
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=first.device)

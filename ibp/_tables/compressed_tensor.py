@@ -13,6 +13,7 @@ import torch
 from .._common import ipc, wire
 from .._fetch import escapes, gather, indexing, streaming
 from .._fetch import prefetch as prefetching
+from .._layout.manners import Movable
 from .._machine import memory
 from .._machine import numa as _numa
 from .._machine.segments import Segment, SharedHandle
@@ -25,7 +26,7 @@ TENSORS = ("slots", "overflow", "lengths", "bases")
 _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many rows, little memory
 
 
-class CompressedTensor(Table):
+class CompressedTensor(Movable, Table):
     """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress` and by unpickling; its
     constructor is internal.
 
@@ -120,14 +121,6 @@ class CompressedTensor(Table):
         if self.spills_to_host:
             return self._with(lambda tensor: tensor.to(target), change_overflow=torch.clone)
         return self._with(lambda tensor: to_device(tensor, target))
-
-    def cpu(self) -> CompressedTensor:
-        """`to("cpu")`."""
-        return self.to(torch.device("cpu"))
-
-    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> CompressedTensor:
-        """`to(device)`; None: the current CUDA device."""
-        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
 
     def half(self) -> CompressedTensor:
         return self.to(torch.float16)

@@ -164,11 +164,7 @@ _Made = TypeVar("_Made")
 
 def _on_all(ranks: RankGroup | None, work: Callable[[], _Made]) -> _Made:
     """What work() returns here, once it has returned on all ranks; where it raises on one, it raises on all."""
-    if ranks is None:
-        return work()
-    made: list[_Made] = []
-    ranks.together(_NAME, lambda: made.append(work()))
-    return made[0]
+    return work() if ranks is None else ranks.on_all(_NAME, work)
 
 
 @dataclass(frozen=True)

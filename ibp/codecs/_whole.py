@@ -11,8 +11,8 @@ from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
 from .._common.statistics import Saves
 from .._fetch.calls import check_out, target_of
-from .._layout.geometry import DTYPES, bytes_of, working_device
-from .._layout.manners import TensorManners
+from .._layout.geometry import DTYPES, bytes_of, check_bytes, working_device
+from .._layout.manners import Movable, TensorManners
 from .._machine import memory as _memory
 from .._machine import staging
 from .._machine.numa import Numa, node_of
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")
 
 
-class WholeTensor(TensorManners, Saves):
+class WholeTensor(Movable, TensorManners, Saves):
     """A tensor coded as a whole by a general codec, in blocks that decode alone. Made by `ibp.compress` with a scheme
     such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
 
@@ -81,9 +81,7 @@ class WholeTensor(TensorManners, Saves):
             raise ValueError(f"block_bytes is {self.block_bytes}; wanted a multiple of 8 up to {MAX_BLOCK_BYTES}")
         if self.original_bytes > 2**63 - 1:
             raise ValueError(f"shape {list(self.shape)} of {self.dtype} has too many bytes; wanted at most 2^63 - 1")
-        if self.blocks.dtype != torch.uint8 or self.blocks.dim() != 1 or not self.blocks.is_contiguous():
-            what = f"{self.blocks.dtype} {list(self.blocks.shape)} with strides {self.blocks.stride()}"
-            raise ValueError(f"blocks is {what}; wanted contiguous torch.uint8 of one dimension")
+        check_bytes("blocks", self.blocks, 0)
         count = -(-self.original_bytes // self.block_bytes)
         if self.offsets.dtype != torch.int64 or self.offsets.shape != (count + 1,) or self.offsets.is_cuda:
             raise ValueError(f"offsets is {self.offsets.dtype} {list(self.offsets.shape)}; wanted int64 [{count + 1}]")
@@ -153,14 +151,6 @@ class WholeTensor(TensorManners, Saves):
         direct = non_blocking and self.is_pinned()
         moved = self.blocks.to(target, non_blocking=True) if direct else staging.to_device(self.blocks, target)
         return WholeTensor(**{**self.__getstate__(), "blocks": moved})
-
-    def cpu(self) -> WholeTensor:
-        """`to("cpu")`."""
-        return self.to(_CPU)
-
-    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> WholeTensor:
-        """`to(device)`; None: the current CUDA device."""
-        return self.to("cuda" if device is None else device, non_blocking)
 
     def pin_memory(self) -> WholeTensor:
         """Moves the coded bytes to pinned host memory. Returns itself; no-op on a GPU.

@@ -8,6 +8,7 @@
 `_sending.py` and `_receiving.py` keep weights of several processes the same.
 """
 
+from .._common.publishing import published
 from ._checkpoints import CheckpointDelta
 from ._fingerprint import DeltaMismatchError, fingerprint
 from ._making import make
@@ -26,6 +27,4 @@ __all__ = [
     "make",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = published(__name__)

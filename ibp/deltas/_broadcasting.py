@@ -17,7 +17,6 @@ from ._tensors import Delta
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_WHAT = "broadcast_delta"
 _MOST_BYTES = 1 << 30  # of one broadcast: gloo counts bytes in int
 
 
@@ -67,20 +66,15 @@ def broadcast_delta(
     members = _group.RankGroup(group)
     target = None if device is None else memory.canonical(device)
 
-    def offer() -> tuple[dict[str, int], _Offer | None]:
-        if not 0 <= src < members.size:
-            raise ValueError(f"src is {src}; wanted 0 to {members.size - 1}")
-        if members.rank != src:
-            return {"src": src}, None
+    def offer() -> _Offer:
         if not isinstance(delta, (Delta, CheckpointDelta)):
             raise TypeError(
                 f"delta is a {type(delta).__name__}; wanted an ibp.deltas.Delta or an ibp.deltas.CheckpointDelta"
             )
-        return {"src": src}, _offer(delta)
+        heads = [_packing.head_of(change) for change in _changes_of(delta)]
+        return _Offer(None, (), heads) if isinstance(delta, Delta) else _Offer(tuple(delta), delta.removed, heads)
 
-    offers = members.together(_WHAT, offer)
-    _group.same_on_all(_WHAT, [arguments for arguments, _ in offers])
-    offered = offers[src][1]
+    offered = members.from_rank(src, "broadcast_delta", offer)
     starts = _packing.starts_of(offered.heads)
     data = torch.empty(starts[-1], dtype=torch.uint8, device=members.device)
     if members.rank == src and delta is not None:
@@ -93,11 +87,6 @@ def broadcast_delta(
 
 def _changes_of(delta: Delta | CheckpointDelta) -> list[Delta | Version]:
     return [delta] if isinstance(delta, Delta) else list(delta.values())
-
-
-def _offer(delta: Delta | CheckpointDelta) -> _Offer:
-    heads = [_packing.head_of(change) for change in _changes_of(delta)]
-    return _Offer(None, (), heads) if isinstance(delta, Delta) else _Offer(tuple(delta), delta.removed, heads)
 
 
 def _exchange(members: _group.RankGroup, src: int, data: torch.Tensor) -> None:

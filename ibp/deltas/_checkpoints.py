@@ -45,8 +45,6 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         TypeError, ValueError: an argument is none of these, or a name is both there and gone.
     """
 
-    __module__ = "ibp.deltas"
-
     def __init__(self, changes: Mapping[str, Delta | Version], removed: Iterable[str] = ()) -> None:
         self._changes = dict(changes)
         self.removed = tuple(removed)

@@ -19,8 +19,6 @@ _MASK = 2**64 - 1
 class DeltaMismatchError(ValueError):
     """A delta was to be applied to a tensor that is not the one that it was made for; the tensor is as it was."""
 
-    __module__ = "ibp.deltas"
-
 
 def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
     """64 bits that say whether two tensors hold the same bytes, as files and deltas keep them (FORMAT.md section 10).

@@ -25,8 +25,6 @@ class OutOfSyncError(DeltaMismatchError):
     """A message was lost or came again, or its changes are for other weights. The weights are as they
     were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
 
-    __module__ = "ibp.deltas"
-
 
 class _Pieces(NamedTuple):
     """The messages of a sender's push that have come, by their numbers."""
@@ -66,8 +64,6 @@ class Receiver:
     Raises:
         TypeError: weights are none of these.
     """
-
-    __module__ = "ibp.deltas"
 
     def __init__(self, weights: Named) -> None:
         self._weights = named(weights)

@@ -64,8 +64,6 @@ class Sender:
         RuntimeError: memory is "pinned", and there is no CUDA device.
     """
 
-    __module__ = "ibp.deltas"
-
     def __init__(
         self,
         weights: Named | None = None,

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._layout.manners import Movable
 from .._machine import memory
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import apply_all
 
 
-class Delta:
+class Delta(Movable):
     """What changed from one version of a tensor, its base, to another one. Made by `ibp.deltas.make`, and by reading
     files.
 
@@ -41,7 +42,6 @@ class Delta:
         TypeError, ValueError: an argument is none of these.
     """
 
-    __module__ = "ibp.deltas"
     __slots__ = ("base", "result", "table")
 
     table: CompressedTensor
@@ -107,14 +107,6 @@ class Delta:
         return (
             self if target == self.device else Delta(self.table.to(target, None, non_blocking), self.base, self.result)
         )
-
-    def cpu(self) -> Delta:
-        """`to("cpu")`."""
-        return self.to("cpu")
-
-    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Delta:
-        """`to(device)`; None: the current CUDA device."""
-        return self.to("cuda" if device is None else device, non_blocking)
 
     def apply_(self, base: torch.Tensor) -> torch.Tensor:
         """Makes the new version of the base, in its memory. Returns it.

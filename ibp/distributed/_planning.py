@@ -235,9 +235,7 @@ class State:
         count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
         samples = members.together(kind.what, lambda: sample_of(call.data, count) if has_data else None)
         rows = torch.cat([sample for sample in samples if sample is not None])
-        offers = members.together(kind.what, lambda: self._offers(kind, call, link, rows) if not members.rank else [])[
-            0
-        ]
+        offers = members.from_rank(0, kind.what, lambda: self._offers(kind, call, link, rows))
         is_checked = call.codec is None
         plans = [Plan(codec, count, least, is_checked, num_calls=num_calls) for codec, count, least in offers]
         if link is not None and plans and call.attempt is not None:

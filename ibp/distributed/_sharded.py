@@ -146,9 +146,7 @@ class ShardedTable(TensorManners):
         def work() -> CompressedTensor:
             return compress_rows(x, device=worker, memory=memory, numa=numa, **settings)
 
-        made: list[CompressedTensor] = []
-        members.together("from_local", lambda: made.append(work()))
-        return cls(made[0], group)
+        return cls(members.on_all("from_local", work), group)
 
     # ---- what it is ----
 
@@ -248,10 +246,8 @@ class ShardedTable(TensorManners):
                 changed, as one that is shared with other processes, and the others have been.
         """
         group = self._group
-        chosen: list[torch.Tensor] = []
         what = "ShardedTable.update_"
-        group.together(what, lambda: chosen.extend(self._change(ids, rows)))
-        owned, data = chosen
+        owned, data = group.on_all(what, lambda: self._change(ids, rows))
         sent = self._counts_of(owned)
         received = group.counts(sent)
         local = group.exchange(owned, sent, received) - self.starts[group.rank]
@@ -491,7 +487,7 @@ def _learned(
     request = learning.request(rows, geometry, worker, sample=whole, slot_bytes=slot_bytes)
 
     def by_rank_0(request: Request) -> AnyCodebook | None:
-        return members.together("from_local", lambda: learn(learning.scheme, request) if members.rank == 0 else None)[0]
+        return members.from_rank(0, "from_local", lambda: learn(learning.scheme, request))
 
     def stored_bytes(codebook: AnyCodebook | None) -> int:
         if codebook is None:

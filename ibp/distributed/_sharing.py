@@ -46,30 +46,22 @@ def share_table(
     """
     members, what = _group.RankGroup(group), "share_table"
 
-    def offer() -> tuple[str, dict[str, int], Any]:
-        if not 0 <= src < members.size:
-            raise ValueError(f"src is {src}; wanted 0 to {members.size - 1}")
-        if members.rank != src:
-            return _group.machine(), {"src": src}, None
+    def share() -> SharedHandle:
         if not isinstance(table, CompressedTensor):
             raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
         if table.is_cuda:
             raise ValueError(f"table is on {table.device}; wanted one in host memory")
-        return _group.machine(), {"src": src}, table.share()
+        return table.share()
 
-    offers = members.together(what, offer)
-    _group.check_one_machine(what, [name for name, _, _ in offers])
-    _group.same_on_all(what, [arguments for _, arguments, _ in offers])
-    opened: list[CompressedTensor] = []
+    _group.check_one_machine(what, members.together(what, _group.machine))
+    handle = members.from_rank(src, what, share)
 
-    def open_it() -> None:
+    def open_it() -> CompressedTensor:
         if members.rank != src or table is None:
-            opened.append(open_shared(offers[src][2], memory=memory))
-        else:
-            opened.append(table.pin_memory() if memory == "pinned" else table)
+            return open_shared(handle, memory=memory)
+        return table.pin_memory() if memory == "pinned" else table
 
-    members.together(what, open_it)  # rank src keeps the table until all have opened it
-    return opened[0]
+    return members.on_all(what, open_it)  # rank src keeps the table until all have opened it
 
 
 def open_shared(handle: SharedHandle, *, memory: str | None = None) -> CompressedTensor:

@@ -21,6 +21,7 @@ from .. import _core
 from .._common import wire
 from .._common.arguments import whole_number
 from .._fetch.calls import sms_of
+from .._layout.geometry import check_bytes
 from .._rows.faults import Faults, FaultWords
 from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
@@ -305,7 +306,7 @@ def pack(
     codec._raise_pending(device)
     if out is None:
         out = torch.empty(size, dtype=torch.uint8, device=device)
-    _check_memory("out", out, size, device)
+    check_bytes("out", out, size, device, _ALIGNMENT)
     message = codec._message_of(out[:size], call.num_pages)
     message.clear()
     if call.num_pages:
@@ -351,7 +352,7 @@ def unpack(
     device, piece_bytes = call.paged.device, call.paged.piece_bytes
     strange, fault = (codec._faults.on(device, kind) for kind in (_STRANGE, _UNPACKING))
     codec._raise_pending(device)
-    _check_memory("message", message, _start_of(codec._rows(call.num_pages)), device)
+    check_bytes("message", message, _start_of(codec._rows(call.num_pages)), device, _ALIGNMENT)
     parts = codec._message_of(message, call.num_pages)
     is_ours = parts.note_other(strange)
     if call.num_pages:
@@ -370,18 +371,3 @@ def _start_of(num_rows: int) -> int:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _check_memory(name: str, memory: torch.Tensor, least_bytes: int, device: torch.device) -> None:
-    """TypeError, ValueError: memory is none that a message can lie in."""
-    if not isinstance(memory, torch.Tensor):
-        raise TypeError(f"{name} is a {type(memory).__name__}; wanted a tensor")
-    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device != device:
-        raise ValueError(
-            f"{name} is {memory.dtype} {list(memory.shape)} on {memory.device}, strides {memory.stride()}; wanted "
-            f"contiguous torch.uint8 of one dimension on {device}"
-        )
-    if memory.numel() < least_bytes:
-        raise ValueError(f"{name} has {memory.numel()} bytes; wanted {least_bytes} or more")
-    if memory.data_ptr() % _ALIGNMENT:
-        raise ValueError(f"{name} begins at an address that is no multiple of {_ALIGNMENT}")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .._fetch.ids import check_range, list_of_ids
+from .._layout.geometry import layout_of
 from .._machine.memory import is_capturing
 from .._tables.coded_rows import Buffers
 
@@ -47,7 +48,7 @@ class PagedTensors:
         self.tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         if not self.tensors or not all(isinstance(tensor, torch.Tensor) for tensor in self.tensors):
             raise TypeError("wanted a tensor [num_blocks, ...], or a sequence of at least one")
-        first, looks = self.tensors[0], [_look(tensor) for tensor in self.tensors]
+        first, looks = self.tensors[0], [layout_of(tensor) for tensor in self.tensors]
         for look in looks:
             if look != looks[0]:
                 raise ValueError(f"the tensors differ: one is {look}, the first is {looks[0]}")
@@ -164,10 +165,6 @@ def check_different(name: str, numbers: torch.Tensor | None, count: int) -> None
 def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor for each memory that they share: what other streams are told of."""
     return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
-
-
-def _look(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
 
 
 def _pieces(block: torch.Tensor) -> tuple[list[int], int]:

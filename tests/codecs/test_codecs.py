@@ -220,7 +220,7 @@ def nvcomp_options(chunk_bytes, data_type):
         ({"blocks": torch.zeros(8000)}, "blocks is torch.float32 .8000.*; wanted contiguous torch.uint8"),
         (
             {"blocks": torch.zeros(1, dtype=torch.uint8).expand(8000), "offsets": torch.tensor([0, 8000])},
-            "blocks is torch.uint8 .8000. with strides .0,.; wanted contiguous",
+            "blocks is torch.uint8 .8000. on cpu, strides .0,.; wanted contiguous",
         ),
         ({"shape": (-1,)}, "that of no tensor"),
         ({"codec": "zip"}, "codec is 'zip'; wanted one of"),

@@ -95,7 +95,7 @@ def test_host_memory_that_cannot_be_used(rows):
         "torch.int8": memory.view(torch.int8),
     }
     if rows.is_cuda:
-        wrong |= {"is on cuda": memory.cuda(), "is pageable": memory.clone()}
+        wrong |= {"on cuda:0, strides": memory.cuda(), "is pageable": memory.clone()}
     for message, given in wrong.items():
         with pytest.raises(ValueError, match=message):
             ibp.CodedRows(
