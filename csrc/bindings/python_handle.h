@@ -148,6 +148,34 @@ class TableHandle {
         return gather_many(tables, starts, items, reinterpret_cast<uint8_t *>(to), max_sms);
     }
 
+    // All items of many tables in one call, those of table t to outs[t]. All tables are on one GPU. false, with nothing
+    // launched, where that does not fit.
+    static bool decode_many(const std::vector<const TableHandle *> &tables, const std::vector<py::object> &outs,
+                            int max_sms)
+    {
+        if (tables.empty() || outs.size() != tables.size() || max_sms < 0) return false;
+        const TableHandle &first = *tables[0];
+        if (!first.on_gpu() || first.torch_.has_observers()) return false;
+        std::vector<ibp_gather> gathers;
+        std::vector<Range> written;
+        for (size_t t = 0; t < tables.size(); t++) {
+            const TableHandle &one = *tables[t];
+            const ibp_table &table = one.handle_.table();
+            if (!one.is_ready() || one.handle_.device != first.handle_.device || !one.is_here(outs[t])) return false;
+            if (!one.fits(outs[t], table.num_items)) return false;
+            const auto to = static_cast<uintptr_t>(one.torch_.data_ptr.number(outs[t]));
+            written.push_back({to, to + static_cast<uintptr_t>(table.num_items * table.item_bytes)});
+            if (one.meets_table(written[t])) return false;
+            gathers.push_back({&table, nullptr, reinterpret_cast<uint8_t *>(to), one.fault_});
+        }
+        std::sort(written.begin(), written.end(), [](const Range &a, const Range &b) { return a.first < b.first; });
+        for (size_t t = 1; t < written.size(); t++)
+            if (written[t - 1].meets(written[t])) return false;
+        const ibp_stream stream = first.stream();
+        const py::gil_scoped_release release;
+        return ibp_cuda_gather_tables(gathers.data(), int64_t(gathers.size()), max_sms, stream) == IBP_OK;
+    }
+
   private:
     bool on_gpu() const { return handle_.device >= 0; }
 
@@ -163,16 +191,17 @@ class TableHandle {
         const TableHandle &first = *tables[0];
         const ibp_stream stream = first.stream();
         const py::gil_scoped_release release;
+        std::vector<ibp_ids> parts(tables.size(), items);
+        std::vector<ibp_gather> gathers;
         for (size_t t = 0; t < tables.size(); t++) {
-            ibp_ids part = items;
-            part.count = starts[t + 1] - starts[t];
-            part.data = static_cast<const uint8_t *>(items.data) + starts[t] * items.id_bytes;
-            part.positions = items.positions + starts[t];
-            if (part.count == 0) continue;
-            const ibp_status status = tables[t]->gather(part, nullptr, out, max_sms, stream);
-            if (status != IBP_OK) return false;
+            parts[t].count = starts[t + 1] - starts[t];
+            parts[t].data = static_cast<const uint8_t *>(items.data) + starts[t] * items.id_bytes;
+            parts[t].positions = items.positions + starts[t];
+            gathers.push_back({&tables[t]->handle_.table(), &parts[t], out, tables[t]->fault_});
+            if (!first.on_gpu() && tables[t]->gather(parts[t], nullptr, out, max_sms, stream) != IBP_OK) return false;
         }
-        return true;
+        return !first.on_gpu() ||
+               ibp_cuda_gather_tables(gathers.data(), int64_t(tables.size()), max_sms, stream) == IBP_OK;
     }
 
     py::object try_to_take(py::handle ids, py::handle out, int max_sms, const ReadyCache *cache, bool in_order) const

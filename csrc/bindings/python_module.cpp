@@ -259,7 +259,9 @@ PYBIND11_MODULE(_core, m)
              "Readies it for calls of at most most_items items.")
         .def_static("take_many", &TableHandle::take_many, py::arg("tables"), py::arg("starts"), py::arg("ids"),
                     py::arg("positions"), py::arg("out"), py::arg("max_sms"),
-                    "Items of many tables by one call, table after table; false where the arguments do not fit.")
+                    "Items of many tables by one call; false where the arguments do not fit.")
+        .def_static("decode_many", &TableHandle::decode_many, py::arg("tables"), py::arg("outs"), py::arg("max_sms"),
+                    "All items of many tables on one GPU by one call; false where the arguments do not fit.")
         .def("take", &TableHandle::take, py::arg("ids"), py::arg("out"), py::arg("max_sms"),
              py::arg("cache") = static_cast<const ReadyCache *>(nullptr), py::arg("in_order") = false,
              "The items at ids, through a cache if there is one, in out where that is a tensor; None where the "

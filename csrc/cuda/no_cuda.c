@@ -30,6 +30,7 @@ IBP_WITHOUT_CUDA(ibp_cuda_encode_into, const ibp_place *place, const ibp_row_sou
                  int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_gather_items, const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                  int max_sms, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_gather_tables, const ibp_gather *gathers, int64_t num_gathers, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_sum_bags, const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
                  const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_linear, const ibp_product *products, int64_t num_products, const uint16_t *x,

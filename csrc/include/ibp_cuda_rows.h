@@ -65,6 +65,20 @@ IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_so
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
+/* What is asked of one table among several: its items at ids, as by ibp_cuda_gather_items, or, where ids is NULL, all of
+ * its bytes, as by ibp_cuda_decode_bytes. */
+typedef struct ibp_gather {
+    const ibp_table *table;
+    const ibp_ids *ids;
+    uint8_t *out;
+    ibp_fault *fault;
+} ibp_gather;
+
+/* All gathers, in any order. Of every 32 a launch does all that the same kernel decodes: tables of one scheme, element
+ * size and about one row length. Longer rows than 2 KiB have launches of their own. */
+IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
+                                          ibp_stream stream);
+
 /* As ibp_decode_bytes. fault and max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                                          ibp_fault *fault, int max_sms, ibp_stream stream);

@@ -50,9 +50,10 @@ def index_select(
     path="cpu". There, CPU ids are checked like CUDA ones.
 
     One call can take items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]], for
-    every k. The ids are put in the order of the tables, and one kernel per table writes its items to their places. The
-    call waits for table numbers on a GPU, but not for table numbers on the CPU. It cannot be captured in a CUDA graph;
-    bad CUDA ids and corrupt rows are raised by the next call on their table.
+    every k. The ids are put in the order of the tables; of every 32 tables, one kernel writes the items of all that
+    have one scheme, element size and about one length of rows, up to 2 KiB. The call waits for table numbers on a GPU,
+    but not for table numbers on the CPU. It cannot be captured in a CUDA graph; bad CUDA ids and corrupt rows are
+    raised by the next call on their table.
 
     Example:
         >>> x, ids = torch.randn(1000, 1024).bfloat16(), torch.tensor([3, 999, 3])

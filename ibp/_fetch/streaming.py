@@ -10,7 +10,7 @@ import torch
 
 from .. import _core
 from .._layout.geometry import bytes_of
-from .._machine import calibration
+from .._machine import calibration, memory
 from .._machine.calibration import FEW_SMS
 from .._machine.memory import is_capturing
 from .._rows.faults import new_record
@@ -67,7 +67,9 @@ def decompress(
 
     Several tables in pinned host memory that go to one GPU come as one stream through one ring: the copies for one
     tensor run while the tensor before it is still being decoded, so that the link is busy from the first tensor to the
-    last, however small they are. Arguments are checked before anything is written.
+    last, however small they are. Tables that a GPU decodes where they are share launches: of every 32, one for all that
+    have one scheme, element size and about one length of rows, up to 2 KiB. Arguments are checked before anything is
+    written.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -197,6 +199,14 @@ class _DecodeJob(NamedTuple):
     def is_whole(self) -> bool:
         """Whether it is all of the table's items, each of whole rows."""
         return (self.start, self.end) == (0, self.table.original_bytes) and self.table.geometry.has_whole_rows
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a whole table of some bytes, and its GPU writes to the result in one piece."""
+        if self.worker.type != "cuda" or self.worker != self.target or self.start or not 0 < self.end:
+            return False
+        is_whole = bool(self.table.shape) and self.end == self.table.original_bytes
+        return is_whole and (self.out is None or (self.out.shape == self.table.shape and self.out.is_contiguous()))
 
     @property
     def stored_bytes(self) -> int:
@@ -337,7 +347,9 @@ def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str 
             request = StreamRequest(group, worker, over_the_link, sms)
             chosen = asked if asked is not None and over_the_link else choose(PATHS, request)
             decoders[worker, over_the_link] = chosen.run(request)
-        results = [_run(job, decoders[job.worker, job.comes_over_the_link], sms) for job in jobs]
+        by_job = [decoders[job.worker, job.comes_over_the_link] for job in jobs]
+        done = {} if torch.compiler.is_compiling() else _decode_together(jobs, by_job, sms)
+        results = [done[k] if k in done else _run(job, by_job[k], sms) for k, job in enumerate(jobs)]
     finally:
         for decoder in decoders.values():
             decoder.close()
@@ -345,6 +357,27 @@ def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str 
         for job in on_gpus:
             torch.cuda.current_stream(job.worker).synchronize()
             job.table.raise_pending(job.worker)
+    return results
+
+
+def _decode_together(jobs: list[_DecodeJob], decoders: list[Decoder], sms: int) -> dict[int, torch.Tensor]:
+    """The results of the jobs of whole tables whose rows a GPU's kernel reads, by their numbers: tables that the same
+    kernel decodes share launches."""
+    groups: dict[torch.device, list[int]] = {}
+    for number, (job, decoder) in enumerate(zip(jobs, decoders)):
+        if decoder is KERNEL and job.is_plain:
+            groups.setdefault(job.worker, []).append(number)
+    results: dict[int, torch.Tensor] = {}
+    for worker, numbers in groups.items():
+        if len(numbers) < 2:
+            continue
+        some = [jobs[number] for number in numbers]
+        outs = [memory.empty_tensor(job.shape, job.table.dtype, worker) if job.out is None else job.out for job in some]
+        for job in some:
+            job.table.make_ready(worker)
+        with torch.cuda.device(worker):
+            if _core.TableHandle.decode_many([job.table.handle(worker).core for job in some], outs, sms):
+                results.update(zip(numbers, outs))
     return results
 
 

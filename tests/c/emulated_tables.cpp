@@ -670,6 +670,48 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
     if (!made.is_corrupt) check_staged(t, request, wanted, out_bytes, offset, faults);
 }
 
+std::vector<Made> before; /* good tables of earlier cases */
+
+/* A table among others, whole or its items at ids, in one call. */
+void check_together(const Made &made)
+{
+    const size_t count = chance(70) ? 1 + below(5) : 30 + below(6);
+    std::vector<Array<int64_t>> ids(count);
+    std::vector<ibp_ids> requests(count);
+    std::vector<ibp_gather> gathers;
+    std::vector<Output> met, wanted;
+    std::vector<ibp_fault> faults(count), wanted_faults(count);
+    for (size_t k = 0; k < count; k++) {
+        const ibp_table &t = before.empty() || chance(50) ? made.table : before[below(before.size())].table;
+        const bool is_whole = t.num_items * t.item_bytes < 4000 && chance(40);
+        const size_t num_ids = below(4), offset = choose_offset(),
+                     num_bytes = static_cast<size_t>((is_whole ? t.num_items : num_ids) * t.item_bytes);
+        ids[k] = Array<int64_t>(num_ids);
+        for (size_t i = 0; i < num_ids; i++) ids[k].data[i] = static_cast<int64_t>(below(t.num_items + chance(5)));
+        requests[k] = {ids[k].data, static_cast<int64_t>(num_ids), sizeof(int64_t), nullptr, 0};
+        met.emplace_back(num_bytes, offset), wanted.emplace_back(num_bytes, offset);
+        gathers.push_back({&t, is_whole ? nullptr : &requests[k], met[k].out, &faults[k]});
+        Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
+        if (is_whole)
+            for (int64_t i = 0, end; i < static_cast<int64_t>(num_bytes); i = end) {
+                end = std::min<int64_t>(static_cast<int64_t>(num_bytes), i + t.codebook.row_bytes);
+                ibp_decode_bytes(&t, i, end, wanted[k].out + i, scratch.data, scratch.size, &wanted_faults[k]);
+            }
+        else
+            ibp_gather_items(&t, &requests[k], 0, requests[k].count, wanted[k].out, scratch.data, scratch.size,
+                             &wanted_faults[k]);
+    }
+    const ibp_status status =
+        ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(count), static_cast<int>(below(6)), nullptr);
+    if (status != IBP_OK) complain("%zu tables: status %d", count, status);
+    for (size_t k = 0; k < count; k++) {
+        compare(met[k], wanted[k], "table " + std::to_string(k) + " of " + std::to_string(count));
+        if ((faults[k].status == 0) != (wanted_faults[k].status == 0))
+            complain("table %zu of %zu: fault %lld, not %lld", k, count, (long long)faults[k].status,
+                     (long long)wanted_faults[k].status);
+    }
+}
+
 void check_encode(const Made &made)
 {
     const ibp_table &t = made.table;
@@ -1082,8 +1124,11 @@ bool run_case(uint64_t seed, long number, const char *filter)
     for (int i = 0; i < 3; i++) check_bags(made, chance(20), !cuts && chance(40));
     if (!corrupts && !cuts) check_encode(made), check_encode_into(made);
     check_device_rows(made);
-    if (!cuts && chance(25)) check_hostile_words(made);
+    const bool is_hostile = !cuts && chance(25);
+    if (is_hostile) check_hostile_words(made);
+    if (!is_hostile) check_together(made);
     num_wrong += is_wrong;
+    if (!corrupts && !cuts && !is_hostile) before.push_back(std::move(made));
     return true;
 }
 

@@ -123,6 +123,64 @@ def test_on_a_gpu(cuda, pinned):
         tables[int(numbers[3])].check()
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("max_sms", [None, 3])
+def test_more_tables_than_a_launch_takes(cuda, pinned, max_sms):
+    """Of one kind and of several, and one whose rows are too long for others beside them."""
+    sizes = [1 + 37 * i % 300 for i in range(40)]
+    xs = [embedding(size, 2000 if i == 7 else 64, torch.bfloat16, i) for i, size in enumerate(sizes)]
+    tables = [ibp.compress(x, scheme="raw" if i % 5 == 3 else "planes", **ON_CPU) for i, x in enumerate(xs)]
+    tables = [table.pin_memory() if pinned else table.to(cuda) for table in tables]
+    for outs in (None, [None, *(torch.empty_like(x, device=cuda) for x in xs[1:])]):
+        found = ibp.decompress(tables, device=cuda, out=outs, max_sms=max_sms, check=True)
+        for k, x in enumerate(xs):
+            assert_same_bits(found[k].cpu(), x)
+            assert outs is None or outs[k] is None or found[k] is outs[k]
+    alike = [k for k in range(len(xs)) if k != 7]
+    numbers = torch.randint(len(alike), (3000,))
+    ids = (torch.rand(3000) * torch.tensor([sizes[k] for k in alike])[numbers]).long()
+    found = ibp.index_select([tables[k] for k in alike], ids.to(cuda), table_numbers=numbers, max_sms=max_sms)
+    assert_same_bits(found.cpu(), rows_of([xs[k] for k in alike], numbers, ids))
+
+
+def test_tensors_that_are_decoded_one_by_one(cuda):
+    """Results of other strides, on the CPU, of no bytes, of no dimensions, and two that share memory."""
+    xs = [embedding(40, 16, torch.bfloat16, seed) for seed in range(4)]
+    tables = [ibp.compress(x, scheme="planes").to(cuda) for x in xs]
+    outs = [None, torch.empty(16, 40, dtype=torch.bfloat16, device=cuda).T, torch.empty_like(xs[2]), None]
+    found = ibp.decompress(tables, device=None, out=outs)
+    for y, x in zip(found, xs):
+        assert_same_bits(y.cpu(), x)
+    odd = [ibp.compress(x.to(cuda)) for x in (torch.tensor(3.0), torch.empty(0, 4), torch.ones(7))]
+    for y, x in zip(ibp.decompress([*odd, *tables]), (torch.tensor(3.0), torch.empty(0, 4), torch.ones(7), *xs)):
+        assert_same_bits(y.cpu(), x)
+    shared = torch.empty_like(xs[0], device=cuda)
+    ibp.decompress(tables[:2], out=[shared, shared])
+    assert_same_bits(shared.cpu(), xs[1])
+
+
+def test_faults_of_tables_decoded_together(cuda):
+    xs = [embedding(40, 16, torch.bfloat16, seed) for seed in range(3)]
+    tables = [ibp.compress(x.to(cuda), scheme="planes") for x in xs]
+    ibp.decompress(tables)
+    tables[1].lengths.view(torch.int16)[5] += 40
+    found = ibp.decompress(tables)
+    torch.cuda.synchronize()
+    for k in (0, 2):
+        assert_same_bits(found[k].cpu(), xs[k])
+        tables[k].check()
+    with pytest.raises(ibp.CorruptTableError):
+        tables[1].check()
+
+
+def test_decode_many_is_for_gpus():
+    _, tables = make()
+    tables[0].index_select(torch.tensor([0]))
+    core, out = tables[0].handle(torch.device("cpu")).core, torch.empty(40, 16, dtype=torch.bfloat16)
+    assert not ibp._core.TableHandle.decode_many([core], [out], 0)
+    assert not ibp._core.TableHandle.decode_many([], [], 0)
+
+
 # ---- prefetches ----
 
 

@@ -32,15 +32,34 @@ struct Request {
     ibp_cache cache;             // where there are entries, one a job: rows that are present come from their slabs
 };
 
-// A request as it is launched. bytes and pointers as in ibp_cuda_gather_items.
-struct Gather {
-    const ibp_table &table;
-    const Request &request;
+// A request as a kernel gets it. out and fault as in ibp_cuda_gather_items.
+struct Part {
+    ibp_table table;
+    Request request;
     uint8_t *out;
     ibp_fault *fault;
+};
+constexpr uint32_t kMostParts = 32; // of a launch
+
+// Requests of one launch. Each gets blocks of its own, by the bytes of its rows.
+struct Parts {
+    Part parts[kMostParts];
+    uint32_t ends[kMostParts]; // of their blocks
+};
+static_assert(sizeof(Parts) <= 32760u, "parameters of a kernel");
+
+// A request as it is launched: now, or, where `together` is not NULL and its decoder can, with others by the function
+// that is put there.
+struct Gather;
+using LaunchParts = ibp_status (*)(const Gather *const *gathers, uint32_t num_gathers);
+struct Gather : Part {
     int max_sms;
     ibp_stream stream;
+    LaunchParts *together;
 };
+
+// Shares blocks, a request one at least, among requests that are launched together.
+void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t num_blocks, Parts *parts);
 
 // A request for the items at ids, which are at most kMostJobs rows, for a kernel of its own output: positions are
 // counted from NULL on. table and ids: as in ibp_cuda_gather_items, checked.

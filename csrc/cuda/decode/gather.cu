@@ -74,16 +74,59 @@ static const struct {
     {IBP_SCHEME_PLANES, is_dense, kDenseFields, gather_dense},
 };
 
-static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, ibp_fault *fault, int max_sms,
-                         ibp_stream stream)
+static ibp_status launch(const Gather &gather)
 {
-    describe_rows(*table, out, &request);
-    request.uneven = spills_far(*table);
+    const ibp_codebook &cb = gather.table.codebook;
     for (const auto &decoder : kDecoders)
-        if (decoder.scheme == table->codebook.scheme && decoder.takes(table->codebook) &&
-            knows_fields(table->codebook, decoder.known))
-            return decoder.launch({*table, request, out, fault, max_sms, stream});
+        if (decoder.scheme == cb.scheme && decoder.takes(cb) && knows_fields(cb, decoder.known))
+            return decoder.launch(gather);
     return IBP_INVALID_ARGUMENT;
+}
+
+static Gather described(const ibp_table *table, const Request &request, uint8_t *out, ibp_fault *fault, int max_sms,
+                        ibp_stream stream)
+{
+    Gather gather{{*table, request, out, fault}, max_sms, stream, nullptr};
+    describe_rows(*table, out, &gather.request);
+    gather.request.uneven = spills_far(*table);
+    return gather;
+}
+
+void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t num_blocks, Parts *parts)
+{
+    const auto work_of = [](const Gather *gather) {
+        return int64_t{gather->request.num_jobs} * gather->table.codebook.row_bytes;
+    };
+    int64_t work = 0, so_far = 0;
+    for (uint32_t k = 0; k < num_gathers; k++) work += work_of(gathers[k]);
+    for (uint32_t k = 0, end = 0; k < num_gathers; parts->ends[k++] = end) {
+        parts->parts[k] = *gathers[k];
+        so_far += work_of(gathers[k]);
+        const auto share = static_cast<uint32_t>((num_blocks * so_far + work / 2) / work);
+        end = std::min(std::max(share, end + 1u), num_blocks - (num_gathers - 1u - k));
+    }
+}
+
+// Launches at most kMostParts requests, all that one kernel can do together.
+static ibp_status launch_together(Gather *gathers, uint32_t num_gathers)
+{
+    LaunchParts launches[kMostParts]{};
+    ibp_status status = IBP_OK;
+    for (uint32_t k = 0; k < num_gathers && status == IBP_OK; k++) {
+        gathers[k].together = num_gathers > 1u ? &launches[k] : nullptr;
+        status = launch(gathers[k]);
+    }
+    for (uint32_t k = 0; k < num_gathers && status == IBP_OK; k++) {
+        const LaunchParts together = launches[k];
+        const Gather *alike[kMostParts];
+        uint32_t num_alike = 0;
+        if (together == nullptr) continue;
+        for (uint32_t j = k; j < num_gathers; j++)
+            if (launches[j] == together) alike[num_alike++] = &gathers[j], launches[j] = nullptr;
+        gathers[k].together = nullptr;
+        status = num_alike > 1u ? together(alike, num_alike) : launch(gathers[k]);
+    }
+    return status;
 }
 
 static void ask_for(const ibp_table &table, const ibp_ids &ids, Request *request)
@@ -106,6 +149,24 @@ static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, cons
     if (ids->count > kMostJobs / rows_an_item(table->item_bytes, table->codebook.row_bytes))
         return IBP_INVALID_ARGUMENT;
     ask_for(*table, *ids, request);
+    return IBP_OK;
+}
+
+// Likewise the jobs of the bytes [start, end).
+static ibp_status ask_for_bytes(const ibp_table *table, int64_t start, int64_t end, const uint8_t *out,
+                                const ibp_fault *fault, int max_sms, Request *request)
+{
+    if (!is_table(table) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
+    if (start == end) return IBP_OK;
+    if (out == nullptr) return IBP_INVALID_ARGUMENT;
+    const int64_t row_bytes = table->codebook.row_bytes;
+    request->start = start, request->end = end;
+    request->rows_per_item = 1;
+    request->first_row = start / row_bytes;
+    const int64_t num_rows = (end - 1) / row_bytes - request->first_row + 1;
+    if (num_rows > kMostJobs) return IBP_INVALID_ARGUMENT;
+    request->num_jobs = static_cast<uint32_t>(num_rows);
     return IBP_OK;
 }
 
@@ -142,7 +203,7 @@ ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8
     request.stage = stage;
     request.stage_bytes = int64_t{request.num_jobs} * table->slot_bytes;
     request.first_position = first_position;
-    return gather(table, request, out, fault, max_sms, stream);
+    return launch(described(table, request, out, fault, max_sms, stream));
 }
 
 } // namespace ibp
@@ -153,7 +214,7 @@ extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_id
     ibp::Request request{};
     const ibp_status status = ibp::ask_for_items(table, ids, out, fault, max_sms, &request);
     if (status != IBP_OK || request.num_jobs == 0) return status;
-    return ibp::gather(table, request, out, fault, max_sms, stream);
+    return ibp::launch(ibp::described(table, request, out, fault, max_sms, stream));
 }
 
 extern "C" ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
@@ -163,23 +224,35 @@ extern "C" ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_i
     const ibp_status status = ibp::ask_for_items(table, ids, out, fault, max_sms, &request);
     if (status != IBP_OK || request.num_jobs == 0) return status;
     if (!ibp::use_cache(cache, &request)) return IBP_INVALID_ARGUMENT;
-    return ibp::gather(table, request, out, fault, max_sms, stream);
+    return ibp::launch(ibp::described(table, request, out, fault, max_sms, stream));
 }
 
 extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                                             ibp_fault *fault, int max_sms, ibp_stream stream)
 {
-    if (!ibp::is_table(table) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
-    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
-    if (start == end) return IBP_OK;
-    if (out == nullptr) return IBP_INVALID_ARGUMENT;
-    const int64_t row_bytes = table->codebook.row_bytes;
     ibp::Request request{};
-    request.start = start, request.end = end;
-    request.rows_per_item = 1;
-    request.first_row = start / row_bytes;
-    const int64_t num_rows = (end - 1) / row_bytes - request.first_row + 1;
-    if (num_rows > ibp::kMostJobs) return IBP_INVALID_ARGUMENT;
-    request.num_jobs = static_cast<uint32_t>(num_rows);
-    return ibp::gather(table, request, out, fault, max_sms, stream);
+    const ibp_status status = ibp::ask_for_bytes(table, start, end, out, fault, max_sms, &request);
+    if (status != IBP_OK || request.num_jobs == 0) return status;
+    return ibp::launch(ibp::described(table, request, out, fault, max_sms, stream));
+}
+
+extern "C" ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
+                                             ibp_stream stream)
+{
+    using namespace ibp;
+    if (num_gathers < 0 || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    const uint32_t most = max_sms > 0 ? std::min(static_cast<uint32_t>(max_sms), kMostParts) : kMostParts;
+    Gather waiting[kMostParts];
+    uint32_t num_waiting = 0;
+    for (const ibp_gather *g = gathers; g != gathers + num_gathers; g++) {
+        Request request{};
+        const int64_t num_bytes = is_table(g->table) ? ibp_bytes_of_table(g->table) : 0;
+        ibp_status status = g->ids ? ask_for_items(g->table, g->ids, g->out, g->fault, max_sms, &request)
+                                   : ask_for_bytes(g->table, 0, num_bytes, g->out, g->fault, max_sms, &request);
+        if (status == IBP_OK && request.num_jobs != 0u)
+            waiting[num_waiting++] = described(g->table, request, g->out, g->fault, max_sms, stream);
+        if (status == IBP_OK && num_waiting == most) status = launch_together(waiting, num_waiting), num_waiting = 0;
+        if (status != IBP_OK) return status;
+    }
+    return launch_together(waiting, num_waiting);
 }

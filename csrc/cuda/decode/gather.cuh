@@ -8,6 +8,18 @@
 
 namespace ibp {
 
+// Which part of a launch a block works on, and as which of how many blocks.
+struct Share {
+    uint32_t part, block, num_blocks;
+};
+
+__device__ __forceinline__ Share share_of_block(const Parts &parts)
+{
+    uint32_t part = 0, first = 0;
+    while (blockIdx.x >= parts.ends[part]) first = parts.ends[part++];
+    return {part, blockIdx.x - first, parts.ends[part] - first};
+}
+
 // Which jobs a warp, or a group of several, takes: turns of G::kPerWarp jobs, block after block, so that few jobs
 // spread over all of them; its lanes look up those of as many turns as there are lanes for. Of every round of turns
 // each takes one.
@@ -15,11 +27,11 @@ template <class G> struct EvenTurns {
     uint32_t round, first, i = 0; // i: which of the jobs that have been looked up is `first`
 
     static __device__ __forceinline__ void begin() {}
-    __device__ __forceinline__ EvenTurns(uint32_t)
+    __device__ __forceinline__ EvenTurns(uint32_t, const Share &share)
     {
         const uint32_t team = threadIdx.x / (G::kThreads * G::kPerWarp);
-        round = blockDim.x / (G::kThreads * G::kPerWarp) * gridDim.x * G::kPerWarp;
-        first = (blockIdx.x + gridDim.x * team) * G::kPerWarp;
+        round = blockDim.x / (G::kThreads * G::kPerWarp) * share.num_blocks * G::kPerWarp;
+        first = (share.block + share.num_blocks * team) * G::kPerWarp;
     }
     // The job that a lane looks up.
     __device__ __forceinline__ uint32_t of_lane() const
@@ -38,7 +50,7 @@ template <class G> struct EvenTurns {
 
 // For slow rows, such as rows that come over the link. A warp of a block claims its next turns when it has done the
 // last ones: turns that follow each other, about half of an equal share of the turns left, so that all warps end
-// together.
+// together. The launch has one request.
 template <class G> struct ClaimedTurns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
     uint32_t num_turns, num_claimed, first, i; // num_turns: of the block
@@ -53,7 +65,7 @@ template <class G> struct ClaimedTurns {
     {
         if (threadIdx.x == 0u) *taken() = 0;
     }
-    __device__ __forceinline__ ClaimedTurns(uint32_t num_jobs)
+    __device__ __forceinline__ ClaimedTurns(uint32_t num_jobs, const Share &)
     {
         const uint32_t turns = (num_jobs + G::kPerWarp - 1u) / G::kPerWarp;
         num_turns = turns > blockIdx.x ? (turns - blockIdx.x + gridDim.x - 1u) / gridDim.x : 0u;
@@ -88,9 +100,8 @@ template <class G> struct ClaimedTurns {
 // otherwise; by address translation where the rows that are fetched at the same time lie far apart. So consecutive
 // jobs are done at the same time, by different warps.
 template <class Decoder, template <class> class Turns>
-__global__ void __launch_bounds__(Decoder::kMostThreads, 1)
-    gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
-                 const uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
+__device__ __forceinline__ void do_share(const ibp_table &table, const Request &request, const Share &share,
+                                         uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
@@ -100,7 +111,7 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     Turns<G>::begin();
     __syncthreads();
 
-    Turns<G> turns(request.num_jobs);
+    Turns<G> turns(request.num_jobs, share);
     if (turns.first >= request.num_jobs) return;
     uint4 vectors[F::kVectors];
     Entry entry = look_up(table, request, turns.of_lane());
@@ -116,26 +127,78 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     }
 }
 
-template <class Decoder, template <class> class Turns> ibp_status launch_turns(const Gather &gather)
+template <class Decoder, template <class> class Turns>
+__global__ void __launch_bounds__(Decoder::kMostThreads, 1)
+    gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
+                 const uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
+{
+    do_share<Decoder, Turns>(table, request, {0, blockIdx.x, gridDim.x}, group_bytes, out, fault);
+}
+
+template <class Decoder>
+__global__ void __launch_bounds__(Decoder::kMostThreads, 1)
+    gather_parts(const __grid_constant__ Parts parts, const uint32_t group_bytes)
+{
+    const Share share = share_of_block(parts);
+    const Part &part = parts.parts[share.part];
+    do_share<Decoder, EvenTurns>(part.table, part.request, share, group_bytes, part.out, part.fault);
+}
+
+// Plans a launch of requests. group_bytes: set to the shared bytes of a group.
+template <class Decoder>
+ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_gathers, Launch *launch,
+                uint32_t *group_bytes)
 {
     static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
-    using G = typename Decoder::Group;
-    const ibp_codebook &cb = gather.table.codebook;
+    uint32_t block_bytes = *group_bytes = 0;
+    int64_t num_jobs = 0;
+    for (uint32_t k = 0; k < num_gathers; k++) {
+        const ibp_codebook &cb = gathers[k]->table.codebook;
+        const uint32_t its_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+        block_bytes = std::max(block_bytes, Decoder::block_bytes(cb)), *group_bytes = std::max(*group_bytes, its_bytes);
+        num_jobs += gathers[k]->request.num_jobs;
+    }
+    return plan_groups(kernel, Decoder::kMostThreads, block_bytes, *group_bytes, Decoder::Group::kThreads, num_jobs,
+                       gathers[0]->max_sms, launch);
+}
+
+template <class Decoder, template <class> class Turns> ibp_status launch_turns(const Gather &gather)
+{
     const auto kernel = gather_items<Decoder, Turns>;
-    const uint32_t group_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+    const Gather *const one = &gather;
+    uint32_t group_bytes;
     Launch launch;
-    const ibp_status status =
-        plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, Decoder::block_bytes(cb),
-                    group_bytes, G::kThreads, gather.request.num_jobs, gather.max_sms, &launch);
+    const ibp_status status = plan<Decoder>(reinterpret_cast<const void *>(kernel), &one, 1, &launch, &group_bytes);
     if (status != IBP_OK) return status;
     return launch_kernel(kernel, launch, gather.stream, gather.table, gather.request, group_bytes, gather.out,
                          gather.fault);
 }
 
+template <class Decoder> ibp_status launch_parts(const Gather *const *gathers, uint32_t num_gathers)
+{
+    const auto kernel = gather_parts<Decoder>;
+    uint32_t group_bytes;
+    Launch launch;
+    const ibp_status status =
+        plan<Decoder>(reinterpret_cast<const void *>(kernel), gathers, num_gathers, &launch, &group_bytes);
+    if (status != IBP_OK) return status;
+    launch.blocks = std::max(launch.blocks, num_gathers);
+    if (launch.blocks % 2u != 0u) launch.cluster = 1;
+    Parts parts;
+    share_blocks(gathers, num_gathers, launch.blocks, &parts);
+    return launch_kernel(kernel, launch, gathers[0]->stream, parts, group_bytes);
+}
+
+// Decoders of long rows are not compiled for several requests: there is enough to do in each.
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
-    if constexpr (Decoder::Group::kWarps == 1)
+    if constexpr (Decoder::Group::kWarps == 1) {
         if (gather.request.uneven) return launch_turns<Decoder, ClaimedTurns>(gather);
+        if (gather.together != nullptr) {
+            *gather.together = launch_parts<Decoder>;
+            return IBP_OK;
+        }
+    }
     return launch_turns<Decoder, EvenTurns>(gather);
 }
 
