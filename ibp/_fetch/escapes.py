@@ -13,15 +13,43 @@ from .._rows.table import Table
 from .._schemes import PlanesCodebook
 from .streaming import decode_items, decompress
 
-COLUMNS = 32  # the kernel takes rows of a multiple of this many columns
 # A regular row has at most 64 escapes, or one in 128 columns: adding their products then takes about as long as
 # decoding the row.
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
 _LEAST_ROWS = 16
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
-_LARGEST_FIRST_SYMBOL = 254 - _NUM_SYMBOLS  # digit 15 gives a finite weight, too
 _LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
 _CHUNK_ELEMENTS = 1 << 24  # that are looked at together, in about seven bytes each
+
+
+class DigitForm(NamedTuple):
+    """How the kernel takes elements of a dtype: sign and mantissa, and a digit of four bits for the exponent.
+
+    columns: rows have a multiple of as many.
+    """
+
+    residual_bits: int
+    columns: int
+
+    @property
+    def exponent_bits(self) -> int:
+        return 16 - self.residual_bits
+
+    @property
+    def most_first(self) -> int:
+        """The largest first symbol: digit 15 gives a finite weight, too."""
+        return 2**self.exponent_bits - 2 - _NUM_SYMBOLS
+
+    def row_bytes(self, columns: int) -> int:
+        """What a row takes besides its escapes."""
+        return columns // 8 * (self.residual_bits + 4)
+
+    def exponents(self, bits: torch.Tensor) -> torch.Tensor:
+        """Of elements as int16."""
+        return bits >> self.residual_bits - 1 & 2**self.exponent_bits - 1
+
+
+DIGIT_FORMS = {torch.bfloat16: DigitForm(8, 32), torch.float16: DigitForm(11, 128)}
 
 
 class Escapes(NamedTuple):
@@ -34,8 +62,8 @@ class Escapes(NamedTuple):
     starts: int32 [N + 1], where a row's entries begin.
     entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half the bits that
         digit 15 gives.
-    rows, weights: int64 [rows] and bfloat16 [rows, K]: irregular rows, which torch multiplies: stored raw or as
-        default rows, or with more than `MOST_OF_A_ROW` escapes and more than one in `COLUMNS_AN_ESCAPE` columns.
+    rows, weights: int64 [rows] and [rows, K] of the table's dtype: irregular rows, which torch multiplies: stored raw
+        or as default rows, or with more than `MOST_OF_A_ROW` escapes and more than one in `COLUMNS_AN_ESCAPE` columns.
     """
 
     slots: torch.Tensor
@@ -118,22 +146,24 @@ def _state(table: Table) -> tuple:
 
 def takes(table: Table) -> bool:
     """Whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_cuda.h)."""
-    if table._is_live or table.dtype != torch.bfloat16 or table.item_bytes != table.row_bytes:
+    form = DIGIT_FORMS.get(table.dtype)
+    if form is None or table._is_live or table.item_bytes != table.row_bytes:
         return False
     num_rows, columns = table.shape
-    if num_rows < _LEAST_ROWS or columns % COLUMNS or table.slot_bytes < columns // 2 * 3:
+    if num_rows < _LEAST_ROWS or columns % form.columns or table.slot_bytes < form.row_bytes(columns):
         return False
-    if table.slots.data_ptr() % 16:
-        return False
-    return isinstance(table.codebook, PlanesCodebook) and _gives_digits(table.codebook)
+    return table.slots.data_ptr() % 16 == 0 and gives_digits(table)
 
 
-def _gives_digits(codebook: PlanesCodebook) -> bool:
-    """Whether an element is a digit of four bits and a byte of sign and mantissa, as level "fast" codes BF16."""
+def gives_digits(table: Table) -> bool:
+    """Whether an element is a digit of four bits beside sign and mantissa, as level "fast" codes BF16."""
+    form, codebook = DIGIT_FORMS.get(table.dtype), table.codebook
+    if form is None or not isinstance(codebook, PlanesCodebook):
+        return False
     split = codebook.element_bytes, codebook.rotate, codebook.residual_bits, codebook.digit_bits
     has_more = codebook.per_column or codebook.listed or codebook.invariant_bits or codebook.num_constant
     first = codebook.first_symbol
-    return split == (2, 1, 8, (4,)) and not has_more and first is not None and first <= _LARGEST_FIRST_SYMBOL
+    return split == (2, 1, form.residual_bits, (4,)) and not has_more and first is not None and first <= form.most_first
 
 
 def list_escapes(table: Table) -> Escapes | None:
@@ -160,16 +190,19 @@ def list_escapes(table: Table) -> Escapes | None:
 def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[torch.Tensor, ...]:
     """(escapes of each row, entries, irregular rows, their weights) of rows start to end - 1."""
     weights = decode_items(table, start, end, check=True)
-    bits = weights.view(torch.int16)
-    escaped = ((bits >> 7) - first_symbol & 0xFF) >= _NUM_SYMBOLS
+    bits, form = weights.view(torch.int16), DIGIT_FORMS[table.dtype]
+    exponents = form.exponents(bits)
+    escaped = (exponents < first_symbol) | (exponents >= first_symbol + _NUM_SYMBOLS)
     counts = escaped.sum(1)
-    # A row's digits and residuals are what its length says: a byte and a half an element, and a byte an escape.
+    # A row's digits and residuals are what its length says, besides an exponent for each escape.
     lengths = table.lengths[start:end].view(torch.int16).int() & 0xFFFF
     most = max(MOST_OF_A_ROW, table.shape[1] // COLUMNS_AN_ESCAPE)
-    regular = (lengths == table.shape[1] // 2 * 3 + counts) & (lengths < table.row_bytes) & (counts <= most)
+    coded_bytes = form.row_bytes(table.shape[1]) + (counts * form.exponent_bits + 7) // 8
+    regular = (lengths == coded_bytes) & (lengths < table.row_bytes) & (counts <= most)
     rows, columns = (escaped & regular[:, None]).nonzero(as_tuple=True)
     weight = bits[rows, columns].int() & 0xFFFF
-    taken = weight & 0x807F | first_symbol + _NUM_SYMBOLS << 7
+    mantissa_bits = form.residual_bits - 1
+    taken = weight & (0x8000 | 2**mantissa_bits - 1) | first_symbol + _NUM_SYMBOLS << mantissa_bits
     entries = torch.stack((columns.int(), weight | taken << 16), dim=1)
     irregular = (~regular).nonzero().view(-1)
     return counts * regular, entries, irregular + start, weights[irregular]

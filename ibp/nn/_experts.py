@@ -130,7 +130,7 @@ class Experts(torch.nn.Module):
 
     def _escapes_for(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> dict[str, Escapes] | None:
         """The escapes of both stacks, by name, where the kernel multiplies by them."""
-        if not self.fused or hidden.dtype != torch.bfloat16 or hidden.dim() != 2 or ids.dim() != 2:
+        if not self.fused or hidden.dim() != 2 or ids.dim() != 2:
             return None
         stacks, names = self.stacks, {self._up, _DOWN}
         biases = {name + _BIAS for name in names} if self.has_bias else set()

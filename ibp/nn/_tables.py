@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .._common.states import SavedTensor
-from .._fetch.linear import linear, slot_bytes_for
+from .._fetch.escapes import gives_digits
+from .._fetch.linear import digits_for, linear, slot_bytes_for
 from .._fetch.products import differentiable
 from .._machine import memory
 from .._schemes import PlanesCodebook
@@ -199,6 +200,8 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if _is_fast(held):
             options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
+            if gives_digits(held):
+                options["codebook"] = digits_for(weight)
         table = compress_rows(weight.detach(), **options, memory=None if weight.is_cuda else "host").to(held.device)
     else:
         table = weight.to(held.device)
@@ -217,7 +220,7 @@ def is_fast_matrix(table: CompressedTensor) -> bool:
     """Whether a table has the form that `matrix_table` gives at level "fast"."""
     if not _is_fast(table) or table.layout != "slots" or table.item_bytes != table.row_bytes:
         return False
-    least = slot_bytes_for(table.shape[1]) if table.dtype == torch.bfloat16 else None
+    least = slot_bytes_for(table.shape[1], table.dtype)
     return least is None or table.slot_bytes >= least
 
 
@@ -385,8 +388,10 @@ def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
     slots that the kernel of `ibp.linear` takes unless they choose the table's form."""
     if options.keys() <= _LEAVES_SLOTS:
         options = {"level": "fast", **options}
-        if options["level"] == "fast" and weight.dtype == torch.bfloat16:
-            options["slot_bytes"] = slot_bytes_for(weight.shape[1])
+        if options["level"] == "fast":
+            options["codebook"] = digits_for(weight)
+            if weight.dtype != torch.float16 or options["codebook"] is not None:
+                options["slot_bytes"] = slot_bytes_for(weight.shape[1], weight.dtype)
     return compress_rows(weight.detach(), **options)
 
 

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 import ibp
 from helpers import assert_same_bits
 from ibp._fetch import escapes, linear, products
+from products import matrix_of
 
+AWAY = {torch.bfloat16: 2.0**-30, torch.float16: 2.0**14}  # what weights are multiplied by to become escapes
+KINDS = [torch.bfloat16, torch.float16]
 SHAPES = [(4096, 1024), (48, 32), (100, 4128), (16, 96), (1000, 2048)]
 
 
@@ -23,8 +26,15 @@ def vectors(count, columns, device="cpu", dtype=torch.bfloat16):
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(dtype).to(device)
 
 
+def wide(columns, dtype):
+    """Columns that the kernel takes, at least as many."""
+    unit = escapes.DIGIT_FORMS[dtype].columns
+    return -(-columns // unit) * unit
+
+
 def coded(weight, **options):
-    options.setdefault("slot_bytes", linear.slot_bytes_for(weight.shape[1]))
+    options.setdefault("slot_bytes", linear.slot_bytes_for(weight.shape[1], weight.dtype))
+    options.setdefault("codebook", linear.digits_for(weight))
     return ibp.compress(
         weight, level="fast", device=weight.device, memory=None if weight.is_cuda else "host", **options
     )
@@ -97,7 +107,7 @@ def test_functions_that_see_no_kernel():
 
 def test_which_tables_the_kernel_takes():
     weight = matrix(64, 2048)
-    assert escapes.takes(coded(weight))
+    assert escapes.takes(coded(weight)) and escapes.takes(coded(weight.half()))
     place = ibp.CodedRows(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
     for table in (
         place.table(weight.shape, weight.dtype),  # whose rows may be coded anew at any time
@@ -108,6 +118,8 @@ def test_which_tables_the_kernel_takes():
         coded(weight[:, :2040].contiguous(), slot_bytes=None),
         ibp.compress(weight, level="fast", layout="packed", device="cpu", memory="host"),
         ibp.compress(weight.half(), level="fast", device="cpu", memory="host"),
+        coded(weight[:, :2016].half(), slot_bytes=None),
+        coded(weight.half(), slot_bytes=3808),
         ibp.compress(weight, scheme="raw", device="cpu", memory="host"),
         ibp.compress(weight, level="fast", row_bytes=1024, slot_bytes=800, device="cpu", memory="host"),
     ):
@@ -120,11 +132,26 @@ def test_slots_hold_escapes(columns):
     room = 16 if columns >= 1024 else 0
     assert slot_bytes % 32 == 0 and columns * 3 // 2 + room <= slot_bytes <= 2 * columns
     assert linear.slot_bytes_for(columns + 8) is None and linear.slot_bytes_for(0) is None
+    slot_bytes = linear.slot_bytes_for(columns, torch.float16)
+    assert (slot_bytes is None) == (columns % 128 != 0)
+    assert slot_bytes is None or columns * 15 // 8 + room <= slot_bytes <= 2 * columns
 
 
-def test_module():
-    plain = torch.nn.Linear(96, 40).bfloat16()
-    x = vectors(3, 96)
+def test_which_halves_have_digits():
+    """FP16 weights get the kernel's form where 15 exponents in a row cover nearly all of them, and else another."""
+    weight = matrix(64, 2048, dtype=torch.float16)
+    assert linear.digits_for(weight).first_symbol == 0  # which zeros and subnormal weights have
+    assert linear.digits_for(weight * 1000).first_symbol > 0
+    assert linear.digits_for(weight * 2.0**18 / 2.0**4).first_symbol <= 15
+    spread = torch.randint(0, 31, (64, 2048)).to(torch.int16) << 10
+    assert linear.digits_for(spread.view(torch.float16)) is None
+    assert linear.digits_for(weight[:, :2000]) is None and linear.digits_for(weight.bfloat16()) is None
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_module(dtype):
+    plain = torch.nn.Linear(256, 40, dtype=dtype)
+    x = vectors(3, 256, dtype=dtype)
     wanted = plain(x)
     for module in (
         ibp.nn.Linear.from_linear(plain),
@@ -135,7 +162,7 @@ def test_module():
         for made in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert_same_bits(made(x), wanted)
             assert made.fused == module.fused and ("fused=True" in repr(made)) == module.fused
-    other, module = torch.nn.Linear(96, 40).bfloat16(), ibp.nn.Linear.from_linear(plain)
+    other, module = torch.nn.Linear(256, 40, dtype=dtype), ibp.nn.Linear.from_linear(plain)
     module.load_state_dict(other.state_dict())
     assert_same_bits(module(x), other(x))
     assert escapes.takes(module.weight)
@@ -168,79 +195,77 @@ def test_modules_that_compute_something_else():
 # ---- escapes ----
 
 
-def uneven(rows=96, columns=2048, device="cpu"):
+def uneven(rows=96, columns=2048, device="cpu", dtype=torch.bfloat16):
     """Weights with rows that are zeros, raw, and have many escapes, and the codebook of weights without."""
-    weight = matrix(rows, columns, device)
-    weight[3] = 0
-    weight[5] *= 2.0**-20
+    weight = matrix(rows, columns, device, dtype)
+    weight[3] = 0.0 if dtype == torch.bfloat16 else -0.0  # the default
+    weight[5] *= AWAY[dtype]
     bits = torch.randint(-(2**15), 2**15, (columns,), dtype=torch.int16) & ~(1 << 14)
-    weight[20] = bits.to(device).view(torch.bfloat16)
-    weight[40:50, ::50] *= 2.0**-20  # 41 escapes
-    weight[60:70, ::100] *= 2.0**30  # 21
-    return weight, coded(matrix(rows, columns, device)).codebook
+    weight[20] = bits.to(device).view(dtype)
+    weight[40:50, ::50] *= AWAY[dtype]  # 41 escapes
+    weight[60:70, ::100] *= 2.0**30 if dtype == torch.bfloat16 else AWAY[dtype]  # 21
+    return weight, coded(matrix(rows, columns, device, dtype)).codebook
 
 
 def multiplied(table, listed):
     """The matrix as the kernel multiplies it: digits, with escapes in place of what they are taken for."""
-    rows, columns = table.shape
-    slots = table.slots.view(rows, table.slot_bytes).int()
-    residuals, digits = slots[:, :columns], slots[:, columns : columns // 2 * 3]
-    digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
-    bits = (residuals & 1) << 15 | digits + len(listed.below) << 7 | residuals >> 1
-    counts = listed.starts.diff()
-    assert listed.starts[0] == 0 and len(counts) == rows
-    at = torch.repeat_interleave(torch.arange(rows), counts), listed.entries[:, 0].long()
-    assert torch.equal(bits[at], listed.entries[:, 1] >> 16 & 0xFFFF)
-    bits[at] = listed.entries[:, 1] & 0xFFFF
-    weight = bits.to(torch.int16).view(torch.bfloat16)
+    assert listed.starts[0] == 0 and len(listed.starts) == len(table) + 1
+    form = table.slots, table.slot_bytes, listed.below, listed.starts, listed.entries
+    weight = matrix_of(*form, table.shape[1], table.dtype)
     weight[listed.rows] = listed.weights
     return weight
 
 
-@pytest.mark.parametrize("slot_bytes", [3072, 3072 + 64, 4096])
-def test_escapes_complete_the_digits(slot_bytes):
-    weight, codebook = uneven()
+@pytest.mark.parametrize("room", [0, 64, 256])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_escapes_complete_the_digits(dtype, room):
+    weight, codebook = uneven(dtype=dtype)
+    slot_bytes = escapes.DIGIT_FORMS[dtype].row_bytes(2048) + room
     weight[41, 7], weight[42, 9], weight[43, 11] = float("inf"), float("nan"), 0.0
     table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, device="cpu", memory="host")
     listed = escapes.list_escapes(table)
-    assert listed.rows.tolist() == [3, 5, 20] and len(listed.entries) >= 620
+    assert listed.rows.tolist() == [3, 5, 20] and len(listed.entries) >= 600
     assert listed.nbytes == len(listed.below) + 4 * 97 + 8 * len(listed.entries) + 3 * (8 + 4096)
     assert_same_bits(multiplied(table, listed), weight)
 
 
-def test_escapes_are_listed_by_chunks(monkeypatch):
-    weight = matrix(100, 96)
-    weight[::9, 5] = 0
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_escapes_are_listed_by_chunks(monkeypatch, dtype):
+    weight = matrix(100, wide(96, dtype), dtype=dtype)
+    weight[::9, 5] *= AWAY[dtype]
     table = coded(weight)
     whole = escapes.list_escapes(table)
-    monkeypatch.setattr(escapes, "_CHUNK_ELEMENTS", 96 * 7)
+    monkeypatch.setattr(escapes, "_CHUNK_ELEMENTS", weight.shape[1] * 7)
     for one, other in zip(escapes.list_escapes(table), whole):
         assert torch.equal(one, other)
     assert_same_bits(multiplied(table, whole), weight)
 
 
-def test_many_irregular_rows_are_not_listed():
-    weight, codebook = uneven()
-    weight[80] = 0
-    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, device="cpu", memory="host")
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_many_irregular_rows_are_not_listed(dtype):
+    weight, codebook = uneven(dtype=dtype)
+    weight[80] = weight[3]
+    table = coded(weight, codebook=codebook)
     assert escapes.list_escapes(table) is None
 
 
-def test_long_rows_may_have_more_escapes():
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_long_rows_may_have_more_escapes(dtype):
     """One in 128 columns, where that is more than 64."""
     columns = 16384
-    weight = matrix(64, columns)
+    weight = matrix(64, columns, dtype=dtype)
     codebook = coded(weight).codebook
-    weight[:, ::180] *= 2.0**-30
-    weight[7, : columns // 100] *= 2.0**-30
+    weight[:, ::180] *= AWAY[dtype]
+    weight[7, : columns // 100] *= AWAY[dtype]
     table = coded(weight, codebook=codebook)
     listed = escapes.list_escapes(table)
-    assert listed.rows.tolist() == [7] and 64 * 92 <= len(listed.entries) <= 63 * 128
+    assert listed.rows.tolist() == [7] and 63 * 91 <= len(listed.entries) <= 63 * 128
     assert_same_bits(multiplied(table, listed), weight)
 
 
-def test_escapes_of_damaged_rows():
-    table = coded(matrix(64, 2048))
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_escapes_of_damaged_rows(dtype):
+    table = coded(matrix(64, 2048, dtype=dtype))
     table.lengths.view(torch.int16)[7] += 1
     with pytest.raises(ibp.CorruptTableError, match="7"):
         escapes.list_escapes(table)
@@ -264,33 +289,40 @@ def check_products(x, weight, bias, got):
     """Up to the rounding of the result and what is lost in sums of float."""
     wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     scale = F.linear(x.double().abs(), weight.double().abs())
-    assert got.shape == wanted.shape and got.dtype == torch.bfloat16
-    assert ((got.double() - wanted).abs() <= wanted.abs() / 256 + scale * 1e-5 + 1e-30).all()
+    assert got.shape == wanted.shape and got.dtype == x.dtype
+    apart, least = (1 / 256, 1e-30) if x.dtype == torch.bfloat16 else (1 / 1024, 1e-7)
+    assert ((got.double() - wanted).abs() <= wanted.abs() * apart + scale * 1e-5 + least).all()
 
 
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_weight(cuda, fused, shape):
+def test_every_weight(cuda, fused, shape, dtype):
     """Products with one element are weights, or zeros of either sign."""
-    weight = matrix(*shape, cuda)
+    rows, columns = shape[0], wide(shape[1], dtype)
+    weight = matrix(rows, columns, cuda, dtype)
+    if dtype == torch.float16:
+        weight[::7, ::5] *= 2.0**-12  # subnormal numbers
     table = coded(weight)
-    one_hot = torch.eye(shape[1], dtype=torch.bfloat16, device=cuda)
+    one_hot = torch.eye(columns, dtype=dtype, device=cuda)
     for count, apart in ((8, 8 * 16), (64, 64)):
-        for first in range(0, shape[1], apart):
+        for first in range(0, columns, apart):
             part = one_hot[first : first + count]
             assert torch.equal(ibp.linear(part, table).t(), weight[:, first : first + count])
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 9, 16, 24, 33, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products(cuda, fused, shape, count):
-    weight, bias = matrix(*shape, cuda), vectors(1, shape[0], cuda)[0]
-    table, x = coded(weight), vectors(count, shape[1], cuda)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_products(cuda, fused, shape, count, dtype):
+    columns = wide(shape[1], dtype)
+    weight, bias = matrix(shape[0], columns, cuda, dtype), vectors(1, shape[0], cuda, dtype)[0]
+    table, x = coded(weight), vectors(count, columns, cuda, dtype)
     for given in (None, bias):
         got = ibp.linear(x, table, given, check=True)
         check_products(x, weight, given, got)
         assert_same_bits(ibp.linear(x[None], table, given)[0], got)
         assert_same_bits(ibp.linear(x[-1], table, given), got[-1])
-        out = torch.empty(shape[0], count, dtype=torch.bfloat16, device=cuda).t()
+        out = torch.empty(shape[0], count, dtype=dtype, device=cuda).t()
         assert ibp.linear(x, table, given, out=out) is out
         assert_same_bits(out, got)
 
@@ -315,13 +347,14 @@ def test_products_of_many_vectors(cuda, fused, rows, columns):
 
 
 @pytest.mark.parametrize("count", [8, 64])
-def test_irregular_rows(cuda, fused, count):
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_irregular_rows(cuda, fused, count, dtype):
     """Raw and default rows, many escapes, rows that leave their slots. torch multiplies by some of them, and may round
     sums of parts to BF16."""
-    weight, codebook = uneven(device=cuda)
-    x, bias = vectors(count, 2048, cuda), vectors(1, 96, cuda)[0]
-    for slot_bytes in (3072, 3072 + 64, 4096):
-        table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes)
+    weight, codebook = uneven(device=cuda, dtype=dtype)
+    x, bias = vectors(count, 2048, cuda, dtype), vectors(1, 96, cuda, dtype)[0]
+    for room in (0, 64, 256):
+        table = coded(weight, codebook=codebook, slot_bytes=escapes.DIGIT_FORMS[dtype].row_bytes(2048) + room)
         got = ibp.linear(x, table, bias)
         rows = table._escapes[1].rows
         assert rows.tolist() == [3, 5, 20]
@@ -329,24 +362,27 @@ def test_irregular_rows(cuda, fused, count):
         regular = torch.ones(96, dtype=torch.bool, device=cuda).index_fill_(0, rows, False)
         check_products(x, weight[regular], bias[regular], got[:, regular])
         for column in (0, 50, 100, 2047):
-            one = torch.zeros(1, 2048, dtype=torch.bfloat16, device=cuda)
+            one = torch.zeros(1, 2048, dtype=dtype, device=cuda)
             one[0, column] = 1
             assert torch.equal(ibp.linear(one, table)[0], weight[:, column])
 
 
 @pytest.mark.parametrize("rows,columns", [*SHAPES, (33, 1056), (300, 5120)], ids=str)
-def test_weights_of_a_listed_matrix(cuda, rows, columns):
-    weight = matrix(rows, columns, cuda)
-    weight[::3, 5::100] *= 2.0**-30
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_weights_of_a_listed_matrix(cuda, rows, columns, dtype):
+    columns = wide(columns, dtype)
+    weight = matrix(rows, columns, cuda, dtype)
+    codebook = linear.digits_for(weight)
+    weight[::3, 5::100] *= AWAY[dtype]
     if rows > 32:
-        weight[1] *= 2.0**-60
-    table = coded(weight)
+        weight[1] *= AWAY[dtype]
+    table = coded(weight, codebook=codebook)
     assert_same_bits(escapes.matrix_of(table, cuda), weight)  # nothing is listed
     listed = escapes.escapes_of(table)
     assert len(listed.entries) and listed.rows.tolist() == [1] * (rows > 32)
     assert_same_bits(escapes.matrix_of(table, cuda), weight)
     assert_same_bits(escapes.matrix_of(table, torch.device("cpu")), weight.cpu())
-    x = vectors(513, columns, cuda)
+    x = vectors(513, columns, cuda, dtype)
     assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
     given = (table.slots, table.slot_bytes, listed.below, listed.starts, listed.entries)
     torch.library.opcheck(torch.ops.ibp.decode_matrix.default, (*given, torch.empty_like(weight)))
@@ -367,27 +403,34 @@ def test_many_irregular_rows_are_decoded(cuda):
     assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
 
 
-@pytest.mark.parametrize("count", [8, 40, 100])
-def test_what_is_not_finite(cuda, fused, count):
-    """Infinity and NaN come out where torch's function has them."""
-    weight = matrix(1600 if count > 64 else 256, 4000, cuda)
+@pytest.mark.parametrize(
+    "dtype,count", [(torch.bfloat16, 100), *((kind, count) for kind in KINDS for count in (8, 40))]
+)
+def test_what_is_not_finite(cuda, fused, count, dtype):
+    """Infinity and NaN come out where torch's function has them, and sums that overflow in FP16."""
+    weight = matrix(1600 if count > 64 else 256, 4096 if dtype == torch.float16 else 4000, cuda, dtype)
     rows, columns = (torch.randint(size, (60,), device=cuda) for size in weight.shape)
     weight[rows[:20], columns[:20]] = 0.0
     weight[rows[20:30], columns[20:30]] = 5e4
     for special in ((), (float("inf"), -float("inf"), float("nan"))):
         for i, value in enumerate(special):
             weight[rows[30 + 5 * i : 35 + 5 * i], columns[30 + 5 * i : 35 + 5 * i]] = value
-        x = vectors(count, 4000, cuda)
+        x = vectors(count, weight.shape[1], cuda, dtype)
         x[1, columns[3]], x[2, columns[25]], x[3, 17] = float("inf"), float("nan"), -float("inf")
         x[4, columns], x[5, columns[::2]] = 0.0, float("inf")
+        x[6] = 6e4 * weight[3].sign()
         got, wanted = ibp.linear(x, coded(weight)), F.linear(x, weight)
+        if dtype == torch.float16:  # of which torch may round sums of parts to infinity
+            wanted = F.linear(x.float(), weight.float()).half()
         for kind in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(kind(got), kind(wanted))
 
 
-def test_same_bits_every_time(cuda, fused):
+@pytest.mark.parametrize("columns", [1024, 8192])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_same_bits_every_time(cuda, fused, dtype, columns):
     """Whatever else runs, and however many vectors there are."""
-    weight, x = matrix(4096, 1024, cuda), vectors(64, 1024, cuda)
+    weight, x = matrix(4096, columns, cuda, dtype), vectors(64, columns, cuda, dtype)
     table = coded(weight)
     first = ibp.linear(x, table)
     for count in (8, 1, 2, 5, 16, 20, 32, 33, 64):
@@ -457,8 +500,10 @@ def test_graph_and_streams(cuda, fused):
     assert kept is table._escapes[1]
 
 
-def test_compiled(cuda, fused):
-    weight, x = matrix(64, 96, cuda), vectors(2, 96, cuda)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_compiled(cuda, fused, dtype):
+    columns = wide(96, dtype)
+    weight, x = matrix(64, columns, cuda, dtype), vectors(2, columns, cuda, dtype)
     table = coded(weight)
     wanted = ibp.linear(x, table)
     compiled = torch.compile(lambda x: ibp.linear(x, table) + 0, fullgraph=True, backend="aot_eager")
@@ -476,25 +521,29 @@ def test_views_that_are_not_aligned(cuda, fused):
 
 
 def test_autocast_and_gradients(cuda):
-    weight, x = matrix(64, 96, cuda), vectors(2, 96, cuda)
-    table = coded(weight)
+    weight, x = matrix(64, 128, cuda), vectors(2, 128, cuda)
+    table, halves = coded(weight), coded(weight.half())
     with torch.autocast("cuda", dtype=torch.float16):
         assert ibp.linear(x, table).dtype == torch.float16
+        check_products(x.half(), weight.half(), None, ibp.linear(x.float(), halves))
+    assert escapes.escapes_of(halves) is not None
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert ibp.linear(x.float(), table).dtype == torch.bfloat16
         check_products(x, weight, None, ibp.linear(x, table))
-    x.requires_grad_()
-    ibp.linear(x, table).sum().backward()
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 96))
+    for one, given in ((table, x), (halves, x.half())):
+        given.requires_grad_()
+        ibp.linear(given, one).sum().backward()
+        torch.testing.assert_close(given.grad, weight.to(given.dtype).sum(0).expand(2, 128))
 
 
-def test_module_on_a_gpu(cuda, fused):
-    plain = torch.nn.Linear(1024, 256, dtype=torch.bfloat16, device=cuda)
-    module, x = ibp.nn.Linear.from_linear(plain), vectors(3, 1024, cuda)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_module_on_a_gpu(cuda, fused, dtype):
+    plain = torch.nn.Linear(1024, 256, dtype=dtype, device=cuda)
+    module, x = ibp.nn.Linear.from_linear(plain), vectors(3, 1024, cuda, dtype)
     with torch.no_grad():
         check_products(x, plain.weight, plain.bias, module(x))
     with pytest.raises(AssertionError, match="decoded"):
-        module(vectors(513, 1024, cuda))
+        module(vectors(513, 1024, cuda, dtype))
 
 
 def test_operation(cuda):
@@ -521,14 +570,19 @@ def test_operation(cuda):
 
 @pytest.mark.parametrize("count", [1, 8, 20, 64, 100, 256])
 @pytest.mark.parametrize("columns", [96, 4128])
-def test_many_tables(cuda, fused, columns, count):
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_many_tables(cuda, fused, columns, count, dtype):
     """One launch for tables of different rows, with the bits of each alone up to 64 vectors."""
-    weights = [matrix(rows, columns, cuda) for rows in (4096, 100, 16, 1000, 48)]
-    weights[1][::3, 5], weights[3][:, 7] = 0, 1e-20
-    biases = [vectors(1, len(weight), cuda)[0] if number % 2 else None for number, weight in enumerate(weights)]
+    if count > 64 and dtype == torch.float16:
+        pytest.skip("FP16 is decoded for more than 64 vectors")
+    columns = wide(columns, dtype)
+    weights = [matrix(rows, columns, cuda, dtype) for rows in (4096, 100, 16, 1000, 48)]
+    weights[1][::3, 5] *= AWAY[dtype]
+    weights[3][:, 7] *= AWAY[dtype]
+    biases = [vectors(1, len(weight), cuda, dtype)[0] if number % 2 else None for number, weight in enumerate(weights)]
     if count > 24 and torch.cuda.get_device_capability(cuda) != (9, 0):
         pytest.skip("wants a GPU of compute capability 9.0")
-    tables, x = [coded(weight) for weight in weights], vectors(count, columns, cuda)
+    tables, x = [coded(weight) for weight in weights], vectors(count, columns, cuda, dtype)
     used = slice(0, 5 if count <= 100 else 4)  # a single short table is decoded for more than 128 vectors
     for given in (None, biases[used]):
         results = ibp.linear(x, tables[used], given, check=True)
@@ -538,7 +592,7 @@ def test_many_tables(cuda, fused, columns, count):
             if count <= 64:
                 assert_same_bits(ibp.linear(x, tables[number], given and given[number]), got)
         assert all(map(torch.equal, ibp.linear(x, tables[used], given), results))
-    one_hot = torch.eye(columns, dtype=torch.bfloat16, device=cuda)[torch.randperm(columns, device=cuda)[:count]]
+    one_hot = torch.eye(columns, dtype=dtype, device=cuda)[torch.randperm(columns, device=cuda)[:count]]
     for weight, got in zip(weights[used], ibp.linear(one_hot, tables[used])):
         assert torch.equal(got.t(), weight @ one_hot.t())
 
@@ -572,15 +626,17 @@ def groups_of(parts, device):
 
 
 @pytest.mark.parametrize("rows,columns,matrices", [(64, 96, 5), (1536, 2048, 4), (2048, 768, 3), (16, 4128, 40)])
-def test_groups_of_vectors(cuda, rows, columns, matrices):
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_groups_of_vectors(cuda, rows, columns, matrices, dtype):
     """Each has the bits of a product with its matrix alone; groups that are out of range have no results."""
-    weight = matrix(matrices * rows, columns, cuda)
-    weight[::50, 3] = 1e-20
+    columns = wide(columns, dtype)
+    weight = matrix(matrices * rows, columns, cuda, dtype)
+    weight[::50, 3] *= AWAY[dtype]
     table = coded(weight)
     listed = escapes.list_escapes(table)
     given = (table.slots, table.slot_bytes, listed.below, listed.starts, listed.entries)
     parts = [(number % matrices, 1 + number % 8) for number in range(70)]
-    x = vectors(sum(count for _, count in parts), columns, cuda)
+    x = vectors(sum(count for _, count in parts), columns, cuda, dtype)
     out = torch.zeros(len(x), rows, dtype=x.dtype, device=cuda)
     groups = groups_of([*parts, (0, 0), (0, 5)], cuda)
     torch.ops.ibp.linear_groups(*given, x, groups, None, 1, rows, out)
@@ -602,7 +658,7 @@ def test_groups_of_vectors(cuda, rows, columns, matrices):
         assert not out.any()
     for arguments, message in (
         ((x, groups[:, :2], None, 1, rows, out), "groups has the wrong shape"),
-        ((x, groups, None, 1, rows + 1, vectors(len(x), rows + 1, cuda)), "linear_groups"),
+        ((x, groups, None, 1, rows + 1, vectors(len(x), rows + 1, cuda, dtype)), "linear_groups"),
         ((x, groups, None, 1, rows, out[1:]), "out has"),
         ((x, groups, order, 1, rows, out), "order has"),
         ((x, groups, order, 0, rows, out), "sharing is 0"),

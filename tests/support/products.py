@@ -13,16 +13,20 @@ def lists(table):
     table._escapes = escapes._state(table), escapes.list_escapes(table)
 
 
-def matrix_of(slots, slot_bytes, below, starts, entries, columns):
+def matrix_of(slots, slot_bytes, below, starts, entries, columns, dtype):
     """A table's matrix: digits and residuals, with escapes in place of what digits give."""
-    rows = len(starts) - 1
-    bytes_of_rows = slots.view(rows, slot_bytes).int()
-    residuals, digits = bytes_of_rows[:, :columns], bytes_of_rows[:, columns : columns // 2 * 3]
+    rows, residual_bits = len(starts) - 1, {torch.bfloat16: 8, torch.float16: 11}[dtype]
+    bytes_of_rows, digits_at = slots.view(rows, slot_bytes), columns // 8 * residual_bits
+    stream = bytes_of_rows[:, :digits_at, None] >> torch.arange(8, dtype=torch.uint8) & 1  # bit by bit
+    fields = stream.view(rows, columns, residual_bits).int() << torch.arange(residual_bits, dtype=torch.int32)
+    residuals = fields.sum(2, dtype=torch.int32)
+    digits = bytes_of_rows[:, digits_at : digits_at + columns // 2].int()
     digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
-    bits = (residuals & 1) << 15 | digits + len(below) << 7 | residuals >> 1
-    escaped = torch.repeat_interleave(torch.arange(rows), starts.diff())
-    bits[escaped, entries[:, 0].long()] = entries[:, 1] & 0xFFFF
-    return bits.to(torch.int16).view(torch.bfloat16)
+    bits = (residuals & 1) << 15 | digits + len(below) << residual_bits - 1 | residuals >> 1
+    escaped = torch.repeat_interleave(torch.arange(rows), starts.diff()), entries[:, 0].long()
+    assert torch.equal(bits[escaped], entries[:, 1] >> 16 & 0xFFFF)  # what digit 15 gives
+    bits[escaped] = entries[:, 1] & 0xFFFF
+    return bits.to(torch.int16).view(dtype)
 
 
 def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
@@ -30,14 +34,15 @@ def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
     first = 0
     for number, table in enumerate(zip(slots, slot_bytes, below, starts, entries)):
         bias = biases[number] if biases and len(biases[number]) else None
-        y = F.linear(x, matrix_of(*table, x.shape[1]), bias)
+        y = F.linear(x, matrix_of(*table, x.shape[1], x.dtype), bias)
         out.view(-1)[first : first + y.numel()].view(y.shape).copy_(y)
         first += y.numel()
 
 
 def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, order, sharing, num_rows, out):
     """ibp_cuda_linear_groups."""
-    matrices = matrix_of(slots, slot_bytes, below, starts, entries, x.shape[1]).view(-1, num_rows, x.shape[1])
+    matrices = matrix_of(slots, slot_bytes, below, starts, entries, x.shape[1], x.dtype)
+    matrices = matrices.view(-1, num_rows, x.shape[1])
     assert groups.dtype == torch.int32 and groups.shape[1] == 3 and x.is_contiguous()
     places = torch.arange(len(out)) if order is None else order
     assert len(places) == len(out) == len(x) * sharing
@@ -52,7 +57,7 @@ def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, order,
 
 def decode(slots, slot_bytes, below, starts, entries, out):
     """ibp_cuda_decode_matrix."""
-    out.copy_(matrix_of(slots, slot_bytes, below, starts, entries, out.shape[1]))
+    out.copy_(matrix_of(slots, slot_bytes, below, starts, entries, out.shape[1], out.dtype))
 
 
 @contextlib.contextmanager
@@ -71,7 +76,8 @@ def kernels_on_the_cpu(monkeypatch):
         multiply_groups(*arguments)
 
     def are_near(x, tables, biases=()):
-        return x.dtype == torch.bfloat16 and x.numel() > 0 and not products.is_transformed()
+        is_coded = x.dtype in escapes.DIGIT_FORMS and all(table.dtype == x.dtype for table in tables)
+        return is_coded and x.numel() > 0 and not products.is_transformed()
 
     library.impl("linear", run, "CPU")
     library.impl("linear_groups", run_groups, "CPU")

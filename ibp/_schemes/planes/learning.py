@@ -165,17 +165,43 @@ def _with_best_run(codebook: PlanesCodebook, data: torch.Tensor) -> PlanesCodebo
     their elements would be an escape."""
     if codebook.first_symbol is None or codebook.is_partial or codebook.rotate > codebook.residual_bits:
         return codebook
-    size = codebook.element_bytes
+    counts, run = _symbol_counts(codebook, data), 2 ** codebook.digit_bits[0] - 1
+    if not counts.any():
+        return codebook
+    inside = torch.cat((counts, counts[: run - 1])).unfold(0, run, 1).sum(1)
+    return replace(codebook, first_symbol=int(inside.argmax()))
+
+
+def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor:
+    """How many elements have each symbol, of a sample of all rows, without elements that are the default."""
+    size, num_symbols = codebook.element_bytes, 2**codebook.symbol_bits
     elements = data[: data.numel() // size * size].view(_INTEGERS[size])
     elements = elements[:: elements.numel() // _RUN_ELEMENTS | 1]  # odd, so that rows give different columns
     elements = elements[elements != signed(codebook.default, 8 * size)]
-    if elements.numel() == 0:
-        return codebook
-    num_symbols, run = 2**codebook.symbol_bits, 2 ** codebook.digit_bits[0] - 1
     symbols = elements >> codebook.residual_bits - codebook.rotate & num_symbols - 1
-    counts = torch.bincount(symbols, minlength=num_symbols)
-    inside = torch.cat((counts, counts[: run - 1])).unfold(0, run, 1).sum(1)
-    return replace(codebook, first_symbol=int(inside.argmax()))
+    return torch.bincount(symbols, minlength=num_symbols)
+
+
+def learn_exponents(
+    data: torch.Tensor, row_bytes: int, residual_bits: int, most_escapes: float
+) -> PlanesCodebook | None:
+    """A codebook for floats of two bytes whose symbols are exponents: a digit of four bits names one of 15 in a row, as
+    many elements as can be have them, and the exponent after these is one of finite numbers.
+
+    Args:
+        data: uint8, whole rows.
+        residual_bits: of sign and mantissa.
+        most_escapes: share of the elements that may have other exponents. None is returned where more have.
+    """
+    split = (row_bytes, 2, 1, residual_bits, (4,))
+    no_entries = torch.empty(1, 0, dtype=torch.int64)
+    # Rows of zeros are coded as others: default rows, of minus zeros, there are none.
+    codebook = PlanesCodebook(*split, False, False, 1 << 15, 0, no_entries, first_symbol=0)
+    counts = _symbol_counts(codebook, data)
+    inside = counts[:-2].unfold(0, 15, 1).sum(1)
+    if inside.max() < (1 - most_escapes) * counts.sum():
+        return None
+    return replace(codebook, first_symbol=int((inside == inside.max()).nonzero()[0]))
 
 
 def _check_sample(sample: torch.Tensor, row_bytes: int) -> None:
