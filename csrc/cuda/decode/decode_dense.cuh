@@ -23,34 +23,36 @@ namespace ibp {
 // Digits of up to four bits as nibbles: a half of the digits moves up by a multiplication, and so on. Of an absent
 // plane, whose digits have no bits, all are escapes, of four.
 struct DigitSpread {
-    uint32_t width, all, fours, twos, ones; // bits of a digit; of eight digits, and those that move
-    uint32_t above, absent;                 // bits of nibbles that digits have not; all where the plane is absent
+    uint32_t width, fours, twos, ones; // bits of a digit; of eight digits, those that move
+    uint32_t above, absent;            // bits of nibbles that digits have not; all where the plane is absent
 
     __device__ __forceinline__ explicit DigitSpread(uint32_t num_bits)
-        : width(num_bits), all(low_bits(~0u, 8u * num_bits)), fours(all & ~low_bits(~0u, 4u * num_bits)),
-          twos((low_bits(~0u, 4u * num_bits) & ~low_bits(~0u, 2u * num_bits)) * 0x00010001u),
-          ones((low_bits(~0u, 2u * num_bits) & ~low_bits(~0u, num_bits)) * 0x01010101u),
-          above(num_bits == 0u ? 0u : 0x11111111u * (0xfu & ~low_bits(~0u, num_bits))),
-          absent(num_bits == 0u ? ~0u : 0u)
+        : width(num_bits), fours(ones_of(4u * num_bits) << 4u * num_bits),
+          twos((ones_of(2u * num_bits) << 2u * num_bits) * 0x00010001u),
+          ones((ones_of(num_bits) << num_bits) * 0x01010101u),
+          above(num_bits == 0u ? 0u : (0xfu << num_bits & 0xfu) * 0x11111111u), absent(num_bits == 0u ? ~0u : 0u)
     {
     }
+    // As low_bits, in the registers that all lanes share.
+    static __device__ __forceinline__ uint32_t ones_of(uint32_t num_bits) { return (1u << num_bits) - 1u; }
     // Eight digits, from bit 0 of bits on, one a nibble.
     __device__ __forceinline__ uint32_t nibbles(uint32_t bits) const
     {
-        bits &= all;
-        bits += (bits & fours) * low_bits(~0u, 16u - 4u * width);
-        bits += (bits & twos) * low_bits(~0u, 8u - 2u * width);
-        bits += (bits & ones) * low_bits(~0u, 4u - width);
+        bits &= ones_of(4u * width) | fours;
+        bits += (bits & fours) * ones_of(16u - 4u * width);
+        bits += (bits & twos) * ones_of(8u - 2u * width);
+        bits += (bits & ones) * ones_of(4u - width);
         return bits | absent;
     }
-    // Bit 0 of every nibble whose digit is an escape.
-    __device__ __forceinline__ uint32_t escaped(uint32_t digits) const
-    {
-        digits |= above;
-        digits &= digits >> 1;
-        return digits & digits >> 2 & 0x11111111u;
-    }
 };
+
+// Bit 3 of every nibble whose digit is an escape. above: as in DigitSpread.
+__device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t above)
+{
+    digits |= above;
+    digits &= digits << 1;
+    return digits & digits << 2 & 0x88888888u;
+}
 
 // BLOCK: whether the block has shared memory for entries a column.
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
@@ -146,29 +148,35 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // What the digits of a plane stand for.
     struct Names {
-        uint4 table; // 16 bytes
-        bool wide;   // digits may have four bits
+        uint4 table;               // 16 bytes, 0 at the escape
+        uint32_t above, low, high; // as in DigitSpread; eight bytes, 0xff at the escape
+        bool wide;                 // digits may have four bits
 
-        // The names of eight digits, a byte each; from: the shared byte with which those of the escaped begin, order:
-        // which of them they take.
-        __device__ __forceinline__ uint2 of(uint32_t digits, uint32_t escaped, uint32_t order, uint32_t from) const
+        // The names of eight digits, a byte each, of which some have escaped; from: the shared byte with which the names
+        // of these begin, which then is that of the next ones.
+        __device__ __forceinline__ uint2 of(uint32_t digits, uint32_t &from) const
         {
+            const uint32_t escaped = escaped_digits(digits, above), order = escaped * 0x22222222u;
             const uint2 x = eight_bytes(from);
-            return make_uint2(of_four(digits, escaped, permute_bytes(x.x, x.y, order)),
-                              of_four(digits >> 16, escaped >> 16, permute_bytes(x.x, x.y, order >> 16)));
+            from += (order >> 28) + (escaped >> 31);
+            const uint32_t first = permute_bytes(x.x, x.y, order), second = permute_bytes(x.x, x.y, order >> 16);
+            if (wide) return make_uint2(of_wide(digits, escaped, first), of_wide(digits >> 16, escaped >> 16, second));
+            return make_uint2((first & permute_bytes(low, high, digits)) | permute_bytes(table.x, table.y, digits),
+                              (second & permute_bytes(low, high, digits >> 16)) |
+                                  permute_bytes(table.x, table.y, digits >> 16));
         }
-        __device__ __forceinline__ uint32_t of_four(uint32_t digits, uint32_t escaped, uint32_t below) const
+        __device__ __forceinline__ uint32_t of_wide(uint32_t digits, uint32_t escaped, uint32_t below) const
         {
-            below &= permute_bytes(0xff00u, 0, escaped);
-            if (!wide) return below | permute_bytes(table.x, table.y, digits);
-            const uint32_t low = digits & 0x7777u, upper = permute_bytes(0xff00u, 0, digits >> 3 & 0x1111u);
-            return below |
-                   select_bits(upper, permute_bytes(table.z, table.w, low), permute_bytes(table.x, table.y, low));
+            const uint32_t seven = digits & 0x7777u, upper = permute_bytes(0xff00u, 0, digits >> 3 & 0x1111u);
+            return (below & permute_bytes(0xff00u, 0, escaped >> 3)) |
+                   select_bits(upper, permute_bytes(table.z, table.w, seven), permute_bytes(table.x, table.y, seven));
         }
     };
     __device__ __forceinline__ Names names_of(uint32_t plane, uint32_t width) const
     {
-        return {*reinterpret_cast<const uint4 *>(shared_bytes() + tables() + 16u * plane), width % 4u == 0u};
+        const uint32_t escape = (1u << width) - 1u;
+        return {*reinterpret_cast<const uint4 *>(shared_bytes() + tables() + 16u * plane), DigitSpread(width).above,
+                escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u};
     }
 
     // Spreads COUNT digits from number i on, of n, to nibbles; none behind the n-th. start: bit of the first one.
@@ -190,8 +198,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     template <uint32_t WORDS>
     static __device__ __forceinline__ uint32_t count_escaped(const DigitSpread &spread, const uint32_t (&digits)[WORDS])
     {
-        const uint32_t escaped = spread.escaped(digits[0]);
-        return ibp_popcount(WORDS == 1u ? escaped : escaped | spread.escaped(digits[WORDS - 1u]) << 1);
+        const uint32_t escaped = escaped_digits(digits[0], spread.above);
+        return ibp_popcount(WORDS == 1u ? escaped : escaped >> 1 | escaped_digits(digits[WORDS - 1u], spread.above));
     }
 
     // ---- the tail ----
@@ -255,11 +263,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 #pragma unroll 1
         for (uint32_t base = 0;;) {
             if (i < n) {
-                const uint32_t low_escaped = spread.escaped(chunk.digits[0]),
-                               high_escaped = spread.escaped(chunk.digits[1]), low_order = order_of(low_escaped);
-                const uint2 a = names.of(chunk.digits[0], low_escaped, low_order, from);
-                const uint2 b = names.of(chunk.digits[1], high_escaped, order_of(high_escaped),
-                                         from + count_of(low_escaped, low_order));
+                uint32_t to = from;
+                const uint2 a = names.of(chunk.digits[0], to), b = names.of(chunk.digits[1], to);
                 *reinterpret_cast<uint4 *>(shared_bytes() + level1() + i) = make_uint4(a.x, a.y, b.x, b.y);
             }
             base += kChunk;
@@ -343,32 +348,36 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         words[sizeof(T) * e / 4u] |= static_cast<uint32_t>(bits);
         if (sizeof(T) == 8) words[2u * e + 1u] = static_cast<uint32_t>(bits >> 32);
     }
-    static __device__ __forceinline__ uint32_t rank_of(uint32_t (&ranks)[kNames], uint32_t e)
+    // ranks: of four elements, of which e is one.
+    static __device__ __forceinline__ uint32_t rank_of(uint32_t ranks, uint32_t e)
     {
-        return permute_bytes(ranks[e / 4u] & ~kRaws, 0, 0x4440u + e % 4u);
+        return permute_bytes(ranks & ~kRaws, 0, 0x4440u + e % 4u);
     }
-    // The symbols of a vector of names, each in the low bits of its element; of raw ones, any. column: the first.
-    __device__ __forceinline__ void look_up(const PlanesBook<T> &book, uint32_t (&names)[kNames], uint32_t column,
+    // The symbols of a vector, by names that are symbols, each in the low bits of its element.
+    static __device__ __forceinline__ void spread_names(const uint32_t (&names)[kNames], uint32_t (&words)[4])
+    {
+#pragma unroll
+        for (uint32_t k = 0; k < 4u; k++)
+            words[k] = sizeof(T) == 1   ? names[k % kNames]
+                       : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
+                       : sizeof(T) == 4 ? permute_bytes(names[0], 0, 0x4440u + k)
+                       : k % 2u         ? 0u
+                                        : permute_bytes(names[0], 0, 0x4440u + k / 2u);
+    }
+    // Likewise by ranks; of raw ones, any. column: the first.
+    __device__ __forceinline__ void look_up(const PlanesBook<T> &book, const uint32_t (&ranks)[kNames], uint32_t column,
                                             uint32_t (&words)[4]) const
     {
-        if (names_symbols(cb.planes)) {
-#pragma unroll
-            for (uint32_t k = 0; k < 4u; k++)
-                words[k] = sizeof(T) == 1   ? names[k % kNames]
-                           : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
-                           : sizeof(T) == 4 ? permute_bytes(names[0], 0, 0x4440u + k)
-                           : k % 2u         ? 0u
-                                            : permute_bytes(names[0], 0, 0x4440u + k / 2u);
-        } else if (cb.planes.per_column) {
-            const uint4 all = make_uint4(names[0], names[1u % kNames], names[2u % kNames], names[3u % kNames]);
+        if (cb.planes.per_column) {
+            const uint4 all = make_uint4(ranks[0], ranks[1u % kNames], ranks[2u % kNames], ranks[3u % kNames]);
             const uint4 found = of_columns(cb, book.entries, block_bytes(cb) != 0u, column, all);
             words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
-        } else {
-            words[0] = words[1] = words[2] = words[3] = 0;
-            if (cb.planes.num_entries == 0u) return;
-#pragma unroll
-            for (uint32_t e = 0; e < kPerVector; e++) put(words, e, entries()[rank_of(names, e)]);
+            return;
         }
+        words[0] = words[1] = words[2] = words[3] = 0;
+        if (cb.planes.num_entries == 0u) return;
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) put(words, e, entries()[rank_of(ranks[e / 4u], e)]);
     }
     // Likewise where every column has entries of its own. Not inlined: a kernel has it once.
     static __device__ __noinline__ uint4 of_columns(const ibp_codebook &cb, const uint8_t *entries, bool in_block,
@@ -380,7 +389,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (cb.planes.num_entries == 0u) return make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) {
-            const uint32_t rank = permute_bytes(all[e / 4u] & ~kRaws, 0, 0x4440u + e % 4u);
+            const uint32_t rank = rank_of(all[e / 4u], e);
             put(words, e,
                 in_block
                     ? (table + rank * columns)[e]
@@ -390,32 +399,38 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
-    // Joins the symbols of a vector with their residuals, the first of which begins with bit `position`.
-    __device__ __forceinline__ void join(const PlanesBook<T> &book, uint32_t position, uint32_t (&words)[4]) const
+    static __device__ __forceinline__ auto joiner(const PlanesBook<T> &book)
     {
-        const uint32_t r = cb.planes.residual_bits;
+        if constexpr (sizeof(T) == 8)
+            return book;
+        else
+            return WordJoin<T>(book.planes);
+    }
+    // Joins the symbols of a vector with their residuals, the first of which begins with bit `position`. NIBBLES:
+    // residuals of bytes have four bits.
+    template <bool NIBBLES, class With>
+    __device__ __forceinline__ void join(const With &with, uint32_t position, uint32_t (&words)[4]) const
+    {
+        const uint32_t r = NIBBLES ? 4u : cb.planes.residual_bits;
+        const Cursor cursor{&shared_word(position / 32u), position};
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
             for (uint32_t e = 0; e < 2u; e++) {
                 const uint64_t symbol = words[2u * e] | static_cast<uint64_t>(words[2u * e + 1u]) << 32;
-                const uint64_t element = book.join(symbol, low_bits(shared_bits64(position + e * r), r));
+                const uint64_t element = with.join(symbol, low_bits(shared_bits64(position + e * r), r));
                 words[2u * e] = static_cast<uint32_t>(element),
                            words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);
             }
+        } else if constexpr (NIBBLES) {
+            const uint32_t low = cursor.word(0), high = cursor.word(1);
+            words[0] = with.word(words[0], permute_bytes(low, low >> 4, 0x5140) & 0x0f0f0f0fu);
+            words[1] = with.word(words[1], permute_bytes(low, low >> 4, 0x7362) & 0x0f0f0f0fu);
+            words[2] = with.word(words[2], permute_bytes(high, high >> 4, 0x5140) & 0x0f0f0f0fu);
+            words[3] = with.word(words[3], permute_bytes(high, high >> 4, 0x7362) & 0x0f0f0f0fu);
         } else {
-            const WordJoin<T> with(cb.planes);
-            const Cursor cursor{&shared_word(position / 32u), position};
-            if (sizeof(T) == 1 && r <= 4u) { // eight residuals are a word at most
-                const uint32_t low = cursor.word(0),
-                               octets[2] = {low, permute_bytes(low, cursor.word(1), 0x3210u + 0x1111u * r)};
 #pragma unroll
-                for (uint32_t k = 0; k < 4u; k++)
-                    words[k] = with.word(words[k], spread_fields<T>(octets[k / 2u] >> (k % 2u) * 4u * r, r));
-            } else {
-#pragma unroll
-                for (uint32_t k = 0; k < 4u; k++)
-                    words[k] = with.word(words[k], spread_fields<T>(cursor.bits(k * (4u / sizeof(T)) * r), r));
-            }
+            for (uint32_t k = 0; k < 4u; k++)
+                words[k] = with.word(words[k], spread_fields<T>(cursor.bits(k * (4u / sizeof(T)) * r), r));
         }
     }
 
@@ -427,37 +442,51 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         for (uint32_t k = 0; k < kNames; k++) mask |= (ranks[k] >> 7 & 0x01010101u) * 0x10204080u >> 28 << 4u * k;
         return mask;
     }
+    // Not by all lanes together. PLAIN: units, and names are symbols. units: what window.is_units said, false where
+    // there are constant columns. raws: bits of raw symbols, a step each.
+    template <bool PLAIN, bool NIBBLES>
+    __device__ __forceinline__ void store_vectors(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
+                                                  uint32_t tile_start, uint32_t n, const Window &window, bool units,
+                                                  uint32_t (&raws)[kSteps]) const
+    {
+        const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
+        const bool symbols = PLAIN || names_symbols(cb.planes);
+        const Names names = names_of(0, book.width_of(0));
+        const auto with = joiner(book);
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            if (s * kStep >= left) break;
+            uint32_t from = tile.before[s], named[kNames], words[4];
+#pragma unroll
+            for (uint32_t q = 0; q < kNibbles; q++) {
+                const uint2 eight = names.of(tile.digits[s][q], from);
+                named[2u * q % kNames] = eight.x;
+                if (kPerVector > 4u) named[(2u * q + 1u) % kNames] = eight.y;
+            }
+            const uint32_t i = first + s * kStep;
+            if (symbols)
+                spread_names(named, words);
+            else
+                look_up(book, named, i, words), raws[s] = raws_of(named) & low_bits(~0u, left - s * kStep);
+            join<NIBBLES>(with, parts.residuals + i * cb.planes.residual_bits, words);
+            store_elements<T>(cb, window, PLAIN || units, i, words);
+        }
+    }
     // By all lanes of a warp together. raw: the tile's raw symbols.
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                                uint32_t tile_start, uint32_t n, DigitRange raw,
                                                const Window &window) const
     {
-        const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16);
-        const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
-        const DigitSpread spread(book.width_of(0));
-        const Names names = names_of(0, spread.width);
+        const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16),
+                   symbols = names_symbols(cb.planes);
         uint32_t raws[kSteps] = {};
-#pragma unroll
-        for (uint32_t s = 0; s < kSteps; s++) {
-            if (s * kStep >= left) break;
-            uint32_t from = tile.before[s], bytes[2u * kNibbles], words[4];
-#pragma unroll
-            for (uint32_t q = 0; q < kNibbles; q++) {
-                const uint32_t digits = tile.digits[s][q], escaped = spread.escaped(digits), order = order_of(escaped);
-                const uint2 eight = names.of(digits, escaped, order, from);
-                bytes[2u * q] = eight.x, bytes[2u * q + 1u] = eight.y;
-                from += count_of(escaped, order);
-            }
-            uint32_t named[kNames];
-#pragma unroll
-            for (uint32_t k = 0; k < kNames; k++) named[k] = bytes[k];
-            look_up(book, named, first + s * kStep, words);
-            join(book, parts.residuals + (first + s * kStep) * cb.planes.residual_bits, words);
-            store_elements<T>(cb, window, units, first + s * kStep, words);
-            if (!names_symbols(cb.planes))
-                raws[s] = raws_of(named) & low_bits(~0u, ibp_min_u32(left - s * kStep, kPerVector));
-        }
-        if (names_symbols(cb.planes) || !__any_sync(kAllLanes, raw.from != raw.to)) return;
+        if (sizeof(T) == 1 && units && symbols && cb.planes.residual_bits == 4u)
+            store_vectors<true, sizeof(T) == 1>(book, parts, tile, tile_start, n, window, units, raws);
+        else if (units && symbols)
+            store_vectors<true, false>(book, parts, tile, tile_start, n, window, units, raws);
+        else
+            store_vectors<false, false>(book, parts, tile, tile_start, n, window, units, raws);
+        if (symbols || !__any_sync(kAllLanes, raw.from != raw.to)) return;
         put_raw_elements<T, G, kPerVector, 1>(cb, window, {parts.residuals, parts.digits[IBP_MAX_PLANES], raw.from},
                                               tile_start, make_uint4(raws[0], raws[1], raws[2], raws[3]));
     }

@@ -104,7 +104,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                 const uint32_t j = ibp_min_u32(i + 8u * q, n);
                 const uint32_t digits = low_bits(spread.nibbles(shared_bits(plane + (range.from + j) * num_bits)),
                                                  4u * ibp_min_u32(n - j, 8u));
-                escaped[q] = spread.escaped(digits);
+                escaped[q] = escaped_digits(digits, spread.above);
                 const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
                 if (j < n)
                     *reinterpret_cast<uint2 *>(ranks() + i + 8u * q) =
@@ -115,7 +115,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             uint16_t *to = numbers() + (num_escaped + sums - count);
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++)
-                if (escaped[e / 8u] >> 4u * (e % 8u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+                if (escaped[e / 8u] >> (4u * (e % 8u) + 3u) & 1u) *to++ = static_cast<uint16_t>(i + e);
             num_escaped += G::last_lane(sums);
         }
         return num_escaped;
