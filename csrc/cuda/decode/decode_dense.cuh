@@ -1,13 +1,16 @@
 // decode_dense.cuh - dense rows of scheme planes (FORMAT.md section 6), of all kinds but those of decode_fast.cuh and
 // decode_pairs.cuh.
 //
-// Works on ranks, a byte each: which entry an element's symbol is, or kRaw. Digits are spread to nibbles, which select
-// bytes of a table (`prmt`); elements that escaped take the next bytes of the plane below, where a prefix sum over
-// nibbles says which. So a tile of a row is decoded from the last plane to the first:
-//   tail     planes 2 and 3, one element a lane: few elements come so far
+// Goes down the planes and up again as decode_pairs.cuh does, with digits of any width. Down, a lane spreads its digits
+// of planes 0 and 1 to nibbles, which it keeps, and counts escapes, which says where the next plane begins; elements
+// that come further are named one at a time:
+//   tail     planes 2, 3 and raw symbols: the names of all elements of plane 2, and a list of those still open
+// Up, nibbles select bytes of a plane's names (`prmt`); escaped elements take bytes of the level below; a prefix sum
+// over nibbles says which bytes:
 //   plane 1  16 digits a lane
-//   plane 0  16 bytes of output a lane and step: symbols are looked up and joined with their residuals
-//   raw      symbols are stored last, one element at a time
+//   plane 0  16 bytes of output a lane and step, joined with their residuals
+// A name is a symbol where all columns share entries of a byte, otherwise a rank: which entry the symbol is, or kRaw.
+// Symbols of ranks are looked up, and raw ones stored last, one element at a time.
 // Bound by integer instructions.
 #ifndef IBP_DECODE_DENSE_CUH
 #define IBP_DECODE_DENSE_CUH
@@ -17,42 +20,38 @@
 
 namespace ibp {
 
-// Eight digits of num_bits, from bit 0 of bits on, one a nibble. Of an absent plane, whose digits have no
-// bits, all are escapes, of four.
-__device__ __forceinline__ uint32_t spread_digits(uint32_t bits, uint32_t num_bits)
-{
-    if (num_bits == 2u) return spread_pairs<false>(bits);
-    if (num_bits == 0u) return ~0u;
-    const uint32_t gap = 4u - num_bits, four = (1u << 4u * num_bits) - 1u,
-                   two = ((1u << 2u * num_bits) - 1u) * 0x00010001u, one = ((1u << num_bits) - 1u) * 0x01010101u;
-    bits = (bits & four) | (bits << 4u * gap & four << 16);
-    bits = (bits & two) | (bits << 2u * gap & two << 8);
-    return (bits & one) | (bits << gap & one << 4);
-}
+// Digits of up to four bits as nibbles: a half of the digits moves up by a multiplication, and so on. Of an absent
+// plane, whose digits have no bits, all are escapes, of four.
+struct DigitSpread {
+    uint32_t width, fours, twos, ones; // bits of a digit; of eight digits, those that move
+    uint32_t above, absent;            // bits of nibbles that digits have not; all where the plane is absent
 
-// Bit 0 of every nibble whose digit is an escape.
-__device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits, uint32_t num_bits)
-{
-    if (num_bits == 2u) return escaped_nibbles(digits);
-    digits |= (0xfu << num_bits & 0xfu) * 0x11111111u;
-    digits &= digits >> 1;
-    return digits & digits >> 2 & 0x11111111u;
-}
+    __device__ __forceinline__ explicit DigitSpread(uint32_t num_bits)
+        : width(num_bits), fours(ones_of(4u * num_bits) << 4u * num_bits),
+          twos((ones_of(2u * num_bits) << 2u * num_bits) * 0x00010001u),
+          ones((ones_of(num_bits) << num_bits) * 0x01010101u),
+          above(num_bits == 0u ? 0u : (0xfu << num_bits & 0xfu) * 0x11111111u), absent(num_bits == 0u ? ~0u : 0u)
+    {
+    }
+    // As low_bits, in the registers that all lanes share.
+    static __device__ __forceinline__ uint32_t ones_of(uint32_t num_bits) { return (1u << num_bits) - 1u; }
+    // Eight digits, from bit 0 of bits on, one a nibble.
+    __device__ __forceinline__ uint32_t nibbles(uint32_t bits) const
+    {
+        bits &= ones_of(4u * width) | fours;
+        bits += (bits & fours) * ones_of(16u - 4u * width);
+        bits += (bits & twos) * ones_of(8u - 2u * width);
+        bits += (bits & ones) * ones_of(4u - width);
+        return bits | absent;
+    }
+};
 
-// The ranks of four digits, one byte each. table: 16 bytes, those of a plane's digits and 0 at the escape; escape: 0xff
-// there, of digits of up to 3 bits. x: the next escaped ranks; order: which of them each nibble takes. Nibbles above
-// the fourth mean nothing.
-__device__ __forceinline__ uint32_t ranks_of_digits(uint32_t digits, uint32_t num_bits, uint4 table, uint2 escape,
-                                                    uint2 x, uint32_t order)
+// Bit 3 of every nibble whose digit is an escape. above: as in DigitSpread.
+__device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t above)
 {
-    const uint32_t escaped = permute_bytes(x.x, x.y, order);
-    if (num_bits == 2u) return (escaped & permute_bytes(escape.x, 0, digits)) | permute_bytes(table.x, 0, digits);
-    if (num_bits < 4u)
-        return (escaped & permute_bytes(escape.x, escape.y, digits)) | permute_bytes(table.x, table.y, digits);
-    const uint32_t low = digits & 0x7777u, upper = permute_bytes(0xff00u, 0, digits >> 3 & 0x1111u);
-    const uint32_t entries =
-        select_bits(upper, permute_bytes(table.z, table.w, low), permute_bytes(table.x, table.y, low));
-    return (escaped & permute_bytes(0, 0xff000000u, low) & upper) | entries;
+    digits |= above;
+    digits &= digits << 1;
+    return digits & digits << 2 & 0x88888888u;
 }
 
 // BLOCK: whether the block has shared memory for entries a column.
@@ -60,22 +59,26 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : 768,
                               kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    static constexpr uint32_t kPerVector = 16u / sizeof(T);               // elements of 16 bytes
-    static constexpr uint32_t kSteps = 4;                                 // vectors of a lane in a tile
-    static constexpr uint32_t kOctet = kPerVector < 8u ? kPerVector : 8u; // elements whose digits share a word
-    static constexpr uint32_t kOctets = kPerVector / kOctet;              // of a vector
-    static constexpr uint32_t kRankWords = (kPerVector + 3u) / 4u;        // words of a vector's ranks
-    static constexpr uint32_t kTile = G::kLanes * kSteps * kPerVector;
-    static constexpr uint32_t kLaneOctets = 2, kChunk = 8u * kLaneOctets * G::kLanes; // digits of plane 1 at a time
-    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kLevel1 = kTile + 16u, kLevel2 = kChunk + 16u;
-    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080;                 // the rank of a raw symbol, and four
-    static constexpr uint32_t kField = G::kLanes * kPerVector < 256u ? 8 : 16; // bits of a step's count
+    static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
+    static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
+                              kTile = kSteps * kStep;            // vectors of a lane in a tile; elements
+    static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // words of a vector's digits
+    static constexpr uint32_t kNames = (kPerVector + 3u) / 4u;   // words of a vector's names
+    static constexpr uint32_t kField = kStep <= 256u ? 8 : 16;   // bits of a step's count
     static constexpr uint32_t kFields = 32u / kField, kScans = kSteps / kFields;
-    static constexpr uint32_t kMostTable = 32u << 10; // bytes of columns' entries in shared memory
+    static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
+    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kLevel = kTile + 16u;
+    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank of a raw symbol, and four
+    static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
+    // Whether names are symbols.
+    static __host__ __device__ __forceinline__ bool names_symbols(const ibp_planes &planes)
+    {
+        return !planes.per_column && bits_of_symbol(planes) <= 8u;
+    }
     // Shared memory of a block: the entries of each rank of all columns and some bytes that are read behind them, if
     // there is room.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
@@ -86,12 +89,13 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                    ? (num_bytes + 15u) / 16u * 16u
                    : 0u;
     }
-    // Shared memory of a group: of every warp a table of ranks for each plane, the ranks of plane 1 and of the tail,
-    // and the entries where they are the table's; then what the warps exchange.
+    // Shared memory of a group: of every warp a table of names for each plane, 0 at the escape, the names of the
+    // elements of plane 2, and the list, which makes room for those of plane 1, and the entries where ranks are looked
+    // up in the table's; then what the warps exchange.
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
-        const uint32_t entries = cb.planes.per_column ? 0u : cb.planes.num_entries;
-        return kTables + kLevel1 + kLevel2 + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
+        const uint32_t entries = cb.planes.per_column || names_symbols(cb.planes) ? 0u : cb.planes.num_entries;
+        return kTables + kLevel + 2u * kTile + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
@@ -99,303 +103,392 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
-    __device__ __forceinline__ uint32_t level1() const { return tables() + kTables; }
-    __device__ __forceinline__ uint32_t level2() const { return level1() + kLevel1; }
-    __device__ __forceinline__ T *entries() const { return reinterpret_cast<T *>(shared_bytes() + level2() + kLevel2); }
-    __device__ __forceinline__ uint4 table(uint32_t plane) const
+    __device__ __forceinline__ uint32_t level2() const { return tables() + kTables; }
+    __device__ __forceinline__ uint32_t level1() const { return level2() + kLevel; }
+    __device__ __forceinline__ T *entries() const
     {
-        return *reinterpret_cast<const uint4 *>(shared_bytes() + tables() + 16u * plane);
+        return reinterpret_cast<T *>(shared_bytes() + level1() + 2u * kTile);
     }
-    // Bits of a plane's digits in a nibble.
-    __device__ __forceinline__ uint32_t nibble_bits(const PlanesBook<T> &book, uint32_t plane) const
+    __device__ __forceinline__ uint16_t &listed(uint32_t i) const
     {
-        const uint32_t num_bits = book.width_of(plane);
-        return num_bits == 0u ? 4u : num_bits;
+        return reinterpret_cast<uint16_t *>(shared_bytes() + level1())[i];
     }
 
     __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint32_t shared)
         : cb(codebook), scratch(shared)
     {
-        const PlanesBook<T> book(cb, 0);
-        for (uint32_t i = G::lane(); i < kTables; i += G::kLanes) {
-            const uint32_t digit = i % 16u, plane = i / 16u;
-            shared_bytes()[tables() + i] =
-                static_cast<uint8_t>(digit < book.escape_of(plane) ? book.first_of(plane) + digit : 0u);
-        }
-        if (cb.num_clusters <= 1u) fill_entries(book);
+        for (uint32_t i = G::lane(); i < kTables / 4u; i += G::kLanes) shared_word(tables() / 4u + i) = 0;
+        __syncwarp();
+        fill_names(cb, 0, tables());
         if (block_bytes(cb) == 0u) return;
+        const PlanesBook<T> book(cb, 0);
         T *const columns = reinterpret_cast<T *>(shared_bytes());
         for (uint32_t column = threadIdx.x; column < book.columns; column += blockDim.x)
 #pragma unroll 4
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 columns[rank * book.columns + column] = book.entry(column * cb.planes.num_entries + rank);
     }
-    __device__ __forceinline__ void fill_entries(const PlanesBook<T> &book) const
+    // Fills the tables from a shared byte on, and the entries, with those of a cluster. Not inlined: a kernel has it
+    // once, and registers are scarce where rows have clusters.
+    static __device__ __noinline__ void fill_names(const ibp_codebook &cb, uint32_t cluster, uint32_t tables)
     {
-        if (cb.planes.per_column) return;
-        for (uint32_t rank = G::lane(); rank < cb.planes.num_entries; rank += G::kLanes)
-            entries()[rank] = book.entry(rank);
+        const PlanesBook<T> book(cb, cluster);
+        const bool symbols = names_symbols(cb.planes);
+        T *const entries = reinterpret_cast<T *>(shared_bytes() + tables + kTables + kLevel + 2u * kTile);
+        for (uint32_t rank = G::lane(); rank < cb.planes.num_entries; rank += G::kLanes) {
+            uint32_t at = rank;
+#pragma unroll
+            for (uint32_t p = 1; p < IBP_MAX_PLANES; p++)
+                if (rank >= book.first_of(p)) at = 16u * p + rank - book.first_of(p);
+            const T entry = cb.planes.per_column ? T{0} : book.entry(rank);
+            shared_bytes()[tables + at] = static_cast<uint8_t>(symbols ? static_cast<uint32_t>(entry) : rank);
+            if (!symbols && !cb.planes.per_column) entries[rank] = entry;
+        }
     }
 
-    static __device__ __forceinline__ uint2 escape_bytes(uint32_t num_bits)
+    // What the digits of a plane stand for.
+    struct Names {
+        uint4 table;               // 16 bytes, 0 at the escape
+        uint32_t above, low, high; // as in DigitSpread; eight bytes, 0xff at the escape
+        bool wide;                 // digits may have four bits
+
+        // The names of eight digits, a byte each, of which some have escaped; from: the shared byte with which the names
+        // of these begin, which then is that of the next ones.
+        __device__ __forceinline__ uint2 of(uint32_t digits, uint32_t &from) const
+        {
+            const uint32_t escaped = escaped_digits(digits, above), order = escaped * 0x22222222u;
+            const uint2 x = eight_bytes(from);
+            from += (order >> 28) + (escaped >> 31);
+            const uint32_t first = permute_bytes(x.x, x.y, order), second = permute_bytes(x.x, x.y, order >> 16);
+            if (wide) return make_uint2(of_wide(digits, escaped, first), of_wide(digits >> 16, escaped >> 16, second));
+            return make_uint2((first & permute_bytes(low, high, digits)) | permute_bytes(table.x, table.y, digits),
+                              (second & permute_bytes(low, high, digits >> 16)) |
+                                  permute_bytes(table.x, table.y, digits >> 16));
+        }
+        __device__ __forceinline__ uint32_t of_wide(uint32_t digits, uint32_t escaped, uint32_t below) const
+        {
+            const uint32_t seven = digits & 0x7777u, upper = permute_bytes(0xff00u, 0, digits >> 3 & 0x1111u);
+            return (below & permute_bytes(0xff00u, 0, escaped >> 3)) |
+                   select_bits(upper, permute_bytes(table.z, table.w, seven), permute_bytes(table.x, table.y, seven));
+        }
+    };
+    __device__ __forceinline__ Names names_of(uint32_t plane, uint32_t width) const
     {
-        const uint32_t escape = (1u << num_bits) - 1u;
-        return make_uint2(escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u);
+        const uint32_t escape = (1u << width) - 1u;
+        return {*reinterpret_cast<const uint4 *>(shared_bytes() + tables() + 16u * plane), DigitSpread(width).above,
+                escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u};
+    }
+
+    // Spreads COUNT digits from number i on, of n, to nibbles; none behind the n-th. start: bit of the first one.
+    template <uint32_t COUNT>
+    static __device__ __forceinline__ void load_digits(const DigitSpread &spread, uint32_t start, uint32_t i,
+                                                       uint32_t n, uint32_t (&digits)[(COUNT + 7u) / 8u])
+    {
+        i = ibp_min_u32(i, n);
+        const uint32_t position = start + i * spread.width, left = 4u * ibp_min_u32(n - i, COUNT);
+        const Cursor cursor{&shared_word(position / 32u), position};
+        const uint32_t low = cursor.word(0);
+        digits[0] = low_bits(spread.nibbles(low), left);
+        if (COUNT > 8u)
+            digits[(COUNT - 1u) / 8u] =
+                low_bits(spread.nibbles(permute_bytes(low, cursor.word(1), 0x3210u + 0x1111u * spread.width)),
+                         left - ibp_min_u32(left, 32u));
+    }
+    // How many of a lane's digits have escaped.
+    template <uint32_t WORDS>
+    static __device__ __forceinline__ uint32_t count_escaped(const DigitSpread &spread, const uint32_t (&digits)[WORDS])
+    {
+        const uint32_t escaped = escaped_digits(digits[0], spread.above);
+        return ibp_popcount(WORDS == 1u ? escaped : escaped >> 1 | escaped_digits(digits[WORDS - 1u], spread.above));
     }
 
     // ---- the tail ----
 
-    // Puts the ranks of the next n elements that escaped plane 1 into level 2. next: how many elements reached planes
-    // 2, 3 and the raw symbols so far.
-    __device__ __forceinline__ void decode_tail(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n,
-                                                uint32_t (&next)[3]) const
+    // Puts the names of the elements of plane 2 or 3 in the range into level 2. FIRST: the first elements there,
+    // otherwise the listed ones. Lists the elements that escape, and returns how many. start: bit of the plane's first
+    // digit.
+    template <bool FIRST>
+    __device__ __forceinline__ uint32_t name(uint32_t width, uint32_t start, DigitRange range, uint32_t table) const
     {
+        const uint32_t escape = (1u << width) - 1u, n = range.to - range.from;
+        uint32_t num_escaped = 0;
+        if (!FIRST) __syncwarp(); // the list is there
 #pragma unroll 1
-        for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += G::kLanes) {
-            const uint32_t i = base + G::lane();
-            bool open = i < n;
-            uint32_t at = next[0] + (open ? i : 0u), rank = kRaw;
-#pragma unroll
-            for (uint32_t p = 2; p < IBP_MAX_PLANES; p++) {
-                const uint32_t num_bits = book.width_of(p), escape = (1u << num_bits) - 1u;
-                if (num_bits != 0u) {
-                    const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
-                    if (open && digit != escape) rank = book.first_of(p) + digit;
-                    open = open && digit == escape;
-                }
-                const uint32_t escaped = G::ballot(open);
-                at = next[p - 1] + ibp_popcount(escaped & G::lanes_below());
-                next[p - 1] += ibp_popcount(escaped);
-            }
-            if (i < n) shared_bytes()[level2() + i] = static_cast<uint8_t>(rank);
+        for (uint32_t base = 0; G::any(base < n); base += G::kLanes) {
+            const uint32_t i = base + G::lane(), digit = range.from + ibp_min_u32(i, n),
+                           bits = shared_bits(start + digit * width) & escape, element = FIRST ? i : listed(i);
+            const bool named = i < n, open = named && bits == escape;
+            if (named) shared_bytes()[level2() + element] = shared_bytes()[table + bits];
+            const uint32_t escaped = G::ballot(open);
+            if (!FIRST) __syncwarp(); // all have read the list
+            if (open) listed(num_escaped + ibp_popcount(escaped & G::lanes_below())) = static_cast<uint16_t>(element);
+            num_escaped += ibp_popcount(escaped);
         }
-        next[0] += n;
+        return num_escaped;
+    }
+    // Likewise the raw symbols of n elements. position: the bit with which the first symbol begins.
+    __device__ __forceinline__ void name_raw(uint32_t position, uint32_t n, uint32_t symbol_bits) const
+    {
+        const bool symbols = names_symbols(cb.planes);
+        __syncwarp(); // the list is there
+        for (uint32_t i = G::lane(); i < n; i += G::kLanes)
+            shared_bytes()[level2() + (cb.planes.num_planes > 2u ? listed(i) : i)] = static_cast<uint8_t>(
+                symbols ? low_bits(shared_bits(position + i * symbol_bits), symbol_bits) : uint32_t{kRaw});
+        __syncwarp(); // level 2 is there
     }
 
     // ---- plane 1 ----
 
-    // Puts the ranks of the n elements of a tile that escaped plane 0 into level 1. first: how many of the row's came
-    // before.
-    __device__ __forceinline__ void decode_plane1(const PlanesBook<T> &book, const ValueParts &parts, uint32_t first,
-                                                  uint32_t n, uint32_t (&next)[3]) const
+    // Digits of a lane, none behind the last one, and how many lower lanes' escapes there are.
+    struct Chunk {
+        uint32_t digits[2], before, num_escaped;
+    };
+    // position: bit of the first of the next n digits.
+    static __device__ __forceinline__ Chunk load_chunk(const DigitSpread &spread, uint32_t position, uint32_t n)
     {
-        const uint32_t width = book.width_of(1), num_bits = nibble_bits(book, 1);
-        const uint4 ranks = table(1);
-        const uint2 escape = escape_bytes(num_bits);
+        Chunk chunk;
+        load_digits<kPerLane>(spread, position, kPerLane * G::lane(), n, chunk.digits);
+        const uint32_t count = count_escaped(spread, chunk.digits), sums = G::inclusive_scan(count);
+        chunk.before = sums - count, chunk.num_escaped = G::last_lane(sums);
+        return chunk;
+    }
+
+    // Puts the names of the n elements of a tile that escaped plane 0 into level 1. position: bit of their first
+    // digit; chunk: the first ones.
+    __device__ __forceinline__ void decode_plane1(uint32_t width, uint32_t position, uint32_t n, Chunk chunk) const
+    {
+        const DigitSpread spread(width);
+        const Names names = names_of(1, width);
+        uint32_t i = kPerLane * G::lane(), from = level2() + chunk.before;
 #pragma unroll 1
-        for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += kChunk) {
-            const uint32_t i = base + 8u * kLaneOctets * G::lane();
-            uint32_t digits[kLaneOctets], escaped[kLaneOctets], count = 0;
-#pragma unroll
-            for (uint32_t q = 0; q < kLaneOctets; q++) {
-                const uint32_t j = ibp_min_u32(i + 8u * q, n);
-                digits[q] = low_bits(spread_digits(shared_bits(parts.digits[1] + (first + j) * width), width),
-                                     4u * ibp_min_u32(n - j, 8u));
-                escaped[q] = escaped_nibbles(digits[q], num_bits);
-                count += count_of(escaped[q], order_of(escaped[q]));
+        for (uint32_t base = 0;;) {
+            if (i < n) {
+                uint32_t to = from;
+                const uint2 a = names.of(chunk.digits[0], to), b = names.of(chunk.digits[1], to);
+                *reinterpret_cast<uint4 *>(shared_bytes() + level1() + i) = make_uint4(a.x, a.y, b.x, b.y);
             }
-            const uint32_t sums = G::inclusive_scan(count);
-            decode_tail(book, parts, G::last_lane(sums), next);
-            __syncwarp(); // level 2 is there
-            uint32_t from = level2() + (sums - count);
-#pragma unroll
-            for (uint32_t q = 0; q < kLaneOctets; q++) {
-                const uint32_t order = order_of(escaped[q]);
-                const uint2 x = eight_bytes(from);
-                if (i + 8u * q < n)
-                    *reinterpret_cast<uint2 *>(shared_bytes() + level1() + i + 8u * q) =
-                        make_uint2(ranks_of_digits(digits[q], num_bits, ranks, escape, x, order),
-                                   ranks_of_digits(digits[q] >> 16, num_bits, ranks, escape, x, order >> 16));
-                from += count_of(escaped[q], order);
-            }
-            __syncwarp(); // level 2 is free, level 1 is there
+            base += kChunk;
+            if (kTile <= kChunk || !G::any(base < n)) break;
+            const uint32_t end = from - chunk.before + chunk.num_escaped;
+            chunk = load_chunk(spread, position + base * width, base < n ? n - base : 0u);
+            i += kChunk, from = end + chunk.before;
         }
+        __syncwarp(); // level 1 is there
     }
 
     // ---- plane 0 ----
 
-    // How many escapes there are before a lane's vectors of each step, of the same step; how many a step has; how many
-    // there are. Fields of kField bits.
+    // Digits of a lane's vectors in a tile, and the shared bytes with which the names of their escaped elements begin.
     struct Tile {
-        uint32_t before[kScans], totals[kScans], num_escaped;
+        uint32_t digits[kSteps][kNibbles], before[kSteps], num_escaped;
+        Chunk chunk; // of plane 1
     };
-
-    static __device__ __forceinline__ uint32_t first_element(uint32_t tile_start, uint32_t step)
+    // start: bit of the row's first digit; n: elements of the row, or up to the end of the tile.
+    __device__ __forceinline__ void load_tile(uint32_t width, uint32_t start, uint32_t tile_start, uint32_t n,
+                                              Tile &tile) const
     {
-        return tile_start + (step * G::kLanes + G::lane()) * kPerVector;
-    }
-    // The digits of up to eight elements from number i on, of n; start: bit of the row's first digit.
-    static __device__ __forceinline__ uint32_t load_digits(uint32_t width, uint32_t start, uint32_t i, uint32_t n)
-    {
-        i = ibp_min_u32(i, n);
-        return low_bits(spread_digits(shared_bits(start + i * width), width), 4u * ibp_min_u32(n - i, kOctet));
-    }
-    __device__ __forceinline__ Tile load_tile(const PlanesBook<T> &book, uint32_t start, uint32_t tile_start,
-                                              uint32_t n) const
-    {
-        const uint32_t width = book.width_of(0), num_bits = nibble_bits(book, 0);
+        const DigitSpread spread(width);
+        const uint32_t first = tile_start + kPerVector * G::lane();
         uint32_t counts[kScans] = {};
-#pragma unroll 1
+#pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
-            uint32_t count = 0;
-#pragma unroll
-            for (uint32_t q = 0; q < kOctets; q++)
-                count += ibp_popcount(
-                    escaped_nibbles(load_digits(width, start, first_element(tile_start, s) + q * kOctet, n), num_bits));
-#pragma unroll
-            for (uint32_t k = 0; k < kScans; k++)
-                if (s / kFields == k) counts[k] += count << s % kFields * kField;
+            load_digits<kPerVector>(spread, start, first + s * kStep, n, tile.digits[s]);
+            counts[s / kFields] += count_escaped(spread, tile.digits[s]) << s % kFields * kField;
         }
-        Tile tile{};
+        uint32_t total = 0;
 #pragma unroll
         for (uint32_t k = 0; k < kScans; k++) {
-            const uint32_t sums = G::inclusive_scan(counts[k]);
-            tile.before[k] = sums - counts[k], tile.totals[k] = G::last_lane(sums);
+            // All lanes but the last have less than 2^kField together in a step.
+            const uint32_t lower = G::inclusive_scan(counts[k]) - counts[k], lower_of_last = G::last_lane(lower),
+                           last = G::last_lane(counts[k]);
 #pragma unroll
-            for (uint32_t f = 0; f < kFields; f++) tile.num_escaped += field(tile.totals[k], f);
+            for (uint32_t f = 0; f < kFields; f++) {
+                tile.before[k * kFields + f] = level1() + total + field(lower, f);
+                total += field(lower_of_last, f) + field(last, f);
+            }
         }
-        return tile;
+        tile.num_escaped = total;
     }
     static __device__ __forceinline__ uint32_t field(uint32_t counts, uint32_t f)
     {
-        return counts >> f * kField & ((1u << kField) - 1u);
+        return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
     }
-    static __device__ __forceinline__ uint32_t of_step(const uint32_t (&counts)[kScans], uint32_t s)
+
+    // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
+    // Returns how many are escapes.
+    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
+                                              Tile &tile) const
     {
-        return field(kScans == 1u || s < kFields ? counts[0] : counts[kScans - 1u], s % kFields);
-    }
-    static_assert(kScans <= 2, "fields of two words");
-
-    // The ranks of a vector.
-    struct Ranks {
-        uint32_t words[kRankWords];
-
-        __device__ __forceinline__ uint32_t of(uint32_t e) const
-        {
-            return permute_bytes(words[e / 4u] & ~kRaws, 0, 0x4440u + e % 4u);
+        const uint32_t width = book.width_of(p), n = range.to - range.from;
+        if (p == 0u) {
+            load_tile(width, start, range.from, range.to, tile);
+            return tile.num_escaped;
         }
-        // A bit for each raw symbol.
-        __device__ __forceinline__ uint32_t raws() const
-        {
-            uint32_t mask = 0;
-#pragma unroll
-            for (uint32_t k = 0; k < kRankWords; k++)
-                mask |= (words[k] >> 7 & 0x01010101u) * 0x10204080u >> 28 << 4u * k;
-            return mask;
-        }
-    };
-    // Of a vector whose first element is number i of n; from: shared byte with which the ranks of its escaped elements
-    // begin.
-    __device__ __forceinline__ Ranks ranks_of_vector(const PlanesBook<T> &book, uint32_t start, uint4 table0,
-                                                     uint32_t from, uint32_t i, uint32_t n) const
-    {
-        const uint32_t width = book.width_of(0), num_bits = nibble_bits(book, 0);
-        const uint2 escape = escape_bytes(num_bits);
-        Ranks ranks;
-#pragma unroll
-        for (uint32_t q = 0; q < kOctets; q++) {
-            const uint32_t digits = load_digits(width, start, i + q * kOctet, n),
-                           escapes = escaped_nibbles(digits, num_bits), order = order_of(escapes);
-            const uint2 x = eight_bytes(from);
-            ranks.words[q * 2u] = ranks_of_digits(digits, num_bits, table0, escape, x, order);
-            if (kOctet == 8u)
-                ranks.words[(q * 2u + 1u) % kRankWords] =
-                    ranks_of_digits(digits >> 16, num_bits, table0, escape, x, order >> 16);
-            if (kOctets > 1u) from += count_of(escapes, order);
-        }
-        return ranks;
+        if (p >= 2u)
+            return p == 2u ? name<true>(width, start, range, tables() + 32u)
+                           : name<false>(width, start, range, tables() + 16u * p);
+        tile.chunk = load_chunk(DigitSpread(width), start + range.from * width, n);
+        if (width == 0u) return n;
+        if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
+        return tile.chunk.num_escaped +
+               PlanesBook<T>::template count_escapes<G>(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
     }
-
-    // ---- symbols and residuals ----
-
-    // The symbols of a vector of columns; of raw ones, any.
-    __device__ __forceinline__ void look_up(const PlanesBook<T> &book, const Ranks &ranks, uint32_t column,
-                                            T (&symbols)[kPerVector]) const
-    {
-        if (cb.planes.num_entries == 0u) {
-#pragma unroll
-            for (uint32_t e = 0; e < kPerVector; e++) symbols[e] = 0;
-        } else if (!cb.planes.per_column) {
-#pragma unroll
-            for (uint32_t e = 0; e < kPerVector; e++) symbols[e] = entries()[ranks.of(e)];
-        } else if (block_bytes(cb) != 0u) {
-            const T *const table = reinterpret_cast<const T *>(shared_bytes()) + column;
-#pragma unroll
-            for (uint32_t e = 0; e < kPerVector; e++) symbols[e] = (table + ranks.of(e) * book.columns)[e];
-        } else {
-#pragma unroll
-            for (uint32_t e = 0; e < kPerVector; e++)
-                symbols[e] = entry_of(book.entries, cb.planes,
-                                      ibp_min_u32(column + e, book.columns - 1u) * cb.planes.num_entries + ranks.of(e));
-        }
-    }
-    // Not inlined: a kernel has it once.
-    static __device__ __noinline__ T entry_of(const uint8_t *entries, const ibp_planes &planes, uint32_t i)
-    {
-        return PlanesBook<T>::entry_at(entries, planes, i);
-    }
-
-    // The 16 bytes of elements from number i < n on. residuals: stage bit of the row's.
-    __device__ __forceinline__ void join(const PlanesBook<T> &book, const T (&symbols)[kPerVector], uint32_t residuals,
-                                         uint32_t i, uint32_t n, uint32_t (&words)[4]) const
-    {
-        const uint32_t r = cb.planes.residual_bits;
-        if constexpr (sizeof(T) == 8) {
-#pragma unroll
-            for (uint32_t e = 0; e < 2u; e++) {
-                const uint64_t bits = shared_bits64(residuals + ibp_min_u32(i + e, n) * r);
-                const uint64_t element = book.join(symbols[e], low_bits(bits, r));
-                words[2u * e] = static_cast<uint32_t>(element),
-                           words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);
-            }
-        } else {
-            constexpr uint32_t kPerWord = 4u / sizeof(T);
-            const WordJoin<T> with(cb.planes);
-#pragma unroll
-            for (uint32_t k = 0; k < 4u; k++) {
-                uint32_t word = symbols[k * kPerWord];
-#pragma unroll
-                for (uint32_t e = 1; e < kPerWord; e++)
-                    word |= static_cast<uint32_t>(symbols[k * kPerWord + e]) << 8u * sizeof(T) * e;
-                const uint32_t bits = r == 0u ? 0u : shared_bits(residuals + ibp_min_u32(i + k * kPerWord, n) * r);
-                words[k] = with.word(word, spread_fields<T>(bits, r));
-            }
-        }
-    }
-
-    // By all lanes of a warp together. raw: number of the tile's first raw symbol; any_raw: whether there are any.
-    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
-                                               uint32_t tile_start, uint32_t n, uint32_t raw, bool any_raw,
-                                               const Window &window) const
-    {
-        const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16);
-        const uint4 table0 = table(0);
-        uint32_t level = level1();
-        uint64_t raws = 0; // 16 bits a step
-#pragma unroll 1
-        for (uint32_t s = 0; s < kSteps; s++) {
-            const uint32_t i = first_element(tile_start, s);
-            if (i >= n) break;
-            const Ranks ranks = ranks_of_vector(book, parts.digits[0], table0, level + of_step(tile.before, s), i, n);
-            level += of_step(tile.totals, s);
-            T symbols[kPerVector];
-            look_up(book, ranks, i, symbols);
-            uint32_t words[4];
-            join(book, symbols, parts.residuals, i, n, words);
-            store_elements<T>(cb, window, units, i, words);
-            raws |= static_cast<uint64_t>(ranks.raws() & low_bits(~0u, n - i)) << 16u * s;
-        }
-        if (!__any_sync(kAllLanes, any_raw)) return;
-        const auto low = static_cast<uint32_t>(raws), high = static_cast<uint32_t>(raws >> 32);
-        put_raw_elements<T, G, kPerVector, 1>(cb, window, {parts.residuals, parts.digits[IBP_MAX_PLANES], raw},
-                                              tile_start,
-                                              make_uint4(low & 0xffffu, low >> 16, high & 0xffffu, high >> 16));
-    }
-
     // Not inlined: a kernel has it once.
     static __device__ __noinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
+    }
+
+    // ---- symbols and residuals ----
+
+    // Puts element e into the words of a vector, which are 0 before.
+    static __device__ __forceinline__ void put(uint32_t (&words)[4], uint32_t e, T element)
+    {
+        const auto bits = static_cast<uint64_t>(element) << 8u * sizeof(T) * e % 32u;
+        words[sizeof(T) * e / 4u] |= static_cast<uint32_t>(bits);
+        if (sizeof(T) == 8) words[2u * e + 1u] = static_cast<uint32_t>(bits >> 32);
+    }
+    // ranks: of four elements, of which e is one.
+    static __device__ __forceinline__ uint32_t rank_of(uint32_t ranks, uint32_t e)
+    {
+        return permute_bytes(ranks & ~kRaws, 0, 0x4440u + e % 4u);
+    }
+    // The symbols of a vector, by names that are symbols, each in the low bits of its element.
+    static __device__ __forceinline__ void spread_names(const uint32_t (&names)[kNames], uint32_t (&words)[4])
+    {
+#pragma unroll
+        for (uint32_t k = 0; k < 4u; k++)
+            words[k] = sizeof(T) == 1   ? names[k % kNames]
+                       : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
+                       : sizeof(T) == 4 ? permute_bytes(names[0], 0, 0x4440u + k)
+                       : k % 2u         ? 0u
+                                        : permute_bytes(names[0], 0, 0x4440u + k / 2u);
+    }
+    // Likewise by ranks; of raw ones, any. column: the first.
+    __device__ __forceinline__ void look_up(const PlanesBook<T> &book, const uint32_t (&ranks)[kNames], uint32_t column,
+                                            uint32_t (&words)[4]) const
+    {
+        if (cb.planes.per_column) {
+            const uint4 all = make_uint4(ranks[0], ranks[1u % kNames], ranks[2u % kNames], ranks[3u % kNames]);
+            const uint4 found = of_columns(cb, book.entries, block_bytes(cb) != 0u, column, all);
+            words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
+            return;
+        }
+        words[0] = words[1] = words[2] = words[3] = 0;
+        if (cb.planes.num_entries == 0u) return;
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) put(words, e, entries()[rank_of(ranks[e / 4u], e)]);
+    }
+    // Likewise where every column has entries of its own. Not inlined: a kernel has it once.
+    static __device__ __noinline__ uint4 of_columns(const ibp_codebook &cb, const uint8_t *entries, bool in_block,
+                                                    uint32_t column, uint4 ranks)
+    {
+        const uint32_t columns = PlanesBook<T>::live_columns(cb), all[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
+        const T *const table = reinterpret_cast<const T *>(shared_bytes()) + column;
+        uint32_t words[4] = {};
+        if (cb.planes.num_entries == 0u) return make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) {
+            const uint32_t rank = rank_of(all[e / 4u], e);
+            put(words, e,
+                in_block
+                    ? (table + rank * columns)[e]
+                    : PlanesBook<T>::entry_at(entries, cb.planes,
+                                              ibp_min_u32(column + e, columns - 1u) * cb.planes.num_entries + rank));
+        }
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    static __device__ __forceinline__ auto joiner(const PlanesBook<T> &book)
+    {
+        if constexpr (sizeof(T) == 8)
+            return book;
+        else
+            return WordJoin<T>(book.planes);
+    }
+    // Joins the symbols of a vector with their residuals, the first of which begins with bit `position`. NIBBLES:
+    // residuals of bytes have four bits.
+    template <bool NIBBLES, class With>
+    __device__ __forceinline__ void join(const With &with, uint32_t position, uint32_t (&words)[4]) const
+    {
+        const uint32_t r = NIBBLES ? 4u : cb.planes.residual_bits;
+        const Cursor cursor{&shared_word(position / 32u), position};
+        if constexpr (sizeof(T) == 8) {
+#pragma unroll
+            for (uint32_t e = 0; e < 2u; e++) {
+                const uint64_t symbol = words[2u * e] | static_cast<uint64_t>(words[2u * e + 1u]) << 32;
+                const uint64_t element = with.join(symbol, low_bits(shared_bits64(position + e * r), r));
+                words[2u * e] = static_cast<uint32_t>(element),
+                           words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);
+            }
+        } else if constexpr (NIBBLES) {
+            const uint32_t low = cursor.word(0), high = cursor.word(1);
+            words[0] = with.word(words[0], permute_bytes(low, low >> 4, 0x5140) & 0x0f0f0f0fu);
+            words[1] = with.word(words[1], permute_bytes(low, low >> 4, 0x7362) & 0x0f0f0f0fu);
+            words[2] = with.word(words[2], permute_bytes(high, high >> 4, 0x5140) & 0x0f0f0f0fu);
+            words[3] = with.word(words[3], permute_bytes(high, high >> 4, 0x7362) & 0x0f0f0f0fu);
+        } else {
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++)
+                words[k] = with.word(words[k], spread_fields<T>(cursor.bits(k * (4u / sizeof(T)) * r), r));
+        }
+    }
+
+    // A bit for each raw symbol of a vector.
+    static __device__ __forceinline__ uint32_t raws_of(const uint32_t (&ranks)[kNames])
+    {
+        uint32_t mask = 0;
+#pragma unroll
+        for (uint32_t k = 0; k < kNames; k++) mask |= (ranks[k] >> 7 & 0x01010101u) * 0x10204080u >> 28 << 4u * k;
+        return mask;
+    }
+    // Not by all lanes together. PLAIN: units, and names are symbols. units: what window.is_units said, false where
+    // there are constant columns. raws: bits of raw symbols, a step each.
+    template <bool PLAIN, bool NIBBLES>
+    __device__ __forceinline__ void store_vectors(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
+                                                  uint32_t tile_start, uint32_t n, const Window &window, bool units,
+                                                  uint32_t (&raws)[kSteps]) const
+    {
+        const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
+        const bool symbols = PLAIN || names_symbols(cb.planes);
+        const Names names = names_of(0, book.width_of(0));
+        const auto with = joiner(book);
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            if (s * kStep >= left) break;
+            uint32_t from = tile.before[s], named[kNames], words[4];
+#pragma unroll
+            for (uint32_t q = 0; q < kNibbles; q++) {
+                const uint2 eight = names.of(tile.digits[s][q], from);
+                named[2u * q % kNames] = eight.x;
+                if (kPerVector > 4u) named[(2u * q + 1u) % kNames] = eight.y;
+            }
+            const uint32_t i = first + s * kStep;
+            if (symbols)
+                spread_names(named, words);
+            else
+                look_up(book, named, i, words), raws[s] = raws_of(named) & low_bits(~0u, left - s * kStep);
+            join<NIBBLES>(with, parts.residuals + i * cb.planes.residual_bits, words);
+            store_elements<T>(cb, window, PLAIN || units, i, words);
+        }
+    }
+    // By all lanes of a warp together. raw: the tile's raw symbols.
+    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
+                                               uint32_t tile_start, uint32_t n, DigitRange raw,
+                                               const Window &window) const
+    {
+        const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16),
+                   symbols = names_symbols(cb.planes);
+        uint32_t raws[kSteps] = {};
+        if (sizeof(T) == 1 && units && symbols && cb.planes.residual_bits == 4u)
+            store_vectors<true, sizeof(T) == 1>(book, parts, tile, tile_start, n, window, units, raws);
+        else if (units && symbols)
+            store_vectors<true, false>(book, parts, tile, tile_start, n, window, units, raws);
+        else
+            store_vectors<false, false>(book, parts, tile, tile_start, n, window, units, raws);
+        if (symbols || !__any_sync(kAllLanes, raw.from != raw.to)) return;
+        put_raw_elements<T, G, kPerVector, 1>(cb, window, {parts.residuals, parts.digits[IBP_MAX_PLANES], raw.from},
+                                              tile_start, make_uint4(raws[0], raws[1], raws[2], raws[3]));
     }
 
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
@@ -407,42 +500,50 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         const PlanesBook<T> book(cb, cluster);
         if (cb.num_clusters > 1u) {
             __syncwarp();
-            fill_entries(book);
+            fill_names(cb, cluster, tables());
             __syncwarp();
         }
         uint32_t n = active ? book.columns : 0u;
-        const uint32_t tiles = (book.columns + kTile - 1u) / kTile, per_warp = (tiles + G::kWarps - 1u) / G::kWarps;
+        const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
+                       per_warp = G::kAnyLength ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
         const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
                        last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
         const uint32_t end = start_bit + 8u * coded_bytes;
-        Tile tile{};
-        const bool one_tile = per_warp == 1u && cb.planes.num_planes > 0u; // whose digits need not be looked at twice
-        ValueParts parts =
-            book.template find_parts<G, false>(start_bit, end, n, {first, last}, exchanged(),
-                                               [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
-                                                   if (p != 0u || !one_tile)
-                                                       return count_escapes(start, range, num_bits);
-                                                   tile = load_tile(book, start, G::warp() * kTile, range.to);
-                                                   return tile.num_escaped;
-                                               });
-        const bool good = !active || parts.end == end;
+        const bool one_tile = per_warp == 1u; // which is looked at while the parts are found
+        Tile tile;
+        ValueParts parts = book.template find_parts<G, false>(
+            start_bit, end, n, {first, last}, exchanged(),
+            [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
+                return one_tile ? visit(book, p, start, range, tile) : count_escapes(start, range, num_bits);
+            });
         // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
+        const bool good = !active || parts.end == end;
+        DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
         if (!good) {
+            if (G::kPerWarp == 1) return false;
             n = 0;
             parts = ValueParts::nothing(start_bit);
-            tile = Tile{};
         }
-        uint32_t in_plane1 = parts.mine[1].from, next[3] = {parts.mine[2].from, parts.mine[3].from, parts.mine[4].from};
 #pragma unroll 1
         for (uint32_t k = 0; k < per_warp; k++) {
-            const uint32_t tile_start = (G::warp() * per_warp + k) * kTile;
-            if (tile_start >= book.columns) break;
-            if (!one_tile) tile = load_tile(book, parts.digits[0], tile_start, n);
-            const uint32_t raw = next[2];
-            decode_plane1(book, parts, in_plane1, tile.num_escaped, next);
-            in_plane1 += tile.num_escaped;
-            store_tile(book, parts, tile, tile_start, n, raw, next[2] != raw, window);
-            __syncwarp(); // level 1 is free for the next tile
+            const uint32_t tile_start = ibp_min_u32(first + k * kTile, last);
+            if (!one_tile) mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
+#pragma unroll
+            for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+                const bool present = p < cb.planes.num_planes;
+                if (one_tile && present) continue;
+                mine[p + 1].to = mine[p + 1].from + (present || p < 2u ? visit(book, p, parts.digits[p], mine[p], tile)
+                                                                       : mine[p].to - mine[p].from);
+            }
+            if (!good) tile.num_escaped = 0;
+            const DigitRange raw = mine[IBP_MAX_PLANES];
+            name_raw(parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits, raw.to - raw.from, book.symbol_bits);
+            decode_plane1(book.width_of(1), parts.digits[1] + mine[1].from * book.width_of(1), tile.num_escaped,
+                          tile.chunk);
+            store_tile(book, parts, tile, tile_start, n, raw, window);
+            __syncwarp(); // the levels are free
+#pragma unroll
+            for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
         }
         return good;
     }

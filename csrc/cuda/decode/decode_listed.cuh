@@ -93,6 +93,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ uint32_t name_first(uint32_t plane, DigitRange range, uint32_t num_bits) const
     {
         const uint32_t n = range.to - range.from;
+        const DigitSpread spread(num_bits);
         uint32_t num_escaped = 0;
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kPerLane * kWarp) {
@@ -101,10 +102,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 #pragma unroll
             for (uint32_t q = 0; q < 2u; q++) {
                 const uint32_t j = ibp_min_u32(i + 8u * q, n);
-                const uint32_t digits =
-                    low_bits(spread_digits(shared_bits(plane + (range.from + j) * num_bits), num_bits),
-                             4u * ibp_min_u32(n - j, 8u));
-                escaped[q] = escaped_nibbles(digits, num_bits);
+                const uint32_t digits = low_bits(spread.nibbles(shared_bits(plane + (range.from + j) * num_bits)),
+                                                 4u * ibp_min_u32(n - j, 8u));
+                escaped[q] = escaped_digits(digits, spread.above);
                 const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
                 if (j < n)
                     *reinterpret_cast<uint2 *>(ranks() + i + 8u * q) =
@@ -115,7 +115,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             uint16_t *to = numbers() + (num_escaped + sums - count);
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++)
-                if (escaped[e / 8u] >> 4u * (e % 8u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+                if (escaped[e / 8u] >> (4u * (e % 8u) + 3u) & 1u) *to++ = static_cast<uint16_t>(i + e);
             num_escaped += G::last_lane(sums);
         }
         return num_escaped;
