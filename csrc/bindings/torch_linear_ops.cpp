@@ -21,7 +21,7 @@ ScalarType kind_of(const Tensor &x)
     return x.scalar_type() == ScalarType::Half ? ScalarType::Half : ScalarType::BFloat16;
 }
 
-// below: as many bytes as there are exponents before the first symbol. dtype: of the weights.
+// below: two bytes, and as many as there are exponents before the first symbol. dtype: of the weights.
 ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor &below, const Tensor &starts,
                            const Tensor &entries, int64_t num_columns, ScalarType dtype)
 {
@@ -34,7 +34,7 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor
     matrix.slots = data_of<uint8_t>(slots, ScalarType::Byte, slots.numel(), "slots");
     matrix.slots_bytes = slots.numel();
     matrix.slot_bytes = to_u32(slot_bytes, 16, UINT32_MAX, "slot_bytes");
-    matrix.first_symbol = to_u32(below.numel(), 0, UINT8_MAX, "the first symbol");
+    matrix.first_symbol = to_u32(below.numel() - 2, 0, UINT8_MAX, "the first symbol");
     matrix.num_rows = num_rows, matrix.num_columns = to_u32(num_columns, 1, INT32_MAX, "the columns");
     matrix.starts = static_cast<const uint32_t *>(begins);
     matrix.kind = dtype == ScalarType::Half ? IBP_FLOAT16 : IBP_BFLOAT16;

@@ -18,7 +18,7 @@ from .streaming import decode_items, decompress
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
 _LEAST_ROWS = 16
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
-_LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
+LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
 _CHUNK_ELEMENTS = 1 << 24  # that are looked at together, in about seven bytes each
 
 
@@ -57,8 +57,8 @@ class Escapes(NamedTuple):
 
     slots: the table's, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
         graphs in every call.
-    below: uint8 [first_symbol]: its size is the exponent of digit 0. Compiled code would take a number on a module for
-        a constant, and compile again for each.
+    below: uint8 [2 + first_symbol]: its size says the exponent of digit 0. Compiled code would take a number on a
+        module for a constant, and compile again for each, and likewise sizes of 0 and 1.
     starts: int32 [N + 1], where a row's entries begin.
     entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half the bits that
         digit 15 gives.
@@ -179,10 +179,10 @@ def list_escapes(table: Table) -> Escapes | None:
     step = max(1, _CHUNK_ELEMENTS // columns)
     parts = [_list_rows(table, start, min(start + step, num_rows), first_symbol) for start in range(0, num_rows, step)]
     counts, entries, rows, weights = (torch.cat(of_chunks) for of_chunks in zip(*parts))
-    if len(rows) > num_rows * (1 - _LEAST_REGULAR):
+    if len(rows) > num_rows * (1 - LEAST_REGULAR):
         return None
     starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
-    below = torch.zeros(first_symbol, dtype=torch.uint8, device=table.device)
+    below = torch.zeros(2 + first_symbol, dtype=torch.uint8, device=table.device)
     slots = torch.nn.Parameter(table.slots, requires_grad=False)
     return Escapes(slots, below, starts, entries, rows, weights)
 

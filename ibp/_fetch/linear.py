@@ -14,7 +14,7 @@ from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .._schemes import PlanesCodebook, learn_exponents
 from .calls import check_out, check_table
-from .escapes import COLUMNS_AN_ESCAPE, DIGIT_FORMS, Escapes, escapes_of, matrix_of
+from .escapes import DIGIT_FORMS, LEAST_REGULAR, Escapes, escapes_of, matrix_of
 from .products import differentiable, is_transformed, wants_gradients
 from .streaming import decode_items, decompress
 
@@ -174,7 +174,7 @@ def digits_for(weight: torch.Tensor) -> PlanesCodebook | None:
         return None
     rows = weight.detach().contiguous().view(-1).view(torch.uint8)
     residual_bits = DIGIT_FORMS[weight.dtype].residual_bits
-    return learn_exponents(rows, 2 * weight.shape[1], residual_bits, 1 / COLUMNS_AN_ESCAPE)
+    return learn_exponents(rows, 2 * weight.shape[1], residual_bits, 1 - LEAST_REGULAR)
 
 
 def _product(

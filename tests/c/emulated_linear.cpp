@@ -337,7 +337,7 @@ void check_groups(uint64_t number)
     stack.has_bias = false;
     Bytes x(size_t{2} * vectors * columns), y(size_t{2} * vectors * rows), before(y.size);
     fill_vectors(kOrdinary, format, vectors, columns, &x);
-    const uint32_t sharing = vectors % 2 == 0 && chance(50) ? 2 : 1;
+    const uint32_t sharing = vectors != 0 && vectors % 2 == 0 && chance(50) ? 2 : 1;
     const bool is_ordered = sharing == 2 || chance(50);
     std::vector<int64_t> order(vectors);
     for (uint32_t v = 0; v < vectors; v++) order[v] = v;

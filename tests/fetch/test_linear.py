@@ -89,6 +89,13 @@ def test_refusals():
         ibp.linear(x, table, out=torch.empty(3, 40))
 
 
+def test_quantised_weights_are_refused_as_plain_ones():
+    """By a sentence of torch's function."""
+    weight, x = matrix(40, 128, dtype=torch.float8_e4m3fn), vectors(3, 128)
+    with pytest.raises(RuntimeError, match="to have the same dtype, but got: .*BFloat16 != .*Float8_e4m3fn"):
+        ibp.linear(x, ibp.compress(weight, level="fast", device="cpu", memory="host"))
+
+
 def test_a_new_codebook_is_not_used_with_old_escapes():
     table = coded(matrix(64, 2048))
     table._escapes = escapes._state(table), escapes.list_escapes(table)

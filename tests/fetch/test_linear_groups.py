@@ -11,16 +11,16 @@ from helpers import assert_same_bits
 from ibp._fetch.linear import MOST_GROUPED, MOST_STACKED, group_vectors, linear_groups
 from products import kernels_on_the_cpu, lists
 
-MATRICES, ROWS, COLUMNS = 5, 32, 64
+MATRICES, ROWS, COLUMNS = 5, 32, 128
 
 
-def stack(irregular=False, rows=ROWS, columns=COLUMNS, matrices=MATRICES):
+def stack(irregular=False, rows=ROWS, columns=COLUMNS, matrices=MATRICES, dtype=torch.bfloat16):
     """Matrices, and a table of them one below the other. Some weights are escapes."""
     torch.manual_seed(0)
-    weights = torch.empty(matrices, rows, columns).normal_(std=0.02).bfloat16()
-    weights[:, ::5, 3] = 0
+    weights = torch.empty(matrices, rows, columns).normal_(std=0.02).to(dtype)
+    weights[:, ::5, 3] = 0 if dtype == torch.bfloat16 else 4
     if irregular:
-        weights[1, 7] *= 2.0**-40
+        weights[1, 7] *= 2.0**-40 if dtype == torch.bfloat16 else 2.0**14
     return weights, ibp.nn.Linear.from_linear(linear_of(weights), device="cpu", memory="host").weight
 
 
@@ -81,11 +81,12 @@ def test_the_most_groups():
 
 @pytest.mark.parametrize("irregular", [False, True])
 @pytest.mark.parametrize("numbers", [[], [3], [0, 0, 2, 4], [1] * 8, [1] * 17 + [4] * 9], ids=len)
-def test_products(kernel, numbers, irregular):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products(kernel, numbers, irregular, dtype):
     """Where a row is irregular, matrices are decoded."""
-    weights, table = stack(irregular)
+    weights, table = stack(irregular, dtype=dtype)
     lists(table)
-    x = vectors(len(numbers))
+    x = vectors(len(numbers)).to(dtype)
     y = linear_groups(x, table, groups_of(torch.tensor(numbers, dtype=torch.int64), MATRICES), ROWS)
     torch.testing.assert_close(y, wanted(x, weights, numbers))
     assert kernel == ([len(numbers)] if numbers and not irregular else [])
@@ -130,9 +131,9 @@ def test_refusals():
         ((None, table, groups, ROWS), TypeError, "x is a NoneType"),
         ((x, table, groups.long(), ROWS), TypeError, "groups is torch.int64; wanted a tensor of torch.int32"),
         ((x, table, None, ROWS), TypeError, "groups is NoneType; wanted"),
-        ((x[0], table, groups, ROWS), ValueError, r"x has shape \[64\] and groups \[2, 3\]; wanted \[V, K\] and"),
+        ((x[0], table, groups, ROWS), ValueError, r"x has shape \[128\] and groups \[2, 3\]; wanted \[V, K\] and"),
         ((x, table, groups[:, :2], ROWS), ValueError, r"groups \[2, 2\]; wanted"),
-        ((x[:, 1:], table, groups, ROWS), ValueError, r"x has shape \[2, 63\]; wanted \[..., 64\]"),
+        ((x[:, 1:], table, groups, ROWS), ValueError, r"x has shape \[2, 127\]; wanted \[..., 128\]"),
         ((x, table, groups, 33), ValueError, "a matrix has 33 rows; wanted a part of the table's 160"),
         ((x, table, groups, 0), ValueError, "a matrix has 0 rows"),
         ((x, table, groups.to("meta"), ROWS), ValueError, "groups is on meta; wanted x's device, cpu"),

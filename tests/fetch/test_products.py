@@ -16,16 +16,19 @@ from ibp._common import once
 from ibp._fetch import linear, products
 from products import kernels_on_the_cpu, lists
 
-ROWS, COLUMNS = 64, 96
+ROWS, COLUMNS = 64, 128
+KINDS = [torch.bfloat16, torch.float16]
 
 
-def coded_linear(seed=0, scale=0.02, irregular=False, device="cpu", rows=ROWS, columns=COLUMNS, **options):
-    """A module and torch's of the same weights, which do not train; every exponent below the digits is an escape."""
+def coded_linear(
+    seed=0, scale=0.02, irregular=False, device="cpu", rows=ROWS, columns=COLUMNS, dtype=torch.bfloat16, **options
+):
+    """A module and torch's of the same weights, which do not train; every exponent beside the digits is an escape."""
     torch.manual_seed(seed)
-    plain = torch.nn.Linear(columns, rows, dtype=torch.bfloat16)
+    plain = torch.nn.Linear(columns, rows, dtype=dtype)
     with torch.no_grad():
-        plain.weight.normal_(std=scale)[:: 3 + seed, 5] = 0
-        plain.weight[7] *= 2.0**-40 if irregular else 1.0
+        plain.weight.normal_(std=scale)[:: 3 + seed, 5] = 0 if dtype == torch.bfloat16 else 4
+        plain.weight[7] *= 1.0 if not irregular else 2.0**-40 if dtype == torch.bfloat16 else 2.0**14
     plain.to(device).weight.requires_grad_(False)
     options = options if device != "cpu" else {"device": "cpu", "memory": "host", **options}
     return ibp.nn.Linear.from_linear(plain, **options), plain
@@ -59,11 +62,12 @@ def kept(run):
 
 
 @pytest.mark.parametrize("shape", [(COLUMNS,), (3, COLUMNS), (2, 4, COLUMNS), (0, COLUMNS), (2, 0, COLUMNS)], ids=str)
-def test_gradients(way, shape):
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_gradients(way, shape, dtype):
     """The bits of torch's, and nothing is kept for them."""
-    module, plain = coded_linear(irregular=True)
+    module, plain = coded_linear(irregular=True, dtype=dtype)
     way(module.weight)
-    x = torch.randn(shape).bfloat16().requires_grad_()
+    x = torch.randn(shape).to(dtype).requires_grad_()
     results = []
     for one in (module, plain):
         x.grad = plain.bias.grad = None
@@ -252,7 +256,7 @@ def test_refusals_of_many_tables():
         ([module.weight] * 2, [None], ValueError, "there are 1 biases for 2 tables; wanted one for each"),
         ([module.weight], module.bias, TypeError, "biases is a Parameter; wanted a list"),
         ([module.weight, x], None, TypeError, "table is a Tensor; wanted an ibp.CompressedTensor"),
-        ([module.weight], [x[0]], ValueError, r"bias has shape \[96\]; wanted \[64\]"),
+        ([module.weight], [x[0]], ValueError, r"bias has shape \[128\]; wanted \[64\]"),
     ):
         with pytest.raises(error, match=message):
             ibp.linear(x, tables, biases)
@@ -273,31 +277,33 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.slow  # torch.compile is loaded
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
 @torch.no_grad()
-def test_modules_share_compiled_code(way):
+def test_modules_share_compiled_code(way, dtype):
     """Neither addresses nor numbers of a table are constants of the code: it is compiled for one layer, and once more
-    when sizes of lists differ. No call came before."""
+    when sizes of lists differ, in FP16 also when first exponents do, which most have in common. No call came before."""
     torch.compiler.reset()
     counter = CompileCounter()
     run = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend=counter)
-    x = torch.randn(3, COLUMNS).bfloat16()
+    x = torch.randn(3, COLUMNS).to(dtype)
     for number in range(12):
-        parts = [coded_linear(number, 0.02 * 2.0 ** (number % 4 + i % 2)) for i in range(3)]
+        parts = [coded_linear(number, 0.02 * 2.0 ** (number % 4 + i % 2), dtype=dtype) for i in range(3)]
         for module, _ in parts:
             way(module.weight)
         layer, plain = (Layer(*modules) for modules in zip(*parts))
         assert_same_bits(run(layer, x), plain(x))
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= (2 if dtype == torch.bfloat16 else 3)
 
 
 @pytest.mark.slow  # torch.compile is loaded
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
 @torch.no_grad()
-def test_irregular_rows_are_compiled(kernel):
+def test_irregular_rows_are_compiled(kernel, dtype):
     torch.compiler.reset()
-    module, plain = coded_linear(irregular=True)
+    module, plain = coded_linear(irregular=True, dtype=dtype)
     lists(module.weight)
     assert module.weight._escapes[1].rows.tolist() == [7]
-    x = torch.randn(3, COLUMNS).bfloat16()
+    x = torch.randn(3, COLUMNS).to(dtype)
     assert_same_bits(torch.compile(module, fullgraph=True)(x), plain(x))
     assert kernel == [3]
 
@@ -411,6 +417,7 @@ MADE = {
     "coded on the GPU": lambda cuda: coded_linear(device=cuda, rows=512, columns=1024),
     "moved": lambda cuda: tuple(one.to(cuda) for one in coded_linear(rows=512, columns=1024)),
     "irregular rows": lambda cuda: coded_linear(device=cuda, rows=512, columns=1024, irregular=True),
+    "FP16": lambda cuda: coded_linear(device=cuda, rows=512, columns=1024, irregular=True, dtype=torch.float16),
 }
 
 
@@ -430,7 +437,7 @@ def test_compiled_from_the_first_call_on(cuda, never_decoded, made, mode):
     module, plain = MADE[made](cuda)
     compiled = torch.compile(module, fullgraph=True, mode=mode)
     for count in (1, 8):
-        x = torch.randn(count, 1024, device=cuda).bfloat16()
+        x = torch.randn(count, 1024, device=cuda).to(plain.weight.dtype)
         for _ in range(3):  # warm-up, recording and replay
             got = compiled(x).clone()
             check_products(got, module, plain, x)
@@ -468,7 +475,7 @@ def test_layers_share_compiled_code_on_a_gpu(cuda, never_decoded):
 @torch.no_grad()
 def test_captured_from_the_first_call_on(cuda, never_decoded, made):
     module, plain = MADE[made](cuda)
-    x = torch.randn(4, 1024, device=cuda).bfloat16()
+    x = torch.randn(4, 1024, device=cuda).to(plain.weight.dtype)
     plain(x)  # cuBLAS is ready
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

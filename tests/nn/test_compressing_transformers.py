@@ -5,6 +5,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
+from ibp._fetch.escapes import takes
 from ibp.nn._tables import TableModule
 from models import losses_of
 from products import kernels_on_the_cpu, lists
@@ -190,3 +191,30 @@ def test_on_a_gpu(name, cuda):
     compress(model)
     torch.testing.assert_close(outputs(model.to(cuda), cuda), outputs(plain, cuda), rtol=0.1, atol=0.2)
     model.generate(IDS.to(cuda), max_new_tokens=5, do_sample=False)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_halves_are_multiplied_by_the_kernel(monkeypatch, count):
+    """FP16 models, whose matrices take a sixteenth less."""
+    plain, coded = make("llama", torch.float16), make("llama", torch.float16)
+    report = compress(coded)
+    assert not report.plain and 0.02 < report.savings < 0.07  # the embedding saves more
+    for module in coded.modules():
+        if isinstance(module, ibp.nn.Linear):
+            lists(module.weight)
+    with kernels_on_the_cpu(monkeypatch) as calls, torch.no_grad():
+        got, wanted = (model(IDS[:1, :count]).logits for model in (coded, plain))
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+    assert calls == [min(count, IDS.shape[1])] * (2 * 4 + 1)  # a call for each group of neighbours
+    coded.load_state_dict(plain.state_dict())
+    assert all(takes(module.weight) for module in coded.modules() if isinstance(module, ibp.nn.Linear))
+
+
+def test_quantised_weights_stay_plain():
+    """FP8 with scales, as transformers has it, is multiplied by its own kernels, and digits gain nothing there."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    model = torch.nn.Sequential(FP8Linear(1024, 1024, block_size=(128, 128))).requires_grad_(False).eval()
+    report = ibp.nn.compress(model)
+    assert report.plain == {"0": "with a class or forward of its own"} and not report.coded
+    assert model[0].weight.dtype == torch.float8_e4m3fn

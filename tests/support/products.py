@@ -22,7 +22,7 @@ def matrix_of(slots, slot_bytes, below, starts, entries, columns, dtype):
     residuals = fields.sum(2, dtype=torch.int32)
     digits = bytes_of_rows[:, digits_at : digits_at + columns // 2].int()
     digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
-    bits = (residuals & 1) << 15 | digits + len(below) << residual_bits - 1 | residuals >> 1
+    bits = (residuals & 1) << 15 | digits + len(below) - 2 << residual_bits - 1 | residuals >> 1
     escaped = torch.repeat_interleave(torch.arange(rows), starts.diff()), entries[:, 0].long()
     assert torch.equal(bits[escaped], entries[:, 1] >> 16 & 0xFFFF)  # what digit 15 gives
     bits[escaped] = entries[:, 1] & 0xFFFF
