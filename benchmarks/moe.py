@@ -423,7 +423,7 @@ class Bench:
     @torch.inference_mode()
     def measure_whole(self, arm):
         """Layers whose other weights stay on the device."""
-        run, model, least = self.run, self.whole_model(), 1000 if self.run.quick else 1 << 20
+        run, model, least = self.run, self.whole_model(), 1000 if self.run.quick else 1 << 22
         let_guess(model, self.step(model, GUESSING_TOKENS))
         others = [
             tensor.nbytes

@@ -28,6 +28,7 @@ from .groups import StackedModule
 from .resting import NotCopied
 from .weights import Weight
 
+Later = functools.partial[torch.Tensor]
 _BESIDE_ROWS = 512  # bytes: the map and the counters of a cache of one row take less
 
 
@@ -63,39 +64,28 @@ class CachedStack:
 class Ahead(threading.local):
     """The experts that a thread has fetched for one mixture before its call, within a call of the model.
 
-    A GPU fetches ahead while a CUDA graph is captured, whose side streams are joined again when the model's call ends,
-    and in a thread's first call, which loads the kernels. Outside of graphs the host's time for a layer, without the
-    guess, is as long as the link's (benchmarks/results/moe.csv, `host_us`).
+    A GPU does so while a CUDA graph is captured, and in a thread's first call, which loads the kernels. Outside of
+    graphs the host takes as long for a layer as the link does (benchmarks/results/moe.csv, `host_us`).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.is_on, self._is_warm = device, False, False
-        self._owner: ExpertsForward | None = None
-        self._caches: dict[str, RowCache] = {}
+        self.fetched: tuple[ExpertsForward | None, dict[str, RowCache]] = None, {}
 
-    def begin(self) -> None:
-        """The model is called."""
+    def turn(self, is_called: bool) -> None:
+        """Notes that a call of the model begins or ends."""
         self.take(None)
-        self.is_on = self._device.type == "cpu" or not self._is_warm or is_capturing(self._device)
+        self.is_on = is_called and (self._device.type == "cpu" or not self._is_warm or is_capturing(self._device))
         self._is_warm = True
 
-    def end(self) -> None:
-        """The call is over."""
-        self.take(None)
-        self.is_on = False
-
-    def put(self, owner: ExpertsForward, caches: dict[str, RowCache]) -> None:
-        """Notes what has the experts of a mixture, by name of the stacked weight."""
-        self._owner, self._caches = owner, caches
-
     def take(self, owner: ExpertsForward | None) -> dict[str, RowCache]:
-        """What was noted last, if it is the owner's; else nothing, and the current stream waits for it. The caller lets
-        the current stream wait for the stream beside before it gives the caches up."""
-        was, caches, self._owner, self._caches = self._owner, self._caches, None, {}
+        """What has a mixture's experts, by name of the stacked weight: kept until the current stream waits for it.
+        What was fetched for another mixture is given up."""
+        (was, caches), self.fetched = self.fetched, (None, {})
         if was is owner:
             return caches
-        if was is not None and self._device.type == "cuda":
-            device = next(iter(caches.values())).devices[0]
+        if was is not None and was.num_spare.is_cuda:
+            device = was.num_spare.device
             torch.cuda.current_stream(device).wait_stream(_stream_beside(device))
         return {}
 
@@ -120,7 +110,8 @@ class ExpertsForward(NotCopied):
         router: torch.nn.Module | None,
         ahead: Ahead,
     ) -> None:
-        self._router, self._ahead, self._following, self._num_ahead = router, ahead, self, 0
+        self._router, self._ahead = router, ahead
+        self._fetch_ahead: Callable[[Any, torch.cuda.Stream | None], None] = lambda vectors, beside: None
         self._experts, self._use_group, self._note_use = experts, use_group, note_use
         self._calls = Calls(type(experts.module), experts.stacks)
         total = sum(weight.num_bytes for weight in experts.stacks.values())
@@ -144,57 +135,51 @@ class ExpertsForward(NotCopied):
         calls.check(ids, num_experts, self._experts.group.name)
         self._note_use()
         slots, held, rows = slots_for(ids, num_experts, self._num_rows, self.num_spare)
-        with self._coming(rows, calls.input_of(args, kwargs)) as tensors:
+        with self._coming(rows, args[0] if args else None) as tensors:
             return calls.with_slots(module, args, kwargs, slots, held, tensors)
 
     def expect(self, following: ExpertsForward, num_experts: int) -> None:
-        """From now on a call fetches so many experts for a mixture that is called next on the same device."""
-        if self.num_spare.device == following.num_spare.device and following._router is not None:
-            self._following, self._num_ahead = following, min(num_experts, following._experts.num_experts)
-
-    def _fetch_ahead(self, vectors: Any, beside: torch.cuda.Stream | None = None) -> None:
-        """Fetches the likeliest experts of the next mixture, as its router scores this one's vectors."""
-        if self._num_ahead and self._ahead.is_on:
-            self._following.fetch_likeliest(vectors, self._num_ahead, beside)
+        """From now on a call fetches so many experts of a mixture on the same device, which is called next."""
+        if num_experts and self.num_spare.device == following.num_spare.device and following._router is not None:
+            self._fetch_ahead = functools.partial(following.fetch_likeliest, num_experts)
 
     @torch.no_grad()
-    def fetch_likeliest(self, vectors: Any, num: int, beside: torch.cuda.Stream | None) -> None:
+    def fetch_likeliest(self, num_experts: int, vectors: Any, beside: torch.cuda.Stream | None) -> None:
         """Fetches experts that all vectors together are likely to ask for. Rows come on the stream beside."""
         router: Any = self._router
-        if not isinstance(vectors, torch.Tensor) or vectors.shape[-1:] != router.weight.shape[1:]:
+        is_scored = isinstance(vectors, torch.Tensor) and vectors.shape[-1:] == router.weight.shape[1:]
+        if not is_scored or not self._ahead.is_on:
             return
         vectors = vectors.reshape(-1, vectors.shape[-1]).to(router.weight.dtype)
         scores = torch.nn.functional.linear(vectors, router.weight, getattr(router, "bias", None))
-        likeliest = scores.softmax(-1, dtype=torch.float32).sum(0).topk(num).indices
-        _, _, rows = slots_for(likeliest, self._experts.num_experts, self._num_rows, num_left=1)  # the first row, too
+        likeliest = scores.softmax(-1, dtype=torch.float32).sum(0).topk(min(num_experts, scores.shape[-1])).indices
+        # Twice: slots are left over for the first row, which calls ask for again and again.
+        _, _, rows = slots_for(likeliest.repeat(2), self._experts.num_experts, self._num_rows)
         stacks = zip(self.stacks.items(), rows)
-        self._ahead.put(self, {name: stack.cache.prefetch(of, beside) for (name, stack), of in stacks})
+        self._ahead.fetched = self, {name: stack.cache.prefetch(of, beside) for (name, stack), of in stacks}
 
     @contextmanager
-    def _coming(
-        self, rows: Sequence[torch.Tensor], vectors: Any
-    ) -> Iterator[dict[str, functools.partial[torch.Tensor]]]:
+    def _coming(self, rows: Sequence[torch.Tensor], vectors: Any) -> Iterator[dict[str, Later]]:
         """Functions that give the experts of slots, by name of the stacked weight. rows: numbers of each one's rows. On
         a GPU the current stream waits for a weight when its function is called, or at the end of the block."""
         near = self._ahead.take(self)
-        stacks = [
-            (name, stack, near.get(name, stack.cache), of, stack.room_for(of))
+        fetches = {
+            name: functools.partial(stack.fetch, near.get(name, stack.cache), of, stack.room_for(of))
             for (name, stack), of in zip(self.stacks.items(), rows)
-        ]
+        }
         if not rows[0].is_cuda:
-            self._fetch_ahead(vectors)
-            yield {name: functools.partial(stack.fetch, cache, of, out) for name, stack, cache, of, out in stacks}
+            self._fetch_ahead(vectors, None)
+            yield fetches
             return
         current, beside = torch.cuda.current_stream(rows[0].device), _stream_beside(rows[0].device)
         left = set(self.stacks)  # weights that the current stream has not waited for
         try:
-            tensors: dict[str, functools.partial[torch.Tensor]] = {}
+            tensors: dict[str, Later] = {}
             with behind(beside):
-                for name, stack, cache, of, out in stacks:
+                for name, fetch in fetches.items():
                     # Rows that are there come faster than the link, and nothing computes while the first weight comes.
-                    sms = None if stack.is_cached or (near and not tensors) else STREAM_SMS
-                    fetched = stack.fetch(cache, of, out, sms)
-                    ready = functools.partial(current.wait_event, beside.record_event())
+                    sms = None if self.stacks[name].is_cached or (near and not tensors) else STREAM_SMS
+                    fetched, ready = fetch(sms), functools.partial(current.wait_event, beside.record_event())
                     tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
             self._fetch_ahead(vectors, beside)
             yield tensors

@@ -613,8 +613,7 @@ class Offloaded(Closing):
     def _install_experts(self, experts: StackedModule, cache_bytes: int) -> None:
         use = Use(experts.module, [experts.group])
         device = self._devices[experts.group.device_number]
-        block = self._parents.get(experts.module)
-        router = None if block is None else router_of(block, experts.module)
+        router = router_of(self._parents.get(experts.module), experts.module)
         note_use = functools.partial(self._note_choice, experts.group)
         forward = ExpertsForward(
             experts, device, cache_bytes, lambda: self._using_all(use), note_use, router, self._ahead
@@ -723,10 +722,10 @@ class Offloaded(Closing):
         """The whole model is called: this thread is in no other call of it."""
         self._abandon()
         self._thread.is_running = True
-        self._ahead.begin()
+        self._ahead.turn(True)
 
     def _stop(self) -> None:
-        self._ahead.end()
+        self._ahead.turn(False)
         self._thread.is_running = False
 
     def _abandon(self) -> None:

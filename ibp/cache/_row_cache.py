@@ -351,30 +351,26 @@ class RowCache(TensorManners):
 
         Example:
             >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
-            >>> cache = ibp.RowCache(table, budget_bytes=2**18, devices="cpu")
-            >>> near = cache.prefetch(torch.tensor([7, 8]))
-            >>> rows = near.index_select([7, 9])
-            >>> cache.stats()
-            CacheStats(own_hits=1, ..., misses=1, ..., prefetched=2, ...)
+            >>> near = ibp.RowCache(table, budget_bytes=2**18, devices="cpu").prefetch(torch.tensor([7, 8]))
+            >>> rows, stats = near.index_select([7, 9]), near.stats()
+            >>> stats.prefetched, stats.hits, stats.misses
+            (2, 1, 1)
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
             beside: stream on which rows come, after the current stream's work; None: the current stream.
 
         Returns:
-            What has the items: the cache itself, or one of these items alone, which counts with this one. Let the
-            current stream wait for its reads before it is given up.
+            The cache itself, or one of these items alone, to be kept until the current stream waits for its reads.
 
         Raises:
             ValueError: the cache is writable, or one of a group.
         """
         if self.writable or self._peers is not None:
             raise ValueError("rows are not prefetched to a cache that is writable or that processes have in common")
-        replaces = self.policy == "lru"
-        with behind(beside if replaces else None), self.found(ids, self._state.ahead):
-            pass  # claims the rows, or counts them
-        if replaces:
-            return self
+        with behind(beside if self.policy == "lru" else None), self.found(ids, ahead=True):
+            if self.policy == "lru":
+                return self  # the rows are claimed; else they are counted
         made, state = object.__new__(RowCache), copy.copy(self._state)
         rows, slot_bytes = rows_of(ids, state.rows_per_item), in_sectors(self.view.row_bytes)
         num_bytes = rows.numel() * slot_bytes
@@ -387,7 +383,7 @@ class RowCache(TensorManners):
 
     @contextmanager
     def found(
-        self, ids: torch.Tensor, counts_of: dict[torch.device, torch.Tensor] | None = None
+        self, ids: torch.Tensor, ahead: bool = False
     ) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows there.
 
@@ -396,12 +392,12 @@ class RowCache(TensorManners):
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
-            counts_of: what counts the rows on each device; None: as asked for.
+            ahead: counts the rows as prefetched.
         """
         worker, view = ids.device, self.view
         handle = view.handle(worker)
         entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
-        counts = (counts_of or self._state.counts)[worker]
+        counts = (self._state.ahead if ahead else self._state.counts)[worker]
         with self._state.lock:
             generation = self._state.generation
             self._state.check(generation)

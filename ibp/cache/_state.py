@@ -39,10 +39,8 @@ class CacheState:
         self.view, self.devices, self.writable = view, devices, writable
         self.workers = tuple(dict.fromkeys(devices))
         self.rows_per_item = max(1, view.item_bytes // view.row_bytes)
-        self.counts, self.ahead = (
-            {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
-            for _ in range(2)
-        )
+        both = {device: torch.zeros(2, COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
+        self.counts, self.ahead = ({device: counts[i] for device, counts in both.items()} for i in (0, 1))
         self.lock, self.change_lock = threading.Lock(), threading.RLock()
         self.order = StreamOrder()
         self.captured: list[Generation] = []
@@ -53,8 +51,7 @@ class CacheState:
         """Keeps what a stream uses from its next user until the stream is done with it."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
-            for counts in (self.counts, self.ahead):
-                counts[worker].record_stream(stream)
+            self.counts[worker].record_stream(stream)  # and what is counted ahead, in the same memory
 
     def check(self, generation: Generation) -> None:
         """RuntimeError where the table has changed since a generation was made."""

@@ -55,28 +55,21 @@ def are_few(ids: torch.Tensor | None, num_experts: int) -> TypeGuard[torch.Tenso
     return ids is not None and ids.numel() < MOST_CHOICES * num_experts and num_experts <= MOST_STACKED
 
 
-def router_of(block: torch.nn.Module, experts: torch.nn.Module) -> torch.nn.Module | None:
+def router_of(block: torch.nn.Module | None, experts: torch.nn.Module) -> torch.nn.Module | None:
     """The module of a block beside its experts whose `weight` [num_experts, width] scores them; None: there is none, or
     there are several."""
-    stacked = set(experts.modules())
     found = [
         module
-        for module in block.modules()
-        if module not in stacked
-        and isinstance(weight := getattr(module, "weight", None), torch.Tensor)
-        and weight.dim() == 2
-        and len(weight) == experts.num_experts
+        for module in set(block.modules() if block else ()) - set(experts.modules())
+        if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and weight.shape[:-1] == (experts.num_experts,)
     ]
     return found[0] if len(found) == 1 else None
 
 
 def slots_for(
-    ids: torch.Tensor,
-    num_experts: int,
-    num_rows: Sequence[int] = (),
-    num_spare: torch.Tensor | None = None,
-    num_left: int = 0,
+    ids: torch.Tensor, num_experts: int, num_rows: Sequence[int] = (), num_spare: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """The slots of a workspace that hold the experts of a call. One operation, which waits for no GPU.
 
@@ -84,7 +77,6 @@ def slots_for(
         ids: integers [tokens, choices], the experts of each token.
         num_rows: of an expert in each of several tables.
         num_spare: int64, added to: how many slots are left over.
-        num_left: slots that are left over in any case.
 
     Returns:
         (integers [tokens, choices], the slot of each choice; int64 [slots], the expert of each slot, -1 in slots that
@@ -94,7 +86,7 @@ def slots_for(
         there is one.
     """
     experts, count = checked_ids(ids).reshape(-1), ids.numel()
-    num_slots = max(2, min(count, num_experts + 1)) + num_left
+    num_slots = max(2, min(count, num_experts + 1))
     numbers = torch.ops.ibp.list_matrices.default(experts, num_experts, num_slots, num_rows, num_spare)
     sizes = [count, num_slots, *(num_slots * number for number in num_rows)]
     slots, held, *rows = numbers.split_with_sizes(sizes)
@@ -111,11 +103,7 @@ class Calls:
     """
 
     def __init__(self, kind: Any, stacks: Iterable[str]) -> None:
-        self.kind, self._stacks, (self._input, self._choice) = kind, frozenset(stacks), arguments_of(kind)[:2]
-
-    def input_of(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The vectors of the tokens, an argument of the call."""
-        return args[0] if args else kwargs.get(self._input)
+        self.kind, self._stacks, self._choice = kind, frozenset(stacks), arguments_of(kind)[1]
 
     def ids_of(self, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The experts of each token [tokens, choices], an argument of the call; None: there is none."""

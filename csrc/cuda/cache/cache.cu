@@ -579,10 +579,9 @@ ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const
         return IBP_INVALID_ARGUMENT;
     if (count == 0) return IBP_OK;
     if (rows == nullptr || offsets == nullptr) return IBP_INVALID_ARGUMENT;
-    constexpr int64_t kFarBlocks = 128; // keep the link busy, and leave room on every SM to other kernels
+    // A block an SM or so keeps the link busy, and leaves room to other kernels.
     const bool is_far = ibp::is_host_memory(table->slot_bytes != 0 ? table->slots : table->overflow);
-    const ibp::Launch launch =
-        ibp::plan_jobs(count, ibp::kWarps, is_far ? kFarBlocks : ibp::kMostBlocks, ibp::kThreads);
+    const ibp::Launch launch = ibp::plan_jobs(count, ibp::kWarps, is_far ? 128 : ibp::kMostBlocks, ibp::kThreads);
     return ibp::launch_kernel(ibp::fill_rows, launch, stream, *table, rows, offsets, count, *slab, fault);
 }
 
