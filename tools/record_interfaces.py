@@ -63,6 +63,7 @@ def _in_file(path, *names):
 
 _OFFLOADING = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/"
 _LAYERS = "vllm/model_executor/layers/"
+_MOE = _LAYERS + "fused_moe/"
 _LOADER = "vllm/model_executor/model_loader/"
 _TRANSFER = "vllm/distributed/weight_transfer/"
 _HICACHE = "sglang/srt/mem_cache/hicache_storage.py"
@@ -100,6 +101,12 @@ PACKAGES = {
         | _in_file(_LAYERS + "quantization/base_config.py", "QuantizationConfig", "QuantizeMethodBase")
         | _in_file(_LAYERS + "linear.py", "LinearMethodBase", "UnquantizedLinearMethod")
         | _in_file(_LAYERS + "vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod")
+        | _in_file(_MOE + "fused_moe_method_base.py", "FusedMoEMethodBase")
+        | _in_file(_MOE + "unquantized_fused_moe_method.py", "UnquantizedFusedMoEMethod")
+        | _in_file(_MOE + "routed_experts.py", "RoutedExperts")
+        | _in_file(_MOE + "modular_kernel.py", "FusedMoEExpertsModular", "FusedMoEKernel")
+        | _in_file(_MOE + "oracle/unquantized.py", "UnquantizedMoeBackend")
+        | _in_file(_MOE + "config.py", "FusedMoEConfig", "FusedMoEParallelConfig")
         | _in_file(_LOADER + "default_loader.py", "DefaultModelLoader")
         | _in_file(_TRANSFER + "base.py", "WeightTransferEngine")
         | _in_file(_TRANSFER + "factory.py", "WeightTransferEngineFactory"),
@@ -113,6 +120,10 @@ PACKAGES = {
             "weights": Role(
                 (_LAYERS + "linear.py", _LAYERS + "vocab_parallel_embedding.py", "vllm/lora/layers/*.py"),
                 ("self.quant_method", "quant_method", "self._get_quant_method()", "layer._get_quant_method()"),
+            ),
+            "experts": Role(
+                tuple(_MOE + name for name in ("routed_experts.py", "runner/moe_runner.py")),
+                ("self.quant_method", "self._quant_method", "self.routed_experts.quant_method", "quant_method"),
             ),
             "sync": Role(
                 ("vllm/v1/worker/gpu_worker.py",),

@@ -1,9 +1,11 @@
 """Lets vLLM generate with a coded KV-cache and with coded weights: are the tokens plain ones, and how fast are they?
 
-    python tools/serve_vllm.py MODEL_DIR [--mode eager] [--prompts FILE] [--out DIR]
+    python tools/serve_vllm.py MODEL_DIR [--mode eager] [--prompts FILE] [--arms ARM,ARM] [--out DIR]
+    python tools/serve_vllm.py --mixture --mode graphs --length 504 --arms "plain,coded weights"
 
 vLLM has to be installed, and to find ibp's plugins by its entry points. The directory is one of `save_pretrained`.
 Prompts are lists of token ids in a JSON file; else pieces of docs/, or random ids for a model without tokenizer.json.
+`--mixture` serves a mixture with random weights, which transformers makes: 4 layers of 32 experts, 8 for each token.
 
 Each arm is a process, with vLLM's engine inside. It answers all prompts one after the other, twice: the second time
 their KV-cache is where the arm keeps it. `plain` and `coded weights` keep all on the GPU. The GPU of `computed anew`,
@@ -49,6 +51,21 @@ MODES = {
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
     "compiled": {},  # as vLLM does by default
 }
+
+
+def make_mixture(folder):
+    """Writes a mixture with random weights, 0.6 GB of them experts', and returns its folder."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4}
+    sizes |= {"head_dim": 64, "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    sizes |= {"vocab_size": 4096, "max_position_embeddings": 4096, "tie_word_embeddings": False, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**sizes, eos_token_id=1, dtype=torch.bfloat16)
+    model = Qwen3MoeForCausalLM(config).bfloat16()
+    path = folder / "qwen3-moe-4-layers-random"
+    model.save_pretrained(path)
+    return path
 
 
 def prompts_of(args):
@@ -188,6 +205,8 @@ def run_arms(args, made):
     args.out.mkdir(parents=True, exist_ok=True)
     harness.start_file(path, COLUMNS, lambda row: (row["case"], row["mode"]) != (case, args.mode))
     for arm, options in arms_of(args, length).items():
+        if arm not in (args.arms or [arm]):
+            continue
         task = {"arm": arm, "options": options, "prompts": prompts, "result": str(made / "result.json")}
         result = run_in_process(task, made)
         plain = plain or result
@@ -211,6 +230,8 @@ def main():
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of serve_vllm.csv")
     parser.add_argument("--mode", choices=MODES, default="compiled", help="compiled: as vLLM does by default")
+    parser.add_argument("--mixture", action="store_true", help="in place of MODEL_DIR: a mixture with random weights")
+    parser.add_argument("--arms", type=lambda given: given.split(","), help="some of the arms, plain among them")
     parser.add_argument("--length", type=int, default=2040, help="tokens of a prompt")
     parser.add_argument("--prompts", type=Path, help=f"JSON: {PROMPTS} lists of token ids, of one length")
     parser.add_argument("--gain", type=float, default=1.4, help="pages for each raw one that fits: ibp_gain")
@@ -219,9 +240,10 @@ def main():
     if args.task is not None:
         run_arm(json.loads(args.task.read_text()))
         return 0
-    if args.model is None:
-        parser.error("MODEL_DIR is missing")
+    if (args.model is None) != args.mixture:
+        parser.error("wanted either MODEL_DIR or --mixture")
     with tempfile.TemporaryDirectory() as made:
+        args.model = make_mixture(Path(made)) if args.mixture else args.model
         return run_arms(args, Path(made))
 
 

@@ -13,7 +13,8 @@ memory and behind it, and looks for them. SGLang's own factory makes the storage
 read pages, and its storage of files says which prefixes can be restored.
 Every page that comes back has to have the bits that were stored.
 
-try_weights.py then tries vLLM's layers with coded weights, and try_sync.py pushes changes into them.
+try_weights.py then tries vLLM's layers with coded weights, try_sync.py pushes changes into them, and try_experts.py
+tries its fused experts.
 """
 
 import argparse
@@ -36,6 +37,7 @@ import types
 from pathlib import Path
 
 import torch
+import try_experts
 import try_sync
 import try_weights
 from record_interfaces import ENGINES
@@ -798,6 +800,7 @@ def run(release):
         sys.meta_path += [Finder(release, name) for name in try_weights.OTHERS]
         try_weights.try_weights()
         try_sync.try_sync()
+        try_experts.try_experts()
 
 
 def main():

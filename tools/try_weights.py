@@ -25,6 +25,11 @@ REAL = (
     "vllm.model_executor.model_loader.base_loader",
     "vllm.model_executor.model_loader.default_loader",
     "vllm.model_executor.model_loader.reload*",
+    "vllm.model_executor.layers.fused_moe",
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base",
+    "vllm.model_executor.layers.fused_moe.routed_experts",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+    "vllm.model_executor.layers.fused_moe.oracle.unquantized",
     "vllm.distributed.weight_transfer",
     "vllm.distributed.weight_transfer.base",
     "vllm.distributed.weight_transfer.factory",
@@ -37,6 +42,7 @@ OPTIONS = {"min_bytes": 0, "exclude": ["*.skipped", "*.up_proj_of_two"]}
 
 class Ranks:
     rank, size = 0, 1
+    experts = False  # whether ranks have some of the experts, not parts of all
 
 
 def _plain_product(layer, x, weight, bias=None):
@@ -53,9 +59,19 @@ class _Platform:
         return lambda *args: False
 
 
+class _Experts:
+    """vLLM's EplbState: all experts are where they are."""
+
+    @staticmethod
+    def build_initial_global_physical_to_logical_map(num_experts, num_redundant_experts):
+        return list(range(num_experts))
+
+
 # What stands for names that vLLM's modules import.
 GIVEN = {
     "current_platform": _Platform(),
+    "rocm_aiter_ops": _Platform(),
+    "EplbState": _Experts,
     "divide": lambda whole, parts: whole // parts,
     "get_tensor_model_parallel_rank": lambda: Ranks.rank,
     "get_tensor_model_parallel_world_size": lambda: Ranks.size,
@@ -64,6 +80,10 @@ GIVEN = {
     "dispatch_unquantized_gemm": lambda *args: _plain_product,
     "is_deferred_attention_layer": lambda layer: False,
     "get_current_vllm_config_or_none": lambda: None,
+    "maybe_roundup_layer_hidden_size": lambda hidden_size, *others: hidden_size,
+    "get_cached_compilation_config": lambda: types.SimpleNamespace(
+        custom_ops=["all"], enabled_custom_ops=set(), disabled_custom_ops=set()
+    ),
     "set_current_vllm_config": lambda *args, **options: contextlib.nullcontext(),
     "get_current_vllm_config": lambda: types.SimpleNamespace(load_config=types.SimpleNamespace(load_format="auto")),
 }

@@ -19,7 +19,7 @@ from ..deltas._applying import Base
 from ..deltas._on_pieces import Memory
 from ..deltas._receiving import bases_of_rows, rows_of
 from ..deltas._regions import Region, TensorRows
-from .vllm_weights import IBPWeightMethod
+from ._vllm_methods import CodedMethod
 
 
 class ShardPlace(NamedTuple):
@@ -67,7 +67,8 @@ class ModelReceiver(Receiver):
     def apply(self, message: torch.Tensor) -> bool:
         is_done = super().apply(message)
         for _, method in self._coded if is_done else ():
-            method.table.prepare_linear()
+            for table in method.tables.values():
+                table.prepare_linear()
         return is_done
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
@@ -96,10 +97,10 @@ class ModelReceiver(Receiver):
         weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in asked.items()}
         copies = _Copies(weights)
         with contextlib.ExitStack() as stack:
-            tables = {stack.enter_context(method.as_plain(layer)): method.table for layer, method in self._coded}
+            tables = [stack.enter_context(method.as_plain(layer)) for layer, method in self._coded]
             with torch.no_grad(), copies:
                 self._model.load_weights(iter(weights.items()))
-        by_storage = {_storage(weight): table for weight, table in tables.items()}
+        by_storage = {_storage(weight): table for of_layer in tables for weight, table in of_layer.items()}
         return {
             name: [_place(name, weights[name], source, target, by_storage) for source, target in copies.found[name]]
             for name in weights
@@ -130,7 +131,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _is_coded(layer: Any) -> bool:
     method = getattr(layer, "quant_method", None)
-    return isinstance(method, IBPWeightMethod) and method.table is not None and not method.is_tied
+    return isinstance(method, CodedMethod) and bool(method.tables) and not method.is_tied
 
 
 def _place(
@@ -149,7 +150,7 @@ def _place(
         box.append((at // max(1, stride), length))
         at %= max(1, stride)
     if target.is_meta:
-        rows, columns = target.shape
+        columns = target.shape[-1]
         table = tables[_storage(target)]
         if columns != table.shape[1]:
             raise NotImplementedError(f"{name} is coded beside other weights in one row")

@@ -6,7 +6,6 @@ releases that were tried, and what stays plain.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
@@ -28,9 +27,11 @@ from ..nn._compressing import LEAST_SAVINGS, is_included
 from ..nn._tables import matrix_table
 from ._engines import check_engine
 from ._loading import CodingFields, is_coded
+from ._vllm_methods import CodedMethod, IBPExpertsMethod, why_plain_experts
 
 try:
     from vllm.config import get_current_vllm_config  # type: ignore
+    from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod  # type: ignore
     from vllm.model_executor.layers.linear import (  # type: ignore
         LinearBase,
         LinearMethodBase,
@@ -45,7 +46,6 @@ try:
     )
     from vllm.model_executor.model_loader import register_model_loader  # type: ignore
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # type: ignore
-    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
 
     _missing: ImportError | None = None
 except ImportError as error:
@@ -71,7 +71,7 @@ def register() -> None:
 
 
 class IBPConfig(QuantizationConfig):
-    """What `--quantization ibp` makes: linear layers, embeddings and heads of BF16 weights are coded.
+    """What `--quantization ibp` makes: linear layers, fused experts, embeddings and heads of BF16 weights are coded.
 
     Args:
         fields: of `quantization_config` in config.json or `--hf-overrides`: include, exclude and min_bytes, as in
@@ -112,20 +112,27 @@ class IBPConfig(QuantizationConfig):
         self._is_coded = any(is_coded(path) for path in Path(model_name).glob("*.safetensors"))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """How a layer keeps its weight. None: as vLLM does, for experts and attention.
+        """How a layer keeps its weight. None: as vLLM does, for attention.
 
         Raises:
             ValueError: the checkpoint is coded, and `--load-format ibp` is missing.
         """
         if self._is_coded and get_current_vllm_config().load_config.load_format != METHOD:
             raise ValueError("the checkpoint is coded by ibp; wanted --load-format ibp, which decodes it while loading")
+        made: type[CodedMethod] = IBPWeightMethod
         if isinstance(layer, LinearBase):
             plain = UnquantizedLinearMethod()
         elif isinstance(layer, VocabParallelEmbedding):
             plain = UnquantizedEmbeddingMethod()
+        elif isinstance(layer, RoutedExperts):
+            made, plain = IBPExpertsMethod, UnquantizedFusedMoEMethod(layer.moe_config)
         else:
             return None
-        return IBPWeightMethod(self, prefix, plain) if self._includes(prefix) else plain
+        if not self._includes(prefix):
+            return plain
+        why = why_plain_experts(plain) if made is IBPExpertsMethod else ""
+        self._say(prefix, why)
+        return plain if why else made(self, prefix, plain)
 
     def _includes(self, prefix: str) -> bool:
         around, _, last = prefix.rpartition(".")
@@ -136,6 +143,7 @@ class IBPConfig(QuantizationConfig):
 
     def table_of(self, weight: torch.Tensor, name: str) -> CompressedTensor | None:
         """A table of a loaded weight. None: it stays plain. The log says why, once for each reason."""
+        weight = weight.detach().as_subclass(torch.Tensor)
         num_bytes, table, why = weight.numel() * weight.element_size(), None, ""
         if weight.dim() != 2 or weight.dtype != torch.bfloat16:
             why = f"it has {weight.dim()} dimensions of {weight.dtype}; wanted 2 of torch.bfloat16"
@@ -145,99 +153,62 @@ class IBPConfig(QuantizationConfig):
             table = matrix_table(weight)
             if table.nbytes > num_bytes * (1 - LEAST_SAVINGS) or not takes(table):
                 table, why = None, f"it does not shrink, or the kernel takes no shape {list(weight.shape)}"
+        self._say(name, why)
+        return None if table is None else table.prepare_linear()
+
+    def _say(self, name: str, why: str) -> None:
+        """Logs once why weights stay plain; nothing where why is empty."""
         if why and why not in self._said:
             self._said.add(why)
             _logger.warning("ibp: the weight of %s stays plain, as may others: %s", name, why)
-        return None if table is None else table.prepare_linear()
 
 
-class IBPWeightMethod(LinearMethodBase):
-    """How a layer keeps its weight: plain until it is loaded, in vLLM's shards, then as one table.
-
-    Linear layers are made without memory and coded one after the other while they are loaded. Embeddings and heads,
-    which may be tied, are coded at the end.
-
-    Args:
-        plain: vLLM's own method, for weights that stay plain.
+class IBPWeightMethod(CodedMethod, LinearMethodBase):
+    """How a linear layer, an embedding or a head keeps its weight. Embeddings and heads, which may be tied, are coded
+    at the end.
 
     Attributes:
         table: the layer's shard; None where it is plain.
     """
 
     def __init__(self, config: IBPConfig, prefix: str, plain: Any) -> None:
-        self._config, self._plain, self._name = config, plain, prefix
+        super().__init__(config, prefix, plain)
         self.uses_meta_device = isinstance(plain, UnquantizedLinearMethod)
-        self.table: CompressedTensor | None = None
-        self._is_done = False  # whether the weight is processed
-        self._made_by: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # arguments of `create_weights`
         self._tied: Any = None  # an embedding of the same weight
 
-    def create_weights(self, layer: Any, *sizes: Any, **options: Any) -> None:
-        self._made_by = sizes, options
-        if not self.uses_meta_device:
-            self._plain.create_weights(layer, *sizes, **options)
-            return
-        with torch.device("meta"):
-            self._plain.create_weights(layer, *sizes, **options)
-        initialize_online_processing(layer)
-
     @property
-    def is_tied(self) -> bool:
-        """Whether the table is an embedding's."""
-        return self._tied is not None
-
-    @contextlib.contextmanager
-    def as_plain(self, layer: Any) -> Iterator[torch.Tensor]:
-        """Gives a layer a plain weight without memory, with vLLM's loaders, for the time of the context."""
-        empty, (sizes, options) = layer.weight, self._made_by
-        with torch.device("meta"):
-            self._plain.create_weights(layer, *sizes, **options)
-        try:
-            yield layer.weight
-        finally:
-            del layer.weight
-            layer.register_parameter("weight", empty)
+    def table(self) -> CompressedTensor | None:
+        return self.tables.get("weight")
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Lets a head multiply by an embedding's table."""
-        layer.weight, self._tied = embed_tokens.weight, embed_tokens
+        layer.weight, self._tied, self.is_tied = embed_tokens.weight, embed_tokens, True
         return layer
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Codes a loaded weight and frees it. vLLM calls this once more at the end.
-
-        Raises:
-            NotImplementedError: weights were loaded anew: graphs have the addresses of the old table.
-        """
-        if self._is_done:
-            if self.table is not None and layer.weight.numel():
-                raise NotImplementedError(f"{self._name} is coded; wanted no weights that are loaded anew")
-            return
-        self._is_done = True
+    def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
         if self._tied is None:
-            self.table = self._config.table_of(layer.weight.detach().as_subclass(torch.Tensor), self._name)
+            table = self._config.table_of(layer.weight, self._name)
         elif isinstance(self._tied.quant_method, IBPWeightMethod):
             self._tied.quant_method.process_weights_after_loading(self._tied)
-            self.table = self._tied.quant_method.table
-        if self.table is None:
+            table = self._tied.quant_method.table
+        else:
+            table = None
+        if table is None:
             self._plain.process_weights_after_loading(layer)
-            return
-        _tables[self.table.slots.data_ptr()] = self.table
-        empty = torch.empty(0, self.table.shape[1], dtype=self.table.dtype, device=layer.weight.device)
-        del layer.weight
-        layer.register_parameter("weight", torch.nn.Parameter(empty, requires_grad=False))
-        layer.register_buffer("ibp_slots", self.table.slots, persistent=False)
-        layer.ibp_shape = tuple(self.table.shape)
+            return {}
+        _tables[table.slots.data_ptr()] = table
+        layer.ibp_shape = tuple(table.shape)
+        return {"weight": table}
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self.table is None:
+        if not self.tables:
             return self._plain.apply(layer, x, bias)
-        return torch.ops.ibp_engines.linear(x, layer.ibp_slots, bias, layer.ibp_shape[0])
+        return torch.ops.ibp_engines.linear(x, layer.ibp_weight, bias, layer.ibp_shape[0])
 
     def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
-        if self.table is None:
+        if not self.tables:
             return self._plain.embedding(layer, input_)
-        return torch.ops.ibp_engines.rows(input_, layer.ibp_slots, layer.ibp_shape[1])
+        return torch.ops.ibp_engines.rows(input_, layer.ibp_weight, layer.ibp_shape[1])
 
 
 def _table_of(slots: torch.Tensor) -> CompressedTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ _DOWN, _BIAS = "down_proj", "_bias"
 
 
 class CodedStack(TableModule):
-    """The table of a stacked weight of `Experts`, whose name the module has. `Experts` calls it by `fetch` and `times`.
+    """The table of a stacked weight of `Experts`, whose name the module has.
 
     Args:
         table: [experts, rows, columns], of rows that are table rows.
@@ -38,18 +39,6 @@ class CodedStack(TableModule):
         """The plain weights of experts, from the numbers of their rows and on their device."""
         return self.plain_of(index_select(self.weight, rows, device=rows.device))
 
-    def times(
-        self,
-        x: torch.Tensor,
-        escapes: Escapes,
-        groups: torch.Tensor,
-        order: torch.Tensor,
-        sharing: int,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """The product of each vector with its group's expert, as `linear_groups` gives it."""
-        return multiply_groups(x, self.weight, escapes, groups, order, sharing, out)
-
     def _name_of_weight(self, prefix: str) -> str:
         return prefix[:-1]
 
@@ -57,6 +46,38 @@ class CodedStack(TableModule):
         """Takes no table: `Experts` loads it, since torch gives a module only names that begin with its own and a
         dot."""
         super(TableModule, self)._load_from_state_dict(*args)
+
+
+def multiply_experts(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    stacks: Sequence[tuple[CompressedTensor, Escapes, torch.Tensor | None]],
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    absent: float = torch.nan,
+) -> torch.Tensor:
+    """What experts of two stacked matrices give, by the kernel.
+
+    Args:
+        index: [tokens, choices], the experts of each token, and weights of their results.
+        stacks: the table of each, with what `escapes_for_groups` gives, and biases [experts, rows].
+        activate, norm: functions of the products [tokens * choices, rows] of the first and the second.
+        absent: the second product where an expert is not there.
+    """
+    num_tokens, num_choices = index.shape
+    ids = checked_ids(index).reshape(-1)
+    order, groups = group_vectors(ids, num_experts)
+    y, sharing = x, num_choices
+    for number, (table, escapes, biases) in enumerate(stacks):
+        shape = ids.shape[0], table.shape[0] // num_experts
+        # What no group has remains.
+        out = x.new_full(shape, absent) if number else x.new_empty(shape)
+        y = multiply_groups(y, table, escapes, groups, order, sharing, out)
+        y = y if biases is None else y.add_(biases[ids.clamp(0, num_experts - 1)])
+        y, sharing = (y if norm is None else norm(y)) if number else activate(y), 1
+    return (y.view(num_tokens, num_choices, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 class Experts(torch.nn.Module):
@@ -151,28 +172,15 @@ class Experts(torch.nn.Module):
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, escapes: dict[str, Escapes]
     ) -> torch.Tensor:
         """What transformers' implementations compute, from coded weights."""
-        num_tokens, num_choices = index.shape
-        ids = checked_ids(index).reshape(-1)
-        order, groups = group_vectors(ids, self.num_experts)
-        y = hidden.new_empty(ids.shape[0], self._stack(self._up).num_rows)
-        y = self._times(self._up, hidden, ids, escapes, groups, order, num_choices, y)
-        y = self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
-        # NaN remains where an expert is not there, and no group has the vector.
-        nothing = hidden.new_full((ids.shape[0], self._stack(_DOWN).num_rows), torch.nan)
-        y = self._times(_DOWN, y, ids, escapes, groups, order, 1, nothing)
-        if getattr(self, "has_post_expert_norm", False):
-            y = self.post_expert_norm(y)
-        return (y.view(num_tokens, num_choices, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        stacks = [
+            (self.stacks[name].weight, escapes[name], getattr(self, name + _BIAS) if self.has_bias else None)
+            for name in (self._up, _DOWN)
+        ]
+        norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
+        return multiply_experts(hidden, index, weights, self.num_experts, stacks, self._activated, norm)
 
-    def _stack(self, name: str) -> CodedStack:
-        return cast(CodedStack, self._modules[name])
-
-    def _times(
-        self, name: str, x: torch.Tensor, experts: torch.Tensor, escapes: dict[str, Escapes], *given: Any
-    ) -> torch.Tensor:
-        """experts: of the vectors. given: as `CodedStack.times` takes it."""
-        y = self._stack(name).times(x, escapes[name], *given)
-        return y.add_(getattr(self, name + _BIAS)[experts.clamp(0, self.num_experts - 1)]) if self.has_bias else y
+    def _activated(self, y: torch.Tensor) -> torch.Tensor:
+        return self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
 
     @outside_of_graphs
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:

@@ -12,8 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from ibp.integrations import _engines, vllm_sync, vllm_weights
+from ibp.integrations import _engines, _vllm_methods, vllm_sync, vllm_weights
 from native import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -32,6 +33,7 @@ BASES = {
     "IBPL2Adapter": ("L2AdapterInterface",),
     "IBPConfig": ("QuantizationConfig",),
     "IBPWeightMethod": ("UnquantizedEmbeddingMethod", "LinearMethodBase", "QuantizeMethodBase"),
+    "IBPExpertsMethod": ("FusedMoEMethodBase", "QuantizeMethodBase"),
     "IBPModelLoader": ("DefaultModelLoader",),
     "IBPWeightTransferEngine": ("WeightTransferEngine",),
 }
@@ -40,10 +42,11 @@ ROLES = {"spec": "IBPOffloadingSpec", "worker": "IBPOffloadingWorker", "storage"
     "tier": "IBPL2Adapter",
     "tiering": "IBPSecondaryTier",
     "weights": "IBPWeightMethod",
+    "experts": "IBPExpertsMethod",
     "quantization": "IBPConfig",
     "sync": "IBPWeightTransferEngine",
 }
-OF_WEIGHTS = ("IBPConfig", "IBPWeightMethod", "IBPModelLoader", "IBPWeightTransferEngine")
+OF_WEIGHTS = ("IBPConfig", "IBPWeightMethod", "IBPExpertsMethod", "IBPModelLoader", "IBPWeightTransferEngine")
 # What the adapters' variables are of the engine's classes.
 VARIABLES = {
     "vllm": {
@@ -66,6 +69,16 @@ VARIABLES = {
         "self._notifiers[0]": "EventNotifier",
     },
 }
+# The same of the methods of vLLM's layers, where its experts are recorded.
+OF_EXPERTS = {
+    "layer": "RoutedExperts",
+    "plain": "UnquantizedFusedMoEMethod",
+    "self._plain": "UnquantizedFusedMoEMethod",
+    "self.moe_kernel": "FusedMoEKernel",
+    "self.moe_kernel.fused_experts": "FusedMoEExpertsModular",
+    "moe": "FusedMoEConfig",
+    "moe.moe_parallel_config": "FusedMoEParallelConfig",
+}
 # What the adapters make of the engine's classes.
 MADE = {
     "vllm": {"TransferResult": "TransferResult", "super().__init__": "CPUOffloadingSpec"},
@@ -75,7 +88,14 @@ MADE = {
 # Not in all releases: the adapters ask for BLOCK_GROUPS before they look at the sizes of its groups.
 SOME_RELEASES_ONLY = {"block_pages", "group_pages"}
 # Engines ask for these after they have looked whether an object has them, or is of a class of theirs.
-NOT_OURS = {"reconfigure", "reconfigure_status", "from_config_file", "from_config_dict_json", "requantization_source"}
+NOT_OURS = {
+    "old_quant_method",
+    "reconfigure",
+    "reconfigure_status",
+    "from_config_file",
+    "from_config_dict_json",
+    "requantization_source",
+}
 NOTIFIES = {
     "_notify_keys_stored": "keys, sizes",
     "_notify_keys_accessed": "keys",
@@ -139,6 +159,14 @@ def signature_of(tool, interface, name):
     )
 
 
+def members_of(ours):
+    """The members of a class that it has of itself or of another class of ours."""
+    found = {}
+    for kind in reversed([each for each in ours.__mro__ if each.__module__.startswith("ibp.")]):
+        found |= vars(kind)
+    return found
+
+
 def takes(signature, form):
     """Whether a signature takes a call such as "3, expedited"."""
     positional, *keywords = form.split(", ")
@@ -153,7 +181,7 @@ def takes(signature, form):
 
 def whole_signature_of(ours, name):
     """Of a method of a class, with self or cls."""
-    member = vars(ours)[name]
+    member = members_of(ours)[name]
     return inspect.signature(getattr(member, "__func__", member))
 
 
@@ -170,7 +198,7 @@ def wrong_calls_of_ours(tool, interface, adapter):
         for name, forms in uses["calls"].items():
             if name in NOT_OURS:
                 continue
-            if name in vars(ours):
+            if name in members_of(ours):
                 signature = without_self(whole_signature_of(ours, name))
             elif name in methods:
                 signature = without_self(tool.signature_of(methods[name]))
@@ -189,10 +217,10 @@ def wrong_methods_of_ours(tool, interface, adapter):
         if bases[0] not in interface["classes"]:
             continue
         ours, methods = class_named(adapter, name), of_class(interface, bases, "methods")
-        concrete = set(vars(ours)) | set(of_class(interface, bases[:-1], "methods"))
+        concrete = set(members_of(ours)) | set(of_class(interface, bases[:-1], "methods"))
         missing = set(of_class(interface, bases[-1:], "abstract")) - concrete
         yield from (f"{name} has no {each}" for each in sorted(missing))
-        for each in (set(methods) & set(vars(ours))) - {"__init__"}:
+        for each in (set(methods) & set(members_of(ours))) - {"__init__"}:
             theirs, mine = tool.signature_of(methods[each]), whole_signature_of(ours, each)
             if mine.parameters.keys() >= {"sizes", "options"}:
                 continue  # passed on as they are
@@ -209,19 +237,30 @@ def wrong_calls_of_theirs(tool, interface, source):
         yield from (
             f"{name} does not take {form}" for form in tool.calls_of(tree, function) if not takes(signature, form)
         )
-    for variable, name in VARIABLES[package].items():
+    yield from wrong_uses(tool, interface, tree, VARIABLES[package])
+    if "experts" in interface["uses"]:
+        yield from wrong_uses(tool, interface, ast.parse(Path(_vllm_methods.__file__).read_text()), OF_EXPERTS)
+
+
+def wrong_uses(tool, interface, tree, variables):
+    """What an adapter does with variables, which are of the engine's classes, that these do not have or take."""
+    for variable, name in variables.items():
         lineage = [name]
         while interface["classes"][lineage[-1]].get("bases", ["ABC"])[0] in interface["classes"]:
             lineage.append(interface["classes"][lineage[-1]]["bases"][0])
         methods = of_class(interface, lineage, "methods")
         has = {*methods, *of_class(interface, lineage, "fields"), *of_class(interface, lineage, "attributes")}
         uses = tool.uses_of([tree], (variable,))
+        of_torch = set(dir(torch.nn.Module())) if name == "RoutedExperts" else set()
         if not uses["calls"] and not uses["attributes"]:
             yield f"the adapter has no variable {variable}"
         for method, forms in uses["calls"].items():
+            if method in of_torch:
+                continue
             signature = without_self(tool.signature_of(methods.get(method, "self")))
             yield from (f"{name}.{method} does not take {form}" for form in forms if not takes(signature, form))
-        yield from (f"{name} has no {attribute}" for attribute in set(uses["attributes"]) - has - SOME_RELEASES_ONLY)
+        lacks = set(uses["attributes"]) - has - of_torch - SOME_RELEASES_ONLY
+        yield from (f"{name} has no {attribute}" for attribute in lacks)
 
 
 def wrong_names(tool, interface, adapter):
@@ -231,6 +270,8 @@ def wrong_names(tool, interface, adapter):
         yield from (f"the spec sets no {name}" for name in ("_worker", "config") if name not in attributes)
         if not {"num_chunks", "num_blocks"} & set(attributes):
             yield "the spec sets neither num_chunks nor num_blocks"
+        if "TRITON" not in interface["classes"].get("UnquantizedMoeBackend", {}).get("members", {"TRITON": ""}):
+            yield "there is no backend TRITON"
         if "sync" in interface["uses"]:
             register = interface["classes"]["WeightTransferEngineFactory"]["methods"]["register_engine"]
             if not takes(without_self(tool.signature_of(register)), "3"):
@@ -292,7 +333,7 @@ def test_releases_that_are_there():
         assert ends == [versions[0], versions[-1]]
         first = f"{versions[0]} and " if len(versions) > 3 else ""
         assert f"of {name} {first}{versions[-3]} to {versions[-1]}" in " ".join(page.split())  # ran with these
-    for role in ("quantization", "sync"):
+    for role in ("quantization", "experts", "sync"):
         recorded = {each["version"] for each in INTERFACES if role in each["uses"]}
         assert recorded == {"0.26.0", "0.31.0", "0.32.0", "0.33.0"}
 
@@ -314,7 +355,9 @@ def test_stand_ins(tool, package):
                 mine, theirs = stand_in.get(what, {}), real.get(what, {})
                 assert mine == {name: theirs.get(name) for name in mine}, (node.name, what)
     missing = {"sglang": {"StorageMetrics"}, "lmcache": {"MemoryObj"}} | {
-        "vllm": {"UnquantizedLinearMethod", "WeightTransferEngineFactory"}.union(*(BASES[name] for name in OF_WEIGHTS))
+        "vllm": {"UnquantizedLinearMethod", "WeightTransferEngineFactory", "UnquantizedMoeBackend"}.union(
+            OF_EXPERTS.values(), *(BASES[name] for name in OF_WEIGHTS)
+        )
     }
     assert set(newest) - seen == missing[package]
 
@@ -359,6 +402,23 @@ DRIFTS = {
     "an abstract method of configurations more": (
         "vllm",
         lambda classes, _: classes["QuantizationConfig"]["abstract"].append("get_kernel"),
+    ),
+    "another way of multiplying by experts": (
+        "vllm",
+        lambda _, uses: uses["experts"]["calls"]["apply"].append("0, layer, topk_ids, topk_weights, topk_scores, x"),
+    ),
+    "another way of plain experts": (
+        "vllm",
+        lambda classes, _: classes["UnquantizedFusedMoEMethod"]["methods"].update(apply="self, layer, x, ids"),
+    ),
+    "another way of activating": (
+        "vllm",
+        lambda classes, _: classes["FusedMoEExpertsModular"]["methods"].update(activation="self, output, input"),
+    ),
+    "experts without a map": ("vllm", lambda classes, _: classes["RoutedExperts"]["methods"].pop("expert_map")),
+    "another name of a kernel": (
+        "vllm",
+        lambda classes, _: classes["UnquantizedMoeBackend"]["members"].pop("TRITON"),
     ),
     "a parameter more": ("vllm", lambda _, uses: uses["worker"]["calls"]["submit_store"].append("3, urgent")),
     "a method more": ("vllm", lambda _, uses: uses["worker"]["calls"].update(cancel=["1"])),

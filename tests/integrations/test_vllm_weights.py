@@ -3,16 +3,24 @@ tools/try_adapters.py runs the methods with the classes of releases.
 """
 
 import importlib.util
+import itertools
 import logging
+import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from helpers import assert_same_bits
-from ibp.integrations import vllm_weights
+from ibp.integrations import _vllm_methods, vllm_weights
 from ibp.nn._tables import matrix_table
 from native import ROOT
+from products import kernels_on_the_cpu, lists
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import try_experts  # noqa: E402
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 
@@ -87,3 +95,124 @@ def test_the_entry_point():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, name = project["entry-points"]["vllm.general_plugins"]["ibp"].split(":")
     assert getattr(importlib.import_module(module), name) is vllm_weights.register
+
+
+# ---- fused experts ----
+
+EXPERTS, HIDDEN, WIDTH, CHOICES = 6, 64, 32, 2
+
+
+class ExpertsMethod(_vllm_methods.IBPExpertsMethod):
+    __init__ = _vllm_methods.CodedMethod.__init__  # vLLM's class wants its configuration
+
+
+def coded_table(weight, name):
+    made = matrix_table(weight)
+    lists(made)
+    return made
+
+
+def coded_experts(has_bias=False, expert_map=None, on_input=False):
+    """A layer as vLLM's, its method, and its plain weights."""
+    layer, kernel = torch.nn.Module(), try_experts.Kernel()
+    local = EXPERTS if expert_map is None else EXPERTS // 2
+    shapes = {"w13_weight": (local, 2 * WIDTH, HIDDEN), "w2_weight": (local, HIDDEN, WIDTH)}
+    shapes |= {"w13_bias": (local, 2 * WIDTH), "w2_bias": (local, HIDDEN)} if has_bias else {}
+    weights = {name: torch.randn(shape).mul(0.2).bfloat16() for name, shape in shapes.items()}
+    for name, weight in weights.items():
+        layer.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+    given = {"local_num_experts": local, "global_num_experts": EXPERTS, "activation": "silu"}
+    given |= {"expert_map": expert_map, "apply_router_weight_on_input": on_input}
+    vars(layer).update(given)
+    plain = types.SimpleNamespace(
+        process_weights_after_loading=lambda layer: None,
+        moe_kernel=kernel,
+        moe_quant_config=None,
+        apply=lambda layer, x, weights, ids, *shared: kernel.apply(
+            x, layer.w13_weight, layer.w2_weight, weights, ids, "silu", EXPERTS, layer.expert_map, False
+        ),
+    )
+    method = ExpertsMethod(types.SimpleNamespace(table_of=coded_table), "experts", plain)
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight.numel() == layer.w2_weight.numel() == 0 and len(method.tables) == 2
+    return layer, method, weights
+
+
+def results_of_experts(layer, weights, x, topk_weights, topk_ids):
+    results = torch.zeros(x.shape)
+    for token, choice in itertools.product(range(len(x)), range(topk_ids.shape[1])):
+        number, weight = int(topk_ids[token, choice]), topk_weights[token, choice]
+        number = number if layer.expert_map is None else int(layer.expert_map[number])
+        if number < 0:
+            continue
+        row, weight = (x[token] * weight.bfloat16(), 1) if layer.apply_router_weight_on_input else (x[token], weight)
+        y = F.linear(row, weights["w13_weight"][number])
+        y = y + weights["w13_bias"][number] if "w13_bias" in weights else y
+        y = F.linear(F.silu(y[:WIDTH]) * y[WIDTH:], weights["w2_weight"][number])
+        results[token] += weight * (y + weights["w2_bias"][number] if "w2_bias" in weights else y).float()
+    return results
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_experts_of_few_tokens(monkeypatch, has_bias, on_input, is_spread):
+    """The kernel multiplies, by the experts of this rank alone."""
+    expert_map = torch.tensor([-1, 0, -1, 1, 2, -1], dtype=torch.int32) if is_spread else None
+    with kernels_on_the_cpu(monkeypatch) as calls:
+        layer, method, weights = coded_experts(has_bias, expert_map, on_input)
+        for dtype in (torch.int32, torch.int64):
+            x = torch.randn(5, HIDDEN).bfloat16()
+            ids = torch.stack([torch.randperm(EXPERTS)[: 1 if on_input else CHOICES] for _ in x]).to(dtype)
+            topk_weights = torch.rand(ids.shape)
+            got = method.apply(layer, x, topk_weights, ids, None, None)
+            assert got.dtype == torch.bfloat16 and got.shape == x.shape
+            wanted = results_of_experts(layer, weights, x, topk_weights, ids)
+            torch.testing.assert_close(got.float(), wanted, rtol=0.03, atol=0.03)
+        assert calls == [ids.numel()] * 4
+
+
+def test_experts_of_many_tokens(monkeypatch):
+    """vLLM's kernel multiplies by decoded weights."""
+    with kernels_on_the_cpu(monkeypatch) as calls:
+        layer, method, weights = coded_experts()
+        monkeypatch.setattr(_vllm_methods, "MOST_GROUPED", 7)
+        x, ids = torch.randn(4, HIDDEN).bfloat16(), torch.arange(8).view(4, 2) % EXPERTS
+        topk_weights = torch.rand(ids.shape)
+        got = method.apply(layer, x, topk_weights, ids, None, None)
+        kernel = method.moe_kernel
+        wanted = kernel.apply(x, weights["w13_weight"], weights["w2_weight"], topk_weights, ids, "silu", 6, None, False)
+        assert_same_bits(got, wanted)
+        assert not calls
+
+
+def test_experts_that_are_loaded_anew():
+    layer, method, weights = coded_experts()
+    method.process_weights_after_loading(layer)
+    layer.w2_weight = torch.nn.Parameter(weights["w2_weight"], requires_grad=False)
+    with pytest.raises(NotImplementedError, match="experts is coded; wanted no weights that are loaded anew"):
+        method.process_weights_after_loading(layer)
+
+
+MOE = {"is_lora_enabled": False, "dp_size": 1, "is_sequence_parallel": False}
+
+
+@pytest.mark.parametrize(
+    "backend, moe, balances, said",
+    [
+        ("TRITON", {}, False, ""),
+        ("FLASHINFER_CUTLASS", {}, False, "vLLM multiplies them by FLASHINFER_CUTLASS; wanted --moe-backend triton"),
+        ("TRITON", {"is_lora_enabled": True}, False, "LoRA adapters of experts read plain weights"),
+        ("TRITON", {"dp_size": 2}, False, "they are spread over data-parallel ranks, or move between ranks"),
+        ("TRITON", {"is_sequence_parallel": True}, False, "they are spread over data-parallel ranks, or move"),
+        ("TRITON", {}, True, "they are spread over data-parallel ranks, or move between ranks"),
+    ],
+)
+def test_experts_that_stay_plain(backend, moe, balances, said):
+    parallel = types.SimpleNamespace(enable_eplb=balances)
+    plain = types.SimpleNamespace(
+        unquantized_backend=types.SimpleNamespace(name=backend, value=backend),
+        moe=types.SimpleNamespace(**(MOE | moe), moe_parallel_config=parallel),
+    )
+    why = _vllm_methods.why_plain_experts(plain)
+    assert why.startswith(said) and bool(why) == bool(said)

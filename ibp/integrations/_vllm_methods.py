@@ -1,0 +1,163 @@
+"""How layers of vLLM get tables in place of weights, and its fused experts multiply by them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .._fetch.escapes import Escapes, matrix_of
+from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups
+from .._tables.compressed_tensor import CompressedTensor
+from ..nn._experts import multiply_experts
+from ..nn._stacks import stand_in
+
+try:
+    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
+    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
+
+except ImportError:  # vllm_weights says so
+    FusedMoEMethodBase = object
+
+
+class CodedMethod:
+    """How a layer keeps its weights: plain until they are loaded, in vLLM's shards, then as tables.
+
+    Layers are made without memory and coded one after the other while they are loaded, unless a subclass says so.
+
+    Args:
+        config: the `IBPConfig`.
+        plain: vLLM's own method, for weights that stay plain.
+
+    Attributes:
+        tables: the layer's shards, by names of parameters; none where it is plain.
+        is_tied: whether they are another layer's.
+    """
+
+    uses_meta_device, is_tied = True, False
+
+    def __init__(self, config: Any, prefix: str, plain: Any) -> None:
+        self._config, self._name, self._plain = config, prefix, plain
+        self.tables: dict[str, CompressedTensor] = {}
+        self._is_done = False  # whether the weights are processed
+        self._made_by: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # arguments of `create_weights`
+
+    def create_weights(self, layer: Any, *sizes: Any, **options: Any) -> None:
+        self._made_by = sizes, options
+        if not self.uses_meta_device:
+            self._plain.create_weights(layer, *sizes, **options)
+            return
+        with torch.device("meta"):
+            self._plain.create_weights(layer, *sizes, **options)
+        initialize_online_processing(layer)
+
+    @contextlib.contextmanager
+    def as_plain(self, layer: Any) -> Iterator[dict[torch.Tensor, CompressedTensor]]:
+        """Gives a layer plain weights without memory, with vLLM's loaders, for the time of the context, by which there
+        are its tables."""
+        held, (sizes, options) = dict(layer._parameters), self._made_by
+        with torch.device("meta"):
+            self._plain.create_weights(layer, *sizes, **options)
+        plain = {name: layer._parameters[name] for name in self.tables}
+        layer._parameters.update(held | plain)
+        try:
+            yield {weight: self.tables[name] for name, weight in plain.items()}
+        finally:
+            layer._parameters.update(held)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Codes loaded weights and frees them. vLLM calls this once more at the end.
+
+        Raises:
+            NotImplementedError: weights were loaded anew: graphs have the addresses of the old tables.
+        """
+        if self._is_done:
+            if any(getattr(layer, name).numel() for name in self.tables):
+                raise NotImplementedError(f"{self._name} is coded; wanted no weights that are loaded anew")
+            return
+        self._is_done, self.tables = True, self._coded(layer)
+        for name, table in self.tables.items():
+            weight = getattr(layer, name)
+            empty = torch.empty(0, table.shape[1], dtype=table.dtype, device=weight.device)
+            parameter: Any = torch.nn.Parameter(empty, requires_grad=False)
+            parameter.weight_loader = getattr(weight, "weight_loader", None)  # asked for other ranks' experts, too
+            delattr(layer, name)
+            layer.register_parameter(name, parameter)
+            layer.register_buffer(f"ibp_{name}", table.slots, persistent=False)
+
+    def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
+        """The tables of a layer's loaded weights. None: they stay plain, and are ready as such."""
+        raise NotImplementedError
+
+
+def why_plain_experts(plain: Any) -> str:
+    """Why experts cannot be coded; empty: they can. plain: vLLM's method for them."""
+    moe = plain.moe
+    if plain.unquantized_backend.name != "TRITON":
+        return f"vLLM multiplies them by {plain.unquantized_backend.value}; wanted --moe-backend triton"
+    if moe.is_lora_enabled:
+        return "LoRA adapters of experts read plain weights"
+    if moe.dp_size > 1 or moe.is_sequence_parallel or moe.moe_parallel_config.enable_eplb:
+        return "they are spread over data-parallel ranks, or move between ranks"
+    return ""
+
+
+class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
+    """How fused experts keep their stacked weights. Few tokens are multiplied by a kernel that decodes weights in
+    registers, many by vLLM's own kernel, with weights that are decoded for the call. vLLM's operation around them is
+    what compiled graphs hold."""
+
+    def __init__(self, config: Any, prefix: str, plain: Any) -> None:
+        FusedMoEMethodBase.__init__(self, plain.moe)
+        CodedMethod.__init__(self, config, prefix, plain)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        return self._plain.get_fused_moe_quant_config(layer)
+
+    def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
+        self._plain.process_weights_after_loading(layer)
+        self.moe_kernel, self.moe_quant_config = self._plain.moe_kernel, self._plain.moe_quant_config
+        names = "w13_weight", "w2_weight"
+        tables = [self._config.table_of(getattr(layer, name).flatten(0, 1), f"{self._name}.{name}") for name in names]
+        return {} if any(table is None for table in tables) else dict(zip(names, tables))
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if self.tables:
+            tables, count = [*self.tables.values()], layer.local_num_experts
+            if 0 < topk_ids.numel() <= MOST_GROUPED and count <= MOST_STACKED:
+                escapes = escapes_for_groups(x, tables, [table.shape[0] // count for table in tables])
+                if escapes is not None:
+                    return self._multiplied(layer, x, topk_weights, topk_ids, escapes)
+            weights = [matrix_of(table, x.device).view(count, -1, table.shape[1]) for table in tables]
+            layer = stand_in(layer, dict(zip(self.tables, weights)), type(layer))
+        return self._plain.apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+
+    def _multiplied(
+        self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, escapes: list[Escapes]
+    ) -> torch.Tensor:
+        """What vLLM's kernel gives, but for the order in which products are added."""
+        up, down = self.tables.values()
+
+        def activate(y: torch.Tensor) -> torch.Tensor:
+            out = y.new_empty(len(y), down.shape[1])
+            self.moe_kernel.fused_experts.activation(layer.activation, out, y)
+            return out
+
+        if layer.apply_router_weight_on_input:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        if layer.expert_map is not None:  # -1: another rank's
+            ids = layer.expert_map[ids]
+            weights = weights.masked_fill(ids < 0, 0)
+        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+        stacks = [*zip((up, down), escapes, biases)]
+        return multiply_experts(x, ids, weights, layer.local_num_experts, stacks, activate, absent=0)
