@@ -157,7 +157,7 @@ class ActivationOffload:
                     found = self._save(x)
                 if found is not None:
                     return found
-            self._stats.kept_bytes += x.numel() * x.element_size()
+            self._stats.kept_bytes += x.nbytes
             return spans.UnchangedTensor.of(x)
 
     def _unpack(self, saved: spans.UnchangedTensor | _SavedTensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ class ActivationOffload:
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
         """Whether a tensor may leave."""
-        if not spans.is_plain(x) or x.numel() * x.element_size() < max(1, self.least_bytes):
+        if not spans.is_plain(x) or x.nbytes < max(1, self.least_bytes):
             return False
         if not (x.is_cuda if self.device is None else x.device == self.device):
             return False

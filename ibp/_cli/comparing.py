@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from ibp.checkpoints._source import SourceTensor
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20
+# Says what a delta takes, in bytes: (name, old, new) of tensors of one shape and dtype.
+Weighing = Callable[[str, SourceTensor, SourceTensor], int]
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,6 @@ class Change:
     def document(self) -> dict[str, Any]:
         fields = dict(vars(self), dtype=dtype_name(self.dtype), shape=list(self.shape))
         return {**fields, "share": self.share}
-
-
-class Weighing(Protocol):
-    """Says what a delta of two tensors of one shape and dtype takes, in bytes."""
-
-    def __call__(self, name: str, base: SourceTensor, new: SourceTensor) -> int: ...
 
 
 def changes(

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -94,16 +94,6 @@ def file_of(target: str) -> str:
     return target if _sources.is_url(target) else os.fspath(target_of(target))
 
 
-def source(path: str) -> _sources.Source:
-    """An input as a source of tensors: files, directories, indices, globs, URLs."""
-    return _sources.open_sources([path])
-
-
-def expanded(paths: Sequence[str]) -> list[str]:
-    """The inputs, with what globs match in their place."""
-    return _sources.expand(paths)
-
-
 def has_other_format(path: str) -> bool:
     """Whether a file is one of tensors, and none of safetensors: by its bytes, of a URL by its suffix."""
     if _sources.is_url(path):
@@ -124,11 +114,20 @@ def on_this_machine(path: str) -> contextlib.AbstractContextManager[str]:
 def verify_inputs(paths: Sequence[str], bars: bool) -> int:
     """Compares the checksums of those files of ibp among the inputs that are on this machine; bytes compared."""
     total = 0
-    for path in expanded(paths):
+    for path in _sources.expand(paths):
         if not _sources.is_url(path) and not has_other_format(path):
             with ibp.open(path) as file:
                 total += file.verify(progress=bars)
     return total
+
+
+def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
+    """Reports files that were written, here or at URLs, and what else there is to say, unless they went to stdout."""
+    if arguments.output == inputs.STREAM:
+        return
+    sizes = [size_of(file) for file in files]
+    parts = [f"{output.shown(file)}: {output.show_size(size)}" for file, size in zip(files, sizes)]
+    output.report(arguments, {**document, "files": files, "bytes": sum(sizes)}, *parts, *more)
 
 
 def size_of(path: str) -> int:

@@ -13,7 +13,7 @@ from .. import _core
 from .fields import FileFormatError, refused
 from .regular import open_regular
 from .sets import INDEX_SUFFIX
-from .writer import FORMAT, MAX_HEADER_BYTES
+from .writer import FORMAT, MAX_HEADER_BYTES, PREFIX
 
 
 class Entry(NamedTuple):
@@ -56,6 +56,11 @@ class Header:
     def is_plain(self) -> bool:
         """Whether the file is an ordinary one of safetensors."""
         return FORMAT not in self.metadata
+
+    @property
+    def user_metadata(self) -> dict[str, str]:
+        """The metadata without what is ibp's."""
+        return {key: text for key, text in self.metadata.items() if self.is_plain or not key.startswith(PREFIX)}
 
 
 def read_header(path: Path) -> Header:

@@ -105,7 +105,7 @@ class File(Mapping[str, Value], Closing):
         self.tables = tuple(name for name in self._names if name in self._owners)
         self.metadata: dict[str, str] = {}
         for file in reversed(self._files.values()):
-            self.metadata.update(file.user_metadata)
+            self.metadata.update(file.header.user_metadata)
         self.removed = tuple(name for file in self._files.values() for name in file.removed)
         self._pins = _memory.pins(memory) is not False
         self._made: dict[str, Value] = {}

@@ -110,13 +110,6 @@ class OpenFile:
         self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
         self._codebooks: dict[int, AnyCodebook] = {}
 
-    @property
-    def user_metadata(self) -> dict[str, str]:
-        """The metadata without what is ibp's."""
-        if self.header.is_plain:
-            return dict(self.header.metadata)
-        return {key: text for key, text in self.header.metadata.items() if not key.startswith(PREFIX)}
-
     def fields(self, name: str) -> TableFields:
         """The fields of a table, checked."""
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])

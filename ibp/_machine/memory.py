@@ -152,7 +152,7 @@ def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
     """The tensor itself if it is pinned or empty, else a pinned copy of a CPU tensor."""
     if tensor.numel() == 0 or tensor.is_pinned():
         return tensor
-    pinned = empty(tensor.numel() * tensor.element_size(), tensor.device, pin=True, node=node)
+    pinned = empty(tensor.nbytes, tensor.device, pin=True, node=node)
     return pinned.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
@@ -167,7 +167,7 @@ def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if host.numel() == 0:
         return torch.empty_like(host, device=device)
     with torch.cuda.device(device):
-        capsule = _core.map_pinned(host, host.data_ptr(), host.numel() * host.element_size(), device.index)
+        capsule = _core.map_pinned(host, host.data_ptr(), host.nbytes, device.index)
         return torch.from_dlpack(capsule).view(host.dtype).view(host.shape)
 
 

@@ -82,7 +82,7 @@ class Segment:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], node: int) -> tuple[Segment, dict[str, torch.Tensor]]:
         """New memory on a NUMA node (negative: the caller's) with a copy of a table's tensors, and these copies."""
-        num_bytes = sum(_rounded_up(tensor.numel() * tensor.element_size()) for tensor in tensors.values())
+        num_bytes = sum(_rounded_up(tensor.nbytes) for tensor in tensors.values())
         segment = cls.new(max(num_bytes, _ALIGNMENT), node)
         copies = segment.tensors({name: tensor.numel() for name, tensor in tensors.items()})
         for name, tensor in tensors.items():

@@ -80,7 +80,7 @@ class Room:
 
     @property
     def index_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.index)
+        return sum(tensor.nbytes for tensor in self.index)
 
     @property
     def nbytes(self) -> int:

@@ -171,18 +171,18 @@ class Table(TensorManners, Saves):
     def index_bytes(self) -> int:
         """Bytes of the row index: at most 2.25 a row, and 12 for each that there is room for in a table whose rows have
         changed."""
-        return self._room.index_bytes if self._room is not None else _nbytes(self.lengths) + _nbytes(self.bases)
+        return self._room.index_bytes if self._room is not None else self.lengths.nbytes + self.bases.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working
         form, and the escapes that `ibp.linear` lists."""
-        beside = self.codebook.nbytes + _nbytes(self.codebook.words(_CPU)) if self.codebook else 0
+        beside = self.codebook.nbytes + self.codebook.words(_CPU).nbytes if self.codebook else 0
         if self._escapes is not None and self._escapes[1] is not None:
             beside += self._escapes[1].nbytes
         if self._room is not None:
             return self._room.nbytes + beside
-        return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + beside
+        return self.slots.nbytes + self.overflow.nbytes + self.index_bytes + beside
 
     @property
     def device_bytes(self) -> int:
@@ -584,8 +584,4 @@ def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy where it is a part of a larger one, which would be written to files as a whole."""
-    return tensor if tensor.untyped_storage().nbytes() == _nbytes(tensor) else tensor.clone()
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

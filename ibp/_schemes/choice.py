@@ -223,13 +223,7 @@ def measured(
     overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
     index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
     words = codebook.words(torch.device("cpu"))
-    nbytes = (
-        slots.slots_size(geometry, slot_bytes)
-        + overflow_bytes
-        + index_bytes
-        + codebook.nbytes
-        + words.numel() * words.element_size()
-    )
+    nbytes = slots.slots_size(geometry, slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
     link_bytes = slots.link_bytes(lengths, sampled, slot_bytes)
     fetched_bytes = link_bytes + slots.second_fetch_bytes(survey, sampled, slot_bytes)
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows

@@ -106,9 +106,9 @@ def _check_owns_memory(x: torch.Tensor) -> None:
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         raise ValueError(f"x has strides {x.stride()}; compress(inplace=True) wants a contiguous tensor")
     held = x.untyped_storage().nbytes()
-    if x.storage_offset() != 0 or held != x.numel() * x.element_size():
+    if x.storage_offset() != 0 or held != x.nbytes:
         raise ValueError(
-            f"x has {x.numel() * x.element_size()} bytes of a storage of {held}; "
+            f"x has {x.nbytes} bytes of a storage of {held}; "
             "compress(inplace=True) wants a tensor that owns all of its storage"
         )
     if x.requires_grad:

@@ -22,12 +22,7 @@ _OF_A_MODEL = {name for name in inspect.signature(compress_rows).parameters if n
 
 def is_worth_coding(x: torch.Tensor) -> bool:
     """Whether x is an ordinary tensor of at least 4 KiB: no subclass, as quantised weights are, and dense."""
-    return (
-        type(x) is torch.Tensor
-        and x.layout == torch.strided
-        and x.dtype in DTYPES
-        and x.numel() * x.element_size() >= LEAST_BYTES
-    )
+    return type(x) is torch.Tensor and x.layout == torch.strided and x.dtype in DTYPES and x.nbytes >= LEAST_BYTES
 
 
 @dataclass(frozen=True)

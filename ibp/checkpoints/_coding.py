@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,15 +51,7 @@ class CodedBlock(NamedTuple):
     release: Callable[[], object]
 
 
-class BlockCoder(Protocol):
-    """Codes blocks in their order."""
-
-    block_bytes: int  # about, of a block
-
-    def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]: ...
-
-
-def coder_for(device: torch.device, jobs: int | None) -> CpuCoder | CudaCoder:
+def coder_for(device: torch.device, jobs: int | None) -> BlockCoder:
     """What codes blocks on a device. jobs: threads; None: one for each core that the process may use."""
     threads = jobs or len(os.sched_getaffinity(0))
     return CpuCoder(threads) if device.type == "cpu" else CudaCoder(device, threads)
@@ -256,3 +248,6 @@ class CudaCoder:
         stored, words = slot.facts[:2].tolist()
         data = slot.coded.host[:stored].numpy()
         return CodedBlock(data, slot.lengths.numpy(), words, lambda: self._free.append(slot))
+
+
+BlockCoder = CpuCoder | CudaCoder  # codes blocks, of about `block_bytes` each, in their order

@@ -13,7 +13,6 @@ from .._files.fields import FileFormatError
 from .._files.header import find_files, read_header
 from .._files.opened import File
 from .._files.opened import open as open_file
-from .._files.writer import PREFIX
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
@@ -59,12 +58,10 @@ def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
     for name, tensor in whole.tensors.items():
         held_by = file.info(name).files
         tensors[held_by[0] if held_by else next(iter(tensors))][name] = tensor
-    return tuple(Source(path, "ibp", tensors[os.path.basename(path)], _texts_of(path)) for path in whole.files)
-
-
-def _texts_of(path: str) -> dict[str, str]:
-    """The metadata of a file without what is ibp's."""
-    return {key: text for key, text in read_header(Path(path)).metadata.items() if not key.startswith(PREFIX)}
+    return tuple(
+        Source(path, "ibp", tensors[os.path.basename(path)], read_header(Path(path)).user_metadata)
+        for path in whole.files
+    )
 
 
 def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTensor:

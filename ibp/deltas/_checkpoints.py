@@ -69,7 +69,8 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
     @property
     def original_bytes(self) -> int:
         """Bytes of the tensors that changed or are new."""
-        return sum(_original_bytes(change) for change in self._changes.values())
+        changes = self._changes.values()
+        return sum(change.nbytes if isinstance(change, torch.Tensor) else change.original_bytes for change in changes)
 
     @property
     def stored_bytes(self) -> int:
@@ -193,10 +194,6 @@ def apart(jobs: Sequence[Job]) -> list[Job]:
             raise DeltaMismatchError(f"{other} and {name} share memory in base, but are not the same tensor")
         ends[base.device] = base.data_ptr() + base.nbytes, name
     return list(kept.values())
-
-
-def _original_bytes(change: Delta | Version) -> int:
-    return change.nbytes if isinstance(change, torch.Tensor) else change.original_bytes
 
 
 def _stored_bytes(change: Delta | Version) -> int:

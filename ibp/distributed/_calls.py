@@ -362,7 +362,7 @@ def check_tensors(*tensors: torch.Tensor) -> None:
     """Raises ValueError unless they are contiguous, and alike in dtype and device."""
     first = tensors[0]
     for tensor in tensors:
-        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if not _is_memory(tensor):
             raise ValueError(f"a tensor {list(tensor.shape)} of strides {_strides(tensor)} is not contiguous memory")
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
@@ -375,11 +375,16 @@ def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
     """x as bytes, where that is the same memory: backends do not move all dtypes. items: [items, bytes of one]."""
     if x.is_cuda and x.dtype in _PLAIN:
         return x
-    if x.layout != torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg():
+    if not _is_memory(x):
         return x
     if not items:
         return as_bytes(x)
     return as_bytes(x).view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]) * x.element_size())
+
+
+def _is_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous memory, as it is."""
+    return x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _strides(tensor: torch.Tensor) -> str:

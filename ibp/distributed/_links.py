@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .._common.group import RankGroup
 from .._machine import calibration
+from .._machine.timing import timed_once
 from .._schemes import choice
 from ._codec import Codec
 from ._messages import Messages, Part, shares_of
@@ -88,22 +89,17 @@ def _torchs_all_gather() -> Callable:
 
 def seconds(members: RankGroup, call: Callable[[], object], in_a_row: int, repeats: int = _REPEATS) -> float:
     """Of a call among several in a row, the shortest."""
+
+    def row() -> None:
+        for _ in range(in_a_row):
+            call()
+
     times = []
     call()
     for _ in range(repeats):
         dist.barrier(group=members.process_group)
-        _synchronize(members.device)
-        start = time.perf_counter()
-        for _ in range(in_a_row):
-            call()
-        _synchronize(members.device)
-        times.append((time.perf_counter() - start) / in_a_row)
+        times.append(timed_once(row, members.device)[1] / in_a_row)
     return min(times)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:

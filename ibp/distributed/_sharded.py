@@ -510,7 +510,7 @@ def _sampled(x: torch.Tensor, members: RankGroup, geometry: _rows.Geometry, samp
     row_bytes = geometry.row_bytes
     share = _SAMPLED_BYTES / geometry.num_bytes if sample is None else sample
     wanted = max(_LEAST_SAMPLED_ROWS, math.ceil(geometry.num_rows * share))
-    own_bytes = x.numel() * x.element_size()
+    own_bytes = x.nbytes
 
     def draw() -> torch.Tensor:
         own = -(-wanted * (own_bytes // row_bytes) // geometry.num_rows)

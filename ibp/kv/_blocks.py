@@ -18,7 +18,6 @@ from ._paged import PagedTensors
 from ._store import KVStore, Transfer
 
 _SAMPLE_BYTES = 4 << 20  # of blocks, from which a codebook is learned
-_STORES_A_COMPACTION = 16  # overflow is compacted at most once while such a part of the pages is stored
 
 # By group of layers: pages, and the blocks that they come from or go to.
 Moves = Mapping[int, tuple[list[int], list[int]]]
@@ -41,7 +40,7 @@ class _Pool:
         self.store: KVStore | None = None
         self.raw: dict[int, dict[int, torch.Tensor]] = {}
         self.may_use = 0
-        self._lost_some, self._num_stored = False, 0  # since the last compaction
+        self._lost_some = False  # since the last compaction
 
     def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
         sample = []
@@ -62,7 +61,6 @@ class _Pool:
 
     def keep(self, part: _Part, lost: set[int]) -> None:
         """Copies the pages that were lost from their blocks."""
-        self._num_stored += len(part.pages)
         self._lost_some = self._lost_some or bool(lost)
         for page, block in zip(part.pages, part.blocks):
             if page in lost:
@@ -88,10 +86,9 @@ class _Pool:
 
     def compact(self) -> None:
         """Makes room in the overflow, where that was short and enough has been stored since the last time."""
-        if self._lost_some and self.store is not None and self._num_stored > len(self.store) // _STORES_A_COMPACTION:
-            self.store.compact()
+        if self._lost_some and self.store is not None and self.store.compact_if_due():
             self.may_use = self.store.place.counts().used_bytes
-            self._lost_some, self._num_stored = False, 0
+            self._lost_some = False
 
 
 class _Span(NamedTuple):

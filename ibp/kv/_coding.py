@@ -197,7 +197,7 @@ class TokenSpan:
 
     @property
     def index_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self._lengths, self._bases, self._words))
+        return sum(tensor.nbytes for tensor in (self._lengths, self._bases, self._words))
 
     def append(self, coded: CodedTokens, offset: int) -> None:
         """Adds items whose bytes are at an offset of the arena."""

@@ -18,7 +18,6 @@ from .._schemes.registry import check_scheme
 from ._store import KVStore, KVStoreStats
 
 _KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
-_PUTS_A_COMPACTION = 16  # overflow is compacted at most once in such a part of the pages
 
 
 class KeyedPages:
@@ -67,7 +66,6 @@ class KeyedPages:
         self._pages: OrderedDict[Hashable, int] = OrderedDict()  # those used last at the end
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
-        self._num_put = 0  # since the last compaction
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._pages
@@ -175,7 +173,6 @@ class KeyedPages:
         if not (self._free or self._drop_oldest()):
             return None
         number = self._free.pop()
-        self._num_put += 1
         if self._is_put(self.store, number, page.to(self.store.device)):
             return number
         self._free.append(number)
@@ -203,11 +200,7 @@ class KeyedPages:
     def _is_put(self, store: KVStore, number: int, page: torch.Tensor) -> bool:
         if not store.store([number], page, [0]).lost():
             return True
-        if self._num_put <= store.num_pages // _PUTS_A_COMPACTION:
-            return False
-        self._num_put = 0
-        store.compact()
-        return not store.store([number], page, [0]).lost()
+        return store.compact_if_due() and not store.store([number], page, [0]).lost()
 
     def _is_got(self, store: KVStore, key: Hashable, out: torch.Tensor) -> bool:
         near = out.view(1, -1) if out.device == store.device else torch.empty_like(out, device=store.device)

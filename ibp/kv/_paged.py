@@ -60,7 +60,7 @@ class PagedTensors:
 
     def _lay_out(self, block: torch.Tensor, starts: Sequence[int], addresses: torch.Tensor | None, stride: int) -> None:
         """Takes where blocks begin: at starts and each `stride` bytes behind them, counted from addresses if given."""
-        self.device, self.block_bytes = block.device, block.numel() * block.element_size()
+        self.device, self.block_bytes = block.device, block.nbytes
         offsets, self.piece_bytes = _pieces(block)
         near = torch.tensor([start + offset for start in starts for offset in offsets], device=self.device)
         self.layout, scratch = _piece(block, self.piece_bytes)

@@ -79,7 +79,7 @@ def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | No
     """The codebook of 8 rows together, for each of them; None where it speaks of columns or lists. Of short rows,
     whose planes end in whole bytes, learning may take digits of three bits to save a byte, which are slower to decode;
     where slots are no larger, digits of longer rows serve better."""
-    if sample.numel() * sample.element_size() < _ROWS_TOGETHER * row_bytes:
+    if sample.nbytes < _ROWS_TOGETHER * row_bytes:
         return None
     found = _of_rows(sample, _ROWS_TOGETHER * row_bytes, "default")
     if not isinstance(found, PlanesCodebook) or found.per_column or found.listed or found.live_columns is not None:

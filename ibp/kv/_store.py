@@ -37,6 +37,7 @@ _WORDS = FaultWords(
     out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
     later="",
 )
+_STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until such a part of the pages has been stored
 _HIGHEST_PRIORITY = -1  # of a CUDA stream: its blocks get the next multiprocessors that other kernels leave
 
 
@@ -271,6 +272,7 @@ class KVStore:
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
         self._tables: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
+        self._num_stored = 0  # pages since the last compaction
 
     # ---- what it is ----
 
@@ -283,7 +285,7 @@ class KVStore:
     def index_bytes(self) -> int:
         """Of the row index, on the device."""
         held = (self.place.lengths, self.place.bases, self.place.rooms, self._stored)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(tensor.nbytes for tensor in held)
 
     @property
     def gain(self) -> float:
@@ -351,6 +353,7 @@ class KVStore:
             row_ids, buffers = self._plan(call, count, None)
             sms = _sms_of(max_sms, _STORE_SMS if place.memory == "pinned" else 0)
             place.handle.encode(layout, place._counts, place.fault, buffers=buffers, row_ids=row_ids, max_sms=sms)
+            self._num_stored += call.near.numel()
             torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
             return self._begun(call, True)
 
@@ -408,10 +411,18 @@ class KVStore:
             Bytes of overflow that are free now.
         """
         self.synchronize()
+        self._num_stored = 0
         if self._rows_own_parts:
             return 0
         _compact(self.place, self._stored[:-1].bool().repeat_interleave(self._rows_per_tensor, 1).view(-1))
         return self.place.overflow.numel() - self.place.counts().used_bytes
+
+    def compact_if_due(self) -> bool:
+        """`compact()`, once a 16th of the pages has been stored since the last time. Returns whether it was done."""
+        if self._num_stored <= self.num_pages // _STORES_A_COMPACTION:
+            return False
+        self.compact()
+        return True
 
     def synchronize(self) -> None:
         """Waits for all transfers so far."""

@@ -29,6 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ibp.checkpoints._decompressing import write_source
+    from ibp.checkpoints._sources import open_sources
 
     from .. import applying, work
 
@@ -39,24 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
         inputs.local([arguments.base, arguments.delta]) as (old, delta),
         inputs.written(arguments.output, ".safetensors") as target,
         work.threads(arguments.jobs),
-        work.source(old) as base,
+        open_sources(old) as base,
     ):
         with work.on_this_machine(delta) as near:
             changes = applying.changes_in(near)
         made = applying.new_version(base, changes, device)
         files = write_source(made, target, None, "apply", output.show_bars(arguments))
-        sizes = [work.size_of(file) for file in files]
-    document = {
-        "old": arguments.base,
-        "delta": arguments.delta,
-        "files": files,
-        "changed": list(changes.changed),
-        "new": list(changes.new),
-        "removed": list(changes.removed),
-        "bytes": sum(sizes),
-    }
-    if arguments.output != inputs.STREAM:
-        counts = f"{len(changes.changed):,} changed, {len(changes.new):,} new, {len(changes.removed):,} removed"
-        parts = [f"{output.shown(file)}: {output.show_size(size)}" for file, size in zip(files, sizes)]
-        output.report(arguments, document, *parts, f"{counts}.")
+    names = {kind: list(getattr(changes, kind)) for kind in ("changed", "new", "removed")}
+    counts = ", ".join(f"{len(of_kind):,} {kind}" for kind, of_kind in names.items())
+    work.report_files(arguments, {"old": arguments.base, "delta": arguments.delta, **names}, files, f"{counts}.")
     return 0

@@ -54,9 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
             exclude=arguments.exclude,
             progress=bars,
         )
-        sizes = [work.size_of(file) for file in files]
-    if arguments.output != inputs.STREAM:
-        document = {"files": files, "bytes": sum(sizes), "verified_bytes": checked}
-        parts = [f"{output.shown(file)}: {output.show_size(size)}" for file, size in zip(files, sizes)]
-        output.report(arguments, document, *parts)
+    work.report_files(arguments, {"verified_bytes": checked}, files)
     return 0

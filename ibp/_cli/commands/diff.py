@@ -40,6 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ibp.checkpoints._sources import open_sources
+
     from .. import comparing, work
 
     if arguments.output == inputs.STREAM:
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     device = work.device_of(arguments)
     with inputs.local([arguments.base, arguments.new]) as given, work.threads(arguments.jobs):
-        with work.source(given[0]) as base, work.source(given[1]) as new:
+        with open_sources(given[0]) as base, open_sources(given[1]) as new:
             names = work.chosen(arguments, dict.fromkeys([*new.tensors, *base.tensors]))
             deltas: dict[str, Any] = {}
             weigh: comparing.Weighing | None = comparing.by_blocks(device)

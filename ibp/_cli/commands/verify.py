@@ -34,11 +34,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ibp.checkpoints._sources import expand
+
     from .. import work
 
     with inputs.local(arguments.inputs) as given, work.threads(arguments.jobs):
-        paths = work.expanded(given)
-        found = [_checked(path, arguments) for path in paths]
+        found = [_checked(path, arguments) for path in expand(given)]
     document = {"files": found, "good": all(one["status"] == GOOD for one in found)}
     output.report(arguments, document, *_parts(found))
     return 0 if document["good"] else 1
@@ -47,13 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What the command reports on one file."""
     import ibp
+    from ibp.checkpoints._sources import open_source
 
     from .. import work
 
     told: dict[str, Any] = {"path": path, "status": GOOD, "bytes": 0, "tensors": 0, "tables": 0}
     told.update(error=None, damaged=[], suspect=[])
     if work.has_other_format(path):
-        with work.source(path) as read:
+        with open_source(path) as read:
             return {**told, "status": UNCHECKED, "tensors": len(read.tensors)}
     try:
         with work.on_this_machine(path) as near, ibp.open(near) as file:

@@ -175,7 +175,7 @@ class Codebook(AnyCodebook):
     @property
     def nbytes(self) -> int:
         """Bytes of the codebook as stored: palette and index."""
-        return self.palette.numel() + self.index.numel() * self.index.element_size()
+        return self.palette.numel() + self.index.nbytes
 
     @property
     def cluster_words(self) -> torch.Tensor:
