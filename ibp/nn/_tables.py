@@ -385,7 +385,7 @@ def _transposed_product(x: torch.Tensor, table: CompressedTensor, bias: torch.Te
 
 def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
     """A table of a matrix to multiply by: at level "fast" unless options of `ibp.compress` say otherwise, and in the
-    slots that the kernel of `ibp.linear` takes unless they choose the table's form."""
+    form that the kernel of `ibp.linear` takes, if it takes the matrix, unless they choose another."""
     if options.keys() <= _LEAVES_SLOTS:
         options = {"level": "fast", **options}
         if options["level"] == "fast":
