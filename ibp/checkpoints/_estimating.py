@@ -22,6 +22,8 @@ from ._planning import compressed_bytes, table_bytes
 from ._source import SourceTensor, chosen
 from ._sources import AnyPath, open_sources
 
+_COMPARED = ("ibp", "planes")
+
 
 @dataclass(frozen=True)
 class TensorEstimate:
@@ -105,7 +107,6 @@ class CheckpointEstimate:
 def estimate(
     inputs: AnyPath | Iterable[AnyPath],
     *,
-    schemes: Iterable[str] = ("ibp", "planes"),
     level: str = "default",
     row_bytes: int | None = None,
     include: Iterable[str] | None = None,
@@ -122,26 +123,20 @@ def estimate(
 
     Args:
         inputs: as of `compress`.
-        schemes: that are compared.
         level, row_bytes: as in `compress`.
         include, exclude: patterns of names, as there: the other tensors are kept as they are.
         progress: show a bar.
 
     Raises:
         FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress`.
-        TypeError, ValueError: a scheme, level or row_bytes is none, or a pattern of include matches no name.
+        TypeError, ValueError: level or row_bytes is none, or a pattern of include matches no name.
     """
-    compared = [scheme for scheme in dict.fromkeys(schemes) if scheme != "raw"]
-    for scheme in compared:
-        if scheme not in SCHEMES:
-            raise ValueError(f"schemes has {scheme!r}; wanted some of {[name for name in SCHEMES if name != 'raw']}")
     check_learning("auto", None, None, None, level)
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
-    scheme = "auto" if len(compared) > 1 else "".join(compared) or "raw"
-    learning = CheckpointLearning(scheme, level=level, row_bytes=row_bytes)
+    learning = CheckpointLearning("auto", level=level, row_bytes=row_bytes)
     with open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
-        kinds = _Kinds(learning, compared, list(source.tensors.values()), kept)
+        kinds = _Kinds(learning, list(source.tensors.values()), kept)
         found, books = {}, {}
         for name in tqdm(source.tensors, desc="estimate", unit="tensor", disable=not progress):
             books[name] = kinds.codebook(source.tensors[name])
@@ -163,15 +158,12 @@ class _Kinds:
 
     Args:
         learning: how codebooks are learned.
-        schemes: that are compared.
         tensors: of the checkpoint.
         kept: names of tensors that are not to be coded.
     """
 
-    def __init__(
-        self, learning: CheckpointLearning, schemes: list[str], tensors: list[SourceTensor], kept: frozenset[str]
-    ) -> None:
-        self._learning, self._schemes = learning, schemes
+    def __init__(self, learning: CheckpointLearning, tensors: list[SourceTensor], kept: frozenset[str]) -> None:
+        self._learning = learning
         self._taken = Codebooks(learning, tensors, kept)
         self._others: dict[tuple, float] = {}  # by kind and scheme
 
@@ -182,7 +174,7 @@ class _Kinds:
 
     def estimate(self, tensor: SourceTensor, taken: AnyCodebook | None) -> TensorEstimate:
         savings = {}
-        for scheme in self._schemes if self._taken.is_coded(tensor) else []:
+        for scheme in _COMPARED if self._taken.is_coded(tensor) else []:
             if taken is None or taken.scheme != scheme:
                 saved = self._other(tensor, scheme)
             else:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._layout import geometry, slots
 from .._schemes import AnyCodebook, surveyed
@@ -17,6 +16,7 @@ from . import _targets
 
 _SWEEP = (0.10, 0.20, 0.30, 0.40)  # Buddy Compression, figure 9
 _LEAST_ROWS = 64  # of a tensor and a snapshot that are looked at
+_SAMPLE_BYTES = 1 << 20  # of rows of a tensor and a snapshot that are kept
 
 
 @dataclass(frozen=True)
@@ -207,15 +207,15 @@ def profile(
     scheme: str = "planes",
     level: str = "default",
     row_bytes: int | None = None,
-    sample_bytes: int = 1 << 20,
     device: torch.device | str | int | None = None,
     progress: bool = False,
 ) -> Profile:
     """How small the slots of tensors can be, by snapshots of a run (Buddy Compression, section 3.4): for each tensor
     the largest target ratio at which, in no snapshot, more than a share of its rows leaves its slot.
 
-    Rows of every snapshot are kept in host memory until the last one has been seen: then a codebook is learned from
-    them, and what each takes is measured. Snapshots may be tensors that change in place, such as those of a model.
+    Rows of every snapshot, drawn at random, are kept in host memory until the last one has been seen (1 MiB of a
+    tensor, or 64 rows): then a codebook is learned from them, and what each takes is measured. Snapshots may be tensors
+    that change in place, such as those of a model.
 
     Example:
         >>> snapshots = [{"weight": torch.randn(1000, 1024).bfloat16()} for _ in range(3)]
@@ -230,7 +230,6 @@ def profile(
         threshold: share of a tensor's rows that may leave their slots; the paper's is 0.30.
         ratios: targets to choose from; None: all whole numbers of 32-byte sectors.
         scheme, level, row_bytes: as in `ibp.compress`.
-        sample_bytes: rows to keep of a tensor and a snapshot, drawn at random; at least 64 rows are.
         device: where rows are measured. None: a tensor's GPU, else the current GPU if there is one, else the CPU.
         progress: show progress bars.
 
@@ -238,7 +237,6 @@ def profile(
         TypeError, ValueError: an argument is not as described, or there is no snapshot.
     """
     threshold = _targets.checked_threshold(threshold)
-    sample_bytes = whole_number("sample_bytes", sample_bytes, 1)
     kept_ratios = None if ratios is None else tuple(_targets.checked_ratio(ratio) for ratio in ratios)
     learning = Learning.of(scheme, level=level)
     kept: dict[str, _Kept] = {}
@@ -250,7 +248,7 @@ def profile(
         for name, x in snapshot.items():
             geometry.check_tensor(x, name)
             if x.numel():
-                kept.setdefault(name, _Kept(name, x, row_bytes, device)).add(x, sample_bytes)
+                kept.setdefault(name, _Kept(name, x, row_bytes, device)).add(x)
     if num_snapshots == 0:
         raise ValueError("there are no snapshots")
     with tqdm(total=len(kept), desc="profile", unit="tensor", disable=not progress) as bar:
@@ -270,7 +268,7 @@ class _Kept:
         self.name, self.geometry = name, geometry.Geometry.of(x, row_bytes)
         self.worker, self.samples = geometry.working_device(x, device), list[torch.Tensor]()
 
-    def add(self, x: torch.Tensor, sample_bytes: int) -> None:
+    def add(self, x: torch.Tensor) -> None:
         shape, dtype, row_bytes = self.geometry.shape, self.geometry.dtype, self.geometry.row_bytes
         if (x.shape, x.dtype) != (shape, dtype):
             raise ValueError(
@@ -279,7 +277,7 @@ class _Kept:
         data = geometry.bytes_of(x)
         if data.numel() < row_bytes:
             data = torch.nn.functional.pad(data, (0, row_bytes - data.numel()))
-        wanted = max(_LEAST_ROWS, sample_bytes // row_bytes)
+        wanted = max(_LEAST_ROWS, _SAMPLE_BYTES // row_bytes)
         rows = geometry.sample(data, row_bytes, wanted, seed=len(self.samples))
         self.samples.append(rows.to("cpu", copy=True))
 

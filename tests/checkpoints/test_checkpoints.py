@@ -555,7 +555,7 @@ def test_bad_arguments_are_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="row_bytes is 0"):
         ibp.checkpoints.estimate(path, row_bytes=0)
     with pytest.raises(ValueError, match="level"):
-        ibp.checkpoints.estimate(path, schemes=["ibp"], level="none")
+        ibp.checkpoints.estimate(path, level="none")
     for match, inputs in (("no such file", tmp_path / "absent"), ("no input", []),
                           ("no file matches", tmp_path / "*.x"), ("no file of tensors", tmp_path)):  # fmt: skip
         with pytest.raises(FileNotFoundError, match=match):
