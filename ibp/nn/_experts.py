@@ -69,7 +69,8 @@ def multiply_experts(
     order, groups = group_vectors(ids, num_experts)
     y, sharing = x, index.shape[1]
     for table, escapes, biases, then in stacks:
-        out = x.new_full((ids.shape[0], table.shape[0] // num_experts), absent)  # remains for what no group has
+        shape = ids.shape[0], table.shape[0] // num_experts
+        out = x.new_empty(shape) if y is x else x.new_full(shape, absent)  # remains for what no group has
         y = multiply_groups(y, table, escapes, groups, order, sharing, out)
         y = y if biases is None else y.add_(biases[ids.clamp(0, num_experts - 1)])
         y, sharing = y if then is None else then(y), 1
