@@ -95,8 +95,8 @@ def bits_of(model):
     found = {name: param.detach().clone() for name, param in model.named_parameters() if param.numel()}
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
-        if getattr(method, "table", None) is not None and not method.is_tied:
-            found[f"{name}.weight"] = method.table.decompress()
+        if getattr(method, "tables", None) and not method.is_tied:
+            found[f"{name}.weight"] = method.tables["weight"].decompress()
     return {name: value.view(torch.int16) for name, value in found.items()}
 
 

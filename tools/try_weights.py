@@ -164,7 +164,7 @@ def _try_layers(api, rank, size):
     plain, coded = _layers(None), _layers(config)
     for layers in (plain, coded):
         load(layers)
-    is_early = {name for name, (layer, _) in coded.items() if getattr(layer.quant_method, "table", None) is not None}
+    is_early = {name for name, (layer, _) in coded.items() if getattr(layer.quant_method, "tables", None)}
     check(is_early == {"qkv", "two", "row", "column", "replicated"}, f"coded while loading: {is_early}")
     for layers in (plain, coded):
         process(layers)
@@ -177,9 +177,11 @@ def _try_layers(api, rank, size):
         if name in ("skipped", "merged"):
             check(not isinstance(method, api.IBPWeightMethod) and layer.weight.shape == shape, f"{name} is not plain")
         else:
-            check(layer.weight.numel() == 0 and method.table.shape == shape, f"{name} keeps its plain weight")
-            check(torch.equal(method.table.decompress(), plain[name][0].weight), f"{name} has other weights")
-    check(coded["tied"][0].quant_method.table is coded["tokens"][0].quant_method.table, "a tied head has its own table")
+            table = method.tables["weight"]
+            check(layer.weight.numel() == 0 and table.shape == shape, f"{name} keeps its plain weight")
+            check(torch.equal(table.decompress(), plain[name][0].weight), f"{name} has other weights")
+    tied, tokens = (coded[name][0].quant_method.tables["weight"] for name in ("tied", "tokens"))
+    check(tied is tokens, "a tied head has its own table")
     layer = coded["row"][0]
     x = some_values(5, layer.input_size_per_partition)
     compiled = torch.compile(
@@ -209,7 +211,7 @@ def _try_plain(api):
         layers = {"a": (layer, [("weight", values, None)])}
         load(layers)
         process(layers)
-        check(layer.quant_method.table is None and torch.equal(layer.weight.float().nan_to_num(),
+        check(not layer.quant_method.tables and torch.equal(layer.weight.float().nan_to_num(),
                values.float().nan_to_num()), f"{options} codes {values.dtype}")  # fmt: skip
         x = torch.ones(2, K, dtype=values.dtype)
         check(layer(x)[0].shape == (2, Q), "a plain layer does not multiply")

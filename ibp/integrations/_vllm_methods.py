@@ -17,15 +17,13 @@ from ..nn._stacks import stand_in
 try:
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
     from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
-
 except ImportError:  # vllm_weights says so
     FusedMoEMethodBase = object
 
 
 class CodedMethod:
-    """How a layer keeps its weights: plain until they are loaded, in vLLM's shards, then as tables.
-
-    Layers are made without memory and coded one after the other while they are loaded, unless a subclass says so.
+    """How a layer keeps its weights: plain until they are loaded, in vLLM's shards, then as tables. Where it is made
+    without memory (`uses_meta_device`), it is coded while vLLM loads the model, as soon as it has its weights.
 
     Args:
         config: the `IBPConfig`.
@@ -46,12 +44,10 @@ class CodedMethod:
 
     def create_weights(self, layer: Any, *sizes: Any, **options: Any) -> None:
         self._made_by = sizes, options
-        if not self.uses_meta_device:
+        with torch.device("meta") if self.uses_meta_device else contextlib.nullcontext():
             self._plain.create_weights(layer, *sizes, **options)
-            return
-        with torch.device("meta"):
-            self._plain.create_weights(layer, *sizes, **options)
-        initialize_online_processing(layer)
+        if self.uses_meta_device:
+            initialize_online_processing(layer)
 
     @contextlib.contextmanager
     def as_plain(self, layer: Any) -> Iterator[dict[torch.Tensor, CompressedTensor]]:
@@ -124,13 +120,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         return {} if any(table is None for table in tables) else dict(zip(names, tables))
 
     def apply(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+        self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts: Any, shared_experts_input: Any
     ) -> torch.Tensor:
         if self.tables:
             tables, count = [*self.tables.values()], layer.local_num_experts
@@ -146,7 +136,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, escapes: list[Escapes]
     ) -> torch.Tensor:
         """What vLLM's kernel gives, but for the order in which products are added."""
-        up, down = self.tables.values()
+        (up, down), (of_up, of_down) = self.tables.values(), escapes
 
         def activate(y: torch.Tensor) -> torch.Tensor:
             out = y.new_empty(len(y), down.shape[1])
@@ -158,6 +148,6 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         if layer.expert_map is not None:  # -1: another rank's
             ids = layer.expert_map[ids]
             weights = weights.masked_fill(ids < 0, 0)
-        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
-        stacks = [*zip((up, down), escapes, biases)]
-        return multiply_experts(x, ids, weights, layer.local_num_experts, stacks, activate, absent=0)
+        first = up, of_up, getattr(layer, "w13_bias", None), activate
+        second = down, of_down, getattr(layer, "w2_bias", None), None
+        return multiply_experts(x, ids, weights, layer.local_num_experts, [first, second], absent=0)

@@ -165,20 +165,12 @@ class IBPConfig(QuantizationConfig):
 
 class IBPWeightMethod(CodedMethod, LinearMethodBase):
     """How a linear layer, an embedding or a head keeps its weight. Embeddings and heads, which may be tied, are coded
-    at the end.
-
-    Attributes:
-        table: the layer's shard; None where it is plain.
-    """
+    at the end."""
 
     def __init__(self, config: IBPConfig, prefix: str, plain: Any) -> None:
         super().__init__(config, prefix, plain)
         self.uses_meta_device = isinstance(plain, UnquantizedLinearMethod)
         self._tied: Any = None  # an embedding of the same weight
-
-    @property
-    def table(self) -> CompressedTensor | None:
-        return self.tables.get("weight")
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Lets a head multiply by an embedding's table."""
@@ -190,7 +182,7 @@ class IBPWeightMethod(CodedMethod, LinearMethodBase):
             table = self._config.table_of(layer.weight, self._name)
         elif isinstance(self._tied.quant_method, IBPWeightMethod):
             self._tied.quant_method.process_weights_after_loading(self._tied)
-            table = self._tied.quant_method.table
+            table = self._tied.quant_method.tables.get("weight")
         else:
             table = None
         if table is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -53,31 +54,27 @@ def multiply_experts(
     index: torch.Tensor,
     weights: torch.Tensor,
     num_experts: int,
-    stacks: Sequence[tuple[CompressedTensor, Escapes, torch.Tensor | None]],
-    activate: Callable[[torch.Tensor], torch.Tensor],
-    norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    stacks: Sequence[tuple[CompressedTensor, Escapes, torch.Tensor | None, Callable | None]],
     absent: float = torch.nan,
 ) -> torch.Tensor:
     """What experts of two stacked matrices give, by the kernel.
 
     Args:
         index: [tokens, choices], the experts of each token, and weights of their results.
-        stacks: the table of each, with what `escapes_for_groups` gives, and biases [experts, rows].
-        activate, norm: functions of the products [tokens * choices, rows] of the first and the second.
+        stacks: the table of each, with what `escapes_for_groups` gives, biases [experts, rows] or None, and a function
+            of its products [tokens * choices, rows], or None.
         absent: the second product where an expert is not there.
     """
-    num_tokens, num_choices = index.shape
     ids = checked_ids(index).reshape(-1)
     order, groups = group_vectors(ids, num_experts)
-    y, sharing = x, num_choices
-    for number, (table, escapes, biases) in enumerate(stacks):
+    y, sharing = x, index.shape[1]
+    for table, escapes, biases, then in stacks:
         shape = ids.shape[0], table.shape[0] // num_experts
-        # What no group has remains.
-        out = x.new_full(shape, absent) if number else x.new_empty(shape)
+        out = x.new_empty(shape) if y is x else x.new_full(shape, absent)  # remains for what no group has
         y = multiply_groups(y, table, escapes, groups, order, sharing, out)
         y = y if biases is None else y.add_(biases[ids.clamp(0, num_experts - 1)])
-        y, sharing = (y if norm is None else norm(y)) if number else activate(y), 1
-    return (y.view(num_tokens, num_choices, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        y, sharing = y if then is None else then(y), 1
+    return (y.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 class Experts(torch.nn.Module):
@@ -172,15 +169,13 @@ class Experts(torch.nn.Module):
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, escapes: dict[str, Escapes]
     ) -> torch.Tensor:
         """What transformers' implementations compute, from coded weights."""
-        stacks = [
-            (self.stacks[name].weight, escapes[name], getattr(self, name + _BIAS) if self.has_bias else None)
-            for name in (self._up, _DOWN)
-        ]
+        gate = functools.partial(self._kind._apply_gate, self) if self.has_gate else self.act_fn
         norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
-        return multiply_experts(hidden, index, weights, self.num_experts, stacks, self._activated, norm)
-
-    def _activated(self, y: torch.Tensor) -> torch.Tensor:
-        return self._kind._apply_gate(self, y) if self.has_gate else self.act_fn(y)
+        stacks = [
+            (self.stacks[name].weight, escapes[name], getattr(self, name + _BIAS) if self.has_bias else None, then)
+            for name, then in ((self._up, gate), (_DOWN, norm))
+        ]
+        return multiply_experts(hidden, index, weights, self.num_experts, stacks)
 
     @outside_of_graphs
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
