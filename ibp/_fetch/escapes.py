@@ -35,18 +35,9 @@ class DigitForm(NamedTuple):
     def exponent_bits(self) -> int:
         return 16 - self.residual_bits
 
-    @property
-    def most_first(self) -> int:
-        """The largest first symbol: digit 15 gives a finite weight, too."""
-        return 2**self.exponent_bits - 2 - _NUM_SYMBOLS
-
     def row_bytes(self, columns: int) -> int:
         """What a row takes besides its escapes."""
         return columns // 8 * (self.residual_bits + 4)
-
-    def exponents(self, bits: torch.Tensor) -> torch.Tensor:
-        """Of elements as int16."""
-        return bits >> self.residual_bits - 1 & 2**self.exponent_bits - 1
 
 
 DIGIT_FORMS = {torch.bfloat16: DigitForm(8, 32), torch.float16: DigitForm(11, 128)}
@@ -162,8 +153,9 @@ def gives_digits(table: Table) -> bool:
         return False
     split = codebook.element_bytes, codebook.rotate, codebook.residual_bits, codebook.digit_bits
     has_more = codebook.per_column or codebook.listed or codebook.invariant_bits or codebook.num_constant
-    first = codebook.first_symbol
-    return split == (2, 1, form.residual_bits, (4,)) and not has_more and first is not None and first <= form.most_first
+    first, largest = codebook.first_symbol, 2**form.exponent_bits - 2  # digit 15 gives a finite weight, too
+    is_split = split == (2, 1, form.residual_bits, (4,)) and not has_more
+    return is_split and first is not None and first + _NUM_SYMBOLS <= largest
 
 
 def list_escapes(table: Table) -> Escapes | None:
@@ -191,7 +183,8 @@ def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[t
     """(escapes of each row, entries, irregular rows, their weights) of rows start to end - 1."""
     weights = decode_items(table, start, end, check=True)
     bits, form = weights.view(torch.int16), DIGIT_FORMS[table.dtype]
-    exponents = form.exponents(bits)
+    mantissa_bits = form.residual_bits - 1
+    exponents = bits >> mantissa_bits & 2**form.exponent_bits - 1
     escaped = (exponents < first_symbol) | (exponents >= first_symbol + _NUM_SYMBOLS)
     counts = escaped.sum(1)
     # A row's digits and residuals are what its length says, besides an exponent for each escape.
@@ -201,7 +194,6 @@ def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[t
     regular = (lengths == coded_bytes) & (lengths < table.row_bytes) & (counts <= most)
     rows, columns = (escaped & regular[:, None]).nonzero(as_tuple=True)
     weight = bits[rows, columns].int() & 0xFFFF
-    mantissa_bits = form.residual_bits - 1
     taken = weight & (0x8000 | 2**mantissa_bits - 1) | first_symbol + _NUM_SYMBOLS << mantissa_bits
     entries = torch.stack((columns.int(), weight | taken << 16), dim=1)
     irregular = (~regular).nonzero().view(-1)

@@ -80,6 +80,10 @@ static ibp_status launch_parts(const LinearJob &job, ibp_stream stream, bool *la
     if constexpr (VECTORS > 16u)
         if (status == IBP_OK && !*launched)
             status = launch_if_fits<ManyBlock<Kind, VECTORS, 16, 2>>(job, stream, launched);
+    // Long rows of FP16: one pass with few bytes on their way is faster than two.
+    if constexpr (VECTORS > 32u && std::is_same_v<Kind, Float16>)
+        if (status == IBP_OK && !*launched)
+            status = launch_if_fits<ManyBlock<Kind, VECTORS, 16, 2, 2>>(job, stream, launched);
     return status;
 #else // a block at a time
     return launch_if_fits<ManyBlock<Kind, VECTORS, 1, VECTORS == 32u ? 2u : 1u>>(job, stream, launched);

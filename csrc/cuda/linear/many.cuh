@@ -18,12 +18,12 @@
 namespace ibp {
 
 // VECTORS: 16, 32 or 64. PARTS of the columns, and blocks of a cluster: 1 to 16. SHARES of a tile's rows: 2 where each
-// group that multiplies has half of them, and all of the block's pieces.
-template <class KIND, uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
+// group that multiplies has half of them, and all of the block's pieces. STAGES: of a warp, for bytes that are copied.
+template <class KIND, uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1, uint32_t STAGES = 3> struct ManyBlock {
     using Kind = KIND;
     using Step = StripStep<Kind>;
     static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES,
-                              kStages = 3;
+                              kStages = STAGES;
     static constexpr uint32_t kGroup = 128, kGroups = 2; // threads of a group that multiplies, and groups
     static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
     static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // of a tile and a group
@@ -290,14 +290,11 @@ template <class Block> struct Finishers {
 };
 
 // The words of a vector that a pair of operands takes from a lane's 32 elements, two for each. near: elements 8 pair on.
-__device__ __forceinline__ uint4 pair_words(const uint16_t *near, uint32_t, BFloat16)
+template <class Kind> __device__ __forceinline__ uint4 pair_words(const uint16_t *near, uint32_t pair)
 {
-    return *reinterpret_cast<const uint4 *>(near);
-}
-__device__ __forceinline__ uint4 pair_words(const uint16_t *near, uint32_t pair, Float16)
-{
+    if constexpr (Kind::kWordsApart == 1u) return *reinterpret_cast<const uint4 *>(near);
     const uint2 *const words = reinterpret_cast<const uint2 *>(near - 4u * pair);
-    const uint2 low = words[0], high = words[Float16::kWordsApart / 2u];
+    const uint2 low = words[0], high = words[Kind::kWordsApart / 2u];
     return make_uint4(low.x, high.x, low.y, high.y);
 }
 
@@ -305,7 +302,6 @@ __device__ __forceinline__ uint4 pair_words(const uint16_t *near, uint32_t pair,
 // four lanes take for a pair of operands, and then the next ones.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
 {
-    using Kind = typename Block::Kind;
 #pragma unroll 2
     for (uint32_t item = threadIdx.x; item < Block::block_steps(job) * Block::kVectors * 4u; item += Block::kThreads) {
         const uint32_t pair = item / 8u % 4u, vector = item / 32u % (Block::kVectors / 8u) * 8u + item % 8u,
@@ -318,7 +314,7 @@ template <class Block> __device__ __forceinline__ void bring_vectors(const Linea
 #pragma unroll
         for (uint32_t t = 0; t < 4u; t++) {
             const bool wanted = vector < job.num_vectors && column + 32u * t < job.num_columns;
-            x[t] = wanted ? pair_words(from + 32u * t, pair, Kind{}) : make_uint4(0, 0, 0, 0);
+            x[t] = wanted ? pair_words<typename Block::Kind>(from + 32u * t, pair) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (uint32_t half = 0; half < 2u; half++) {
