@@ -11,7 +11,8 @@ time of all kernels of the call (`share`) and their number (`launches`); how muc
 `issue`, of the cycles in which a scheduler may issue an instruction, `memory`, of device memory's rate, `l2` and `l1`,
 of the caches', `tensor`, of the cycles of tensor cores, `warps`, of the warps that an SM holds; `stall`, what a warp
 waits for longest, with the share of its time (`stall_share`; `selected`: it does not wait). `bound` names what is used
-most. GB/s are those of all kernels of the call under the profiler, which empties the caches before each.
+most: `ideal_gbps` is what the call would reach if that were used all of the time. GB/s are those of all kernels of the
+call under the profiler, which empties the caches before each.
 """
 
 import csv
@@ -35,11 +36,11 @@ USED = ("issue", "memory", "l2", "l1", "tensor")
 COLUMNS = ("kernel", "us", "share", "launches", *USED, "warps", "stall", "stall_share", "bound")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats")
 COUNTERS = {  # by column, what its counter is called; of several the largest counts
-    "issue": r"sm__inst_issued\.avg\.pct|smsp__issue_active\.avg\.pct",
+    "issue": r"^sm__inst_issued\.avg\.pct",
     "memory": r"^(gpu__)?dram__?throughput\.avg\.pct",
     "l2": r"^lts__throughput\.avg\.pct",
     "l1": r"^l1tex__throughput\.avg\.pct",
-    "tensor": r"pipe_tensor.*\.pct",
+    "tensor": r"^sm__pipe_tensor_cycles_active\.avg\.pct|^sm__inst_executed_pipe_tensor_op_gmma\.avg\.pct",
     "warps": r"^sm__warps_active\.avg\.pct",
 }
 DURATION = "gpu__time_duration.sum"  # ns
@@ -202,6 +203,7 @@ def main(argv=None):
         calls, kernels = profiled(args, Path(folder))
         for (case, arm, rows, row_bytes, dtype), own in zip(calls, kernels, strict=True):
             columns, all_ns = counted(own)
+            gbps, used = rows * row_bytes / all_ns, float(columns[columns["bound"]])
             run.add(
                 case=case,
                 arm=arm,
@@ -209,8 +211,8 @@ def main(argv=None):
                 row_bytes=row_bytes,
                 dtype=getattr(torch, dtype.removeprefix("torch.")),
                 savings=0.0,
-                gbps=rows * row_bytes / all_ns,
-                ideal_gbps=0.0,
+                gbps=gbps,
+                ideal_gbps=gbps * 100 / used if used else gbps,
                 sms=None,
                 **columns,
             )

@@ -328,7 +328,7 @@ def test_training_is_compiled(way):
             plain_shapes = [shape for shape in shapes if {*shape} == {ROWS, COLUMNS}]
             assert len(plain_shapes) == (1 if one.parts[0] is module else 2)  # the adapter's
         for got, wanted in zip(*results):
-            torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close(got, wanted, rtol=0.016, atol=4e-3 * float(wanted.abs().max()))
 
 
 @pytest.mark.slow  # torch.compile is loaded
