@@ -309,10 +309,13 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 #pragma unroll
             for (uint32_t k = 0; k < 4u; k++) {
                 const uint32_t octet = k < 2u ? low : high, bits = cursor.bits(k * (4u / sizeof(T)) * r);
-                words[k] = with.word(words[k],
-                                     NIBBLES ? permute_bytes(octet, octet >> 4, k % 2u ? 0x7362 : 0x5140) & 0x0f0f0f0fu
-                                             : spread_fields<T>(bits, r));
+                words[k] = with.rotated(words[k], NIBBLES ? permute_bytes(octet, octet >> 4, k % 2u ? 0x7362 : 0x5140) &
+                                                                0x0f0f0f0fu
+                                                          : spread_fields<T>(bits, r));
             }
+            if (!with.turns()) return;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++) words[k] = with.turned(words[k]);
         }
     }
 
