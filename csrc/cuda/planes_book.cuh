@@ -198,27 +198,43 @@ template <typename T> struct WordJoin {
     static_assert(sizeof(T) <= 4, "elements of a word");
     static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
     static constexpr uint32_t kEach = ~0u / kOnes;   // a 1 in every element
-    uint32_t symbol_at, residual_at, rotate, to_top; // shifts
+    uint32_t of_symbol, of_residual, to_top, rotate; // powers of two that fields are multiplied with; a shift
     uint32_t kept, top, invariant;                   // bits of every element
 
     __device__ __forceinline__ explicit WordJoin(const ibp_planes &planes)
     {
         const uint32_t inv = planes.invariant_bits, width = kBits - inv;
-        residual_at = ibp_min_u32(inv, 31u), symbol_at = ibp_min_u32(inv + planes.residual_bits, 31u);
-        rotate = planes.rotate, to_top = ibp_min_u32(width - 1u, 31u);
+        of_residual = power(inv), of_symbol = power(inv + planes.residual_bits), to_top = power(width - 1u);
+        rotate = planes.rotate;
         top = rotate ? kEach << (kBits - 1u) : 0u;
-        kept = low_bits(uint32_t{kOnes}, width) << residual_at;
+        kept = low_bits(uint32_t{kOnes}, width) << ibp_min_u32(inv, 31u);
         kept = (kept >> rotate & kept) * kEach;
         invariant = static_cast<uint32_t>(low_bits(planes.invariant_value, inv)) * kEach;
     }
+    // The compiler does not see that it is one: multiplications run beside the other instructions, shifts do not.
+    static __device__ __forceinline__ uint32_t power(uint32_t shift)
+    {
+        uint32_t factor = 1u << ibp_min_u32(shift, 31u);
+#ifdef __CUDACC__
+        asm("" : "+r"(factor));
+#endif
+        return factor;
+    }
     __device__ __forceinline__ uint32_t word(uint32_t symbols, uint32_t residuals) const
     {
-        return turned((symbols << symbol_at) + (residuals << residual_at));
+        return turned(rotated(symbols, residuals));
     }
+    // Elements that are still rotated, without invariant bits.
+    __device__ __forceinline__ uint32_t rotated(uint32_t symbols, uint32_t residuals) const
+    {
+        return symbols * of_symbol + residuals * of_residual;
+    }
+    // Whether elements are more than a symbol above a residual.
+    __device__ __forceinline__ bool turns() const { return kept != ~0u; }
     // Rotates elements back. Their lowest bits, the invariant ones, are 0 before the call.
     __device__ __forceinline__ uint32_t turned(uint32_t elements) const
     {
-        return select_bits(kept, elements >> rotate, (elements << to_top & top) | invariant);
+        return select_bits(kept, elements >> rotate, (elements * to_top & top) | invariant);
     }
 };
 

@@ -15,8 +15,7 @@
 #ifndef IBP_DECODE_DENSE_CUH
 #define IBP_DECODE_DENSE_CUH
 
-#include "../planes_book.cuh"
-#include "decoder.cuh"
+#include "tiles.cuh"
 
 namespace ibp {
 
@@ -57,17 +56,15 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
 // BLOCK: whether the block has shared memory for entries a column.
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
+    static constexpr bool kTwoBits = false;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : 768,
                               kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
-    static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
-                              kTile = kSteps * kStep;            // vectors of a lane in a tile; elements
+    using Levels = TileLevels<T, G>;
+    static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,
+                              kTile = Levels::kTile, kPerLane = Levels::kPerLane, kChunk = Levels::kChunk;
     static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // words of a vector's digits
     static constexpr uint32_t kNames = (kPerVector + 3u) / 4u;   // words of a vector's names
-    static constexpr uint32_t kField = kStep <= 256u ? 8 : 16;   // bits of a step's count
-    static constexpr uint32_t kFields = 32u / kField, kScans = kSteps / kFields;
-    static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
-    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kLevel = kTile + 16u;
+    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kEntriesAt = kTables + Levels::kBytes;
     static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank of a raw symbol, and four
     static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
@@ -77,7 +74,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // Whether names are symbols.
     static __host__ __device__ __forceinline__ bool names_symbols(const ibp_planes &planes)
     {
-        return !planes.per_column && bits_of_symbol(planes) <= 8u;
+        return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
     }
     // Shared memory of a block: the entries of each rank of all columns and some bytes that are read behind them, if
     // there is room.
@@ -95,7 +92,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
         const uint32_t entries = cb.planes.per_column || names_symbols(cb.planes) ? 0u : cb.planes.num_entries;
-        return kTables + kLevel + 2u * kTile + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
+        return kEntriesAt + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
@@ -103,15 +100,10 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
-    __device__ __forceinline__ uint32_t level2() const { return tables() + kTables; }
-    __device__ __forceinline__ uint32_t level1() const { return level2() + kLevel; }
+    __device__ __forceinline__ Levels levels() const { return {tables() + kTables}; }
     __device__ __forceinline__ T *entries() const
     {
-        return reinterpret_cast<T *>(shared_bytes() + level1() + 2u * kTile);
-    }
-    __device__ __forceinline__ uint16_t &listed(uint32_t i) const
-    {
-        return reinterpret_cast<uint16_t *>(shared_bytes() + level1())[i];
+        return reinterpret_cast<T *>(shared_bytes() + tables() + kEntriesAt);
     }
 
     __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint32_t shared)
@@ -134,7 +126,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         const PlanesBook<T> book(cb, cluster);
         const bool symbols = names_symbols(cb.planes);
-        T *const entries = reinterpret_cast<T *>(shared_bytes() + tables + kTables + kLevel + 2u * kTile);
+        T *const entries = reinterpret_cast<T *>(shared_bytes() + tables + kEntriesAt);
         for (uint32_t rank = G::lane(); rank < cb.planes.num_entries; rank += G::kLanes) {
             uint32_t at = rank;
 #pragma unroll
@@ -202,78 +194,16 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         return ibp_popcount(WORDS == 1u ? escaped : escaped >> 1 | escaped_digits(digits[WORDS - 1u], spread.above));
     }
 
-    // ---- the tail ----
-
-    // Puts the names of the elements of plane 2 or 3 in the range into level 2. FIRST: the first elements there,
-    // otherwise the listed ones. Lists the elements that escape, and returns how many. start: bit of the plane's first
-    // digit.
-    template <bool FIRST>
-    __device__ __forceinline__ uint32_t name(uint32_t width, uint32_t start, DigitRange range, uint32_t table) const
-    {
-        const uint32_t escape = (1u << width) - 1u, n = range.to - range.from;
-        uint32_t num_escaped = 0;
-        if (!FIRST) __syncwarp(); // the list is there
-#pragma unroll 1
-        for (uint32_t base = 0; G::any(base < n); base += G::kLanes) {
-            const uint32_t i = base + G::lane(), digit = range.from + ibp_min_u32(i, n),
-                           bits = shared_bits(start + digit * width) & escape, element = FIRST ? i : listed(i);
-            const bool named = i < n, open = named && bits == escape;
-            if (named) shared_bytes()[level2() + element] = shared_bytes()[table + bits];
-            const uint32_t escaped = G::ballot(open);
-            if (!FIRST) __syncwarp(); // all have read the list
-            if (open) listed(num_escaped + ibp_popcount(escaped & G::lanes_below())) = static_cast<uint16_t>(element);
-            num_escaped += ibp_popcount(escaped);
-        }
-        return num_escaped;
-    }
-    // Likewise the raw symbols of n elements. position: the bit with which the first symbol begins.
-    __device__ __forceinline__ void name_raw(uint32_t position, uint32_t n, uint32_t symbol_bits) const
-    {
-        const bool symbols = names_symbols(cb.planes);
-        __syncwarp(); // the list is there
-        for (uint32_t i = G::lane(); i < n; i += G::kLanes)
-            shared_bytes()[level2() + (cb.planes.num_planes > 2u ? listed(i) : i)] = static_cast<uint8_t>(
-                symbols ? low_bits(shared_bits(position + i * symbol_bits), symbol_bits) : uint32_t{kRaw});
-        __syncwarp(); // level 2 is there
-    }
-
     // ---- plane 1 ----
 
-    // Digits of a lane, none behind the last one, and how many lower lanes' escapes there are.
-    struct Chunk {
-        uint32_t digits[2], before, num_escaped;
-    };
+    using Chunk = PlaneChunk<G, 2>;
     // position: bit of the first of the next n digits.
     static __device__ __forceinline__ Chunk load_chunk(const DigitSpread &spread, uint32_t position, uint32_t n)
     {
         Chunk chunk;
         load_digits<kPerLane>(spread, position, kPerLane * G::lane(), n, chunk.digits);
-        const uint32_t count = count_escaped(spread, chunk.digits), sums = G::inclusive_scan(count);
-        chunk.before = sums - count, chunk.num_escaped = G::last_lane(sums);
+        chunk.number(count_escaped(spread, chunk.digits));
         return chunk;
-    }
-
-    // Puts the names of the n elements of a tile that escaped plane 0 into level 1. position: bit of their first
-    // digit; chunk: the first ones.
-    __device__ __forceinline__ void decode_plane1(uint32_t width, uint32_t position, uint32_t n, Chunk chunk) const
-    {
-        const DigitSpread spread(width);
-        const Names names = names_of(1, width);
-        uint32_t i = kPerLane * G::lane(), from = level2() + chunk.before;
-#pragma unroll 1
-        for (uint32_t base = 0;;) {
-            if (i < n) {
-                uint32_t to = from;
-                const uint2 a = names.of(chunk.digits[0], to), b = names.of(chunk.digits[1], to);
-                *reinterpret_cast<uint4 *>(shared_bytes() + level1() + i) = make_uint4(a.x, a.y, b.x, b.y);
-            }
-            base += kChunk;
-            if (kTile <= kChunk || !G::any(base < n)) break;
-            const uint32_t end = from - chunk.before + chunk.num_escaped;
-            chunk = load_chunk(spread, position + base * width, base < n ? n - base : 0u);
-            i += kChunk, from = end + chunk.before;
-        }
-        __syncwarp(); // level 1 is there
     }
 
     // ---- plane 0 ----
@@ -283,55 +213,36 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         uint32_t digits[kSteps][kNibbles], before[kSteps], num_escaped;
         Chunk chunk; // of plane 1
     };
-    // start: bit of the row's first digit; n: elements of the row, or up to the end of the tile.
-    __device__ __forceinline__ void load_tile(uint32_t width, uint32_t start, uint32_t tile_start, uint32_t n,
-                                              Tile &tile) const
-    {
-        const DigitSpread spread(width);
-        const uint32_t first = tile_start + kPerVector * G::lane();
-        uint32_t counts[kScans] = {};
-#pragma unroll
-        for (uint32_t s = 0; s < kSteps; s++) {
-            load_digits<kPerVector>(spread, start, first + s * kStep, n, tile.digits[s]);
-            counts[s / kFields] += count_escaped(spread, tile.digits[s]) << s % kFields * kField;
-        }
-        uint32_t total = 0;
-#pragma unroll
-        for (uint32_t k = 0; k < kScans; k++) {
-            // All lanes but the last have less than 2^kField together in a step.
-            const uint32_t lower = G::inclusive_scan(counts[k]) - counts[k], lower_of_last = G::last_lane(lower),
-                           last = G::last_lane(counts[k]);
-#pragma unroll
-            for (uint32_t f = 0; f < kFields; f++) {
-                tile.before[k * kFields + f] = level1() + total + field(lower, f);
-                total += field(lower_of_last, f) + field(last, f);
-            }
-        }
-        tile.num_escaped = total;
-    }
-    static __device__ __forceinline__ uint32_t field(uint32_t counts, uint32_t f)
-    {
-        return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
-    }
-
     // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
     // Returns how many are escapes.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
         const uint32_t width = book.width_of(p), n = range.to - range.from;
+        const DigitSpread spread(width);
         if (p == 0u) {
-            load_tile(width, start, range.from, range.to, tile);
-            return tile.num_escaped;
+            StepCounts<G, kStep> counts;
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                load_digits<kPerVector>(spread, start, range.from + kPerVector * G::lane() + s * kStep, range.to,
+                                        tile.digits[s]);
+                counts.add(s, count_escaped(spread, tile.digits[s]));
+            }
+            return tile.num_escaped = counts.number(levels().level1(), tile.before);
         }
-        if (p >= 2u)
-            return p == 2u ? name<true>(width, start, range, tables() + 32u)
-                           : name<false>(width, start, range, tables() + 16u * p);
-        tile.chunk = load_chunk(DigitSpread(width), start + range.from * width, n);
+        if (p >= 2u) {
+            const uint32_t escape = (1u << width) - 1u, table = tables() + 16u * p;
+            const auto digit = [&](uint32_t base) {
+                const uint32_t i = range.from + ibp_min_u32(base + G::lane(), n),
+                               bits = shared_bits(start + i * width) & escape;
+                return NamedDigit{shared_bytes()[table + bits], bits == escape};
+            };
+            return p == 2u ? levels().template name<true>(n, digit) : levels().template name<false>(n, digit);
+        }
+        tile.chunk = load_chunk(spread, start + range.from * width, n);
         if (width == 0u) return n;
         if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
-        return tile.chunk.num_escaped +
-               PlanesBook<T>::template count_escapes<G>(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
+        return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
     }
     // Not inlined: a kernel has it once.
     static __device__ __noinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
@@ -341,18 +252,6 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- symbols and residuals ----
 
-    // Puts element e into the words of a vector, which are 0 before.
-    static __device__ __forceinline__ void put(uint32_t (&words)[4], uint32_t e, T element)
-    {
-        const auto bits = static_cast<uint64_t>(element) << 8u * sizeof(T) * e % 32u;
-        words[sizeof(T) * e / 4u] |= static_cast<uint32_t>(bits);
-        if (sizeof(T) == 8) words[2u * e + 1u] = static_cast<uint32_t>(bits >> 32);
-    }
-    // ranks: of four elements, of which e is one.
-    static __device__ __forceinline__ uint32_t rank_of(uint32_t ranks, uint32_t e)
-    {
-        return permute_bytes(ranks & ~kRaws, 0, 0x4440u + e % 4u);
-    }
     // The symbols of a vector, by names that are symbols, each in the low bits of its element.
     static __device__ __forceinline__ void spread_names(const uint32_t (&names)[kNames], uint32_t (&words)[4])
     {
@@ -360,56 +259,39 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         for (uint32_t k = 0; k < 4u; k++)
             words[k] = sizeof(T) == 1   ? names[k % kNames]
                        : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
-                       : sizeof(T) == 4 ? permute_bytes(names[0], 0, 0x4440u + k)
-                       : k % 2u         ? 0u
-                                        : permute_bytes(names[0], 0, 0x4440u + k / 2u);
+                                        : permute_bytes(names[0], 0, 0x4440u + k);
     }
-    // Likewise by ranks; of raw ones, any. column: the first.
-    __device__ __forceinline__ void look_up(const PlanesBook<T> &book, const uint32_t (&ranks)[kNames], uint32_t column,
-                                            uint32_t (&words)[4]) const
+    // Likewise by ranks, with their entries; of raw ones, any.
+    template <class Entry> static __device__ __forceinline__ uint4 look_up(uint4 ranks, const Entry &entry)
     {
-        if (cb.planes.per_column) {
-            const uint4 all = make_uint4(ranks[0], ranks[1u % kNames], ranks[2u % kNames], ranks[3u % kNames]);
-            const uint4 found = of_columns(cb, book.entries, block_bytes(cb) != 0u, column, all);
-            words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
-            return;
-        }
-        words[0] = words[1] = words[2] = words[3] = 0;
-        if (cb.planes.num_entries == 0u) return;
-#pragma unroll
-        for (uint32_t e = 0; e < kPerVector; e++) put(words, e, entries()[rank_of(ranks[e / 4u], e)]);
-    }
-    // Likewise where every column has entries of its own. Not inlined: a kernel has it once.
-    static __device__ __noinline__ uint4 of_columns(const ibp_codebook &cb, const uint8_t *entries, bool in_block,
-                                                    uint32_t column, uint4 ranks)
-    {
-        const uint32_t columns = PlanesBook<T>::live_columns(cb), all[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
-        const T *const table = reinterpret_cast<const T *>(shared_bytes()) + column;
+        const uint32_t all[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
         uint32_t words[4] = {};
-        if (cb.planes.num_entries == 0u) return make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) {
-            const uint32_t rank = rank_of(all[e / 4u], e);
-            put(words, e,
-                in_block
-                    ? (table + rank * columns)[e]
-                    : PlanesBook<T>::entry_at(entries, cb.planes,
-                                              ibp_min_u32(column + e, columns - 1u) * cb.planes.num_entries + rank));
+            const T symbol = entry(e, permute_bytes(all[e / 4u] & ~kRaws, 0, 0x4440u + e % 4u));
+            words[sizeof(T) * e / 4u] |= static_cast<uint32_t>(symbol) << 8u * sizeof(T) * e % 32u;
+            if (sizeof(T) == 8) words[2u * e + 1u] = static_cast<uint32_t>(uint64_t{symbol} >> 32);
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
-
-    static __device__ __forceinline__ auto joiner(const PlanesBook<T> &book)
+    // Where every column has entries of its own; column: the first. Not inlined: a kernel has it once.
+    static __device__ __noinline__ uint4 look_up_columns(const ibp_codebook &cb, const uint8_t *entries,
+                                                         uint32_t column, uint4 ranks)
     {
-        if constexpr (sizeof(T) == 8)
-            return book;
-        else
-            return WordJoin<T>(book.planes);
+        const uint32_t columns = PlanesBook<T>::live_columns(cb);
+        const T *const table = reinterpret_cast<const T *>(shared_bytes()) + column;
+        if (block_bytes(cb) != 0u)
+            return look_up(ranks, [&](uint32_t e, uint32_t rank) { return (table + rank * columns)[e]; });
+        return look_up(ranks, [&](uint32_t e, uint32_t rank) {
+            const uint32_t of_column = ibp_min_u32(column + e, columns - 1u) * cb.planes.num_entries;
+            return PlanesBook<T>::entry_at(entries, cb.planes, of_column + rank);
+        });
     }
+
     // Joins the symbols of a vector with their residuals, the first of which begins with bit `position`. NIBBLES:
     // residuals of bytes have four bits.
-    template <bool NIBBLES, class With>
-    __device__ __forceinline__ void join(const With &with, uint32_t position, uint32_t (&words)[4]) const
+    template <bool NIBBLES>
+    __device__ __forceinline__ void join(const PlanesBook<T> &book, uint32_t position, uint32_t (&words)[4]) const
     {
         const uint32_t r = NIBBLES ? 4u : cb.planes.residual_bits;
         const Cursor cursor{&shared_word(position / 32u), position};
@@ -417,20 +299,23 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 #pragma unroll
             for (uint32_t e = 0; e < 2u; e++) {
                 const uint64_t symbol = words[2u * e] | static_cast<uint64_t>(words[2u * e + 1u]) << 32;
-                const uint64_t element = with.join(symbol, low_bits(shared_bits64(position + e * r), r));
+                const uint64_t element = book.join(symbol, low_bits(shared_bits64(position + e * r), r));
                 words[2u * e] = static_cast<uint32_t>(element),
                            words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);
             }
-        } else if constexpr (NIBBLES) {
-            const uint32_t low = cursor.word(0), high = cursor.word(1);
-            words[0] = with.word(words[0], permute_bytes(low, low >> 4, 0x5140) & 0x0f0f0f0fu);
-            words[1] = with.word(words[1], permute_bytes(low, low >> 4, 0x7362) & 0x0f0f0f0fu);
-            words[2] = with.word(words[2], permute_bytes(high, high >> 4, 0x5140) & 0x0f0f0f0fu);
-            words[3] = with.word(words[3], permute_bytes(high, high >> 4, 0x7362) & 0x0f0f0f0fu);
         } else {
+            const WordJoin<T> with(cb.planes);
+            const uint32_t low = cursor.word(0), high = cursor.word(1);
 #pragma unroll
-            for (uint32_t k = 0; k < 4u; k++)
-                words[k] = with.word(words[k], spread_fields<T>(cursor.bits(k * (4u / sizeof(T)) * r), r));
+            for (uint32_t k = 0; k < 4u; k++) {
+                const uint32_t octet = k < 2u ? low : high, bits = cursor.bits(k * (4u / sizeof(T)) * r);
+                words[k] = with.rotated(words[k], NIBBLES ? permute_bytes(octet, octet >> 4, k % 2u ? 0x7362 : 0x5140) &
+                                                                0x0f0f0f0fu
+                                                          : spread_fields<T>(bits, r));
+            }
+            if (!with.turns()) return;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++) words[k] = with.turned(words[k]);
         }
     }
 
@@ -442,17 +327,21 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         for (uint32_t k = 0; k < kNames; k++) mask |= (ranks[k] >> 7 & 0x01010101u) * 0x10204080u >> 28 << 4u * k;
         return mask;
     }
-    // Not by all lanes together. PLAIN: units, and names are symbols. units: what window.is_units said, false where
-    // there are constant columns. raws: bits of raw symbols, a step each.
-    template <bool PLAIN, bool NIBBLES>
+    // What is known of rows that are stored in units: names are symbols, and residuals of bytes have four bits; or
+    // names are ranks of entries that all columns share.
+    enum Known { kNothing, kSymbols, kHalves, kEntries };
+
+    // Not by all lanes together. units: what window.is_units said, false where there are constant columns. raws: bits
+    // of raw symbols, a step each.
+    template <Known KNOWN>
     __device__ __forceinline__ void store_vectors(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                                   uint32_t tile_start, uint32_t n, const Window &window, bool units,
                                                   uint32_t (&raws)[kSteps]) const
     {
         const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
-        const bool symbols = PLAIN || names_symbols(cb.planes);
+        const bool symbols = KNOWN == kNothing ? names_symbols(cb.planes) : KNOWN != kEntries,
+                   per_column = KNOWN == kNothing && cb.planes.per_column;
         const Names names = names_of(0, book.width_of(0));
-        const auto with = joiner(book);
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
@@ -464,28 +353,49 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 if (kPerVector > 4u) named[(2u * q + 1u) % kNames] = eight.y;
             }
             const uint32_t i = first + s * kStep;
-            if (symbols)
+            if (symbols) {
                 spread_names(named, words);
-            else
-                look_up(book, named, i, words), raws[s] = raws_of(named) & low_bits(~0u, left - s * kStep);
-            join<NIBBLES>(with, parts.residuals + i * cb.planes.residual_bits, words);
-            store_elements<T>(cb, window, PLAIN || units, i, words);
+            } else {
+                const uint4 ranks = make_uint4(named[0], named[1u % kNames], named[2u % kNames], named[3u % kNames]);
+                const uint4 found = cb.planes.num_entries == 0u ? make_uint4(0, 0, 0, 0)
+                                    : per_column
+                                        ? look_up_columns(cb, book.entries, i, ranks)
+                                        : look_up(ranks, [&](uint32_t, uint32_t rank) { return entries()[rank]; });
+                words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
+                raws[s] = raws_of(named) & low_bits(~0u, left - s * kStep);
+            }
+            join<KNOWN == kHalves>(book, parts.residuals + i * cb.planes.residual_bits, words);
+            store_elements<T>(cb, window, KNOWN != kNothing || units, i, words);
         }
     }
-    // By all lanes of a warp together. raw: the tile's raw symbols.
-    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
-                                               uint32_t tile_start, uint32_t n, DigitRange raw,
-                                               const Window &window) const
+    // By all lanes of a warp together.
+    __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
+                                          uint32_t tile_start, uint32_t n, const Window &window) const
     {
-        const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16),
-                   symbols = names_symbols(cb.planes);
+        const DigitRange raw = parts.mine[IBP_MAX_PLANES];
+        const uint32_t width = book.width_of(1);
+        const uint32_t position = parts.digits[1] + parts.mine[1].from * width,
+                       first_raw = parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits;
+        const bool symbols = names_symbols(cb.planes);
+        levels().name_raw(raw.to - raw.from, cb.planes.num_planes > 2u, [&](uint32_t i) {
+            return symbols ? low_bits(shared_bits(first_raw + i * book.symbol_bits), book.symbol_bits) : uint32_t{kRaw};
+        });
+        const Names names = names_of(1, width);
+        levels().name_plane1(
+            tile.num_escaped, tile.chunk,
+            [&](uint32_t base, uint32_t left) { return load_chunk(DigitSpread(width), position + base * width, left); },
+            [&](const Chunk &chunk, uint32_t from) {
+                const uint2 a = names.of(chunk.digits[0], from), b = names.of(chunk.digits[1], from);
+                return make_uint4(a.x, a.y, b.x, b.y);
+            });
+        const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16);
         uint32_t raws[kSteps] = {};
-        if (sizeof(T) == 1 && units && symbols && cb.planes.residual_bits == 4u)
-            store_vectors<true, sizeof(T) == 1>(book, parts, tile, tile_start, n, window, units, raws);
-        else if (units && symbols)
-            store_vectors<true, false>(book, parts, tile, tile_start, n, window, units, raws);
+        if (!units || cb.planes.per_column)
+            store_vectors<kNothing>(book, parts, tile, tile_start, n, window, units, raws);
+        else if (sizeof(T) == 1 ? cb.planes.residual_bits == 4u : !symbols)
+            store_vectors<sizeof(T) == 1 ? kHalves : kEntries>(book, parts, tile, tile_start, n, window, units, raws);
         else
-            store_vectors<false, false>(book, parts, tile, tile_start, n, window, units, raws);
+            store_vectors<kSymbols>(book, parts, tile, tile_start, n, window, units, raws);
         if (symbols || !__any_sync(kAllLanes, raw.from != raw.to)) return;
         put_raw_elements<T, G, kPerVector, 1>(cb, window, {parts.residuals, parts.digits[IBP_MAX_PLANES], raw.from},
                                               tile_start, make_uint4(raws[0], raws[1], raws[2], raws[3]));
@@ -503,49 +413,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
             fill_names(cb, cluster, tables());
             __syncwarp();
         }
-        uint32_t n = active ? book.columns : 0u;
-        const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
-                       per_warp = G::kAnyLength ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
-        const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
-                       last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
-        const uint32_t end = start_bit + 8u * coded_bytes;
-        const bool one_tile = per_warp == 1u; // which is looked at while the parts are found
-        Tile tile;
-        ValueParts parts = book.template find_parts<G, false>(
-            start_bit, end, n, {first, last}, exchanged(),
-            [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
-                return one_tile ? visit(book, p, start, range, tile) : count_escapes(start, range, num_bits);
-            });
-        // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
-        const bool good = !active || parts.end == end;
-        DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
-        if (!good) {
-            if (G::kPerWarp == 1) return false;
-            n = 0;
-            parts = ValueParts::nothing(start_bit);
-        }
-#pragma unroll 1
-        for (uint32_t k = 0; k < per_warp; k++) {
-            const uint32_t tile_start = ibp_min_u32(first + k * kTile, last);
-            if (!one_tile) mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
-#pragma unroll
-            for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-                const bool present = p < cb.planes.num_planes;
-                if (one_tile && present) continue;
-                mine[p + 1].to = mine[p + 1].from + (present || p < 2u ? visit(book, p, parts.digits[p], mine[p], tile)
-                                                                       : mine[p].to - mine[p].from);
-            }
-            if (!good) tile.num_escaped = 0;
-            const DigitRange raw = mine[IBP_MAX_PLANES];
-            name_raw(parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits, raw.to - raw.from, book.symbol_bits);
-            decode_plane1(book.width_of(1), parts.digits[1] + mine[1].from * book.width_of(1), tile.num_escaped,
-                          tile.chunk);
-            store_tile(book, parts, tile, tile_start, n, raw, window);
-            __syncwarp(); // the levels are free
-#pragma unroll
-            for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
-        }
-        return good;
+        return decode_tiles(*this, book, active, start_bit, coded_bytes, window);
     }
 };
 

@@ -14,8 +14,7 @@
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
-#include "../planes_book.cuh"
-#include "decoder.cuh"
+#include "tiles.cuh"
 
 namespace ibp {
 
@@ -23,6 +22,7 @@ namespace ibp {
 template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
     using Group = G;
+    static constexpr bool kTwoBits = true;
     // Shared memory has room for two groups for rows of any length, so these can have more registers; it has room for
     // one group of a whole block. Decoders that fit 72 registers get more warps.
     static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
@@ -33,14 +33,11 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                          : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
-    static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T); // elements of 16 and 4 bytes
-    static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
-                              kTile = kSteps * kStep;          // vectors of a lane in a tile; elements
-    static constexpr uint32_t kField = kStep <= 256u ? 8 : 16; // bits of a step's count
-    static constexpr uint32_t kFields = 32u / kField, kScans = kSteps / kFields;
-    static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
-    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kLevel = kTile + 16u;
-    static constexpr uint32_t kWarpBytes = kEntries + kLevel + 2u * kTile;
+    using Levels = TileLevels<T, G>;
+    static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
+                              kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
+                              kChunk = Levels::kChunk;
+    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kWarpBytes = kEntries + Levels::kBytes;
     static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // a raw symbol's rank, and four
     static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
@@ -70,12 +67,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return G::kWarps * kWarpBytes + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
     }
     __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * kWarpBytes; }
-    __device__ __forceinline__ uint32_t level2() const { return entries() + kEntries; }
-    __device__ __forceinline__ uint32_t level1() const { return level2() + kLevel; }
-    __device__ __forceinline__ uint16_t &listed(uint32_t i) const
-    {
-        return reinterpret_cast<uint16_t *>(shared_bytes() + level1())[i];
-    }
+    __device__ __forceinline__ Levels levels() const { return {entries() + kEntries}; }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * kWarpBytes) / 4u; }
     __device__ __forceinline__ uint32_t entries_of(uint32_t plane) const { return shared_word(entries() / 4u + plane); }
 
@@ -124,39 +116,6 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return {entries_of(plane), in_register(0xff000000u)};
     }
 
-    // ---- the tail ----
-
-    // Puts the symbols of n elements of plane 2 or 3 into level 2. FIRST: the first n elements there, otherwise the
-    // listed ones. Lists the elements that escape. digit: number of the first element's digit in the plane, which
-    // begins with the shared byte `plane`; entries: the plane's. Returns how many have escaped.
-    template <bool FIRST>
-    __device__ __forceinline__ uint32_t name(uint32_t plane, uint32_t digit, uint32_t n, uint32_t entries) const
-    {
-        const uint32_t first = digit + G::lane(), shift = 2u * (first % 4u);
-        uint32_t num_escaped = 0;
-        if (!FIRST) __syncwarp(); // the list is there
-#pragma unroll 1
-        for (uint32_t base = 0; G::any(base < n); base += G::kLanes) {
-            const uint32_t i = base + G::lane(), bits = shared_bytes()[plane + first / 4u + base / 4u] >> shift & 3u,
-                           element = FIRST ? i : listed(i);
-            const bool named = i < n, open = named && bits == 3u;
-            if (named) shared_bytes()[level2() + element] = static_cast<uint8_t>(permute_bytes(entries, 0, bits));
-            const uint32_t escaped = G::ballot(open);
-            if (!FIRST) __syncwarp(); // all have read the list
-            if (open) listed(num_escaped + ibp_popcount(escaped & G::lanes_below())) = static_cast<uint16_t>(element);
-            num_escaped += ibp_popcount(escaped);
-        }
-        return num_escaped;
-    }
-    // Likewise the raw symbols of n elements. position: the bit with which the first symbol begins.
-    __device__ __forceinline__ void name_raw(uint32_t position, uint32_t n) const
-    {
-        __syncwarp(); // the list is there
-        for (uint32_t i = G::lane(); i < n; i += G::kLanes)
-            shared_bytes()[level2() + (cb.planes.num_planes > 2u ? listed(i) : i)] =
-                static_cast<uint8_t>(COLUMNS ? kRaw : raw_symbol(position + i * symbol_bits()));
-        __syncwarp(); // level 2 is there
-    }
     __device__ __forceinline__ uint32_t symbol_bits() const
     {
         return 8u * sizeof(T) - (sizeof(T) == 2 ? 0u : cb.planes.invariant_bits) - cb.planes.residual_bits;
@@ -168,43 +127,24 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
 
     // ---- plane 1 ----
 
-    // Digits of a lane, none behind the last one, and how many lower lanes' escapes there are.
-    struct Chunk {
-        uint32_t digits, before, num_escaped;
-    };
+    using Chunk = PlaneChunk<G, 1>;
     // position: bit of the first of the next n digits.
     static __device__ __forceinline__ Chunk load_chunk(uint32_t position, uint32_t n)
     {
         const uint32_t first = ibp_min_u32(kPerLane * G::lane(), n);
-        const uint32_t digits = low_bits(shared_bits(position + 2u * first), 2u * ibp_min_u32(n - first, kPerLane)),
-                       count = ibp_popcount(escaped_pairs(digits));
-        const uint32_t sums = G::inclusive_scan(count);
-        return {digits, sums - count, G::last_lane(sums)};
+        Chunk chunk;
+        chunk.digits[0] = low_bits(shared_bits(position + 2u * first), 2u * ibp_min_u32(n - first, kPerLane));
+        chunk.number(ibp_popcount(escaped_pairs(chunk.digits[0])));
+        return chunk;
     }
-
-    // Puts the symbols of the n elements of a tile that escaped plane 0 into level 1. position: bit of their first
-    // digit; chunk: the first ones.
-    __device__ __forceinline__ void decode_plane1(uint32_t position, uint32_t n, Chunk chunk) const
+    // The symbols of 16 digits; from: the shared byte with which those of the escaped begin.
+    static __device__ __forceinline__ uint4 symbols_of(const Entries &entries, uint32_t digits, uint32_t from)
     {
-        const Entries entries = entries_at(1);
-        uint32_t i = kPerLane * G::lane(), from = level2() + chunk.before;
-#pragma unroll 1
-        for (uint32_t base = 0;;) {
-            if (i < n) {
-                const uint32_t low = spread_pairs<false>(chunk.digits), high = spread_pairs<true>(chunk.digits);
-                const uint32_t low_escaped = escaped_nibbles(low), high_escaped = escaped_nibbles(high),
-                               low_order = order_of(low_escaped);
-                const uint2 a = entries.symbols(low, low_order, from);
-                const uint2 b = entries.symbols(high, order_of(high_escaped), from + count_of(low_escaped, low_order));
-                *reinterpret_cast<uint4 *>(shared_bytes() + level1() + i) = make_uint4(a.x, a.y, b.x, b.y);
-            }
-            base += kChunk;
-            if (kTile <= kChunk || !G::any(base < n)) break;
-            const uint32_t end = from - chunk.before + chunk.num_escaped;
-            chunk = load_chunk(position + 2u * base, base < n ? n - base : 0u);
-            i += kChunk, from = end + chunk.before;
-        }
-        __syncwarp(); // level 1 is there
+        const uint32_t low = spread_pairs<false>(digits), high = spread_pairs<true>(digits),
+                       low_escaped = escaped_nibbles(low), low_order = order_of(low_escaped);
+        const uint2 a = entries.symbols(low, low_order, from);
+        const uint2 b = entries.symbols(high, order_of(escaped_nibbles(high)), from + count_of(low_escaped, low_order));
+        return make_uint4(a.x, a.y, b.x, b.y);
     }
 
     // ---- plane 0 ----
@@ -230,54 +170,39 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                 tile.digits[s] = low_bits(shared_bits(plane + 2u * i), 2u * ibp_min_u32(n - i, kPerVector));
             }
         }
-        uint32_t counts[kScans] = {};
+        StepCounts<G, kStep> counts;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++)
-            counts[s / kFields] += ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector))
-                                   << s % kFields * kField;
-        tile.num_escaped = number(counts, level1(), tile.before);
-    }
-    // Numbers elements of a tile from `first` on. counts: how many a lane has in step s, in field s. before: the number
-    // of the lane's first element in each step. Returns how many elements there are.
-    static __device__ __forceinline__ uint32_t number(const uint32_t (&counts)[kScans], uint32_t first,
-                                                      uint32_t (&before)[kSteps])
-    {
-        uint32_t total = 0;
-#pragma unroll
-        for (uint32_t k = 0; k < kScans; k++) {
-            // All lanes but the last have less than 2^kField together in a step.
-            const uint32_t lower = G::inclusive_scan(counts[k]) - counts[k], lower_of_last = G::last_lane(lower),
-                           last = G::last_lane(counts[k]);
-#pragma unroll
-            for (uint32_t f = 0; f < kFields; f++) {
-                before[k * kFields + f] = first + total + field(lower, f);
-                total += field(lower_of_last, f) + field(last, f);
-            }
-        }
-        return total;
-    }
-    static __device__ __forceinline__ uint32_t field(uint32_t counts, uint32_t f)
-    {
-        return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
+            counts.add(s, ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)));
+        tile.num_escaped = counts.number(levels().level1(), tile.before);
     }
     static_assert(kStep % 16 == 0, "vectors of a lane are whole words of digits apart");
 
     // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
     // Returns how many are escapes.
-    __device__ __forceinline__ uint32_t visit(uint32_t p, uint32_t start, DigitRange range, Tile &tile) const
+    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &, uint32_t p, uint32_t start, DigitRange range,
+                                              Tile &tile) const
     {
         const uint32_t n = range.to - range.from;
         if (p == 0u) {
             load_tile(start, range.from, range.to, tile);
             return tile.num_escaped;
         }
-        if (p >= 2u)
-            return p == 2u ? name<true>(start / 8u, range.from, n, entries_of(2))
-                           : name<false>(start / 8u, range.from, n, entries_of(p));
+        if (p >= 2u) {
+            const uint32_t first = range.from + G::lane(), shift = 2u * (first % 4u), entries = entries_of(p);
+            const auto digit = [&](uint32_t base) {
+                const uint32_t bits = shared_bytes()[start / 8u + first / 4u + base / 4u] >> shift & 3u;
+                return NamedDigit{permute_bytes(entries, 0, bits), bits == 3u};
+            };
+            return p == 2u ? levels().template name<true>(n, digit) : levels().template name<false>(n, digit);
+        }
         tile.chunk = load_chunk(start + 2u * range.from, ibp_min_u32(n, kChunk));
         if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
-        return tile.chunk.num_escaped +
-               PlanesBook<T>::template count_escapes<G>(start, {range.from + ibp_min_u32(n, kChunk), range.to}, 2);
+        return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, 2);
+    }
+    static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t)
+    {
+        return PlanesBook<T>::template count_escapes<G>(start, range, 2);
     }
 
     // ---- ranks ----
@@ -285,14 +210,10 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // Bytes of plane 0, with their entries: symbols, or ranks where there are entries a column.
     static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
     {
-        const uint32_t digits = spread_pairs<false>(tile.digits[s]), escaped = escaped_nibbles(digits),
-                       order = order_of(escaped);
-        const uint2 low = entries.symbols(digits, order, tile.before[s]);
-        if (kPerVector <= 8u) return make_uint4(low.x, low.y, 0, 0);
-        const uint32_t upper = spread_pairs<true>(tile.digits[s]);
-        const uint2 high =
-            entries.symbols(upper, order_of(escaped_nibbles(upper)), tile.before[s] + count_of(escaped, order));
-        return make_uint4(low.x, low.y, high.x, high.y);
+        if (kPerVector > 8u) return symbols_of(entries, tile.digits[s], tile.before[s]);
+        const uint32_t digits = spread_pairs<false>(tile.digits[s]);
+        const uint2 low = entries.symbols(digits, order_of(escaped_nibbles(digits)), tile.before[s]);
+        return make_uint4(low.x, low.y, 0, 0);
     }
     // The ranks of a lane's vectors, and the numbers of their first raw symbols, if there are any in the warp.
     struct Ranks {
@@ -305,16 +226,16 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     {
         const Entries entries = entries_at(0);
         Ranks ranks{};
-        uint32_t counts[kScans] = {};
+        StepCounts<G, kStep> counts;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             const uint4 bytes = bytes_of(entries, tile, s);
             ranks.bytes[s] = make_uint2(bytes.x, bytes.y);
             const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRaws) : 0u;
-            counts[s / kFields] += (ibp_popcount(bytes.x & kRaws) + of_y) << s % kFields * kField;
+            counts.add(s, ibp_popcount(bytes.x & kRaws) + of_y);
         }
         ranks.any_raw = G::any(raw.from != raw.to);
-        if (ranks.any_raw) number(counts, raw.from, ranks.raw_before);
+        if (ranks.any_raw) counts.number(raw.from, ranks.raw_before);
         return ranks;
     }
 
@@ -441,6 +362,32 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
     }
 
+    // By all lanes of a warp together.
+    __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
+                                          uint32_t tile_start, uint32_t n, const Window &window) const
+    {
+        const DigitRange raw = parts.mine[IBP_MAX_PLANES];
+        const uint32_t first_raw = parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits,
+                       position = parts.digits[1] + 2u * parts.mine[1].from;
+        levels().name_raw(raw.to - raw.from, cb.planes.num_planes > 2u, [&](uint32_t i) {
+            return COLUMNS ? uint32_t{kRaw} : raw_symbol(first_raw + i * symbol_bits());
+        });
+        const Entries entries = entries_at(1);
+        levels().name_plane1(
+            tile.num_escaped, tile.chunk,
+            [&](uint32_t base, uint32_t left) { return load_chunk(position + 2u * base, left); },
+            [&](const Chunk &chunk, uint32_t from) { return symbols_of(entries, chunk.digits[0], from); });
+        Ranks ranks;
+        if (COLUMNS) ranks = ranks_of(tile, raw);
+        const bool units = window.is_units(cb.row_bytes, 16);
+        if (is_simple(cb.planes) && units)
+            store_tile<true, true>(book, parts, tile, ranks, tile_start, n, window);
+        else if (units)
+            store_tile<true, false>(book, parts, tile, ranks, tile_start, n, window);
+        else
+            store_tile<false, false>(book, parts, tile, ranks, tile_start, n, window);
+    }
+
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
     // coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
@@ -452,55 +399,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             fill_entries(cb, cluster, entries());
             __syncwarp();
         }
-        uint32_t n = active ? book.columns : 0u;
-        const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
-                       per_warp = G::kAnyLength ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
-        const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
-                       last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
-        const uint32_t end = start_bit + 8u * coded_bytes;
-        const bool one_tile = per_warp == 1u; // which is looked at while the parts are found
-        Tile tile;
-        ValueParts parts = book.template find_parts<G, true>(
-            start_bit, end, n, {first, last}, exchanged(), [&](uint32_t p, uint32_t start, DigitRange range, uint32_t) {
-                return one_tile ? visit(p, start, range, tile)
-                                : PlanesBook<T>::template count_escapes<G>(start, range, 2);
-            });
-        // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
-        const bool good = !active || parts.end == end;
-        if (!good) {
-            if (G::kPerWarp == 1) return false;
-            n = tile.num_escaped = 0;
-            parts.mine[IBP_MAX_PLANES] = {0, 0};
-        }
-        const bool units = window.is_units(cb.row_bytes, 16), simple = is_simple(cb.planes);
-#pragma unroll 1
-        for (uint32_t k = 0; k < per_warp; k++) {
-            const uint32_t tile_start = ibp_min_u32(first + k * kTile, last);
-            DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
-            if (!one_tile) {
-                mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
-#pragma unroll
-                for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
-                    mine[p + 1].to =
-                        mine[p + 1].from + (p < cb.planes.num_planes ? visit(p, parts.digits[p], mine[p], tile)
-                                                                     : mine[p].to - mine[p].from);
-            }
-            const DigitRange raw = mine[IBP_MAX_PLANES];
-            name_raw(parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits, raw.to - raw.from);
-            decode_plane1(parts.digits[1] + 2u * mine[1].from, tile.num_escaped, tile.chunk);
-            Ranks ranks;
-            if (COLUMNS) ranks = ranks_of(tile, raw);
-            if (simple && units)
-                store_tile<true, true>(book, parts, tile, ranks, tile_start, n, window);
-            else if (units)
-                store_tile<true, false>(book, parts, tile, ranks, tile_start, n, window);
-            else
-                store_tile<false, false>(book, parts, tile, ranks, tile_start, n, window);
-            __syncwarp(); // the levels are free
-#pragma unroll
-            for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
-        }
-        return good;
+        return decode_tiles(*this, book, active, start_bit, coded_bytes, window);
     }
 };
 
