@@ -151,7 +151,7 @@ class Chunk:
         sections = [Section(start - first, stop - first, key) for start, stop, key in held]
         before = None if run.state.place is None else run.state.place.codebook
         families = self._coding.families.setdefault((run.which, self.dtype), [])
-        return grouped(rows, sections, families, lambda some: learn(some, self._coding.level, before, growth), growth)
+        return grouped(rows, sections, families, lambda some: learn(some, self._coding.level, before, growth))
 
     def _split(self, run: Run, rows: torch.Tensor, groups: list[StateGroup]) -> list[CodedState]:
         """Puts a run for each group in the place of one. Their states."""

@@ -10,7 +10,7 @@ import torch
 
 from .._layout import geometry, slots
 from .._schemes import AnyCodebook, measure
-from ._learning import LEAST_GROWTH, ROW_BYTES
+from ._learning import ROW_BYTES
 
 _AS_GOOD = 32  # bytes that a row may take more by a codebook of others
 
@@ -24,8 +24,7 @@ class Section(NamedTuple):
 
 
 class StateGroup(NamedTuple):
-    """Rows start to stop: sections next to each other that share a codebook. survey: what the rows take by it,
-    or will."""
+    """Rows start to stop: sections next to each other that share a codebook. survey: what the rows take by it."""
 
     start: int
     stop: int
@@ -55,19 +54,11 @@ class Family:
 
 
 class _Measured:
-    """What all rows of some sections take by a codebook: each as it is, or as it becomes by growth where that is more.
-    Waits for the device."""
+    """What all rows of some sections take by a codebook. Waits for the device."""
 
-    def __init__(self, rows: torch.Tensor, sections: Sequence[Section], codebook: AnyCodebook, growth: float) -> None:
+    def __init__(self, rows: torch.Tensor, sections: Sequence[Section], codebook: AnyCodebook) -> None:
         self._lengths = measure(geometry.bytes_of(rows), codebook, rows.device)
-        sizes = slots.stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES)
-        if growth >= LEAST_GROWTH:
-            grown = measure(geometry.bytes_of(rows * growth), codebook, rows.device)
-            grown_sizes = slots.stored_sizes(grown, ROW_BYTES, ROW_BYTES)
-            now, then = self._lengths.view(torch.int16), grown.view(torch.int16)  # torch chooses no uint16
-            self._lengths = torch.where(grown_sizes > sizes, then, now).view(torch.uint16)
-            sizes = torch.maximum(sizes, grown_sizes)
-        sums = sizes.cumsum(0)
+        sums = slots.stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES).cumsum(0)
         ends = torch.tensor([section.stop - 1 for section in sections], device=rows.device)
         totals = [0, *sums[ends].tolist()]
         self.means = [
@@ -84,7 +75,6 @@ def grouped(
     sections: Sequence[Section],
     families: list[Family],
     learn: Callable[[torch.Tensor], AnyCodebook],
-    growth: float = 1.0,
 ) -> list[StateGroup]:
     """The groups of rows, in their order. Waits for the device.
 
@@ -93,7 +83,6 @@ def grouped(
         sections: of all rows, in their order.
         families: that may take sections; families that are founded here are added.
         learn: gives a codebook for rows.
-        growth: how many times larger the values are expected to become.
     """
     measured: list[_Measured] = []  # by the number of the family, as far as they were asked
     takers: dict[int, int] = {}  # the number of the family, by that of the section
@@ -109,12 +98,12 @@ def grouped(
     for family in families:
         if len(takers) == len(sections):
             break
-        offer(_Measured(rows, sections, family.codebook, growth))
+        offer(_Measured(rows, sections, family.codebook))
     for i, section in enumerate(sections):
         if i in takers:
             continue
         own = learn(rows[section.start : section.stop])
-        by_own = _Measured(rows, sections, own, growth)
+        by_own = _Measured(rows, sections, own)
         best = min(range(len(measured)), key=lambda number: measured[number].means[i], default=None)
         if best is not None and measured[best].means[i] <= by_own.means[i] + _AS_GOOD:
             takers[i] = best

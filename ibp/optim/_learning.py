@@ -17,7 +17,7 @@ ROW_BYTES = 4096
 _PAIRS = (2, 2, 2, 2)  # digits of the rows that are decoded the fastest, with symbols of a byte
 _PAIRED_BYTES = (2, 4)  # of elements that have such rows
 _SAMPLED_ROWS = 64  # that such codebooks are learned from
-LEAST_GROWTH = 1.2  # that is reckoned with
+_LEAST_GROWTH = 1.2  # that is reckoned with
 _CLEARLY_BETTER = 1.05  # times the worth of the codebook so far: what another one must have to take its place
 _FEW_ZEROS = 0.25  # of the elements: with fewer, no other codebook is taken to save so much more that it pays
 
@@ -57,7 +57,7 @@ def _sample_of(rows: torch.Tensor, growth: float) -> torch.Tensor:
     """Some of the rows, but none of zeros, which take no bytes; as they are, and as they may become."""
     some = geometry.sample(geometry.bytes_of(rows), ROW_BYTES, _SAMPLED_ROWS).view(rows.dtype).view(-1, rows.shape[1])
     some = some[(some != 0).any(1)]
-    return some if growth < LEAST_GROWTH else torch.cat([some, some * growth**0.5, some * growth])
+    return some if growth < _LEAST_GROWTH else torch.cat([some, some * growth**0.5, some * growth])
 
 
 def _is_paired(codebook: AnyCodebook) -> bool:

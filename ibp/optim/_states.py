@@ -24,16 +24,15 @@ from ._reserve import Reserve
 _SECTOR = _core.SECTOR_BYTES
 # A byte in overflow is worth 8 of slots, as two kernels move it over the link.
 _RULE = _layout.SlotRule(overflow_cost=8, most_overflow=0.02 * ROW_BYTES)
-_CROWDED_BYTES = 256 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
-_MARGIN = 256  # bytes by which the slots of a later codebook may be smaller without new pinned memory
+_CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
+_MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
-# Every 16th step learns codebooks in place of earlier ones, a sixteenth of all, but at least one: learning all of them
-# takes as long as about 50 steps, and must take less than a fifth of all steps' time.
-_LEARNING_STEPS, _LEARNED_SHARE, _LEAST_LEARNED = 16, 16, 1
+_LEARNING_STEPS = 4  # every fourth step learns codebooks in place of earlier ones
+_LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # such a step replaces a quarter of the codebooks, but at least two
 _WATCHED_STEPS = 16  # the first steps are all watched, later ones as often as steps learn codebooks
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
-_REFIT_RATIO, _CROWDED_RATIO = 8.0, 1.25  # of the steps so far, to those when the codebook was learned
-_FIRST_REFIT_RATIO = 48.0  # likewise, where it was learned in the first step
+_REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
+_FIRST_REFIT_RATIO = 8.0  # likewise, where it was learned in the first step: half as often in the first 24 steps
 _LEAST_MOVED = 64  # bytes by which slots must become smaller for all rows to be moved to others
 
 
@@ -322,10 +321,8 @@ def choose_learners(states: list[CodedState]) -> None:
     for state in states:
         families.setdefault(id(state.learner.found), []).append(state)
     most = max(_LEAST_LEARNED, len(families) // _LEARNED_SHARE)
-    overdue = {key: max((state.overdue, state._crowded_bytes) for state in alike) for key, alike in families.items()}
-    for key in sorted((key for key in families if overdue[key] >= (1, 0)), key=overdue.__getitem__, reverse=True)[
-        :most
-    ]:
+    overdue = {key: max(state.overdue for state in alike) for key, alike in families.items()}
+    for key in sorted((key for key in families if overdue[key] >= 1), key=lambda key: -overdue[key])[:most]:
         for state in families[key]:
             state.may_refit = state.overdue >= 1
 
@@ -333,7 +330,7 @@ def choose_learners(states: list[CodedState]) -> None:
 def growths(betas: tuple[float, float], stores: int) -> tuple[float, float]:
     """How many times larger exp_avg and exp_avg_sq become from one codebook to the next by being averages over more
     steps, if gradients are independent and as large as before."""
-    first, last = max(1, stores), _REFIT_RATIO * stores if stores else _FIRST_REFIT_RATIO
+    first, last = max(1, stores), _REFIT_RATIO * max(1, stores)
     squares = [_grown(betas[0] ** 2, first, last), _grown(betas[1], first, last)]
     return squares[0] ** 0.5, squares[1]
 

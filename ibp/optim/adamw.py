@@ -471,8 +471,8 @@ class AdamW(Adam, torch.optim.AdamW):
     one size. Rows that outgrow their slots are kept, in part, in pinned host memory, which has room for everything that
     slots do not hold: however badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that
     all chunks share, calls torch's fused kernel, and codes them again. It waits for the device only where many rows
-    have outgrown their slots, or where codebooks are learned: all codebooks in the first step, with room for states to
-    grow, and from step 48 on those of a few parameters in every 16th step, for each parameter ever more rarely.
+    have outgrown their slots, or where codebooks are learned: all codebooks in the first step, those of a few
+    parameters in a later step, for each parameter ever more rarely.
 
     It replaces torch's optimizer: learning-rate schedulers, parameter groups, closures, `torch.amp.GradScaler`, hooks
     and `state_dict()` work the same way, and each optimizer loads the states of the other. Pickles and copies hold
