@@ -67,9 +67,9 @@ typedef struct {
 } ibp_escape;
 
 /* A matrix [N, K] of BF16 or FP16 whose rows are the items of a table of scheme planes with one plane of four-bit
- * digits, consecutive entries, rotated elements, residuals of sign and mantissa (8 bits, in FP16 11), no constant columns
- * and no clusters. Of a slot only residuals and digits are read, its first 3 K / 2 bytes, in FP16 15 K / 8. All is in
- * device memory. */
+ * digits, consecutive entries, rotated elements, residuals of sign and mantissa (8 bits, in FP16 11), no constant
+ * columns and no clusters. Of a slot only residuals and digits are read, its first 3 K / 2 bytes, in FP16 15 K / 8. All
+ * is in device memory. */
 typedef struct {
     const uint8_t *slots; /* aligned to 16 bytes */
     int64_t slots_bytes;
@@ -109,7 +109,8 @@ IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_prod
 /* Bytes of workspace of ibp_cuda_linear; 0: it takes none, or not these arguments. */
 IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors);
 
-/* Decodes all rows of a matrix, by its list of escapes. weights: [N, K] in device memory, aligned to 16 bytes. Rows that are stored raw or as default rows give any numbers; columns and starts out of range do no harm. */
+/* Decodes all rows of a matrix, by its list of escapes. weights: [N, K] in device memory, aligned to 16 bytes. Rows that
+ * are stored raw or as default rows give any numbers; columns and starts out of range do no harm. */
 IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream);
 
 /* As ibp_group_vectors, in one short kernel. */

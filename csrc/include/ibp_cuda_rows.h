@@ -65,8 +65,8 @@ IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_so
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
-/* What is asked of one table among several: its items at ids, as by ibp_cuda_gather_items, or, where ids is NULL, all of
- * its bytes, as by ibp_cuda_decode_bytes. */
+/* What is asked of one table among several: its items at ids, as by ibp_cuda_gather_items, or, where ids is NULL, all
+ * of its bytes, as by ibp_cuda_decode_bytes. */
 typedef struct ibp_gather {
     const ibp_table *table;
     const ibp_ids *ids;

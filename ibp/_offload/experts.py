@@ -139,8 +139,11 @@ class ExpertsForward(NotCopied):
             return calls.with_slots(module, args, kwargs, slots, held, tensors)
 
     def expect(self, following: ExpertsForward, num_experts: int) -> None:
-        """From now on a call fetches so many experts of a mixture on the same device, which is called next."""
-        if num_experts and self.num_spare.device == following.num_spare.device and following._router is not None:
+        """From now on a call fetches so many experts of a mixture on the same device, which is called next. Not for
+        one with a cache: most of its experts are there, and it gains nothing (benchmarks/results/probes.csv)."""
+        is_near = self.num_spare.device == following.num_spare.device
+        is_cached = any(stack.is_cached for stack in following.stacks.values())
+        if num_experts and is_near and following._router is not None and not is_cached:
             self._fetch_ahead = functools.partial(following.fetch_likeliest, num_experts)
 
     @torch.no_grad()
@@ -177,8 +180,7 @@ class ExpertsForward(NotCopied):
             tensors: dict[str, Later] = {}
             with behind(beside):
                 for name, fetch in fetches.items():
-                    # Rows that are there come faster than the link, and nothing computes while the first weight comes.
-                    sms = None if self.stacks[name].is_cached or (near and not tensors) else STREAM_SMS
+                    sms = None if self.stacks[name].is_cached else STREAM_SMS  # cached rows come faster than the link
                     fetched, ready = fetch(sms), functools.partial(current.wait_event, beside.record_event())
                     tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
             self._fetch_ahead(vectors, beside)

@@ -100,8 +100,8 @@ def offload(
         resident: "raw", the only value: weights that stay on the device stay as they are.
         max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32.
         lookahead: groups of weights that are fetched before they are used; and, where all weights but experts stay on
-            the device, how many experts that the next router is likely to ask for, at most 2. None: 2 on a GPU; none on
-            the CPU, where nothing runs beside the model.
+            the device and no cache holds experts, how many that the next router is likely to ask for, at most 2.
+            None: 2 on a GPU; none on the CPU, where nothing runs beside the model.
         group_bytes: a module with at most this many bytes of weights is brought as one, a larger one in parts. None:
             128 MiB, less for small models.
         min_bytes: smaller parameters stay on the device.

@@ -28,7 +28,7 @@ from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
 from . import _changes
 from ._hotness import Hotness, hottest_first
-from ._order import ON_CPU, StreamOrder, behind, current_key
+from ._order import ON_CPU, StreamOrder, current_key
 from ._peers import Peers
 from ._slabs import (
     LRU_WAYS,
@@ -346,8 +346,7 @@ class RowCache(TensorManners):
             torch.ops.ibp.gather_items.default(handle.table, ids, sms, result, fault, positions, **near)
 
     def prefetch(self, ids: torch.Tensor, beside: torch.cuda.Stream | None = None) -> RowCache:
-        """Brings items near before they are asked for; nothing waits. A cache that replaces rows takes theirs in; for
-        others they are copied to memory of their own.
+        """Brings items near before they are asked for, to memory of their own; nothing waits.
 
         Example:
             >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
@@ -361,16 +360,15 @@ class RowCache(TensorManners):
             beside: stream on which rows come, after the current stream's work; None: the current stream.
 
         Returns:
-            The cache itself, or one of these items alone, to be kept until the current stream waits for its reads.
+            A cache of these items alone, to be kept until the current stream waits for its reads.
 
         Raises:
-            ValueError: the cache is writable, or one of a group.
+            ValueError: the cache is writable, replaces rows, or is one of a group.
         """
-        if self.writable or self._peers is not None:
-            raise ValueError("rows are not prefetched to a cache that is writable or that processes have in common")
-        with behind(beside if self.policy == "lru" else None), self.found(ids, ahead=True):
-            if self.policy == "lru":
-                return self  # the rows are claimed; else they are counted
+        if self.writable or self._peers is not None or self.policy == "lru":
+            raise ValueError("rows are not prefetched for a cache that is writable, replaces rows, or has peers")
+        with self.found(ids, ahead=True):  # counts the rows
+            pass
         made, state = object.__new__(RowCache), copy.copy(self._state)
         rows, slot_bytes = rows_of(ids, state.rows_per_item), in_sectors(self.view.row_bytes)
         num_bytes = rows.numel() * slot_bytes

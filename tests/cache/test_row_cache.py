@@ -1034,15 +1034,13 @@ def test_a_gpu_without_a_slab(gpus):
         assert_same_bits(cache.index_select(torch.arange(NUM_ITEMS, device=gpus[1])).cpu(), wanted)
 
 
-@pytest.mark.parametrize("policy", ["static", "lru"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefetched_rows(kind, policy):
+def test_prefetched_rows(kind):
     """They are found when they are asked for, and counted apart from what is."""
     x = tensor()
-    cache = ibp.RowCache(table_of(x, kind), 60_000, devices="cpu", policy=policy)
+    cache = ibp.RowCache(table_of(x, kind), 60_000, devices="cpu")
     near = cache.prefetch(torch.tensor([7, 301, 301, 14]))
     assert cache.stats().hits == cache.stats().misses == 0 < cache.stats().prefetched <= 4
-    assert (near is cache) == (policy == "lru")
     ids = torch.tensor([14, 21, 301, 7, 14])
     assert_same_bits(near.index_select(ids), x[ids])
     stats = cache.stats()
@@ -1054,17 +1052,17 @@ def test_prefetched_rows(kind, policy):
     assert_same_bits(near.prefetch(ids).index_select(ids), x[ids])
 
 
-def test_where_rows_are_not_prefetched():
-    cache = ibp.RowCache(table_of(tensor()), 60_000, devices="cpu", writable=True)
+@pytest.mark.parametrize("options", [{"writable": True}, {"policy": "lru"}], ids=str)
+def test_where_rows_are_not_prefetched(options):
+    cache = ibp.RowCache(table_of(tensor()), 60_000, devices="cpu", **options)
     with pytest.raises(ValueError, match="not prefetched"):
         cache.prefetch(torch.tensor([1]))
 
 
-@pytest.mark.parametrize("policy", ["static", "lru"])
-def test_rows_prefetched_beside(cuda, policy):
+def test_rows_prefetched_beside(cuda):
     """On another stream, in a CUDA graph too."""
     x = tensor(3000).to(cuda)
-    cache = ibp.RowCache(pinned_table(x.cpu()), 60_000, devices=cuda, policy=policy)
+    cache = ibp.RowCache(pinned_table(x.cpu()), 60_000, devices=cuda)
     beside, ids = torch.cuda.Stream(cuda), torch.arange(5, 25, device=cuda)
 
     def fetched():

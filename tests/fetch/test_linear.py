@@ -157,7 +157,7 @@ def test_which_halves_have_digits():
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_module(dtype):
-    plain = torch.nn.Linear(256, 40, dtype=dtype)
+    plain = torch.nn.Linear(256, 40).to(dtype)
     x = vectors(3, 256, dtype=dtype)
     wanted = plain(x)
     for module in (
@@ -169,7 +169,7 @@ def test_module(dtype):
         for made in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert_same_bits(made(x), wanted)
             assert made.fused == module.fused and ("fused=True" in repr(made)) == module.fused
-    other, module = torch.nn.Linear(256, 40, dtype=dtype), ibp.nn.Linear.from_linear(plain)
+    other, module = torch.nn.Linear(256, 40).to(dtype), ibp.nn.Linear.from_linear(plain)
     module.load_state_dict(other.state_dict())
     assert_same_bits(module(x), other(x))
     assert escapes.takes(module.weight)

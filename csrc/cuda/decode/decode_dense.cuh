@@ -144,8 +144,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         uint32_t above, low, high; // as in DigitSpread; eight bytes, 0xff at the escape
         bool wide;                 // digits may have four bits
 
-        // The names of eight digits, a byte each, of which some have escaped; from: the shared byte with which the names
-        // of these begin, which then is that of the next ones.
+        // The names of eight digits, a byte each, where some have escaped; from: the shared byte at which the names of
+        // these begin, moved on to the next ones.
         __device__ __forceinline__ uint2 of(uint32_t digits, uint32_t &from) const
         {
             const uint32_t escaped = escaped_digits(digits, above), order = escaped * 0x22222222u;

@@ -1,5 +1,5 @@
-// tiles.cuh - what decode_dense.cuh and decode_pairs.cuh share: tiles of dense rows, whose planes a warp goes down and up
-// again, and the levels, where names of escaped elements wait for the plane above, a byte each: symbols or ranks.
+// tiles.cuh - what decode_dense.cuh and decode_pairs.cuh share: tiles of dense rows, whose planes a warp goes down and
+// up again, and the levels, where names of escaped elements wait for the plane above, a byte each: symbols or ranks.
 #ifndef IBP_TILES_CUH
 #define IBP_TILES_CUH
 

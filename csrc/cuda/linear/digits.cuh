@@ -311,8 +311,8 @@ __device__ __forceinline__ uint32_t half_weights(const uint32_t (&stream)[WORDS]
                        select_bits(0x7fff7fffu, both >> (before + 1u), both << (15u - before)));
 }
 
-// Elements 2 number and 2 number + 1 make a word each with the element 16 further, whose residual begins at the same bit
-// of a byte.
+// Elements 2 number and 2 number + 1 make a word each with the element 16 further, whose residual begins at the same
+// bit of a byte.
 __device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements<Float16> (&rows)[2], uint32_t number,
                                              uint32_t firsts)
 {

@@ -1,5 +1,5 @@
-// linear.cuh - products of up to 8 vectors with coded matrices of BF16 or FP16: rows are decoded in registers, as operands of
-// tensor cores, and never written.
+// linear.cuh - products of up to 8 vectors with coded matrices of BF16 or FP16: rows are decoded in registers, as
+// operands of tensor cores, and never written.
 //
 // A block takes strips of 16 rows, one after the other. Each of its multiplying warps has two neighbours of the 16
 // pieces of the columns (digits.cuh), and takes their steps of 128 columns from left to right: while a step is

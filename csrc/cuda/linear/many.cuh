@@ -1,5 +1,5 @@
-// many.cuh - products of up to 64 vectors with coded matrices of BF16 or FP16, for GPUs of compute capability 9.0: an element
-// is decoded once for all vectors, as an operand of `wgmma` in registers.
+// many.cuh - products of up to 64 vectors with coded matrices of BF16 or FP16, for GPUs of compute capability 9.0: an
+// element is decoded once for all vectors, as an operand of `wgmma` in registers.
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other. Each block has some neighbours of the 16 pieces of
 // the columns (digits.cuh), and keeps the vectors' elements of them in shared memory, in the order that the digits make
@@ -289,7 +289,8 @@ template <class Block> struct Finishers {
     }
 };
 
-// The words of a vector that a pair of operands takes from a lane's 32 elements, two for each. near: elements 8 pair on.
+// The words of a vector that a pair of operands takes from a lane's 32 elements, two for each. near: elements from
+// 8 pair on.
 template <class Kind> __device__ __forceinline__ uint4 pair_words(const uint16_t *near, uint32_t pair)
 {
     if constexpr (Kind::kWordsApart == 1u) return *reinterpret_cast<const uint4 *>(near);

@@ -1,4 +1,5 @@
-// matrix.cuh - all weights of a coded matrix of BF16 or FP16, for products of more vectors than kernels multiply by coded rows.
+// matrix.cuh - all weights of a coded matrix of BF16 or FP16, for products of more vectors than kernels multiply by
+// coded rows.
 //
 // A warp decodes a stretch of a row. The list of escapes is there, so nothing has to be counted, staged or exchanged: a
 // lane's bytes go from device memory to registers, and as weights back to device memory.
