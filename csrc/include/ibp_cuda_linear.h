@@ -109,8 +109,8 @@ IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_prod
 /* Bytes of workspace of ibp_cuda_linear; 0: it takes none, or not these arguments. */
 IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors);
 
-/* Decodes all rows of a matrix, by its list of escapes. weights: [N, K] in device memory, aligned to 16 bytes. Rows that
- * are stored raw or as default rows give any numbers; columns and starts out of range do no harm. */
+/* Decodes all rows of a matrix, by its list of escapes. weights: [N, K] in device memory, aligned to 16 bytes. Rows
+ * that are stored raw or as default rows give any numbers; columns and starts out of range do no harm. */
 IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream);
 
 /* As ibp_group_vectors, in one short kernel. */
