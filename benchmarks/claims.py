@@ -218,7 +218,6 @@ def of_all_layers(row):
     return fine_number(row["ms_of_all"]) + share
 
 
-ROUTED = "routed"  # by the routers of a model, in `moe`
 EXPERT_CALLS = {"tokens": cell("rows", "{:,}".format), "routing": cell("routing"), "way": cell("way")}
 
 
@@ -549,17 +548,6 @@ TABLES = (
         "fast as the faster plain arm",
         EXPERT_CALLS,
         of_all_layers,
-        lambda row: row["routing"] != ROUTED,
-    ),
-    Table(
-        "",
-        "moe",
-        "Milliseconds of a token through 48 whole layers, attention to 2,048 positions and routers included, in a CUDA "
-        "graph, where the two experts that the next router is likely to ask for are fetched ahead or not; in brackets "
-        "the share of the rows that were there when they were asked for",
-        {"tokens": cell("rows")},
-        lambda row: f"{fine_number(row['ms_of_all'])} ({percent(row['hit_rate'], 0)})",
-        lambda row: row["routing"] == ROUTED,
     ),
     Table(
         "",
@@ -1172,7 +1160,7 @@ def expert_hits(results):
 
 def mixtures(results):
     """What a token costs where the experts are in host memory, or coded on the GPU; nothing before it is measured."""
-    rows = [row for row in results.rows("moe") if row["routing"] != ROUTED]
+    rows = results.rows("moe")
     if not rows:
         return ""
     best = {}

@@ -169,12 +169,13 @@ def ibp_works(of, level, store, sms, count=None):
     savings = 1 - store.place.slot_bytes / ROW_BYTES
     kept = savings, store.gain
     taken = {STORE: 24, LOAD: 16} if sms is None else dict.fromkeys((STORE, LOAD), sms or None)
+    limit = run.num_sms if sms == 0 else sms
 
     def save():
-        store.store(pages, of.from_kv, blocks, stream=stream_of(run), max_sms=sms)
+        store.store(pages, of.from_kv, blocks, stream=stream_of(run), max_sms=limit)
 
     def fetch():
-        store.load(pages, of.to_out, blocks, stream=stream_of(run), max_sms=sms)
+        store.load(pages, of.to_out, blocks, stream=stream_of(run), max_sms=limit)
 
     def check(what):
         harness.check_bits(of.out[blocks], of.kv[blocks], what)

@@ -10,9 +10,8 @@ gathers the experts of the call in pinned memory and copies them raw; `streamed`
 weights of other modules are; `by index`, by `ibp.offload`, which fetches the experts that are asked for; `by index,
 cache`, with a cache on the GPU of half the raw bytes of all experts; both of these with raw rows by the same code.
 `between experts` is the rest of such layers, whose experts give what they get: attention to 2,048 positions, norms and
-router in a CUDA graph: experts that are fetched ahead hide as much at most. `whole layers, by index` are these layers
-with their experts by index, with and without a cache; `ahead` fetches two experts for the next router's guess.
---between measures these arms alone, and keeps the rows of the others.
+router in a CUDA graph. Experts that were fetched ahead, for a router's guess of the next layer's, would hide as much.
+--between measures this arm alone, and keeps the rows of the others.
 
 --deepseek has layers with the sizes of DeepSeek-V3, by transformers' class for FP8: 256 experts of 3 x 7168 x 2048
 values in FP8 E4M3, N(0, 112), with a scale for each block of 128 x 128; 58 layers in all. Arms are `by index`, coded
@@ -20,20 +19,17 @@ and raw. The class downloads its FP8 kernels: here the experts of a call are deq
 `grouped_mm`. moe_deepseek.csv has the results.
 
 No model routes here: `uniform`, or `sticky`, by Zipf's law with exponent 1, where a token keeps each expert's draw of
-the token before it with probability 0.5. In whole layers their routers do (`routed`): embeddings are scaled until the
-next router's two likeliest guesses are right in 66 %, the mean of a trained mixture's layers (probes.csv). Ways:
-`eager`, by the wall clock; `graph`, replays of a CUDA graph. Every call has new experts; calls before the timed ones
-fill the caches. In the same run the results of all arms are compared with those of `plain`, bit for bit, but for
-`plain, batched_mm` and `coded on the GPU`, which add in another order; tokens of whole layers with each other.
+the token before it with probability 0.5. Ways: `eager`, by the wall clock; `graph`, replays of a CUDA graph. Every call
+has new experts; calls before the timed ones fill the caches. In the same run the results of all arms are compared with
+those of `plain`, bit for bit, but for `plain, batched_mm` and `coded on the GPU`, which add in another order.
 
 moe.csv has, after the common columns, layers, routing, way, ms (a call), ms_of_all (the same for all layers of the
 model), bound_ms (link_bytes at the rate of kernels; where all experts are streamed, of the copy engine), asked_bytes
 (raw bytes of the experts that a call asks for, each once; `between experts`: of its own weights), link_bytes (a call),
-hit_rate (of rows that are asked for), host_bytes, device_bytes, host_us (of a layer, until an eager call comes back
-that finds the GPU idle), times (how many times as fast as the faster of the plain arms `coded on the GPU` is) and
-own_us (host_us where the class's forward reads its weights and computes nothing, so that the library's own work is
-left); `rows` are the tokens of a call, and gbps are of asked_bytes. A call's launches fit the GPU's queue: the host
-waits for none.
+hit_rate (of rows), host_bytes, device_bytes, host_us (of a layer, until an eager call comes back that finds the GPU
+idle), times (how many times as fast as the faster of the plain arms `coded on the GPU` is) and own_us (host_us where
+the class's forward reads its weights and computes nothing, so that the library's own work is left); `rows` are the
+tokens of a call, and gbps are of asked_bytes. A call's launches fit the GPU's queue: the host waits for none.
 
 --hits counts, and measures no time: moe_hits.csv has what each of the first tokens after the start brings over the link
 with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine. moe_policies.csv has
@@ -85,19 +81,15 @@ QUICK_LAYERS = 2
 CONTEXT, QUICK_CONTEXT = 2048, 300  # positions that are attended to
 BATCHES, QUICK_BATCHES, PREFILL, QUICK_PREFILL = (1, 8, 32), (1, 3), 2048, 40
 DEVICE_BATCHES = (1, 2, 4, 8, 16)  # of arms with all experts on the GPU
-GUESSES, GUESSED, GUESSING_TOKENS = 2, 0.66, 32  # experts ahead; share of right ones, and tokens that it is counted for
 CALLS, FEW_CALLS, ROUNDS = 16, 2, 12  # calls that are timed together; rounds of them before routes come again
 ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # assumed
 CACHE_SHARE = 0.5  # of the experts' raw bytes
 PLAIN, STREAMED, BY_INDEX, CACHED = "plain", "streamed", "by index", "by index, cache"
 BATCHED, CODED, RAW = "plain, batched_mm", "coded on the GPU", ", raw rows"
 HOOKS, GATHERED, BETWEEN = "accelerate cpu_offload", "CPU gather and copy", "between experts"
-WHOLE, AHEAD = "whole layers, ", ", ahead"
 ON_DEVICE, OTHERS = (PLAIN, BATCHED, CODED), (HOOKS, GATHERED)
-AROUND = (BETWEEN, WHOLE + BY_INDEX, WHOLE + BY_INDEX + AHEAD, WHOLE + CACHED)
-ARMS = (*ON_DEVICE, *OTHERS, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW, *AROUND)
-UNIFORM, STICKY, CHANGING, ROUTED = "uniform", "sticky", "sticky, changing", "routed"
-EAGER, GRAPH = "eager", "graph"
+ARMS = (*ON_DEVICE, *OTHERS, STREAMED, BY_INDEX, BY_INDEX + RAW, CACHED, CACHED + RAW, BETWEEN)
+UNIFORM, STICKY, CHANGING, EAGER, GRAPH = "uniform", "sticky", "sticky, changing", "eager", "graph"
 EXTRA_COLUMNS = (
     "layers,routing,way,ms,ms_of_all,bound_ms,asked_bytes,link_bytes,hit_rate,host_bytes,device_bytes,host_us,times,"
     "own_us"
@@ -237,47 +229,6 @@ class Layers(nn.Module):
         return x
 
 
-class Called:
-    """(vectors, experts) of the calls of a model's layers of experts, one after the other, while it is entered."""
-
-    def __init__(self, model):
-        self.layers, self.calls = [layer.mlp for layer in model.model.layers], []
-
-    def __enter__(self):
-        self.calls.clear()
-        note = lambda module, args: self.calls.append(args[:2])  # noqa: E731
-        self.hooks = [layer.experts.register_forward_pre_hook(note) for layer in self.layers]
-        return self
-
-    def __exit__(self, *_):
-        for hook in self.hooks:
-            hook.remove()
-
-    def num_asked(self):
-        return sum(len(chosen.unique()) for _, chosen in self.calls)
-
-    def right_guesses(self):
-        """The share of the likeliest experts, as the next layer's router scores a layer's vectors, that it asks for."""
-        shares = []
-        for (x, _), (_, chosen), layer in zip(self.calls, self.calls[1:], self.layers[1:]):
-            guesses = nn.functional.linear(x, layer.gate.weight).topk(GUESSES).indices
-            shares.append(float((guesses[:, :, None] == chosen[:, None]).any(-1).float().mean()))
-        return statistics.fmean(shares)
-
-
-def let_guess(model, step):
-    """Scales a model's embeddings until as many guesses are right as `GUESSED` says: layers change large ones less."""
-    weight, called = model.model.embed_tokens.weight.data, Called(model)
-    first, low, high = weight.clone(), -6.0, 12.0  # exponents of two
-    for _ in range(12):
-        middle = (low + high) / 2
-        weight.copy_(first * 2**middle)
-        step.rewind()
-        with called:
-            step()
-        low, high = (middle, high) if called.right_guesses() < GUESSED else (low, middle)
-
-
 @contextlib.contextmanager
 def computing_nothing(kind):
     """The forward of a class of experts reads its weights, which are fetched for it, and gives back its input."""
@@ -381,8 +332,8 @@ class Bench:
         if arm == HOOKS and accelerate is None:
             print("accelerate: not installed, left out")
             return
-        if arm in AROUND:
-            return self.measure_between() if arm == BETWEEN else self.measure_whole(arm)
+        if arm == BETWEEN:
+            return self.measure_between()
         run, (model, handle) = self.run, self.model(arm)
         of_arms = {PLAIN: {*BATCHES, *DEVICE_BATCHES}, BATCHED: DEVICE_BATCHES, CODED: DEVICE_BATCHES, HOOKS: (1,)}
         batches = of_arms.get(arm, BATCHES)
@@ -398,60 +349,18 @@ class Bench:
     def measure_between(self):
         """Layers with the smallest experts that a model can have, which give back their input."""
         run, batches = self.run, QUICK_BATCHES if self.run.quick else BATCHES
-        model = self.whole_model(moe_intermediate_size=1)
+        small = {"vocab_size": 512, "moe_intermediate_size": 1, "num_hidden_layers": self.num_layers}
+        config = self.shape.make_config(run.quick, **QWEN3_ATTENTION, **small)
+        with torch.device(run.device):
+            model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval().requires_grad_(False)
         for layer in model.model.layers:
             layer.mlp.experts.forward = lambda x, index, gates: x
         for batch in batches:
-            step = self.step(model, batch)
+            step = llm.Step(run, model, batch, QUICK_CONTEXT if run.quick else CONTEXT)
             with run.cell(f"{BETWEEN}, {batch} tokens"), torch.inference_mode():
                 seconds = llm.graph_seconds(run, step)
                 num_bytes = llm.counted_bytes(model.model.layers)
                 self.add(BETWEEN, batch, UNIFORM, GRAPH if run.on_gpu else EAGER, seconds, num_bytes, None, 1)
-
-    def whole_model(self, **sizes):
-        """Layers with attention, a router and experts."""
-        small = {"vocab_size": 512, "num_hidden_layers": self.num_layers}
-        config = self.shape.make_config(self.run.quick, **QWEN3_ATTENTION, **small, **sizes)
-        config._experts_implementation = self.shape.implementation
-        torch.manual_seed(0)
-        with torch.device(self.run.device):
-            return transformers.Qwen3MoeForCausalLM(config).bfloat16().eval().requires_grad_(False)
-
-    def step(self, model, batch):
-        return llm.Step(self.run, model, batch, QUICK_CONTEXT if self.run.quick else CONTEXT)
-
-    @torch.inference_mode()
-    def measure_whole(self, arm):
-        """Layers whose other weights stay on the device."""
-        run, model, least = self.run, self.whole_model(), 1000 if self.run.quick else 1 << 22
-        let_guess(model, self.step(model, GUESSING_TOKENS))
-        others = [
-            tensor.nbytes
-            for name, tensor in model.named_parameters()
-            if not {"experts", "embed_tokens"} & set(name.split("."))
-        ]
-        staying = sum(num_bytes for num_bytes in others if num_bytes >= least)
-        cached = int(CACHE_SHARE * self.num_bytes) if CACHED in arm else 0
-        handle = ibp.offload(
-            model,
-            run.device,
-            resident_bytes=staying + cached,
-            lookahead=GUESSES if arm.endswith(AHEAD) else 0,
-            min_bytes=least,
-        )
-        for batch in QUICK_BATCHES if run.quick else BATCHES[:2]:
-            with run.cell(f"{arm}, {batch} tokens"):
-                step, made = self.step(model, batch), itertools.count()
-                with Called(model) as called:
-                    step()
-                replay = llm.graphed(run, step)
-                for _ in range(llm.WARM_UPS):
-                    replay()
-                self.check(arm, step.token.clone(), (ROUTED, batch))
-                handle.reset_stats()
-                seconds = run.seconds([lambda replay=replay, made=made: (replay(), next(made))])
-                way, num_bytes = GRAPH if run.on_gpu else EAGER, called.num_asked() * self.expert_bytes
-                self.add(arm, batch, ROUTED, way, seconds, num_bytes, handle.stats(), next(made))
 
     def inputs(self, tokens, routing, num_calls):
         """(vectors, routes of calls, gates); the first call's are the same, however many there are."""
@@ -573,7 +482,8 @@ class Bench:
             rows=tokens,
             row_bytes=self.expert_bytes,
             dtype=self.shape.dtype,
-            savings=1 - (stats.host_bytes if stats else device_bytes or self.num_bytes) / self.num_bytes,
+            savings=1
+            - (stats.host_bytes / stats.weight_bytes if stats else (device_bytes or self.num_bytes) / self.num_bytes),
             gbps=gbps,
             ideal_gbps=asked_bytes / bound * 1e-9 if bound else gbps,
             sms=None,
@@ -695,8 +605,6 @@ def shortfalls(rows, shape=QWEN3_30B):
             wanted = bound / (WANTED_PREFILL if tokens > max(BATCHES) else WANTED_SHARE)
         elif wanted and arm == CACHED and raw:
             wanted = min(wanted, raw[0] / WANTED_TIMES_RAW)
-        if arm.endswith(AHEAD):
-            wanted = best.get((arm.removesuffix(AHEAD), tokens, routing), (ms,))[0]
         if wanted and ms > wanted:
             yield f"{arm}, {tokens} tokens, {routing}: {ms:.1f} ms of all layers, wanted {wanted:.1f}"
 
@@ -718,13 +626,13 @@ def main(argv=None):
         bench = Bench(untimed, shape, num_layers)
         return count_hits(bench, args.out / "moe_hits.csv") | compare_policies(bench, args.out / "moe_policies.csv")
     run = harness.Run(
-        shape.csv, args, EXTRA_COLUMNS, keep=lambda row: found.between and row["arm"] not in ("device", *AROUND)
+        shape.csv, args, EXTRA_COLUMNS, keep=lambda row: found.between and row["arm"] not in ("device", BETWEEN)
     )
     bench = Bench(run, shape, num_layers)
     if PLAIN not in shape.arms:
         bench.note_wanted()
         weights.release(run)
-    for arm in AROUND if found.between else shape.arms:
+    for arm in (BETWEEN,) if found.between else shape.arms:
         with run.cell(arm):
             bench.measure_arm(arm)
         weights.release(run)

@@ -157,7 +157,7 @@ class ActivationOffload:
                     found = self._save(x)
                 if found is not None:
                     return found
-            self._stats.kept_bytes += x.nbytes
+            self._stats.kept_bytes += x.numel() * x.element_size()  # sparse ones have no nbytes
             return spans.UnchangedTensor.of(x)
 
     def _unpack(self, saved: spans.UnchangedTensor | _SavedTensor) -> torch.Tensor:

@@ -25,9 +25,9 @@ from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
-from ..nn._stacks import by_rows, router_of, stand_in
+from ..nn._stacks import by_rows, stand_in
 from ..nn._tables import TableModule
-from .experts import Ahead, ExpertsForward
+from .experts import ExpertsForward
 from .fetcher import CudaWeightFetcher, WeightFetcher
 from .groups import Division, Group, Lookup, StackedModule, Use, divide, spread
 from .resting import NotCopied, Resting
@@ -39,9 +39,6 @@ _LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using an
 _CPU = torch.device("cpu")
 _LONGEST_ELEMENT = 16  # bytes, of complex128
 _LOOKAHEAD = 2  # groups fetched ahead of the one in use
-# Experts of the next layer that come while the link is idle between two layers' experts: in Qwen3-30B-A3B's shape there
-# is time for about two (benchmarks/results/moe.csv, `between experts`).
-_MOST_EXPERTS_AHEAD = 2
 
 
 def offload(
@@ -99,9 +96,8 @@ def offload(
             stay.
         resident: "raw", the only value: weights that stay on the device stay as they are.
         max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32.
-        lookahead: groups of weights that are fetched before they are used; and, where all weights but experts stay on
-            the device and no cache holds experts, how many that the next router is likely to ask for, at most 2.
-            None: 2 on a GPU; none on the CPU, where nothing runs beside the model.
+        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU; none on the CPU, where
+            nothing runs beside the model.
         group_bytes: a module with at most this many bytes of weights is brought as one, a larger one in parts. None:
             128 MiB, less for small models.
         min_bytes: smaller parameters stay on the device.
@@ -183,7 +179,6 @@ class OffloadStats(Statistics):
         misses: uses whose weights were not even on their way: the first uses, and uses after a change of order.
         fetched_bytes: bytes of weights, as the model uses them, brought to the device.
         link_bytes: bytes of their coded rows that crossed the link from host memory.
-        ahead_bytes: of these, bytes of experts that were fetched before a router asked for them, if it did.
         seconds: from the first use to the last one, on the host's clock.
         waited_seconds: that modules waited for their weights, on the GPU's clock and without their last uses; without a
             GPU, the time of decoding. Close to `seconds` where the link binds.
@@ -191,15 +186,14 @@ class OffloadStats(Statistics):
         host_bytes: host memory of the offloaded weights, index and codebooks counted.
         device_bytes: device memory for the offloaded weights: weights that stay, the arena, the ring, the index, caches
             of experts.
-        expert_hits, expert_misses: rows of experts that were asked for and were there, cached or fetched ahead, or that
-            were brought then. Calls that bring all experts do not count.
+        expert_hits, expert_misses: rows of experts that were asked for and cached, or brought to the device. Calls
+            that bring all experts do not count.
     """
 
     uses: int
     misses: int
     fetched_bytes: int
     link_bytes: int
-    ahead_bytes: int
     seconds: float
     waited_seconds: float
     weight_bytes: int
@@ -215,7 +209,7 @@ class OffloadStats(Statistics):
 
     @property
     def expert_hit_rate(self) -> float:
-        """Share of the experts' rows that were there; 0 where no experts were asked for."""
+        """Share of the experts' rows that were cached; 0 where no experts were asked for."""
         asked = self.expert_hits + self.expert_misses
         return self.expert_hits / asked if asked else 0.0
 
@@ -352,7 +346,6 @@ class Offloaded(Closing):
         self._users: dict[Weight, nn.Module] = {}  # modules that were found to use weights that are not their own
         self._kept: list[Weight] = []  # weights that stay on a device as they are
         self._experts: list[ExpertsForward] = []  # that are brought as a router asks for them
-        self._ahead = Ahead(devices[0])
         self._of_experts: set[Group] = set()
         self._uses_all_experts = False  # whether the last call of a mixture did
         self._is_removed = False
@@ -380,7 +373,7 @@ class Offloaded(Closing):
         mixture of experts."""
         with self._lock:
             counts = [experts.counts() for experts in self._experts]
-            hits, misses, fetched, link_bytes, ahead = (sum(part) for part in zip((0, 0, 0, 0, 0), *counts))
+            hits, misses, missed_bytes, link_bytes = (sum(part) for part in zip((0, 0, 0, 0), *counts))
             tables = [weight.table for weight in self._division.weights if weight.table is not None]
             uses_gpu = any(device.type == "cuda" for device in self._devices)
             device_bytes = sum(fetcher.device_bytes for fetcher in self._fetchers)
@@ -390,9 +383,8 @@ class Offloaded(Closing):
             return OffloadStats(
                 self._uses,
                 self._misses,
-                self._fetched_bytes + fetched,
+                self._fetched_bytes + missed_bytes,
                 self._link_bytes + link_bytes,
-                ahead,
                 self._last_use - self._first_use if self._first_use is not None else 0.0,
                 sum(fetcher.waited_s for fetcher in self._fetchers),
                 sum(weight.num_bytes for weight in self._division.weights),
@@ -589,9 +581,6 @@ class Offloaded(Closing):
         for one in experts:
             number, num_bytes = one.group.device_number, sum(weight.num_bytes for weight in one.stacks.values())
             self._install_experts(one, cache_bytes[number] * num_bytes // totals[number])
-        if streamed <= self._of_experts:  # else the link is busy between experts, too
-            for forward, following in itertools.pairwise(self._experts):
-                forward.expect(following, min(self._lookahead, _MOST_EXPERTS_AHEAD))
         self._hook_calls(self._model, self._start, self._stop)
         if len(self._devices) > 1:
             self._install_moves()
@@ -613,10 +602,8 @@ class Offloaded(Closing):
     def _install_experts(self, experts: StackedModule, cache_bytes: int) -> None:
         use = Use(experts.module, [experts.group])
         device = self._devices[experts.group.device_number]
-        router = router_of(self._parents.get(experts.module), experts.module)
-        note_use = functools.partial(self._note_choice, experts.group)
         forward = ExpertsForward(
-            experts, device, cache_bytes, lambda: self._using_all(use), note_use, router, self._ahead
+            experts, device, cache_bytes, lambda: self._using_all(use), lambda: self._note_choice(experts.group)
         )
         self._experts.append(forward)
         experts.module.forward = forward
@@ -722,10 +709,8 @@ class Offloaded(Closing):
         """The whole model is called: this thread is in no other call of it."""
         self._abandon()
         self._thread.is_running = True
-        self._ahead.turn(True)
 
     def _stop(self) -> None:
-        self._ahead.turn(False)
         self._thread.is_running = False
 
     def _abandon(self) -> None:

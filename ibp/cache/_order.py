@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from .._machine.memory import is_capturing
@@ -45,17 +42,6 @@ class StreamOrder:
     def is_settled(self, key: Key, writes: bool) -> bool:
         """Whether a stream has nothing to wait for before it reads, or writes."""
         return key == ON_CPU or (key in self._users and (not writes or len(self._users) == 1))
-
-
-@contextmanager
-def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work on another stream, after the current one's so far; None: on the current stream."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 def key_of(stream: torch.cuda.Stream) -> Key:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
 from . import _changes
 from ._hotness import Hotness, hottest_first
-from ._order import ON_CPU, StreamOrder, current_key
+from ._order import ON_CPU, current_key
 from ._peers import Peers
 from ._slabs import (
     LRU_WAYS,
@@ -62,7 +61,6 @@ class CacheStats(Statistics):
     hits_of_slabs: rows that each slab has answered, for any device.
     misses: rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
     link_bytes: bytes of missed rows, in whole 32-byte sectors.
-    prefetched, prefetched_bytes: rows that `prefetch` brought, and their bytes, in whole sectors.
     capacity: rows that the cache has room for.
     raw_capacity: raw rows that the same bytes would hold, without any map.
     """
@@ -74,8 +72,6 @@ class CacheStats(Statistics):
     hits_of_slabs: tuple[int, ...]
     misses: int
     link_bytes: int
-    prefetched: int
-    prefetched_bytes: int
     capacity: int
     raw_capacity: int
 
@@ -201,7 +197,7 @@ class RowCache(TensorManners):
     @property
     def nbytes(self) -> int:
         """Bytes that the cache takes on all its devices, maps and counters included."""
-        return self._state.generation.nbytes + sum(16 * counts.numel() for counts in self._state.counts.values())
+        return self._state.generation.nbytes + sum(8 * counts.numel() for counts in self._state.counts.values())
 
     @property
     def capacity(self) -> int:
@@ -345,44 +341,8 @@ class RowCache(TensorManners):
             near = {"entries": entries, "slabs": slabs}
             torch.ops.ibp.gather_items.default(handle.table, ids, sms, result, fault, positions, **near)
 
-    def prefetch(self, ids: torch.Tensor, beside: torch.cuda.Stream | None = None) -> RowCache:
-        """Brings items near before they are asked for, to memory of their own; nothing waits.
-
-        Example:
-            >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
-            >>> near = ibp.RowCache(table, budget_bytes=2**18, devices="cpu").prefetch(torch.tensor([7, 8]))
-            >>> rows, stats = near.index_select([7, 9]), near.stats()
-            >>> stats.prefetched, stats.hits, stats.misses
-            (2, 1, 1)
-
-        Args:
-            ids: int32 or int64 [K], contiguous, on one of `devices`.
-            beside: stream on which rows come, after the current stream's work; None: the current stream.
-
-        Returns:
-            A cache of these items alone, to be kept until the current stream waits for its reads.
-
-        Raises:
-            ValueError: the cache is writable, replaces rows, or is one of a group.
-        """
-        if self.writable or self._peers is not None or self.policy == "lru":
-            raise ValueError("rows are not prefetched for a cache that is writable, replaces rows, or has peers")
-        with self.found(ids, ahead=True):  # counts the rows
-            pass
-        made, state = object.__new__(RowCache), copy.copy(self._state)
-        rows, slot_bytes = rows_of(ids, state.rows_per_item), in_sectors(self.view.row_bytes)
-        num_bytes = rows.numel() * slot_bytes
-        plan = SlabPlan(rows, torch.arange(0, num_bytes, slot_bytes, device=ids.device), num_bytes)
-        slab = filled_slab(self.view, plan, 0, ids.device, beside)
-        state.order, state.captured = StreamOrder(), []
-        state.generation = state.generation_of((slab,), STATIC_WAYS, slot_bytes, rows.numel())
-        vars(made).update(vars(self), _state=state, _plan=plan)
-        return made
-
     @contextmanager
-    def found(
-        self, ids: torch.Tensor, ahead: bool = False
-    ) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
+    def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows there.
 
         Yields (the handle of the table, entries [ids * rows of an item], slabs); they are valid for what is
@@ -390,12 +350,11 @@ class RowCache(TensorManners):
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
-            ahead: counts the rows as prefetched.
         """
         worker, view = ids.device, self.view
         handle = view.handle(worker)
         entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
-        counts = (self._state.ahead if ahead else self._state.counts)[worker]
+        counts = self._state.counts[worker]
         with self._state.lock:
             generation = self._state.generation
             self._state.check(generation)
@@ -417,7 +376,7 @@ class RowCache(TensorManners):
                     entries,
                     counts,
                 )
-            generation.make_ready(worker, self._state.counts[worker])
+            generation.make_ready(worker, counts)
             yield handle, entries, generation.view_of(worker)[1]
 
     def _claim(
@@ -649,7 +608,6 @@ class RowCache(TensorManners):
         """What lookups have met. Waits for the work on the cache's devices."""
         of_slabs, own, misses, link_bytes = [0] * len(self._slab_devices), 0, 0, 0
         self._state.synchronize()
-        ahead = [counts.tolist() for counts in self._state.ahead.values()]
         for device, counts in self._state.counts.items():
             *hits, missed, num_bytes = counts.tolist()
             misses, link_bytes = misses + missed, link_bytes + num_bytes
@@ -662,15 +620,13 @@ class RowCache(TensorManners):
             tuple(of_slabs),
             misses,
             link_bytes,
-            sum(missed for *_, missed, _ in ahead),
-            sum(num_bytes for *_, num_bytes in ahead),
             self.capacity,
             self.budget_bytes // self.view.row_bytes * len(of_slabs),
         )
 
     def reset_stats(self) -> None:
         """Counts anew, in order with the work on the current streams."""
-        for counts in (*self._state.counts.values(), *self._state.ahead.values()):
+        for counts in self._state.counts.values():
             counts.zero_()
 
 

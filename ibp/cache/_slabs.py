@@ -19,7 +19,7 @@ from .._layout import slots
 from .._rows.faults import new_record
 from .._rows.table import Table
 from .._schemes import AnyCodebook
-from ._order import Key, behind, key_of
+from ._order import Key, key_of
 
 MAX_SLABS = 8
 # Of a map that is filled once: ways of a set, a sector of memory, and the share of all ways that rows take. Fewer than
@@ -31,7 +31,7 @@ WAY_BYTES, STAMP_BYTES = 16, 4
 READ_AHEAD_BYTES = 16  # behind the last row, which may be read and mean nothing
 COUNTERS = 10  # hits of slabs 0 to 7, misses, bytes of the link
 CLOCK_BYTES = 16
-FIXED_BYTES = READ_AHEAD_BYTES + 16 * COUNTERS + CLOCK_BYTES  # of a slab besides rows and ways
+FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # of a slab besides rows and ways
 # Maps of other GPUs are copied near where this costs at most such a share of what rows take: a look-up then reads no
 # peer's memory. On two H200s rows of 128, 512 and 2,048 B came 1.5, 1.2 and 1.1 times as fast from the peer so.
 NEAR_MAP_SHARE = 0.4
@@ -271,11 +271,9 @@ def empty_map(num_ways: int, device: torch.device) -> torch.Tensor:
     return made
 
 
-def filled_slab(
-    table: Table, plan: SlabPlan, number: int, device: torch.device, beside: torch.cuda.Stream | None = None
-) -> Slab:
-    """A slab with the planned rows of a table, copied on the device's current stream, or on one beside, while the plan
-    lives. A row whose place in the table is corrupt is left out: reading it raises."""
+def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device) -> Slab:
+    """A slab with the planned rows of a table, copied on the device's current stream. A row whose place in the table is
+    corrupt is left out: reading it raises."""
     num_bytes = plan.num_bytes + READ_AHEAD_BYTES if plan.rows.numel() else 0
     slab = Slab(
         device,
@@ -283,10 +281,10 @@ def filled_slab(
         empty_map(sets_for(plan.rows.numel()) * STATIC_WAYS, device),
     )
     if plan.rows.numel():
+        fault = new_record(device)
         rows, offsets = plan.rows.to(device), plan.offsets.to(device)
-        placed = (table.handle(device).table, rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map)
-        with behind(beside):
-            torch.ops.ibp.fill_slab.default(*placed, new_record(device))
+        handle = table.handle(device)
+        torch.ops.ibp.fill_slab.default(handle.table, rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault)
     return slab
 
 

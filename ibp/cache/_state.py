@@ -24,7 +24,7 @@ class CacheState:
     Attributes:
         workers: the devices, each once.
         rows_per_item: rows of an item of the table.
-        counts, ahead: of each device, what lookups have met, and what was brought before it was asked for.
+        counts: of each device, what lookups have met.
         lock: held while lookups and changes are issued.
         change_lock: held from the beginning of a change to its end; taken before `lock`.
         order: of the streams that read and write the slabs.
@@ -39,8 +39,7 @@ class CacheState:
         self.view, self.devices, self.writable = view, devices, writable
         self.workers = tuple(dict.fromkeys(devices))
         self.rows_per_item = max(1, view.item_bytes // view.row_bytes)
-        both = {device: torch.zeros(2, COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
-        self.counts, self.ahead = ({device: counts[i] for device, counts in both.items()} for i in (0, 1))
+        self.counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
         self.lock, self.change_lock = threading.Lock(), threading.RLock()
         self.order = StreamOrder()
         self.captured: list[Generation] = []
@@ -51,7 +50,7 @@ class CacheState:
         """Keeps what a stream uses from its next user until the stream is done with it."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
-            self.counts[worker].record_stream(stream)  # and what is counted ahead, in the same memory
+            self.counts[worker].record_stream(stream)
 
     def check(self, generation: Generation) -> None:
         """RuntimeError where the table has changed since a generation was made."""

@@ -55,19 +55,6 @@ def are_few(ids: torch.Tensor | None, num_experts: int) -> TypeGuard[torch.Tenso
     return ids is not None and ids.numel() < MOST_CHOICES * num_experts and num_experts <= MOST_STACKED
 
 
-def router_of(block: torch.nn.Module | None, experts: torch.nn.Module) -> torch.nn.Module | None:
-    """The module of a block beside its experts whose `weight` [num_experts, width] scores them; None: there is none, or
-    there are several."""
-    found = [
-        module
-        for module in set(block.modules() if block else ()) - set(experts.modules())
-        if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
-        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and weight.shape[:-1] == (experts.num_experts,)
-    ]
-    return found[0] if len(found) == 1 else None
-
-
 def slots_for(
     ids: torch.Tensor, num_experts: int, num_rows: Sequence[int] = (), num_spare: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:

@@ -28,16 +28,14 @@ def test_the_script_on_the_cpu(measured):
     assert status == 0 and list(rows[0]) == [*harness.COLUMNS, *moe.EXTRA_COLUMNS]
     assert {row["layers"] for row in rows} == {"3"}
     cells = {(row["arm"], row["routing"], int(row["rows"])) for row in rows}
-    alone = [arm for arm in moe.ARMS if arm not in moe.AROUND]
-    few = {(arm, routing, tokens) for arm in alone for routing in ("uniform", "sticky") for tokens in (1, 3)}
+    few = {(arm, routing, tokens) for arm in moe.ARMS for routing in ("uniform", "sticky") for tokens in (1, 3)}
     few -= {(moe.HOOKS, routing, tokens) for routing, tokens in (("uniform", 3), ("sticky", 1), ("sticky", 3))}
-    few |= {(arm, "routed", tokens) for arm in moe.AROUND[1:] for tokens in (1, 3)}
-    few |= {(moe.BETWEEN, "uniform", tokens) for tokens in (1, 3)}
+    few -= {(moe.BETWEEN, "sticky", tokens) for tokens in (1, 3)}
     assert cells == few | {
         (arm, "uniform", moe.QUICK_PREFILL) for arm in (moe.PLAIN, moe.CODED, moe.STREAMED, moe.BY_INDEX)
     }
     assert {row["arm"]: row["host_us"] != "" for row in rows if row["rows"] == "1"} == {
-        arm: arm not in (moe.STREAMED, *moe.AROUND, *moe.OTHERS) for arm in moe.ARMS
+        arm: arm not in (moe.STREAMED, moe.BETWEEN, *moe.OTHERS) for arm in moe.ARMS
     }
     assert {row["arm"] for row in rows if row["own_us"]} == {arm for arm in moe.ARMS if arm.startswith(moe.BY_INDEX)}
     assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
@@ -52,7 +50,7 @@ def test_what_is_moved(measured):
             link = {
                 arm: int(rows[arm, routing, tokens]["link_bytes"])
                 for arm in moe.ARMS
-                if arm not in (moe.HOOKS, *moe.AROUND)
+                if arm not in (moe.HOOKS, moe.BETWEEN)
             }
             asked = int(rows[moe.BY_INDEX, routing, tokens]["asked_bytes"])
             assert link[moe.GATHERED] == asked
@@ -61,17 +59,7 @@ def test_what_is_moved(measured):
             hits = {
                 arm: float(rows[arm, routing, tokens]["hit_rate"]) for arm in moe.ARMS if arm.startswith(moe.BY_INDEX)
             }
-            assert hits[moe.BY_INDEX] < 0.01 < hits[moe.CACHED + moe.RAW] < hits[moe.CACHED]
-
-
-def test_experts_that_are_fetched_ahead(measured):
-    """In two of three layers two of four experts were guessed, of each token or of all, and some of them right."""
-    rows = {(row["arm"], int(row["rows"])): row for row in measured[1] if row["routing"] == "routed"}
-    for tokens, least in ((1, 0.1), (3, 0.05)):
-        before, after = (rows[moe.WHOLE + moe.BY_INDEX + ahead, tokens] for ahead in ("", moe.AHEAD))
-        assert float(before["hit_rate"]) < 0.01 < least < float(after["hit_rate"]) <= 1 / 3
-        assert after["asked_bytes"] == before["asked_bytes"]
-        assert 1 <= int(after["link_bytes"]) / int(before["link_bytes"]) < 1.4
+            assert hits[moe.BY_INDEX] == 0 < hits[moe.CACHED + moe.RAW] < hits[moe.CACHED]
 
 
 def test_between_experts_alone(measured, tmp_path):
@@ -164,23 +152,6 @@ def test_shortfalls_of_coded_experts():
         "8 tokens: 1.1 times as fast as plain, wanted 1.2",
         "8 tokens: 0.23 saved, wanted 0.24",
     ]
-
-
-def test_shortfalls_of_experts_ahead():
-    def row(arm, ms):
-        return {
-            "arm": arm,
-            "rows": 1,
-            "routing": "routed",
-            "ms_of_all": ms,
-            "bound_ms": "9",
-            "layers": 48,
-            "own_us": "",
-        }
-
-    arms = moe.WHOLE + moe.BY_INDEX, moe.WHOLE + moe.BY_INDEX + moe.AHEAD
-    assert list(moe.shortfalls([row(arms[0], "60.0"), row(arms[1], "55.0")])) == []
-    assert len(list(moe.shortfalls([row(arms[0], "60.0"), row(arms[1], "60.1")]))) == 1
 
 
 def test_shortfalls():

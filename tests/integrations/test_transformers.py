@@ -139,11 +139,10 @@ def test_mixtures(name, implementation):
     ids, options = IDS.repeat(1, 3), {"max_new_tokens": 6, "do_sample": False}
     wanted = model.generate(ids, **options)
     for resident_bytes in (0, sum(parameter.nbytes for parameter in model.parameters()) // 2):
-        with ibp.offload(model, "cpu", lookahead=2, resident_bytes=resident_bytes, **OFFLOAD) as offloaded:
+        with ibp.offload(model, "cpu", lookahead=1, resident_bytes=resident_bytes, **OFFLOAD) as offloaded:
             assert torch.equal(model.generate(ids, **options), wanted)
             assert len(offloaded._experts) == MIXTURES[name]
             assert offloaded.stats().expert_misses > 0
-            assert (offloaded.stats().ahead_bytes > 0) == (resident_bytes > 0)
             offloaded.reset_stats()
             model(ids)
             assert offloaded.stats().expert_misses == 0

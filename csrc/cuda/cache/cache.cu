@@ -307,16 +307,12 @@ __device__ __forceinline__ Stored find_stored(const ibp_table &table, int64_t ro
 
 // ---- fill ----
 
-constexpr uint32_t kFillThreads = 1024, kFillWarps = kFillThreads / kWarp;
-constexpr int64_t kFillBlocks = 16; // where rows are in host memory
-
-__global__ void __launch_bounds__(kFillThreads)
+__global__ void __launch_bounds__(kThreads)
     fill_rows(const __grid_constant__ ibp_table table, const int64_t *rows, const int64_t *offsets, int64_t count,
               const __grid_constant__ ibp_cache_slab slab, ibp_fault *fault)
 {
     const bool is_mapped = slab.map.num_sets > 0;
-    for (int64_t i = int64_t{blockIdx.x} * kFillWarps + threadIdx.x / kWarp; i < count;
-         i += int64_t{gridDim.x} * kFillWarps) {
+    for (int64_t i = warp_number(); i < count; i += int64_t{gridDim.x} * kWarps) {
         const int64_t row = IBP_LOAD_ONCE(rows[i]), offset = IBP_LOAD_ONCE(offsets[i]);
         if (row < 0 || offset < 0) continue;
         const auto start = static_cast<uint64_t>(offset);
@@ -583,11 +579,8 @@ ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const
         return IBP_INVALID_ARGUMENT;
     if (count == 0) return IBP_OK;
     if (rows == nullptr || offsets == nullptr) return IBP_INVALID_ARGUMENT;
-    // Few blocks keep the link busy; a product beside waits for each SM that holds one.
-    const bool is_far = ibp::is_host_memory(table->slot_bytes != 0 ? table->slots : table->overflow);
-    const ibp::Launch launch =
-        ibp::plan_jobs(count, ibp::kFillWarps, is_far ? ibp::kFillBlocks : ibp::kMostBlocks, ibp::kFillThreads);
-    return ibp::launch_kernel(ibp::fill_rows, launch, stream, *table, rows, offsets, count, *slab, fault);
+    return ibp::launch_kernel(ibp::fill_rows, ibp::plan_rows(count, ibp::kWarps), stream, *table, rows, offsets, count,
+                              *slab, fault);
 }
 
 ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
