@@ -138,7 +138,7 @@ def run_script(name, argv, limit_s=None, gpus=(), cores=(), running=None):
 
 
 def run_together(names, argv, limits, num_gpus):
-    """Runs scripts at once, those that take longest first. Options of one script come one after the other, since they
+    """Runs scripts at once, the longest first. Options of one script come one after the other, since they
     write one CSV. @return {name: exit status}"""
     together = [[*group] for _, group in itertools.groupby(sorted(names, key=script_of), script_of)]
     together.sort(key=lambda group: (script_of(group[0]) in TWO_GPUS, sum(limits.get(each, 0) for each in group)))

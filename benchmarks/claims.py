@@ -1337,7 +1337,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{kv_pages|gbps|load|ibp, alone|sms=16}; one raw copy moves {kv_pages|gbps|load|copied, alone} GB/s, raw copies "
     "page by page {kv_pages|gbps|load|copied page by page, alone} {from kv_pages}.",
     "kv_transfer": sent_pages,
-    "served": "16 prompts of which vLLM's GPU keeps a quarter and host memory not the rest: "
+    "served": "vLLM's GPU keeps a quarter of 16 prompts, and host memory has no room for all others raw: "
     "{serve_vllm|found|llama-8-layers-random|coded KV} of the tokens were found coded, "
     "{serve_vllm|found|llama-8-layers-random|raw KV} raw; {serve_vllm|equal|llama-8-layers-random|coded KV} and "
     "{serve_vllm|equal|llama-8-layers-random|raw KV} of 28 answers are plain's {from serve_vllm}.",

@@ -62,11 +62,11 @@ def linear(
     On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and on
     GPUs of compute capability 9.0 more: in BF16 up to one for each 16 rows, at least 128 and at most 512, in FP16 up
     to 64. It runs where W is in that GPU's memory, N is at least 16, and `ibp.nn.Linear.from_linear` has made the
-    table, which gives W this form: in BF16 that of level "fast", with K a multiple of 32 and slot_bytes at least 1.5 K;
-    in FP16 15 bits a weight, a digit of four for its exponent, with K a multiple of 128. The kernel adds products in
-    float, for up to 64 vectors in an order that depends on K alone: a vector's result has then the same bits however
-    many vectors there are, but for rows that torch multiplies (below). They differ from the bits of torch's function,
-    which differ by shape and GPU, too.
+    table, which gives W this form: in BF16 level "fast", with K a multiple of 32 and slot_bytes at least 1.5 K; in FP16
+    15 bits a weight, a digit of four for its exponent, with K a multiple of 128. The kernel adds products in float, for
+    up to 64 vectors in an order that depends on K alone: a vector's result has then the same bits however many vectors
+    there are, but for rows that torch multiplies (below). They differ from the bits of torch's function, which differ
+    by shape and GPU, too.
     In all other cases torch's function multiplies by W, decoded on x's device for the time of the call.
 
     By several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up

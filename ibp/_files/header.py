@@ -59,7 +59,7 @@ class Header:
 
     @property
     def user_metadata(self) -> dict[str, str]:
-        """The metadata without what is ibp's."""
+        """The metadata without ibp's own entries."""
         return {key: text for key, text in self.metadata.items() if self.is_plain or not key.startswith(PREFIX)}
 
 

@@ -137,8 +137,8 @@ def layout_of(x: torch.Tensor) -> str:
 def check_bytes(
     name: str, given: object, least_bytes: int, device: torch.device | None = None, alignment: int = 1
 ) -> None:
-    """TypeError, ValueError for what is no contiguous uint8 [least_bytes or more] at an address that is a multiple of
-    the alignment. device: where it has to be; None: anywhere."""
+    """TypeError, ValueError: it is no contiguous uint8 [least_bytes or more] at an address that is a multiple of the
+    alignment. device: where it has to be; None: anywhere."""
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{name} is a {type(given).__name__}; wanted a tensor")
     is_there = device is None or given.device == device

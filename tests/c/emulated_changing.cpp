@@ -10,7 +10,6 @@ extern "C" const char *__asan_default_options() { return "abort_on_error=1:detec
 
 namespace ibp {
 ibp_status check_cuda(cudaError_t error) { return error == cudaSuccess ? IBP_OK : IBP_CUDA_ERROR; }
-bool is_host_memory(const void *) { return false; }
 } // namespace ibp
 
 namespace {

@@ -46,7 +46,7 @@ static void check_partition(rng *r, int64_t count, int64_t num_items, uint32_t w
     buffer_free(&workspace);
 }
 
-/* Ids of matrices, some of which are out of range on either side. */
+/* Ids of matrices, some out of range on either side. */
 static void draw_ids(rng *r, buffer *memory, int64_t count, int64_t num_matrices, uint32_t id_bytes)
 {
     const uint32_t some = 1 + rng_below(r, (uint32_t)num_matrices + 3);

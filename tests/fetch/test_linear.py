@@ -427,7 +427,7 @@ def test_what_is_not_finite(cuda, fused, count, dtype):
         x[4, columns], x[5, columns[::2]] = 0.0, float("inf")
         x[6] = 6e4 * weight[3].sign()
         got, wanted = ibp.linear(x, coded(weight)), F.linear(x, weight)
-        if dtype == torch.float16:  # of which torch may round sums of parts to infinity
+        if dtype == torch.float16:  # torch may round sums of parts to infinity
             wanted = F.linear(x.float(), weight.float()).half()
         for kind in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(kind(got), kind(wanted))

@@ -383,22 +383,18 @@ def changed(package, change):
     return interface
 
 
+def method(package, name, **changed):
+    """A drift: a class has a method with other parameters."""
+    return package, lambda classes, _: classes[name]["methods"].update(changed)
+
+
 DRIFTS = {
     "another way of making engines": ("vllm", lambda _, uses: uses["sync"]["calls"]["__init__"].append("5")),
     "another step of an update": ("vllm", lambda _, uses: uses["sync"]["calls"].update(prepare_weight_update=["1"])),
-    "another name of an update": (
-        "vllm",
-        lambda classes, _: classes["WeightTransferEngine"]["methods"].update(receive_weights="self, info"),
-    ),
-    "another way of registering": (
-        "vllm",
-        lambda classes, _: classes["WeightTransferEngineFactory"]["methods"].update(register_engine="cls, engine"),
-    ),
+    "another name of an update": method("vllm", "WeightTransferEngine", receive_weights="self, info"),
+    "another way of registering": method("vllm", "WeightTransferEngineFactory", register_engine="cls, engine"),
     "another way of multiplying": ("vllm", lambda _, uses: uses["weights"]["calls"]["apply"].append("4")),
-    "another name of an input": (
-        "vllm",
-        lambda classes, _: classes["UnquantizedEmbeddingMethod"]["methods"].update(embedding="self, layer, ids"),
-    ),
+    "another name of an input": method("vllm", "UnquantizedEmbeddingMethod", embedding="self, layer, ids"),
     "an abstract method of configurations more": (
         "vllm",
         lambda classes, _: classes["QuantizationConfig"]["abstract"].append("get_kernel"),
@@ -407,14 +403,8 @@ DRIFTS = {
         "vllm",
         lambda _, uses: uses["experts"]["calls"]["apply"].append("0, layer, topk_ids, topk_weights, topk_scores, x"),
     ),
-    "another way of plain experts": (
-        "vllm",
-        lambda classes, _: classes["UnquantizedFusedMoEMethod"]["methods"].update(apply="self, layer, x, ids"),
-    ),
-    "another way of activating": (
-        "vllm",
-        lambda classes, _: classes["FusedMoEExpertsModular"]["methods"].update(activation="self, output, input"),
-    ),
+    "another way of plain experts": method("vllm", "UnquantizedFusedMoEMethod", apply="self, layer, x, ids"),
+    "another way of activating": method("vllm", "FusedMoEExpertsModular", activation="self, output, input"),
     "experts without a map": ("vllm", lambda classes, _: classes["RoutedExperts"]["methods"].pop("expert_map")),
     "another name of a kernel": (
         "vllm",
@@ -428,26 +418,14 @@ DRIFTS = {
         "vllm",
         lambda classes, _: classes["CPUOffloadingSpec"]["attributes"].remove("num_chunks"),
     ),
-    "another name of a parameter": (
-        "vllm",
-        lambda classes, _: classes["OffloadingWorker"]["methods"].update(wait="self, jobs"),
-    ),
+    "another name of a parameter": method("vllm", "OffloadingWorker", wait="self, jobs"),
     "a field less": ("vllm", lambda classes, _: classes["OffloadingParallelConfig"]["fields"].pop("world_size")),
     "a result without times": ("vllm", lambda classes, _: classes["TransferResult"]["fields"].pop("transfer_time")),
-    "another page getter": (
-        "sglang",
-        lambda classes, _: classes["HostKVCache"]["methods"].update(get_data_page="self, index, layer"),
-    ),
+    "another page getter": method("sglang", "HostKVCache", get_data_page="self, index, layer"),
     "a policy more": ("sglang", lambda classes, _: classes["PoolHitPolicy"]["members"].update(NONE="'none'")),
-    "another order of arguments": (
-        "lmcache",
-        lambda classes, _: classes["L2AdapterInterface"]["methods"].update(_notify_keys_stored="self, sizes, keys"),
-    ),
+    "another order of arguments": method("lmcache", "L2AdapterInterface", _notify_keys_stored="self, sizes, keys"),
     "a task more": ("lmcache", lambda _, uses: uses["tier"]["calls"].update(submit_move_task=["2"])),
-    "another result of a store": (
-        "lmcache",
-        lambda classes, _: classes["L2StoreResult"]["methods"].update(__new__="cls, num_bytes"),
-    ),
+    "another result of a store": method("lmcache", "L2StoreResult", __new__="cls, num_bytes"),
     "another name of memory": ("lmcache", lambda classes, _: classes["MemoryObj"]["methods"].pop("raw_tensor")),
     "a batch more": ("sglang", lambda _, uses: uses["storage"]["calls"].update(batch_get_v3=["2"])),
 }

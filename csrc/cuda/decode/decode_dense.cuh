@@ -288,7 +288,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         });
     }
 
-    // Joins the symbols of a vector with their residuals, the first of which begins with bit `position`. NIBBLES:
+    // Joins the symbols of a vector with their residuals; the first residual begins with bit `position`. NIBBLES:
     // residuals of bytes have four bits.
     template <bool NIBBLES>
     __device__ __forceinline__ void join(const PlanesBook<T> &book, uint32_t position, uint32_t (&words)[4]) const

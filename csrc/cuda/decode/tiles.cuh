@@ -105,8 +105,8 @@ template <typename T, class G> struct TileLevels {
         __syncwarp(); // level 2 is there
     }
     // Puts the names of the n elements of a tile that escaped plane 0 into level 1. chunk: the first digits; load(base,
-    // left): those from `base` on, of which there are `left`; names(chunk, from): 16 names; from: the shared byte with
-    // which the names of a lane's escaped elements begin.
+    // left): `left` digits from `base` on; names(chunk, from): 16 names; from: the shared byte at which the names of a
+    // lane's escaped elements begin.
     template <class Chunk, class Load, class Names>
     __device__ __forceinline__ void name_plane1(uint32_t n, Chunk chunk, const Load &load, const Names &names) const
     {
