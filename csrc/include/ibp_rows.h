@@ -21,7 +21,8 @@ extern "C" {
 /* Of codebooks of scheme raw there are no coded rows: these functions refuse them. */
 
 /* Exact size of a row as coded, in bytes, whether or not it is smaller than the row; 0 for an invalid argument, where
- * there is no coded row; IBP_NO_CODED_FORM if the codebook cannot code it. row: codebook->row_bytes bytes. */
+ * there is no coded row, and where arrays that ibp_check_codebook refuses leave no bit of it; IBP_NO_CODED_FORM if the
+ * codebook cannot code it. row: codebook->row_bytes bytes. */
 IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row, void *scratch,
                                    size_t scratch_bytes);
 
