@@ -8,8 +8,9 @@ Prompts are lists of token ids in a JSON file; else pieces of docs/, or random i
 `--mixture` serves a mixture with random weights, which transformers makes: 4 layers of 32 experts, 8 for each token.
 
 Each arm is a process, with vLLM's engine inside. It answers all prompts one after the other, twice: the second time
-their KV-cache is where the arm keeps it. `plain` and `coded weights` keep all on the GPU. The GPU of `computed anew`,
-`raw KV` and `coded KV` keeps a quarter; host memory of the last two has one size, too small for all prompts raw.
+their KV-cache is where the arm keeps it. `plain`, `coded weights` and `coded checkpoint`, which `save_coded` has
+written, keep all on the GPU; `load_s` is what vLLM takes to load the model. The GPU of `computed anew`, `raw KV` and
+`coded KV` keeps a quarter; host memory of the last two has one size, too small for all prompts raw.
 Medians of the second time, over prompts that the small GPU memory does not keep: `ttft_ms`, to the first token;
 `tokens_per_s`, after it. `found` is the share of these prompts that was not computed anew; `batch_tokens_per_s` is the
 rate of a quarter of the prompts together, reading them included.
@@ -40,7 +41,7 @@ from benchmarks import harness  # noqa: E402
 
 COLUMNS = (
     "benchmark,case,arm,mode,prompt_tokens,new_tokens,equal,answers,largest_gap,ttft_ms,tokens_per_s,"
-    "batch_tokens_per_s,found,weight_bytes,host_bytes,stored_pages,raw_pages,engine,gpu,torch,cuda,commit"
+    "batch_tokens_per_s,found,load_s,weight_bytes,host_bytes,stored_pages,raw_pages,engine,gpu,torch,cuda,commit"
 ).split(",")
 PROMPTS, QUARTER, NEW_TOKENS = 16, 4, 64
 BLOCK = 16  # tokens
@@ -66,6 +67,19 @@ def make_mixture(folder):
     path = folder / "qwen3-moe-4-layers-random"
     model.save_pretrained(path)
     return path
+
+
+def make_coded(model, folder, min_bytes):
+    """Writes a model's coded weights, and returns their folder."""
+    from transformers import AutoModelForCausalLM
+
+    import ibp
+    from ibp.integrations.transformers import save_coded
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    ibp.nn.compress(plain, min_bytes=min_bytes)
+    save_coded(plain, folder / "coded")
+    return folder / "coded"
 
 
 def prompts_of(args):
@@ -106,8 +120,17 @@ def bytes_of(model):
 def run_arm(task):
     """Writes what one arm answered and took, as JSON."""
     import vllm
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    prompts, fits = task["prompts"], PROMPTS // QUARTER
+    prompts, fits, load, load_s = task["prompts"], PROMPTS // QUARTER, BaseModelLoader.load_model, []
+
+    def timed(*args, **options):
+        start = time.perf_counter()
+        model = load(*args, **options)
+        load_s.append(time.perf_counter() - start)
+        return model
+
+    BaseModelLoader.load_model = timed
     llm = vllm.LLM(**task["options"])
     engine = llm.llm_engine
     for number in range(2):  # kernels are made for the first calls
@@ -127,6 +150,7 @@ def run_arm(task):
         "ttft_ms": statistics.median(one[2] for one in again.values()) * 1e3,
         "tokens_per_s": statistics.median((NEW_TOKENS - 1) / one[3] for one in again.values()),
         "found": sum(one[4] for one in again.values()) / sum(len(prompts[i]) for i in again),
+        "load_s": sum(load_s),
         "weight_bytes": sum(llm.apply_model(bytes_of)),
         "engine": f"vllm {vllm.__version__}",
     }
@@ -139,8 +163,8 @@ def run_arm(task):
     Path(task["result"]).write_text(json.dumps(result))
 
 
-def arms_of(args, length):
-    """By arm, options of `vllm.LLM`."""
+def arms_of(args, length, made):
+    """By arm, options of `vllm.LLM`. made: a folder for a coded checkpoint."""
     config = json.loads((args.model / "config.json").read_text())
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)  # blocks of all prompts, and a few to warm up
@@ -153,9 +177,12 @@ def arms_of(args, length):
     extra = {"cpu_bytes_to_use": int(needed / args.gain) * block_bytes}
     coded = {"ibp_gain": args.gain, "spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm"}
     tier = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    weights = {"quantization": "ibp", "hf_overrides": fields}
+    checkpoint = {"model": str(make_coded(args.model, made, args.min_bytes)), "load_format": "ibp"}
     return {
         "plain": base | large,
-        "coded weights": base | large | {"quantization": "ibp", "hf_overrides": fields},
+        "coded weights": base | large | weights,
+        "coded checkpoint": base | large | weights | checkpoint,
         "computed anew": base | small,
         "raw KV": base | small | {"kv_transfer_config": tier | {"kv_connector_extra_config": extra}},
         "coded KV": base | small | {"kv_transfer_config": tier | {"kv_connector_extra_config": extra | coded}},
@@ -204,7 +231,7 @@ def run_arms(args, made):
     same |= {"cuda": torch.version.cuda or "none", "commit": harness.commit_id(), "new_tokens": NEW_TOKENS}
     args.out.mkdir(parents=True, exist_ok=True)
     harness.start_file(path, COLUMNS, lambda row: (row["case"], row["mode"]) != (case, args.mode))
-    for arm, options in arms_of(args, length).items():
+    for arm, options in arms_of(args, length, made).items():
         if arm not in (args.arms or [arm]):
             continue
         task = {"arm": arm, "options": options, "prompts": prompts, "result": str(made / "result.json")}

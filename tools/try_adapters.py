@@ -799,6 +799,7 @@ def run(release):
         sys.modules.setdefault("regex", re)
         sys.meta_path += [Finder(release, name) for name in try_weights.OTHERS]
         try_weights.try_weights()
+        try_sync.try_checkpoints()
         try_sync.try_sync()
         try_experts.try_experts()
 

@@ -1,15 +1,19 @@
-"""Pushes weights into models of vLLM's own layers on the CPU, through its registry of weight transfer engines and its
-worker's methods: tools/try_adapters.py calls `try_sync` for each unpacked release.
+"""Loads coded checkpoints into models of vLLM's own layers on the CPU, and pushes weights into them, through its
+registry of weight transfer engines and its worker's methods: tools/try_adapters.py calls `try_checkpoints` and
+`try_sync` for each unpacked release.
 
 A checkpoint is loaded by vLLM's weight loaders, plain and coded, by one and by two tensor-parallel ranks, which are
 stood for by numbers; then a trainer's sender pushes new versions of it. The parameters have to have the bits that the
 loaders give of the new checkpoint.
 """
 
+import itertools
 import tempfile
 import types
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from try_weights import KV, OPTIONS, UP, WORDS, K, Q, Ranks, check, process, some_values
 
 import ibp
@@ -84,8 +88,12 @@ class Model(torch.nn.Module):
 
 
 def model_of(checkpoint, config):
+    """As vLLM loads models."""
+    from vllm.model_executor.model_loader import reload
+
     model = Model(config)
     model.load_weights(checkpoint.items())
+    reload.finalize_layerwise_processing(model, types.SimpleNamespace(dtype=torch.bfloat16))
     process({name: (layer, []) for name, layer in model.named_modules() if hasattr(layer, "quant_method")})
     return model
 
@@ -119,6 +127,74 @@ def trained(checkpoint, step):
         hit = torch.rand(weight.shape, generator=generator) < 0.05
         moved[name] = (weight.view(torch.int16) + hit.short()).view(torch.bfloat16)
     return moved | {"lm_head.weight": moved["embed_tokens.weight"]}
+
+
+def _write_matrices(checkpoint, folder):
+    """As `save_coded` writes weights: tables that can be multiplied by."""
+    from ibp.nn._stacks import reshaped
+    from ibp.nn._tables import matrix_table
+
+    def table_of(weight):
+        table = matrix_table(weight.flatten(0, -2))
+        return reshaped(table, weight.shape)
+
+    tables = {name: table_of(weight) if weight.dim() > 1 else weight for name, weight in checkpoint.items()}
+    ibp.save(folder / "model.safetensors", tables)
+
+
+def _write_compressed(checkpoint, folder):
+    """As `ibp compress` does."""
+    save_file({name: weight.clone() for name, weight in checkpoint.items()}, folder / "plain.safetensors")
+    ibp.checkpoints.compress(folder / "plain.safetensors", folder / "model.safetensors")
+
+
+def _loaded(api, folder, config):
+    """A model that vLLM's loader has read, and the names of the tensors that were decoded for it."""
+    from ibp.integrations import _vllm_incoming
+
+    load_config = types.SimpleNamespace(load_format="ibp", model_loader_extra_config={}, safetensors_load_strategy=None)
+    loader = api.IBPModelLoader(load_config)
+    loader._prepare_weights = lambda *args: (str(folder), [str(folder / "model.safetensors")], True, "")
+    source, decoded, names = loader.Source(str(folder), None, prefix=""), [], {}
+    given = _vllm_incoming.CodedOrigin.values
+
+    def values(origin, *args):
+        decoded.append(names[id(origin)])
+        return given(origin, *args)
+
+    def named(weights):
+        for name, weight in weights:
+            if isinstance(weight, _vllm_incoming.IncomingTensor):
+                names[id(weight.origin)] = name
+                kept.append(weight)
+            yield name, weight
+
+    kept = []
+    _vllm_incoming.CodedOrigin.values = values
+    model = model_of(dict(named(loader._get_weights_iterator(source))), config)
+    _vllm_incoming.CodedOrigin.values = given
+    return model, {*decoded}
+
+
+def try_checkpoints():
+    """Of tables that can be multiplied by, all is as they are but columns that are cut and rows that are padded."""
+    from ibp.integrations import vllm_weights as api
+
+    checkpoint = first_checkpoint()
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        Ranks.rank, Ranks.size = rank, size
+        left = {"0.experts"} | ({"embed_tokens.weight"} if rank == size - 1 else set())
+        left |= {"0.o_proj.weight"} if size > 1 else set()
+        for write, is_coded in itertools.product((_write_matrices, _write_compressed), (False, True)):
+            config = api.IBPConfig.from_config({"quant_method": "ibp", **OPTIONS}) if is_coded else None
+            with tempfile.TemporaryDirectory() as folder:
+                write(checkpoint, Path(folder))
+                model, decoded = _loaded(api, Path(folder), config)
+                what = f"{write.__name__}, rank {rank} of {size}"
+                check_same(model, checkpoint, what)
+                if is_coded and write == _write_matrices:
+                    check(decoded == left, f"{what}: {decoded} are decoded")
+    print("checkpoints: tables of 1 and 2 ranks are loaded as they are coded, or decoded, with the bits of plain ones")
 
 
 class Workers:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+import ibp
+
 # Modules of vLLM that are imported as they are.
 REAL = (
     "vllm.model_executor.custom_op",
@@ -217,28 +219,12 @@ def _try_plain(api):
         check(layer(x)[0].shape == (2, Q), "a plain layer does not multiply")
 
 
-def _try_loader(api):
-    """A coded directory through vLLM's loader."""
-    from safetensors.torch import save_file
-
-    from ibp.checkpoints import compress
-
-    load_config = types.SimpleNamespace(load_format="ibp", model_loader_extra_config={}, safetensors_load_strategy=None)
-    tensors = {"a.weight": some_values(Q, K), "b.weight": some_values(K)}
+def _try_config(api):
+    """A coded directory wants our loader."""
     with tempfile.TemporaryDirectory() as folder:
-        plain, coded = Path(folder) / "plain", Path(folder) / "coded"
-        plain.mkdir()
-        save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-        (plain / "config.json").write_text("{}")
-        compress(plain, f"{coded}/")
-        loader = api.IBPModelLoader(load_config)
-        loader._prepare_weights = lambda *args: (str(coded), list(map(str, coded.glob("*.safetensors"))), True, "")
-        source = loader.Source(str(coded), None, prefix="x.")
-        found = dict(loader._get_weights_iterator(source))
-        check({*found} == {f"x.{name}" for name in tensors}, f"the loader gives {[*found]}")
-        check(all(torch.equal(found[f"x.{name}"], tensors[name]) for name in tensors), "loaded weights differ")
+        ibp.save(Path(folder) / "model.safetensors", {"a.weight": ibp.compress(some_values(Q, K))})
         config = api.IBPConfig()
-        config.maybe_update_config(str(coded), hf_config=None, revision=None)
+        config.maybe_update_config(folder, hf_config=None, revision=None)
         try:
             config.get_quant_method(torch.nn.Linear(2, 2), "a")
         except ValueError as error:
@@ -258,5 +244,5 @@ def try_weights():
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         _try_layers(api, rank, size)
     _try_plain(api)
-    _try_loader(api)
+    _try_config(api)
     print("weights: linear layers, embeddings and heads of 1 and 2 ranks have the bits of plain ones")

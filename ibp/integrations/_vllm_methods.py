@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups
 from .._tables.compressed_tensor import CompressedTensor
 from ..nn._experts import multiply_experts
 from ..nn._stacks import stand_in
+from ._vllm_incoming import Part, noted
 
 try:
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
@@ -23,29 +26,36 @@ except ImportError:  # vllm_weights says so
 
 class CodedMethod:
     """How a layer keeps its weights: plain until they are loaded, in vLLM's shards, then as tables. Where it is made
-    without memory (`uses_meta_device`), it is coded while vLLM loads the model, as soon as it has its weights.
+    without memory (`uses_meta_device`), it is coded while vLLM loads the model, as soon as it has its weights. Of a
+    coded checkpoint its loaders only note which rows of which tables it is made of.
 
     Args:
         config: the `IBPConfig`.
         plain: vLLM's own method, for weights that stay plain.
 
     Attributes:
+        names: of the parameters that may become tables.
         tables: the layer's shards, by names of parameters; none where it is plain.
         is_tied: whether they are another layer's.
     """
 
     uses_meta_device, is_tied = True, False
+    names: tuple[str, ...] = ("weight",)
 
     def __init__(self, config: Any, prefix: str, plain: Any) -> None:
         self._config, self._name, self._plain = config, prefix, plain
         self.tables: dict[str, CompressedTensor] = {}
         self._is_done = False  # whether the weights are processed
+        self._parts: dict[str, list[Part]] = {name: [] for name in self.names}
         self._made_by: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # arguments of `create_weights`
 
     def create_weights(self, layer: Any, *sizes: Any, **options: Any) -> None:
         self._made_by = sizes, options
         with torch.device("meta") if self.uses_meta_device else contextlib.nullcontext():
             self._plain.create_weights(layer, *sizes, **options)
+        for name, parts in self._parts.items():
+            weight = getattr(layer, name)
+            weight.weight_loader = _noting(parts, weight.weight_loader)
         if self.uses_meta_device:
             initialize_online_processing(layer)
 
@@ -87,6 +97,34 @@ class CodedMethod:
         """The tables of a layer's loaded weights. None: they stay plain, and are ready as such."""
         raise NotImplementedError
 
+    def _tables(self, layer: Any) -> dict[str, CompressedTensor]:
+        """Tables of all weights that may become some. None: the weights stay plain, and are where they belong."""
+        all_parts, self._parts = self._parts, {}
+        tables: dict[str, CompressedTensor] = {}
+        for name, parts in all_parts.items():
+            label = self._name if name == "weight" else f"{self._name}.{name}"
+            table = self._config.table_of(getattr(layer, name).flatten(0, -2), label, parts)
+            if table is None:
+                for part in itertools.chain.from_iterable(all_parts.values()):
+                    part.write()
+                return {}
+            tables[name] = table
+        return tables
+
+
+def _noting(parts: list[Part], load: Callable[..., Any]) -> Callable[..., Any]:
+    """A weight's loader that adds to a list what it copies of tables, in place of copying."""
+
+    @functools.wraps(load)
+    def note(*args: Any, **options: Any) -> Any:
+        token = noted.set(parts)
+        try:
+            return load(*args, **options)
+        finally:
+            noted.reset(token)
+
+    return note
+
 
 def why_plain_experts(plain: Any) -> str:
     """Why experts cannot be coded; empty: they can. plain: vLLM's method for them."""
@@ -105,6 +143,8 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
     registers, many by vLLM's own kernel, with weights that are decoded for the call. vLLM's operation around them is
     what compiled graphs hold."""
 
+    names = "w13_weight", "w2_weight"
+
     def __init__(self, config: Any, prefix: str, plain: Any) -> None:
         FusedMoEMethodBase.__init__(self, plain.moe)
         CodedMethod.__init__(self, config, prefix, plain)
@@ -113,11 +153,10 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         return self._plain.get_fused_moe_quant_config(layer)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
+        tables = self._tables(layer)  # Triton's kernel takes weights as they are loaded
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel, self.moe_quant_config = self._plain.moe_kernel, self._plain.moe_quant_config
-        names = "w13_weight", "w2_weight"
-        tables = [self._config.table_of(getattr(layer, name).flatten(0, 1), f"{self._name}.{name}") for name in names]
-        return {} if any(table is None for table in tables) else dict(zip(names, tables))
+        return tables
 
     def apply(
         self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts: Any, shared_experts_input: Any

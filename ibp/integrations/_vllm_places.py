@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from .._tables.compressed_tensor import CompressedTensor
 from ..deltas import Receiver
@@ -19,6 +18,7 @@ from ..deltas._applying import Base
 from ..deltas._on_pieces import Memory
 from ..deltas._receiving import bases_of_rows, rows_of
 from ..deltas._regions import Region, TensorRows
+from ._vllm_incoming import IncomingTensor
 from ._vllm_methods import CodedMethod
 
 
@@ -94,35 +94,30 @@ class ModelReceiver(Receiver):
     def _found(self, asked: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
         """The places of tensors. Tensors that the model does not load, such as those of other pipeline stages, have
         none."""
-        weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in asked.items()}
-        copies = _Copies(weights)
+        copies = {name: _Copies() for name in asked}
+        weights = {name: IncomingTensor.of(copies[name], *each) for name, each in asked.items()}
         with contextlib.ExitStack() as stack:
             tables = [stack.enter_context(method.as_plain(layer)) for layer, method in self._coded]
-            with torch.no_grad(), copies:
+            with torch.no_grad():
                 self._model.load_weights(iter(weights.items()))
         by_storage = {_storage(weight): table for of_layer in tables for weight, table in of_layer.items()}
         return {
-            name: [_place(name, weights[name], source, target, by_storage) for source, target in copies.found[name]]
-            for name in weights
+            name: [_place(name, weight.as_subclass(torch.Tensor), *copied, by_storage) for copied in copies[name].found]
+            for name, weight in weights.items()
         }
 
 
-class _Copies(TorchFunctionMode):
-    """Notes what is copied from weights without memory, and where to, in place of copying."""
+class _Copies:
+    """Notes where a tensor is copied to, in place of copying."""
 
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._names = {_storage(weight): name for name, weight in weights.items()}
-        self.found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in weights}
+    def __init__(self) -> None:
+        self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.copy_ and args[1].is_meta:
-            name = self._names.get(_storage(args[1]))
-            if name is None:
-                raise NotImplementedError("a weight loader changes values before it copies them, which no delta can do")
-            self.found[name].append((args[1], args[0]))
-            return args[0]
-        return function(*args, **(kwargs or {}))
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.found.append((source, target))
+
+    def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        raise NotImplementedError("a weight loader changes values before it copies them, which no delta can do")
 
 
 def _storage(tensor: torch.Tensor) -> int:

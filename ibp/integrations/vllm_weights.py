@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,6 +27,7 @@ from ..nn._compressing import LEAST_SAVINGS, is_included
 from ..nn._tables import matrix_table
 from ._engines import check_engine
 from ._loading import CodingFields, is_coded
+from ._vllm_incoming import CodedOrigin, IncomingTensor, Part, joined
 from ._vllm_methods import CodedMethod, IBPExpertsMethod, why_plain_experts
 
 try:
@@ -118,7 +119,7 @@ class IBPConfig(QuantizationConfig):
             ValueError: the checkpoint is coded, and `--load-format ibp` is missing.
         """
         if self._is_coded and get_current_vllm_config().load_config.load_format != METHOD:
-            raise ValueError("the checkpoint is coded by ibp; wanted --load-format ibp, which decodes it while loading")
+            raise ValueError("the checkpoint is coded by ibp; wanted --load-format ibp, which reads it")
         made: type[CodedMethod] = IBPWeightMethod
         if isinstance(layer, LinearBase):
             plain = UnquantizedLinearMethod()
@@ -141,8 +142,11 @@ class IBPConfig(QuantizationConfig):
         is_wanted = any(is_included(name, self.fields.include, ()) for name in names)
         return is_wanted and all(is_included(name, None, self.fields.exclude) for name in names)
 
-    def table_of(self, weight: torch.Tensor, name: str) -> CompressedTensor | None:
-        """A table of a loaded weight. None: it stays plain. The log says why, once for each reason."""
+    def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[Part] = ()) -> CompressedTensor | None:
+        """A table of a loaded weight. None: it stays plain. The log says why, once for each reason.
+
+        parts: of the tables of a coded checkpoint, which are not in the weight's memory yet.
+        """
         weight = weight.detach().as_subclass(torch.Tensor)
         num_bytes, table, why = weight.numel() * weight.element_size(), None, ""
         if weight.dim() != 2 or weight.dtype != torch.bfloat16:
@@ -150,7 +154,11 @@ class IBPConfig(QuantizationConfig):
         elif num_bytes < self.fields.min_bytes:
             why = f"it has fewer bytes than min_bytes, {self.fields.min_bytes}"
         else:
-            table = matrix_table(weight)
+            table = joined(parts, weight)
+            if table is None or not takes(table):
+                for part in parts:
+                    part.write()
+                table = matrix_table(weight)
             if table.nbytes > num_bytes * (1 - LEAST_SAVINGS) or not takes(table):
                 table, why = None, f"it does not shrink, or the kernel takes no shape {list(weight.shape)}"
         self._say(name, why)
@@ -179,7 +187,7 @@ class IBPWeightMethod(CodedMethod, LinearMethodBase):
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
         if self._tied is None:
-            table = self._config.table_of(layer.weight, self._name)
+            table = self._tables(layer).get("weight")
         elif isinstance(self._tied.quant_method, IBPWeightMethod):
             self._tied.quant_method.process_weights_after_loading(self._tied)
             table = self._tied.quant_method.tables.get("weight")
@@ -235,9 +243,10 @@ def _(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 class IBPModelLoader(DefaultModelLoader):
-    """What `--load-format ibp` makes: reads a directory of `ibp compress` or `save_coded`. Tensors are decoded on the
-    CPU one after the other, so that every tensor-parallel size takes its shards of them; other directories are read as
-    vLLM does."""
+    """What `--load-format ibp` makes: reads a directory of `ibp compress` or `save_coded`. Coded layers take the rows
+    of their shards as they are coded, where `save_coded` wrote them in the form of `ibp.linear`, by one codebook for
+    all weights of a merged layer. Other tables go to the GPU as they are coded, and are decoded there. Directories of
+    other files are read as vLLM does."""
 
     def __init__(self, load_config: Any) -> None:
         load_config = copy.copy(load_config)
@@ -259,4 +268,6 @@ class IBPModelLoader(DefaultModelLoader):
         for path in [index] if os.path.exists(index) else files:
             with open_ibp(path) as opened:
                 for name, tensor in opened.tensors.items():
-                    yield source.prefix + name, tensor.tensor()
+                    table = tensor.table
+                    coming = None if table is None else IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype)
+                    yield source.prefix + name, tensor.tensor() if coming is None else coming

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ibp
 from helpers import assert_same_bits
 from ibp.integrations import _vllm_methods, vllm_weights
+from ibp.integrations._vllm_incoming import CodedOrigin, IncomingTensor, joined, noted
 from ibp.nn._tables import matrix_table
 from native import ROOT
 from products import kernels_on_the_cpu, lists
@@ -97,6 +99,162 @@ def test_the_entry_point():
     assert getattr(importlib.import_module(module), name) is vllm_weights.register
 
 
+# ---- coded checkpoints ----
+
+MATRIX, STACK = (24, 64), (3, 16, 64)
+
+
+def incoming(shape, **options):
+    """A tensor of a checkpoint, and its plain values."""
+    plain = torch.randn(shape).mul(0.02).bfloat16()
+    table = ibp.compress(plain, **options)
+    return IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype), plain
+
+
+@pytest.mark.parametrize("options", [{}, {"level": "fast", "layout": "packed"}, {"row_bytes": 100}])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[3:7],
+        lambda x: x.narrow(1, 8, 4)[..., 1:],
+        lambda x: x.transpose(0, 1).chunk(2)[1],
+        lambda x: x[5].unsqueeze(0).expand(2, *x.shape[1:]),
+        lambda x: x.view(-1, 16)[1::3].data.detach(),
+        lambda x: x[:0],
+        lambda x: x.mT.contiguous()[1:],
+        lambda x: x.float() + 1,
+        lambda x: torch.cat([x, x.new_ones(x.shape)])[1:],
+        lambda x: torch.stack([torch.ones(x.shape), x]),
+        lambda x: x.sum() if x[0].flatten()[0].item() else x,
+    ],
+)
+@pytest.mark.parametrize("shape", [MATRIX, STACK])
+def test_what_loaders_do_to_tensors(shape, function, options):
+    if shape == STACK:
+        function = lambda x, of=function: of(x.flatten(0, 1))  # noqa: E731
+    coded, plain = incoming(shape, **options)
+    target, wanted = (torch.zeros(function(plain).shape, dtype=torch.bfloat16) for _ in range(2))
+    target.copy_(function(coded))
+    assert_same_bits(target, wanted.copy_(function(plain)))
+    target.zero_()[...] = function(coded)
+    assert_same_bits(target, wanted)
+
+
+def test_what_a_tensor_says():
+    coded, plain = incoming(MATRIX)
+    assert coded.shape == coded[:].size() == torch.Size(MATRIX) and type(coded.shape) is torch.Size
+    assert (coded.dtype, coded.dim(), coded.numel(), coded.is_meta) == (plain.dtype, 2, plain.numel(), True)
+    assert torch.equal(coded, plain) and bool((coded == plain).all()) and coded.tolist() == plain.tolist()
+    for function in (lambda x: x.mul_(2), lambda x: x[1:].fill_(0), lambda x: x.__setitem__(0, 1)):
+        with pytest.raises(NotImplementedError, match="writes to a tensor of the checkpoint"):
+            function(coded)
+
+
+@pytest.mark.parametrize("shape", [(), (7,)])
+def test_small_tensors(shape):
+    coded, plain = incoming(shape)
+    assert_same_bits(torch.zeros(shape).bfloat16().copy_(coded), plain)
+
+
+def notes(copies):
+    """What is noted of copies to a weight, each (target, tensor)."""
+    token = noted.set([])
+    try:
+        for target, tensor in copies:
+            target.copy_(tensor)
+        return noted.get()
+    finally:
+        noted.reset(token)
+
+
+def matrices(*scales):
+    """Tensors of a checkpoint in the form of `ibp.linear`."""
+    plain = [torch.randn(32, 64).mul(scale).bfloat16() for scale in scales]
+    tables = [matrix_table(weight) for weight in plain]
+    return [IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype) for table in tables], plain
+
+
+def test_merged_rows_are_joined():
+    (first, second), plain = matrices(0.02, 0.02)
+    weight = torch.zeros(48, 64).bfloat16()
+    parts = notes([(weight[16:], second), (weight[:16], first.narrow(0, 16, 16))])
+    assert not weight.any()
+    table = joined(parts, weight)
+    assert_same_bits(table.decompress(), torch.cat([plain[0][16:], plain[1]]))
+    assert table.codebook is parts[0].origin.table.codebook or table.codebook is parts[1].origin.table.codebook
+    for part in parts:
+        part.write()
+    assert_same_bits(weight, table.decompress())
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        lambda weight, first, second: [(weight[:32], first)],  # not all rows
+        lambda weight, first, second: [(weight[:32], first), (weight[16:], first), (weight[:16], second[16:])],
+        lambda weight, first, second: [(weight[:, :32], first[:, :32]), (weight[:, 32:], first[:, 32:])],
+        lambda weight, first, second: [(weight.t(), first.t())],
+        lambda weight, first, second: [(weight.view(-1)[8:2056], first.view(-1))],
+        lambda weight, first, second: [(weight.float()[:32], first), (weight[32:], second[:16])],
+    ],
+)
+def test_other_parts_are_not_joined(copies):
+    (first, second), _ = matrices(0.02, 0.02)
+    weight = torch.zeros(48, 64).bfloat16()
+    copied = [(target, tensor) for target, tensor in copies(weight, first, second) if target.shape == tensor.shape]
+    assert joined(notes(copied), weight) is None
+
+
+def test_codebooks_that_differ():
+    (first, second), plain = matrices(0.02, 200.0)
+    weight = torch.zeros(64, 64).bfloat16()
+    parts = notes([(weight[:32], first), (weight[32:], second)])
+    assert joined(parts, weight) is None
+    for part in parts:
+        part.write()
+    assert_same_bits(weight, torch.cat(plain))
+
+
+def test_a_config_joins_parts_or_decodes_them():
+    config = object.__new__(vllm_weights.IBPConfig)
+    config.fields, config._said = types.SimpleNamespace(min_bytes=0), set()
+    for scale, is_joined in ((0.02, True), (0.3, False)):
+        (first, second), plain = matrices(0.02, scale)
+        weight = torch.zeros(64, 64).bfloat16()
+        table = config.table_of(weight, "a", notes([(weight[:32], first), (weight[32:], second)]))
+        assert bool(weight.any()) != is_joined
+        assert_same_bits(table.decompress(), torch.cat(plain))
+    (first, second), plain = matrices(0.02, 200.0)  # one codebook for both saves nothing
+    method, layer = object.__new__(_vllm_methods.CodedMethod), torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(64, 64).bfloat16(), requires_grad=False)
+    method._config, method._name = config, "a"
+    method._parts = {"weight": notes([(layer.weight.data[:32], first), (layer.weight.data[32:], second)])}
+    assert method._tables(layer) == {}
+    assert_same_bits(layer.weight.data, torch.cat(plain))
+
+
+def test_the_loader(tmp_path):
+    """Tables come as they are coded, and all else as plain tensors."""
+    plain = {"a.weight": torch.randn(64, 64).mul(0.02).bfloat16(), "a.bias": torch.randn(64)}
+    ibp.save(tmp_path / "model.safetensors", {"a.weight": matrix_table(plain["a.weight"]), "a.bias": plain["a.bias"]})
+    loader = object.__new__(vllm_weights.IBPModelLoader)
+    loader._prepare_weights = lambda *args: (str(tmp_path), [str(tmp_path / "model.safetensors")], True)
+    fields = dict.fromkeys(("model_or_path", "subfolder", "revision", "fall_back_to_pt", "allow_patterns_overrides"))
+    found = dict(loader._get_weights_iterator(types.SimpleNamespace(prefix="x.", **fields)))
+    assert type(found["x.a.bias"]) is torch.Tensor and torch.equal(found["x.a.bias"], plain["a.bias"])
+    assert type(found["x.a.weight"]) is IncomingTensor
+    assert_same_bits(torch.zeros(64, 64).bfloat16().copy_(found["x.a.weight"]), plain["a.weight"])
+
+
+def test_loaders_without_values():
+    """vLLM counts elements that loaders copy to weights without memory."""
+    (first,), _ = matrices(0.02)
+    target = torch.empty(32, 64, dtype=torch.bfloat16, device="meta")
+    assert notes([(target, first)]) == [] and target.is_meta
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        target[:3].copy_(first)
+
+
 # ---- fused experts ----
 
 EXPERTS, HIDDEN, WIDTH, CHOICES = 6, 64, 32, 2
@@ -106,7 +264,7 @@ class ExpertsMethod(_vllm_methods.IBPExpertsMethod):
     __init__ = _vllm_methods.CodedMethod.__init__  # vLLM's class wants its configuration
 
 
-def coded_table(weight, name):
+def coded_table(weight, name, parts):
     made = matrix_table(weight)
     lists(made)
     return made

@@ -1,0 +1,155 @@
+"""Tensors of a checkpoint on their way into a model of vLLM, whose weight loaders cut them and copy the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .._fetch.streaming import decode_items
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.joining import Items, join
+from ..nn._stacks import by_rows
+
+_CPU = torch.device("cpu")
+
+
+class Origin(Protocol):
+    """What an `IncomingTensor` stands for. source: a view of it, without memory."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """What a loader's `target.copy_(source)` does."""
+
+    def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """What operations other than views and copies get."""
+
+
+class IncomingTensor(torch.Tensor):
+    """A tensor of a checkpoint, without memory. Views of it are such tensors, too."""
+
+    origin: Origin
+
+    @classmethod
+    def of(cls, origin: Origin, shape: Sequence[int], dtype: torch.dtype) -> IncomingTensor:
+        return cls._viewed(torch.empty(shape, dtype=dtype, device="meta"), origin)
+
+    @classmethod
+    def _viewed(cls, source: torch.Tensor, origin: Origin) -> IncomingTensor:
+        made = source.as_subclass(cls)
+        made.origin = origin
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(args[0], cls) and _writes(function):
+            raise NotImplementedError("a weight loader writes to a tensor of the checkpoint, which has no memory")
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is torch.Tensor.__setitem__:
+                function, args = torch.Tensor.copy_, (args[0][args[1]], args[2])
+            if function is torch.Tensor.copy_:
+                args[1].origin.copy(args[1].as_subclass(torch.Tensor), args[0])
+                return args[0]
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if len(given) == 1:
+                source: Any = given[0]
+                try:
+                    made = function(*args, **kwargs)
+                except (NotImplementedError, RuntimeError):  # it reads values
+                    made = None
+                leaves = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+                if made is not None and not leaves:
+                    return made
+                if leaves and all(x.untyped_storage()._cdata == source.untyped_storage()._cdata for x in leaves):
+                    return tree_map_only(torch.Tensor, lambda view: cls._viewed(view, source.origin), made)
+            devices = [x.device for x in given if not isinstance(x, cls)]
+
+            def values(source: IncomingTensor) -> torch.Tensor:
+                return source.origin.values(source.as_subclass(torch.Tensor), devices[0] if devices else _CPU)
+
+            args, kwargs = tree_map_only(cls, values, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _writes(function: Any) -> bool:
+    """Whether a function writes to its tensor, as its name says."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+# ---- of a coded checkpoint ----
+
+
+class CodedOrigin:
+    """A table of a checkpoint. Its parts are noted where a weight takes rows as they are coded; elsewhere they are
+    decoded, on the device that they are copied to."""
+
+    def __init__(self, table: CompressedTensor) -> None:
+        self.table = table
+        self._near = table
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        part, parts = Part(self, source, target), noted.get()
+        if target.is_meta:  # vLLM counts what will be copied
+            target.copy_(source)
+        elif parts is None:
+            part.write()
+        else:
+            parts.append(part)
+
+    def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if source.numel() == 0:
+            return torch.empty(source.shape, dtype=source.dtype, device=device)
+        size, at = self.table.shape[1:].numel(), source.storage_offset()
+        last = at + sum((length - 1) * stride for length, stride in zip(source.shape, source.stride()))
+        items = self._decoded(at // size, last // size + 1, device)
+        return items.view(-1).as_strided(source.shape, source.stride(), at % size)
+
+    def _decoded(self, first: int, last: int, device: torch.device) -> torch.Tensor:
+        """Items first to last - 1; coded bytes go to the device."""
+        cut = join([Items(self.table, first, last)], device)
+        if cut is not None:
+            return cut.decompress(check=True)
+        if self._near.device != device:
+            self._near = self.table.to(device)
+        return decode_items(self._near, first, last, device, check=True)
+
+
+class Part(NamedTuple):
+    """What a loader copies of a table to a weight. source: of a tensor without memory; target: of the weight."""
+
+    origin: CodedOrigin
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def write(self) -> None:
+        self.target.copy_(self.origin.values(self.source, self.target.device))
+
+    def place(self) -> tuple[int, Items] | None:
+        """(a row of the weight, the rows that come there and below). None: these are no whole rows of a table."""
+        table, columns = self.origin.table, self.target.shape[-1]
+        if table.dtype != self.target.dtype or table.row_bytes != columns * table.dtype.itemsize:
+            return None
+        at, to = self.source.storage_offset(), self.target.storage_offset()
+        if at % columns or to % columns or not (self.source.is_contiguous() and self.target.is_contiguous()):
+            return None
+        first, count = at // columns, self.source.numel() // columns
+        return to // columns, Items(by_rows(table), first, first + count)
+
+
+# Where parts are noted while the loader of a weight runs that takes rows as they are coded.
+noted: ContextVar[list[Part] | None] = ContextVar("noted", default=None)
+
+
+def joined(parts: Sequence[Part], weight: torch.Tensor) -> CompressedTensor | None:
+    """One table of the parts of a weight [rows, columns], where it is. None: they are not all of its rows as they are
+    coded, or their tables have several codebooks."""
+    places = [part.place() for part in parts]
+    found = sorted((place for place in places if place is not None), key=lambda place: place[0])
+    ends = [0, *(row + items.last - items.first for row, items in found)]
+    if not found or len(found) < len(places) or ends != [*(row for row, _ in found), len(weight)]:
+        return None
+    return join([items for _, items in found], weight.device)
