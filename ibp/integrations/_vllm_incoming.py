@@ -45,7 +45,7 @@ class IncomingTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(args[0], cls) and _writes(function):
+        if args and isinstance(args[0], cls) and _writes(function):
             raise NotImplementedError("a weight loader writes to a tensor of the checkpoint, which has no memory")
         with torch._C.DisableTorchFunctionSubclass():
             if function is torch.Tensor.__setitem__:

@@ -7,8 +7,7 @@
 `docs/serving.md` names the versions that were tried, and how. The scheduler's side is vLLM's own `CPUOffloadingSpec`
 and its manager, told of more host memory than there is; `IBPOffloadingWorker` moves the pages.
 
-vLLM takes no failed transfer. Pages for which the pools have no room are therefore kept as they are, beside the pools:
-`IBPOffloadingWorker.blocks.num_raw_pages` says how many.
+vLLM takes no failed transfer: pages without room in the pools stay raw, `IBPOffloadingWorker.blocks.num_raw_pages`.
 """
 
 from __future__ import annotations

@@ -125,6 +125,7 @@ def incoming(shape, **options):
         lambda x: x.float() + 1,
         lambda x: torch.cat([x, x.new_ones(x.shape)])[1:],
         lambda x: torch.stack([torch.ones(x.shape), x]),
+        lambda x: torch.cat(tensors=[x, x], dim=1),
         lambda x: x.sum() if x[0].flatten()[0].item() else x,
     ],
 )
