@@ -42,7 +42,11 @@ def select(
     result = torch.empty(shape, dtype=tables[0].dtype, device=device) if out is None else out
     if result.numel() == 0:
         return result
-    order, starts = _in_order_of_tables(numbers, len(tables))
+    low, high = torch.stack(torch.aminmax(numbers)).tolist()
+    if low < 0 or high >= len(tables):
+        raise IndexError(f"table_numbers are {low} to {high}; wanted 0 to {len(tables) - 1}")
+    counts = torch.bincount(numbers, minlength=len(tables))
+    order, starts = torch.argsort(numbers, stable=True), [0, *counts.cumsum(0).tolist()]
     _check_range(tables, ids, numbers)
     _take(tables, ids[order.to(device)], order.to(device), starts, result, sms, select_of_one)
     if check and device.type == "cuda":
@@ -64,15 +68,6 @@ def _check_tables(tables: Sequence[Table], device: torch.device) -> None:
             )
         if worker_of(table, device) != device:
             raise ValueError(f"a table is on {table.device}; wanted it pinned or on {device}, where the ids are")
-
-
-def _in_order_of_tables(numbers: torch.Tensor, num_tables: int) -> tuple[torch.Tensor, list[int]]:
-    """(positions in the order of their tables, int64; where in that order each table's begin, and the end)."""
-    low, high = torch.stack(torch.aminmax(numbers)).tolist()
-    if low < 0 or high >= num_tables:
-        raise IndexError(f"table_numbers are {low} to {high}; wanted 0 to {num_tables - 1}")
-    counts = torch.bincount(numbers, minlength=num_tables)
-    return torch.argsort(numbers, stable=True), [0, *counts.cumsum(0).tolist()]
 
 
 def _check_range(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tensor) -> None:

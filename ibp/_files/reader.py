@@ -254,9 +254,6 @@ class Checks:
         self._file = file
         self._hashes = np.frombuffer(file.bytes_at(entry.start, entry.num_bytes), "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
-        self._check_itself()
-
-    def _check_itself(self) -> None:
         own = checks.hash_of(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):
             raise ChecksumError(f"{self._file.path}: the checksums have another checksum: they are damaged")
@@ -431,8 +428,12 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
     num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
     for part in ("offsets", "blocks"):
         place = find(f"{name}:{part}")
-        if place is not None and not codec.is_safe:
-            _check_blocks(place, what)
+        if place is not None and not codec.is_safe:  # its decoder may do anything with other bytes
+            checksums = place.file.checks
+            if checksums is None:
+                raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
+            for block in checksums.blocks_of(place.entry.start, place.entry.end):
+                checksums.check(block)
         parts[part] = _taken(file, place, f"{name}:{part}", CODEC_PARTS[part], num_bytes, read_parts(pin))
         num_bytes = int(parts["offsets"].view(torch.int64)[-1])
     with refused(what):
@@ -454,15 +455,6 @@ def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_
     owner, entry = (file, None) if place is None else (place.file, place.entry)
     start = start_of_part(owner, name, entry, dtype, num_bytes)
     return take(owner, start, num_bytes, name.rpartition(":")[2])
-
-
-def _check_blocks(place: BlockPlace, what: str) -> None:
-    """Compares the checksums of a part, whose decoder is not safe with any bytes."""
-    checksums = place.file.checks
-    if checksums is None:
-        raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
-    for block in checksums.blocks_of(place.entry.start, place.entry.end):
-        checksums.check(block)
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:

@@ -59,8 +59,10 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
         return empty_tensor(num_bytes, device=device)
     with pinning(f"{num_bytes:,} bytes of memory"):
         buffer = _core.PinnedBuffer(num_bytes, node)
-    if buffer.is_used:
-        _wait_for_gpus()
+    if buffer.is_used:  # all work that this process has on GPUs, on whichever streams, may use it
+        for index in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
+                torch.cuda.synchronize(index)
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
@@ -109,13 +111,6 @@ def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
         return _core.PinnedRange(data, data.data_ptr(), data.numel())
     except RuntimeError as error:
         raise PinningError(f"{data.numel():,} bytes of memory cannot be pinned ({error})") from error
-
-
-def _wait_for_gpus() -> None:
-    """Waits for all work that this process has on GPUs, on whichever streams."""
-    for index in range(torch.cuda.device_count()):
-        if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
-            torch.cuda.synchronize(index)
 
 
 def release_pinned(limit_bytes: int | None = None) -> int:

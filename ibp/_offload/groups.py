@@ -254,7 +254,7 @@ class _Divider:
         if module in self._visited:
             return
         self._visited.add(module)
-        below = self._below(module)
+        below = _once(weight for part in module.modules() for _, weight in self._found.get(part, ()))
         if not below:
             return
         nested = self._division.nested_bytes
@@ -279,9 +279,6 @@ class _Divider:
     def _visit_children(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
         for child_name, child in module.named_children():
             self.visit(child, f"{name}.{child_name}" if name else child_name, outer)
-
-    def _below(self, module: nn.Module) -> list[Weight]:
-        return _once(weight for part in module.modules() for _, weight in self._found.get(part, ()))
 
     def _own(self, module: nn.Module) -> list[Weight]:
         """The weights that the module's own forward uses: its own ones, and those in lists of parameters."""

@@ -1,7 +1,7 @@
 """The schemes: how rows can be coded, and how codebooks are learned.
 
-`registry.py` is the table of schemes, a folder each: `masks` is scheme "ibp". `choice.py` is what "auto" takes. The rest
-of the package takes what it needs from here, and the modules here take from it only what cuts tensors into rows
+`registry.py` is the table of schemes, a folder each: `masks` is scheme "ibp". `choice.py` is what "auto" takes. The
+rest of the package takes what it needs from here, and the modules here take from it only what cuts tensors into rows
 (`_layout/`, `_machine/staging.py`).
 """
 

@@ -127,7 +127,9 @@ def compress(
             _check_name(shown)
             source = stack.enter_context(open_sources(inputs))
             target = stack.enter_context(written_to(target_path))
-            _check_dtypes(source)
+            for name, tensor in source.tensors.items():
+                if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
+                    raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
             kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
             shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
             return _BlockJob(learning, kept, threads, progress, shown), source, target, shards
@@ -150,13 +152,6 @@ def _check_name(output: str) -> None:
             f"output is {output!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
             f"wanted a name like {stem + SUFFIX!r}"
         )
-
-
-def _check_dtypes(source: Source) -> None:
-    """ValueError for a tensor that a file cannot hold as it is, which is decided by samples."""
-    for name, tensor in source.tensors.items():
-        if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
-            raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
 
 
 _Made = TypeVar("_Made")

@@ -108,7 +108,9 @@ class Codebooks:
         self._of_kinds: dict[tuple, Learner[AnyCodebook]] = {}
         self._of_tensors: dict[str, tuple[AnyCodebook | None, float | None]] = {}
         if group is not None:
-            self._learn_together(group)
+            all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
+            for first in range(0, len(all_kinds), step):
+                self._learn_some(all_kinds[first : first + step], group)
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
         """Learns the codebooks of tensors: first one for each kind, then, by several threads, one for each tensor that
@@ -170,12 +172,6 @@ class Codebooks:
         codebook = self._learning.learn(self._learning.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
         return Learner(codebook, 1 - savings) if _pays(savings, geometry) else Learner()
-
-    def _learn_together(self, group: RankGroup) -> None:
-        """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
-        all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
-        for first in range(0, len(all_kinds), step):
-            self._learn_some(all_kinds[first : first + step], group)
 
     def _learn_some(self, kinds: list[tuple], group: RankGroup) -> None:
         drawn = group.together("compress", lambda: [self._share(kind, group) for kind in kinds])

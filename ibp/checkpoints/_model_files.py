@@ -49,7 +49,13 @@ def copy_files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath, *, i
             _say_in_config(copy, is_coded)
     folder, target = _directory(inputs), _target(output)
     if folder is not None and target is not None:
-        _warn_of_weights(folder, target)
+        left = [
+            str(path.relative_to(folder))
+            for path in _shown_files(folder, target)
+            if path.name.endswith(_OF_OTHERS) or (path.parent != folder and _are_weights(path))
+        ]
+        if left:
+            warnings.warn(f"left out: {', '.join(left)} of {folder}, weights that are not read", stacklevel=3)
 
 
 def _shown_files(folder: Path, target: Path) -> list[Path]:
@@ -84,16 +90,6 @@ def _are_weights(path: Path) -> bool:
     if path.name.endswith((INDEX_SUFFIX, *_OF_OTHERS)):
         return True
     return is_named_as_tensors(path.name) and not holds_something_else(os.fspath(path))
-
-
-def _warn_of_weights(folder: Path, target: Path) -> None:
-    left = [
-        str(path.relative_to(folder))
-        for path in _shown_files(folder, target)
-        if path.name.endswith(_OF_OTHERS) or (path.parent != folder and _are_weights(path))
-    ]
-    if left:
-        warnings.warn(f"left out: {', '.join(left)} of {folder}, weights that are not read", stacklevel=3)
 
 
 # ---- config.json ----

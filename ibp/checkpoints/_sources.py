@@ -85,7 +85,16 @@ def format_of(path: str) -> str:
     if start.startswith(b"\x93NUMPY"):
         return "npy"
     if start.startswith((b"PK\3\4", b"PK\5\6")):
-        return _format_of_archive(path)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+        except (zipfile.BadZipFile, ValueError, RuntimeError, NotImplementedError) as error:
+            raise SourceFormatError(f"{path} is a damaged archive: {error}") from None
+        if any(name.endswith("/data.pkl") for name in names):
+            return "torch"
+        if all(name.endswith(".npy") for name in names):
+            return "npz"
+        raise SourceFormatError(f"{path} is an archive of neither numpy nor torch; wanted one of {_READ}")
     if start[8:9] == b"{" or path.endswith((SUFFIX, ".ibp")):
         return "safetensors"
     if _PICKLE.match(start):
@@ -266,17 +275,3 @@ def _open_index(path: str) -> Source:
     if format_of(files[0]) == "safetensors" and not read_header(Path(files[0])).is_plain:
         return open_ibp(path)
     return joined(path, list(map(open_source, files)))
-
-
-def _format_of_archive(path: str) -> str:
-    """Which of the formats that are ZIP archives a file has."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, ValueError, RuntimeError, NotImplementedError) as error:
-        raise SourceFormatError(f"{path} is a damaged archive: {error}") from None
-    if any(name.endswith("/data.pkl") for name in names):
-        return "torch"
-    if all(name.endswith(".npy") for name in names):
-        return "npz"
-    raise SourceFormatError(f"{path} is an archive of neither numpy nor torch; wanted one of {_READ}")

@@ -82,7 +82,13 @@ def broadcast_delta(
         _exchange(members, src, data)
         return delta if target is None else delta.to(target)
     _exchange(members, src, data)
-    return _opened(offered, data if target is None else data.to(target))
+    data = data if target is None else data.to(target)
+    changes = _packing.opened(offered.heads, data)
+    if offered.names is None:
+        assert isinstance(changes[0], Delta)
+        return changes[0]
+    own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)  # saved alone
+    return CheckpointDelta(dict(zip(offered.names, own)), offered.removed)
 
 
 def _changes_of(delta: Delta | CheckpointDelta) -> list[Delta | Version]:
@@ -94,12 +100,3 @@ def _exchange(members: _group.RankGroup, src: int, data: torch.Tensor) -> None:
     for part in data.split(_MOST_BYTES):
         with _group.all_taking_part():
             dist.broadcast(part, root, group=members.process_group)
-
-
-def _opened(offered: _Offer, data: torch.Tensor) -> Delta | CheckpointDelta:
-    changes = _packing.opened(offered.heads, data)
-    if offered.names is None:
-        assert isinstance(changes[0], Delta)
-        return changes[0]
-    own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)  # saved alone
-    return CheckpointDelta(dict(zip(offered.names, own)), offered.removed)

@@ -32,10 +32,6 @@ class _Pieces(NamedTuple):
     head: PushHead
     came: dict[int, tuple[PushHead, torch.Tensor]]
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.came) == self.head.piece[1]
-
 
 class Receiver:
     """Keeps weights as an `ibp.deltas.Sender` pushes them: the engine's side.
@@ -102,7 +98,7 @@ class Receiver:
             pieces = self._pending[part] = _Pieces(head, {})
         pieces.came[number] = head, data
         all_parts = self._pending.values()
-        if len(all_parts) < head.part[1] or not all(each.is_complete for each in all_parts):
+        if len(all_parts) < head.part[1] or not all(len(each.came) == each.head.piece[1] for each in all_parts):
             return False
         try:
             self._become([came for each in all_parts for came in each.came.values()])

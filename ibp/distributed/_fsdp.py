@@ -261,7 +261,10 @@ class Rooms:
     def _see_in(self, state: State, numbers: Sequence[int]) -> None:
         device = self.shards[numbers[0]].torchs().device
         slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
-        self._wait_for_optimizer(device)
+        context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
+        event = getattr(context, "post_optim_event", None)
+        if event is not None:  # the user has given FSDP it in place of the current stream
+            torch.cuda.current_stream(device).wait_event(event)
         slots.begin()
         table.zero_()
         for k in numbers:
@@ -301,13 +304,6 @@ class Rooms:
             table = torch.zeros(shape, dtype=torch.int64, device=device)
             self._statuses[state] = table, [Status(state.size, device, data=row) for row in table]
         return self._statuses[state]
-
-    def _wait_for_optimizer(self, device: torch.device) -> None:
-        """Where the user has given FSDP an event instead of the current stream."""
-        context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
-        event = getattr(context, "post_optim_event", None)
-        if event is not None:
-            torch.cuda.current_stream(device).wait_event(event)
 
 
 # ---- what is torch's own -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from .._schemes.kinds import Learner
 from . import _planning
 from ._calls import check_tensors, finished, movable, pieces_of_one, root_of, run, travels_raw
 from ._codec import Codec, as_bytes, sample_of
-from ._exchange import CodedWork, Job, Work
+from ._exchange import Job, Work
 from ._links import Load
 from ._messages import Memory, Messages, Status
 from ._planning import RAW, CallOptions, Kind, Pair, Plan, State
@@ -175,18 +175,14 @@ def _transferred(tensor: torch.Tensor, way: Way, options: CallOptions, is_async:
     if plan is None or (plan.codec is not None and plan.is_due()):
         work: dist.Work | None = _with_note(tensor, way, state, pair, kind)
     elif plan.codec is not None:
-        work = _coded(tensor, way, state, plan, is_async)
+        x = as_bytes(tensor)
+        pieces = pieces_of_one(plan, x, way.is_out)
+        job = Job(pieces, way.move_message, way.tell, lambda status: way.move_now(x), plan.note_lost, (x,))
+        work = run(job, state, is_async)
     else:
         return finished(way.move(movable(tensor)), is_async)
     pair.last = work if is_async else None
     return finished(work, is_async)
-
-
-def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan, is_async: bool) -> CodedWork:
-    x = as_bytes(tensor)
-    pieces = pieces_of_one(plan, x, way.is_out)
-    job = Job(pieces, way.move_message, way.tell, lambda status: way.move_now(x), plan.note_lost, (x,))
-    return run(job, state, is_async)
 
 
 def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: Kind) -> NotedWork:

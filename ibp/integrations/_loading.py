@@ -138,13 +138,9 @@ def check_device_map(device_map: object) -> None:
 
 def away_of(device_map: object) -> dict[str, str]:
     """The parts of a model that a device map leaves off the devices that compute, each with its place."""
-    places = _places(device_map)
+    places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
     names = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
     return {key: place for key, place in places.items() if place in names}
-
-
-def _places(device_map: object) -> dict[str, str]:
-    return {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
 
 
 def is_coded(path: str | os.PathLike[str]) -> bool:

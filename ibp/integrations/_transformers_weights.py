@@ -227,12 +227,10 @@ def _forget_ties(model: PreTrainedModel) -> None:
             module.all_tied_weights_keys = {
                 target: source
                 for target, source in module.all_tied_weights_keys.items()
-                if not any(isinstance(_owner(module, key), TableModule) for key in (target, source))
+                if not any(
+                    isinstance(module.get_submodule(key.rpartition(".")[0]), TableModule) for key in (target, source)
+                )
             }
-
-
-def _owner(model: torch.nn.Module, key: str) -> torch.nn.Module:
-    return model.get_submodule(key.rpartition(".")[0])
 
 
 # ---- files of coded weights ----

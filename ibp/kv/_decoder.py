@@ -197,19 +197,16 @@ class HostTokenDecoder(CudaTokenDecoder):
             turn = self._ring.next()
         if self._stamps.get(turn) != history.stamp:
             self._stamps.pop(turn, None)
-            self._bring(history, turn)
+            arena, stream = history.arena, self._ring.stream
+            assert arena.filled is not None
+            if turn.memory.numel() < arena.used:
+                turn.reserve(arena.used + arena.used // _SLACK)
+            stream.wait_event(arena.filled)
+            parts = arena.parts()
+            turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
+            self.fetched_bytes += sum(part.numel() for _, part in parts)
             self._stamps[turn] = history.stamp
         return turn
-
-    def _bring(self, history: History, turn: Turn) -> None:
-        arena, stream = history.arena, self._ring.stream
-        assert arena.filled is not None
-        if turn.memory.numel() < arena.used:
-            turn.reserve(arena.used + arena.used // _SLACK)
-        stream.wait_event(arena.filled)
-        parts = arena.parts()
-        turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
-        self.fetched_bytes += sum(part.numel() for _, part in parts)
 
 
 def decoder_for(device: torch.device, options: Options) -> TokenDecoder:

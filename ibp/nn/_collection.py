@@ -96,7 +96,10 @@ class _Group(RowsModule):
             raise ValueError(
                 f"lengths add up to {int(offsets[-1])}; wanted {ids.numel()}, one for each id, none below 0"
             )
-        numbers = self._numbers_of(jagged, offsets)
+        device = offsets.device  # which part each id is of, whatever the offsets of bags are:
+        ends = offsets[_ends_of(jagged.bags, device)]
+        places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
+        numbers = self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
         rows = self.rows_of(torch.where(is_wrong, -1, ids), numbers, names)
         if ids.is_cuda or len(jagged.parts) == 1:
             offsets = offsets.clamp(0, ids.numel()).cummax(0).values
@@ -108,13 +111,6 @@ class _Group(RowsModule):
             own = offsets[first : last + 1] - offsets[first]
             results.append(self._pool(rows[part], own, mode, weights, include_last_offset=True))
         return torch.cat(results)
-
-    def _numbers_of(self, jagged: _Jagged, offsets: torch.Tensor) -> torch.Tensor:
-        """Which part each id is of, whatever the offsets of bags are."""
-        device = offsets.device
-        ends = offsets[_ends_of(jagged.bags, device)]
-        places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
-        return self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
 
     def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
         if saves_tables():

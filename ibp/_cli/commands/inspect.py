@@ -112,7 +112,10 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
             yield ""
             yield _all_parts(file)
         yield ""
-        yield _total(file)
+        yield (
+            f"{output.show_count(len(file.tensors), 'tensor')}: {output.show_size(file.original_bytes)} before, "
+            f"{output.show_size(file.stored_bytes)} after, {output.show_share(file.savings)} saved"
+        )
         yield from (f"{tensor.name}: {tensor.note}" for tensor in file.tensors if tensor.note)
 
 
@@ -137,13 +140,6 @@ def _dtype(tensor: TensorContents) -> str:
 
     dtype = getattr(torch, tensor.dtype, None)
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else tensor.dtype
-
-
-def _total(file: FileReport) -> str:
-    return (
-        f"{output.show_count(len(file.tensors), 'tensor')}: {output.show_size(file.original_bytes)} before, "
-        f"{output.show_size(file.stored_bytes)} after, {output.show_share(file.savings)} saved"
-    )
 
 
 def _all_parts(file: FileReport) -> object:
