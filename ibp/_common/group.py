@@ -26,12 +26,8 @@ class RankGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Of None: the default group.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialised.
-            ValueError: this process is not in the group.
-        """
+        """Of None: the default group. RuntimeError: torch.distributed is not initialised. ValueError: this process is
+        not in the group."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group first, in each "
@@ -49,13 +45,9 @@ class RankGroup:
         """What work() returns on each rank, by rank: values that `_wire.written` takes. A collective call.
 
         Where it raises on some rank, it raises on all: there the exception itself, elsewhere RuntimeError with its
-        message. what: named in messages.
-
-        Raises:
-            RuntimeError: it has raised on another rank, or a rank does not take part: it ended, or the group's timeout
-                has passed.
-            ValueError: a rank has sent bytes that are no message of this package.
-        """
+        message. what: named in messages. RuntimeError: it has raised on another rank, or a rank does not take part: it
+        ended, or the group's timeout has passed. ValueError: a rank has sent bytes that are no message of this
+        package."""
         raised: Exception | None = None
         try:
             content = wire.written((None, work()))

@@ -8,12 +8,8 @@ from typing import Any, Protocol
 
 
 def share_saved(num_bytes: int, stored_bytes: int) -> float:
-    """1 - stored_bytes / num_bytes; 0 of nothing, and negative where more is stored than there was.
-
-    Args:
-        num_bytes: of tensors before coding.
-        stored_bytes: after it. The caller says whether headers, index and codebooks count.
-    """
+    """1 - stored_bytes / num_bytes; 0 of nothing, and negative where more is stored than there was. num_bytes: of
+    tensors before coding. stored_bytes: after it. The caller says whether headers, index and codebooks count."""
     return 1 - stored_bytes / num_bytes if num_bytes else 0.0
 
 

@@ -195,11 +195,7 @@ class GatherRequest(NamedTuple):
 
 
 class ItemPath(Path[GatherRequest]):
-    """A path that items take.
-
-    Attributes:
-        is_direct: whether it has `into`, which writes to a result of any strides.
-    """
+    """A path that items take. is_direct: whether it has `into`, which writes to a result of any strides."""
 
     is_direct = False
 

@@ -385,12 +385,8 @@ def multiply_groups(
     sharing: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`linear_groups` by the kernel, of arguments that fit each other.
-
-    Args:
-        escapes: what `escapes_for_groups` gives.
-        groups: contiguous, at least one.
-    """
+    """`linear_groups` by the kernel, of arguments that fit each other. escapes: what `escapes_for_groups` gives;
+    groups: contiguous, at least one."""
     torch.ops.ibp.linear_groups.default(
         escapes.slots,
         table.slot_bytes,

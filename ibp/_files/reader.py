@@ -132,10 +132,7 @@ class OpenFile:
 
     def read(self, start: int, target: torch.Tensor) -> torch.Tensor:
         """Fills a tensor of bytes on the CPU from the file, by several threads where it is large. Returns it.
-
-        Raises:
-            ChecksumError: with `verify`, bytes are damaged.
-        """
+        ChecksumError: with `verify`, bytes are damaged."""
         data = memoryview(target.numpy().data)
         read_into = self._checks.read_into if self._verify and self._checks is not None else self.read_into
         first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES  # pieces end where blocks end
@@ -267,11 +264,8 @@ class Checks:
         return range((start - self.start) // self.block_bytes, (end - 1 - self.start) // self.block_bytes + 1)
 
     def check(self, block: int) -> int:
-        """Compares the checksum of a block, unless it has been before. Returns the block's bytes.
-
-        Raises:
-            ChecksumError: it is wrong; the message names the block and the tensors that have bytes in it.
-        """
+        """Compares the checksum of a block, unless it has been before. Returns the block's bytes. ChecksumError: it is
+        wrong; the message names the block and the tensors that have bytes in it."""
         start, end = self._bounds(block)
         if not self._is_right[block]:
             self._compare(block, self._file.hash_of(start, end - start))
@@ -405,16 +399,9 @@ def read_table(
 
 
 def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], pin: bool | None) -> WholeTensor:
-    """A table of an external codec; its blocks are read, as whole tensors are wanted.
-
-    Args:
-        file, find: as of `read_table`.
-        pin: as of `read_parts`.
-
-    Raises:
-        FileFormatError: fields or parts are none of such a table, or the codec is not there.
-        ChecksumError: blocks of a codec that is not safe with any bytes are damaged.
-    """
+    """A table of an external codec; its blocks are read, as whole tensors are wanted. file, find: as of `read_table`;
+    pin: as of `read_parts`. FileFormatError: fields or parts are none of such a table, or the codec is not there.
+    ChecksumError: blocks of a codec that is not safe with any bytes are damaged."""
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
     codec = CODECS.get(fields.codec or "")
     if codec is None:

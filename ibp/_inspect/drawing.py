@@ -37,12 +37,7 @@ FIELDS = {
 
 
 def draw(reports: Sequence[TensorContents], title: str) -> bytes:
-    """A PNG of the reports.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there is no tensor with elements.
-    """
+    """A PNG of the reports. ImportError: matplotlib is not installed. ValueError: there is no tensor with elements."""
     matplotlib = require_matplotlib()
     reports = [report for report in reports if report.original_bytes]
     groups = _groups(reports)

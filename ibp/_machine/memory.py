@@ -154,11 +154,8 @@ def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of a CUDA device over the memory of a contiguous pinned one, which it keeps alive.
 
-    Pinned memory is every GPU's, whichever device was current when it was pinned, and whichever is now.
-
-    Raises:
-        RuntimeError: host is not pinned.
-    """
+    Pinned memory is every GPU's, whichever device was current when it was pinned, and whichever is now. RuntimeError:
+    host is not pinned."""
     if host.numel() == 0:
         return torch.empty_like(host, device=device)
     with torch.cuda.device(device):
@@ -214,10 +211,7 @@ def pins(where: str | None) -> bool | None:
 
 def home_of(x: torch.Tensor, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
     """(device where the coded bytes of a tensor live, whether they are pinned); None: where the tensor lives.
-
-    Raises:
-        ValueError, RuntimeError: as `pins`.
-    """
+    ValueError, RuntimeError: as `pins`."""
     check_memory(where)
     home = worker if where == "device" else x.device if where is None else torch.device("cpu")
     return home, False if home.type == "cuda" or where == "device" else pins(where)

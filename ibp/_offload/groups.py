@@ -110,12 +110,8 @@ class Lookup:
 @dataclass(eq=False)
 class StackedModule:
     """A module with a stack of experts, as transformers has them. A call for few tokens fetches the experts that the
-    router chose; a call for many uses the group.
-
-    Attributes:
-        stacks: by attribute, the module's weights [num_experts, ...].
-        group: all of them.
-    """
+    router chose; a call for many uses the group. stacks: by attribute, the module's weights [num_experts, ...]; group:
+    all of them."""
 
     module: nn.Module
     stacks: dict[str, Weight]

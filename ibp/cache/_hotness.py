@@ -49,12 +49,8 @@ def count_accesses(
 
 def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
     """Ids of items, the hottest first, int64. Of a number for each item: all ids, equally hot ones in increasing order.
-    Of a list of ids: the ids of the list, each once.
-
-    Raises:
-        TypeError, ValueError: hotness is neither.
-        IndexError: the list has an id that is out of range.
-    """
+    Of a list of ids: the ids of the list, each once. TypeError, ValueError: hotness is neither. IndexError: the list
+    has an id that is out of range."""
     if isinstance(hotness, np.ndarray):
         hotness = torch.from_numpy(np.ascontiguousarray(hotness))
     if not isinstance(hotness, torch.Tensor):

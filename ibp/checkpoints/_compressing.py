@@ -246,11 +246,7 @@ class _BlockJob:
 
 
 class _Writing:
-    """Writes files, block by block.
-
-    Attributes:
-        peak: memory of the process's own, as seen after each block.
-    """
+    """Writes files, block by block. peak: memory of the process's own, as seen after each block."""
 
     def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, on_bytes: Callable[[int], object]) -> None:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes

@@ -38,12 +38,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class CheckpointLearning(Learning):
-    """How codebooks are learned.
-
-    Attributes:
-        row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it has 512 bytes to 64 KiB.
-        device: that codes rows with them.
-    """
+    """How codebooks are learned. row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it
+    has 512 bytes to 64 KiB; device: that codes rows with them."""
 
     row_bytes: int | None = None
     device: torch.device = _CPU
@@ -74,12 +70,8 @@ class CheckpointLearning(Learning):
         return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
-        """A codebook for a tensor, learned from a sample of its rows; None where raw rows are best.
-
-        Args:
-            sample: uint8 [n * row_bytes].
-            all_rows: whether every row has to have a coded form.
-        """
+        """A codebook for a tensor, learned from a sample of its rows; None where raw rows are best. sample: uint8 [n *
+        row_bytes]; all_rows: whether every row has to have a coded form."""
         return choice.learn(scheme, self.request(sample, geometry, self.device, slot_bytes=0, codes_invariant=all_rows))
 
 

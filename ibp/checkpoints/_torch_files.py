@@ -24,11 +24,8 @@ _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or funct
 
 def open_torch(path: str | os.PathLike[str]) -> Source:
     """A checkpoint of torch. Nested dicts and lists become flat names (`nested`): ["model"]["w"] is "model.w".
-
-    Raises:
-        NotTensorsError: it holds a value that is neither tensor nor number nor text, so that weights_only refuses it.
-        SourceFormatError: it is none, or its tensors are more than 1,000 times as large as the file.
-    """
+    NotTensorsError: it holds a value that is neither tensor nor number nor text, so that weights_only refuses it.
+    SourceFormatError: it is none, or its tensors are more than 1,000 times as large as the file."""
     try:
         content = _load(os.fspath(path))
         found, metadata = flattened(content, min(MAX_HEADER_BYTES, _MOST_TIMES * os.path.getsize(path)))

@@ -277,9 +277,7 @@ class _Splits:
     come first, then those from them. Both ranks of a message know its size, and so whether it is coded. On a GPU raw
     ones are moved from where they are, beside the first piece of the coded ones.
 
-    Attributes:
-        is_coded: of messages to and from each rank.
-    """
+    is_coded: of messages to and from each rank."""
 
     def __init__(
         self,

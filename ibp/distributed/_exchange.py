@@ -158,11 +158,8 @@ class CodedWork(Work):
         return self._job is None and self._error is None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Waits until the result is there.
-
-        Raises:
-            RuntimeError: ranks use different codecs, one does not take part, or the timeout has passed.
-        """
+        """Waits until the result is there. RuntimeError: ranks use different codecs, one does not take part, or the
+        timeout has passed."""
         if self._job is not None:
             try:
                 self._arrive(self._job, timeout.total_seconds())

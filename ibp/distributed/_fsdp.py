@@ -201,9 +201,7 @@ class Rooms:
     Whether the host waits for an all-gather is decided by what is the same on all ranks: what was seen before the pass,
     and whether a pass is under way.
 
-    Args:
-        shards: of the modules.
-    """
+    shards: of the modules."""
 
     def __init__(self, shards: Sequence[Shards]) -> None:
         self.shards = shards
@@ -280,10 +278,7 @@ class Rooms:
 
     def _look(self) -> None:
         """The host waits for the all-gathers of the pass. Every rank has every message, and so sees the same.
-
-        Raises:
-            RuntimeError: rows were lost: parameters were written after they were seen to have room.
-        """
+        RuntimeError: rows were lost: parameters were written after they were seen to have room."""
         names = []
         for state, (table, _) in self._statuses.items():
             slots = state.slots(table.device)

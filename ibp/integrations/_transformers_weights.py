@@ -242,11 +242,8 @@ _loadings: WeakValueDictionary[str, Loading] = WeakValueDictionary()
 
 
 class _CodedEntry:
-    """A tensor of a coded file, as transformers reads one of safetensors: `entry[...].to(device, dtype)`.
-
-    Attributes:
-        wanted: what says which form the tensor is to have, and the name of its parameter; None: plain.
-    """
+    """A tensor of a coded file, as transformers reads one of safetensors: `entry[...].to(device, dtype)`. wanted: what
+    says which form the tensor is to have, and the name of its parameter; None: plain."""
 
     def __init__(self, tensor: SourceTensor) -> None:
         self._tensor = tensor

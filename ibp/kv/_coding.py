@@ -60,11 +60,8 @@ class Form:
 
     @classmethod
     def of(cls, states: torch.Tensor, block: int, codebook: AnyCodebook | None) -> Form:
-        """The form of keys or values. codebook: that they will be coded with, if that is known.
-
-        Raises:
-            ValueError: blocks are no whole rows of the codebook's, or one token of a head is too long for a row.
-        """
+        """The form of keys or values. codebook: that they will be coded with, if that is known. ValueError: blocks are
+        no whole rows of the codebook's, or one token of a head is too long for a row."""
         token_bytes = states.shape[-1] * states.element_size()
         item_bytes = block * token_bytes
         if codebook is not None:
@@ -121,11 +118,8 @@ class CodedTokens(NamedTuple):
     num_items: int
 
     def num_bytes(self, state: list[int] | None) -> int:
-        """Bytes of data in use. state: what the tensor of that name holds, on the host.
-
-        Raises:
-            RuntimeError: a row was not coded, which cannot happen to what `encode` has queued.
-        """
+        """Bytes of data in use. state: what the tensor of that name holds, on the host. RuntimeError: a row was not
+        coded, which cannot happen to what `encode` has queued."""
         if state is None:
             return self.data.numel()
         used, _, lost, status, *_ = state
@@ -153,13 +147,9 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
 
 
 class TokenOrder(NamedTuple):
-    """Which coded sequence is which one now.
-
-    Attributes:
-        slots: int64 [blocks, B]: sequence b of block t is the coded sequence slots[t, b]; these are numbered over all
-            blocks, in the order in which they were coded.
-        stamp: another one for every order.
-    """
+    """Which coded sequence is which one now. slots: int64 [blocks, B]: sequence b of block t is the coded sequence
+    slots[t, b]; these are numbered over all blocks, in the order in which they were coded; stamp: another one for every
+    order."""
 
     slots: torch.Tensor
     stamp: int

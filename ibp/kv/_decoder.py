@@ -118,11 +118,7 @@ class TokenDecoder:
             codec.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
 
     def check(self) -> None:
-        """Raises what decoding has noted so far.
-
-        Raises:
-            RuntimeError: coded bytes in memory were damaged.
-        """
+        """Raises what decoding has noted so far. RuntimeError: coded bytes in memory were damaged."""
         self._faults.raise_pending(self.device)
 
 
@@ -210,11 +206,7 @@ class HostTokenDecoder(CudaTokenDecoder):
 
 
 def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
-    """The decoder of a device's layers.
-
-    Raises:
-        ValueError: it is neither a CPU nor a GPU that this build of ibp can use.
-    """
+    """The decoder of a device's layers. ValueError: it is neither a CPU nor a GPU that this build of ibp can use."""
     device = _memory.canonical(device)
     with torch.inference_mode(False):
         if device.type == "cpu":

@@ -51,11 +51,8 @@ class Pending:
         return self._states.is_here
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of the coded keys and values; waits for them.
-
-        Raises:
-            RuntimeError: they were not coded, which cannot happen.
-        """
+        """Bytes of the coded keys and values; waits for them. RuntimeError: they were not coded, which cannot
+        happen."""
         states = iter(self._states.wait().tolist())
         keys, values = (
             coded.num_bytes(None if coded.state is None else next(states)) for coded in (self.keys, self.values)

@@ -136,12 +136,8 @@ def plan_pages(
 
 def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(numbers of pages or blocks on a device, int64; the same on the host, where it knows them: they are in range
-    then). The host does not wait for the device.
-
-    Raises:
-        IndexError, TypeError, ValueError: numbers are no list of integers in [0, count).
-        RuntimeError: the host knows them, and a CUDA graph is being captured.
-    """
+    then). The host does not wait for the device. IndexError, TypeError, ValueError: numbers are no list of integers in
+    [0, count). RuntimeError: the host knows them, and a CUDA graph is being captured."""
     given = list_of_ids(numbers, name).to(torch.int64).contiguous()
     if given.is_cuda:
         return given.to(device), None
