@@ -58,7 +58,12 @@ class RankGroup:
             raise raised
         values = []
         for rank, sent in enumerate(contents):
-            failure, value = _outcome(what, rank, sent)
+            try:
+                failure, value = wire.read(sent)
+                if failure is not None and not isinstance(failure, str):
+                    raise ValueError(f"a failure is a {type(failure).__name__}")
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{what}: what rank {rank} of the group has sent cannot be read: {error}") from error
             if failure is not None:
                 raise RuntimeError(f"{what} has failed on rank {rank} of the group: {failure}")
             values.append(value)
@@ -115,17 +120,6 @@ class RankGroup:
         with all_taking_part():
             dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.process_group)
         return received
-
-
-def _outcome(what: str, rank: int, content: bytes) -> tuple[str | None, Any]:
-    """(what went wrong, or None; the value) of a rank's bytes. ValueError: they are none that `together` sends."""
-    try:
-        failure, value = wire.read(content)
-        if failure is not None and not isinstance(failure, str):
-            raise ValueError(f"a failure is a {type(failure).__name__}")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{what}: what rank {rank} of the group has sent cannot be read: {error}") from error
-    return failure, value
 
 
 @contextlib.contextmanager

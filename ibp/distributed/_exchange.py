@@ -132,8 +132,8 @@ class CodedWork(Work):
         piece, slot, work = self._pending.popleft()
         max_sms = 0 if piece is job.pieces[-1] else self._slots.decoding_sms
         if work is not None:
-            with all_taking_part():
-                work.wait() if until is None else work.wait(_left(until))
+            with all_taking_part():  # backends take a timeout of 0 for none
+                work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
         if piece is job.pieces[0] and not self._slots.on_gpu:
             piece.messages.note_heads(slot, self._status)
         for part in piece.received:
@@ -213,8 +213,3 @@ def _synchronize(event: torch.cuda.Event, until: float | None) -> None:
         if time.monotonic() > until:
             raise RuntimeError("the call was not done within the timeout that was given")
         time.sleep(1e-4)
-
-
-def _left(until: float) -> timedelta:
-    """What backends take for a timeout: 0 would be none."""
-    return timedelta(seconds=max(1e-3, until - time.monotonic()))

@@ -254,27 +254,24 @@ class Rooms:
                 assert shard.state is not None
                 groups.setdefault(shard.state, []).append(k)
         for state, numbers in groups.items():
-            self._see_in(state, numbers)
-
-    def _see_in(self, state: State, numbers: Sequence[int]) -> None:
-        device = self.shards[numbers[0]].torchs().device
-        slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
-        context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
-        event = getattr(context, "post_optim_event", None)
-        if event is not None:  # the user has given FSDP it in place of the current stream
-            torch.cuda.current_stream(device).wait_event(event)
-        slots.begin()
-        table.zero_()
-        for k in numbers:
-            self.shards[k].code(slots, statuses[k])
-        flags = has_lost(table).to(torch.int64)
-        with all_taking_part():
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
-        is_lost = flags.tolist()
-        table.zero_()
-        slots.end()
-        for k in numbers:
-            self.shards[k].decide(bool(is_lost[k]))
+            device = self.shards[numbers[0]].torchs().device
+            slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
+            context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
+            event = getattr(context, "post_optim_event", None)
+            if event is not None:  # the user has given FSDP it in place of the current stream
+                torch.cuda.current_stream(device).wait_event(event)
+            slots.begin()
+            table.zero_()
+            for k in numbers:
+                self.shards[k].code(slots, statuses[k])
+            flags = has_lost(table).to(torch.int64)
+            with all_taking_part():
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
+            is_lost = flags.tolist()
+            table.zero_()
+            slots.end()
+            for k in numbers:
+                self.shards[k].decide(bool(is_lost[k]))
 
     def _look(self) -> None:
         """The host waits for the all-gathers of the pass. Every rank has every message, and so sees the same.

@@ -176,7 +176,16 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         assert self._loading is not None
         self.report, self._loading = self._loading.finish(), None
-        _forget_ties(model)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):  # modules of tied weights share a table
+                module.all_tied_weights_keys = {
+                    target: source
+                    for target, source in module.all_tied_weights_keys.items()
+                    if not any(
+                        isinstance(module.get_submodule(key.rpartition(".")[0]), TableModule)
+                        for key in (target, source)
+                    )
+                }
         for module in model.modules():
             if isinstance(module, TableModule):
                 vars(module.weight).pop(_INITIALIZED, None)
@@ -218,19 +227,6 @@ class _Coding(ConversionOps):
             elif missing_keys is not None:
                 missing_keys.discard(key)
         return plain
-
-
-def _forget_ties(model: PreTrainedModel) -> None:
-    """Takes coded weights from transformers' lists of tied parameters: their modules share a table."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.all_tied_weights_keys = {
-                target: source
-                for target, source in module.all_tied_weights_keys.items()
-                if not any(
-                    isinstance(module.get_submodule(key.rpartition(".")[0]), TableModule) for key in (target, source)
-                )
-            }
 
 
 # ---- files of coded weights ----

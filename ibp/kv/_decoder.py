@@ -180,14 +180,6 @@ class HostTokenDecoder(CudaTokenDecoder):
         self.sent_bytes += data.numel()
 
     def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        turn = self._turn_of(history)
-        torch.cuda.set_stream(self._decoder)
-        turn.wait(self._decoder)
-        self._decode(history, keys, values, blocks, turn.memory[: history.arena.used])
-        turn.release(self._decoder)
-
-    def _turn_of(self, history: History) -> Turn:
-        """A buffer that a layer's coded bytes are in, or on their way to."""
         turn = self._ring.last
         if self._stamps.get(turn) != history.stamp:
             turn = self._ring.next()
@@ -202,7 +194,10 @@ class HostTokenDecoder(CudaTokenDecoder):
             turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
             self.fetched_bytes += sum(part.numel() for _, part in parts)
             self._stamps[turn] = history.stamp
-        return turn
+        torch.cuda.set_stream(self._decoder)
+        turn.wait(self._decoder)
+        self._decode(history, keys, values, blocks, turn.memory[: history.arena.used])
+        turn.release(self._decoder)
 
 
 def decoder_for(device: torch.device, options: Options) -> TokenDecoder:

@@ -394,14 +394,10 @@ def join_neighbours(model: torch.nn.Module) -> None:
     """Lets neighbours in a model multiply together."""
     for module in model.modules():
         for names in _NEIGHBOURS:
-            _join([module._modules.get(name) for name in names])
-
-
-def _join(modules: list[torch.nn.Module | None]) -> None:
-    """Lets modules multiply together, if all are there, hold tables, and may."""
-    linears = [module for module in modules if type(module) is Linear and module.fused]
-    if len(set(linears)) == len(modules) and len({module.in_features for module in linears}) == 1:
-        multiply_together(*linears)
+            modules = [module._modules.get(name) for name in names]
+            linears = [module for module in modules if type(module) is Linear and module.fused]
+            if len(set(linears)) == len(modules) and len({module.in_features for module in linears}) == 1:
+                multiply_together(*linears)
 
 
 def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, fused: bool) -> CompressedTensor:

@@ -67,19 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
     bars = output.show_bars(arguments)
     with inputs.local(arguments.inputs) as given:
         files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
-    _check_names(arguments, files)
-    _write_pictures(arguments, files)
-    output.report(arguments, {"files": [file.as_dict() for file in files]}, *_parts(arguments, files))
-    return status
-
-
-def _check_names(arguments: argparse.Namespace, files: list[FileReport]) -> None:
     found = {tensor.name for file in files for tensor in file.tensors}
     missing = [name for name in arguments.tensor if name not in found]
     if missing:
         raise output.Failure(f"there is no tensor {missing[0]!r} in {', '.join(file.path for file in files)}")
     if arguments.include and not found:
         raise output.Failure(f"no tensor's name is one that --include {' '.join(arguments.include)} leaves")
+    _write_pictures(arguments, files)
+    output.report(arguments, {"files": [file.as_dict() for file in files]}, *_parts(arguments, files))
+    return status
 
 
 def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:
