@@ -105,7 +105,10 @@ def index_select(
     if table_numbers is not None or isinstance(table, (list, tuple)):
         return _select_of_many(table, ids, table_numbers, device, out, check, max_sms, path)
     if not isinstance(table, Table) and isinstance(table, Rows) and not isinstance(table, torch.Tensor):
-        return _select_itself(table, ids, device, out, check, max_sms, path)
+        if path is not None:
+            raise ValueError(f"path is for tables; an ibp.{type(table).__name__} has none")
+        given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
+        return table.index_select(ids, **{name: value for name, value in given.items() if value is not None})
     check_table(table)
     ids = checked_ids(ids)
     if ids.dim() != 1:
@@ -139,22 +142,6 @@ def index_select(
         lambda result, fault: chosen.run(request, result, fault),
         (lambda result, dims, fault: chosen.into(request, result, dims, fault)) if chosen.is_direct else None,
     )
-
-
-def _select_itself(
-    source: Rows,
-    ids: Ids,
-    device: torch.device | str | int | None,
-    out: torch.Tensor | None,
-    check: bool,
-    max_sms: int | None,
-    path: str | None,
-) -> torch.Tensor:
-    """The items of something that is no table, and has one way to fetch them."""
-    if path is not None:
-        raise ValueError(f"path is for tables; an ibp.{type(source).__name__} has none")
-    given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
-    return source.index_select(ids, **{name: value for name, value in given.items() if value is not None})
 
 
 def _select_of_many(

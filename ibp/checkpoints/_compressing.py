@@ -83,8 +83,7 @@ def compress(
         inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
             checkpoints of torch.save (read with weights_only), files of ibp.
         output: path of the file; a directory, for "model.safetensors" in it, or for the name that diffusers has for a
-            file of its own; or a URL of fsspec, which the files are
-            copied to when they are whole.
+            file of its own; or a URL of fsspec, which the files are copied to when they are whole.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
         row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
             bytes to 64 KiB.

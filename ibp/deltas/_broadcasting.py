@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,6 @@ from .._machine import memory
 from . import _packing
 from ._checkpoints import CheckpointDelta, Version
 from ._tensors import Delta
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _MOST_BYTES = 1 << 30  # of one broadcast: gloo counts bytes in int
 
@@ -32,7 +29,7 @@ class _Offer(NamedTuple):
 def broadcast_delta(
     delta: Delta | CheckpointDelta | None,
     src: int = 0,
-    group: ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
     *,
     device: torch.device | str | int | None = None,
 ) -> Delta | CheckpointDelta:
