@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from . import output, parsing
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """`main` as a process: SIGTERM cleans up as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     sys.exit(main())
 
 
@@ -127,7 +126,3 @@ def _complain(line: str, status: int) -> int:
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
     _complain(f"ibp: warning: {output.one_line(str(message))}", 0)
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(TERMINATED)

@@ -58,13 +58,6 @@ R = TypeVar("R")
 _buffers = threading.local()
 
 
-def _buffer() -> memoryview:
-    """The calling thread's memory for a block that is hashed: new memory would cost more than its hash."""
-    if not hasattr(_buffers, "block"):
-        _buffers.block = memoryview(bytearray(checks.BLOCK_BYTES))
-    return _buffers.block
-
-
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """The results of a function for each item, in their order; of several items by several threads. After an exception
     no more are begun."""
@@ -150,15 +143,11 @@ class OpenFile:
                 raise FileFormatError(f"{self.path} was cut while it was read")
             data, start = data[count:], start + count
 
-    def bytes_at(self, start: int, num_bytes: int) -> bytearray:
-        """Some bytes of the file."""
-        data = bytearray(num_bytes)
-        self.read_into(start, memoryview(data))
-        return data
-
     def hash_of(self, start: int, num_bytes: int) -> int:
         """The hash of some bytes of the file, however many, in little memory."""
-        hasher, data = xxhash.xxh3_64(), _buffer()
+        if not hasattr(_buffers, "block"):  # of this thread: new memory would cost more than the hash
+            _buffers.block = memoryview(bytearray(checks.BLOCK_BYTES))
+        hasher, data = xxhash.xxh3_64(), _buffers.block
         for first in range(start, start + num_bytes, checks.BLOCK_BYTES):
             piece = data[: min(checks.BLOCK_BYTES, start + num_bytes - first)]
             self.read_into(first, piece)
@@ -249,7 +238,9 @@ class Checks:
         self.block_bytes, self.num_blocks = found
         self.start, self.end = file.header.num_bytes, entry.start
         self._file = file
-        self._hashes = np.frombuffer(file.bytes_at(entry.start, entry.num_bytes), "<u8")
+        data = bytearray(entry.num_bytes)
+        file.read_into(entry.start, memoryview(data))
+        self._hashes = np.frombuffer(data, "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
         own = checks.hash_of(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):

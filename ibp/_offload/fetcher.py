@@ -10,8 +10,7 @@ import torch
 
 from .._fetch.streaming import KERNEL, ON_HOST, STREAM_SMS, Decoder, TensorStream
 from .._rows.faults import CorruptTableError, new_record
-from .arena import Region, WeightArena, overlap
-from .groups import Group, Place
+from .groups import Group, Place, Region, WeightArena, overlap
 from .weights import Weight
 
 # Sizes of the ring that a stream of tables goes through. The ring holds four chunks; the copy engine pauses for 3

@@ -123,7 +123,12 @@ def compress(
             shown = path_text(target_path)
             if ranks is not None and is_url(shown):
                 raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
-            _check_name(shown)
+            stem, suffix = os.path.splitext(shown)  # readers would take some for another format
+            if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(shown):
+                raise ValueError(
+                    f"output is {shown!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
+                    f"wanted a name like {stem + SUFFIX!r}"
+                )
             source = stack.enter_context(open_sources(inputs))
             target = stack.enter_context(written_to(target_path))
             for name, tensor in source.tensors.items():
@@ -141,16 +146,6 @@ def compress(
         if ranks is None or ranks.rank == 0:
             copy_files_beside(inputs, output, is_coded=True)
         return report
-
-
-def _check_name(output: str) -> None:
-    """ValueError for the name of a file that readers would take for one of another format."""
-    stem, suffix = os.path.splitext(output)
-    if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(output):
-        raise ValueError(
-            f"output is {output!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
-            f"wanted a name like {stem + SUFFIX!r}"
-        )
 
 
 _Made = TypeVar("_Made")

@@ -104,7 +104,8 @@ def _say_in_config(path: Path, is_coded: bool) -> None:
             return
         held = config.get(_FIELD)
         if is_coded and held is None:
-            _write(path, _with_field(text))
+            end = len(text[: text.rindex("}")].rstrip())
+            _write(path, text[:end] + _INSERTED + text[end:])
         elif is_coded and not _is_ours(held):
             warnings.warn(
                 f"{path} has a {_FIELD} of its own, which stays: its weights load where ibp.integrations.transformers "
@@ -117,11 +118,6 @@ def _say_in_config(path: Path, is_coded: bool) -> None:
 
 def _is_ours(field: object) -> bool:
     return isinstance(field, dict) and field.get("quant_method") == METHOD
-
-
-def _with_field(text: str) -> str:
-    end = len(text[: text.rindex("}")].rstrip())
-    return text[:end] + _INSERTED + text[end:]
 
 
 def _without_field(text: str, config: dict) -> str:

@@ -65,7 +65,7 @@ class Job:
     pieces: Sequence[ExchangePiece]
     move: Callable[[Messages, Memory], dist.Work | None]
     tell: Callable[[Status], dist.Work | None]
-    repair: Callable[[Status], None]
+    repair: Callable[[Status], object]
     note_lost: Callable[[], None]
     tensors: Sequence[torch.Tensor]
     meanwhile: Callable[[], None] | None = None

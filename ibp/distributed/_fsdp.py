@@ -120,7 +120,8 @@ class Shards:
                 return raw_all_gather(*raw, group=group, async_op=async_op)
             if self.is_seen and is_watched:
                 assert self.plan is not None
-                job = gathering(self.plan, self.state, group, output_tensor, input_tensor, _no_repair, self.status)
+                call = self.plan, self.state, group, output_tensor, input_tensor
+                job = gathering(*call, lambda status: None, self.status)  # `Rooms` looks at the status
                 return finished(run(job, self.state, async_op), async_op)
         self._note(input_tensor, group)
         # Of a call that may have to be repeated always work: FSDP waits for it when it needs the parameters, and so
@@ -325,10 +326,6 @@ def _inputs_function() -> Any:
 def _inputs_of(group: Any) -> list[torch.Tensor]:
     """What torch copies into the input of a group's all-gather, one behind the other."""
     return [x for inputs in _inputs_function()(list(group.fsdp_params)) for x in inputs]
-
-
-def _no_repair(status: Status) -> None:
-    """Of a call whose status nobody looks at."""
 
 
 @functools.cache

@@ -94,7 +94,7 @@ class Call(NamedTuple):
     load: Load
     check: Callable[[], None]
     codec: Codec | None
-    attempt: Callable[[Plan], None] | None = None
+    attempt: Callable[[Plan], object] | None = None
 
 
 @dataclass(eq=False)

@@ -284,7 +284,10 @@ class TokenCodec:
 
     def _look(self, items: torch.Tensor) -> None:
         """Takes the codebook of some items where it saves more than the present one; none where it saves nothing."""
-        sample, codebook = _sampled(items), self._learner.found
+        num_blocks, batch, heads, elements = items.shape
+        ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
+        taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
+        sample, codebook = taken.cpu().view(-1), self._learner.found
         learned = learned_from(
             sample,
             self.form.row_bytes,
@@ -353,14 +356,6 @@ def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as numbers that every device copies."""
     return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
-
-
-def _sampled(items: torch.Tensor) -> torch.Tensor:
-    """Some items, from anywhere among them: uint8 on the CPU."""
-    num_blocks, batch, heads, elements = items.shape
-    ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
-    taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
-    return taken.cpu().view(-1)
 
 
 def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:

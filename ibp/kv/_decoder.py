@@ -7,9 +7,8 @@ import torch
 from .._machine import memory as _memory
 from .._machine.ring import Ring, Turn
 from .._rows.faults import Faults, FaultWords
-from ._arena import TokenArena
 from ._coding import Options
-from ._history import History, Pending
+from ._history import History, Pending, TokenArena
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
 _SLACK = 8  # a buffer that grows becomes an eighth larger than the layer
