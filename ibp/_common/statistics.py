@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 
 def share_saved(num_bytes: int, stored_bytes: int) -> float:
@@ -13,19 +13,11 @@ def share_saved(num_bytes: int, stored_bytes: int) -> float:
     return 1 - stored_bytes / num_bytes if num_bytes else 0.0
 
 
-class _Coded(Protocol):
-    @property
-    def original_bytes(self) -> int: ...
-
-    @property
-    def stored_bytes(self) -> int: ...
-
-
 class Saves:
     """The savings of something that has `original_bytes` and `stored_bytes`."""
 
     @property
-    def savings(self: _Coded) -> float:
+    def savings(self: Any) -> float:
         """1 - stored_bytes / original_bytes; 0 of nothing."""
         return share_saved(self.original_bytes, self.stored_bytes)
 
