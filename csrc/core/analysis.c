@@ -56,8 +56,8 @@ static uint64_t load_chunk(const uint8_t *row, uint32_t row_bytes, uint32_t firs
 }
 
 /* chunk_bytes is a constant where this is called, so that whole chunks are single loads. */
-static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint32_t chunk_bytes,
-                                 uint64_t *hits)
+static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
+                                 uint32_t chunk_bytes)
 {
     const uint8_t *const mask = (const uint8_t *)cb->mask, *const bitval = (const uint8_t *)
                                                                                cb->bitval; /* words are little-endian */
@@ -82,12 +82,7 @@ static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, si
 ibp_status ibp_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits)
 {
     if (cb->scheme != IBP_SCHEME_IBP || ibp_check_codebook_fields(cb) != IBP_OK) return IBP_INVALID_ARGUMENT;
-    switch (cb->chunk_bytes) {
-    case 1: count_hits_of(cb, data, num_rows, 1, hits); break;
-    case 2: count_hits_of(cb, data, num_rows, 2, hits); break;
-    case 4: count_hits_of(cb, data, num_rows, 4, hits); break;
-    default: count_hits_of(cb, data, num_rows, 8, hits); break;
-    }
+    IBP_BY_SIZE(cb->chunk_bytes, count_hits_of, cb, data, num_rows, hits);
     return IBP_OK;
 }
 

@@ -6,6 +6,13 @@
 #include <stdint.h>
 #include <string.h>
 
+/* function(..., n) for an n of 1, 2, 4 or 8, which is a constant in what is inlined. */
+#define IBP_BY_SIZE(n, function, ...)      \
+    ((n) == 1   ? function(__VA_ARGS__, 1) \
+     : (n) == 2 ? function(__VA_ARGS__, 2) \
+     : (n) == 4 ? function(__VA_ARGS__, 4) \
+                : function(__VA_ARGS__, 8))
+
 /* The 57 bits or more from a bit position on; bits past the end of src read as zero. */
 static inline uint64_t ibp_load_bits(const uint8_t *src, size_t src_bytes, size_t position)
 {

@@ -4,6 +4,7 @@
  * some rank on are needed, its *tails*. Distinct values and their counts are found once, in order; the symbols of every
  * shape are their prefixes, so that one pass over them gives the shape's counts. Listed rows add what their positions
  * take, which follows from how many elements each row lists. */
+#include "bits.h"
 #include "checks.h"
 #include "planes_layout.h"
 
@@ -356,7 +357,7 @@ static uint32_t choose(const search *s, const option *options, uint32_t count, c
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
 /* element_bytes is a constant where this is called. */
-static inline void load_elements_of(const uint8_t *from, uint32_t count, uint32_t element_bytes, uint64_t *elements)
+static inline void load_elements_of(const uint8_t *from, uint32_t count, uint64_t *elements, uint32_t element_bytes)
 {
     for (uint32_t i = 0; i < count; i++) {
         elements[i] = 0;
@@ -366,12 +367,7 @@ static inline void load_elements_of(const uint8_t *from, uint32_t count, uint32_
 
 static void load_elements(const uint8_t *from, uint32_t count, uint32_t element_bytes, uint64_t *elements)
 {
-    switch (element_bytes) {
-    case 1: load_elements_of(from, count, 1, elements); break;
-    case 2: load_elements_of(from, count, 2, elements); break;
-    case 4: load_elements_of(from, count, 4, elements); break;
-    default: load_elements_of(from, count, 8, elements); break;
-    }
+    IBP_BY_SIZE(element_bytes, load_elements_of, from, count, elements);
 }
 
 /* The column of live element i: another thread may write live_columns meanwhile. */
@@ -599,7 +595,7 @@ typedef struct part {
 
 /* Counts the symbols of a row by column. element_bytes is a constant where this is called. */
 static inline void count_row_of(const search *s, const part *of, const dictionary *d, shape sh, const uint8_t *row,
-                                uint32_t element_bytes, uint32_t *counts)
+                                uint32_t *counts, uint32_t element_bytes)
 {
     const uint32_t shift = s->invariant_bits + (sh.symbol_bits ? s->width - sh.symbol_bits - sh.rotate : 0);
     const uint64_t ones = sh.symbol_bits ? ~(uint64_t)0 >> (64 - sh.symbol_bits) : 0;
@@ -614,17 +610,6 @@ static inline void count_row_of(const search *s, const part *of, const dictionar
     }
 }
 
-static void count_row(const search *s, const part *of, const dictionary *d, shape sh, const uint8_t *row,
-                      uint32_t *counts)
-{
-    switch (s->element_bytes) {
-    case 1: count_row_of(s, of, d, sh, row, 1, counts); break;
-    case 2: count_row_of(s, of, d, sh, row, 2, counts); break;
-    case 4: count_row_of(s, of, d, sh, row, 4, counts); break;
-    default: count_row_of(s, of, d, sh, row, 8, counts); break;
-    }
-}
-
 /* Counts the symbols of columns in each step-th row from `first` on. @return how many rows there are. */
 static size_t count_columns(const search *s, const part *of, size_t first, size_t step, const dictionary *d, shape sh,
                             const room *r)
@@ -632,7 +617,7 @@ static size_t count_columns(const search *s, const part *of, size_t first, size_
     memset(r->column_counts, 0, sizeof *r->column_counts * of->columns * (d->size + 1));
     size_t rows = 0;
     for (size_t row = first; row < s->num_rows; row += step, rows++)
-        count_row(s, of, d, sh, s->rows + row * s->row_bytes, r->column_counts);
+        IBP_BY_SIZE(s->element_bytes, count_row_of, s, of, d, sh, s->rows + row * s->row_bytes, r->column_counts);
     return rows;
 }
 

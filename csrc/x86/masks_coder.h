@@ -2,34 +2,19 @@
  * of chunks; masks_avx2.c and masks_avx512.c end with it. TARGET: the attribute of its functions; CODER: its name. */
 TARGET static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
 {
-    switch (cb->chunk_bytes) {
-    case 1: return coded_bytes_of(cb, row, 1);
-    case 2: return coded_bytes_of(cb, row, 2);
-    case 4: return coded_bytes_of(cb, row, 4);
-    default: return coded_bytes_of(cb, row, 8);
-    }
+    return IBP_BY_SIZE(cb->chunk_bytes, coded_bytes_of, cb, row);
 }
 
 TARGET static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                                 size_t *coded_size, ibp_scratch scratch)
 {
-    switch (cb->chunk_bytes) {
-    case 1: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 1);
-    case 2: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 2);
-    case 4: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 4);
-    default: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 8);
-    }
+    return IBP_BY_SIZE(cb->chunk_bytes, encode_of, cb, row, dst, dst_bytes, coded_size, &scratch);
 }
 
 TARGET static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
                                 ibp_scratch scratch)
 {
-    switch (cb->chunk_bytes) {
-    case 1: return decode_of(cb, src, src_bytes, row, &scratch, 1);
-    case 2: return decode_of(cb, src, src_bytes, row, &scratch, 2);
-    case 4: return decode_of(cb, src, src_bytes, row, &scratch, 4);
-    default: return decode_of(cb, src, src_bytes, row, &scratch, 8);
-    }
+    return IBP_BY_SIZE(cb->chunk_bytes, decode_of, cb, src, src_bytes, row, &scratch);
 }
 
 const ibp_row_coder CODER = {coded_bytes, encode, decode};

@@ -50,8 +50,8 @@ IBP_AVX2 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t 
 
 /* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. Padded
  * symbols. */
-IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r,
-                                   uint32_t rotate)
+IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t n, uint32_t r, uint32_t rotate,
+                                   uint32_t symbol_bytes)
 {
     const __m128i count = _mm_cvtsi32_si128((int)r);
     uint32_t i = 0;
@@ -70,12 +70,7 @@ IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_
 IBP_AVX2 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r,
                                 uint32_t rotate)
 {
-    switch (ibp_min_u32(symbol_bytes, LANE_BYTES)) {
-    case 1: NAME(join_of)(row, symbols, 1, n, r, rotate); break;
-    case 2: NAME(join_of)(row, symbols, 2, n, r, rotate); break;
-    case 4: NAME(join_of)(row, symbols, 4, n, r, rotate); break;
-    default: NAME(join_of)(row, symbols, 8, n, r, rotate);
-    }
+    IBP_BY_SIZE(ibp_min_u32(symbol_bytes, LANE_BYTES), NAME(join_of), row, symbols, n, r, rotate);
 }
 
 /* row[i] = bytes[i] */

@@ -31,12 +31,7 @@ def _made_tensor(
 
 
 def changes_in(path: str) -> ibp.deltas.CheckpointDelta:
-    """The changes that a file holds, mapped.
-
-    Raises:
-        ibp.ChecksumError: it is damaged.
-        ibp.FileFormatError: it is none.
-    """
+    """The changes that a file holds, mapped. ibp.ChecksumError: it is damaged. ibp.FileFormatError: it is none."""
     with ibp.open(path, verify=True) as file:
         whole = {
             name: ibp.decompress(value) for name, value in file.items() if isinstance(value, ibp.codecs.WholeTensor)
@@ -47,12 +42,8 @@ def changes_in(path: str) -> ibp.deltas.CheckpointDelta:
 
 def new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
     """The checkpoint that the changes make of another one; deltas are applied on the device, when tensors are read.
-    Files of a set stay files of their own; new tensors stand in the last.
-
-    Raises:
-        Failure: a tensor that changed, or is gone, is not in the old version; or what should be changes holds tensors
-            whole that a delta would not.
-    """
+    Files of a set stay files of their own; new tensors stand in the last. Failure: a tensor that changed, or is gone,
+    is not in the old version; or what should be changes holds tensors whole that a delta would not."""
     for name in changes.new:
         older, newer = base.tensors.get(name), changes[name]
         if older is not None and (older.dtype, older.shape) == (newer.dtype, tuple(newer.shape)):

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from . import output, parsing
@@ -71,14 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else USAGE
     except KeyboardInterrupt:
         return _complain("ibp: interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        _forget_stdout()
+    except BrokenPipeError:  # what is still buffered goes nowhere, also when the process ends
+        with contextlib.suppress(OSError, ValueError):  # stdout is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
 
 def program() -> NoReturn:
     """`main` as a process: SIGTERM cleans up as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     sys.exit(main())
 
 
@@ -126,13 +126,3 @@ def _complain(line: str, status: int) -> int:
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
     _complain(f"ibp: warning: {output.one_line(str(message))}", 0)
-
-
-def _forget_stdout() -> None:
-    """The reader has gone: what is still buffered goes nowhere, also when the process ends."""
-    with contextlib.suppress(OSError, ValueError):  # stdout is no file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(TERMINATED)

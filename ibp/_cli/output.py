@@ -35,7 +35,18 @@ def report(arguments: argparse.Namespace, document: object, *parts: object) -> N
         json.dump(document, sys.stdout, indent=1, allow_nan=False)
         sys.stdout.write("\n")
     elif not arguments.quiet:
-        _print(parts)
+        from rich.console import Console
+
+        is_terminal = sys.stdout.isatty()
+        width = max(_WIDTH, shutil.get_terminal_size().columns) if is_terminal else _WIDTH
+        at_most = width if is_terminal else _UNLIMITED
+        console = Console(width=at_most, height=24, highlight=False, emoji=False, markup=False)
+        with console.capture() as captured:
+            for part in parts:
+                if isinstance(part, str):  # words stay whole: paths are copied
+                    part = textwrap.fill(part, width, break_long_words=False, break_on_hyphens=False)
+                console.print(part, soft_wrap=isinstance(part, str))
+        sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def note(arguments: argparse.Namespace, sentence: str) -> None:
@@ -47,21 +58,6 @@ def note(arguments: argparse.Namespace, sentence: str) -> None:
 def warn(arguments: argparse.Namespace, sentence: str) -> None:
     """Says on stderr what went wrong while the command goes on, with --quiet as well."""
     print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
-
-
-def _print(parts: Iterable[object]) -> None:
-    from rich.console import Console
-
-    is_terminal = sys.stdout.isatty()
-    width = max(_WIDTH, shutil.get_terminal_size().columns) if is_terminal else _WIDTH
-    at_most = width if is_terminal else _UNLIMITED
-    console = Console(width=at_most, height=24, highlight=False, emoji=False, markup=False)
-    with console.capture() as captured:
-        for part in parts:
-            if isinstance(part, str):  # words stay whole: paths are copied
-                part = textwrap.fill(part, width, break_long_words=False, break_on_hyphens=False)
-            console.print(part, soft_wrap=isinstance(part, str))
-    sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

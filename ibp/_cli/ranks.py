@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,9 @@ import ibp
 from . import inputs
 from .output import Failure
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 @contextlib.contextmanager
-def group(arguments: argparse.Namespace) -> Iterator[ProcessGroup | None]:
+def group(arguments: argparse.Namespace) -> Iterator[dist.ProcessGroup | None]:
     """The group of all processes; None without --distributed. All but rank 0 are quiet meanwhile.
 
     Each process of a machine takes a GPU of its own, where there are as many; --device cpu takes none.

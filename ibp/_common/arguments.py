@@ -10,12 +10,8 @@ from typing import SupportsFloat, SupportsIndex
 
 
 def whole_number(name: str, value: SupportsIndex, least: int | None = None, most: int | None = None) -> int:
-    """The int that an argument is; numpy's integers and tensors of one are taken too.
-
-    Raises:
-        TypeError: it is a bool, a float or no number.
-        ValueError: it is not in [least, most], where they are given.
-    """
+    """The int that an argument is; numpy's integers and tensors of one are taken too. TypeError: it is a bool, a float
+    or no number. ValueError: it is not in [least, most], where they are given."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -29,11 +25,7 @@ def whole_number(name: str, value: SupportsIndex, least: int | None = None, most
 
 
 def number(name: str, value: SupportsFloat) -> float:
-    """The float that an argument is; ints and numpy's numbers too.
-
-    Raises:
-        TypeError: it is a bool or no real number.
-    """
+    """The float that an argument is; ints and numpy's numbers too. TypeError: it is a bool or no real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {_shown(value)}; wanted a float")
     return float(value)

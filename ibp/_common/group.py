@@ -26,12 +26,8 @@ class RankGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Of None: the default group.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialised.
-            ValueError: this process is not in the group.
-        """
+        """Of None: the default group. RuntimeError: torch.distributed is not initialised. ValueError: this process is
+        not in the group."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group first, in each "
@@ -49,13 +45,9 @@ class RankGroup:
         """What work() returns on each rank, by rank: values that `_wire.written` takes. A collective call.
 
         Where it raises on some rank, it raises on all: there the exception itself, elsewhere RuntimeError with its
-        message. what: named in messages.
-
-        Raises:
-            RuntimeError: it has raised on another rank, or a rank does not take part: it ended, or the group's timeout
-                has passed.
-            ValueError: a rank has sent bytes that are no message of this package.
-        """
+        message. what: named in messages. RuntimeError: it has raised on another rank, or a rank does not take part: it
+        ended, or the group's timeout has passed. ValueError: a rank has sent bytes that are no message of this
+        package."""
         raised: Exception | None = None
         try:
             content = wire.written((None, work()))
@@ -66,7 +58,12 @@ class RankGroup:
             raise raised
         values = []
         for rank, sent in enumerate(contents):
-            failure, value = _outcome(what, rank, sent)
+            try:
+                failure, value = wire.read(sent)
+                if failure is not None and not isinstance(failure, str):
+                    raise ValueError(f"a failure is a {type(failure).__name__}")
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{what}: what rank {rank} of the group has sent cannot be read: {error}") from error
             if failure is not None:
                 raise RuntimeError(f"{what} has failed on rank {rank} of the group: {failure}")
             values.append(value)
@@ -123,17 +120,6 @@ class RankGroup:
         with all_taking_part():
             dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.process_group)
         return received
-
-
-def _outcome(what: str, rank: int, content: bytes) -> tuple[str | None, Any]:
-    """(what went wrong, or None; the value) of a rank's bytes. ValueError: they are none that `together` sends."""
-    try:
-        failure, value = wire.read(content)
-        if failure is not None and not isinstance(failure, str):
-            raise ValueError(f"a failure is a {type(failure).__name__}")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{what}: what rank {rank} of the group has sent cannot be read: {error}") from error
-    return failure, value
 
 
 @contextlib.contextmanager

@@ -19,11 +19,8 @@ def lent(tensor: torch.Tensor) -> tuple:
 
 
 def opened(how: Any, device: int | None = None) -> torch.Tensor:
-    """The tensor that another process has lent, on the device of its number here; None: that of the lender.
-
-    Raises:
-        ValueError: how is not what `lent` returns.
-    """
+    """The tensor that another process has lent, on the device of its number here; None: that of the lender. ValueError:
+    how is not what `lent` returns."""
     arguments = list(how) if isinstance(how, tuple) else []
     for place, kind in zip((_CLASS, _STORAGE), _CLASSES):
         arguments.insert(place, kind)

@@ -39,10 +39,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 def found(name: str) -> Any:
     """What a name that the root lacks stood for, where pickles of ibp 0.2 hold it, with a DeprecationWarning.
-
-    Raises:
-        AttributeError: for all other names; for a name that ibp 0.2 had, with the new one.
-    """
+    AttributeError: for all other names; for a name that ibp 0.2 had, with the new one."""
     if name in _MODULE_OF:
         moved = f"ibp.{name} is ibp.{_MODULE_OF[name]}.{name} now"
         if name not in _PICKLED:

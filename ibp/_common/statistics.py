@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 
 def share_saved(num_bytes: int, stored_bytes: int) -> float:
-    """1 - stored_bytes / num_bytes; 0 of nothing, and negative where more is stored than there was.
-
-    Args:
-        num_bytes: of tensors before coding.
-        stored_bytes: after it. The caller says whether headers, index and codebooks count.
-    """
+    """1 - stored_bytes / num_bytes; 0 of nothing, and negative where more is stored than there was. num_bytes: of
+    tensors before coding. stored_bytes: after it. The caller says whether headers, index and codebooks count."""
     return 1 - stored_bytes / num_bytes if num_bytes else 0.0
-
-
-class _Coded(Protocol):
-    @property
-    def original_bytes(self) -> int: ...
-
-    @property
-    def stored_bytes(self) -> int: ...
 
 
 class Saves:
     """The savings of something that has `original_bytes` and `stored_bytes`."""
 
     @property
-    def savings(self: _Coded) -> float:
+    def savings(self: Any) -> float:
         """1 - stored_bytes / original_bytes; 0 of nothing."""
         return share_saved(self.original_bytes, self.stored_bytes)
 

@@ -32,22 +32,15 @@ def sent(kind: _Class) -> _Class:
 
 def written(value: Any) -> bytes:
     """The bytes of None, numbers, text, bytes, dtypes, devices, dense tensors, objects of registered classes, and of
-    lists, tuples and dicts of these.
-
-    Raises:
-        TypeError: a value is of another type.
-    """
+    lists, tuples and dicts of these. TypeError: a value is of another type."""
     parts: list[bytes] = []
     text = json.dumps(_form_of(value, parts)).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *parts))
 
 
 def read(content: bytes) -> Any:
-    """The value of such bytes; tensors are on the CPU, in memory of their own.
-
-    Raises:
-        ValueError: the bytes are none that `written` gives.
-    """
+    """The value of such bytes; tensors are on the CPU, in memory of their own. ValueError: the bytes are none that
+    `written` gives."""
     try:
         (length,) = _LENGTH.unpack_from(content)
         text = content[_LENGTH.size : _LENGTH.size + length]

@@ -96,7 +96,12 @@ def embedding_bag(
         IndexError: an id is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
-    _check_source(source)
+    if not hasattr(source, "index_select") or not hasattr(source, "dtype") or isinstance(source, torch.Tensor):
+        raise TypeError(f"source is a {type(source).__name__}; wanted an ibp.CompressedTensor or an ibp.RowCache")
+    if len(source.shape) != 2:
+        raise ValueError(f"the table has shape {list(source.shape)}; wanted two dimensions")
+    if source.dtype not in _DTYPES:
+        raise TypeError(f"the table has dtype {source.dtype}; wanted one of {', '.join(map(str, _DTYPES))}")
     bags = _asked(source, ids, offsets, mode, per_sample_weights, padding_idx, include_last_offset)
     target = target_of(device, out, bags.ids.device)
     if not bags.ids.is_cuda and not torch.compiler.is_compiling():
@@ -115,15 +120,6 @@ def embedding_bag(
 
 
 # ---- arguments ----
-
-
-def _check_source(source: Rows) -> None:
-    if not hasattr(source, "index_select") or not hasattr(source, "dtype") or isinstance(source, torch.Tensor):
-        raise TypeError(f"source is a {type(source).__name__}; wanted an ibp.CompressedTensor or an ibp.RowCache")
-    if len(source.shape) != 2:
-        raise ValueError(f"the table has shape {list(source.shape)}; wanted two dimensions")
-    if source.dtype not in _DTYPES:
-        raise TypeError(f"the table has dtype {source.dtype}; wanted one of {', '.join(map(str, _DTYPES))}")
 
 
 def _asked(

@@ -159,11 +159,8 @@ def gives_digits(table: Table) -> bool:
 
 
 def list_escapes(table: Table) -> Escapes | None:
-    """The escapes of a table that the kernel takes. None: too many rows are irregular.
-
-    Raises:
-        CorruptTableError: the table's bytes contradict each other.
-    """
+    """The escapes of a table that the kernel takes. None: too many rows are irregular. CorruptTableError: the table's
+    bytes contradict each other."""
     assert isinstance(table.codebook, PlanesCodebook)
     first_symbol = table.codebook.first_symbol
     assert first_symbol is not None

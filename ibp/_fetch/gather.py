@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .._machine import calibration
+from .. import _core
+from .._machine import calibration, memory
 from .._machine.memory import is_capturing
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
-from . import host_gather, many
-from .calls import check_table, produce, sms_of, target_of, worker_of
+from . import host_gather
+from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
 from .ids import check_range, checked_ids
 from .paths import Path, choose, named
 
@@ -103,7 +105,10 @@ def index_select(
     if table_numbers is not None or isinstance(table, (list, tuple)):
         return _select_of_many(table, ids, table_numbers, device, out, check, max_sms, path)
     if not isinstance(table, Table) and isinstance(table, Rows) and not isinstance(table, torch.Tensor):
-        return _select_itself(table, ids, device, out, check, max_sms, path)
+        if path is not None:
+            raise ValueError(f"path is for tables; an ibp.{type(table).__name__} has none")
+        given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
+        return table.index_select(ids, **{name: value for name, value in given.items() if value is not None})
     check_table(table)
     ids = checked_ids(ids)
     if ids.dim() != 1:
@@ -139,22 +144,6 @@ def index_select(
     )
 
 
-def _select_itself(
-    source: Rows,
-    ids: Ids,
-    device: torch.device | str | int | None,
-    out: torch.Tensor | None,
-    check: bool,
-    max_sms: int | None,
-    path: str | None,
-) -> torch.Tensor:
-    """The items of something that is no table, and has one way to fetch them."""
-    if path is not None:
-        raise ValueError(f"path is for tables; an ibp.{type(source).__name__} has none")
-    given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
-    return source.index_select(ids, **{name: value for name, value in given.items() if value is not None})
-
-
 def _select_of_many(
     tables: Any,
     ids: Ids,
@@ -165,14 +154,88 @@ def _select_of_many(
     max_sms: int | None,
     path: str | None,
 ) -> torch.Tensor:
-    """The items of several tables."""
+    """Item ids[k] of tables[table_numbers[k]], for every k."""
     if not isinstance(tables, (list, tuple)):
         raise TypeError(f"table_numbers go with a list of tables; table is a {type(tables).__name__}")
     if table_numbers is None:
         raise TypeError("table is a list of tables, but there are no table_numbers, which say which table an id is of")
     if path is not None:
         raise ValueError("path is for one table; several have none")
-    return many.select(tables, ids, table_numbers, device, out, check, max_sms, index_select)
+    ids, numbers = checked_ids(ids), checked_ids(table_numbers, "table_numbers")
+    if ids.dim() != 1 or numbers.shape != ids.shape:
+        raise ValueError(f"ids have shape {list(ids.shape)}, table_numbers {list(numbers.shape)}; wanted [K] of both")
+    sms = sms_of(max_sms)
+    if device is not None and memory.canonical(device) != ids.device:
+        raise ValueError(f"device is {device}, the ids are on {ids.device}; items of several tables come to the ids'")
+    device = ids.device
+    _check_tables(tables, device)
+    shape = (ids.numel(), *tables[0].item_shape)
+    if out is not None:
+        check_out(out, shape, tables[0].dtype)
+        if out.device != device or out.shape != shape or not out.is_contiguous():
+            raise ValueError(f"out is on {out.device}, strides {out.stride()}; wanted a contiguous one on {device}")
+    result = torch.empty(shape, dtype=tables[0].dtype, device=device) if out is None else out
+    if result.numel() == 0:
+        return result
+    low, high = torch.stack(torch.aminmax(numbers)).tolist()
+    if low < 0 or high >= len(tables):
+        raise IndexError(f"table_numbers are {low} to {high}; wanted 0 to {len(tables) - 1}")
+    counts = torch.bincount(numbers, minlength=len(tables))
+    order, starts = torch.argsort(numbers, stable=True), [0, *counts.cumsum(0).tolist()]
+    _check_many(tables, ids, numbers)
+    _take_of_many(tables, ids[order.to(device)], order.to(device), starts, result, sms)
+    if check and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+        for table in tables:
+            table.raise_pending(device)
+    return result
+
+
+def _check_tables(tables: Sequence[Table], device: torch.device) -> None:
+    if not tables:
+        raise ValueError("there are no tables; wanted one at least")
+    for table in tables:
+        check_table(table)
+        if (table.dtype, table.item_shape) != (tables[0].dtype, tables[0].item_shape):
+            raise ValueError(
+                f"the tables have items of {tables[0].dtype} {list(tables[0].item_shape)} and of {table.dtype} "
+                f"{list(table.item_shape)}; wanted the same of all"
+            )
+        if worker_of(table, device) != device:
+            raise ValueError(f"a table is on {table.device}; wanted it pinned or on {device}, where the ids are")
+
+
+def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Raises IndexError for the first of CPU ids that its table lacks."""
+    if ids.is_cuda:
+        return
+    sizes = torch.tensor([table.num_items for table in tables])[numbers.cpu()]
+    bad = ((ids < 0) | (ids >= sizes)).nonzero()
+    if bad.numel():
+        position = int(bad[0])
+        raise IndexError(
+            f"ids[{position}] is {int(ids[position])}; wanted 0 to {int(sizes[position]) - 1} "
+            f"of table {int(numbers[position])}"
+        )
+
+
+def _take_of_many(
+    tables: Sequence[Table], ids: torch.Tensor, order: torch.Tensor, starts: list[int], out: torch.Tensor, sms: int
+) -> None:
+    """Writes items ids[starts[t]] to ids[starts[t + 1] - 1] of table t to the positions of out that order has there."""
+    used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
+    for number in used:
+        tables[number].raise_pending(out.device)
+        tables[number].make_ready(out.device)
+    cores = [tables[number].handle(out.device).core for number in used]
+    bounds = [*(starts[number] for number in used), starts[-1]]
+    positions = order.to(torch.int32)
+    with torch.cuda.device(out.device if out.is_cuda else -1):
+        if _core.TableHandle.take_many(cores, bounds, ids, positions, out, sms):
+            return
+    for number in used:  # what the operations say
+        some = slice(starts[number], starts[number + 1])
+        out[order[some]] = index_select(tables[number], ids[some])
 
 
 def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
@@ -195,11 +258,7 @@ class GatherRequest(NamedTuple):
 
 
 class ItemPath(Path[GatherRequest]):
-    """A path that items take.
-
-    Attributes:
-        is_direct: whether it has `into`, which writes to a result of any strides.
-    """
+    """A path that items take. is_direct: whether it has `into`, which writes to a result of any strides."""
 
     is_direct = False
 

@@ -31,15 +31,11 @@ def take(table: Table, key: Any) -> torch.Tensor:
 def _of_many(table: Table, key: tuple[Any, ...]) -> torch.Tensor:
     place = _place_of_rows(key, len(table.shape))
     if place is None:
-        return _on_its_device(table)[key]
+        return decompress(table, check=table.device.type == "cuda")[key]
     if not table.shape:
         raise IndexError("too many indices for a table of 0 dimensions")
     rows, index = _rows_at(table, key[place], is_alone=False)
     return rows[(*key[:place], index, *key[place + 1 :])]
-
-
-def _on_its_device(table: Table) -> torch.Tensor:
-    return decompress(table, check=table.device.type == "cuda")
 
 
 def _place_of_rows(key: tuple[Any, ...], num_dims: int) -> int | None:

@@ -117,7 +117,17 @@ def linear(
         RuntimeError: in backward, rows of the table have changed since the call.
     """
     if isinstance(table, (list, tuple)):
-        return _linear_by_several(x, table, bias, out, check)
+        biases, outs = _one_for_each("biases", bias, table), _one_for_each("outs", out, table)
+        for arguments in zip(table, biases, outs):
+            _check_arguments(x, *arguments)
+        results: list[torch.Tensor] = []
+        for first in range(0, len(table), MOST_MATRICES):
+            some = slice(first, first + MOST_MATRICES)
+            together = _products(x, table[some], biases[some])
+            results += together or [linear(x, *pair) for pair in zip(table[some], biases[some])]
+        if check and x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()
+        return [result if to is None else to.copy_(result) for result, to in zip(results, outs)]
     _check_arguments(x, table, bias, out)
     if x.is_nested:  # has no shape
         return F.linear(x, decompress(table, device=x.device, check=check), bias)
@@ -125,26 +135,6 @@ def linear(
         return _product(x, table, bias, out, check)
     result = differentiable(partial(_product, check=check), x, table, bias)
     return result if out is None else out.copy_(result)
-
-
-def _linear_by_several(
-    x: torch.Tensor,
-    tables: Sequence[Table | Decodable],
-    bias: Sequence[torch.Tensor | None] | None,
-    out: Sequence[torch.Tensor | None] | None,
-    check: bool,
-) -> list[torch.Tensor]:
-    biases, outs = _one_for_each("biases", bias, tables), _one_for_each("outs", out, tables)
-    for arguments in zip(tables, biases, outs):
-        _check_arguments(x, *arguments)
-    results: list[torch.Tensor] = []
-    for first in range(0, len(tables), MOST_MATRICES):
-        some = slice(first, first + MOST_MATRICES)
-        together = _products(x, tables[some], biases[some])
-        results += together or [linear(x, table, bias) for table, bias in zip(tables[some], biases[some])]
-    if check and x.is_cuda:
-        torch.cuda.current_stream(x.device).synchronize()
-    return [result if to is None else to.copy_(result) for result, to in zip(results, outs)]
 
 
 def _one_for_each(name: str, given: Sequence[torch.Tensor | None] | None, tables: Sequence) -> list:
@@ -395,12 +385,8 @@ def multiply_groups(
     sharing: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`linear_groups` by the kernel, of arguments that fit each other.
-
-    Args:
-        escapes: what `escapes_for_groups` gives.
-        groups: contiguous, at least one.
-    """
+    """`linear_groups` by the kernel, of arguments that fit each other. escapes: what `escapes_for_groups` gives;
+    groups: contiguous, at least one."""
     torch.ops.ibp.linear_groups.default(
         escapes.slots,
         table.slot_bytes,

@@ -15,9 +15,7 @@ class Path(Generic[Request]):
     A new path is a subclass with `can`, `cost` and a method `run` that the requests' module calls, and one entry in
     that module's `PATHS`.
 
-    Attributes:
-        name: callers ask for the path by this name (`path=`); None: they cannot, only the library chooses it.
-    """
+    name: callers ask for the path by this name (`path=`); None: they cannot, only the library chooses it."""
 
     name: str | None = None
 

@@ -104,32 +104,21 @@ def decompress(
     if isinstance(table, Table):
         return _decode([_DecodeJob.of(table, 0, None, device, out)], check, max_sms, path)[0]
     if isinstance(table, (list, tuple, Iterator, ValuesView)):
-        return _decode_several(list(table), device, out, check, max_sms, path)
+        tables = list(table)
+        outs = [None] * len(tables) if out is None else list(out)
+        if len(outs) != len(tables):
+            raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
+        pairs = list(zip(tables, outs))
+        itself = [not isinstance(table, Table) and isinstance(table, Decodable) for table in tables]
+        jobs = [_DecodeJob.of(table, 0, None, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
+        decoded = iter(_decode(jobs, check, max_sms, path))  # one stream, of those that cross the link to one GPU
+        return [
+            _decode_itself(table, device, to, check, max_sms, path) if alone else next(decoded)
+            for (table, to), alone in zip(pairs, itself)
+        ]
     if isinstance(table, Decodable):
         return _decode_itself(table, device, out, check, max_sms, path)
     return _decode([_DecodeJob.of(table, 0, None, device, out)], check, max_sms, path)[0]
-
-
-def _decode_several(
-    tables: list[Table | Decodable],
-    device: torch.device | str | int | None,
-    out: Iterable[torch.Tensor | None] | None,
-    check: bool,
-    max_sms: int | None,
-    path: str | None,
-) -> list[torch.Tensor]:
-    """The tensors of tables, in order; the tables that cross the link to one GPU come as one stream."""
-    outs = [None] * len(tables) if out is None else list(out)
-    if len(outs) != len(tables):
-        raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
-    pairs = list(zip(tables, outs))
-    itself = [not isinstance(table, Table) and isinstance(table, Decodable) for table in tables]
-    jobs = [_DecodeJob.of(table, 0, None, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
-    decoded = iter(_decode(jobs, check, max_sms, path))
-    return [
-        _decode_itself(table, device, to, check, max_sms, path) if alone else next(decoded)
-        for (table, to), alone in zip(pairs, itself)
-    ]
 
 
 def _decode_itself(

@@ -188,40 +188,32 @@ class CodebookRecord:
 Parts = Callable[[str, str, int], np.ndarray]  # (part, dtype's name, entries): the entries of a codebook's part
 
 
-def codebook_record(codebook: AnyCodebook, number_of: Callable[[AnyCodebook], int]) -> CodebookRecord:
-    """What a file says of a codebook. number_of: the number in the file of one of several clusters."""
-    if isinstance(codebook, ClusteredCodebook):
-        fields = {
-            "clusters": [number_of(one) for one in codebook.codebooks],
-            "expected_savings": codebook.expected_savings,
-        }
-        return CodebookRecord(write_fields(fields))
-    if isinstance(codebook, Codebook):
-        return _masks_record(codebook)
-    assert isinstance(codebook, PlanesCodebook)
-    return _planes_record(codebook)
-
-
-def _masks_record(codebook: Codebook) -> CodebookRecord:
-    fields = {
-        "scheme": codebook.scheme,
-        "row_bytes": codebook.row_bytes,
-        "chunk_bytes": codebook.chunk_bytes,
-        "flag_all": codebook.flag_all,
-        "pairs": len(codebook.palette),
-        "tau": codebook.tau,
-        "expected_savings": codebook.expected_savings,
-    }
-    parts = {"palette": codebook.palette.numpy().reshape(-1), "index": codebook.index.numpy()}
-    return CodebookRecord(write_fields(fields), _present(parts))
-
-
 _PLANES_NUMBERS = ("element_bytes", "rotate", "residual_bits")
 _PLANES_FLAGS = ("per_column", "listed")
 _PLANES_VALUES = ("default", "closed", "signed_default", "invariant_bits", "invariant_value")
 
 
-def _planes_record(codebook: PlanesCodebook) -> CodebookRecord:
+def codebook_record(codebook: AnyCodebook, number_of: Callable[[AnyCodebook], int]) -> CodebookRecord:
+    """What a file says of a codebook. number_of: the number in the file of one of several clusters."""
+    if isinstance(codebook, ClusteredCodebook):
+        fields: dict[str, Any] = {
+            "clusters": [number_of(one) for one in codebook.codebooks],
+            "expected_savings": codebook.expected_savings,
+        }
+        return CodebookRecord(write_fields(fields))
+    if isinstance(codebook, Codebook):
+        fields = {
+            "scheme": codebook.scheme,
+            "row_bytes": codebook.row_bytes,
+            "chunk_bytes": codebook.chunk_bytes,
+            "flag_all": codebook.flag_all,
+            "pairs": len(codebook.palette),
+            "tau": codebook.tau,
+            "expected_savings": codebook.expected_savings,
+        }
+        parts = {"palette": codebook.palette.numpy().reshape(-1), "index": codebook.index.numpy()}
+        return CodebookRecord(write_fields(fields), _present(parts))
+    assert isinstance(codebook, PlanesCodebook)
     live = codebook.live_columns
     names = ("scheme", "row_bytes", *_PLANES_NUMBERS, "digit_bits", *_PLANES_FLAGS, *_PLANES_VALUES)
     fields = {

@@ -64,13 +64,8 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file.
-
-    Raises:
-        FileFormatError: it is no file of safetensors, is cut short, is of a newer format than this ibp reads, or has
-            lost one of the names that say that it is ibp's.
-        OSError: it cannot be read.
-    """
+    """The header of a file. FileFormatError: it is no file of safetensors, is cut short, is of a newer format than this
+    ibp reads, or has lost one of the names that say that it is ibp's. OSError: it cannot be read."""
     with os.fdopen(open_regular(path), "rb") as file:
         return header_of(file, str(path))
 
@@ -95,24 +90,16 @@ def header_of(file: BinaryIO, name: str) -> Header:
 
 @dataclass(frozen=True)
 class FileSet:
-    """The files that are opened as one.
-
-    Attributes:
-        files: their paths, by name.
-        places: the file's name of each tensor, where an index says it; else empty.
-    """
+    """The files that are opened as one. files: their paths, by name; places: the file's name of each tensor, where an
+    index says it; else empty."""
 
     files: Mapping[str, Path]
     places: Mapping[str, str]
 
 
 def find_files(path: Path) -> FileSet:
-    """The files of a path: a file, an index of shards, or a directory of either.
-
-    Raises:
-        FileNotFoundError: there is none, or an index names one that is not there.
-        FileFormatError: the index is none, or a directory has several.
-    """
+    """The files of a path: a file, an index of shards, or a directory of either. FileNotFoundError: there is none, or
+    an index names one that is not there. FileFormatError: the index is none, or a directory has several."""
     if path.is_dir():
         indices = sorted(path.glob(f"*.safetensors{INDEX_SUFFIX}"))
         if len(indices) > 1:

@@ -100,8 +100,18 @@ class File(Mapping[str, Value], Closing):
         found = find_files(path)
         self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
-        self._owners = _owners_of(self._files)
-        self._names = _names_of(self._places, self._owners)
+        self._owners: dict[str, OpenFile] = {}  # the file that has the fields of each table
+        for file in self._files.values():
+            for name in file.tables:
+                if name in self._owners:
+                    raise FileFormatError(f"{self._owners[name].path} and {file.path} both have a table {name!r}")
+                self._owners[name] = file
+        table_of = {part: name for name in self._owners for part in part_names(name)}
+        self._names = {table_of.get(name, name): None for name in self._places}  # in the order of their bytes
+        for name in self._owners:
+            if name in self._places:
+                raise FileFormatError(f"{self._owners[name].path}: there are a table and a tensor of the name {name!r}")
+            self._names[name] = None
         self.tables = tuple(name for name in self._names if name in self._owners)
         self.metadata: dict[str, str] = {}
         for file in reversed(self._files.values()):
@@ -353,28 +363,6 @@ def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, Block
         if name not in files[file_name].header.tensors:
             raise FileFormatError(f"{files[file_name].path} has no tensor {name!r}, which the index says it has")
     return places
-
-
-def _owners_of(files: Mapping[str, OpenFile]) -> dict[str, OpenFile]:
-    """The file that has the fields of each table."""
-    owners: dict[str, OpenFile] = {}
-    for file in files.values():
-        for name in file.tables:
-            if name in owners:
-                raise FileFormatError(f"{owners[name].path} and {file.path} both have a table {name!r}")
-            owners[name] = file
-    return owners
-
-
-def _names_of(places: Mapping[str, BlockPlace], owners: Mapping[str, OpenFile]) -> dict[str, None]:
-    """Names of the tables and tensors, in the order of their bytes."""
-    table_of = {part: name for name in owners for part in part_names(name)}
-    names = {table_of.get(name, name): None for name in places}
-    for name in owners:
-        if name in places:
-            raise FileFormatError(f"{owners[name].path}: there are a table and a tensor of the name {name!r}")
-        names[name] = None
-    return names
 
 
 def open(path: PathLike, *, verify: bool = False, memory: str | None = None, share: bool = False) -> File:

@@ -47,15 +47,8 @@ def target_of(output: PathLike) -> Path:
 @contextlib.contextmanager
 def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
     """What to open on this machine in place of a URL: a copy of a file, of a set of files or of a directory, for as
-    long as the context lasts.
-
-    Args:
-        suffixes: of the files of a directory that are copied.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: the file system has failed.
-    """
+    long as the context lasts. suffixes: of the files of a directory that are copied. FileNotFoundError: there is no
+    such file. OSError: the file system has failed."""
     with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
         try:
             near = _fetched(url, Path(folder), suffixes)

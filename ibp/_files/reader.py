@@ -58,13 +58,6 @@ R = TypeVar("R")
 _buffers = threading.local()
 
 
-def _buffer() -> memoryview:
-    """The calling thread's memory for a block that is hashed: new memory would cost more than its hash."""
-    if not hasattr(_buffers, "block"):
-        _buffers.block = memoryview(bytearray(checks.BLOCK_BYTES))
-    return _buffers.block
-
-
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """The results of a function for each item, in their order; of several items by several threads. After an exception
     no more are begun."""
@@ -132,10 +125,7 @@ class OpenFile:
 
     def read(self, start: int, target: torch.Tensor) -> torch.Tensor:
         """Fills a tensor of bytes on the CPU from the file, by several threads where it is large. Returns it.
-
-        Raises:
-            ChecksumError: with `verify`, bytes are damaged.
-        """
+        ChecksumError: with `verify`, bytes are damaged."""
         data = memoryview(target.numpy().data)
         read_into = self._checks.read_into if self._verify and self._checks is not None else self.read_into
         first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES  # pieces end where blocks end
@@ -153,15 +143,11 @@ class OpenFile:
                 raise FileFormatError(f"{self.path} was cut while it was read")
             data, start = data[count:], start + count
 
-    def bytes_at(self, start: int, num_bytes: int) -> bytearray:
-        """Some bytes of the file."""
-        data = bytearray(num_bytes)
-        self.read_into(start, memoryview(data))
-        return data
-
     def hash_of(self, start: int, num_bytes: int) -> int:
         """The hash of some bytes of the file, however many, in little memory."""
-        hasher, data = xxhash.xxh3_64(), _buffer()
+        if not hasattr(_buffers, "block"):  # of this thread: new memory would cost more than the hash
+            _buffers.block = memoryview(bytearray(checks.BLOCK_BYTES))
+        hasher, data = xxhash.xxh3_64(), _buffers.block
         for first in range(start, start + num_bytes, checks.BLOCK_BYTES):
             piece = data[: min(checks.BLOCK_BYTES, start + num_bytes - first)]
             self.read_into(first, piece)
@@ -252,11 +238,10 @@ class Checks:
         self.block_bytes, self.num_blocks = found
         self.start, self.end = file.header.num_bytes, entry.start
         self._file = file
-        self._hashes = np.frombuffer(file.bytes_at(entry.start, entry.num_bytes), "<u8")
+        data = bytearray(entry.num_bytes)
+        file.read_into(entry.start, memoryview(data))
+        self._hashes = np.frombuffer(data, "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
-        self._check_itself()
-
-    def _check_itself(self) -> None:
         own = checks.hash_of(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):
             raise ChecksumError(f"{self._file.path}: the checksums have another checksum: they are damaged")
@@ -270,11 +255,8 @@ class Checks:
         return range((start - self.start) // self.block_bytes, (end - 1 - self.start) // self.block_bytes + 1)
 
     def check(self, block: int) -> int:
-        """Compares the checksum of a block, unless it has been before. Returns the block's bytes.
-
-        Raises:
-            ChecksumError: it is wrong; the message names the block and the tensors that have bytes in it.
-        """
+        """Compares the checksum of a block, unless it has been before. Returns the block's bytes. ChecksumError: it is
+        wrong; the message names the block and the tensors that have bytes in it."""
         start, end = self._bounds(block)
         if not self._is_right[block]:
             self._compare(block, self._file.hash_of(start, end - start))
@@ -408,16 +390,9 @@ def read_table(
 
 
 def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], pin: bool | None) -> WholeTensor:
-    """A table of an external codec; its blocks are read, as whole tensors are wanted.
-
-    Args:
-        file, find: as of `read_table`.
-        pin: as of `read_parts`.
-
-    Raises:
-        FileFormatError: fields or parts are none of such a table, or the codec is not there.
-        ChecksumError: blocks of a codec that is not safe with any bytes are damaged.
-    """
+    """A table of an external codec; its blocks are read, as whole tensors are wanted. file, find: as of `read_table`;
+    pin: as of `read_parts`. FileFormatError: fields or parts are none of such a table, or the codec is not there.
+    ChecksumError: blocks of a codec that is not safe with any bytes are damaged."""
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
     codec = CODECS.get(fields.codec or "")
     if codec is None:
@@ -431,8 +406,12 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
     num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
     for part in ("offsets", "blocks"):
         place = find(f"{name}:{part}")
-        if place is not None and not codec.is_safe:
-            _check_blocks(place, what)
+        if place is not None and not codec.is_safe:  # its decoder may do anything with other bytes
+            checksums = place.file.checks
+            if checksums is None:
+                raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
+            for block in checksums.blocks_of(place.entry.start, place.entry.end):
+                checksums.check(block)
         parts[part] = _taken(file, place, f"{name}:{part}", CODEC_PARTS[part], num_bytes, read_parts(pin))
         num_bytes = int(parts["offsets"].view(torch.int64)[-1])
     with refused(what):
@@ -454,15 +433,6 @@ def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_
     owner, entry = (file, None) if place is None else (place.file, place.entry)
     start = start_of_part(owner, name, entry, dtype, num_bytes)
     return take(owner, start, num_bytes, name.rpartition(":")[2])
-
-
-def _check_blocks(place: BlockPlace, what: str) -> None:
-    """Compares the checksums of a part, whose decoder is not safe with any bytes."""
-    checksums = place.file.checks
-    if checksums is None:
-        raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
-    for block in checksums.blocks_of(place.entry.start, place.entry.end):
-        checksums.check(block)
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:

@@ -17,11 +17,8 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a regular file, or of the one that a symbolic link names, for reading.
-
-    Raises:
-        OSError: the path names something else, such as a pipe, or cannot be opened. The call never blocks.
-    """
+    """A descriptor of a regular file, or of the one that a symbolic link names, for reading. OSError: the path names
+    something else, such as a pipe, or cannot be opened. The call never blocks."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         kind = stat.S_IFMT(os.fstat(file).st_mode)

@@ -44,15 +44,9 @@ def can_pin(file: OpenFile) -> bool:
 
 
 def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, dict[str, torch.Tensor]]:
-    """The shared memory of a key, and the tensors in it: made from these, or opened where another process has it.
-
-    Args:
-        key: the same for the same tensors.
-        tensors: of a table.
-
-    Raises:
-        RuntimeError: the directory where processes meet is not the user's alone.
-    """
+    """The shared memory of a key, and the tensors in it: made from these, or opened where another process has it. key:
+    the same for the same tensors; tensors: of a table. RuntimeError: the directory where processes meet is not the
+    user's alone."""
     path = _folder() / hashlib.sha256(f"{_core.version()} {key}".encode()).hexdigest()[:32]
     with _locked(path) as (record, write):
         living = record.living()

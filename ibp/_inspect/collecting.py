@@ -119,7 +119,14 @@ def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorContents:
     except ChecksumError:
         raise
     except FileFormatError as error:
-        return _of_unknown(file, name, str(error))
+        why = str(error)
+        try:
+            info = file.info(name)
+        except FileFormatError:
+            return TensorContents(name, "?", (), "unknown", "?", 0, 0, {}, note=why)
+        dtype, scheme = str(info.dtype or "?").removeprefix("torch."), info.codec or info.scheme or "?"
+        sizes = info.num_bytes or 0, info.stored_bytes
+        return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)
     if isinstance(value, torch.Tensor):
         return report_plain(name, tuple(value.shape), value.dtype, reader_of(value))
     if isinstance(value, WholeTensor):
@@ -128,14 +135,3 @@ def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorContents:
     assert isinstance(table, CompressedTensor)
     kind = "delta" if isinstance(value, Delta) else "table"
     return report_table(name, table, kind=kind, codebook_share=1 / max(1, users[_codebook_of(file, name)]))
-
-
-def _of_unknown(file: File, name: str, why: str) -> TensorContents:
-    """The report of a table that this ibp does not understand."""
-    try:
-        info = file.info(name)
-    except FileFormatError:
-        return TensorContents(name, "?", (), "unknown", "?", 0, 0, {}, note=why)
-    dtype, scheme = str(info.dtype or "?").removeprefix("torch."), info.codec or info.scheme or "?"
-    sizes = info.num_bytes or 0, info.stored_bytes
-    return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)

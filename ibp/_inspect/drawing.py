@@ -37,12 +37,7 @@ FIELDS = {
 
 
 def draw(reports: Sequence[TensorContents], title: str) -> bytes:
-    """A PNG of the reports.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there is no tensor with elements.
-    """
+    """A PNG of the reports. ImportError: matplotlib is not installed. ValueError: there is no tensor with elements."""
     matplotlib = require_matplotlib()
     reports = [report for report in reports if report.original_bytes]
     groups = _groups(reports)
@@ -58,7 +53,11 @@ def draw(reports: Sequence[TensorContents], title: str) -> bytes:
         _draw_entropy(figure, figure.add_subplot(grid[at, 0]), dtype, panels[at])
         _draw_uses(figure.add_subplot(grid[at, 1]), dtype, group)
     _draw_savings(figure.add_subplot(grid[-1, :]), rows)
-    return _png(figure)
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names may have any characters
+        figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
 
 
 def require_matplotlib() -> Any:
@@ -210,11 +209,3 @@ def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]]) 
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
     axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, **_LEGEND)
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names may have any characters
-        figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()

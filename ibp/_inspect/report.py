@@ -335,11 +335,7 @@ def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray)
     for cluster in np.unique(clusters):
         own = rows[clusters == cluster]
         splits.append((len(own), split_rows(own, table.codebook.codebooks[cluster], element_bytes)))
-    return _together(splits)
-
-
-def _together(splits: list[tuple[int, Split]]) -> Split:
-    """The split of the rows of several clusters, each given with its number of rows."""
+    # The split of the rows of all clusters.
     num_rows = sum(count for count, _ in splits)
     parts = sum((split.parts for _, split in splits), Counter({"cluster numbers": num_rows}))
     left_out, ranked = (

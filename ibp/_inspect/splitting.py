@@ -56,8 +56,11 @@ def _split_masks(rows: np.ndarray, codebook: Codebook, element_bytes: int) -> Sp
     bits = Counter({"participation bits": codebook.num_flags * len(rows), "kept bits": int(in_agreeing.sum())})
     bits["chunks kept whole"] = int(in_others.sum())
     bits["rounding to bytes"] = 8 * int(lengths.sum()) - sum(bits.values())
+    total = sum(bits.values()) // 8
+    parts = Counter({name: count // 8 for name, count in bits.items()})
+    parts[max(parts, key=lambda name: parts[name])] += total - sum(parts.values())  # what is lost by rounding
     return Split(
-        _in_bytes(bits),
+        parts,
         _left_out_by_masks(codebook, agrees.mean(0), element_bytes),
         np.zeros(8 * element_bytes),
         _pairs(codebook, agrees.mean(0)),
@@ -68,14 +71,6 @@ def _chunks(rows: np.ndarray, size: int) -> np.ndarray:
     """uint [n, chunks] of rows uint8 [n, row_bytes], the last chunk extended with zero bytes."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
     return np.ascontiguousarray(padded).view(f"<u{size}")
-
-
-def _in_bytes(bits: Counter[str]) -> Counter[str]:
-    """Whole bytes for parts that are bits; what is lost by rounding goes to the largest part."""
-    total = sum(bits.values()) // 8
-    parts = Counter({name: count // 8 for name, count in bits.items()})
-    parts[max(parts, key=lambda name: parts[name])] += total - sum(parts.values())
-    return parts
 
 
 def _left_out_by_masks(codebook: Codebook, agreeing: np.ndarray, element_bytes: int) -> np.ndarray:

@@ -19,12 +19,8 @@ _SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a 
 
 @dataclass(frozen=True)
 class Survey:
-    """What rows take as stored, raw ones included.
-
-    Attributes:
-        stored: bytes of all rows.
-        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
-    """
+    """What rows take as stored, raw ones included. stored: bytes of all rows; sectors: int64 [1 + ceil(row_bytes / 32)]
+    on the CPU: how many rows take k sectors of 32 bytes."""
 
     stored: int
     sectors: torch.Tensor
@@ -123,10 +119,7 @@ def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
 
 def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
     """Bytes of a slot as asked for by these arguments of `compress`: 0 for packed rows, None where it is to be chosen.
-
-    Raises:
-        TypeError, ValueError: layout or slot_bytes is none of a table.
-    """
+    TypeError, ValueError: layout or slot_bytes is none of a table."""
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:

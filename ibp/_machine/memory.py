@@ -59,8 +59,10 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
         return empty_tensor(num_bytes, device=device)
     with pinning(f"{num_bytes:,} bytes of memory"):
         buffer = _core.PinnedBuffer(num_bytes, node)
-    if buffer.is_used:
-        _wait_for_gpus()
+    if buffer.is_used:  # all work that this process has on GPUs, on whichever streams, may use it
+        for index in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
+                torch.cuda.synchronize(index)
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
@@ -111,13 +113,6 @@ def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
         raise PinningError(f"{data.numel():,} bytes of memory cannot be pinned ({error})") from error
 
 
-def _wait_for_gpus() -> None:
-    """Waits for all work that this process has on GPUs, on whichever streams."""
-    for index in range(torch.cuda.device_count()):
-        if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
-            torch.cuda.synchronize(index)
-
-
 def release_pinned(limit_bytes: int | None = None) -> int:
     """Gives pinned memory that no table uses any more back to the system.
 
@@ -159,11 +154,8 @@ def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of a CUDA device over the memory of a contiguous pinned one, which it keeps alive.
 
-    Pinned memory is every GPU's, whichever device was current when it was pinned, and whichever is now.
-
-    Raises:
-        RuntimeError: host is not pinned.
-    """
+    Pinned memory is every GPU's, whichever device was current when it was pinned, and whichever is now. RuntimeError:
+    host is not pinned."""
     if host.numel() == 0:
         return torch.empty_like(host, device=device)
     with torch.cuda.device(device):
@@ -219,10 +211,7 @@ def pins(where: str | None) -> bool | None:
 
 def home_of(x: torch.Tensor, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
     """(device where the coded bytes of a tensor live, whether they are pinned); None: where the tensor lives.
-
-    Raises:
-        ValueError, RuntimeError: as `pins`.
-    """
+    ValueError, RuntimeError: as `pins`."""
     check_memory(where)
     home = worker if where == "device" else x.device if where is None else torch.device("cpu")
     return home, False if home.type == "cuda" or where == "device" else pins(where)

@@ -18,12 +18,8 @@ Numa = int | torch.device | str | None  # a node, a device near whose node, or N
 
 
 def node_of(numa: Numa) -> int:
-    """The node that an argument `numa` means, CALLERS_NODE where that is the caller's or is not known.
-
-    Raises:
-        TypeError: it is neither a number nor a device.
-        ValueError: the machine has no such node, or no such device.
-    """
+    """The node that an argument `numa` means, CALLERS_NODE where that is the caller's or is not known. TypeError: it is
+    neither a number nor a device. ValueError: the machine has no such node, or no such device."""
     if numa is None:
         return CALLERS_NODE
     if isinstance(numa, (torch.device, str)):

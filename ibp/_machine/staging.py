@@ -39,10 +39,7 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
 
     Leaving the context waits for all copies.
 
-    Args:
-        device: the GPU.
-        pageable: whether the host memory is pageable.
-    """
+    device: the GPU; pageable: whether the host memory is pageable."""
 
     def __init__(self, device: torch.device, pageable: bool) -> None:
         self._ring, self._worker = _ring(device, pageable)

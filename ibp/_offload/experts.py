@@ -31,9 +31,7 @@ class CachedStack:
     Slots that are left over ask for the first row again and again, which the cache has on the device: they fetch
     nothing.
 
-    Args:
-        cache_bytes: of the device; fewer than `RowCache` needs to replace rows: the cache holds the first row alone.
-    """
+    cache_bytes: of the device; fewer than `RowCache` needs to replace rows: the cache holds the first row alone."""
 
     def __init__(self, weight: Weight, device: torch.device, cache_bytes: int) -> None:
         assert weight.table is not None
@@ -55,12 +53,8 @@ class CachedStack:
 
 
 class ExpertsForward(NotCopied):
-    """The forward of a module of experts: its own, whatever implementation transformers is told to use.
-
-    Args:
-        use_group: called around a call for many tokens; the weights are there within.
-        note_use: called before a call for few.
-    """
+    """The forward of a module of experts: its own, whatever implementation transformers is told to use. use_group:
+    called around a call for many tokens; the weights are there within; note_use: called before a call for few."""
 
     def __init__(
         self,

@@ -10,8 +10,7 @@ import torch
 
 from .._fetch.streaming import KERNEL, ON_HOST, STREAM_SMS, Decoder, TensorStream
 from .._rows.faults import CorruptTableError, new_record
-from .arena import Region, WeightArena, overlap
-from .groups import Group, Place
+from .groups import Group, Place, Region, WeightArena, overlap
 from .weights import Weight
 
 # Sizes of the ring that a stream of tables goes through. The ring holds four chunks; the copy engine pauses for 3
@@ -114,11 +113,8 @@ class WeightFetcher:
     # ---- placing ----
 
     def _region(self, group: Group, keeps_ahead: bool) -> Region | None:
-        """Room for a group in the arena, where it was last if that is free; None: there is none.
-
-        Args:
-            keeps_ahead: whether groups that were fetched ahead keep their places, too.
-        """
+        """Room for a group in the arena, where it was last if that is free; None: there is none. keeps_ahead: whether
+        groups that were fetched ahead keep their places, too."""
         held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
         regions = [other.region for other in held if other.region is not None]
         wish = None if group.region is None else group.region[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,45 @@ from torch import nn
 from .._fetch.streaming import Decoder
 from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
-from .arena import Region
 from .weights import Weight, can_be_stored
 
 _ALIGNMENT = 256  # bytes, of weights within a group: what cuBLAS wants of matrices, and torch's own allocator gives
 
 # Modules of torch that look at the weights of modules below them to choose how they compute.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+Region = tuple[int, int]  # [start, end) in bytes
+
+
+def overlap(one: Region, other: Region) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+class WeightArena:
+    """Memory given out in turn: the next place follows the last one, and wraps around.
+
+    In a constant order of equal passes what is overwritten is thus what was used longest ago.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._cursor = 0
+
+    def place(self, num_bytes: int, held: Iterable[Region], wish: int | None = None) -> int | None:
+        """Start of num_bytes that overlap none of the held regions: where wished, if that is free, else the first such
+        place after the last one given out. None: there is none."""
+        held = list(held)
+        after_held = sorted(end for _, end in held)
+        starts = [self._cursor, *(end for end in after_held if end > self._cursor), 0, *after_held]
+        if wish is not None:
+            starts.insert(0, wish)
+        for start in starts:
+            region = start, start + num_bytes
+            if region[1] <= self.num_bytes and not any(overlap(region, other) for other in held):
+                self._cursor = region[1]
+                return start
+        return None
 
 
 @dataclass(eq=False)
@@ -110,12 +142,8 @@ class Lookup:
 @dataclass(eq=False)
 class StackedModule:
     """A module with a stack of experts, as transformers has them. A call for few tokens fetches the experts that the
-    router chose; a call for many uses the group.
-
-    Attributes:
-        stacks: by attribute, the module's weights [num_experts, ...].
-        group: all of them.
-    """
+    router chose; a call for many uses the group. stacks: by attribute, the module's weights [num_experts, ...]; group:
+    all of them."""
 
     module: nn.Module
     stacks: dict[str, Weight]
@@ -254,7 +282,7 @@ class _Divider:
         if module in self._visited:
             return
         self._visited.add(module)
-        below = self._below(module)
+        below = _once(weight for part in module.modules() for _, weight in self._found.get(part, ()))
         if not below:
             return
         nested = self._division.nested_bytes
@@ -279,9 +307,6 @@ class _Divider:
     def _visit_children(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
         for child_name, child in module.named_children():
             self.visit(child, f"{name}.{child_name}" if name else child_name, outer)
-
-    def _below(self, module: nn.Module) -> list[Weight]:
-        return _once(weight for part in module.modules() for _, weight in self._found.get(part, ()))
 
     def _own(self, module: nn.Module) -> list[Weight]:
         """The weights that the module's own forward uses: its own ones, and those in lists of parameters."""

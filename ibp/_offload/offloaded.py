@@ -736,16 +736,13 @@ class Offloaded(Closing):
             is_running = getattr(self._thread, "is_running", False)
             if is_running and user not in (None, self._model) and group is not None and group in self._groups:
                 self._users[weight] = user
-                self._add_use(user, group)
+                use = self._uses_of.get(user)
+                if use is None:
+                    use = Use(user)
+                    self._install_use(use)
+                if group not in use.groups:
+                    use.groups = [*use.groups, group]
         return weight.value(weight.blank.device)
-
-    def _add_use(self, module: nn.Module, group: Group) -> None:
-        use = self._uses_of.get(module)
-        if use is None:
-            use = Use(module)
-            self._install_use(use)
-        if group not in use.groups:
-            use.groups = [*use.groups, group]
 
     def _fetch_ahead(self) -> None:
         """Fetches what is expected next, as far as there is room: for every device the next few groups that it is to

@@ -36,38 +36,11 @@ _MOVES = {getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "half", 
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
-def _answer(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """function(*args, **kwargs), some of whose arguments are resting tensors."""
-    if function in _ABOUT:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
-    first: Any = next(iter((*args, *kwargs.values())), None)
-    if isinstance(first, Resting):
-        if function in _OF_MEMORY:
-            return function(getattr(first, _WEIGHT).like(), *args[1:], **kwargs)
-        if function in _MOVES and _changes_nothing(function, first, args[1:], kwargs):
-            return first
-        if function == _SETS_DATA and args[1] is first:
-            return None
-    _refuse_writing(function, first, kwargs)
-    return function(*_read(args), **_read(kwargs))
-
-
 def _changes_nothing(function: Callable, tensor: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a conversion, as of `module.to()`, would return the tensor itself."""
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return function(probe, *args, **kwargs) is probe
-
-
-def _refuse_writing(function: Callable, first: Any, kwargs: dict[str, Any]) -> None:
-    name = getattr(function, "__name__", "")
-    writes = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__set__", "__delete__")
-    written = [first] if writes else []
-    written.append(kwargs.get("out"))
-    for tensor in written:
-        if isinstance(tensor, Resting):
-            raise RuntimeError(f"{getattr(tensor, _WEIGHT).name} is offloaded and cannot be written to: close() first")
 
 
 def _read(value: Any) -> Any:
@@ -98,7 +71,28 @@ class Resting(NotCopied):
     def __torch_function__(
         cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _answer(function, args, kwargs or {})
+        kwargs = kwargs or {}
+        if function in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        first: Any = next(iter((*args, *kwargs.values())), None)
+        if isinstance(first, Resting):
+            if function in _OF_MEMORY:
+                return function(getattr(first, _WEIGHT).like(), *args[1:], **kwargs)
+            if function in _MOVES and _changes_nothing(function, first, args[1:], kwargs):
+                return first
+            if function == _SETS_DATA and args[1] is first:
+                return None
+        name = getattr(function, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__set__", "__delete__")
+        written = [first] if writes else []
+        written.append(kwargs.get("out"))
+        for tensor in written:
+            if isinstance(tensor, Resting):
+                raise RuntimeError(
+                    f"{getattr(tensor, _WEIGHT).name} is offloaded and cannot be written to: close() first"
+                )
+        return function(*_read(args), **_read(kwargs))
 
 
 class RestingParameter(Resting, torch.nn.Parameter):

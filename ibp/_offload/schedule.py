@@ -15,9 +15,7 @@ class Schedule(Generic[Item]):
     wrong prediction once. An item that is used twice in a pass is told apart by what came before it; a run of items
     that comes twice, and then goes on in another way, costs a wrong prediction a pass.
 
-    Args:
-        items: in the order that is expected of the first pass; it is expected to repeat.
-    """
+    items: in the order that is expected of the first pass; it is expected to repeat."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._after_one: dict[Item, Item] = {}

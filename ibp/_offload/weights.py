@@ -134,12 +134,8 @@ class Weight:
             tensor.requires_grad_(False)
 
     def fits(self, table: CompressedTensor, scheme: str, by_rows: bool) -> bool:
-        """Whether a table of a checkpoint can be the weight's as it is.
-
-        Args:
-            scheme: that is asked for.
-            by_rows: whether rows of the weight are looked up.
-        """
+        """Whether a table of a checkpoint can be the weight's as it is. scheme: that is asked for; by_rows: whether
+        rows of the weight are looked up."""
         return (
             table.dtype == self.dtype
             and self.order == tuple(range(len(self.order)))

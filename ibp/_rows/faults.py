@@ -77,11 +77,7 @@ def new_record(device: torch.device = _CPU) -> torch.Tensor:
 
 class Faults:
     """Records of each device's work that nobody waits for, in host memory that GPUs write to: the host reads them at
-    any time.
-
-    Args:
-        words: of each kind of work; each kind has a record of its own.
-    """
+    any time. words: of each kind of work; each kind has a record of its own."""
 
     def __init__(self, *words: FaultWords) -> None:
         self._words = words
@@ -94,12 +90,9 @@ class Faults:
         return list(self._records)
 
     def on(self, device: torch.device, kind: int = 0) -> torch.Tensor:
-        """The record that a device's work notes in. Memory is taken when a device is first asked for.
-
-        Raises:
-            ibp.PinningError: the system does not pin memory.
-            RuntimeError: a CUDA graph is being captured, and the device has no record yet.
-        """
+        """The record that a device's work notes in. Memory is taken when a device is first asked for. ibp.PinningError:
+        the system does not pin memory. RuntimeError: a CUDA graph is being captured, and the device has no record
+        yet."""
         if device not in self._records:
             refuse_capture(device)
             on_gpu, kinds = device.type == "cuda", len(self._words)

@@ -52,11 +52,8 @@ class Decodable(Protocol):
 
 @runtime_checkable
 class CachedRows(Rows, Protocol):
-    """Rows of a table; some are held nearer to the device that asks.
-
-    Attributes:
-        view: the table, which has the rows that are not held.
-    """
+    """Rows of a table; some are held nearer to the device that asks. view: the table, which has the rows that are not
+    held."""
 
     @property
     def view(self) -> Table: ...

@@ -139,11 +139,10 @@ def row_ns(
     """
     if codebook is None:
         return max(link_bytes / machine.read_gbps, machine.least_row_ns)
-    return max(
-        link_bytes / (machine.read_gbps * machine.coded_read_share),
-        machine.least_row_ns,
-        _decode_ns(codebook, row_bytes, stored_bytes, machine),
-    )
+    rates, work = coder_rates(codebook, machine), work_of(codebook, row_bytes, stored_bytes)
+    fetch_ns = max(link_bytes / (machine.read_gbps * machine.coded_read_share), machine.least_row_ns)
+    # The decoder writes the row to device memory.
+    return max(fetch_ns, row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
 
 
 def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
@@ -172,12 +171,6 @@ def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float
     if not isinstance(first, PlanesCodebook):
         return row_bytes
     return stored_bytes / first.element_bytes if first.listed else first.columns
-
-
-def _decode_ns(codebook: AnyCodebook, row_bytes: int, stored_bytes: float, machine: Calibration) -> float:
-    """Time of the decoder for a row, which it writes to device memory."""
-    rates, work = coder_rates(codebook, machine), work_of(codebook, row_bytes, stored_bytes)
-    return max(row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
 
 
 def _raw(request: Request, machine: Calibration) -> Candidate:

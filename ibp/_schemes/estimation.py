@@ -261,18 +261,7 @@ def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEsti
     if best.savings == 0:
         return "compress keeps raw rows: no scheme saves anything."
     saved = f"compress keeps raw rows: {rows} save {_percent(best.savings)} of their bytes with scheme {best.scheme!r}"
-    helps = _helps(geometry, layout, best)
-    hint = f" Pass {', or '.join(helps)}." if helps else ""
-    if layout == "packed":
-        return f"{saved}, but their index takes as much.{hint}"
-    if best.link_savings <= 0:
-        return f"{saved}, but no 32-byte sector.{hint}"
-    return f"{saved}, but a GPU fetches and decodes them at {best.fetch_speedup:.2f} times the rate of raw ones.{hint}"
-
-
-def _helps(geometry: _rows.Geometry, layout: str, best: SchemeEstimate) -> list[str]:
-    """Arguments of `compress` that make use of what the best scheme saves."""
-    saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []
+    saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []  # arguments that make use of what is saved
     if layout == "slots" and saved_bytes > slots.index_bytes(geometry, True):
         helps.append("layout='packed' for a smaller table and for streaming")
     least = max(_LONGER_ROW_BYTES, math.ceil(2 * slots.SECTOR_BYTES / best.savings))  # rows that save two sectors
@@ -281,7 +270,12 @@ def _helps(geometry: _rows.Geometry, layout: str, best: SchemeEstimate) -> list[
         helps.append(f"row_bytes={row_bytes} where x is used as a whole")
     if layout == "slots" and best.memory_savings > 0:
         helps.append(f"scheme={best.scheme!r} to save {_percent(best.memory_savings)} of the memory all the same")
-    return helps
+    hint = f" Pass {', or '.join(helps)}." if helps else ""
+    if layout == "packed":
+        return f"{saved}, but their index takes as much.{hint}"
+    if best.link_savings <= 0:
+        return f"{saved}, but no 32-byte sector.{hint}"
+    return f"{saved}, but a GPU fetches and decodes them at {best.fetch_speedup:.2f} times the rate of raw ones.{hint}"
 
 
 def _percent(share: float) -> str:

@@ -27,12 +27,9 @@ def is_worth_coding(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A weight as a table, and how it lay in memory, such as channels last.
-
-    Attributes:
-        table: of the weight, its dimensions in the order in which memory held them.
-        shape, stride: of the weight; of one that left gaps in memory or overlapped itself, as if it were contiguous.
-    """
+    """A weight as a table, and how it lay in memory, such as channels last. table: of the weight, its dimensions in the
+    order in which memory held them; shape, stride: of the weight; of one that left gaps in memory or overlapped itself,
+    as if it were contiguous."""
 
     table: CompressedTensor
     shape: torch.Size
@@ -53,12 +50,8 @@ class WeightCompressor:
     Weights of a kind share a codebook (see `_schemes/kinds.py`), which is learned from the first of them. Where the
     first is best raw, all are kept raw.
 
-    Args:
-        options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
-
-    Raises:
-        TypeError: an option is none of `ibp.compress`.
-    """
+    options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096. TypeError: an
+    option is none of `ibp.compress`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         if unknown := sorted(set(options) - _OF_A_MODEL):

@@ -49,16 +49,20 @@ def count_accesses(
 
 def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
     """Ids of items, the hottest first, int64. Of a number for each item: all ids, equally hot ones in increasing order.
-    Of a list of ids: the ids of the list, each once.
-
-    Raises:
-        TypeError, ValueError: hotness is neither.
-        IndexError: the list has an id that is out of range.
-    """
+    Of a list of ids: the ids of the list, each once. TypeError, ValueError: hotness is neither. IndexError: the list
+    has an id that is out of range."""
     if isinstance(hotness, np.ndarray):
         hotness = torch.from_numpy(np.ascontiguousarray(hotness))
     if not isinstance(hotness, torch.Tensor):
-        return _first_of_each(checked_ids(hotness, "hotness"), num_items)
+        ids = checked_ids(hotness, "hotness")
+        if ids.dim() != 1:
+            raise ValueError(f"hotness has shape {list(ids.shape)}; wanted a list of ids from the hottest on")
+        check_range(ids, num_items)
+        ids = ids.to(torch.int64)
+        ordered, order = ids.sort(stable=True)
+        is_first = torch.ones_like(ids, dtype=torch.bool)
+        is_first[1:] = ordered[1:] != ordered[:-1]
+        return ids[order[is_first].sort().values]
     if hotness.dtype.is_complex or hotness.layout != torch.strided:
         raise TypeError(f"hotness is a {hotness.layout} tensor of {hotness.dtype}; wanted a real number for each item")
     if hotness.shape != (num_items,):
@@ -70,14 +74,3 @@ def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
     if scores.is_floating_point() and bool(scores.isnan().any()):
         raise ValueError("hotness has NaN")
     return torch.argsort(scores, descending=True, stable=True)
-
-
-def _first_of_each(ids: torch.Tensor, num_items: int) -> torch.Tensor:
-    if ids.dim() != 1:
-        raise ValueError(f"hotness has shape {list(ids.shape)}; wanted a list of ids from the hottest on")
-    check_range(ids, num_items)
-    ids = ids.to(torch.int64)
-    ordered, order = ids.sort(stable=True)
-    is_first = torch.ones_like(ids, dtype=torch.bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    return ids[order[is_first].sort().values]

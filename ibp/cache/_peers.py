@@ -31,11 +31,8 @@ _REFILL = "RowCache.refill"
 
 
 class Peers:
-    """The ranks whose slabs make up a cache.
-
-    Attributes:
-        rank, size: of this process among them; slab number r is that of rank r.
-    """
+    """The ranks whose slabs make up a cache. rank, size: of this process among them; slab number r is that of rank
+    r."""
 
     def __init__(self, group: ProcessGroup) -> None:
         """Raises RuntimeError or ValueError where there is no such group, or it is too large."""
@@ -161,11 +158,8 @@ class _Loan(NamedTuple):
 
 
 class _Lender:
-    """Lends a slab to the other ranks of a cache.
-
-    Attributes:
-        slab: the lent memory; for host memory a copy of the slab, in a shared segment.
-    """
+    """Lends a slab to the other ranks of a cache. slab: the lent memory; for host memory a copy of the slab, in a
+    shared segment."""
 
     slab: Slab
     _segment: Segment  # which the others open through this process

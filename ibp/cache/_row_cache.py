@@ -685,15 +685,10 @@ def _check_policy(cache: RowCache) -> None:
         raise ValueError("a cache of a place cannot be writable: code rows by ibp.encode_into, and invalidate them")
     if cache.writable:
         check_can_change(cache.view)
-        _check_mutual_access(cache.devices)
-
-
-def _check_mutual_access(devices: Sequence[torch.device]) -> None:
-    """ValueError where a GPU could not read changed rows that are in another one's slab."""
-    for device in devices:
-        for peer in devices:
-            if device != peer and not torch.cuda.can_device_access_peer(device, peer):
-                raise ValueError(f"{device} cannot read the memory of {peer}, as GPUs of a writable cache must")
+        for device in cache.devices:
+            for peer in cache.devices:
+                if device != peer and not torch.cuda.can_device_access_peer(device, peer):
+                    raise ValueError(f"{device} cannot read the memory of {peer}, as GPUs of a writable cache must")
 
 
 def _flat_ids(ids: Ids) -> torch.Tensor:

@@ -185,14 +185,14 @@ class CudaCoder:
         return _Passing(block, slot, pool.submit(read))
 
     def _slot(self, num_bytes: int) -> _Slot:
-        slot = self._free.popleft() if self._free else self._new_slot()
+        if self._free:
+            slot = self._free.popleft()
+        else:
+            ways = (self._up, self._coder), (self._coder, self._down)
+            slot = _Slot(*(Turn(self._device, streams, self.block_bytes, staging.empty_pinned) for streams in ways))
         slot.raw.reserve(num_bytes)
         slot.coded.reserve(num_bytes)
         return slot
-
-    def _new_slot(self) -> _Slot:
-        ways = (self._up, self._coder), (self._coder, self._down)
-        return _Slot(*(Turn(self._device, streams, self.block_bytes, staging.empty_pinned) for streams in ways))
 
     def _launch(self, passing: _Passing) -> _Passing:
         """Brings a block that has been read to the device, and queues its coding and the copy of its lengths."""

@@ -83,8 +83,7 @@ def compress(
         inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
             checkpoints of torch.save (read with weights_only), files of ibp.
         output: path of the file; a directory, for "model.safetensors" in it, or for the name that diffusers has for a
-            file of its own; or a URL of fsspec, which the files are
-            copied to when they are whole.
+            file of its own; or a URL of fsspec, which the files are copied to when they are whole.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
         row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
             bytes to 64 KiB.
@@ -124,10 +123,17 @@ def compress(
             shown = path_text(target_path)
             if ranks is not None and is_url(shown):
                 raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
-            _check_name(shown)
+            stem, suffix = os.path.splitext(shown)  # readers would take some for another format
+            if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(shown):
+                raise ValueError(
+                    f"output is {shown!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
+                    f"wanted a name like {stem + SUFFIX!r}"
+                )
             source = stack.enter_context(open_sources(inputs))
             target = stack.enter_context(written_to(target_path))
-            _check_dtypes(source)
+            for name, tensor in source.tensors.items():
+                if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
+                    raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
             kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
             shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
             return _BlockJob(learning, kept, threads, progress, shown), source, target, shards
@@ -140,23 +146,6 @@ def compress(
         if ranks is None or ranks.rank == 0:
             copy_files_beside(inputs, output, is_coded=True)
         return report
-
-
-def _check_name(output: str) -> None:
-    """ValueError for the name of a file that readers would take for one of another format."""
-    stem, suffix = os.path.splitext(output)
-    if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(output):
-        raise ValueError(
-            f"output is {output!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
-            f"wanted a name like {stem + SUFFIX!r}"
-        )
-
-
-def _check_dtypes(source: Source) -> None:
-    """ValueError for a tensor that a file cannot hold as it is, which is decided by samples."""
-    for name, tensor in source.tensors.items():
-        if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
-            raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
 
 
 _Made = TypeVar("_Made")
@@ -251,11 +240,7 @@ class _BlockJob:
 
 
 class _Writing:
-    """Writes files, block by block.
-
-    Attributes:
-        peak: memory of the process's own, as seen after each block.
-    """
+    """Writes files, block by block. peak: memory of the process's own, as seen after each block."""
 
     def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, on_bytes: Callable[[int], object]) -> None:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes

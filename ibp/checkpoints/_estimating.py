@@ -176,7 +176,10 @@ class _Kinds:
         savings = {}
         for scheme in _COMPARED if self._taken.is_coded(tensor) else []:
             if taken is None or taken.scheme != scheme:
-                saved = self._other(tensor, scheme)
+                key = *self._learning.kind_of(tensor), scheme
+                if key not in self._others:
+                    self._others[key] = self._share_saved(tensor, scheme)
+                saved = self._others[key]
             else:
                 saved = self._taken_saves(tensor, taken)
             savings[scheme] = max(0.0, saved)
@@ -188,13 +191,6 @@ class _Kinds:
         if tried is not None:
             return tried
         return savings_of(_rows_to_measure(tensor, self._learning.geometry_of(tensor)), taken)
-
-    def _other(self, tensor: SourceTensor, scheme: str) -> float:
-        """What a scheme that compressing does not take saves of a kind."""
-        key = *self._learning.kind_of(tensor), scheme
-        if key not in self._others:
-            self._others[key] = self._share_saved(tensor, scheme)
-        return self._others[key]
 
     def _share_saved(self, tensor: SourceTensor, scheme: str) -> float:
         geometry, estimate = self._learning.geometry_of(tensor), SCHEMES[scheme].estimate

@@ -24,12 +24,8 @@ _CPU = torch.device("cpu")
 
 
 def open_ibp(path: str | os.PathLike[str]) -> Source:
-    """A file of ibp, or a set of them.
-
-    Raises:
-        ibp.FileFormatError: it is none.
-        SourceFormatError: it holds a delta, which is no tensor without its base.
-    """
+    """A file of ibp, or a set of them. ibp.FileFormatError: it is none. SourceFormatError: it holds a delta, which is
+    no tensor without its base."""
     file = open_file(path, memory="host")
     try:
         tensors: dict[str, SourceTensor] = {}

@@ -34,12 +34,8 @@ def work_directory(target: Path) -> Path:
 
 
 class Journal:
-    """The directory of a set that is being made.
-
-    Args:
-        target: the output's path.
-        plan: what the set is made of and how, as JSON has it: records of another plan are not used.
-    """
+    """The directory of a set that is being made. target: the output's path; plan: what the set is made of and how, as
+    JSON has it: records of another plan are not used."""
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
         self.directory = work_directory(target)
@@ -53,11 +49,7 @@ class Journal:
 
     def open(self, restart: bool) -> None:
         """Makes the directory, empty unless it is of the same plan and `restart` is set. No other call has it until
-        `release` is called.
-
-        Raises:
-            OSError: another call has it, or it is no directory.
-        """
+        `release` is called. OSError: another call has it, or it is no directory."""
         self._lock = self._locked()
         if not (restart and self._is_same_plan()):
             self._empty()
@@ -114,11 +106,8 @@ class Journal:
             return False
 
     def finished(self, file: str) -> dict[str, Any] | None:
-        """The record of a file that is whole and as it was written; None if there is none.
-
-        Raises:
-            FileNotFoundError: this process does not see the directory.
-        """
+        """The record of a file that is whole and as it was written; None if there is none. FileNotFoundError: this
+        process does not see the directory."""
         if not (self.directory / _PLAN).exists():
             raise FileNotFoundError(
                 f"{self.directory} is not there; wanted an output on a file system that all ranks see"
@@ -149,11 +138,8 @@ class Journal:
         return None
 
     def move(self, record: dict[str, Any]) -> None:
-        """Moves the finished file of a record to its place, unless it is there.
-
-        Raises:
-            OSError: it is in neither place, or another file is.
-        """
+        """Moves the finished file of a record to its place, unless it is there. OSError: it is in neither place, or
+        another file is."""
         file = record["file"]
         place = self._place(file, record)
         if place is None:

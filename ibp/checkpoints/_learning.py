@@ -38,12 +38,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class CheckpointLearning(Learning):
-    """How codebooks are learned.
-
-    Attributes:
-        row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it has 512 bytes to 64 KiB.
-        device: that codes rows with them.
-    """
+    """How codebooks are learned. row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it
+    has 512 bytes to 64 KiB; device: that codes rows with them."""
 
     row_bytes: int | None = None
     device: torch.device = _CPU
@@ -74,12 +70,8 @@ class CheckpointLearning(Learning):
         return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
-        """A codebook for a tensor, learned from a sample of its rows; None where raw rows are best.
-
-        Args:
-            sample: uint8 [n * row_bytes].
-            all_rows: whether every row has to have a coded form.
-        """
+        """A codebook for a tensor, learned from a sample of its rows; None where raw rows are best. sample: uint8 [n *
+        row_bytes]; all_rows: whether every row has to have a coded form."""
         return choice.learn(scheme, self.request(sample, geometry, self.device, slot_bytes=0, codes_invariant=all_rows))
 
 
@@ -108,7 +100,9 @@ class Codebooks:
         self._of_kinds: dict[tuple, Learner[AnyCodebook]] = {}
         self._of_tensors: dict[str, tuple[AnyCodebook | None, float | None]] = {}
         if group is not None:
-            self._learn_together(group)
+            all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
+            for first in range(0, len(all_kinds), step):
+                self._learn_some(all_kinds[first : first + step], group)
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
         """Learns the codebooks of tensors: first one for each kind, then, by several threads, one for each tensor that
@@ -170,12 +164,6 @@ class Codebooks:
         codebook = self._learning.learn(self._learning.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
         return Learner(codebook, 1 - savings) if _pays(savings, geometry) else Learner()
-
-    def _learn_together(self, group: RankGroup) -> None:
-        """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
-        all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
-        for first in range(0, len(all_kinds), step):
-            self._learn_some(all_kinds[first : first + step], group)
 
     def _learn_some(self, kinds: list[tuple], group: RankGroup) -> None:
         drawn = group.together("compress", lambda: [self._share(kind, group) for kind in kinds])

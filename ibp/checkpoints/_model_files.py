@@ -49,7 +49,13 @@ def copy_files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath, *, i
             _say_in_config(copy, is_coded)
     folder, target = _directory(inputs), _target(output)
     if folder is not None and target is not None:
-        _warn_of_weights(folder, target)
+        left = [
+            str(path.relative_to(folder))
+            for path in _shown_files(folder, target)
+            if path.name.endswith(_OF_OTHERS) or (path.parent != folder and _are_weights(path))
+        ]
+        if left:
+            warnings.warn(f"left out: {', '.join(left)} of {folder}, weights that are not read", stacklevel=3)
 
 
 def _shown_files(folder: Path, target: Path) -> list[Path]:
@@ -86,16 +92,6 @@ def _are_weights(path: Path) -> bool:
     return is_named_as_tensors(path.name) and not holds_something_else(os.fspath(path))
 
 
-def _warn_of_weights(folder: Path, target: Path) -> None:
-    left = [
-        str(path.relative_to(folder))
-        for path in _shown_files(folder, target)
-        if path.name.endswith(_OF_OTHERS) or (path.parent != folder and _are_weights(path))
-    ]
-    if left:
-        warnings.warn(f"left out: {', '.join(left)} of {folder}, weights that are not read", stacklevel=3)
-
-
 # ---- config.json ----
 
 
@@ -108,7 +104,8 @@ def _say_in_config(path: Path, is_coded: bool) -> None:
             return
         held = config.get(_FIELD)
         if is_coded and held is None:
-            _write(path, _with_field(text))
+            end = len(text[: text.rindex("}")].rstrip())
+            _write(path, text[:end] + _INSERTED + text[end:])
         elif is_coded and not _is_ours(held):
             warnings.warn(
                 f"{path} has a {_FIELD} of its own, which stays: its weights load where ibp.integrations.transformers "
@@ -121,11 +118,6 @@ def _say_in_config(path: Path, is_coded: bool) -> None:
 
 def _is_ours(field: object) -> bool:
     return isinstance(field, dict) and field.get("quant_method") == METHOD
-
-
-def _with_field(text: str) -> str:
-    end = len(text[: text.rindex("}")].rstrip())
-    return text[:end] + _INSERTED + text[end:]
 
 
 def _without_field(text: str, config: dict) -> str:

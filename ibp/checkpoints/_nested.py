@@ -42,11 +42,8 @@ _ABSENT = object()
 
 def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: of names and texts.
-
-    Raises:
-        NotTensorsError: it holds a value that is neither tensor, number, text nor a container of these.
-        SourceFormatError: two values have one name, containers are nested too deeply, or there are too many.
-    """
+    NotTensorsError: it holds a value that is neither tensor, number, text nor a container of these. SourceFormatError:
+    two values have one name, containers are nested too deeply, or there are too many."""
     made = _Flattening(most_bytes)
     structure = made.node(content, "")
     if _is_flat(structure):
@@ -58,11 +55,7 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
 
 def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:
     """What `flattened` was given. Tensors that have been left out are missing from their dicts; new ones are added to
-    the outermost.
-
-    Raises:
-        SourceFormatError: the metadata is damaged, or a tensor has no place.
-    """
+    the outermost. SourceFormatError: the metadata is damaged, or a tensor has no place."""
     try:
         return _Nesting(tensors, texts).content()
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:

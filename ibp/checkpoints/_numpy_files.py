@@ -42,22 +42,15 @@ _UNREADABLE = (
 
 
 def open_npy(path: str | os.PathLike[str]) -> Source:
-    """An .npy file: one tensor, called as the file without its suffix.
-
-    Raises:
-        SourceFormatError: it is none, or its dtype is none of torch.
-    """
+    """An .npy file: one tensor, called as the file without its suffix. SourceFormatError: it is none, or its dtype is
+    none of torch."""
     data = map_file(path)
     name = Path(path).stem
     return Source(os.fspath(path), "npy", {name: _mapped_array(name, data, path)})
 
 
 def open_npz(path: str | os.PathLike[str]) -> Source:
-    """An .npz archive: one tensor for each member.
-
-    Raises:
-        SourceFormatError: it is none, or a dtype is none of torch.
-    """
+    """An .npz archive: one tensor for each member. SourceFormatError: it is none, or a dtype is none of torch."""
     try:
         archive = zipfile.ZipFile(path)
     except FileNotFoundError:
@@ -93,11 +86,7 @@ def _converted_tensor(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray]
 ) -> SourceTensor:
     """An array whose memory is in another order than that of the contiguous little-endian tensor: ranges are put in
-    order as they are read.
-
-    Args:
-        load: returns the array; called once, when the tensor is first read.
-    """
+    order as they are read. load: returns the array; called once, when the tensor is first read."""
     lock, loaded, size = threading.Lock(), list[np.ndarray](), dtype.itemsize
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:

@@ -79,12 +79,8 @@ def shards_of(
 
 
 def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
-    """Bytes of the files that a checkpoint becomes, with headers, codebooks and checksums.
-
-    Args:
-        stored: bytes of each tensor in its file, by name.
-        codebooks: of each tensor; None of one that is kept as it is.
-    """
+    """Bytes of the files that a checkpoint becomes, with headers, codebooks and checksums. stored: bytes of each tensor
+    in its file, by name; codebooks: of each tensor; None of one that is kept as it is."""
     total = 0
     for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}, 1):
         books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}

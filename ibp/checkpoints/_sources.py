@@ -35,14 +35,9 @@ _PICKLE = re.compile(rb"\x80[\x02-\x05]")  # what torch.save wrote before it wro
 def open_source(path: AnyPath) -> Source:
     """Opens a file of tensors, or a set of them: a directory, or an index (model.safetensors.index.json).
 
-    What it is, is told by its bytes, whatever its name. A URL of fsspec ("s3://...") is copied
-    to a temporary file first, which goes when the source is closed.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        SourceFormatError: it is none of the known formats, or contradicts itself. ibp.FileFormatError: likewise of an
-            ibp file.
-    """
+    What it is, is told by its bytes, whatever its name. A URL of fsspec ("s3://...") is copied to a temporary file
+    first, which goes when the source is closed. FileNotFoundError: there is no such file. SourceFormatError: it is none
+    of the known formats, or contradicts itself. ibp.FileFormatError: likewise of an ibp file."""
     path = path_text(path)
     if is_url(path):
         return _open_url(path)
@@ -60,11 +55,7 @@ def open_source(path: AnyPath) -> Source:
 
 
 def _open_safetensors(path: str, header: Header) -> Source:
-    """A safetensors file, whose tensors are read from its map.
-
-    Raises:
-        ibp.FileFormatError: it has a dtype that torch lacks.
-    """
+    """A safetensors file, whose tensors are read from its map. ibp.FileFormatError: it has a dtype that torch lacks."""
     data, tensors = map_file(path), {}
     for name, entry in header.tensors.items():
         if entry.end > data.size:
@@ -75,17 +66,22 @@ def _open_safetensors(path: str, header: Header) -> Source:
 
 def format_of(path: str) -> str:
     """The format of a file of this machine by its bytes: "npy", "npz", "torch", or "safetensors", also of ibp's files.
-
-    Raises:
-        SourceFormatError: it is none of them.
-        OSError: it cannot be read, or is no regular file.
-    """
+    SourceFormatError: it is none of them. OSError: it cannot be read, or is no regular file."""
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(_START_BYTES)
     if start.startswith(b"\x93NUMPY"):
         return "npy"
     if start.startswith((b"PK\3\4", b"PK\5\6")):
-        return _format_of_archive(path)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+        except (zipfile.BadZipFile, ValueError, RuntimeError, NotImplementedError) as error:
+            raise SourceFormatError(f"{path} is a damaged archive: {error}") from None
+        if any(name.endswith("/data.pkl") for name in names):
+            return "torch"
+        if all(name.endswith(".npy") for name in names):
+            return "npz"
+        raise SourceFormatError(f"{path} is an archive of neither numpy nor torch; wanted one of {_READ}")
     if start[8:9] == b"{" or path.endswith((SUFFIX, ".ibp")):
         return "safetensors"
     if _PICKLE.match(start):
@@ -95,11 +91,8 @@ def format_of(path: str) -> str:
 
 
 def open_sources(inputs: AnyPath | Iterable[AnyPath]) -> Source:
-    """Opens paths, globs, directories and URLs as one source, whose `parts` are the files.
-
-    Raises:
-        ValueError: two files have a tensor of one name; or as `open_source`.
-    """
+    """Opens paths, globs, directories and URLs as one source, whose `parts` are the files. ValueError: two files have a
+    tensor of one name; or as `open_source`."""
     paths = expand(inputs)
     return _opened(", ".join(paths), paths, open_source)
 
@@ -122,11 +115,8 @@ def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None
 
 
 def expand(inputs: AnyPath | Iterable[AnyPath]) -> list[str]:
-    """The files and URLs that the inputs name: globs become what they match, sorted.
-
-    Raises:
-        FileNotFoundError: nothing is named, or nothing matches.
-    """
+    """The files and URLs that the inputs name: globs become what they match, sorted. FileNotFoundError: nothing is
+    named, or nothing matches."""
     given = [inputs] if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Iterable) else inputs
     found: list[str] = []
     for path in given:
@@ -266,17 +256,3 @@ def _open_index(path: str) -> Source:
     if format_of(files[0]) == "safetensors" and not read_header(Path(files[0])).is_plain:
         return open_ibp(path)
     return joined(path, list(map(open_source, files)))
-
-
-def _format_of_archive(path: str) -> str:
-    """Which of the formats that are ZIP archives a file has."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, ValueError, RuntimeError, NotImplementedError) as error:
-        raise SourceFormatError(f"{path} is a damaged archive: {error}") from None
-    if any(name.endswith("/data.pkl") for name in names):
-        return "torch"
-    if all(name.endswith(".npy") for name in names):
-        return "npz"
-    raise SourceFormatError(f"{path} is an archive of neither numpy nor torch; wanted one of {_READ}")

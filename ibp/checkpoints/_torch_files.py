@@ -24,11 +24,8 @@ _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or funct
 
 def open_torch(path: str | os.PathLike[str]) -> Source:
     """A checkpoint of torch. Nested dicts and lists become flat names (`nested`): ["model"]["w"] is "model.w".
-
-    Raises:
-        NotTensorsError: it holds a value that is neither tensor nor number nor text, so that weights_only refuses it.
-        SourceFormatError: it is none, or its tensors are more than 1,000 times as large as the file.
-    """
+    NotTensorsError: it holds a value that is neither tensor nor number nor text, so that weights_only refuses it.
+    SourceFormatError: it is none, or its tensors are more than 1,000 times as large as the file."""
     try:
         content = _load(os.fspath(path))
         found, metadata = flattened(content, min(MAX_HEADER_BYTES, _MOST_TIMES * os.path.getsize(path)))
@@ -46,7 +43,13 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     except Exception as error:  # of damaged bytes torch raises errors of any kind
         raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None
     tensors = {name: loaded_tensor(name, tensor, path) for name, tensor in found.items()}
-    _check_sizes(tensors, path)
+    total, most = sum(tensor.num_bytes for tensor in tensors.values()), _MOST_TIMES * os.path.getsize(path)
+    if total > most:
+        largest = max(tensors.values(), key=lambda tensor: tensor.num_bytes)
+        raise SourceFormatError(
+            f"{path}: its tensors have {total:,} bytes, more than {_MOST_TIMES:,} times those of the file, and "
+            f"{largest.name!r} has {largest.num_bytes:,}; wanted tensors that are stored whole, not expanded ones"
+        )
     return Source(os.fspath(path), "torch", tensors, metadata)
 
 
@@ -65,17 +68,6 @@ def _load(path: str) -> Any:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                 raise SourceFormatError("members of the archive are deflated; wanted it as torch.save wrote it")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
-
-
-def _check_sizes(tensors: dict[str, SourceTensor], path: str | os.PathLike[str]) -> None:
-    """SourceFormatError for tensors that a small file makes very large."""
-    total, most = sum(tensor.num_bytes for tensor in tensors.values()), _MOST_TIMES * os.path.getsize(path)
-    if total > most:
-        largest = max(tensors.values(), key=lambda tensor: tensor.num_bytes)
-        raise SourceFormatError(
-            f"{path}: its tensors have {total:,} bytes, more than {_MOST_TIMES:,} times those of the file, and "
-            f"{largest.name!r} has {largest.num_bytes:,}; wanted tensors that are stored whole, not expanded ones"
-        )
 
 
 def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor:

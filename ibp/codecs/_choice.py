@@ -132,13 +132,9 @@ def _is_there(name: str) -> bool:
 
 
 class _Sample(NamedTuple):
-    """A sample of a tensor, on the device that codes: pieces spread over it, one behind the other.
-
-    Attributes:
-        sizes: tensors [n, ...]: the sample; before it, unless it is small, its first part and, of a larger tensor, half
-            of it.
-        num_bytes: of the tensor.
-    """
+    """A sample of a tensor, on the device that codes: pieces spread over it, one behind the other. sizes: tensors [n,
+    ...]: the sample; before it, unless it is small, its first part and, of a larger tensor, half of it; num_bytes: of
+    the tensor."""
 
     sizes: tuple[torch.Tensor, ...]
     num_bytes: int
@@ -177,12 +173,7 @@ def _near(part: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class _Candidate:
-    """One that is measured.
-
-    Attributes:
-        scheme, level, codebook: of it.
-        timed: on sizes of the sample, the longest last.
-    """
+    """One that is measured. scheme, level, codebook: of it; timed: on sizes of the sample, the longest last."""
 
     scheme: str
     level: str

@@ -61,11 +61,7 @@ class GeneralCodec(ABC):
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
         """The options by which bytes of elements of a dtype are coded: those given, or others that suit these better.
-
-        Args:
-            data: uint8 [bytes], on any device.
-            worker: the device that codes.
-        """
+        data: uint8 [bytes], on any device; worker: the device that codes."""
         return options
 
     def check_options(self, options: Mapping[str, str]) -> None:
@@ -86,22 +82,14 @@ class GeneralCodec(ABC):
 
     @abstractmethod
     def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
-        """Decodes consecutive blocks, on the current stream of a CUDA device.
-
-        Args:
-            blocks, out: uint8, contiguous, on the device that decodes; out is as long as the blocks stand for.
-            offsets: where each block begins in `blocks`, and where the last one ends.
-
-        Raises:
-            CorruptTableError: a block is none of the codec, or stands for another number of bytes.
-        """
+        """Decodes consecutive blocks, on the current stream of a CUDA device. blocks, out: uint8, contiguous, on the
+        device that decodes; out is as long as the blocks stand for; offsets: where each block begins in `blocks`, and
+        where the last one ends. CorruptTableError: a block is none of the codec, or stands for another number of
+        bytes."""
 
     def worker(self, *devices: torch.device) -> torch.device:
-        """The device that codes or decodes: the first of the right type, else the current one.
-
-        Raises:
-            RuntimeError: there is none.
-        """
+        """The device that codes or decodes: the first of the right type, else the current one. RuntimeError: there is
+        none."""
         for device in devices:
             if device.type == self.device_type:
                 return device

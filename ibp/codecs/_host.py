@@ -19,12 +19,8 @@ _LEAST_BLOCK_BYTES = 4096
 
 
 class HostCodec(GeneralCodec):
-    """A codec of a package that works on memory of the host.
-
-    Attributes:
-        module, error: of the package; its class of exceptions for wrong bytes.
-        levels: that it has; None, its default, besides.
-    """
+    """A codec of a package that works on memory of the host. module, error: of the package; its class of exceptions for
+    wrong bytes; levels: that it has; None, its default, besides."""
 
     device_type = "cpu"
     block_bytes = 2 << 20

@@ -236,11 +236,8 @@ def _module(codec: str) -> ModuleType:
 
 
 class _NvcompMemory:
-    """Device memory as nvCOMP asks for it: bytes of torch's allocator for a stream, until it is forgotten.
-
-    Attributes:
-        ptr: its address.
-    """
+    """Device memory as nvCOMP asks for it: bytes of torch's allocator for a stream, until it is forgotten. ptr: its
+    address."""
 
     def __init__(self, num_bytes: int, stream: Any) -> None:
         device = torch.device("cuda", stream.device)

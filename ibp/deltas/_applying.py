@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from .._layout.geometry import bytes_of
 from .._machine import staging
-from .._rows.faults import CorruptTableError
-from . import _on_cpu, _on_gpu
-from ._coding import bits_of, note_change
+from .._rows.faults import CorruptTableError, new_record
+from . import _on_gpu
+from ._coding import bits_of, element_bytes_of, note_change
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
 from ._on_pieces import InPieces, Pieces, in_one_piece
 
@@ -20,7 +21,47 @@ if TYPE_CHECKING:
     Job = tuple[str, Delta, "Base"]  # name for messages, delta, base
 
 Base = torch.Tensor | Pieces
-Batch = _on_gpu.DeltaBatch | _on_cpu.InPlace | InPieces
+
+
+class InPlace:
+    """A delta and its base on the CPU, where rows are added in place. indices: what the caller calls it, in a list."""
+
+    def __init__(self, index: int, delta: Delta, base: torch.Tensor) -> None:
+        self.indices = [index]
+        self._delta, self._base = delta, bytes_of(base)
+        self._table = delta.to("cpu").table
+        self._is_begun = False
+
+    def begin(self) -> None:
+        """`apply` does it."""
+
+    def apply(self) -> int | None:
+        """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
+        before = fingerprint(self._base)
+        if before != self._delta.base:
+            return self.indices[0]
+        self._is_begun = True
+        change, is_good = self._add(False)
+        if is_good and (before + change) % 2**64 == self._delta.result:
+            return None
+        self.take_back()
+        return self.indices[0]
+
+    def take_back(self) -> None:
+        """Undoes `apply`, which may have been interrupted."""
+        if self._is_begun and fingerprint(self._base) != self._delta.base:
+            self._add(True)
+
+    def _add(self, subtracts: bool) -> tuple[int, bool]:
+        """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
+        change, fault = torch.zeros(1, dtype=torch.int64), new_record()
+        width = element_bytes_of(self._delta.dtype)
+        table = self._table.handle(torch.device("cpu")).table
+        torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
+        return int(change), not int(fault[0])
+
+
+Batch = _on_gpu.DeltaBatch | InPlace | InPieces
 
 
 def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
@@ -66,8 +107,8 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
             if book not in keys:
                 keys[book] = _on_gpu.coding_key(delta)
             groups.setdefault((base.device, *keys[book]), []).append((index, delta, base))
-        elif _on_cpu.can_apply(delta, base):
-            others.append(_on_cpu.InPlace(index, delta, base))
+        elif _can_add(delta, base):
+            others.append(InPlace(index, delta, base))
         else:
             others.append(InPieces(index, delta, in_one_piece(base)))
     for group in groups.values():
@@ -98,3 +139,10 @@ def _check_base(name: str, delta: Delta, base: Any) -> None:
         raise TypeError(f"{name} is a conjugated or negated view of other memory; wanted the tensor itself")
     if base.shape != delta.shape:
         raise DeltaMismatchError(f"{name} has shape {list(base.shape)}; the delta is for {list(delta.shape)}")
+
+
+def _can_add(delta: Delta, base: torch.Tensor) -> bool:
+    """Whether rows are added in place, of a delta and its base of one shape and dtype."""
+    if base.device.type != "cpu" or not base.is_contiguous() or base.numel() == 0:
+        return False
+    return delta.table.row_bytes % 8 == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,6 @@ from .._machine import memory
 from . import _packing
 from ._checkpoints import CheckpointDelta, Version
 from ._tensors import Delta
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _MOST_BYTES = 1 << 30  # of one broadcast: gloo counts bytes in int
 
@@ -32,7 +29,7 @@ class _Offer(NamedTuple):
 def broadcast_delta(
     delta: Delta | CheckpointDelta | None,
     src: int = 0,
-    group: ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
     *,
     device: torch.device | str | int | None = None,
 ) -> Delta | CheckpointDelta:
@@ -82,7 +79,13 @@ def broadcast_delta(
         _exchange(members, src, data)
         return delta if target is None else delta.to(target)
     _exchange(members, src, data)
-    return _opened(offered, data if target is None else data.to(target))
+    data = data if target is None else data.to(target)
+    changes = _packing.opened(offered.heads, data)
+    if offered.names is None:
+        assert isinstance(changes[0], Delta)
+        return changes[0]
+    own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)  # saved alone
+    return CheckpointDelta(dict(zip(offered.names, own)), offered.removed)
 
 
 def _changes_of(delta: Delta | CheckpointDelta) -> list[Delta | Version]:
@@ -94,12 +97,3 @@ def _exchange(members: _group.RankGroup, src: int, data: torch.Tensor) -> None:
     for part in data.split(_MOST_BYTES):
         with _group.all_taking_part():
             dist.broadcast(part, root, group=members.process_group)
-
-
-def _opened(offered: _Offer, data: torch.Tensor) -> Delta | CheckpointDelta:
-    changes = _packing.opened(offered.heads, data)
-    if offered.names is None:
-        assert isinstance(changes[0], Delta)
-        return changes[0]
-    own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)  # saved alone
-    return CheckpointDelta(dict(zip(offered.names, own)), offered.removed)

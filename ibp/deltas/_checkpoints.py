@@ -105,7 +105,17 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         """
         self._check_names(base)
         jobs = [(name, self._changes[name], base[name]) for name in self.changed]
-        whole = self._whole_tensors(base)
+        others = {tensor.device for tensor in base.values() if isinstance(tensor, torch.Tensor)}
+        whole = {}  # new tensors, each on the device of the tensor that it replaces, or of any
+        for name in self.new:
+            change = self._changes[name]
+            assert not isinstance(change, Delta)
+            device = base[name].device if name in base else others.pop() if len(others) == 1 else change.device
+            whole[name] = (
+                change.decompress(device=device, check=True)
+                if isinstance(change, CompressedTensor)
+                else change.detach().to(device, copy=True)
+            )
         apply_all(apart([(name, change, tensor) for name, change, tensor in jobs if isinstance(change, Delta)]))
         if isinstance(base, MutableMapping):
             for name in self.removed:
@@ -121,21 +131,6 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
             raise KeyError(f"base has no tensor {missing[0]!r}, which the delta changes or removes")
         if (self.new or self.removed) and not isinstance(base, MutableMapping):
             raise TypeError(f"base is a {type(base).__name__}, which cannot change; the delta adds or removes names")
-
-    def _whole_tensors(self, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The new tensors, each on the device of the tensor that it replaces, or of any."""
-        others = {tensor.device for tensor in base.values() if isinstance(tensor, torch.Tensor)}
-        whole = {}
-        for name in self.new:
-            change = self._changes[name]
-            assert not isinstance(change, Delta)
-            device = base[name].device if name in base else others.pop() if len(others) == 1 else change.device
-            whole[name] = (
-                change.decompress(device=device, check=True)
-                if isinstance(change, CompressedTensor)
-                else change.detach().to(device, copy=True)
-            )
-        return whole
 
 
 def compare(

@@ -125,12 +125,8 @@ def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change]
 
 
 def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """(head, memory of the parts) of what `message_of` made; all of its bytes are checked.
-
-    Raises:
-        TypeError: the message is no uint8 [bytes].
-        CorruptTableError: it is damaged, or something else.
-    """
+    """(head, memory of the parts) of what `message_of` made; all of its bytes are checked. TypeError: the message is no
+    uint8 [bytes]. CorruptTableError: it is damaged, or something else."""
     if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
         what = f"{message.dtype} {list(message.shape)}" if isinstance(message, torch.Tensor) else type(message).__name__
         raise TypeError(f"the message is a {what}; wanted a torch.uint8 tensor of one dimension")

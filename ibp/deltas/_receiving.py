@@ -32,10 +32,6 @@ class _Pieces(NamedTuple):
     head: PushHead
     came: dict[int, tuple[PushHead, torch.Tensor]]
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.came) == self.head.piece[1]
-
 
 class Receiver:
     """Keeps weights as an `ibp.deltas.Sender` pushes them: the engine's side.
@@ -102,7 +98,7 @@ class Receiver:
             pieces = self._pending[part] = _Pieces(head, {})
         pieces.came[number] = head, data
         all_parts = self._pending.values()
-        if len(all_parts) < head.part[1] or not all(each.is_complete for each in all_parts):
+        if len(all_parts) < head.part[1] or not all(len(each.came) == each.head.piece[1] for each in all_parts):
             return False
         try:
             self._become([came for each in all_parts for came in each.came.values()])
@@ -164,7 +160,9 @@ class Receiver:
         """(region, change, what it changes here) of messages. Coded changes are brought to the weights' device, those
         of a message together."""
         for head, data in came:
-            bases = self._bases_of(head.regions)
+            new = [region for region in head.regions if (region.rows, region.dtype) not in self._bases]
+            self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
+            bases = [self._bases[region.rows, region.dtype] for region in head.regions]
             heads = [region.change for region in head.regions if region.change is not None]
             targets = [base for found in bases for base in found]
             if targets and any(each.fields is not None for each in heads):
@@ -172,12 +170,6 @@ class Receiver:
             changes = iter(opened(heads, data))
             for region, found in zip(head.regions, bases):
                 yield region, None if region.change is None else next(changes), found
-
-    def _bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """As `bases_of`, which is asked once for rows that come in each push."""
-        new = [region for region in regions if (region.rows, region.dtype) not in self._bases]
-        self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
-        return [self._bases[region.rows, region.dtype] for region in regions]
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
         """The memory of regions' rows: several bases where a tensor has several names. An engine that keeps weights in

@@ -103,11 +103,8 @@ def named(weights: Named) -> dict[str, Any]:
 
 def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[OwnRegion]:
     """What a sender sends of weights, tied tensors once, in regions of most_bytes or one row. A collective call where
-    DTensors are sharded otherwise than by rows: these are gathered.
-
-    Raises:
-        TypeError, ValueError: what is given are no tensors, or shards of more ranks than `part` says.
-    """
+    DTensors are sharded otherwise than by rows: these are gathered. TypeError, ValueError: what is given are no
+    tensors, or shards of more ranks than `part` says."""
     found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}  # by memory: names, and a shard
     alone: list[tuple[Any, ...]] = []  # what other senders may send too
     for name, tensor in named(weights).items():

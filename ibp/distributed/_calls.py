@@ -98,7 +98,7 @@ def gather(
 
     def job(plan: Plan, is_tried: bool) -> Job:
         status = Status(state.size, input_tensor.device) if is_tried and is_known_to_fit else None
-        return gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()), status)
+        return gathering(plan, state, group, output_tensor, input_tensor, lambda status: raw(), status)
 
     moved = (state.size - 1) * input_tensor.nbytes
     load = Load(input_tensor.nbytes, moved, moved, is_known_to_fit)
@@ -122,8 +122,8 @@ def _called(
     if state.plans.get(kind) is RAW or travels_raw(state, x, x.nbytes, options):
         return raw(async_op=async_op)
 
-    def attempt(plan: Plan) -> None:
-        _ignore(raw()) if plan.codec is None else run(job(plan, True), state, False).wait()
+    def attempt(plan: Plan) -> object:
+        return raw() if plan.codec is None else run(job(plan, True), state, False).wait()
 
     plan = state.plan(group, kind, Call(x, load, check, options.codec, attempt))
     if plan.codec is None:
@@ -137,7 +137,7 @@ def gathering(
     group: dist.ProcessGroup | None,
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
-    repair: Callable[[Status], None],
+    repair: Callable[[Status], object],
     status: Status | None = None,
 ) -> Job:
     """An all-gather. repair, status: of the job."""
@@ -200,7 +200,7 @@ def broadcast(
             pieces_of_one(plan, x, state.rank == root),
             lambda messages, memory: send(memory.whole, async_op=True),
             lambda status: send(status.all_rows, async_op=True),
-            lambda status: _ignore(raw()),
+            lambda status: raw(),
             plan.note_lost,
             (x,),
         )
@@ -277,9 +277,7 @@ class _Splits:
     come first, then those from them. Both ranks of a message know its size, and so whether it is coded. On a GPU raw
     ones are moved from where they are, beside the first piece of the coded ones.
 
-    Attributes:
-        is_coded: of messages to and from each rank.
-    """
+    is_coded: of messages to and from each rank."""
 
     def __init__(
         self,
@@ -456,7 +454,3 @@ def _copy_own(out: torch.Tensor, x: torch.Tensor) -> None:
     """What a rank sends to itself."""
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
-
-
-def _ignore(work: dist.Work | None) -> None:
-    """Drops the work of a call that has already waited."""

@@ -65,7 +65,7 @@ class Job:
     pieces: Sequence[ExchangePiece]
     move: Callable[[Messages, Memory], dist.Work | None]
     tell: Callable[[Status], dist.Work | None]
-    repair: Callable[[Status], None]
+    repair: Callable[[Status], object]
     note_lost: Callable[[], None]
     tensors: Sequence[torch.Tensor]
     meanwhile: Callable[[], None] | None = None
@@ -132,8 +132,8 @@ class CodedWork(Work):
         piece, slot, work = self._pending.popleft()
         max_sms = 0 if piece is job.pieces[-1] else self._slots.decoding_sms
         if work is not None:
-            with all_taking_part():
-                work.wait() if until is None else work.wait(_left(until))
+            with all_taking_part():  # backends take a timeout of 0 for none
+                work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
         if piece is job.pieces[0] and not self._slots.on_gpu:
             piece.messages.note_heads(slot, self._status)
         for part in piece.received:
@@ -158,11 +158,8 @@ class CodedWork(Work):
         return self._job is None and self._error is None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Waits until the result is there.
-
-        Raises:
-            RuntimeError: ranks use different codecs, one does not take part, or the timeout has passed.
-        """
+        """Waits until the result is there. RuntimeError: ranks use different codecs, one does not take part, or the
+        timeout has passed."""
         if self._job is not None:
             try:
                 self._arrive(self._job, timeout.total_seconds())
@@ -216,8 +213,3 @@ def _synchronize(event: torch.cuda.Event, until: float | None) -> None:
         if time.monotonic() > until:
             raise RuntimeError("the call was not done within the timeout that was given")
         time.sleep(1e-4)
-
-
-def _left(until: float) -> timedelta:
-    """What backends take for a timeout: 0 would be none."""
-    return timedelta(seconds=max(1e-3, until - time.monotonic()))

@@ -120,7 +120,8 @@ class Shards:
                 return raw_all_gather(*raw, group=group, async_op=async_op)
             if self.is_seen and is_watched:
                 assert self.plan is not None
-                job = gathering(self.plan, self.state, group, output_tensor, input_tensor, _no_repair, self.status)
+                call = self.plan, self.state, group, output_tensor, input_tensor
+                job = gathering(*call, lambda status: None, self.status)  # `Rooms` looks at the status
                 return finished(run(job, self.state, async_op), async_op)
         self._note(input_tensor, group)
         # Of a call that may have to be repeated always work: FSDP waits for it when it needs the parameters, and so
@@ -201,9 +202,7 @@ class Rooms:
     Whether the host waits for an all-gather is decided by what is the same on all ranks: what was seen before the pass,
     and whether a pass is under way.
 
-    Args:
-        shards: of the modules.
-    """
+    shards: of the modules."""
 
     def __init__(self, shards: Sequence[Shards]) -> None:
         self.shards = shards
@@ -256,31 +255,28 @@ class Rooms:
                 assert shard.state is not None
                 groups.setdefault(shard.state, []).append(k)
         for state, numbers in groups.items():
-            self._see_in(state, numbers)
-
-    def _see_in(self, state: State, numbers: Sequence[int]) -> None:
-        device = self.shards[numbers[0]].torchs().device
-        slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
-        self._wait_for_optimizer(device)
-        slots.begin()
-        table.zero_()
-        for k in numbers:
-            self.shards[k].code(slots, statuses[k])
-        flags = has_lost(table).to(torch.int64)
-        with all_taking_part():
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
-        is_lost = flags.tolist()
-        table.zero_()
-        slots.end()
-        for k in numbers:
-            self.shards[k].decide(bool(is_lost[k]))
+            device = self.shards[numbers[0]].torchs().device
+            slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
+            context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
+            event = getattr(context, "post_optim_event", None)
+            if event is not None:  # the user has given FSDP it in place of the current stream
+                torch.cuda.current_stream(device).wait_event(event)
+            slots.begin()
+            table.zero_()
+            for k in numbers:
+                self.shards[k].code(slots, statuses[k])
+            flags = has_lost(table).to(torch.int64)
+            with all_taking_part():
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
+            is_lost = flags.tolist()
+            table.zero_()
+            slots.end()
+            for k in numbers:
+                self.shards[k].decide(bool(is_lost[k]))
 
     def _look(self) -> None:
         """The host waits for the all-gathers of the pass. Every rank has every message, and so sees the same.
-
-        Raises:
-            RuntimeError: rows were lost: parameters were written after they were seen to have room.
-        """
+        RuntimeError: rows were lost: parameters were written after they were seen to have room."""
         names = []
         for state, (table, _) in self._statuses.items():
             slots = state.slots(table.device)
@@ -301,13 +297,6 @@ class Rooms:
             table = torch.zeros(shape, dtype=torch.int64, device=device)
             self._statuses[state] = table, [Status(state.size, device, data=row) for row in table]
         return self._statuses[state]
-
-    def _wait_for_optimizer(self, device: torch.device) -> None:
-        """Where the user has given FSDP an event instead of the current stream."""
-        context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
-        event = getattr(context, "post_optim_event", None)
-        if event is not None:
-            torch.cuda.current_stream(device).wait_event(event)
 
 
 # ---- what is torch's own -------------------------------------------------------------------------------------------
@@ -337,10 +326,6 @@ def _inputs_function() -> Any:
 def _inputs_of(group: Any) -> list[torch.Tensor]:
     """What torch copies into the input of a group's all-gather, one behind the other."""
     return [x for inputs in _inputs_function()(list(group.fsdp_params)) for x in inputs]
-
-
-def _no_repair(status: Status) -> None:
-    """Of a call whose status nobody looks at."""
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -78,13 +77,9 @@ def measure(members: RankGroup) -> Link:
 
 
 def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dist.Work | None:
-    """torch's own."""
-    return _torchs_all_gather()(out, x, **options)
-
-
-@functools.cache
-def _torchs_all_gather() -> Callable:
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    """torch's own, by its new name or the old one."""
+    gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, x, **options)
 
 
 def seconds(members: RankGroup, call: Callable[[], object], in_a_row: int, repeats: int = _REPEATS) -> float:

@@ -95,12 +95,8 @@ class Status:
         self.data.copy_(self._empty)
 
     def read(self) -> None:
-        """What is on the host is looked at, from now on.
-
-        Raises:
-            RuntimeError: on a GPU, where messages are decoded after it was recorded: those of the call before were
-                damaged on their way.
-        """
+        """What is on the host is looked at, from now on. RuntimeError: on a GPU, where messages are decoded after it
+        was recorded: those of the call before were damaged on their way."""
         values, of_rows = self._on_host.tolist(), _ENTRIES * self._count
         if self.seen is None:
             self._values = values

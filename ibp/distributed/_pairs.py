@@ -18,9 +18,8 @@ from .._schemes.kinds import Learner
 from . import _planning
 from ._calls import check_tensors, finished, movable, pieces_of_one, root_of, run, travels_raw
 from ._codec import Codec, as_bytes, sample_of
-from ._exchange import CodedWork, Job, Work
+from ._exchange import Job, Work
 from ._links import Load
-from ._messages import Memory, Messages, Status
 from ._planning import RAW, CallOptions, Kind, Pair, Plan, State
 
 _NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
@@ -47,15 +46,6 @@ class Way(NamedTuple):
         if self.is_out:
             return dist.isend(data, group=self.group, tag=self.tag, group_dst=self.peer)
         return dist.irecv(data, group=self.group, tag=self.tag, group_src=self.peer)
-
-    def move_message(self, messages: Messages, memory: Memory) -> dist.Work | None:
-        return self.move(memory.whole)
-
-    def tell(self, status: Status) -> dist.Work | None:
-        return self.move(status.all_rows)
-
-    def move_now(self, data: torch.Tensor) -> None:
-        finished(self.move(data), False)
 
 
 class NotedWork(Work):
@@ -175,18 +165,21 @@ def _transferred(tensor: torch.Tensor, way: Way, options: CallOptions, is_async:
     if plan is None or (plan.codec is not None and plan.is_due()):
         work: dist.Work | None = _with_note(tensor, way, state, pair, kind)
     elif plan.codec is not None:
-        work = _coded(tensor, way, state, plan, is_async)
+        x = as_bytes(tensor)
+        pieces = pieces_of_one(plan, x, way.is_out)
+        job = Job(
+            pieces,
+            lambda messages, memory: way.move(memory.whole),
+            lambda status: way.move(status.all_rows),
+            lambda status: finished(way.move(x), False),
+            plan.note_lost,
+            (x,),
+        )
+        work = run(job, state, is_async)
     else:
         return finished(way.move(movable(tensor)), is_async)
     pair.last = work if is_async else None
     return finished(work, is_async)
-
-
-def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan, is_async: bool) -> CodedWork:
-    x = as_bytes(tensor)
-    pieces = pieces_of_one(plan, x, way.is_out)
-    job = Job(pieces, way.move_message, way.tell, lambda status: way.move_now(x), plan.note_lost, (x,))
-    return run(job, state, is_async)
 
 
 def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: Kind) -> NotedWork:

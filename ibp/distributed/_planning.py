@@ -94,7 +94,7 @@ class Call(NamedTuple):
     load: Load
     check: Callable[[], None]
     codec: Codec | None
-    attempt: Callable[[Plan], None] | None = None
+    attempt: Callable[[Plan], object] | None = None
 
 
 @dataclass(eq=False)
@@ -134,12 +134,8 @@ RAW = Plan(None)
 
 @dataclass(eq=False)
 class Pair:
-    """What is known of tensors from one rank to another.
-
-    Attributes:
-        plans, learners: of kinds of tensors; learners of the sender alone.
-        last: of a call that is to be finished before the next one.
-    """
+    """What is known of tensors from one rank to another. plans, learners: of kinds of tensors; learners of the sender
+    alone; last: of a call that is to be finished before the next one."""
 
     plans: dict[Kind, Plan] = field(default_factory=dict)
     learners: dict[Kind, Learner[Codec]] = field(default_factory=dict)

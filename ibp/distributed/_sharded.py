@@ -20,7 +20,7 @@ from .._machine import numa as _numa
 from .._rows.faults import CorruptTableError, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
-from .._rows.table import OF_SELECTIONS, Table
+from .._rows.table import OF_SELECTIONS
 from .._schemes import AnyCodebook, Request, coding_of
 from .._schemes.choice import learn
 from .._schemes.estimation import exact_stored_bytes
@@ -78,7 +78,14 @@ class ShardedTable(TensorManners):
         self._group = members = RankGroup(group)
         shards = members.together("ShardedTable", lambda: _Shard.of(local_table))
         same_on_all("ShardedTable", [shard.described() for shard in shards])
-        self._codebook = _common_codebook(shards)
+        found = [(rank, shard.codebook) for rank, shard in enumerate(shards) if shard.codebook is not None]
+        for rank, codebook in found:
+            if codebook != found[0][1]:
+                raise ValueError(
+                    f"the shards of ranks {found[0][0]} and {rank} have different codebooks: make them with "
+                    "from_local, or with compress_rows(..., codebook=) of one"
+                )
+        self._codebook = found[0][1] if found else None
         self.local_table = local_table
         self.starts = [0]
         for shard in shards:
@@ -362,7 +369,9 @@ class ShardedTable(TensorManners):
         parts = torch.arange(self.rows_per_item, device=worker)
         rows = (ids.to(worker).unsqueeze(1) * self.rows_per_item + parts).view(-1)
         ends_of_parts = torch.tensor([0, *counts]).cumsum(0) * self.rows_per_item
-        lengths = _entries(table, rows, worker)
+        entries = table.handle(worker).parts.lengths.view(torch.int16)
+        found = entries[rows] if entries.numel() else torch.zeros_like(rows, dtype=torch.int16)
+        lengths = found.view(torch.uint16)
         ends = self._places(lengths)
         bounds = ends[ends_of_parts.to(worker)].tolist()
         copied = torch.empty(bounds[-1], dtype=torch.uint8, device=worker)
@@ -371,8 +380,8 @@ class ShardedTable(TensorManners):
         torch.ops.ibp.fill_slab.default(handle.table, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
         table.raise_fault(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
-        entries = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
-        return [_Received(*pair) for pair in zip(entries, near.split(sizes))]
+        sent = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
+        return [_Received(*pair) for pair in zip(sent, near.split(sizes))]
 
     def _places(self, lengths: torch.Tensor) -> torch.Tensor:
         """Where rows with these entries of the index begin when they are sent one after the other, and the end: int64
@@ -437,13 +446,6 @@ class _Received(NamedTuple):
     rows: torch.Tensor
 
 
-def _entries(table: Table, rows: torch.Tensor, worker: torch.device) -> torch.Tensor:
-    """Entries of the index of rows, uint16 on the worker, 0 where there is none."""
-    lengths = table.handle(worker).parts.lengths
-    found = lengths.view(torch.int16)[rows] if lengths.numel() else torch.zeros_like(rows, dtype=torch.int16)
-    return found.view(torch.uint16)
-
-
 def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -454,18 +456,6 @@ def _check_whole_rows(geometry: _rows.Geometry) -> None:
             f"items of {geometry.item_bytes} bytes are not whole rows of {geometry.row_bytes}: wanted a tensor of 2 or "
             "more dimensions, and row_bytes that divides an item's"
         )
-
-
-def _common_codebook(shards: list[_Shard]) -> AnyCodebook | None:
-    """That of all shards which are not raw; None where all are. ValueError where they differ."""
-    found = [(rank, shard.codebook) for rank, shard in enumerate(shards) if shard.codebook is not None]
-    for rank, codebook in found:
-        if codebook != found[0][1]:
-            raise ValueError(
-                f"the shards of ranks {found[0][0]} and {rank} have different codebooks: make them with from_local, or "
-                "with compress_rows(..., codebook=) of one"
-            )
-    return found[0][1] if found else None
 
 
 # ---- learning ----

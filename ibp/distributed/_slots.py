@@ -34,11 +34,9 @@ class MessageSlots:
     On the CPU every piece has memory of its own, which is there until the call has been waited for. On a GPU the order
     of the streams protects it: each call begins when the one before it has ended.
 
-    Attributes:
-        side: the stream of calls that are waited for later; None on the CPU.
-        coding_sms, decoding_sms: multiprocessors for pieces that are coded and decoded while the link needs some. What
-            is coded late holds up the link; what is decoded late does not.
-    """
+    side: the stream of calls that are waited for later; None on the CPU. coding_sms, decoding_sms: multiprocessors for
+    pieces that are coded and decoded while the link needs some. What is coded late holds up the link; what is decoded
+    late does not."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"

@@ -68,10 +68,7 @@ def _numbers(version: str) -> list[int]:
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:
     """What makes `ibp.kv.KeyedPages` as options say: pool_bytes, device, level. where: what users call the options.
-
-    Raises:
-        TypeError, ValueError: pool_bytes is missing, or an option is not as described.
-    """
+    TypeError, ValueError: pool_bytes is missing, or an option is not as described."""
     if not options.get("pool_bytes"):
         raise ValueError(f"{where} has no pool_bytes: bytes of host memory for coded pages")
     try:
@@ -126,14 +123,8 @@ class Tasks:
 
 
 def dtype_of(name: str, option: str | None = None) -> torch.dtype:
-    """The dtype that an engine calls so; torch.uint8 where that is unknown.
-
-    Args:
-        option: what a user has named, in place of the engine's dtype.
-
-    Raises:
-        ValueError: the option is unknown.
-    """
+    """The dtype that an engine calls so; torch.uint8 where that is unknown. option: what a user has named, in place of
+    the engine's dtype. ValueError: the option is unknown."""
     known = getattr(torch, _CACHE_DTYPES.get(option or name, option or name), None)
     if isinstance(known, torch.dtype):
         return known

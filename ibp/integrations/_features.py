@@ -15,11 +15,8 @@ Table = ibp.CompressedTensor | ibp.RowCache
 
 def table_of(value: Any, what: str, options: dict[str, Any]) -> Table:
     """A table, or a cache of one, as it is, or a table made of a tensor or array with the options of `ibp.compress`.
-
-    Raises:
-        TypeError: value is none of these, or of a dtype that tables cannot hold.
-        ValueError: options are given with a table, or are wrong.
-    """
+    TypeError: value is none of these, or of a dtype that tables cannot hold. ValueError: options are given with a
+    table, or are wrong."""
     if isinstance(value, TABLES):
         if options:
             raise ValueError(f"{what} is a table already, but options are given: {', '.join(options)}")
@@ -41,12 +38,8 @@ def check_rows(table: Table, num_rows: int, what: str, of: str) -> None:
 
 
 def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: str) -> torch.Tensor:
-    """The table's rows at ids on a device; None: the ids'.
-
-    Raises:
-        IndexError: a CPU id is out of range (see `ibp.index_select` for those on a GPU).
-        RuntimeError: this is a worker process of a data loader, and a GPU would fetch the rows.
-    """
+    """The table's rows at ids on a device; None: the ids'. IndexError: a CPU id is out of range (see `ibp.index_select`
+    for those on a GPU). RuntimeError: this is a worker process of a data loader, and a GPU would fetch the rows."""
     refuse_cuda_in_worker(table, device, what)
     try:
         return table.index_select(ids, device=device)

@@ -101,19 +101,15 @@ class Loading:
         """Puts a weight in its modules, coded, and returns its table; or the plain tensor that is to be a parameter."""
         if isinstance(value, torch.Tensor) and not (self.codes(key) and is_worth_coding(value.detach())):
             return value
-        if value.shape != self._shape_of(key, value):
+        held = self._model.get_parameter(key)  # tables of some modules hold the transposed matrices
+        is_transposed = not isinstance(value, torch.Tensor) and self._plan.is_transposed(key)
+        if value.shape != (held.mT.shape if is_transposed else held.shape):
             self._later.add(key)  # the framework refuses it, or fills the weight with other values
             return value if isinstance(value, torch.Tensor) else value.decompress()
         table = self._plan.table_of(key, value) if isinstance(value, torch.Tensor) else value
         if self._plan.put(key, table):
             return table
         return value if isinstance(value, torch.Tensor) else value.decompress()
-
-    def _shape_of(self, key: str, value: CompressedTensor | torch.Tensor) -> torch.Size:
-        """The shape that a value is to have: tables of some modules hold the transposed matrices."""
-        held = self._model.get_parameter(key)
-        is_transposed = not isinstance(value, torch.Tensor) and self._plan.is_transposed(key)
-        return held.mT.shape if is_transposed else held.shape
 
     def finish(self) -> ModelReport:
         """Codes the remaining weights, when the checkpoint is read."""
@@ -138,13 +134,9 @@ def check_device_map(device_map: object) -> None:
 
 def away_of(device_map: object) -> dict[str, str]:
     """The parts of a model that a device map leaves off the devices that compute, each with its place."""
-    places = _places(device_map)
+    places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
     names = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
     return {key: place for key, place in places.items() if place in names}
-
-
-def _places(device_map: object) -> dict[str, str]:
-    return {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
 
 
 def is_coded(path: str | os.PathLike[str]) -> bool:

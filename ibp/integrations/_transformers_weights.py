@@ -176,7 +176,16 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         assert self._loading is not None
         self.report, self._loading = self._loading.finish(), None
-        _forget_ties(model)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):  # modules of tied weights share a table
+                module.all_tied_weights_keys = {
+                    target: source
+                    for target, source in module.all_tied_weights_keys.items()
+                    if not any(
+                        isinstance(module.get_submodule(key.rpartition(".")[0]), TableModule)
+                        for key in (target, source)
+                    )
+                }
         for module in model.modules():
             if isinstance(module, TableModule):
                 vars(module.weight).pop(_INITIALIZED, None)
@@ -220,21 +229,6 @@ class _Coding(ConversionOps):
         return plain
 
 
-def _forget_ties(model: PreTrainedModel) -> None:
-    """Takes coded weights from transformers' lists of tied parameters: their modules share a table."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.all_tied_weights_keys = {
-                target: source
-                for target, source in module.all_tied_weights_keys.items()
-                if not any(isinstance(_owner(module, key), TableModule) for key in (target, source))
-            }
-
-
-def _owner(model: torch.nn.Module, key: str) -> torch.nn.Module:
-    return model.get_submodule(key.rpartition(".")[0])
-
-
 # ---- files of coded weights ----
 
 
@@ -244,11 +238,8 @@ _loadings: WeakValueDictionary[str, Loading] = WeakValueDictionary()
 
 
 class _CodedEntry:
-    """A tensor of a coded file, as transformers reads one of safetensors: `entry[...].to(device, dtype)`.
-
-    Attributes:
-        wanted: what says which form the tensor is to have, and the name of its parameter; None: plain.
-    """
+    """A tensor of a coded file, as transformers reads one of safetensors: `entry[...].to(device, dtype)`. wanted: what
+    says which form the tensor is to have, and the name of its parameter; None: plain."""
 
     def __init__(self, tensor: SourceTensor) -> None:
         self._tensor = tensor

@@ -141,11 +141,8 @@ def close(model: torch.nn.Module) -> None:
 
 class _CompressedGroup:
     """A group of diffusers whose parameters come from tables. Puts itself in the place of the group's two functions.
-
-    Attributes:
-        coded, placeholders: by parameter, the weights, and what takes their place at rest.
-        rest: diffusers' own group of all other tensors.
-    """
+    coded, placeholders: by parameter, the weights, and what takes their place at rest; rest: diffusers' own group of
+    all other tensors."""
 
     def __init__(
         self,

@@ -162,7 +162,13 @@ class CompressedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values, [B, heads, new tokens, head_dim], and gives those of all tokens. Raises what
         `CompressedCache.update` does."""
-        _check_call(key_states)
+        if key_states.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "coded keys and values have no gradients: call the model under torch.no_grad() or "
+                "torch.inference_mode(), or with a DynamicCache"
+            )
+        if key_states.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CompressedCache cannot be captured in a CUDA graph: its tensors grow")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = (torch.cat([old, new], dim=-2) for old, new in zip(self.raw, (key_states, value_states)))
@@ -255,22 +261,18 @@ class CompressedLayer(DynamicLayer):
         num_left = max(0, self.get_seq_length() + tokens_to_remove)
         num_coded = history.num_tokens if history is not None else 0
         if history is not None and num_left < num_coded:
-            self._crop_coded(history, num_left)
+            self._pending = None
+            num_blocks, num_raw = divmod(num_left, self._options.block)
+            fetch = self._decoder.fetch(history, self._options.block, range(num_blocks, num_blocks + 1))
+            raw = tuple(whole[..., :num_raw, :].clone() for whole in fetch.wait())
+            with torch.inference_mode(False):
+                history.truncate(num_blocks)
+            self.raw = raw
+            self._code_anew_if_sparse()
         else:
             self.raw = tuple(tail[..., : num_left - num_coded, :] for tail in self.raw)
         if self._pending is not None and self._pending.num_blocks * self._options.block > self._num_raw():
             self._pending = None
-
-    def _crop_coded(self, history: History, num_left: int) -> None:
-        """Keeps fewer tokens than are coded: whole blocks of them, and the others raw."""
-        self._pending = None
-        num_blocks, num_raw = divmod(num_left, self._options.block)
-        fetch = self._decoder.fetch(history, self._options.block, range(num_blocks, num_blocks + 1))
-        raw = tuple(whole[..., :num_raw, :].clone() for whole in fetch.wait())
-        with torch.inference_mode(False):
-            history.truncate(num_blocks)
-        self.raw = raw
-        self._code_anew_if_sparse()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence b becomes what sequence beam_idx[b] was. Coded tokens are not touched: where they are decoded to is
@@ -319,16 +321,6 @@ class CompressedLayer(DynamicLayer):
         history = self._coded()
         coded = history.num_tokens if history is not None else 0
         return f"CompressedLayer({self.get_seq_length()} tokens, {coded} of them coded)"
-
-
-def _check_call(states: torch.Tensor) -> None:
-    if states.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "coded keys and values have no gradients: call the model under torch.no_grad() or torch.inference_mode(), "
-            "or with a DynamicCache"
-        )
-    if states.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a CompressedCache cannot be captured in a CUDA graph: its tensors grow")
 
 
 class CompressedCache(DynamicCache):
@@ -413,16 +405,13 @@ class CompressedCache(DynamicCache):
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer):
             self._coding = layer if layer.is_coding_much() else None
-            self._fetch_next(layer_idx, layer)
+            # The layer that is used next, behind the last one the first one: for as many new tokens as there were now,
+            # or for one if these were the first.
+            order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
+            index = next(index for index in order if isinstance(self.layers[index], CompressedLayer))
+            is_prompt = layer.last_query == layer.get_seq_length()
+            self.layers[index].fetch_ahead(1 if index <= layer_idx and is_prompt else layer.last_query)
         return keys, values
-
-    def _fetch_next(self, layer_idx: int, layer: CompressedLayer) -> None:
-        """Begins to bring the layer that is used next: behind the last one the first one, for as many new tokens as
-        there were now, or for one if these were the first."""
-        order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
-        index = next(index for index in order if isinstance(self.layers[index], CompressedLayer))
-        is_prompt = layer.last_query == layer.get_seq_length()
-        self.layers[index].fetch_ahead(1 if index <= layer_idx and is_prompt else layer.last_query)
 
     def stats(self) -> CompressedCacheStats:
         """What the cache holds and has moved so far."""

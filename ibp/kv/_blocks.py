@@ -79,11 +79,6 @@ class _Pool:
         """Whether a page under way may find no room."""
         return self.store is not None and self.may_use > self.store.place.overflow.numel()
 
-    def count_used(self) -> None:
-        """Reads how much overflow is in use, while no job is under way."""
-        if self.may_lose and self.store is not None:
-            self.may_use = self.store.place.counts().used_bytes
-
     def compact(self) -> None:
         """Makes room in the overflow, where that was short and enough has been stored since the last time."""
         if self._lost_some and self.store is not None and self.store.compact_if_due():
@@ -359,7 +354,8 @@ class BlockStore:
             self._finished.append((job, success, entry.seconds()))
         if not any(entry.stores for entry in self._jobs.values()):
             for pool in self._pools.values():
-                pool.count_used()
+                if pool.may_lose and pool.store is not None:
+                    pool.may_use = pool.store.place.counts().used_bytes
 
     def _settle_store(self, entry: _Job) -> bool:
         pages = [page for part, _ in entry.transfers for page in part.pages]

@@ -60,11 +60,8 @@ class Form:
 
     @classmethod
     def of(cls, states: torch.Tensor, block: int, codebook: AnyCodebook | None) -> Form:
-        """The form of keys or values. codebook: that they will be coded with, if that is known.
-
-        Raises:
-            ValueError: blocks are no whole rows of the codebook's, or one token of a head is too long for a row.
-        """
+        """The form of keys or values. codebook: that they will be coded with, if that is known. ValueError: blocks are
+        no whole rows of the codebook's, or one token of a head is too long for a row."""
         token_bytes = states.shape[-1] * states.element_size()
         item_bytes = block * token_bytes
         if codebook is not None:
@@ -121,11 +118,8 @@ class CodedTokens(NamedTuple):
     num_items: int
 
     def num_bytes(self, state: list[int] | None) -> int:
-        """Bytes of data in use. state: what the tensor of that name holds, on the host.
-
-        Raises:
-            RuntimeError: a row was not coded, which cannot happen to what `encode` has queued.
-        """
+        """Bytes of data in use. state: what the tensor of that name holds, on the host. RuntimeError: a row was not
+        coded, which cannot happen to what `encode` has queued."""
         if state is None:
             return self.data.numel()
         used, _, lost, status, *_ = state
@@ -153,13 +147,9 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
 
 
 class TokenOrder(NamedTuple):
-    """Which coded sequence is which one now.
-
-    Attributes:
-        slots: int64 [blocks, B]: sequence b of block t is the coded sequence slots[t, b]; these are numbered over all
-            blocks, in the order in which they were coded.
-        stamp: another one for every order.
-    """
+    """Which coded sequence is which one now. slots: int64 [blocks, B]: sequence b of block t is the coded sequence
+    slots[t, b]; these are numbered over all blocks, in the order in which they were coded; stamp: another one for every
+    order."""
 
     slots: torch.Tensor
     stamp: int
@@ -294,7 +284,10 @@ class TokenCodec:
 
     def _look(self, items: torch.Tensor) -> None:
         """Takes the codebook of some items where it saves more than the present one; none where it saves nothing."""
-        sample, codebook = _sampled(items), self._learner.found
+        num_blocks, batch, heads, elements = items.shape
+        ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
+        taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
+        sample, codebook = taken.cpu().view(-1), self._learner.found
         learned = learned_from(
             sample,
             self.form.row_bytes,
@@ -363,14 +356,6 @@ def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as numbers that every device copies."""
     return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
-
-
-def _sampled(items: torch.Tensor) -> torch.Tensor:
-    """Some items, from anywhere among them: uint8 on the CPU."""
-    num_blocks, batch, heads, elements = items.shape
-    ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
-    taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
-    return taken.cpu().view(-1)
 
 
 def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:

@@ -7,9 +7,8 @@ import torch
 from .._machine import memory as _memory
 from .._machine.ring import Ring, Turn
 from .._rows.faults import Faults, FaultWords
-from ._arena import TokenArena
 from ._coding import Options
-from ._history import History, Pending
+from ._history import History, Pending, TokenArena
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
 _SLACK = 8  # a buffer that grows becomes an eighth larger than the layer
@@ -118,11 +117,7 @@ class TokenDecoder:
             codec.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
 
     def check(self) -> None:
-        """Raises what decoding has noted so far.
-
-        Raises:
-            RuntimeError: coded bytes in memory were damaged.
-        """
+        """Raises what decoding has noted so far. RuntimeError: coded bytes in memory were damaged."""
         self._faults.raise_pending(self.device)
 
 
@@ -184,40 +179,28 @@ class HostTokenDecoder(CudaTokenDecoder):
         self.sent_bytes += data.numel()
 
     def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        turn = self._turn_of(history)
-        torch.cuda.set_stream(self._decoder)
-        turn.wait(self._decoder)
-        self._decode(history, keys, values, blocks, turn.memory[: history.arena.used])
-        turn.release(self._decoder)
-
-    def _turn_of(self, history: History) -> Turn:
-        """A buffer that a layer's coded bytes are in, or on their way to."""
         turn = self._ring.last
         if self._stamps.get(turn) != history.stamp:
             turn = self._ring.next()
         if self._stamps.get(turn) != history.stamp:
             self._stamps.pop(turn, None)
-            self._bring(history, turn)
+            arena, stream = history.arena, self._ring.stream
+            assert arena.filled is not None
+            if turn.memory.numel() < arena.used:
+                turn.reserve(arena.used + arena.used // _SLACK)
+            stream.wait_event(arena.filled)
+            parts = arena.parts()
+            turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
+            self.fetched_bytes += sum(part.numel() for _, part in parts)
             self._stamps[turn] = history.stamp
-        return turn
-
-    def _bring(self, history: History, turn: Turn) -> None:
-        arena, stream = history.arena, self._ring.stream
-        assert arena.filled is not None
-        if turn.memory.numel() < arena.used:
-            turn.reserve(arena.used + arena.used // _SLACK)
-        stream.wait_event(arena.filled)
-        parts = arena.parts()
-        turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
-        self.fetched_bytes += sum(part.numel() for _, part in parts)
+        torch.cuda.set_stream(self._decoder)
+        turn.wait(self._decoder)
+        self._decode(history, keys, values, blocks, turn.memory[: history.arena.used])
+        turn.release(self._decoder)
 
 
 def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
-    """The decoder of a device's layers.
-
-    Raises:
-        ValueError: it is neither a CPU nor a GPU that this build of ibp can use.
-    """
+    """The decoder of a device's layers. ValueError: it is neither a CPU nor a GPU that this build of ibp can use."""
     device = _memory.canonical(device)
     with torch.inference_mode(False):
         if device.type == "cpu":

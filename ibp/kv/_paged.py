@@ -63,7 +63,8 @@ class PagedTensors:
         self.device, self.block_bytes = block.device, block.nbytes
         offsets, self.piece_bytes = _pieces(block)
         near = torch.tensor([start + offset for start in starts for offset in offsets], device=self.device)
-        self.layout, scratch = _piece(block, self.piece_bytes)
+        self.layout = block.as_strided((self.piece_bytes // block.element_size(),), (1,))
+        scratch = torch.empty(self.piece_bytes, dtype=torch.uint8, device=block.device)
         # As torch.ops.ibp.plan_pages takes it.
         self._where = (near, addresses, stride, scratch.data_ptr(), len(offsets))
         self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
@@ -135,12 +136,8 @@ def plan_pages(
 
 def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(numbers of pages or blocks on a device, int64; the same on the host, where it knows them: they are in range
-    then). The host does not wait for the device.
-
-    Raises:
-        IndexError, TypeError, ValueError: numbers are no list of integers in [0, count).
-        RuntimeError: the host knows them, and a CUDA graph is being captured.
-    """
+    then). The host does not wait for the device. IndexError, TypeError, ValueError: numbers are no list of integers in
+    [0, count). RuntimeError: the host knows them, and a CUDA graph is being captured."""
     given = list_of_ids(numbers, name).to(torch.int64).contiguous()
     if given.is_cuda:
         return given.to(device), None
@@ -177,9 +174,3 @@ def _pieces(block: torch.Tensor) -> tuple[list[int], int]:
         offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
     itemsize = block.element_size()
     return (offsets * itemsize).flatten().tolist(), run * itemsize
-
-
-def _piece(block: torch.Tensor, piece_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first piece as a tensor, and memory as large that nobody uses."""
-    piece = block.as_strided((piece_bytes // block.element_size(),), (1,))
-    return piece, torch.empty(piece_bytes, dtype=torch.uint8, device=block.device)

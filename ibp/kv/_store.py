@@ -454,7 +454,12 @@ class KVStore:
     def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _StoreCall:
         """The arguments of a transfer. once: which numbers have to be different, as what they name is written to."""
         paged = self._paged(tensors, blocks)
-        self._check_paged(paged, first_tensor)
+        check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
+        whole_number("first_tensor", first_tensor, 0)
+        if first_tensor + len(paged) > self.num_tensors:
+            raise ValueError(
+                f"there are {len(paged)} tensors from number {first_tensor} on; a page has {self.num_tensors}"
+            )
         near, host = numbers_on(self.device, "pages", pages, self.num_pages)
         if blocks is None:
             near_blocks, host_blocks = torch.arange(paged.num_blocks, device=self.device), None
@@ -483,14 +488,6 @@ class KVStore:
         if buffers not in self._lists:
             self._lists[buffers] = PageList(buffers)
         return self._lists[buffers]
-
-    def _check_paged(self, paged: PagedTensors, first_tensor: int) -> None:
-        check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
-        whole_number("first_tensor", first_tensor, 0)
-        if first_tensor + len(paged) > self.num_tensors:
-            raise ValueError(
-                f"there are {len(paged)} tensors from number {first_tensor} on; a page has {self.num_tensors}"
-            )
 
     @contextlib.contextmanager
     def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _StoreCall) -> Iterator[None]:

@@ -96,7 +96,10 @@ class _Group(RowsModule):
             raise ValueError(
                 f"lengths add up to {int(offsets[-1])}; wanted {ids.numel()}, one for each id, none below 0"
             )
-        numbers = self._numbers_of(jagged, offsets)
+        device = offsets.device  # which part each id is of, whatever the offsets of bags are:
+        ends = offsets[_ends_of(jagged.bags, device)]
+        places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
+        numbers = self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
         rows = self.rows_of(torch.where(is_wrong, -1, ids), numbers, names)
         if ids.is_cuda or len(jagged.parts) == 1:
             offsets = offsets.clamp(0, ids.numel()).cummax(0).values
@@ -108,13 +111,6 @@ class _Group(RowsModule):
             own = offsets[first : last + 1] - offsets[first]
             results.append(self._pool(rows[part], own, mode, weights, include_last_offset=True))
         return torch.cat(results)
-
-    def _numbers_of(self, jagged: _Jagged, offsets: torch.Tensor) -> torch.Tensor:
-        """Which part each id is of, whatever the offsets of bags are."""
-        device = offsets.device
-        ends = offsets[_ends_of(jagged.bags, device)]
-        places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
-        return self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
 
     def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
         if saves_tables():
@@ -184,7 +180,11 @@ class EmbeddingCollection(torch.nn.Module):
             raise ValueError("there are no tables; wanted one at least")
         given = {name: _given(name, weights) for name, weights in tables.items()}
         is_new = all(isinstance(weights, tuple) for weights in given.values())
-        dtype = _common_dtype(given, dtype)
+        found = {weights.dtype for weights in given.values() if not isinstance(weights, tuple)}
+        found |= {dtype} if dtype is not None else set() if found else {torch.get_default_dtype()}
+        if len(found) != 1:
+            raise ValueError(f"the tables have dtypes {', '.join(sorted(map(str, found)))}; wanted one")
+        dtype = found.pop()
         self.mode = mode
         self.embedding_dims = {
             name: int(weights[1] if isinstance(weights, tuple) else weights.shape[1]) for name, weights in given.items()
@@ -194,27 +194,17 @@ class EmbeddingCollection(torch.nn.Module):
         self.groups = torch.nn.ModuleList()
         for dim in dict.fromkeys(self.embedding_dims.values()):
             own = {name: weights for name, weights in given.items() if self.embedding_dims[name] == dim}
-            self._add_group(own, dim, dtype, device, is_new if trainable is None else trainable, cache_bytes)
-
-    def _add_group(
-        self,
-        given: Mapping[str, CompressedTensor | torch.Tensor | tuple[int, int]],
-        dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str | int | None,
-        trainable: bool,
-        cache_bytes: int | None,
-    ) -> None:
-        sources = {name: _source(weights, dtype) for name, weights in given.items()}
-        first = 0
-        for number, (name, source) in enumerate(sources.items()):
-            self._parts[name] = _Part(len(self.groups), number, first, source.num_rows)
-            first += source.num_rows
-        table = next(iter(given.values()))
-        if len(given) > 1 or not isinstance(table, CompressedTensor) or device is not None:
-            table = table_of(list(sources.values()), dim, dtype, "cpu" if device is None else device)
-        self.groups.append(_Group(table, [source.num_rows for source in sources.values()], trainable, cache_bytes))
-        self._names.append(list(given))
+            trainable = is_new if trainable is None else trainable
+            sources = {name: _source(weights, dtype) for name, weights in own.items()}
+            first = 0
+            for number, (name, source) in enumerate(sources.items()):
+                self._parts[name] = _Part(len(self.groups), number, first, source.num_rows)
+                first += source.num_rows
+            table = next(iter(own.values()))
+            if len(own) > 1 or not isinstance(table, CompressedTensor) or device is not None:
+                table = table_of(list(sources.values()), dim, dtype, "cpu" if device is None else device)
+            self.groups.append(_Group(table, [source.num_rows for source in sources.values()], trainable, cache_bytes))
+            self._names.append(list(own))
 
     # ---- look-ups ----
 
@@ -400,14 +390,6 @@ def _given(name: str, weights: Any) -> CompressedTensor | torch.Tensor | tuple[i
         f"table {name!r} is a {type(weights).__name__}; wanted a table, a tensor, a torch.nn.EmbeddingBag or "
         "(num_embeddings, embedding_dim)"
     )
-
-
-def _common_dtype(given: Mapping[str, Any], dtype: torch.dtype | None) -> torch.dtype:
-    found = {weights.dtype for weights in given.values() if not isinstance(weights, tuple)}
-    found |= {dtype} if dtype is not None else set() if found else {torch.get_default_dtype()}
-    if len(found) != 1:
-        raise ValueError(f"the tables have dtypes {', '.join(sorted(map(str, found)))}; wanted one")
-    return found.pop()
 
 
 def _source(weights: CompressedTensor | torch.Tensor | tuple[int, int], dtype: torch.dtype) -> Rows:

@@ -240,7 +240,14 @@ class ModelPlan:
         if weight.is_stacked:
             table = _put_in_experts(self._model, weight.names[0], table, self._fused)
         else:
-            _put_over(self._model, weight.names, table, self._fused)
+            made: dict[torch.nn.Module, TableModule] = {}
+            for name, module in [(name, self._model.get_submodule(name)) for name in weight.names]:
+                if module not in made:
+                    made[module] = _module_over(table, module, self._fused)
+                    made[module].share_table(next(iter(made.values())))
+                    made[module].train(module.training)
+                parent, _, attribute = name.rpartition(".")
+                setattr(self._model.get_submodule(parent), attribute, made[module])
         self._coded += weight.names
         self._num_bytes, self._nbytes = self._num_bytes + weight.num_bytes, self._nbytes + table.nbytes
         return True
@@ -387,14 +394,10 @@ def join_neighbours(model: torch.nn.Module) -> None:
     """Lets neighbours in a model multiply together."""
     for module in model.modules():
         for names in _NEIGHBOURS:
-            _join([module._modules.get(name) for name in names])
-
-
-def _join(modules: list[torch.nn.Module | None]) -> None:
-    """Lets modules multiply together, if all are there, hold tables, and may."""
-    linears = [module for module in modules if type(module) is Linear and module.fused]
-    if len(set(linears)) == len(modules) and len({module.in_features for module in linears}) == 1:
-        multiply_together(*linears)
+            modules = [module._modules.get(name) for name in names]
+            linears = [module for module in modules if type(module) is Linear and module.fused]
+            if len(set(linears)) == len(modules) and len({module.in_features for module in linears}) == 1:
+                multiply_together(*linears)
 
 
 def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, fused: bool) -> CompressedTensor:
@@ -405,18 +408,6 @@ def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, 
         module = Experts(module, fused)
         model.set_submodule(of_module, module)
     return module.put(attribute, table).weight
-
-
-def _put_over(model: torch.nn.Module, names: Iterable[str], table: CompressedTensor, fused: bool) -> None:
-    """Puts modules over one table in the place of modules."""
-    made: dict[torch.nn.Module, TableModule] = {}
-    for name, module in [(name, model.get_submodule(name)) for name in names]:
-        if module not in made:
-            made[module] = _module_over(table, module, fused)
-            made[module].share_table(next(iter(made.values())))
-            made[module].train(module.training)
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, made[module])
 
 
 def _has_rows(module: torch.nn.Module) -> bool:

@@ -21,12 +21,8 @@ _DOWN, _BIAS = "down_proj", "_bias"
 
 
 class CodedStack(TableModule):
-    """The table of a stacked weight of `Experts`, whose name the module has.
-
-    Args:
-        table: [experts, rows, columns], of rows that are table rows.
-        transposed: whether plain weights are [experts, columns, rows].
-    """
+    """The table of a stacked weight of `Experts`, whose name the module has. table: [experts, rows, columns], of rows
+    that are table rows; transposed: whether plain weights are [experts, columns, rows]."""
 
     def __init__(self, table: CompressedTensor, transposed: bool) -> None:
         super().__init__(by_rows(table), stays=False)

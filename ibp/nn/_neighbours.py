@@ -27,12 +27,8 @@ class _Kept(NamedTuple):
 
 
 class Neighbours:
-    """Modules over tables whose products one call of `linear` gives, as long as the model calls them in turn with
-    the same x.
-
-    Attributes:
-        modules: `Linear`, in the order of the calls.
-    """
+    """Modules over tables whose products one call of `linear` gives, as long as the model calls them in turn with the
+    same x. modules: `Linear`, in the order of the calls."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = tuple(modules)

@@ -83,11 +83,8 @@ def slots_for(
 
 class Calls:
     """Calls of the forward that a class of stacked experts has, with tensors of the call in place of a module's own.
-
-    Args:
-        kind: the class. Modules of other classes need the attributes that its forward reads.
-        stacks: names of the stacked weights.
-    """
+    kind: the class. Modules of other classes need the attributes that its forward reads. stacks: names of the stacked
+    weights."""
 
     def __init__(self, kind: Any, stacks: Iterable[str]) -> None:
         self.kind, self._stacks, self._choice = kind, frozenset(stacks), arguments_of(kind)[1]

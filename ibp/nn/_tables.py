@@ -177,11 +177,8 @@ class TableModule(torch.nn.Module):
 
 
 def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:
-    """The rows of a module's table: of a plain weight, a matrix or a stack of them, or of a table of it.
-
-    Args:
-        turns: whether the rows are the matrices' columns.
-    """
+    """The rows of a module's table: of a plain weight, a matrix or a stack of them, or of a table of it. turns: whether
+    the rows are the matrices' columns."""
     columns = weight.shape[-1]
     if isinstance(weight, CompressedTensor):
         if weight.dim() == 2 and not turns:

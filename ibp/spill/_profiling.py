@@ -21,12 +21,8 @@ _SAMPLE_BYTES = 1 << 20  # of rows of a tensor and a snapshot that are kept
 
 @dataclass(frozen=True)
 class Spill:
-    """What rows do that leave their slots, when each row is read once.
-
-    Attributes:
-        rows: share of the rows that have a part in host memory.
-        num_bytes: of these parts, in whole sectors of 32 bytes; over the number of original bytes: `traffic`.
-    """
+    """What rows do that leave their slots, when each row is read once. rows: share of the rows that have a part in host
+    memory; num_bytes: of these parts, in whole sectors of 32 bytes; over the number of original bytes: `traffic`."""
 
     rows: float
     num_bytes: int

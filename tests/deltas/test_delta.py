@@ -11,7 +11,7 @@ import torch
 import ibp
 import reference
 from helpers import assert_same_bits, bytes_of, reference_decode
-from ibp.deltas import _on_cpu
+from ibp.deltas import _applying
 
 DTYPES = [
     torch.bool,
@@ -248,7 +248,7 @@ def test_interrupted(number, after, monkeypatch):
     delta = ibp.deltas.make(new, old)
     assert delta.changed == ("a", "b")
     base = {name: tensor.clone() for name, tensor in old.items()}
-    add, calls = _on_cpu.InPlace._add, []
+    add, calls = _applying.InPlace._add, []
 
     def interrupted(self, subtracts):
         calls.append(subtracts)
@@ -258,7 +258,7 @@ def test_interrupted(number, after, monkeypatch):
             add(self, subtracts)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_on_cpu.InPlace, "_add", interrupted)
+    monkeypatch.setattr(_applying.InPlace, "_add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         delta.apply_(base)
     for name, tensor in old.items():

@@ -17,9 +17,8 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, in_threads
-from ibp._offload.arena import WeightArena, overlap
 from ibp._offload.fetcher import WeightFetcher
-from ibp._offload.groups import divide, spread
+from ibp._offload.groups import WeightArena, divide, overlap, spread
 from ibp._offload.offloaded import _MoveHook
 from ibp._offload.resting import Resting
 from ibp._offload.schedule import Schedule

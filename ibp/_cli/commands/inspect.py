@@ -67,19 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
     bars = output.show_bars(arguments)
     with inputs.local(arguments.inputs) as given:
         files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
-    _check_names(arguments, files)
-    _write_pictures(arguments, files)
-    output.report(arguments, {"files": [file.as_dict() for file in files]}, *_parts(arguments, files))
-    return status
-
-
-def _check_names(arguments: argparse.Namespace, files: list[FileReport]) -> None:
     found = {tensor.name for file in files for tensor in file.tensors}
     missing = [name for name in arguments.tensor if name not in found]
     if missing:
         raise output.Failure(f"there is no tensor {missing[0]!r} in {', '.join(file.path for file in files)}")
     if arguments.include and not found:
         raise output.Failure(f"no tensor's name is one that --include {' '.join(arguments.include)} leaves")
+    _write_pictures(arguments, files)
+    output.report(arguments, {"files": [file.as_dict() for file in files]}, *_parts(arguments, files))
+    return status
 
 
 def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:
@@ -112,7 +108,10 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
             yield ""
             yield _all_parts(file)
         yield ""
-        yield _total(file)
+        yield (
+            f"{output.show_count(len(file.tensors), 'tensor')}: {output.show_size(file.original_bytes)} before, "
+            f"{output.show_size(file.stored_bytes)} after, {output.show_share(file.savings)} saved"
+        )
         yield from (f"{tensor.name}: {tensor.note}" for tensor in file.tensors if tensor.note)
 
 
@@ -137,13 +136,6 @@ def _dtype(tensor: TensorContents) -> str:
 
     dtype = getattr(torch, tensor.dtype, None)
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else tensor.dtype
-
-
-def _total(file: FileReport) -> str:
-    return (
-        f"{output.show_count(len(file.tensors), 'tensor')}: {output.show_size(file.original_bytes)} before, "
-        f"{output.show_size(file.stored_bytes)} after, {output.show_share(file.savings)} saved"
-    )
 
 
 def _all_parts(file: FileReport) -> object:

@@ -15,12 +15,7 @@ _MOST_SEEDS = 1 << 16  # rows that it may start from: torch.multinomial takes at
 
 def kmeans(table: torch.Tensor, count: int) -> torch.Tensor:
     """The cluster of each row, int64 [n]: Lloyd's iteration on the rows' bits, from seeds that are far apart, until it
-    is settled.
-
-    Args:
-        table: uint8 [n, row_bytes].
-        count: clusters, at most.
-    """
+    is settled. table: uint8 [n, row_bytes]; count: clusters, at most."""
     most_bits = _SAMPLE_BITS * _FULL_SAMPLE_CLUSTERS // max(_FULL_SAMPLE_CLUSTERS, count)
     most_bytes = max(1, most_bits // (8 * len(table)))
     columns = table if table.shape[1] <= most_bytes else table[:, :: -(-table.shape[1] // most_bytes)]

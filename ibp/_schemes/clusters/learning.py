@@ -34,11 +34,8 @@ def learn(scheme: str, request: Request) -> AnyCodebook | None:
 
 def split(codebook: AnyCodebook, request: Request) -> AnyCodebook:
     """Divides a table's codebook into one for each cluster of its rows; itself where more than one does not pay.
-
-    Args:
-        codebook: learned from all rows; the clusters' codebooks keep its form.
-        request: with clusters, a number, or "auto": doubled for as long as the net saving grows.
-    """
+    codebook: learned from all rows; the clusters' codebooks keep its form; request: with clusters, a number, or "auto":
+    doubled for as long as the net saving grows."""
     num_rows, is_auto = request.geometry.num_rows, request.clusters == "auto"
     learned, compared = _halves(request.few_rows.view(-1, codebook.row_bytes), num_rows)
     best, least = codebook, _cost(codebook, compared, num_rows)

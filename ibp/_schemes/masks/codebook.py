@@ -86,8 +86,15 @@ class Codebook(AnyCodebook):
         row_bytes = whole("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
         chunk_bytes = check_chunk_bytes(whole("chunk_bytes", chunk_bytes, 1, 8))
         flag_all = bool(whole("flag_all", flag_all, 0, 1))
-        palette, index = _checked_pairs(palette, index, chunk_bytes, -(-row_bytes // chunk_bytes))
-        mask, bitval = _spread(palette, index, row_bytes, chunk_bytes)
+        num_chunks = -(-row_bytes // chunk_bytes)
+        palette, index = _checked_pairs(palette, index, chunk_bytes, num_chunks)
+        pairs = palette.numpy()[index.numpy() if index.numel() else np.zeros(num_chunks, np.int64)]
+        ones, values = (np.ascontiguousarray(pairs[:, i]).reshape(-1) for i in (0, 1))
+        if ones[row_bytes:].any():
+            raise ValueError("the mask of the last chunk has bits past the end of the row")
+        if (values & ~ones).any():
+            raise ValueError("bitval has bits set where mask has none")
+        mask, bitval = torch.from_numpy(ones[:row_bytes]), torch.from_numpy(values[:row_bytes])
         words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all)
         self._finish(
             words,
@@ -234,20 +241,6 @@ def _checked_pairs(
     if most >= num_pairs:
         raise ValueError(f"index names pair {most} of a palette of {num_pairs}")
     return palette, index
-
-
-def _spread(
-    palette: torch.Tensor, index: torch.Tensor, row_bytes: int, chunk_bytes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask and bitval of a whole row."""
-    num_chunks = -(-row_bytes // chunk_bytes)
-    pairs = palette.numpy()[index.numpy() if index.numel() else np.zeros(num_chunks, np.int64)]
-    mask, bitval = (np.ascontiguousarray(pairs[:, i]).reshape(-1) for i in (0, 1))
-    if mask[row_bytes:].any():
-        raise ValueError("the mask of the last chunk has bits past the end of the row")
-    if (bitval & ~mask).any():
-        raise ValueError("bitval has bits set where mask has none")
-    return torch.from_numpy(mask[:row_bytes]), torch.from_numpy(bitval[:row_bytes])
 
 
 def _count_flags(mask: torch.Tensor, chunk_bytes: int, flag_all: bool) -> int:

@@ -152,7 +152,15 @@ class _Sweep:
         gains = self.gains(tried, chunk_bytes) if not paper and tau is None else []
         found, savings = self._best_threshold(tried, gains, chunk_bytes, paper)
         if gains:
-            chosen = self._best_masks(tried, gains, chunk_bytes)
+            # For each chunk the mask that saves most: of the thresholds', of the greedy one, or none.
+            greedy = self._greedy(chunk_bytes)
+            mask, bitval = np.zeros_like(greedy.mask), np.zeros_like(greedy.mask)
+            best = np.zeros_like(gains[0])
+            for masks, gain in zip([greedy, *tried], [*self.gains([greedy], chunk_bytes), *gains]):
+                better = (gain > best).repeat(chunk_bytes, axis=1)[:, : self.row_bytes]
+                best = np.maximum(gain, best)
+                mask, bitval = np.where(better, masks.mask, mask), np.where(better, masks.bitval, bitval)
+            chosen = _Masks(mask, bitval, greedy.tau)
             of_chosen = self.savings(chosen, chunk_bytes, False)
             found, savings = found.where(savings >= of_chosen, chosen), np.maximum(savings, of_chosen)
         return _Best(found, savings, chunk_bytes, paper)
@@ -192,17 +200,6 @@ class _Sweep:
             best, most = masks if best is None else best.where(most >= savings, masks), np.maximum(most, savings)
         assert best is not None
         return best, most
-
-    def _best_masks(self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int) -> _Masks:
-        """For each chunk the mask that saves most: of the thresholds', of the greedy one, or none."""
-        greedy = self._greedy(chunk_bytes)
-        mask, bitval = np.zeros_like(greedy.mask), np.zeros_like(greedy.mask)
-        best = np.zeros_like(gains[0])
-        for masks, gain in zip([greedy, *tried], [*self.gains([greedy], chunk_bytes), *gains]):
-            better = (gain > best).repeat(chunk_bytes, axis=1)[:, : self.row_bytes]
-            best = np.maximum(gain, best)
-            mask, bitval = np.where(better, masks.mask, mask), np.where(better, masks.bitval, bitval)
-        return _Masks(mask, bitval, greedy.tau)
 
     def _greedy(self, chunk_bytes: int) -> _Masks:
         pairs = [torch.ops.ibp.choose_masks.default(rows, self.row_bytes, chunk_bytes) for rows in self._few_rows]

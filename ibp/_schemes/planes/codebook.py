@@ -119,7 +119,9 @@ class PlanesCodebook(AnyCodebook):
                 f"element_bytes is {element_bytes}; wanted one of {ELEMENT_BYTES} that divides row_bytes, {row_bytes}"
             )
         numbers, columns = self._checked_numbers(8 * element_bytes), row_bytes // element_bytes
-        digit_bits = _checked_digits(self.digit_bits)
+        if not isinstance(self.digit_bits, (tuple, list)) or len(self.digit_bits) > MAX_PLANES:
+            raise ValueError(f"digit_bits is {self.digit_bits!r}; wanted a tuple of at most {MAX_PLANES} widths")
+        digit_bits = tuple(whole("a width in digit_bits", b, 1, MAX_DIGIT_BITS) for b in self.digit_bits)
         symbol_bits = 8 * element_bytes - numbers["invariant_bits"] - numbers["residual_bits"]
         first_symbol = self.first_symbol
         if first_symbol is not None:
@@ -312,12 +314,6 @@ def _packed_constants(live: torch.Tensor | None, row_template: torch.Tensor | No
         return torch.empty(0, dtype=torch.uint8)
     parts = row_template, live.to(torch.int32).view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
     return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % 16)) for part in parts])
-
-
-def _checked_digits(digit_bits: object) -> tuple[int, ...]:
-    if not isinstance(digit_bits, (tuple, list)) or len(digit_bits) > MAX_PLANES:
-        raise ValueError(f"digit_bits is {digit_bits!r}; wanted a tuple of at most {MAX_PLANES} widths")
-    return tuple(whole("a width in digit_bits", b, 1, MAX_DIGIT_BITS) for b in digit_bits)
 
 
 def _checked_entries(entries: object, shape: tuple[int, int], symbol_bits: int) -> torch.Tensor:

@@ -46,7 +46,15 @@ def learn(request: Request) -> PlanesCodebook:
     is_plain = not codebook.is_partial and codebook.first_symbol is None
     if not is_plain and not _can_code(codebook, request.device):
         codebook = _learn(request, True)
-    return _with_best_run(codebook, request.data)
+    if codebook.first_symbol is None or codebook.is_partial or codebook.rotate > codebook.residual_bits:
+        return codebook
+    # The run of consecutive symbols that most elements of all rows have: where one row in fifty has larger elements
+    # than the rest, a sample may have none of these rows, and each of their elements would be an escape.
+    counts, run = _symbol_counts(codebook, request.data), 2 ** codebook.digit_bits[0] - 1
+    if not counts.any():
+        return codebook
+    inside = torch.cat((counts, counts[: run - 1])).unfold(0, run, 1).sum(1)
+    return replace(codebook, first_symbol=int(inside.argmax()))
 
 
 def _learn(request: Request, codes_invariant: bool) -> PlanesCodebook:
@@ -157,19 +165,6 @@ def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
     words = torch.ops.ibp.learn_entries.default(staging.to_host(some), codebook.words("cpu"), codebook.codec)
     entries = _entries_of(words[codebook.shared_words.numel() :], codebook.symbol_bits, len(codebook.entries))
     return replace(codebook, entries=entries, expected_savings=None)
-
-
-def _with_best_run(codebook: PlanesCodebook, data: torch.Tensor) -> PlanesCodebook:
-    """A codebook of consecutive symbols with the run that most elements have; others as they are. All rows are looked
-    at: where one row in fifty has larger elements than the rest, a sample may have none of these rows, and each of
-    their elements would be an escape."""
-    if codebook.first_symbol is None or codebook.is_partial or codebook.rotate > codebook.residual_bits:
-        return codebook
-    counts, run = _symbol_counts(codebook, data), 2 ** codebook.digit_bits[0] - 1
-    if not counts.any():
-        return codebook
-    inside = torch.cat((counts, counts[: run - 1])).unfold(0, run, 1).sum(1)
-    return replace(codebook, first_symbol=int(inside.argmax()))
 
 
 def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor:
