@@ -144,7 +144,8 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
 def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(numbers of the rows that hold items, what these rows have with new items in them: items, or bytes)."""
     item_bytes, row_bytes = table.item_bytes, table.row_bytes
-    if item_bytes == row_bytes and items.is_contiguous() and not (items.is_conj() or items.is_neg()):
+    is_bare = items.is_contiguous() and not (items.requires_grad or items.is_conj() or items.is_neg())
+    if item_bytes == row_bytes and is_bare:
         return ids, items
     data = bytes_of(items)
     if item_bytes % row_bytes == 0:

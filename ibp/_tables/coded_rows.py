@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -389,12 +389,12 @@ def encode_into(
     if not isinstance(place, CodedRows):
         raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.CodedRows")
     if isinstance(x, torch.Tensor):
-        layout, addresses = _in_memory_order(x.detach()), None
+        layout, addresses = _in_memory_order(x.detach() if x.requires_grad else x), None
     else:
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
-    rows: dict[str, Any] = {"buffers": addresses, "row_ids": row_ids, "first_row": first_row}
-    place.handle.encode(layout, place._counts, place.fault, **rows, max_sms=sms_of(max_sms))
+    counts, fault, sms = place._counts, place.fault, sms_of(max_sms)
+    place.handle.encode(layout, counts, fault, buffers=addresses, row_ids=row_ids, first_row=first_row, max_sms=sms)
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
