@@ -169,16 +169,17 @@ class CodedRows:
         self.bases = bases.view(torch.int64)
         self.counters = counters.view(torch.int64)
         self.used, self._counts, self.fault, _ = self.counters.split([1, 2, 4, 1])
-        self._take_codebook(codebook)
+        words, self.codebook = codebook.words(self.device), codebook
+        slots, overflow = (_memory.seen_from(self.device, part) for part in (self.slots, self.overflow))
+        rows = (self.slot_bytes, 0, self.num_rows, self.row_bytes)
+        index = self.lengths, self.bases
+        self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *rows, self.rooms, self.used))
 
     def _take_codebook(self, codebook: AnyCodebook) -> None:
         """Codes by a codebook for rows of the place's size from now on. Rows that are coded are not read any more."""
         words = codebook.words(self.device)  # for which there may be no memory: nothing has changed yet
         self.codebook = codebook
-        slots, overflow = (_memory.seen_from(self.device, part) for part in (self.slots, self.overflow))
-        sizes = (self.slot_bytes, 0, self.num_rows, self.row_bytes)
-        index = self.lengths, self.bases
-        self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *sizes, self.rooms, self.used))
+        self.handle = Handle(self.handle.parts._replace(codebook=words, codec=codebook.codec))
 
     def clear(self) -> None:
         """Forgets all rows: they read as default rows, and all of overflow is free."""

@@ -216,6 +216,8 @@ class Adam(torch.optim.Adam):
             for param, step in plan.steps.items():
                 self.state[param]["step"] = step
             self._run(plan)
+        for plan in plans:
+            self._look_ahead(plan.jobs)
         return loss
 
     def _plans(self) -> list[_StepPlan]:
@@ -263,18 +265,18 @@ class Adam(torch.optim.Adam):
                 plan.jobs.append(_Job(chunk, work, is_decoupled, options, grads, plan.steps))
 
     def _fit(self, jobs: list[_Job]) -> None:
-        """Gives codebooks to states that want some. Coded states become others that stand for the same bits."""
-        choose_learners([state for job in jobs for state in job.chunk.states])
+        """Gives codebooks to new states, and samples others that want a new codebook."""
         for job in jobs:
             unfit, betas = job.chunk.unfit(), (job.options["beta1"], job.options["beta2"])
             if any(run.state.is_new for run in unfit):
                 job.foresee()
             for run in unfit:
-                if not run.state.is_new:
+                growth = growths(betas, run.state.stores)[run.which]
+                if run.state.is_new:
+                    job.chunk.fit(run, job.work, growth)
+                else:
                     run.state.load(run.bytes_in(job.work))
-                job.chunk.fit(run, job.work, growths(betas, run.state.stores)[run.which])
-            if self._memory == "device":
-                job.chunk.prepare(job.work)
+                    job.chunk.sample(run, job.work, growth)
 
     def _begin(self, plan: _StepPlan) -> None:
         """Decodes the states of the first chunk: the GPU has work while the host gets the rest ready."""
@@ -304,6 +306,15 @@ class Adam(torch.optim.Adam):
             transfers.end()
         if plan.found_inf is not None:  # a step that infinite gradients left out is not counted
             torch._foreach_sub_(steps, [plan.found_inf] * len(steps))
+
+    def _look_ahead(self, jobs: list[_Job]) -> None:
+        """What the next step needs of the host, while the device does what this one has queued. Coded states become
+        others that stand for the same bits."""
+        for job in jobs:
+            job.chunk.refit(job.work)
+            if self._memory == "device":
+                job.chunk.prepare(job.work)
+        choose_learners([state for job in jobs for state in job.chunk.states])
 
     def _transfers_for(self, device: torch.device, jobs: list[_Job]) -> StateTransfers:
         """Moves slots, with room for all chunks."""
@@ -470,9 +481,9 @@ class AdamW(Adam, torch.optim.AdamW):
     exp_avg and exp_avg_sq are kept coded in slots on the parameters' device; states with similar values have slots of
     one size. Rows that outgrow their slots are kept, in part, in pinned host memory, which has room for everything that
     slots do not hold: however badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that
-    all chunks share, calls torch's fused kernel, and codes them again. It waits for the device only where many rows
-    have outgrown their slots, or where codebooks are learned: all codebooks in the first step, those of a few
-    parameters in a later step, for each parameter ever more rarely.
+    all chunks share, calls torch's fused kernel, and codes them again. The first step learns all codebooks, and waits
+    for the device. Later ones learn those of a few parameters, for each parameter ever more rarely, while the device
+    does what they have queued.
 
     It replaces torch's optimizer: learning-rate schedulers, parameter groups, closures, `torch.amp.GradScaler`, hooks
     and `state_dict()` work the same way, and each optimizer loads the states of the other. Pickles and copies hold
