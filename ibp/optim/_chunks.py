@@ -22,7 +22,7 @@ NAMES = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64  # bytes, of small parameters behind others
 _REPLAYED_ON = "cuda"
 _LEAST_REPLAYED = 6  # runs of a chunk; with fewer, the host launches kernel by kernel
-_SAMPLED_ROWS, _LEAST_SAMPLED = 256, 64  # of a run, and of each of its sections at least, for later codebooks
+_SAMPLED_ROWS, _LEAST_SAMPLED = 256, 128  # of a run, and of each of its sections at least, for later codebooks
 _LARGE_BYTES = 4 << 20  # of a parameter that may have codebooks of its own: values of others may have another scale
 
 _OfState = Callable[[CodedState, torch.Tensor, torch.Tensor | None], None]
@@ -142,7 +142,7 @@ class Chunk:
         next step tries again. growth: as of `fit`."""
         rows, sections = self._rows(run, work), self._sections_of(run)
         most = max(_LEAST_SAMPLED, _SAMPLED_ROWS // len(sections))
-        parts = [rows[start : stop : (stop - start) // most | 1][:most] for start, stop, _ in sections]  # odd steps
+        parts = [rows[start : stop : -(-(stop - start) // most) | 1] for start, stop, _ in sections]  # at odd distances
         with contextlib.suppress(torch.OutOfMemoryError):
             self._samples[run] = Coming(torch.cat(parts)), [len(part) for part in parts], growth
 

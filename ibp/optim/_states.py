@@ -24,7 +24,7 @@ from ._reserve import Reserve
 _SECTOR = _core.SECTOR_BYTES
 # A byte in overflow is worth 8 of slots, as two kernels move it over the link.
 _RULE = _layout.SlotRule(overflow_cost=8, most_overflow=0.02 * ROW_BYTES)
-_CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
+_CROWDED_BYTES = 16 << 20  # in overflow, over all steps, that the link moves both ways while rows are coded anew
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
 _LEARNED_SHARE = 16  # a step learns codebooks in place of a sixteenth of the earlier ones, but at least of one
