@@ -186,8 +186,7 @@ class CodedRows:
         self.lengths.view(torch.int16).fill_(as_int16(min(self.row_bytes, _MOST_LENGTH)))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
-        for counter in (self.used, self._counts, self.fault):
-            counter.zero_()
+        self.counters.zero_()
 
     def counts(self) -> RowCounts:
         """How many rows spilled and were lost. Waits for the work on the current stream."""
