@@ -120,8 +120,8 @@ class Chunk:
         return self._views[1]
 
     def unfit(self) -> list[Run]:
-        """The runs that want a codebook."""
-        return [run for run in self.runs if run.state.wants_fit]
+        """The runs that want a codebook, and are not sampled yet."""
+        return [run for run in self.runs if run.state.wants_fit and run not in self._samples]
 
     def fit(self, run: Run, work: Work, growth: float = 1.0) -> None:
         """Gives a run its first codebook and memory, or makes several runs of it whose sections have codebooks of their
@@ -145,6 +145,11 @@ class Chunk:
         parts = [rows[start : stop : -(-(stop - start) // most) | 1] for start, stop, _ in sections]  # at odd distances
         with contextlib.suppress(torch.OutOfMemoryError):
             self._samples[run] = Coming(torch.cat(parts)), [len(part) for part in parts], growth
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether there are samples for `refit`."""
+        return bool(self._samples)
 
     def refit(self, work: Work) -> None:
         """Gives the runs that were sampled other codebooks: the host learns them while the device does what is queued.

@@ -72,7 +72,8 @@ class StateCoding(NamedTuple):
     level: of codebooks, see `ibp.compress`.
     reserve: of pinned memory on a GPU; None on the CPU.
     pinned: slots are pinned host memory too.
-    families: whose codebooks were learned in this step, by the number of the state's name and its dtype.
+    families: whose codebooks were learned in the first step or since states were chosen to learn, by the number of the
+        state's name and its dtype.
     """
 
     level: str

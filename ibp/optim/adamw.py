@@ -217,13 +217,11 @@ class Adam(torch.optim.Adam):
                 self.state[param]["step"] = step
             self._run(plan)
         for plan in plans:
-            self._look_ahead(plan.jobs)
+            self._look_ahead(plan)
         return loss
 
     def _plans(self) -> list[_StepPlan]:
         """A step's work on each device. All that can fail is done here: no weight and no state has changed."""
-        for coding in self._codings.values():
-            coding.families.clear()
         plans: dict[torch.device, _StepPlan] = {}
         for group, chunks in zip(self.param_groups, self._chunks):
             grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
@@ -307,14 +305,19 @@ class Adam(torch.optim.Adam):
         if plan.found_inf is not None:  # a step that infinite gradients left out is not counted
             torch._foreach_sub_(steps, [plan.found_inf] * len(steps))
 
-    def _look_ahead(self, jobs: list[_Job]) -> None:
-        """What the next step needs of the host, while the device does what this one has queued. Coded states become
-        others that stand for the same bits."""
-        for job in jobs:
-            job.chunk.refit(job.work)
+    def _look_ahead(self, plan: _StepPlan) -> None:
+        """What later steps need of the host, while the device does what this one has queued; once it is done, they
+        learn for the other chunks. Coded states become others that stand for the same bits."""
+        is_done, asked = False, _asks_for_end(plan.device)
+        for job in plan.jobs:
+            if job.chunk.is_sampled and not is_done:
+                job.chunk.refit(job.work)
+                is_done = asked()
             if self._memory == "device":
                 job.chunk.prepare(job.work)
-        choose_learners([state for job in jobs for state in job.chunk.states])
+        if not any(job.chunk.is_sampled for job in plan.jobs):
+            self._coding(plan.device).families.clear()
+            choose_learners([state for job in plan.jobs for state in job.chunk.states])
 
     def _transfers_for(self, device: torch.device, jobs: list[_Job]) -> StateTransfers:
         """Moves slots, with room for all chunks."""
@@ -621,6 +624,11 @@ def _dense_grad(param: torch.Tensor) -> torch.Tensor:
         )
     own, grad = local(param), local(param.grad)
     return grad if grad.stride() == own.stride() else torch.empty_like(own).copy_(grad)
+
+
+def _asks_for_end(device: torch.device) -> Callable[[], bool]:
+    """Says whether a GPU has done all that is queued by now; of a CPU, which the host is, never."""
+    return torch.cuda.current_stream(device).record_event().query if device.type == "cuda" else lambda: False
 
 
 def _near(value: Any, device: torch.device) -> Any:

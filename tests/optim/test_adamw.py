@@ -562,7 +562,7 @@ def train_in_parts(monkeypatch, device, memory="device"):
     coding = _states.StateCoding("default", _reserve.Reserve(), memory == "pinned", {})
     optimizers[1]._codings[ours[0].device] = coding
     counts = []
-    for number in range(24):
+    for number in range(48):
         for i, (param, same) in enumerate(zip(torchs, ours)):
             grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * number + i))
             param.grad, same.grad = grad.to(device), grad.to(device)
@@ -581,6 +581,16 @@ def train_in_parts(monkeypatch, device, memory="device"):
 def test_later_steps_pin_no_memory(monkeypatch, memory):
     first, *others = train_in_parts(monkeypatch, "cpu", memory)
     assert first <= 2 and not any(others)
+
+
+def test_chunks_learn_while_the_device_works(monkeypatch):
+    """In a step after which it is idle, one of them; codebooks are shared with those of the next steps."""
+    learned, learn, refits = [], _chunks.learn, []
+    monkeypatch.setattr(_chunks, "learn", lambda *args: learned.append(args) or learn(*args))
+    monkeypatch.setattr(adamw, "_asks_for_end", lambda device: lambda: refits.append(device) or True)
+    train_in_parts(monkeypatch, "cpu")
+    first = sum(before is None for _, _, before, _ in learned)
+    assert len(refits) > 20 > 2 * (len(learned) - first)
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned"])
