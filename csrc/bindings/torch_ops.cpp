@@ -180,6 +180,24 @@ ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, 
     return source;
 }
 
+void code_rows(const Device &device, const ibp_place &place, const ibp_row_source &source, const int64_t *ids,
+               int64_t first_row, int64_t max_sms, ibp_fault *first_fault)
+{
+    const int sms = sms_of(max_sms);
+    if (device.is_cuda()) {
+        check(ibp_cuda_encode_into(&place, &source, ids, first_row, first_fault, sms, device.stream()), "encode_into");
+        return;
+    }
+    const uint32_t row_bytes = place.table.codebook.row_bytes;
+    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
+    over_ranges(source.num_rows, row_bytes, scratch_bytes, first_fault,
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    const ibp_status status =
+                        ibp_encode_into(&place, &source, ids, first_row, first, last, scratch, scratch_bytes, mine);
+                    return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // what is noted does not raise
+                });
+}
+
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
                  const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms, const Out &counts,
                  const Out &fault)
@@ -200,19 +218,7 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
         require(first_row >= 0 && first_row <= num_rows - source.num_rows, source.num_rows, " rows from row ",
                 first_row, " on are not among ", num_rows);
     }
-    const int sms = sms_of(max_sms);
-    ibp_fault *const first_fault = fault_of(fault);
-    if (device.is_cuda()) {
-        check(ibp_cuda_encode_into(&place, &source, ids, first_row, first_fault, sms, device.stream()), "encode_into");
-        return;
-    }
-    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
-    over_ranges(source.num_rows, row_bytes, scratch_bytes, first_fault,
-                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    const ibp_status status =
-                        ibp_encode_into(&place, &source, ids, first_row, first, last, scratch, scratch_bytes, mine);
-                    return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // what is noted does not raise
-                });
+    code_rows(device, place, source, ids, first_row, max_sms, fault_of(fault));
 }
 
 // ---- gathering ----
@@ -430,11 +436,9 @@ void check_span(const ibp_table &table, int64_t start, int64_t end)
             num_bytes);
 }
 
-void decode_bytes(const Device &device, const Table &handle, int64_t start, int64_t end, int64_t max_sms,
-                  const Out &out, const Out &fault)
+void decode_span(const Device &device, const ibp_table &table, int64_t start, int64_t end, int64_t max_sms,
+                 const Out &out, const Out &fault)
 {
-    const ibp_table &table = handle.table();
-    check_span(table, start, end);
     const int sms = sms_of(max_sms);
     uint8_t *const to = room_of(out, end - start, "out");
     ibp_fault *const first_fault = fault_of(fault);
@@ -452,6 +456,56 @@ void decode_bytes(const Device &device, const Table &handle, int64_t start, int6
                                   stop = std::min(end, (first_row + last) * row_bytes);
                     return ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, scratch_bytes, mine);
                 });
+}
+
+void decode_bytes(const Device &device, const Table &handle, int64_t start, int64_t end, int64_t max_sms,
+                  const Out &out, const Out &fault)
+{
+    check_span(handle.table(), start, end);
+    decode_span(device, handle.table(), start, end, max_sms, out, fault);
+}
+
+// ---- rows in one piece of memory ----
+
+// Rows of num_bytes bytes in memory: counters, a base and a length for each row, and overflow from overflow_start on.
+ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_bytes, const ibp_codebook &codebook)
+{
+    constexpr int64_t kCounters = 8, kLong = sizeof(uint64_t), kOfRow = kLong + sizeof(uint16_t); // bytes
+    const int64_t num_rows = divide_up(num_bytes, codebook.row_bytes);
+    require(codebook.scheme != IBP_SCHEME_RAW, "scheme raw has no lengths");
+    require(overflow_start >= kCounters * kLong + num_rows * kOfRow, "overflow_start is ", overflow_start,
+            ": counters and the index of ", num_rows, " rows stand before it");
+    uint8_t *const bytes = bytes_of(memory, overflow_start, "memory");
+    require(reinterpret_cast<uintptr_t>(bytes) % kLong == 0, "memory is not aligned to 8 bytes");
+    auto *const longs = static_cast<uint64_t *>(static_cast<void *>(bytes));
+    ibp_place place{};
+    ibp_table &table = place.table;
+    table.codebook = codebook;
+    table.num_items = num_rows, table.item_bytes = codebook.row_bytes, table.rows_per_base = 1;
+    table.overflow = place.overflow = bytes + overflow_start;
+    table.overflow_bytes = memory.numel() - overflow_start;
+    table.bases = place.bases = longs + kCounters;
+    table.lengths = place.lengths = static_cast<uint16_t *>(static_cast<void *>(longs + kCounters + num_rows));
+    place.used = longs, place.counts = static_cast<ibp_place_counts *>(static_cast<void *>(longs + 1));
+    return place;
+}
+
+void encode_piece(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec,
+                  int64_t overflow_start, int64_t max_sms, const Out &memory)
+{
+    bytes_of(data, 0, "data");
+    const ibp_place place = place_in(memory, overflow_start, data.numel(), codebook_of(codebook, codec));
+    auto *const fault = static_cast<ibp_fault *>(static_cast<void *>(place.used + 3));
+    const ibp_row_source source = source_of(data, std::nullopt, place.table.codebook.row_bytes);
+    code_rows(device, place, source, nullptr, 0, max_sms, fault);
+}
+
+void decode_piece(const Device &device, const Tensor &coded, const Tensor &codebook, const Codec &codec,
+                  int64_t overflow_start, int64_t max_sms, const Out &out, const Out &fault)
+{
+    const int64_t num_bytes = memory_of(out, "out").num_bytes;
+    const ibp_place place = place_in(coded, overflow_start, num_bytes, codebook_of(codebook, codec));
+    decode_span(device, place.table, 0, num_bytes, max_sms, out, fault);
 }
 
 // host_bases: the table's bases on the CPU. streamer: address of an ibp_streamer of out's device. begins, ends:
@@ -489,6 +543,8 @@ template <typename Library> void implement(Library &m)
                               "address slots overflow lengths bases codebook codec slot_bytes overflow_start num_items "
                               "item_bytes rooms used");
     operation<decode_bytes>(m, "decode_bytes", "table start end max_sms out fault");
+    operation<encode_piece>(m, "encode_piece", "data codebook codec overflow_start max_sms memory");
+    operation<decode_piece>(m, "decode_piece", "coded codebook codec overflow_start max_sms out fault");
     operation<partition_ids>(m, "partition_ids", "ids num_items window_bits");
     operation<group_vectors>(m, "group_vectors", "ids num_matrices");
     operation<list_matrices>(m, "list_matrices", "ids num_matrices num_slots num_rows num_spare");

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 
 from .._layout import geometry
-from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook, surveyed
 from .._schemes.kinds import learned_from
 from .origin import IndexOrigin
@@ -109,15 +108,6 @@ def memory_bytes(num_bytes: int) -> int:
     return index_bytes(num_bytes) + _most_overflow(num_bytes)
 
 
-def _parts(memory: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, ...]:
-    """The parts of memory: (bytes in use, rows spilled and lost, fault, bases, lengths, overflow). Overflow may have
-    been longer before."""
-    rows, index = _num_rows(num_bytes), index_bytes(num_bytes)
-    sizes = (8, 16, 32, 8, 8 * rows, 2 * rows, index - COUNTERS_BYTES - 10 * rows, memory.numel() - index)
-    used, counts, fault, _, bases, lengths, _, overflow = torch.split_with_sizes(memory, sizes)
-    return used, counts, fault, bases, lengths, overflow
-
-
 _fresh_of: dict[torch.device, torch.Tensor] = {}
 
 
@@ -136,13 +126,11 @@ def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, max_sms: int = 0) -> None:
     """Codes data, uint8 [num_bytes], on the current stream. max_sms: as of operations; 0: all."""
-    used, counts, fault, bases, lengths, overflow = _parts(memory, data.numel())
-    end = COUNTERS_BYTES + bases.numel()
+    num_bytes, codebook = data.numel(), recipe.codebook
+    end = COUNTERS_BYTES + 8 * _num_rows(num_bytes)
     memory[:end].copy_(_fresh(end, memory.device)[:end])
-    words, none, rows = recipe.codebook.words(data.device), memory[:0], lengths.view(torch.uint16)
-    sizes, index = (0, 0, rows.numel(), ROW_BYTES), (rows, bases.view(torch.int64))
-    place = Parts(none, overflow, *index, words, recipe.codec, *sizes, rows[:0], used.view(torch.int64))
-    Handle(place).encode(data, counts.view(torch.int64), fault.view(torch.int64), max_sms=max_sms)
+    words, start = codebook.words(data.device), index_bytes(num_bytes)
+    torch.ops.ibp.encode_piece.default(data, words, recipe.codec, start, max_sms, memory)
 
 
 def decode(
@@ -150,11 +138,8 @@ def decode(
 ) -> None:
     """Decodes into out, uint8 [num_bytes], on the current stream. memory: the used bytes of memory that `encode` wrote,
     or more of it. fault: int64 [4] on the device, where damage is noted."""
-    *_, bases, lengths, overflow = _parts(memory, out.numel())
-    words, none, rows = recipe.codebook.words(memory.device), memory[:0], lengths.view(torch.uint16)
-    sizes = (0, 0, rows.numel(), ROW_BYTES)
-    table = Handle(Parts(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, *sizes)).table
-    torch.ops.ibp.decode_bytes.default(table, 0, out.numel(), max_sms, out, fault)
+    words, start = recipe.codebook.words(memory.device), index_bytes(out.numel())
+    torch.ops.ibp.decode_piece.default(memory, words, recipe.codec, start, max_sms, out, fault)
 
 
 def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:

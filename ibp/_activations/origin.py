@@ -22,7 +22,8 @@ class IndexOrigin:
     """
 
     def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
-        self._places, self.dtype, self._most = places, dtype, torch.iinfo(dtype).max
+        self._places, self.dtype = places, dtype
+        self._last = places + torch.iinfo(dtype).max  # the greatest elements whose differences fit
 
     @classmethod
     def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
@@ -64,7 +65,7 @@ class IndexOrigin:
         out = torch.empty(elements.shape, dtype=self.dtype, device=data.device)
         torch.sub(elements, self._places, out=out)
         least, greatest = torch.aminmax(elements, dim=0)
-        misfits = ((least < self._places) | (greatest - self._places > self._most)).any()
+        misfits = ((least < self._places) | (greatest > self._last)).any()
         return out.view(-1).view(torch.uint8), misfits
 
     def widen(self, data: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
     num_bytes = int(x.numel() * size)
     whole = int(storage.nbytes())
     start, offset = int(x.storage_offset() * size), 0
-    if not torch.ops.aten.is_non_overlapping_and_dense(x):
+    if not (x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)):
         if whole > _MOST_OF_A_STORAGE * num_bytes:
             return None
         start, offset, num_bytes = 0, int(x.storage_offset()), whole

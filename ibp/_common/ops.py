@@ -44,13 +44,15 @@ current. `stream_bytes` is decode_bytes from pinned host memory by the copy engi
 `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
 memory is given as a tensor of the CUDA device (`_memory.device_view`). `encode_packed`, for the CPU alone, codes a
 block of rows in one pass and on one thread, back to back to `out`, which has as many bytes as data or more; lengths
-uint16 [rows], `stored` int64 [1]: how many bytes it wrote. `gather_items` takes all items where ids is None. With
-outer_dims, out has any strides and its first outer_dims dimensions number its items; with addresses, int64 [ids], item
-k goes to addresses[k], and out is the first of the tensors that they are in; with entries, rows that have one come from
-slabs. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and blocks int64 [pages],
-starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses int64. `stage_items` is
-gather_items of `host_ids`, whose threads gather `host_slots`, the slots as it sees them; `stager` is the address of a
-living `_core.Stager` of that device.
+uint16 [rows], `stored` int64 [1]: how many bytes it wrote. `encode_piece` codes data into `memory`, uint8, aligned to 8
+bytes: int64 [8] of counters (used, counts, fault), zeros at first; bases, -1 at first; lengths; from overflow_start on
+overflow, of which `decode_piece` needs the used bytes alone in `coded`. `gather_items` takes all items where ids is
+None. With outer_dims, out has any strides and its first outer_dims dimensions number its items; with addresses, int64
+[ids], item k goes to addresses[k], and out is the first of the tensors that they are in; with entries, rows that have
+one come from slabs. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and blocks
+int64 [pages], starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses int64.
+`stage_items` is gather_items of `host_ids`, whose threads gather `host_slots`, the slots as it sees them; `stager` is
+the address of a living `_core.Stager` of that device.
 
 `sum_bags`, for CUDA alone, sums bags of rows as struct ibp_bags of ibp_cuda.h says: one for each row of out. Bag b
 begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, which is not read; without offsets all bags
@@ -238,6 +240,13 @@ _define(
     "note_pages(Tensor ids, int ids_per_block, Tensor lengths, Tensor rooms, Tensor(a!) stored, Tensor(b!) seen) -> ()"
 )
 _define("decode_bytes(Tensor table, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_define(
+    "encode_piece(Tensor data, Tensor codebook, int[] codec, int overflow_start, int max_sms, Tensor(a!) memory) -> ()"
+)
+_define(
+    "decode_piece(Tensor coded, Tensor codebook, int[] codec, int overflow_start, int max_sms, Tensor(a!) out, "
+    "Tensor(b!) fault) -> ()"
+)
 _define(
     "stream_bytes(Tensor table, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
     "int max_sms, Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()"

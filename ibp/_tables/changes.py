@@ -124,7 +124,8 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
     IndexError for one that is out of range."""
     if ids.numel() == 0:
         return ids, None
-    ids = ids.to(torch.int64)
+    if ids.dtype != torch.int64:
+        ids = ids.to(torch.int64)
     if ids.numel() <= _FEW_IDS:
         few = ids.tolist()  # waits for a GPU
         if 0 <= min(few) and max(few) < num_items and len(set(few)) == len(few):
@@ -141,11 +142,12 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
 
 
 def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers of the rows that hold items, the bytes that these rows have with new items in them)."""
+    """(numbers of the rows that hold items, what these rows have with new items in them: items, or bytes)."""
     item_bytes, row_bytes = table.item_bytes, table.row_bytes
+    is_bare = items.is_contiguous() and not (items.requires_grad or items.is_conj() or items.is_neg())
+    if item_bytes == row_bytes and is_bare:
+        return ids, items
     data = bytes_of(items)
-    if item_bytes == row_bytes:
-        return ids, data
     if item_bytes % row_bytes == 0:
         return rows_of(ids, item_bytes // row_bytes), data
     starts = ids * item_bytes
@@ -257,9 +259,10 @@ def _encode(
     numbers: torch.Tensor | None,
     first_row: int,
 ) -> None:
-    """Codes rows of a tensor of that geometry: those of the given numbers, which differ, or from first_row on."""
+    """Codes rows of a tensor of that geometry, contiguous: those of the given numbers, which differ, or from first_row
+    on."""
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
-    most_bytes = -(-data.numel() // row_bytes) * (-(-(row_bytes - slot_bytes) // _SECTOR) * _SECTOR)
+    most_bytes = -(-data.nbytes // row_bytes) * (-(-(row_bytes - slot_bytes) // _SECTOR) * _SECTOR)
     room = table.set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
     same = geometry is table.geometry
     handle = table.handle(worker) if same else Handle(table.parts(worker, geometry))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -169,24 +169,24 @@ class CodedRows:
         self.bases = bases.view(torch.int64)
         self.counters = counters.view(torch.int64)
         self.used, self._counts, self.fault, _ = self.counters.split([1, 2, 4, 1])
-        self._take_codebook(codebook)
+        words, self.codebook = codebook.words(self.device), codebook
+        slots, overflow = (_memory.seen_from(self.device, part) for part in (self.slots, self.overflow))
+        rows = (self.slot_bytes, 0, self.num_rows, self.row_bytes)
+        index = self.lengths, self.bases
+        self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *rows, self.rooms, self.used))
 
     def _take_codebook(self, codebook: AnyCodebook) -> None:
         """Codes by a codebook for rows of the place's size from now on. Rows that are coded are not read any more."""
         words = codebook.words(self.device)  # for which there may be no memory: nothing has changed yet
         self.codebook = codebook
-        slots, overflow = (_memory.seen_from(self.device, part) for part in (self.slots, self.overflow))
-        sizes = (self.slot_bytes, 0, self.num_rows, self.row_bytes)
-        index = self.lengths, self.bases
-        self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *sizes, self.rooms, self.used))
+        self.handle = Handle(self.handle.parts._replace(codebook=words, codec=codebook.codec))
 
     def clear(self) -> None:
         """Forgets all rows: they read as default rows, and all of overflow is free."""
         self.lengths.view(torch.int16).fill_(as_int16(min(self.row_bytes, _MOST_LENGTH)))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
-        for counter in (self.used, self._counts, self.fault):
-            counter.zero_()
+        self.counters.zero_()
 
     def counts(self) -> RowCounts:
         """How many rows spilled and were lost. Waits for the work on the current stream."""
@@ -389,12 +389,12 @@ def encode_into(
     if not isinstance(place, CodedRows):
         raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.CodedRows")
     if isinstance(x, torch.Tensor):
-        layout, addresses = _in_memory_order(x.detach()), None
+        layout, addresses = _in_memory_order(x.detach() if x.requires_grad else x), None
     else:
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
-    rows: dict[str, Any] = {"buffers": addresses, "row_ids": row_ids, "first_row": first_row}
-    place.handle.encode(layout, place._counts, place.fault, **rows, max_sms=sms_of(max_sms))
+    counts, fault, sms = place._counts, place.fault, sms_of(max_sms)
+    place.handle.encode(layout, counts, fault, buffers=addresses, row_ids=row_ids, first_row=first_row, max_sms=sms)
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:

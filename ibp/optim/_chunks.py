@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .._machine.memory import PinningError
+from .._machine.staging import Coming
 from .._tables.coded_rows import _in_memory_order
 from ._families import Section, StateGroup, grouped
 from ._learning import ROW_BYTES, learn
@@ -19,6 +22,7 @@ NAMES = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64  # bytes, of small parameters behind others
 _REPLAYED_ON = "cuda"
 _LEAST_REPLAYED = 6  # runs of a chunk; with fewer, the host launches kernel by kernel
+_SAMPLED_ROWS, _LEAST_SAMPLED = 256, 128  # of a run, and of each of its sections at least, for later codebooks
 _LARGE_BYTES = 4 << 20  # of a parameter that may have codebooks of its own: values of others may have another scale
 
 _OfState = Callable[[CodedState, torch.Tensor, torch.Tensor | None], None]
@@ -91,6 +95,7 @@ class Chunk:
         if coding.reserve is not None:
             coding.reserve.expect(len(NAMES) * num_rows, num_rows if len(self._sections) > 1 else 0)
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
+        self._samples: dict[Run, tuple[Coming, list[int], float]] = {}  # with the rows of each section, and the growth
         self._set_runs([self._run(which, 0, num_rows) for which in range(len(NAMES))])
 
     def _run(self, which: int, first_row: int, last_row: int, stores: int = 0) -> Run:
@@ -115,40 +120,73 @@ class Chunk:
         return self._views[1]
 
     def unfit(self) -> list[Run]:
-        """The runs that want a codebook."""
-        return [run for run in self.runs if run.state.wants_fit]
+        """The runs that want a codebook, and are not sampled yet."""
+        return [run for run in self.runs if run.state.wants_fit and run not in self._samples]
 
     def fit(self, run: Run, work: Work, growth: float = 1.0) -> None:
-        """Gives a run a codebook and memory, or makes several runs of it whose sections have codebooks of their own;
-        the bytes in work memory are coded. A later codebook for which there is no memory is left out. Waits for the
-        device.
+        """Gives a run its first codebook and memory, or makes several runs of it whose sections have codebooks of their
+        own. Waits for the device.
 
         Args:
-            run: whose state is in work memory; before the first store what it is about to be.
+            run: whose state is in work memory, or what it is about to be.
             growth: how many times larger its values are expected to become before the next fit.
 
         Raises:
-            torch.OutOfMemoryError, MemoryError: there is no memory for the first codebook; nothing has changed.
+            torch.OutOfMemoryError, MemoryError: there is no memory; nothing has changed.
         """
-        rows = work[run.which][run.start : run.stop].view(-1, self._row_elements)
-        states = [run.state]
-        try:
-            groups = self._groups(run, rows, growth)
-            if len(groups) == 1:
-                run.state.fit(rows, groups[0])
-            else:
-                states = self._split(run, rows, groups)
-        except (torch.OutOfMemoryError, MemoryError, PinningError):
-            if run.state.learner.learned_at == 0:
-                raise
-        for state in states:
+        rows = self._rows(run, work)
+        self._take(run, rows, self._groups(run, rows, self._sections_of(run), growth))
+
+    def sample(self, run: Run, work: Work, growth: float) -> None:
+        """Has some rows of a run in work memory come to the host, for `refit`. Where there is no memory for them, the
+        next step tries again. growth: as of `fit`."""
+        rows, sections = self._rows(run, work), self._sections_of(run)
+        most = max(_LEAST_SAMPLED, _SAMPLED_ROWS // len(sections))
+        parts = [rows[start : stop : -(-(stop - start) // most) | 1] for start, stop, _ in sections]  # at odd distances
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._samples[run] = Coming(torch.cat(parts)), [len(part) for part in parts], growth
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether there are samples for `refit`."""
+        return bool(self._samples)
+
+    def refit(self, work: Work) -> None:
+        """Gives the runs that were sampled other codebooks: the host learns them while the device does what is queued.
+        Where there is no memory for one, a run keeps its codebook."""
+        samples, self._samples = self._samples, {}
+        for run, (coming, sizes, growth) in samples.items():
+            held, ends = self._sections_of(run), [0, *itertools.accumulate(sizes)]
+            sampled = [Section(start, stop, of.key) for of, start, stop in zip(held, ends, ends[1:])]
+            row_at = dict(zip(ends, [*(section.start for section in held), held[-1].stop]))
+            try:
+                groups = self._groups(run, coming.wait(), sampled, growth)
+                groups = [group._replace(start=row_at[group.start], stop=row_at[group.stop]) for group in groups]
+                for group in groups:
+                    group.codebook.queue_words(self.device)
+                run.state.load(run.bytes_in(work))
+                self._take(run, self._rows(run, work), groups)
+            except (torch.OutOfMemoryError, MemoryError, PinningError):
+                run.state.settle()
+
+    def _take(self, run: Run, rows: torch.Tensor, groups: list[StateGroup]) -> None:
+        """Codes the rows of a run by the codebooks of groups."""
+        if len(groups) == 1:
+            run.state.fit(rows, groups[0])
+        for state in [run.state] if len(groups) == 1 else self._split(run, rows, groups):
             state.settle()
 
-    def _groups(self, run: Run, rows: torch.Tensor, growth: float) -> list[StateGroup]:
-        """Sections of a run that are alike."""
+    def _rows(self, run: Run, work: Work) -> torch.Tensor:
+        return work[run.which][run.start : run.stop].view(-1, self._row_elements)
+
+    def _sections_of(self, run: Run) -> list[Section]:
+        """The sections of a run, from its first row on."""
         first, last = run.start // self._row_elements, run.stop // self._row_elements
         held = [section for section in self._sections if first <= section.start < last]
-        sections = [Section(start - first, stop - first, key) for start, stop, key in held]
+        return [Section(start - first, stop - first, key) for start, stop, key in held]
+
+    def _groups(self, run: Run, rows: torch.Tensor, sections: list[Section], growth: float) -> list[StateGroup]:
+        """Sections of a run that are alike, by their rows, or by samples of these."""
         before = None if run.state.place is None else run.state.place.codebook
         families = self._coding.families.setdefault((run.which, self.dtype), [])
         return grouped(rows, sections, families, lambda some: learn(some, self._coding.level, before, growth))

@@ -24,12 +24,11 @@ from ._reserve import Reserve
 _SECTOR = _core.SECTOR_BYTES
 # A byte in overflow is worth 8 of slots, as two kernels move it over the link.
 _RULE = _layout.SlotRule(overflow_cost=8, most_overflow=0.02 * ROW_BYTES)
-_CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
+_CROWDED_BYTES = 16 << 20  # in overflow, over all steps, that the link moves both ways while rows are coded anew
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
-_LEARNING_STEPS = 4  # every fourth step learns codebooks in place of earlier ones
-_LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # such a step replaces a quarter of the codebooks, but at least two
-_WATCHED_STEPS = 16  # the first steps are all watched, later ones as often as steps learn codebooks
+_LEARNED_SHARE = 16  # a step learns codebooks in place of a sixteenth of the earlier ones, but at least of one
+_WATCHED_STEPS, _WATCHED_SHARE = 16, 4  # the first steps are all watched, and every fourth later one
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 _FIRST_REFIT_RATIO = 8.0  # likewise, where it was learned in the first step: half as often in the first 24 steps
@@ -73,7 +72,8 @@ class StateCoding(NamedTuple):
     level: of codebooks, see `ibp.compress`.
     reserve: of pinned memory on a GPU; None on the CPU.
     pinned: slots are pinned host memory too.
-    families: whose codebooks were learned in this step, by the number of the state's name and its dtype.
+    families: whose codebooks were learned in the first step or since states were chosen to learn, by the number of the
+        state's name and its dtype.
     """
 
     level: str
@@ -186,7 +186,8 @@ class CodedState:
         """
         wanted, overflow = _layout.slots_for(group.survey, ROW_BYTES, _RULE)
         if self.place is not None and self._serves(self.place, group, wanted):
-            self._expected_bytes = group.survey.overflow_bytes(self.place.slot_bytes)
+            found = group.survey
+            self._expected_bytes = found.overflow_bytes(self.place.slot_bytes) * self.num_rows / found.num_rows
             return
         slot_bytes = self._with_host_memory(wanted)
         self.version += 1
@@ -313,15 +314,14 @@ def free_overflow(states: list[CodedState]) -> None:
 
 
 def choose_learners(states: list[CodedState]) -> None:
-    """Lets states learn codebooks in the next step, if codebooks are learned in it. Only the few states that want a new
-    codebook the most learn one, so that no step takes many times as long as another."""
-    if (max((state.stores for state in states), default=0) + 1) % _LEARNING_STEPS:
-        return
+    """Lets states learn codebooks in the next step: only the few that want a new codebook the most, so that no step
+    takes many times as long as another."""
     families: dict[int, list[CodedState]] = {}
     for state in states:
-        families.setdefault(id(state.learner.found), []).append(state)
-    most = max(_LEAST_LEARNED, len(families) // _LEARNED_SHARE)
+        if not state.may_refit:
+            families.setdefault(id(state.learner.found), []).append(state)
     overdue = {key: max(state.overdue for state in alike) for key, alike in families.items()}
+    most = max(1, len(families) // _LEARNED_SHARE)
     for key in sorted((key for key in families if overdue[key] >= 1), key=lambda key: -overdue[key])[:most]:
         for state in families[key]:
             state.may_refit = state.overdue >= 1
@@ -361,7 +361,7 @@ class Watch:
         """Asks for the counters as they are before a step, unless others are yet to be judged. Where there is no memory
         for them, a later step asks."""
         self._steps += 1
-        if self._found is not None or (self._steps > _WATCHED_STEPS and self._steps % _LEARNING_STEPS):
+        if self._found is not None or (self._steps > _WATCHED_STEPS and self._steps % _WATCHED_SHARE):
             return
         watched = [(state, state.learner.learned_at) for state in states if state.place is not None]
         counters = [state.place.counters for state in states if state.place is not None]

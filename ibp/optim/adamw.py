@@ -216,12 +216,12 @@ class Adam(torch.optim.Adam):
             for param, step in plan.steps.items():
                 self.state[param]["step"] = step
             self._run(plan)
+        for plan in plans:
+            self._look_ahead(plan)
         return loss
 
     def _plans(self) -> list[_StepPlan]:
         """A step's work on each device. All that can fail is done here: no weight and no state has changed."""
-        for coding in self._codings.values():
-            coding.families.clear()
         plans: dict[torch.device, _StepPlan] = {}
         for group, chunks in zip(self.param_groups, self._chunks):
             grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
@@ -263,18 +263,18 @@ class Adam(torch.optim.Adam):
                 plan.jobs.append(_Job(chunk, work, is_decoupled, options, grads, plan.steps))
 
     def _fit(self, jobs: list[_Job]) -> None:
-        """Gives codebooks to states that want some. Coded states become others that stand for the same bits."""
-        choose_learners([state for job in jobs for state in job.chunk.states])
+        """Gives codebooks to new states, and samples others that want a new codebook."""
         for job in jobs:
             unfit, betas = job.chunk.unfit(), (job.options["beta1"], job.options["beta2"])
             if any(run.state.is_new for run in unfit):
                 job.foresee()
             for run in unfit:
-                if not run.state.is_new:
+                growth = growths(betas, run.state.stores)[run.which]
+                if run.state.is_new:
+                    job.chunk.fit(run, job.work, growth)
+                else:
                     run.state.load(run.bytes_in(job.work))
-                job.chunk.fit(run, job.work, growths(betas, run.state.stores)[run.which])
-            if self._memory == "device":
-                job.chunk.prepare(job.work)
+                    job.chunk.sample(run, job.work, growth)
 
     def _begin(self, plan: _StepPlan) -> None:
         """Decodes the states of the first chunk: the GPU has work while the host gets the rest ready."""
@@ -304,6 +304,20 @@ class Adam(torch.optim.Adam):
             transfers.end()
         if plan.found_inf is not None:  # a step that infinite gradients left out is not counted
             torch._foreach_sub_(steps, [plan.found_inf] * len(steps))
+
+    def _look_ahead(self, plan: _StepPlan) -> None:
+        """What later steps need of the host, while the device does what this one has queued; once it is done, they
+        learn for the other chunks. Coded states become others that stand for the same bits."""
+        is_done, asked = False, _asks_for_end(plan.device)
+        for job in plan.jobs:
+            if job.chunk.is_sampled and not is_done:
+                job.chunk.refit(job.work)
+                is_done = asked()
+            if self._memory == "device":
+                job.chunk.prepare(job.work)
+        if not any(job.chunk.is_sampled for job in plan.jobs):
+            self._coding(plan.device).families.clear()
+            choose_learners([state for job in plan.jobs for state in job.chunk.states])
 
     def _transfers_for(self, device: torch.device, jobs: list[_Job]) -> StateTransfers:
         """Moves slots, with room for all chunks."""
@@ -470,9 +484,9 @@ class AdamW(Adam, torch.optim.AdamW):
     exp_avg and exp_avg_sq are kept coded in slots on the parameters' device; states with similar values have slots of
     one size. Rows that outgrow their slots are kept, in part, in pinned host memory, which has room for everything that
     slots do not hold: however badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that
-    all chunks share, calls torch's fused kernel, and codes them again. It waits for the device only where many rows
-    have outgrown their slots, or where codebooks are learned: all codebooks in the first step, those of a few
-    parameters in a later step, for each parameter ever more rarely.
+    all chunks share, calls torch's fused kernel, and codes them again. The first step learns all codebooks, and waits
+    for the device. Later ones learn those of a few parameters, for each parameter ever more rarely, while the device
+    does what they have queued.
 
     It replaces torch's optimizer: learning-rate schedulers, parameter groups, closures, `torch.amp.GradScaler`, hooks
     and `state_dict()` work the same way, and each optimizer loads the states of the other. Pickles and copies hold
@@ -610,6 +624,11 @@ def _dense_grad(param: torch.Tensor) -> torch.Tensor:
         )
     own, grad = local(param), local(param.grad)
     return grad if grad.stride() == own.stride() else torch.empty_like(own).copy_(grad)
+
+
+def _asks_for_end(device: torch.device) -> Callable[[], bool]:
+    """Says whether a GPU has done all that is queued by now; of a CPU, which the host is, never."""
+    return torch.cuda.current_stream(device).record_event().query if device.type == "cuda" else lambda: False
 
 
 def _near(value: Any, device: torch.device) -> Any:

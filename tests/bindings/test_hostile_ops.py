@@ -19,6 +19,7 @@ OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 U8, U16, I32, I64 = torch.uint8, torch.uint16, torch.int32, torch.int64
 MOST = 2**63 - 1
+PIECE_INDEX = 1088  # bytes before the overflow of a piece of 100 rows
 INTS = [-(2**63), -(2**62), -1, 0, 1, 3, 31, 65537, 2**31, 2**32 + 1, 2**62, MOST]
 
 
@@ -47,6 +48,13 @@ def coded_table(scheme):
     return x, [value.clone() if isinstance(value, torch.Tensor) else value for value in values_of(table, CPU)]
 
 
+def fresh_piece():
+    """Memory for 100 rows of 240 bytes, before they are coded: counters, bases, lengths, overflow."""
+    memory = zeros(PIECE_INDEX + 100 * 256)
+    memory[64 : 64 + 8 * 100] = 255
+    return memory
+
+
 def selected():
     """The outputs of select_rows for 40 rows of 240 bytes and those that share their bases."""
     return [zeros(40, U16), zeros(2, I64), zeros(80 * 240), zeros(2, I64), fault()]
@@ -68,6 +76,10 @@ def good_calls():
         yield "add_rows", [*table, 4, False, x.clone(), zeros(1, I64), fault()]
         if scheme == "ibp":
             yield "count_hits", [data, words, codec]
+        coded = fresh_piece()
+        OPS.encode_piece(data, words, codec, PIECE_INDEX, 0, coded)
+        yield "encode_piece", [data, words, codec, PIECE_INDEX, 0, fresh_piece()]
+        yield "decode_piece", [coded, words, codec, PIECE_INDEX, 0, zeros(len(data)), fault()]
     lengths = OPS.measure_rows(data, words, codec)
     yield "index_rows", [lengths, data.numel(), 240, 32]
     yield "survey_rows", [lengths, data.numel(), 240]
@@ -89,6 +101,7 @@ WRITTEN = {
     "overflow",
     "out",
     "fault",
+    "memory",
     "lengths_out",
     "bases_out",
     "rows_out",
@@ -103,9 +116,9 @@ ANY_DTYPE = {"out", "base", "part"}  # memory, whatever it holds
 
 def may_be_shorter(name, called, arguments):
     """Where fewer elements are a smaller problem, rows that lie outside their table, or room for fewer rows."""
-    has_positions = name == "gather_items" and arguments[-1] is not None
-    less_work = {"slots", "overflow", "ids", "mask", "part", "lengths_out", "bases_out", "rows_out"}
-    return called in less_work or (called == "data" and name != "encode_rows") or (called == "out" and has_positions)
+    is_free = name == "decode_piece" or (name == "gather_items" and arguments[-1] is not None)
+    less_work = {"slots", "overflow", "ids", "mask", "part", "lengths_out", "bases_out", "rows_out", "memory", "coded"}
+    return called in less_work or (called == "data" and name != "encode_rows") or (called == "out" and is_free)
 
 
 def names_of(name):
@@ -294,6 +307,14 @@ CONTRADICTIONS = {
     "entries and dimensions": lambda: BY_VALUES.gather_items(
         *raw_table(), zeros(1, I64), 0, zeros(64), fault(), entries=zeros(1, I64), slabs=[zeros(64)], outer_dims=0),
     "numbers behind scheme raw": lambda: OPS.measure_rows(zeros(64), empty(I32), [0, 64, 4, 5]),
+    "an index longer than what stands before overflow": lambda: OPS.encode_piece(
+        zeros(101 * 64), words_with(0), [1, 64, 4, 0], 1064, 0, fresh_piece()),
+    "a piece shorter than its index": lambda: OPS.decode_piece(
+        fresh_piece()[:1087], words_with(0), [1, 64, 4, 0], PIECE_INDEX, 0, zeros(100 * 64), fault()),
+    "a piece that is not aligned": lambda: OPS.decode_piece(
+        fresh_piece()[1:], words_with(0), [1, 64, 4, 0], PIECE_INDEX, 0, zeros(100 * 64), fault()),
+    "a piece of raw rows": lambda: OPS.encode_piece(
+        zeros(100 * 64), empty(I32), [0, 64], PIECE_INDEX, 0, fresh_piece()),
     "an unknown scheme": lambda: OPS.measure_rows(zeros(64), empty(I32), [3, 64]),
 }  # fmt: skip
 

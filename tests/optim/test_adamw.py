@@ -271,7 +271,6 @@ def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
     device = request.getfixturevalue("cuda") if place == "cuda" else place
     for ratio in ("_REFIT_RATIO", "_FIRST_REFIT_RATIO", "_LEAST_MOVED"):
         monkeypatch.setattr(_states, ratio, 1.0)
-    monkeypatch.setattr(_states, "_LEARNING_STEPS", 1)
     monkeypatch.setattr(_states, "_WATCHED_STEPS", 1 << 30)
     sizes = itertools.cycle([3456, 3392, 3520])
     monkeypatch.setattr(_states._layout, "slots_for", lambda *_: (next(sizes), 0.0))
@@ -394,9 +393,12 @@ def test_large_parameters_have_codebooks_of_their_own(monkeypatch):
         assert parts[0][1].state.learner.found is parts[1][0].state.learner.found
 
 
-def test_parameters_alike_share_a_run(monkeypatch):
-    """Whatever their number, until a codebook is learned for values that differ."""
+@pytest.mark.parametrize("most_sampled", [16, 1024])
+def test_parameters_alike_share_a_run(monkeypatch, most_sampled):
+    """Whatever their number, until a codebook is learned for values that differ, by some or all of their rows."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
+    monkeypatch.setattr(_chunks, "_SAMPLED_ROWS", most_sampled)
+    monkeypatch.setattr(_chunks, "_LEAST_SAMPLED", min(16, most_sampled))
     shapes = [(64, 1024)] * 3
     torchs, ours = parameters(shapes=shapes), parameters(shapes=shapes)
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
@@ -456,26 +458,19 @@ def check_old_slots(monkeypatch, are_kept):
     """Trains over two codebooks, and says whether nothing keeps the first places when all is coded by the second."""
     ours = parameters(shapes=[(64, 512)])
     optimizer = ibp.optim.AdamW(ours)
-    old, are_alive = [], []
-
-    def when_all_have_codebooks(states):
-        are_alive.append([place() is not None for place in old])
-        _states.free_overflow(states)
-
-    monkeypatch.setattr(adamw, "free_overflow", when_all_have_codebooks)
     monkeypatch.setattr(_learning, "_CLEARLY_BETTER", 0.0)
-    for number in range(8):
+    for number in range(9):
         give_gradients(ours, number)
         optimizer.step()
         states = optimizer._chunks[0][0].states
-        old = [weakref.ref(state.place) for state in states]
-        slots = [state.place.slots.data_ptr() for state in states]
-        codebooks = [state.place.codebook for state in states]
         if number == 6:
-            before = slots, codebooks
-    assert all(state.stores == state.learner.learned_at == 8 for state in states)
-    assert are_alive[-1] == [are_kept, are_kept] and all(new is not one for new, one in zip(codebooks, before[1]))
-    assert not are_kept or slots == before[0]
+            old = [weakref.ref(state.place) for state in states]
+            slots = [state.place.slots.data_ptr() for state in states]
+            codebooks = [state.place.codebook for state in states]
+    assert [state.learner.learned_at for state in states] == [9, 10]
+    assert [place() is not None for place in old] == [are_kept, are_kept]
+    assert all(state.place.codebook is not one for state, one in zip(states, codebooks))
+    assert not are_kept or slots == [state.place.slots.data_ptr() for state in states]
 
 
 def test_slots_are_kept_while_codebooks_are_learned(monkeypatch):
@@ -495,14 +490,14 @@ def test_codebooks_and_rows_stay_where_others_save_no_more(monkeypatch):
     """A later codebook that is not clearly better is left out, and rows whose slots suit them are not coded anew."""
     ours = parameters(shapes=[(64, 512)])
     optimizer = ibp.optim.AdamW(ours, betas=(0.0, 0.999))  # exp_avg is the gradient: its values stay as large
-    for number in range(8):
+    for number in range(9):
         versions = [state.version for chunk in optimizer._chunks[0] for state in chunk.states]
         ours[0].grad = torch.randn(ours[0].shape, generator=torch.Generator().manual_seed(number))
         optimizer.step()
         states = optimizer._chunks[0][0].states
         if number == 0:
             codebooks = [state.place.codebook for state in states]
-    assert [state.learner.learned_at for state in states] == [8, 8]
+    assert [state.learner.learned_at for state in states] == [9, 10]
     assert states[0].place.codebook is codebooks[0] and states[0].version == versions[0]
     assert states[1].version == versions[1] + 1 and all(usage.savings > 0.12 for usage in optimizer.stats().values())
     monkeypatch.setattr(_states, "_LEAST_MOVED", 0)
@@ -517,7 +512,7 @@ def test_few_codebooks_are_learned_in_a_step(monkeypatch):
     """One for all chunks of a parameter, in the first step one a parameter and state, later those of a few; whatever is
     postponed comes in one of the next steps."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
-    monkeypatch.setattr(_states, "_LEARNING_STEPS", 1)
+    monkeypatch.setattr(_states, "_LEARNED_SHARE", 4)
     calls, learn = [], _chunks.learn
 
     def counted(rows, *others):
@@ -567,7 +562,7 @@ def train_in_parts(monkeypatch, device, memory="device"):
     coding = _states.StateCoding("default", _reserve.Reserve(), memory == "pinned", {})
     optimizers[1]._codings[ours[0].device] = coding
     counts = []
-    for number in range(24):
+    for number in range(48):
         for i, (param, same) in enumerate(zip(torchs, ours)):
             grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * number + i))
             param.grad, same.grad = grad.to(device), grad.to(device)
@@ -588,6 +583,16 @@ def test_later_steps_pin_no_memory(monkeypatch, memory):
     assert first <= 2 and not any(others)
 
 
+def test_chunks_learn_while_the_device_works(monkeypatch):
+    """In a step after which it is idle, one of them; codebooks are shared with those of the next steps."""
+    learned, learn, refits = [], _chunks.learn, []
+    monkeypatch.setattr(_chunks, "learn", lambda *args: learned.append(args) or learn(*args))
+    monkeypatch.setattr(adamw, "_asks_for_end", lambda device: lambda: refits.append(device) or True)
+    train_in_parts(monkeypatch, "cpu")
+    first = sum(before is None for _, _, before, _ in learned)
+    assert len(refits) > 20 > 2 * (len(learned) - first)
+
+
 @pytest.mark.parametrize("memory", ["device", "pinned"])
 def test_parts_for_which_there_is_no_memory(monkeypatch, memory):
     """Values that were alike and are not any more keep one codebook: of two parts the second has no memory."""
@@ -603,9 +608,9 @@ def test_parts_for_which_there_is_no_memory(monkeypatch, memory):
     assert next(numbers) > 1
 
 
-def test_who_learns_in_a_step():
-    """The codebooks that are wanted the most, a quarter of all, for all states of theirs that want it; in every fourth
-    step."""
+def test_who_learns_in_a_step(monkeypatch):
+    """The codebooks that are wanted the most, a share of all, for all states of theirs that want it; then others."""
+    monkeypatch.setattr(_states, "_LEARNED_SHARE", 4)
     coding, codebooks = _states.StateCoding("default", None, False, {}), [object() for _ in range(24)]
     states = [_states.CodedState(8, 8 * ROW_BYTES, torch.device("cpu"), coding, 7) for _ in range(48)]
     for number, state in enumerate(states):
@@ -616,10 +621,8 @@ def test_who_learns_in_a_step():
         states[number].note_overflow(20 << 20, 10)
     _states.choose_learners(states)
     assert [number for number, state in enumerate(states) if state.may_refit] == [4, 5, 6, 10, 20, 40, 46]
-    for state in states:
-        state.stores, state.may_refit = 8, False
     _states.choose_learners(states)
-    assert not any(state.may_refit for state in states)
+    assert [number for number, state in enumerate(states) if state.may_refit] == [4, 5, 6, 10, 12, 20, 40, 46]
 
 
 def test_slots_that_pinned_memory_has_room_for():
