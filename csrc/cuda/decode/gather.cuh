@@ -113,7 +113,7 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
 
     Turns<G> turns(request.num_jobs, share);
     if (turns.first >= request.num_jobs) return;
-    uint4 vectors[F::kVectors];
+    uint4 vectors[F::kVectors] = {};
     Entry entry = look_up(table, request, turns.of_lane());
     fetch.prefetch(entry, 0, vectors);
 #pragma unroll 1
