@@ -64,7 +64,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                               kTile = Levels::kTile, kPerLane = Levels::kPerLane, kChunk = Levels::kChunk;
     static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // words of a vector's digits
     static constexpr uint32_t kNames = (kPerVector + 3u) / 4u;   // words of a vector's names
-    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kEntriesAt = kTables + Levels::kBytes;
+    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES;
     static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank of a raw symbol, and four
     static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
@@ -89,10 +89,14 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // Shared memory of a group: of every warp a table of names for each plane, 0 at the escape, the names of the
     // elements of plane 2, and the list, which makes room for those of plane 1, and the entries where ranks are looked
     // up in the table's; then what the warps exchange.
+    static __host__ __device__ __forceinline__ uint32_t entries_at(const ibp_codebook &cb)
+    {
+        return kTables + Levels::num_bytes(cb);
+    }
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
         const uint32_t entries = cb.planes.per_column || names_symbols(cb.planes) ? 0u : cb.planes.num_entries;
-        return kEntriesAt + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
+        return entries_at(cb) + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
@@ -100,10 +104,10 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
-    __device__ __forceinline__ Levels levels() const { return {tables() + kTables}; }
+    __device__ __forceinline__ Levels levels() const { return {tables() + kTables, Levels::most_of(cb)}; }
     __device__ __forceinline__ T *entries() const
     {
-        return reinterpret_cast<T *>(shared_bytes() + tables() + kEntriesAt);
+        return reinterpret_cast<T *>(shared_bytes() + tables() + entries_at(cb));
     }
 
     __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint32_t shared)
@@ -126,7 +130,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         const PlanesBook<T> book(cb, cluster);
         const bool symbols = names_symbols(cb.planes);
-        T *const entries = reinterpret_cast<T *>(shared_bytes() + tables + kEntriesAt);
+        T *const entries = reinterpret_cast<T *>(shared_bytes() + tables + entries_at(cb));
         for (uint32_t rank = G::lane(); rank < cb.planes.num_entries; rank += G::kLanes) {
             uint32_t at = rank;
 #pragma unroll

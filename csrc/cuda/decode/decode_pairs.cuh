@@ -37,7 +37,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
                               kChunk = Levels::kChunk;
-    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kWarpBytes = kEntries + Levels::kBytes;
+    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES;
     static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // a raw symbol's rank, and four
     static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
@@ -62,13 +62,17 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     }
     // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements
     // of plane 2, and the list, which makes room for those of plane 1; then what the warps exchange.
-    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
+    static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
-        return G::kWarps * kWarpBytes + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
+        return kEntries + Levels::num_bytes(cb);
     }
-    __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * kWarpBytes; }
-    __device__ __forceinline__ Levels levels() const { return {entries() + kEntries}; }
-    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * kWarpBytes) / 4u; }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
+    {
+        return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
+    }
+    __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * warp_bytes(cb); }
+    __device__ __forceinline__ Levels levels() const { return {entries() + kEntries, Levels::most_of(cb)}; }
+    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t entries_of(uint32_t plane) const { return shared_word(entries() / 4u + plane); }
 
     __device__ __forceinline__ PairsDecoder(const ibp_codebook &codebook, uint32_t shared)

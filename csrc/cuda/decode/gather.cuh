@@ -150,15 +150,18 @@ ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_g
                 uint32_t *group_bytes)
 {
     static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
+    using G = typename Decoder::Group;
     uint32_t block_bytes = *group_bytes = 0;
     int64_t num_jobs = 0;
     for (uint32_t k = 0; k < num_gathers; k++) {
         const ibp_codebook &cb = gathers[k]->table.codebook;
-        const uint32_t its_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+        uint32_t its_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+        // Groups of a warp begin in different banks.
+        if (G::kPerWarp > 1) its_bytes += (4u * G::kLanes - its_bytes) % 128u;
         block_bytes = std::max(block_bytes, Decoder::block_bytes(cb)), *group_bytes = std::max(*group_bytes, its_bytes);
         num_jobs += gathers[k]->request.num_jobs;
     }
-    return plan_groups(kernel, Decoder::kMostThreads, block_bytes, *group_bytes, Decoder::Group::kThreads, num_jobs,
+    return plan_groups(kernel, Decoder::kMostThreads, block_bytes, *group_bytes, G::kThreads, num_jobs,
                        gathers[0]->max_sms, launch);
 }
 

@@ -67,10 +67,19 @@ template <typename T, class G> struct TileLevels {
     static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
                               kTile = kSteps * kStep;                       // vectors of a lane in a tile; elements
     static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
-    static constexpr uint32_t kLevel = kTile + 16u, kBytes = kLevel + 2u * kTile;
-    uint32_t level2; // shared byte
+    uint32_t level2, most;                                                  // shared byte; elements of a tile
 
-    __device__ __forceinline__ uint32_t level1() const { return level2 + kLevel; }
+    // Elements of a tile, of short rows no more than a row has, rounded up to vectors: so that warps find room.
+    static __host__ __device__ __forceinline__ uint32_t most_of(const ibp_codebook &cb)
+    {
+        if (G::kPerWarp == 1) return kTile;
+        return (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_bytes(const ibp_codebook &cb)
+    {
+        return 3u * most_of(cb) + 32u; // 16 bytes behind each level's names may be read
+    }
+    __device__ __forceinline__ uint32_t level1() const { return level2 + most + 16u; }
     __device__ __forceinline__ uint16_t &listed(uint32_t i) const
     {
         return reinterpret_cast<uint16_t *>(shared_bytes() + level1())[i];
