@@ -59,7 +59,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     static constexpr bool kTwoBits = false;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : 768,
                               kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    using Levels = TileLevels<T, G>;
+    using Levels = TileLevels<T, G, 4>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,
                               kTile = Levels::kTile, kPerLane = Levels::kPerLane, kChunk = Levels::kChunk;
     static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // words of a vector's digits
@@ -225,14 +225,14 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         const uint32_t width = book.width_of(p), n = range.to - range.from;
         const DigitSpread spread(width);
         if (p == 0u) {
-            StepCounts<G, kStep> counts;
+            StepCounts<G, kStep, kSteps> counts;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
                 load_digits<kPerVector>(spread, start, range.from + kPerVector * G::lane() + s * kStep, range.to,
                                         tile.digits[s]);
                 counts.add(s, count_escaped(spread, tile.digits[s]));
             }
-            return tile.num_escaped = counts.number(levels().level1(), tile.before);
+            return tile.num_escaped = counts.number(levels().level1(), book.columns, tile.before);
         }
         if (p >= 2u) {
             const uint32_t escape = (1u << width) - 1u, table = tables() + 16u * p;

@@ -33,7 +33,10 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                          : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
-    using Levels = TileLevels<T, G>;
+    // Bytes, and elements with entries a column, come in rows of many lengths, such as heads and tokens of KV-caches: lanes
+    // of a part of a warp take up to 96 bytes of these, so that more rows share what a warp does for each.
+    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4;
+    using Levels = TileLevels<T, G, kLaneVectors>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
                               kChunk = Levels::kChunk;
@@ -160,36 +163,41 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         Chunk chunk; // of plane 1
     };
     // plane: bit of the row's first digit; n: elements of the row, or up to the end of the tile.
-    __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t tile_start, uint32_t n, Tile &tile) const
+    __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t columns, uint32_t tile_start, uint32_t n,
+                                              Tile &tile) const
     {
         const uint32_t first = tile_start + kPerVector * G::lane();
         if (tile_start + kTile <= n) {
             const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) tile.digits[s] = cursor.word(s * kStep / 16u);
-        } else { // the row's end
+        } else { // the row's end; nothing is read behind the stage
+            const uint32_t position = plane + 2u * first, left = n > first ? n - first : 0u;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
-                const uint32_t i = ibp_min_u32(first + s * kStep, n);
-                tile.digits[s] = low_bits(shared_bits(plane + 2u * i), 2u * ibp_min_u32(n - i, kPerVector));
+                tile.digits[s] = 0;
+                if (s != 0u && s * kStep >= columns) continue; // of no lane
+                const uint32_t word = ibp_min_u32(position / 32u + s * kStep / 16u, scratch / 4u - 2u);
+                tile.digits[s] = low_bits(__funnelshift_r(shared_word(word), shared_word(word + 1u), position),
+                                          2u * (left - ibp_min_u32(left, s * kStep)));
             }
         }
-        StepCounts<G, kStep> counts;
+        StepCounts<G, kStep, kSteps> counts;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++)
             counts.add(s, ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)));
-        tile.num_escaped = counts.number(levels().level1(), tile.before);
+        tile.num_escaped = counts.number(levels().level1(), columns, tile.before);
     }
     static_assert(kStep % 16 == 0, "vectors of a lane are whole words of digits apart");
 
     // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
     // Returns how many are escapes.
-    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &, uint32_t p, uint32_t start, DigitRange range,
+    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
         const uint32_t n = range.to - range.from;
         if (p == 0u) {
-            load_tile(start, range.from, range.to, tile);
+            load_tile(start, book.columns, range.from, range.to, tile);
             return tile.num_escaped;
         }
         if (p >= 2u) {
@@ -226,20 +234,21 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         bool any_raw;
     };
     // raw: the raw symbols of the tile. By all lanes of a warp together.
-    __device__ __forceinline__ Ranks ranks_of(const Tile &tile, DigitRange raw) const
+    __device__ __forceinline__ Ranks ranks_of(uint32_t columns, const Tile &tile, DigitRange raw) const
     {
         const Entries entries = entries_at(0);
         Ranks ranks{};
-        StepCounts<G, kStep> counts;
+        StepCounts<G, kStep, kSteps> counts;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
+            if (s != 0u && s * kStep >= columns) continue; // of no lane
             const uint4 bytes = bytes_of(entries, tile, s);
             ranks.bytes[s] = make_uint2(bytes.x, bytes.y);
             const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRaws) : 0u;
             counts.add(s, ibp_popcount(bytes.x & kRaws) + of_y);
         }
         ranks.any_raw = G::any(raw.from != raw.to);
-        if (ranks.any_raw) counts.number(raw.from, ranks.raw_before);
+        if (ranks.any_raw) counts.number(raw.from, columns, ranks.raw_before);
         return ranks;
     }
 
@@ -382,7 +391,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             [&](uint32_t base, uint32_t left) { return load_chunk(position + 2u * base, left); },
             [&](const Chunk &chunk, uint32_t from) { return symbols_of(entries, chunk.digits[0], from); });
         Ranks ranks;
-        if (COLUMNS) ranks = ranks_of(tile, raw);
+        if (COLUMNS) ranks = ranks_of(book.columns, tile, raw);
         const bool units = window.is_units(cb.row_bytes, 16);
         if (is_simple(cb.planes) && units)
             store_tile<true, true>(book, parts, tile, ranks, tile_start, n, window);

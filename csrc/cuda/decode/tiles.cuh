@@ -8,10 +8,10 @@
 
 namespace ibp {
 
-// How many elements a lane has in each of the four steps of a tile; a step is STEP elements of the group.
-template <class G, uint32_t STEP> struct StepCounts {
+// How many elements a lane has in each of the STEPS steps of a tile; a step is STEP elements of the group.
+template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     static constexpr uint32_t kField = STEP <= 256u ? 8 : 16; // bits of a step's count
-    static constexpr uint32_t kFields = 32u / kField, kWords = 4u / kFields;
+    static constexpr uint32_t kFields = 32u / kField, kWords = (STEPS + kFields - 1u) / kFields;
     uint32_t words[kWords] = {};
 
     __device__ __forceinline__ void add(uint32_t s, uint32_t count)
@@ -22,18 +22,19 @@ template <class G, uint32_t STEP> struct StepCounts {
     {
         return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
     }
-    // Numbers the elements from `first` on. before: the number of the lane's first element in each step. Returns how
-    // many elements there are.
-    __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t (&before)[4]) const
+    // Numbers the elements from `first` on. before: the number of the lane's first element in each step. columns: of the
+    // table, which may have no further steps. Returns how many elements there are.
+    __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t columns, uint32_t (&before)[STEPS]) const
     {
         uint32_t total = 0;
 #pragma unroll
         for (uint32_t k = 0; k < kWords; k++) {
+            if (k != 0u && k * kFields * STEP >= columns) break;
             // All lanes but the last have less than 2^kField together in a step.
             const uint32_t lower = G::inclusive_scan(words[k]) - words[k], lower_of_last = G::last_lane(lower),
                            last = G::last_lane(words[k]);
 #pragma unroll
-            for (uint32_t f = 0; f < kFields; f++) {
+            for (uint32_t f = 0; f < kFields && k * kFields + f < STEPS; f++) {
                 before[k * kFields + f] = first + total + field(lower, f);
                 total += field(lower_of_last, f) + field(last, f);
             }
@@ -62,10 +63,10 @@ struct NamedDigit {
 
 // Shared memory of a warp: the names of the elements of plane 2, and a list of those still open, which makes room for
 // the names of plane 1.
-template <typename T, class G> struct TileLevels {
+// STEPS: vectors of a lane in a tile.
+template <typename T, class G, uint32_t STEPS> struct TileLevels {
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
-    static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
-                              kTile = kSteps * kStep;                       // vectors of a lane in a tile; elements
+    static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep; // elements
     static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
     uint32_t level2, most;                                                  // shared byte; elements of a tile
 
