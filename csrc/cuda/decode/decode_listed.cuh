@@ -301,21 +301,6 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         fill_default<G>(cb, window.dst, window.low, window.high);
     }
-    // Stores the element of a live column.
-    static __device__ __forceinline__ void store_element(const ibp_planes &planes, const Window &window,
-                                                         uint32_t column, T element)
-    {
-        if (Book::num_constant(planes) != 0u) column = __ldg(planes.live_columns + column);
-        const uint32_t first = column * static_cast<uint32_t>(sizeof(T));
-        uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
-        if (first >= window.low && first + sizeof(T) <= window.high && aligned(dst, sizeof(T))) {
-            *reinterpret_cast<T *>(dst) = element;
-            return;
-        }
-        for (uint32_t b = 0; b < sizeof(T); b++)
-            if (first + b >= window.low && first + b < window.high)
-                dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
-    }
     static __device__ __forceinline__ void put_element(uint32_t (&words)[4], uint32_t e, T element)
     {
         if (sizeof(T) == 8) {
@@ -335,7 +320,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t e = 0; e < kPerVector; e++) {
             Word element = values[e * sizeof(T) / 4u] >> (e * sizeof(T) % 4u * 8u);
             if (sizeof(T) == 8) element |= static_cast<Word>(uint64_t{values[(e * sizeof(T) / 4u + 1u) % 4u]} << 32);
-            if (column + e < columns) store_element(planes, window, column + e, static_cast<T>(element));
+            if (column + e < columns) ibp::put_element<T, FIELDS>(planes, window, column + e, static_cast<T>(element));
         }
     }
 
@@ -425,7 +410,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             const uint32_t j = base + lane_id();
             T element = static_cast<T>(cb.planes.closed_value);
             if (!row.closed) element = element_at<false>(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
-            if (j < n) store_element(cb.planes, window, columns[j], element);
+            if (j < n) ibp::put_element<T, FIELDS>(cb.planes, window, columns[j], element);
         }
     }
     // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so

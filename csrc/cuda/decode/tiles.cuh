@@ -18,6 +18,21 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     {
         words[s / kFields] += count << s % kFields * kField;
     }
+    // Moves all counts up a step and puts one before them; takes the first one away and moves the others down.
+    __device__ __forceinline__ void push(uint32_t count)
+    {
+#pragma unroll
+        for (uint32_t k = kWords - 1u; k > 0u; k--) words[k] = __funnelshift_l(words[k - 1u], words[k], kField);
+        words[0] = words[0] << kField | count;
+    }
+    __device__ __forceinline__ uint32_t pop()
+    {
+        const uint32_t count = field(words[0], 0);
+#pragma unroll
+        for (uint32_t k = 0; k < kWords; k++)
+            words[k] = __funnelshift_r(words[k], k + 1u < kWords ? words[k + 1u] : 0u, kField);
+        return count;
+    }
     static __device__ __forceinline__ uint32_t field(uint32_t counts, uint32_t f)
     {
         return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
