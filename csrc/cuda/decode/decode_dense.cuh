@@ -57,7 +57,10 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
     static constexpr bool kTwoBits = false;
-    static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : 768,
+    // Parts of a warp keep the vectors that are on their way in registers: were these spilled, it would wait for them.
+    static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
+                                             : G::kPerWarp > 1 ? 640
+                                                               : 768,
                               kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 ? 6 : 4;
     using Levels = TileLevels<T, G, kLaneVectors>;
