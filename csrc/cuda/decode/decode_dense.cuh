@@ -62,7 +62,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                                              : G::kPerWarp > 1 ? 640
                                                                : 768,
                               kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 ? 6 : 4;
+    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 ? 6 : 4, kLeastLanes = sizeof(T) == 2 ? 2 : 4;
     using Levels = TileLevels<T, G, kLaneVectors>;
     using Counts = StepCounts<G, Levels::kStep, Levels::kSteps>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,

@@ -36,6 +36,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // Bytes, and elements with entries a column, come in rows of many lengths, such as heads and tokens of KV-caches: lanes
     // of a part of a warp take up to 96 bytes of these, so that more rows share what a warp does for each.
     static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4;
+    static constexpr uint32_t kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4; // of the shortest rows
     using Levels = TileLevels<T, G, kLaneVectors>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,

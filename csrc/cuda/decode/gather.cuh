@@ -157,7 +157,7 @@ ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_g
         const ibp_codebook &cb = gathers[k]->table.codebook;
         uint32_t its_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
         // Groups of a warp begin in different banks.
-        if (G::kPerWarp > 1) its_bytes += (4u * G::kLanes - its_bytes) % 128u;
+        if (G::kPerWarp > 1) its_bytes += (std::max(4u * G::kLanes, 16u) - its_bytes) % 128u;
         block_bytes = std::max(block_bytes, Decoder::block_bytes(cb)), *group_bytes = std::max(*group_bytes, its_bytes);
         num_jobs += gathers[k]->request.num_jobs;
     }
@@ -205,22 +205,25 @@ template <class Decoder> ibp_status launch_gather(const Gather &gather)
     return launch_turns<Decoder, EvenTurns>(gather);
 }
 
-// The group that a row gets depends on its length: a part of a warp, whose lanes take LANE_BYTES bytes each, or a warp,
-template <template <class> class Decoder, uint32_t LANE_BYTES = kLaneBytes>
+// The group that a row gets depends on its length: LEAST_LANES or more of a warp, which take LANE_BYTES bytes each, or a
+// warp,
+template <template <class> class Decoder, uint32_t LANE_BYTES = kLaneBytes, uint32_t LEAST_LANES = 4>
 ibp_status launch_by_warp(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
+    if constexpr (LEAST_LANES == 2)
+        if (row_bytes <= 2u * LANE_BYTES) return launch_gather<Decoder<Group<2, 1>>>(gather);
     if (row_bytes <= 4u * LANE_BYTES) return launch_gather<Decoder<Group<4, 1>>>(gather);
     if (row_bytes <= 8u * LANE_BYTES) return launch_gather<Decoder<Group<8, 1>>>(gather);
     if (row_bytes <= 16u * LANE_BYTES) return launch_gather<Decoder<Group<16, 1>>>(gather);
     return launch_gather<Decoder<Group<kWarp, 1>>>(gather);
 }
 // or several warps, where it is longer than kWarpRowBytes.
-template <template <class> class Decoder, uint32_t LANE_BYTES = kLaneBytes>
+template <template <class> class Decoder, uint32_t LANE_BYTES = kLaneBytes, uint32_t LEAST_LANES = 4>
 ibp_status launch_by_group(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
-    if (row_bytes <= kWarpRowBytes) return launch_by_warp<Decoder, LANE_BYTES>(gather);
+    if (row_bytes <= kWarpRowBytes) return launch_by_warp<Decoder, LANE_BYTES, LEAST_LANES>(gather);
     if (row_bytes <= 2u * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, 2>>>(gather);
     if (row_bytes <= 4u * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, 4>>>(gather);
     return launch_gather<Decoder<Group<kWarp, kMostWarps, true>>>(gather);
