@@ -350,7 +350,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         uint32_t mask = 0;
 #pragma unroll
-        for (uint32_t k = 0; k < kNames; k++) mask |= (ranks[k] >> 7 & 0x01010101u) * 0x10204080u >> 28 << 4u * k;
+        for (uint32_t k = 0; k < kNames; k++) mask |= highest_bits(ranks[k]) << 4u * k;
         return mask;
     }
     // What is known of rows that are stored in units: names are symbols, and residuals of bytes have four bits; or
