@@ -10,11 +10,8 @@ template <typename T> struct DenseDecoders {
 
 ibp_status gather_dense(const Gather &gather)
 {
-    return by_element(gather.table.codebook, [&](auto zero) {
-        using Decoders = DenseDecoders<decltype(zero)>;
-        using Of4 = typename Decoders::template Of<Group<4, 1>>;
-        return launch_by_group<Decoders::template Of, 16u * Of4::kLaneVectors, Of4::kLeastLanes>(gather);
-    });
+    return by_element(gather.table.codebook,
+                      [&](auto zero) { return launch_by_group<DenseDecoders<decltype(zero)>::template Of>(gather); });
 }
 
 } // namespace ibp

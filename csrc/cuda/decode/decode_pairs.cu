@@ -18,8 +18,7 @@ template <template <class> class Decoder> static ibp_status launch_by_tiles(cons
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
     if (row_bytes > 4u * kWarpRowBytes && row_bytes <= kMostWarps * kWarpRowBytes)
         return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
-    using Of4 = Decoder<Group<4, 1>>;
-    return launch_by_group<Decoder, 16u * Of4::kLaneVectors, Of4::kLeastLanes>(gather);
+    return launch_by_group<Decoder>(gather);
 }
 // Of the longest rows a block decodes one at a time: few SMs are busier so.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)

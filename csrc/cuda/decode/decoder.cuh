@@ -51,8 +51,13 @@
 
 namespace ibp {
 
+// Parts of warps that decode short rows have kLeastLanes lanes or more, each with up to kLaneVectors vectors of a row.
+struct FourLanes {
+    static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4;
+};
+
 // A decoder that needs no shared memory of the block besides that of each group.
-struct NoBlockMemory {
+struct NoBlockMemory : FourLanes {
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &) { return 0; }
 };
 

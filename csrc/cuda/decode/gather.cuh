@@ -205,25 +205,23 @@ template <class Decoder> ibp_status launch_gather(const Gather &gather)
     return launch_turns<Decoder, EvenTurns>(gather);
 }
 
-// The group that a row gets depends on its length: LEAST_LANES or more of a warp, which take LANE_BYTES bytes each, or a
-// warp,
-template <template <class> class Decoder, uint32_t LANE_BYTES = kLaneBytes, uint32_t LEAST_LANES = 4>
-ibp_status launch_by_warp(const Gather &gather)
+// The group that a row gets depends on its length: a part of a warp or a warp,
+template <template <class> class Decoder> ibp_status launch_by_warp(const Gather &gather)
 {
-    const uint32_t row_bytes = gather.table.codebook.row_bytes;
-    if constexpr (LEAST_LANES == 2)
-        if (row_bytes <= 2u * LANE_BYTES) return launch_gather<Decoder<Group<2, 1>>>(gather);
-    if (row_bytes <= 4u * LANE_BYTES) return launch_gather<Decoder<Group<4, 1>>>(gather);
-    if (row_bytes <= 8u * LANE_BYTES) return launch_gather<Decoder<Group<8, 1>>>(gather);
-    if (row_bytes <= 16u * LANE_BYTES) return launch_gather<Decoder<Group<16, 1>>>(gather);
+    using Of4 = Decoder<Group<4, 1>>;
+    const uint32_t row_bytes = gather.table.codebook.row_bytes, lane_bytes = 16u * Of4::kLaneVectors;
+    if constexpr (Of4::kLeastLanes == 2)
+        if (row_bytes <= 2u * lane_bytes) return launch_gather<Decoder<Group<2, 1>>>(gather);
+    if (row_bytes <= 4u * lane_bytes) return launch_gather<Of4>(gather);
+    if (row_bytes <= 8u * lane_bytes) return launch_gather<Decoder<Group<8, 1>>>(gather);
+    if (row_bytes <= 16u * lane_bytes) return launch_gather<Decoder<Group<16, 1>>>(gather);
     return launch_gather<Decoder<Group<kWarp, 1>>>(gather);
 }
 // or several warps, where it is longer than kWarpRowBytes.
-template <template <class> class Decoder, uint32_t LANE_BYTES = kLaneBytes, uint32_t LEAST_LANES = 4>
-ibp_status launch_by_group(const Gather &gather)
+template <template <class> class Decoder> ibp_status launch_by_group(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
-    if (row_bytes <= kWarpRowBytes) return launch_by_warp<Decoder, LANE_BYTES, LEAST_LANES>(gather);
+    if (row_bytes <= kWarpRowBytes) return launch_by_warp<Decoder>(gather);
     if (row_bytes <= 2u * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, 2>>>(gather);
     if (row_bytes <= 4u * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, 4>>>(gather);
     return launch_gather<Decoder<Group<kWarp, kMostWarps, true>>>(gather);
