@@ -229,6 +229,11 @@ template <typename T> struct WordJoin {
     {
         return symbols * of_symbol + residuals * of_residual;
     }
+    // Of elements whose residuals are 0, and residuals above the invariant bits' places.
+    __device__ __forceinline__ uint32_t beside(uint32_t elements, uint32_t residuals) const
+    {
+        return elements | (residuals >> rotate & kept) | (residuals * to_top & top);
+    }
     // Whether elements are more than a symbol above a residual.
     __device__ __forceinline__ bool turns() const { return kept != ~0u; }
     // Rotates elements back. Their lowest bits, the invariant ones, are 0 before the call.

@@ -33,10 +33,9 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                          : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
-    // Bytes, and elements with entries a column, come in rows of many lengths, such as heads and tokens of KV-caches: lanes
-    // of a part of a warp take up to 96 bytes of these, so that more rows share what a warp does for each.
-    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4;
-    static constexpr uint32_t kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4; // of the shortest rows
+    // Bytes, and elements with entries a column, come in rows of many lengths, such as heads and tokens of KV-caches.
+    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4,
+                              kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4;
     using Levels = TileLevels<T, G, kLaneVectors>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
@@ -52,8 +51,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // (BF16) or of four, half of one.
     static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
     {
+        if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
         if (sizeof(T) == 1) return planes.residual_bits == 4u;
-        if (sizeof(T) == 4 && planes.invariant_bits != 0u) return false;
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
@@ -90,6 +89,11 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
+    // A name: the low byte of a symbol, or, of bytes, the element whose residual is 0.
+    static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
+    {
+        return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
+    }
     // Not inlined: registers are scarce where rows have clusters.
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
     {
@@ -99,7 +103,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         uint32_t bytes = 0;
         for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++) {
             const uint32_t rank = 3u * plane + digit;
-            bytes |= (COLUMNS ? rank : static_cast<uint32_t>(book.entry(rank)) & 0xffu) << 8u * digit;
+            bytes |= (COLUMNS ? rank : name_of(cb.planes, static_cast<uint32_t>(book.entry(rank)))) << 8u * digit;
         }
         shared_word(entries / 4u + plane) = bytes;
     }
@@ -319,15 +323,20 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         } else if constexpr (!SIMPLE) {
             const uint32_t r = cb.planes.residual_bits;
 #pragma unroll
-            for (uint32_t k = 0; k < 4u; k++)
-                words[k] = with.word(symbols_of_word(symbols, k),
-                                     spread_fields<T>(residuals.bits(bits + k * kPerWord * r), r));
+            for (uint32_t k = 0; k < 4u; k++) {
+                const uint32_t spread = spread_fields<T>(residuals.bits(bits + k * kPerWord * r), r),
+                               symbol = symbols_of_word(symbols, k);
+                words[k] = sizeof(T) == 1 ? with.beside(symbol, spread * with.of_residual) : with.word(symbol, spread);
+            }
         } else if constexpr (sizeof(T) == 1) {
-            const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
-            words[0] = with.word(symbols.x, permute_bytes(low, low >> 4, 0x5140) & 0x0f0f0f0fu),
-            words[1] = with.word(symbols.y, permute_bytes(low, low >> 4, 0x7362) & 0x0f0f0f0fu);
-            words[2] = with.word(symbols.z, permute_bytes(high, high >> 4, 0x5140) & 0x0f0f0f0fu),
-            words[3] = with.word(symbols.w, permute_bytes(high, high >> 4, 0x7362) & 0x0f0f0f0fu);
+            WordJoin<T> halves = with; // leaves out the half of a byte that is another residual
+            halves.kept &= 0x0f0f0f0fu >> with.rotate;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++) {
+                const uint32_t octet = residuals.word(bits / 32u + k / 2u);
+                words[k] = halves.beside(symbols_of_word(symbols, k),
+                                         permute_bytes(octet, octet >> 4, k % 2u ? 0x7362 : 0x5140));
+            }
         } else if constexpr (sizeof(T) == 2) {
             const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
             words[0] = rotated_back(permute_bytes(low, symbols.x, 0x5140)),
@@ -384,7 +393,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         const uint32_t first_raw = parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits,
                        position = parts.digits[1] + 2u * parts.mine[1].from;
         levels().name_raw(raw.to - raw.from, cb.planes.num_planes > 2u, [&](uint32_t i) {
-            return COLUMNS ? uint32_t{kRaw} : raw_symbol(first_raw + i * symbol_bits());
+            return COLUMNS ? uint32_t{kRaw} : name_of(cb.planes, raw_symbol(first_raw + i * symbol_bits()));
         });
         const Entries entries = entries_at(1);
         levels().name_plane1(
