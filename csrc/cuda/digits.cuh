@@ -56,6 +56,12 @@ __device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order)
     return (order >> 28) + (escaped >> 28);
 }
 
+// The highest bits of four bytes.
+__device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
+{
+    return (bytes >> 7 & 0x01010101u) * 0x10204080u >> 28;
+}
+
 // ---- shared memory from any byte on ----
 
 struct Cursor {

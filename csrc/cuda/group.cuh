@@ -1,4 +1,4 @@
-// group.cuh - the threads that decode one row together: 4, 8 or 16 lanes of a warp, a warp, or several warps of a
+// group.cuh - the threads that decode one row together: 2, 4, 8 or 16 lanes of a warp, a warp, or several warps of a
 // block.
 #ifndef IBP_GROUP_CUH
 #define IBP_GROUP_CUH

@@ -229,6 +229,11 @@ template <typename T> struct WordJoin {
     {
         return symbols * of_symbol + residuals * of_residual;
     }
+    // Of elements whose residuals are 0, and residuals above the invariant bits' places.
+    __device__ __forceinline__ uint32_t beside(uint32_t elements, uint32_t residuals) const
+    {
+        return elements | (residuals >> rotate & kept) | (residuals * to_top & top);
+    }
     // Whether elements are more than a symbol above a residual.
     __device__ __forceinline__ bool turns() const { return kept != ~0u; }
     // Rotates elements back. Their lowest bits, the invariant ones, are 0 before the call.
@@ -238,44 +243,41 @@ template <typename T> struct WordJoin {
     }
 };
 
-// Stores the element of a live column.
-template <typename T>
-__device__ __forceinline__ void put_element(const ibp_planes &planes, const Window &window, uint32_t i, T element)
+// Stores the element of a live column. FIELDS: as of PlanesBook.
+template <typename T, uint32_t FIELDS = kAllFields>
+__device__ __forceinline__ void put_element(const ibp_planes &planes, const Window &window, uint32_t column, T element)
 {
-    const uint32_t column = planes.num_constant != 0u ? __ldg(planes.live_columns + i) : i;
-    for (uint32_t b = 0; b < sizeof(T); b++) {
-        const uint32_t at = column * static_cast<uint32_t>(sizeof(T)) + b;
-        if (at >= window.low && at < window.high)
-            window.dst[at - window.low] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> 8u * b);
+    if (PlanesBook<T, FIELDS>::num_constant(planes) != 0u) column = __ldg(planes.live_columns + column);
+    const uint32_t first = column * static_cast<uint32_t>(sizeof(T));
+    uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
+    if (first >= window.low && first + sizeof(T) <= window.high && aligned(dst, sizeof(T))) {
+        *reinterpret_cast<T *>(dst) = element;
+        return;
     }
+    for (uint32_t b = 0; b < sizeof(T); b++)
+        if (first + b >= window.low && first + b < window.high)
+            dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
 }
 // Where residuals and raw symbols of a row are, in stage bits, and how many raw symbols came before.
 struct RawPlace {
     uint32_t residuals, raw, before;
 };
-// Stores those elements of a tile whose symbols are raw. A lane has vectors of PER_VECTOR elements in four steps: bit
-// STRIDE * e of a step's number in `raws` says that element e is one. Returns how many raw symbols the row has up to
-// here. By all lanes of a warp together.
-template <typename T, class G, uint32_t PER_VECTOR, uint32_t STRIDE>
+// Stores those elements of a lane's vector whose symbols are raw: bit STRIDE * e of `raws` says that element first + e is
+// one. Returns how many raw symbols the row has up to the last lane's. By all lanes of a warp together.
+template <typename T, class G, uint32_t STRIDE>
 static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
-                                                         uint32_t tile_start, uint4 raws)
+                                                         uint32_t first, uint32_t raws)
 {
     const PlanesBook<T> book(cb, 0);
-    const uint32_t r = cb.planes.residual_bits, steps[4] = {raws.x, raws.y, raws.z, raws.w};
-#pragma unroll
-    for (uint32_t s = 0; s < 4u; s++) {
-        const uint32_t count = ibp_popcount(steps[s]), sums = G::inclusive_scan(count),
-                       first = tile_start + (s * G::kLanes + G::lane()) * PER_VECTOR;
-        uint32_t position = place.raw + (place.before + sums - count) * book.symbol_bits;
-        for (uint32_t left = steps[s]; left != 0u; left &= left - 1u, position += book.symbol_bits) {
-            const uint32_t i = first + ibp_popcount((left & (0u - left)) - 1u) / STRIDE;
-            const T symbol = PlanesBook<T>::shared_field(position, book.symbol_bits),
-                    residual = PlanesBook<T>::shared_field(place.residuals + i * r, r);
-            put_element<T>(cb.planes, window, i, book.join(symbol, residual));
-        }
-        place.before += G::last_lane(sums);
+    const uint32_t r = cb.planes.residual_bits, count = ibp_popcount(raws), sums = G::inclusive_scan(count);
+    uint32_t position = place.raw + (place.before + sums - count) * book.symbol_bits;
+    for (uint32_t left = raws; left != 0u; left &= left - 1u, position += book.symbol_bits) {
+        const uint32_t i = first + ibp_popcount((left & (0u - left)) - 1u) / STRIDE;
+        const T symbol = PlanesBook<T>::shared_field(position, book.symbol_bits),
+                residual = PlanesBook<T>::shared_field(place.residuals + i * r, r);
+        put_element<T>(cb.planes, window, i, book.join(symbol, residual));
     }
-    return place.before;
+    return place.before + G::last_lane(sums);
 }
 // Not inlined: a kernel has the copy once.
 template <class G> static __device__ __noinline__ void copy_template(const uint8_t *from, Window window)

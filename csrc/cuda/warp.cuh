@@ -122,6 +122,14 @@ __device__ __forceinline__ uint32_t in_register(uint32_t constant)
 #endif
     return constant;
 }
+// Likewise a struct of words, such as a loop would work out anew each time.
+template <class Words> __device__ __forceinline__ Words in_registers(Words words)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof words / 4u; i++)
+        reinterpret_cast<uint32_t *>(&words)[i] = in_register(reinterpret_cast<uint32_t *>(&words)[i]);
+    return words;
+}
 
 // ---- dynamic shared memory: bytes and bits are counted from its beginning ----
 

@@ -1089,6 +1089,9 @@ void check_refusals()
     ids.id_bytes = 2, expect("ids of 2 bytes", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
     ids = one, ids.data = nullptr, expect("no ids", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
     ids = one, ids.count = -1, expect("-1 ids", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
+    expect("no list of tables", ibp_cuda_gather_tables(nullptr, 1, 0, nullptr));
+    expect("-1 tables", ibp_cuda_gather_tables(nullptr, -1, 0, nullptr));
+    if (ibp_cuda_gather_tables(nullptr, 0, 0, nullptr) != IBP_OK) complain("an empty list is refused");
     expect("no data", ibp_cuda_encode_rows(&good, nullptr, out, nullptr, &fault, nullptr));
     expect("no slots", ibp_cuda_encode_rows(&good, data, nullptr, nullptr, &fault, nullptr));
     num_wrong += is_wrong;

@@ -57,14 +57,19 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
     static constexpr bool kTwoBits = false;
-    static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : 768,
+    // Parts of a warp keep the vectors that are on their way in registers: were these spilled, it would wait for them.
+    static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
+                                             : G::kPerWarp > 1 ? 640
+                                                               : 768,
                               kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    using Levels = TileLevels<T, G>;
+    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 ? 6 : 4, kLeastLanes = sizeof(T) == 2 ? 2 : 4;
+    using Levels = TileLevels<T, G, kLaneVectors>;
+    using Counts = StepCounts<G, Levels::kStep, Levels::kSteps>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,
                               kTile = Levels::kTile, kPerLane = Levels::kPerLane, kChunk = Levels::kChunk;
     static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // words of a vector's digits
     static constexpr uint32_t kNames = (kPerVector + 3u) / 4u;   // words of a vector's names
-    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kEntriesAt = kTables + Levels::kBytes;
+    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kDigits = 4u * kSteps * G::kLanes * kNibbles;
     static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank of a raw symbol, and four
     static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
@@ -89,10 +94,14 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // Shared memory of a group: of every warp a table of names for each plane, 0 at the escape, the names of the
     // elements of plane 2, and the list, which makes room for those of plane 1, and the entries where ranks are looked
     // up in the table's; then what the warps exchange.
+    static __host__ __device__ __forceinline__ uint32_t entries_at(const ibp_codebook &cb)
+    {
+        return kTables + kDigits + Levels::num_bytes(cb);
+    }
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
         const uint32_t entries = cb.planes.per_column || names_symbols(cb.planes) ? 0u : cb.planes.num_entries;
-        return kEntriesAt + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
+        return entries_at(cb) + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
@@ -100,10 +109,15 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
-    __device__ __forceinline__ Levels levels() const { return {tables() + kTables}; }
+    __device__ __forceinline__ Levels levels() const { return {tables() + kTables + kDigits, Levels::most_of(cb)}; }
+    // The lane's own digits of the first step, a nibble each.
+    __device__ __forceinline__ uint32_t *kept_digits() const
+    {
+        return &shared_word((tables() + kTables) / 4u + G::lane() * kNibbles);
+    }
     __device__ __forceinline__ T *entries() const
     {
-        return reinterpret_cast<T *>(shared_bytes() + tables() + kEntriesAt);
+        return reinterpret_cast<T *>(shared_bytes() + tables() + entries_at(cb));
     }
 
     __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint32_t shared)
@@ -126,7 +140,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         const PlanesBook<T> book(cb, cluster);
         const bool symbols = names_symbols(cb.planes);
-        T *const entries = reinterpret_cast<T *>(shared_bytes() + tables + kEntriesAt);
+        T *const entries = reinterpret_cast<T *>(shared_bytes() + tables + entries_at(cb));
         for (uint32_t rank = G::lane(); rank < cb.planes.num_entries; rank += G::kLanes) {
             uint32_t at = rank;
 #pragma unroll
@@ -142,7 +156,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     struct Names {
         uint4 table;               // 16 bytes, 0 at the escape
         uint32_t above, low, high; // as in DigitSpread; eight bytes, 0xff at the escape
-        bool wide;                 // digits may have four bits
+        uint32_t wide;             // not 0 where digits may have four bits
 
         // The names of eight digits, a byte each, where some have escaped; from: the shared byte at which the names of
         // these begin, moved on to the next ones.
@@ -152,7 +166,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
             const uint2 x = eight_bytes(from);
             from += (order >> 28) + (escaped >> 31);
             const uint32_t first = permute_bytes(x.x, x.y, order), second = permute_bytes(x.x, x.y, order >> 16);
-            if (wide) return make_uint2(of_wide(digits, escaped, first), of_wide(digits >> 16, escaped >> 16, second));
+            if (wide != 0u)
+                return make_uint2(of_wide(digits, escaped, first), of_wide(digits >> 16, escaped >> 16, second));
             return make_uint2((first & permute_bytes(low, high, digits)) | permute_bytes(table.x, table.y, digits),
                               (second & permute_bytes(low, high, digits >> 16)) |
                                   permute_bytes(table.x, table.y, digits >> 16));
@@ -168,7 +183,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         const uint32_t escape = (1u << width) - 1u;
         return {*reinterpret_cast<const uint4 *>(shared_bytes() + tables() + 16u * plane), DigitSpread(width).above,
-                escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u};
+                escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u ? 1u : 0u};
     }
 
     // Spreads COUNT digits from number i on, of n, to nibbles; none behind the n-th. start: bit of the first one.
@@ -208,9 +223,10 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- plane 0 ----
 
-    // Digits of a lane's vectors in a tile, and the shared bytes with which the names of their escaped elements begin.
+    // How many elements of a tile have escaped, and in lower lanes of each of its steps.
     struct Tile {
-        uint32_t digits[kSteps][kNibbles], before[kSteps], num_escaped;
+        Counts lower;
+        uint32_t num_escaped, num_steps;
         Chunk chunk; // of plane 1
     };
     // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
@@ -221,14 +237,23 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         const uint32_t width = book.width_of(p), n = range.to - range.from;
         const DigitSpread spread(width);
         if (p == 0u) {
-            StepCounts<G, kStep> counts;
-#pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) {
+            Counts counts;
+            uint32_t escaped = 0, *const kept = kept_digits();
+            tile.num_steps = ((G::kPerWarp > 1 ? book.columns : n) + kStep - 1u) / kStep; // of any of the warp's rows
+#pragma unroll 1
+            for (uint32_t s = tile.num_steps; s-- > 0u;) {
+                uint32_t digits[kNibbles];
                 load_digits<kPerVector>(spread, start, range.from + kPerVector * G::lane() + s * kStep, range.to,
-                                        tile.digits[s]);
-                counts.add(s, count_escaped(spread, tile.digits[s]));
+                                        digits);
+#pragma unroll
+                for (uint32_t q = 0; q < kNibbles; q++) kept[s * G::kLanes * kNibbles + q] = digits[q];
+                const uint32_t count = count_escaped(spread, digits);
+                counts.push(count), escaped += count;
             }
-            return tile.num_escaped = counts.number(levels().level1(), tile.before);
+#pragma unroll
+            for (uint32_t k = 0; k < Counts::kWords; k++)
+                tile.lower.words[k] = G::inclusive_scan(counts.words[k]) - counts.words[k];
+            return tile.num_escaped = G::sum(escaped);
         }
         if (p >= 2u) {
             const uint32_t escape = (1u << width) - 1u, table = tables() + 16u * p;
@@ -288,10 +313,12 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         });
     }
 
+    using Joined = WordJoin<std::conditional_t<sizeof(T) == 8, uint32_t, T>>; // not of elements of 8 bytes
     // Joins the symbols of a vector with their residuals; the first residual begins with bit `position`. NIBBLES:
     // residuals of bytes have four bits.
     template <bool NIBBLES>
-    __device__ __forceinline__ void join(const PlanesBook<T> &book, uint32_t position, uint32_t (&words)[4]) const
+    __device__ __forceinline__ void join(const PlanesBook<T> &book, const Joined &with, uint32_t position,
+                                         uint32_t (&words)[4]) const
     {
         const uint32_t r = NIBBLES ? 4u : cb.planes.residual_bits;
         const Cursor cursor{&shared_word(position / 32u), position};
@@ -304,7 +331,6 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                            words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);
             }
         } else {
-            const WordJoin<T> with(cb.planes);
             const uint32_t low = cursor.word(0), high = cursor.word(1);
 #pragma unroll
             for (uint32_t k = 0; k < 4u; k++) {
@@ -324,48 +350,61 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         uint32_t mask = 0;
 #pragma unroll
-        for (uint32_t k = 0; k < kNames; k++) mask |= (ranks[k] >> 7 & 0x01010101u) * 0x10204080u >> 28 << 4u * k;
+        for (uint32_t k = 0; k < kNames; k++) mask |= highest_bits(ranks[k]) << 4u * k;
         return mask;
     }
     // What is known of rows that are stored in units: names are symbols, and residuals of bytes have four bits; or
     // names are ranks of entries that all columns share.
     enum Known { kNothing, kSymbols, kHalves, kEntries };
 
-    // Not by all lanes together. units: what window.is_units said, false where there are constant columns. raws: bits
-    // of raw symbols, a step each.
+    // By all lanes of a warp together. units: what window.is_units said, false where there are constant columns.
     template <Known KNOWN>
     __device__ __forceinline__ void store_vectors(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
-                                                  uint32_t tile_start, uint32_t n, const Window &window, bool units,
-                                                  uint32_t (&raws)[kSteps]) const
+                                                  uint32_t tile_start, uint32_t n, const Window &window,
+                                                  bool units) const
     {
-        const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
+        const uint32_t first = tile_start + kPerVector * G::lane();
         const bool symbols = KNOWN == kNothing ? names_symbols(cb.planes) : KNOWN != kEntries,
                    per_column = KNOWN == kNothing && cb.planes.per_column;
-        const Names names = names_of(0, book.width_of(0));
-#pragma unroll
+        const DigitRange raw = parts.mine[IBP_MAX_PLANES];
+        const bool any_raw = !symbols && __any_sync(kAllLanes, raw.from != raw.to);
+        RawPlace place{parts.residuals, parts.digits[IBP_MAX_PLANES], raw.from};
+        const Names names = in_registers(names_of(0, book.width_of(0)));
+        const Joined with = in_registers(Joined(cb.planes));
+        Counts lower = tile.lower;
+        uint32_t step_names = levels().level1(); // shared byte
+        const uint32_t *const kept = kept_digits();
+#pragma unroll(sizeof(T) == 8 ? kSteps : 1)
         for (uint32_t s = 0; s < kSteps; s++) {
-            if (s * kStep >= left) break;
-            uint32_t from = tile.before[s], named[kNames], words[4];
-#pragma unroll
-            for (uint32_t q = 0; q < kNibbles; q++) {
-                const uint2 eight = names.of(tile.digits[s][q], from);
-                named[2u * q % kNames] = eight.x;
-                if (kPerVector > 4u) named[(2u * q + 1u) % kNames] = eight.y;
-            }
+            if (s >= tile.num_steps) break;
+            uint32_t from = step_names + lower.pop(), raws = 0;
             const uint32_t i = first + s * kStep;
-            if (symbols) {
-                spread_names(named, words);
-            } else {
-                const uint4 ranks = make_uint4(named[0], named[1u % kNames], named[2u % kNames], named[3u % kNames]);
-                const uint4 found = cb.planes.num_entries == 0u ? make_uint4(0, 0, 0, 0)
-                                    : per_column
-                                        ? look_up_columns(cb, book.entries, i, ranks)
-                                        : look_up(ranks, [&](uint32_t, uint32_t rank) { return entries()[rank]; });
-                words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
-                raws[s] = raws_of(named) & low_bits(~0u, left - s * kStep);
+            if (i < n) {
+                uint32_t named[kNames], words[4];
+#pragma unroll
+                for (uint32_t q = 0; q < kNibbles; q++) {
+                    const uint2 eight = names.of(kept[s * G::kLanes * kNibbles + q], from);
+                    named[2u * q % kNames] = eight.x;
+                    if (kPerVector > 4u) named[(2u * q + 1u) % kNames] = eight.y;
+                }
+                if (symbols) {
+                    spread_names(named, words);
+                } else {
+                    const uint4 ranks =
+                        make_uint4(named[0], named[1u % kNames], named[2u % kNames], named[3u % kNames]);
+                    const uint4 found = cb.planes.num_entries == 0u ? make_uint4(0, 0, 0, 0)
+                                        : per_column
+                                            ? look_up_columns(cb, book.entries, i, ranks)
+                                            : look_up(ranks, [&](uint32_t, uint32_t rank) { return entries()[rank]; });
+                    words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
+                    if (any_raw) raws = raws_of(named) & low_bits(~0u, n - i);
+                }
+                join<KNOWN == kHalves>(book, with, parts.residuals + i * cb.planes.residual_bits, words);
+                store_elements<T>(cb, window, KNOWN != kNothing || units, i, words);
             }
-            join<KNOWN == kHalves>(book, parts.residuals + i * cb.planes.residual_bits, words);
-            store_elements<T>(cb, window, KNOWN != kNothing || units, i, words);
+            step_names = G::last_lane(from);
+            if (any_raw && __any_sync(kAllLanes, raws != 0u))
+                place.before = put_raw_elements<T, G, 1>(cb, window, place, i, raws);
         }
     }
     // By all lanes of a warp together.
@@ -389,16 +428,12 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 return make_uint4(a.x, a.y, b.x, b.y);
             });
         const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16);
-        uint32_t raws[kSteps] = {};
-        if (!units || cb.planes.per_column)
-            store_vectors<kNothing>(book, parts, tile, tile_start, n, window, units, raws);
+        if (cb.planes.per_column || G::any(!units && n != 0u))
+            store_vectors<kNothing>(book, parts, tile, tile_start, n, window, units);
         else if (sizeof(T) == 1 ? cb.planes.residual_bits == 4u : !symbols)
-            store_vectors<sizeof(T) == 1 ? kHalves : kEntries>(book, parts, tile, tile_start, n, window, units, raws);
+            store_vectors<sizeof(T) == 1 ? kHalves : kEntries>(book, parts, tile, tile_start, n, window, units);
         else
-            store_vectors<kSymbols>(book, parts, tile, tile_start, n, window, units, raws);
-        if (symbols || !__any_sync(kAllLanes, raw.from != raw.to)) return;
-        put_raw_elements<T, G, kPerVector, 1>(cb, window, {parts.residuals, parts.digits[IBP_MAX_PLANES], raw.from},
-                                              tile_start, make_uint4(raws[0], raws[1], raws[2], raws[3]));
+            store_vectors<kSymbols>(book, parts, tile, tile_start, n, window, units);
     }
 
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just

@@ -181,11 +181,11 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
                 store_tile<false, true>(book, parts, tile, tile_start, wanted, window);
             else
                 store_tile<false, false>(book, parts, tile, tile_start, wanted, window);
-            if (__any_sync(kAllLanes, tile.num_escaped != 0u))
-                before = put_raw_elements<T, G, kPerVector, kDigitBits>(
-                    cb, window, {parts.residuals, parts.raw, before}, tile_start,
-                    make_uint4(escaped(tile.digits[0]), escaped(tile.digits[1]), escaped(tile.digits[2]),
-                               escaped(tile.digits[3])));
+            if (!__any_sync(kAllLanes, tile.num_escaped != 0u)) continue;
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++)
+                before = put_raw_elements<T, G, kDigitBits>(cb, window, {parts.residuals, parts.raw, before},
+                                                            first_element(tile_start, s), escaped(tile.digits[s]));
         }
         return good;
     }

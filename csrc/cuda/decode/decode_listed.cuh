@@ -36,7 +36,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
-    // Shared memory of a warp: the entries, shifted to their places; the ranks of a batch; its elements, which make
+    // Shared memory of a warp: the elements of each entry whose residuals are 0; the ranks of a batch; its elements, which make
     // room for lists of 16-bit numbers; a bitmap of all positions.
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
@@ -83,7 +83,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         const uint32_t r = cb.planes.residual_bits;
         for (uint32_t i = lane_id(); i < kEntries; i += kWarp)
-            entries()[i] = i < cb.planes.num_entries && r < kBits ? static_cast<T>(book.entry(i) << r) : T{0};
+            entries()[i] = element_of(i < cb.planes.num_entries && r < kBits ? Word{book.entry(i)} << r : Word{0});
     }
 
     // ---- ranks ----
@@ -150,66 +150,65 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // Puts the n elements of a batch together, eight a lane. mine: the batch's digits of each plane. By all lanes
-    // together.
+    // Puts the n elements of a batch together, eight a lane; those with raw symbols once more. mine: the batch's digits of
+    // each plane. By all lanes together.
     __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t n) const
     {
         const DigitRange raws = parts.mine[IBP_MAX_PLANES];
+        const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
         uint32_t raw = raws.from;
         __syncwarp(); // the ranks are there, the list is free
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
-            const uint32_t j = base + kOctet * lane_id();
-            uint2 octet = make_uint2(cb.planes.num_entries * 0x01010101u, cb.planes.num_entries * 0x01010101u);
+            const uint32_t j = base + kOctet * lane_id(), residuals = parts.residuals + (parts.mine[0].from + j) * r;
+            uint2 octet = make_uint2(raw_ranks, raw_ranks);
             if (cb.planes.num_planes != 0u && j < n) octet = *reinterpret_cast<const uint2 *>(ranks() + j);
-            uint32_t next_raw = 0;
-            if (raws.from != raws.to) {
-                uint32_t count = 0;
-#pragma unroll
-                for (uint32_t e = 0; e < kOctet; e++) count += j + e < n && rank_of(octet, e) == cb.planes.num_entries;
-                const uint32_t sums = G::inclusive_scan(count);
-                next_raw = parts.digits[IBP_MAX_PLANES] + (raw + sums - count) * book.symbol_bits;
-                raw += G::last_lane(sums);
+            if (j < n) join_octet(octet, residuals, j, (n - j) * r);
+            if (raws.from == raws.to) continue;
+            const auto equal = [&](uint32_t ranks) { return highest_bits(~((ranks ^ raw_ranks) + 0x7f7f7f7fu)); };
+            uint32_t mine = low_bits(equal(octet.x) | equal(octet.y) << 4u, n - ibp_min_u32(j, n)); // none is above 127
+            const uint32_t count = ibp_popcount(mine), sums = G::inclusive_scan(count);
+            uint32_t position = parts.digits[IBP_MAX_PLANES] + (raw + sums - count) * book.symbol_bits;
+            for (; mine != 0u; mine &= mine - 1u, position += book.symbol_bits) {
+                const uint32_t e = ibp_popcount((mine & (0u - mine)) - 1u);
+                const Word symbol = r < kBits ? low_bits(field(position), book.symbol_bits) << r : Word{0};
+                elements()[j + e] = element_of(symbol | low_bits(field(residuals + e * r), r));
             }
-            if (j < n) join_octet(book, parts, octet, next_raw, j, n);
+            raw += G::last_lane(sums);
         }
         __syncwarp(); // the elements are there
     }
-    static __device__ __forceinline__ uint32_t rank_of(uint2 octet, uint32_t e)
+    // Elements j to j + 7 of a batch, whose residuals begin at a bit and go on for `left` bits.
+    __device__ __forceinline__ void join_octet(uint2 octet, uint32_t residuals, uint32_t j, uint32_t left) const
     {
-        return permute_bytes(octet.x, octet.y, 0x8880u + e) & 0xffu;
-    }
-    // Elements j to j + 7 of a batch of n. next_raw: bit of their first raw symbol; 0: the batch has none.
-    __device__ __forceinline__ void join_octet(const Book &book, const ValueParts &parts, uint2 octet,
-                                               uint32_t next_raw, uint32_t j, uint32_t n) const
-    {
-        constexpr uint32_t kPerWindow = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T)),
-                           kWords = kOctet * static_cast<uint32_t>(sizeof(T)) / 4u;
-        const uint32_t r = cb.planes.residual_bits, left = (n - j) * r;
-        const uint32_t residuals = parts.residuals + (parts.mine[0].from + j) * r;
-        uint32_t words[kWords] = {};
+        constexpr uint32_t kPerWord = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T));
+        const uint32_t r = cb.planes.residual_bits;
+        const auto entry = [&](uint32_t e) {
+            return entries()[permute_bytes(e < 4u ? octet.x : octet.y, 0, 0x4440u + e % 4u)];
+        };
+        const auto window = [&](uint32_t e) { return field(residuals + ibp_min_u32(e * r, left)); };
+        uint32_t words[kOctet * sizeof(T) / 4u];
+        if constexpr (sizeof(T) == 8) {
 #pragma unroll
-        for (uint32_t e = 0; e < kOctet; e++) {
-            static_assert(kOctet % kPerWindow == 0, "windows of whole words");
-            Word window = field(residuals + ibp_min_u32(e / kPerWindow * kPerWindow * r, left)) >> (e % kPerWindow * r);
-            const uint32_t rank = rank_of(octet, e);
-            Word symbol = entries()[rank];
-            if (next_raw != 0u && rank == cb.planes.num_entries && j + e < n) {
-                if (r < kBits) symbol = low_bits(field(next_raw), book.symbol_bits) << r;
-                next_raw += book.symbol_bits;
+            for (uint32_t e = 0; e < kOctet; e++) {
+                const uint64_t element = entry(e) | element_of(low_bits(window(e), r));
+                words[2u * e] = static_cast<uint32_t>(element),
+                           words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);
             }
-            const T element = element_of(symbol | low_bits(window, r));
-            if constexpr (sizeof(T) == 8) {
-                words[2u * e] = static_cast<uint32_t>(element);
-                words[2u * e + 1u] = static_cast<uint32_t>(static_cast<uint64_t>(element) >> 32);
-            } else {
-                words[e / kPerWindow] |= static_cast<uint32_t>(element) << (e % kPerWindow * kBits);
+        } else {
+            const WordJoin<T> with(cb.planes);
+#pragma unroll
+            for (uint32_t k = 0; k < kOctet / kPerWord; k++) {
+                words[k] = with.word(0, spread_fields<T>(window(k * kPerWord), r));
+#pragma unroll
+                for (uint32_t e = 0; e < kPerWord; e++)
+                    words[k] |= static_cast<uint32_t>(entry(k * kPerWord + e)) << e * kBits;
             }
         }
         uint32_t *const to = reinterpret_cast<uint32_t *>(elements() + j);
 #pragma unroll
-        for (uint32_t i = 0; i < kWords; i += 2u)
-            *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1]);
+        for (uint32_t i = 0; i < kOctet * sizeof(T) / 4u; i += 2u)
+            *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1u]);
     }
     // The bits from one on that an element is computed in.
     static __device__ __forceinline__ Word field(uint32_t position)
@@ -301,21 +300,6 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         fill_default<G>(cb, window.dst, window.low, window.high);
     }
-    // Stores the element of a live column.
-    static __device__ __forceinline__ void store_element(const ibp_planes &planes, const Window &window,
-                                                         uint32_t column, T element)
-    {
-        if (Book::num_constant(planes) != 0u) column = __ldg(planes.live_columns + column);
-        const uint32_t first = column * static_cast<uint32_t>(sizeof(T));
-        uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
-        if (first >= window.low && first + sizeof(T) <= window.high && aligned(dst, sizeof(T))) {
-            *reinterpret_cast<T *>(dst) = element;
-            return;
-        }
-        for (uint32_t b = 0; b < sizeof(T); b++)
-            if (first + b >= window.low && first + b < window.high)
-                dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
-    }
     static __device__ __forceinline__ void put_element(uint32_t (&words)[4], uint32_t e, T element)
     {
         if (sizeof(T) == 8) {
@@ -335,7 +319,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t e = 0; e < kPerVector; e++) {
             Word element = values[e * sizeof(T) / 4u] >> (e * sizeof(T) % 4u * 8u);
             if (sizeof(T) == 8) element |= static_cast<Word>(uint64_t{values[(e * sizeof(T) / 4u + 1u) % 4u]} << 32);
-            if (column + e < columns) store_element(planes, window, column + e, static_cast<T>(element));
+            if (column + e < columns) ibp::put_element<T, FIELDS>(planes, window, column + e, static_cast<T>(element));
         }
     }
 
@@ -424,13 +408,12 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t base = 0; base < n; base += kWarp) {
             const uint32_t j = base + lane_id();
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!row.closed) element = element_at<false>(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
-            if (j < n) store_element(cb.planes, window, columns[j], element);
+            if (!row.closed) element = element_at(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
+            if (j < n) ibp::put_element<T, FIELDS>(cb.planes, window, columns[j], element);
         }
     }
     // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
-    // far. SKIPS: planes that none of them reaches, and residuals of no bits, are not looked at. By all lanes together.
-    template <bool SKIPS>
+    // far. Planes that none of them reaches, and residuals of no bits, are not looked at. By all lanes together.
     __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
                                             uint32_t (&next)[IBP_MAX_PLANES]) const
     {
@@ -438,7 +421,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         bool open = active;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= cb.planes.num_planes || (SKIPS && escaped == 0u)) continue;
+            if (p >= cb.planes.num_planes || escaped == 0u) continue;
             const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u;
             const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
             if (open) rank += digit;
@@ -449,11 +432,11 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             if (!open) at = 0;
         }
         const uint32_t r = cb.planes.residual_bits;
-        Word symbol = entries()[rank];
+        Word raw = 0;
         if (open && r < kBits)
-            symbol = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
-        if (!SKIPS || r != 0u) symbol |= low_bits(field(parts.residuals + j * r), r);
-        return element_of(symbol);
+            raw = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
+        if (r != 0u) raw |= low_bits(field(parts.residuals + j * r), r);
+        return static_cast<T>(entries()[rank] | element_of(raw));
     }
 
     // Stores all columns. parts: of the values, where there are any.

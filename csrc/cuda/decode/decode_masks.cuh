@@ -10,7 +10,7 @@ namespace ibp {
 // steps side by side.
 // MOVES: bits are deposited in five steps; each step moves some by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight,
 // section 7-5). Which ones, a block works out once for every word. Otherwise gaps are inserted one after the other.
-template <int WORDS, bool MOVES, class G> struct MasksDecoder {
+template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;

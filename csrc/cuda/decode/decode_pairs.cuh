@@ -33,11 +33,14 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                          : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
-    using Levels = TileLevels<T, G>;
+    // Bytes, and elements with entries a column, come in rows of many lengths, such as heads and tokens of KV-caches.
+    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4,
+                              kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4;
+    using Levels = TileLevels<T, G, kLaneVectors>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
                               kChunk = Levels::kChunk;
-    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kWarpBytes = kEntries + Levels::kBytes;
+    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES;
     static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // a raw symbol's rank, and four
     static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
@@ -48,8 +51,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // (BF16) or of four, half of one.
     static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
     {
+        if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
         if (sizeof(T) == 1) return planes.residual_bits == 4u;
-        if (sizeof(T) == 4 && planes.invariant_bits != 0u) return false;
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
@@ -62,13 +65,17 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     }
     // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements
     // of plane 2, and the list, which makes room for those of plane 1; then what the warps exchange.
-    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
+    static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
-        return G::kWarps * kWarpBytes + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
+        return kEntries + Levels::num_bytes(cb);
     }
-    __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * kWarpBytes; }
-    __device__ __forceinline__ Levels levels() const { return {entries() + kEntries}; }
-    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * kWarpBytes) / 4u; }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
+    {
+        return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
+    }
+    __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * warp_bytes(cb); }
+    __device__ __forceinline__ Levels levels() const { return {entries() + kEntries, Levels::most_of(cb)}; }
+    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t entries_of(uint32_t plane) const { return shared_word(entries() / 4u + plane); }
 
     __device__ __forceinline__ PairsDecoder(const ibp_codebook &codebook, uint32_t shared)
@@ -82,6 +89,11 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
+    // A name: the low byte of a symbol, or, of bytes, the element whose residual is 0.
+    static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
+    {
+        return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
+    }
     // Not inlined: registers are scarce where rows have clusters.
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
     {
@@ -91,7 +103,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         uint32_t bytes = 0;
         for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++) {
             const uint32_t rank = 3u * plane + digit;
-            bytes |= (COLUMNS ? rank : static_cast<uint32_t>(book.entry(rank)) & 0xffu) << 8u * digit;
+            bytes |= (COLUMNS ? rank : name_of(cb.planes, static_cast<uint32_t>(book.entry(rank)))) << 8u * digit;
         }
         shared_word(entries / 4u + plane) = bytes;
     }
@@ -156,36 +168,41 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         Chunk chunk; // of plane 1
     };
     // plane: bit of the row's first digit; n: elements of the row, or up to the end of the tile.
-    __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t tile_start, uint32_t n, Tile &tile) const
+    __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t columns, uint32_t tile_start, uint32_t n,
+                                              Tile &tile) const
     {
         const uint32_t first = tile_start + kPerVector * G::lane();
         if (tile_start + kTile <= n) {
             const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) tile.digits[s] = cursor.word(s * kStep / 16u);
-        } else { // the row's end
+        } else { // the row's end; nothing is read behind the stage
+            const uint32_t position = plane + 2u * first, left = n > first ? n - first : 0u;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
-                const uint32_t i = ibp_min_u32(first + s * kStep, n);
-                tile.digits[s] = low_bits(shared_bits(plane + 2u * i), 2u * ibp_min_u32(n - i, kPerVector));
+                tile.digits[s] = 0;
+                if (s != 0u && s * kStep >= columns) continue; // of no lane
+                const uint32_t word = ibp_min_u32(position / 32u + s * kStep / 16u, scratch / 4u - 2u);
+                tile.digits[s] = low_bits(__funnelshift_r(shared_word(word), shared_word(word + 1u), position),
+                                          2u * (left - ibp_min_u32(left, s * kStep)));
             }
         }
-        StepCounts<G, kStep> counts;
+        StepCounts<G, kStep, kSteps> counts;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++)
             counts.add(s, ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)));
-        tile.num_escaped = counts.number(levels().level1(), tile.before);
+        tile.num_escaped = counts.number(levels().level1(), columns, tile.before);
     }
     static_assert(kStep % 16 == 0, "vectors of a lane are whole words of digits apart");
 
     // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
     // Returns how many are escapes.
-    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &, uint32_t p, uint32_t start, DigitRange range,
+    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
         const uint32_t n = range.to - range.from;
         if (p == 0u) {
-            load_tile(start, range.from, range.to, tile);
+            load_tile(start, book.columns, range.from, range.to, tile);
             return tile.num_escaped;
         }
         if (p >= 2u) {
@@ -222,20 +239,21 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         bool any_raw;
     };
     // raw: the raw symbols of the tile. By all lanes of a warp together.
-    __device__ __forceinline__ Ranks ranks_of(const Tile &tile, DigitRange raw) const
+    __device__ __forceinline__ Ranks ranks_of(uint32_t columns, const Tile &tile, DigitRange raw) const
     {
         const Entries entries = entries_at(0);
         Ranks ranks{};
-        StepCounts<G, kStep> counts;
+        StepCounts<G, kStep, kSteps> counts;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
+            if (s != 0u && s * kStep >= columns) continue; // of no lane
             const uint4 bytes = bytes_of(entries, tile, s);
             ranks.bytes[s] = make_uint2(bytes.x, bytes.y);
             const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRaws) : 0u;
             counts.add(s, ibp_popcount(bytes.x & kRaws) + of_y);
         }
         ranks.any_raw = G::any(raw.from != raw.to);
-        if (ranks.any_raw) counts.number(raw.from, ranks.raw_before);
+        if (ranks.any_raw) counts.number(raw.from, columns, ranks.raw_before);
         return ranks;
     }
 
@@ -305,15 +323,20 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         } else if constexpr (!SIMPLE) {
             const uint32_t r = cb.planes.residual_bits;
 #pragma unroll
-            for (uint32_t k = 0; k < 4u; k++)
-                words[k] = with.word(symbols_of_word(symbols, k),
-                                     spread_fields<T>(residuals.bits(bits + k * kPerWord * r), r));
+            for (uint32_t k = 0; k < 4u; k++) {
+                const uint32_t spread = spread_fields<T>(residuals.bits(bits + k * kPerWord * r), r),
+                               symbol = symbols_of_word(symbols, k);
+                words[k] = sizeof(T) == 1 ? with.beside(symbol, spread * with.of_residual) : with.word(symbol, spread);
+            }
         } else if constexpr (sizeof(T) == 1) {
-            const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
-            words[0] = with.word(symbols.x, permute_bytes(low, low >> 4, 0x5140) & 0x0f0f0f0fu),
-            words[1] = with.word(symbols.y, permute_bytes(low, low >> 4, 0x7362) & 0x0f0f0f0fu);
-            words[2] = with.word(symbols.z, permute_bytes(high, high >> 4, 0x5140) & 0x0f0f0f0fu),
-            words[3] = with.word(symbols.w, permute_bytes(high, high >> 4, 0x7362) & 0x0f0f0f0fu);
+            WordJoin<T> halves = with; // leaves out the half of a byte that is another residual
+            halves.kept &= 0x0f0f0f0fu >> with.rotate;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++) {
+                const uint32_t octet = residuals.word(bits / 32u + k / 2u);
+                words[k] = halves.beside(symbols_of_word(symbols, k),
+                                         permute_bytes(octet, octet >> 4, k % 2u ? 0x7362 : 0x5140));
+            }
         } else if constexpr (sizeof(T) == 2) {
             const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
             words[0] = rotated_back(permute_bytes(low, symbols.x, 0x5140)),
@@ -370,7 +393,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         const uint32_t first_raw = parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits,
                        position = parts.digits[1] + 2u * parts.mine[1].from;
         levels().name_raw(raw.to - raw.from, cb.planes.num_planes > 2u, [&](uint32_t i) {
-            return COLUMNS ? uint32_t{kRaw} : raw_symbol(first_raw + i * symbol_bits());
+            return COLUMNS ? uint32_t{kRaw} : name_of(cb.planes, raw_symbol(first_raw + i * symbol_bits()));
         });
         const Entries entries = entries_at(1);
         levels().name_plane1(
@@ -378,7 +401,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             [&](uint32_t base, uint32_t left) { return load_chunk(position + 2u * base, left); },
             [&](const Chunk &chunk, uint32_t from) { return symbols_of(entries, chunk.digits[0], from); });
         Ranks ranks;
-        if (COLUMNS) ranks = ranks_of(tile, raw);
+        if (COLUMNS) ranks = ranks_of(book.columns, tile, raw);
         const bool units = window.is_units(cb.row_bytes, 16);
         if (is_simple(cb.planes) && units)
             store_tile<true, true>(book, parts, tile, ranks, tile_start, n, window);

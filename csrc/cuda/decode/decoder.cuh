@@ -18,7 +18,7 @@
 //     kVectors       vectors of 16 bytes of the next row that a thread loads into registers while it decodes this row
 //     block_bytes    shared memory of a block, from byte 0 on; a multiple of 16
 //     scratch_bytes  shared memory of a group, besides its stage
-//     scratch        the byte of shared memory with which the group's scratch begins; a multiple of 4
+//     scratch        the byte of shared memory with which the group's scratch begins, where its stage ends; a multiple of 4
 //
 // A decoder may rely on this:
 //
@@ -51,8 +51,13 @@
 
 namespace ibp {
 
+// Parts of warps that decode short rows have kLeastLanes lanes or more, each with up to kLaneVectors vectors of a row.
+struct FourLanes {
+    static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4;
+};
+
 // A decoder that needs no shared memory of the block besides that of each group.
-struct NoBlockMemory {
+struct NoBlockMemory : FourLanes {
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &) { return 0; }
 };
 

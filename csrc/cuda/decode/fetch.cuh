@@ -65,7 +65,7 @@ __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t
 
 // ---- irregular rows ----
 
-enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular };
+enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular }; // odd: vectors go to the stage
 
 // A row that has been fetched: staged if it is coded, else done with. The bytes [low, high) of it are wanted.
 struct Fetched {
@@ -171,13 +171,12 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
 // ---- regular rows ----
 
 // A row as a lane has looked it up. what: how many vectors of 16 bytes hold it, how many bytes before it the first one
-// has and how many behind it the last one, and its kind. No vectors where the row is irregular, or there is none. They
-// are at `from`; of a row that leaves its slot those behind the slot are at `rest`, counted in overflow, or kNoRest.
-constexpr uint32_t kNoRest = ~0u;
+// has and how many behind it the last one, and its kind. No vectors where the row is irregular, or there is none.
+// Vector k is at from + k as far as the slot goes, then at behind + k.
 struct Entry {
-    const uint8_t *from;
+    const uint4 *from, *behind;
     uint8_t *dst;
-    uint32_t what, rest;
+    uint32_t what;
 };
 struct Row {
     uint8_t *dst;
@@ -198,23 +197,24 @@ __device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, 
 }
 __device__ __forceinline__ uint32_t vectors_in(uint32_t what) { return what & 0xffffu; }
 __device__ __forceinline__ bool is_raw(uint32_t what) { return what >> 24 == kRaw; }
+__device__ __forceinline__ bool goes_to_stage(uint32_t what) { return what >> 24 & 1u; }
 
-// Which vector of overflow the part of a row begins with that does not fit its slot; kNoRest where there is none, or it
-// does not lie in whole vectors.
-__device__ __forceinline__ uint32_t find_rest(const ibp_table &table, int64_t row, uint32_t length)
+// Where in overflow the part of a row begins that does not fit its slot; NULL where there is none, or it does not lie in
+// whole vectors.
+__device__ __forceinline__ const uint8_t *find_rest(const ibp_table &table, int64_t row, uint32_t length)
 {
     ibp_row_place place{};
-    if (!find_row(table, row, length, &place) || place.in_overflow == 0u) return kNoRest;
+    if (!find_row(table, row, length, &place) || place.in_overflow == 0u) return nullptr;
     const uint64_t start = place.overflow_start, address = reinterpret_cast<uintptr_t>(table.overflow) + start;
-    const bool is_whole = (address | start) % 16u == 0u &&
-                          ibp_part_in_bounds(start, (place.in_overflow + 15u) / 16u * 16u, table.overflow_bytes);
-    return is_whole && start / 16u < kNoRest ? static_cast<uint32_t>(start / 16u) : kNoRest;
+    const bool is_whole =
+        address % 16u == 0u && ibp_part_in_bounds(start, (place.in_overflow + 15u) / 16u * 16u, table.overflow_bytes);
+    return is_whole ? table.overflow + start : nullptr;
 }
 
 __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &request, uint32_t number)
 {
-    if (number >= request.num_jobs) return {nullptr, nullptr, what_of(0, 0, kNothing), kNoRest};
-    Entry entry{nullptr, nullptr, what_of(0, 0, kIrregular), kNoRest};
+    if (number >= request.num_jobs) return {nullptr, nullptr, nullptr, what_of(0, 0, kNothing)};
+    Entry entry{nullptr, nullptr, nullptr, what_of(0, 0, kIrregular)};
     const Ticket ticket = load_ticket(request, number);
     if (static_cast<uint64_t>(ticket.id - request.first_regular) >= request.num_regular ||
         ticket.position >= request.out_items)
@@ -242,13 +242,14 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
                    in_slot = ibp_min_u32(stored, most_stored), num_vectors = (shift + in_slot + 15u) / 16u;
     const int64_t before = static_cast<int64_t>(start) - shift;
     if (before < 0 || before > rows_bytes - 16 * static_cast<int64_t>(num_vectors)) return entry;
+    entry.from = entry.behind = reinterpret_cast<const uint4 *>(rows + before);
     if (stored > in_slot) { // the slot is full: whole vectors
-        const uint32_t rest = in_slot == table.slot_bytes && shift == 0u ? find_rest(table, row, length) : kNoRest;
-        if (rest == kNoRest) return entry;
-        entry.rest = rest;
+        const uint8_t *const rest =
+            in_slot == table.slot_bytes && shift == 0u ? find_rest(table, row, length) : nullptr;
+        if (rest == nullptr) return entry;
+        entry.behind = reinterpret_cast<const uint4 *>(rest - in_slot);
     }
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
-    entry.from = rows + before;
     const int64_t item_bytes = static_cast<int64_t>(rows_per_item) * row_bytes;
     entry.dst = memory_of_position(request.ids, request.dst, ticket.position, item_bytes) +
                 static_cast<int64_t>(ticket.part) * row_bytes;
@@ -270,12 +271,12 @@ template <class Decoder> struct Fetch {
     // The row that lane i has looked up. By all lanes of a warp together.
     static __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i)
     {
-        return {dst_of(entry, i), __shfl_sync(kAllLanes, entry.what, i)};
+        return {of_lane(entry.dst, i), __shfl_sync(kAllLanes, entry.what, i)};
     }
-    static __device__ __forceinline__ uint8_t *dst_of(const Entry &entry, uint32_t i)
+    template <class Pointer> static __device__ __forceinline__ Pointer of_lane(Pointer pointer, uint32_t i)
     {
-        return reinterpret_cast<uint8_t *>(
-            __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.dst)), i));
+        return reinterpret_cast<Pointer>(
+            __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(pointer)), i));
     }
 
     // Vectors of a warp's rows are fetched row by row, consecutive ones by consecutive lanes, whichever lanes will
@@ -296,7 +297,10 @@ template <class Decoder> struct Fetch {
         const uint4 *first, *then;
         uint32_t num_first, skipped; // skipped: vectors of the row that come before the first ones
 
-        __device__ __forceinline__ uint4 vector(uint32_t k) const { return (k < num_first ? first : then)[k]; }
+        __device__ __forceinline__ const uint4 *place_of(uint32_t k) const
+        {
+            return (k < num_first ? first : then) + k;
+        }
         __device__ __forceinline__ uint32_t place(uint32_t k) const
         {
             return skipped == 0u ? k : k < num_first ? k + skipped : k - num_first;
@@ -304,14 +308,11 @@ template <class Decoder> struct Fetch {
     };
     __device__ __forceinline__ Pieces pieces_of(const Entry &entry, uint32_t i, uint32_t num_vectors) const
     {
-        const auto *const from = reinterpret_cast<const uint4 *>(
-            __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from)), i));
-        const uint32_t in_slot = table.slot_bytes / 16u, rest = __shfl_sync(kAllLanes, entry.rest, i);
-        if (rest == kNoRest) return {from, from, 0, 0};
-        const auto *const overflow = reinterpret_cast<const uint4 *>(table.overflow) + rest;
-        if (G::kPerWarp > 1 || num_vectors <= kRowVectors) return {from, overflow - in_slot, in_slot, 0};
-        const uint32_t behind = num_vectors - in_slot;
-        return {overflow, from - behind, behind, in_slot};
+        const uint4 *const from = of_lane(entry.from, i), *const behind = of_lane(entry.behind, i);
+        const uint32_t in_slot = table.slot_bytes / 16u;
+        if (G::kPerWarp > 1 || num_vectors <= kRowVectors || behind == from) return {from, behind, in_slot, 0};
+        const uint32_t num_behind = num_vectors - in_slot;
+        return {behind + in_slot, from - num_behind, num_behind, in_slot};
     }
 
     // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
@@ -319,14 +320,19 @@ template <class Decoder> struct Fetch {
     {
         uint32_t num_vectors = 0;
         Pieces pieces{};
+        const uint4 *places[kVectors]; // loads follow the last shuffle, of which the compiler makes branches
+        bool wanted[kVectors];
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            if (G::kPerWarp > 1 || k == 0) {
+            if (k * kWarp % kRowVectors == 0u || kRowVectors < kWarp) { // of another row than the one before
                 num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i + row_in_warp(k)));
                 pieces = pieces_of(entry, i + row_in_warp(k), num_vectors);
             }
-            if (vector_of(k) < num_vectors) vectors[k] = pieces.vector(vector_of(k));
+            places[k] = pieces.place_of(vector_of(k)), wanted[k] = vector_of(k) < num_vectors;
         }
+#pragma unroll
+        for (uint32_t k = 0; k < kVectors; k++)
+            if (wanted[k]) vectors[k] = *places[k];
     }
 
     // Puts the vectors that have been loaded where they belong, and fetches those for which there was no room. By
@@ -342,16 +348,17 @@ template <class Decoder> struct Fetch {
         const auto staged = [&](uint32_t k) {
             return shared_bytes() + first_stage + (first_group + row_in_warp(k)) * group_bytes;
         };
-        if (!G::any(is_raw(row.what))) {
+        if (!G::any(!goes_to_stage(row.what))) { // with other lanes' rows: up to the stage's end, whatever was loaded
+            const uint32_t num_vectors =
+                G::kPerWarp == 1 ? vectors_in(row.what) : row_stage_bytes(table.codebook.row_bytes) / 16u;
 #pragma unroll
             for (uint32_t k = 0; k < kVectors; k++)
-                if (vector_of(k) < vectors_in(what_of_row(k)))
-                    reinterpret_cast<uint4 *>(staged(k))[vector_of(k)] = vectors[k];
+                if (vector_of(k) < num_vectors) reinterpret_cast<uint4 *>(staged(k))[vector_of(k)] = vectors[k];
         } else {
 #pragma unroll
             for (uint32_t k = 0; k < kVectors; k++) {
                 const uint32_t what = what_of_row(k);
-                uint8_t *const dst = G::kPerWarp == 1 ? row.dst : dst_of(entry, i + row_in_warp(k));
+                uint8_t *const dst = G::kPerWarp == 1 ? row.dst : of_lane(entry.dst, i + row_in_warp(k));
                 if (vector_of(k) < vectors_in(what))
                     reinterpret_cast<uint4 *>(is_raw(what) ? dst : staged(k))[vector_of(k)] = vectors[k];
             }
@@ -367,7 +374,7 @@ template <class Decoder> struct Fetch {
         uint4 *const to = reinterpret_cast<uint4 *>(is_raw(row.what) ? row.dst : stage.bytes());
 #pragma unroll 8
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads)
-            to[pieces.place(k)] = pieces.vector(k);
+            to[pieces.place(k)] = *pieces.place_of(k);
     }
     // Likewise all of a row for which there is not enough room, of a whole warp or several.
     __device__ __forceinline__ void receive_long(const Row &row, const Entry &entry, uint32_t i,

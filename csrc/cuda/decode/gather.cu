@@ -240,7 +240,7 @@ extern "C" ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t 
                                              ibp_stream stream)
 {
     using namespace ibp;
-    if (num_gathers < 0 || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    if (num_gathers < 0 || max_sms < 0 || !has_bytes(gathers, num_gathers)) return IBP_INVALID_ARGUMENT;
     const uint32_t most = max_sms > 0 ? std::min(static_cast<uint32_t>(max_sms), kMostParts) : kMostParts;
     Gather waiting[kMostParts];
     uint32_t num_waiting = 0;

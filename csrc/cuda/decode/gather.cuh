@@ -113,7 +113,7 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
 
     Turns<G> turns(request.num_jobs, share);
     if (turns.first >= request.num_jobs) return;
-    uint4 vectors[F::kVectors];
+    uint4 vectors[F::kVectors] = {};
     Entry entry = look_up(table, request, turns.of_lane());
     fetch.prefetch(entry, 0, vectors);
 #pragma unroll 1
@@ -150,15 +150,18 @@ ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_g
                 uint32_t *group_bytes)
 {
     static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
+    using G = typename Decoder::Group;
     uint32_t block_bytes = *group_bytes = 0;
     int64_t num_jobs = 0;
     for (uint32_t k = 0; k < num_gathers; k++) {
         const ibp_codebook &cb = gathers[k]->table.codebook;
-        const uint32_t its_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+        uint32_t its_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+        // Groups of a warp begin in different banks.
+        if (G::kPerWarp > 1) its_bytes += (std::max(4u * G::kLanes, 16u) - its_bytes) % 128u;
         block_bytes = std::max(block_bytes, Decoder::block_bytes(cb)), *group_bytes = std::max(*group_bytes, its_bytes);
         num_jobs += gathers[k]->request.num_jobs;
     }
-    return plan_groups(kernel, Decoder::kMostThreads, block_bytes, *group_bytes, Decoder::Group::kThreads, num_jobs,
+    return plan_groups(kernel, Decoder::kMostThreads, block_bytes, *group_bytes, G::kThreads, num_jobs,
                        gathers[0]->max_sms, launch);
 }
 
@@ -205,10 +208,13 @@ template <class Decoder> ibp_status launch_gather(const Gather &gather)
 // The group that a row gets depends on its length: a part of a warp or a warp,
 template <template <class> class Decoder> ibp_status launch_by_warp(const Gather &gather)
 {
-    const uint32_t row_bytes = gather.table.codebook.row_bytes;
-    if (row_bytes <= 4u * kLaneBytes) return launch_gather<Decoder<Group<4, 1>>>(gather);
-    if (row_bytes <= 8u * kLaneBytes) return launch_gather<Decoder<Group<8, 1>>>(gather);
-    if (row_bytes <= 16u * kLaneBytes) return launch_gather<Decoder<Group<16, 1>>>(gather);
+    using Of4 = Decoder<Group<4, 1>>;
+    const uint32_t row_bytes = gather.table.codebook.row_bytes, lane_bytes = 16u * Of4::kLaneVectors;
+    if constexpr (Of4::kLeastLanes == 2)
+        if (row_bytes <= 2u * lane_bytes) return launch_gather<Decoder<Group<2, 1>>>(gather);
+    if (row_bytes <= 4u * lane_bytes) return launch_gather<Of4>(gather);
+    if (row_bytes <= 8u * lane_bytes) return launch_gather<Decoder<Group<8, 1>>>(gather);
+    if (row_bytes <= 16u * lane_bytes) return launch_gather<Decoder<Group<16, 1>>>(gather);
     return launch_gather<Decoder<Group<kWarp, 1>>>(gather);
 }
 // or several warps, where it is longer than kWarpRowBytes.

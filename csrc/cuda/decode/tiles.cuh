@@ -8,32 +8,48 @@
 
 namespace ibp {
 
-// How many elements a lane has in each of the four steps of a tile; a step is STEP elements of the group.
-template <class G, uint32_t STEP> struct StepCounts {
+// How many elements a lane has in each of the STEPS steps of a tile; a step is STEP elements of the group.
+template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     static constexpr uint32_t kField = STEP <= 256u ? 8 : 16; // bits of a step's count
-    static constexpr uint32_t kFields = 32u / kField, kWords = 4u / kFields;
+    static constexpr uint32_t kFields = 32u / kField, kWords = (STEPS + kFields - 1u) / kFields;
     uint32_t words[kWords] = {};
 
     __device__ __forceinline__ void add(uint32_t s, uint32_t count)
     {
         words[s / kFields] += count << s % kFields * kField;
     }
+    // Moves all counts up a step and puts one before them; takes the first one away and moves the others down.
+    __device__ __forceinline__ void push(uint32_t count)
+    {
+#pragma unroll
+        for (uint32_t k = kWords - 1u; k > 0u; k--) words[k] = __funnelshift_l(words[k - 1u], words[k], kField);
+        words[0] = words[0] << kField | count;
+    }
+    __device__ __forceinline__ uint32_t pop()
+    {
+        const uint32_t count = field(words[0], 0);
+#pragma unroll
+        for (uint32_t k = 0; k < kWords; k++)
+            words[k] = __funnelshift_r(words[k], k + 1u < kWords ? words[k + 1u] : 0u, kField);
+        return count;
+    }
     static __device__ __forceinline__ uint32_t field(uint32_t counts, uint32_t f)
     {
         return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
     }
-    // Numbers the elements from `first` on. before: the number of the lane's first element in each step. Returns how
-    // many elements there are.
-    __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t (&before)[4]) const
+    // Numbers the elements from `first` on. before: the number of the lane's first element in each step. columns: of the
+    // table, which may have no further steps. Returns how many elements there are.
+    __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t columns, uint32_t (&before)[STEPS]) const
     {
         uint32_t total = 0;
 #pragma unroll
         for (uint32_t k = 0; k < kWords; k++) {
+            if (k != 0u && k * kFields * STEP >= columns) break;
             // All lanes but the last have less than 2^kField together in a step.
             const uint32_t lower = G::inclusive_scan(words[k]) - words[k], lower_of_last = G::last_lane(lower),
                            last = G::last_lane(words[k]);
 #pragma unroll
-            for (uint32_t f = 0; f < kFields; f++) {
+            for (uint32_t f = 0; f < kFields && k * kFields + f < STEPS; f++) {
                 before[k * kFields + f] = first + total + field(lower, f);
                 total += field(lower_of_last, f) + field(last, f);
             }
@@ -62,15 +78,24 @@ struct NamedDigit {
 
 // Shared memory of a warp: the names of the elements of plane 2, and a list of those still open, which makes room for
 // the names of plane 1.
-template <typename T, class G> struct TileLevels {
+// STEPS: vectors of a lane in a tile.
+template <typename T, class G, uint32_t STEPS> struct TileLevels {
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
-    static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
-                              kTile = kSteps * kStep;                       // vectors of a lane in a tile; elements
+    static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep; // elements
     static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
-    static constexpr uint32_t kLevel = kTile + 16u, kBytes = kLevel + 2u * kTile;
-    uint32_t level2; // shared byte
+    uint32_t level2, most;                                                  // shared byte; elements of a tile
 
-    __device__ __forceinline__ uint32_t level1() const { return level2 + kLevel; }
+    // Elements of a tile, of short rows no more than a row has, rounded up to vectors: so that warps find room.
+    static __host__ __device__ __forceinline__ uint32_t most_of(const ibp_codebook &cb)
+    {
+        if (G::kPerWarp == 1) return kTile;
+        return (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_bytes(const ibp_codebook &cb)
+    {
+        return 3u * most_of(cb) + 32u; // 16 bytes behind each level's names may be read
+    }
+    __device__ __forceinline__ uint32_t level1() const { return level2 + most + 16u; }
     __device__ __forceinline__ uint16_t &listed(uint32_t i) const
     {
         return reinterpret_cast<uint16_t *>(shared_bytes() + level1())[i];

@@ -197,8 +197,7 @@ template <typename T> struct DeltaAdder {
             const bool active = j < n;
             T element = static_cast<T>(cb.planes.closed_value);
             if (!values.closed)
-                element = decoder.template element_at<true>(book, values.parts, first + ibp_min_u32(j, n - 1u), active,
-                                                            values.next);
+                element = decoder.element_at(book, values.parts, first + ibp_min_u32(j, n - 1u), active, values.next);
             add_elements_of(active ? decoder.numbers()[j] : 0u, element, active, target);
         }
     }

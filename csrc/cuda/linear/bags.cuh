@@ -36,7 +36,7 @@ struct Sample {
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
                                                      const ibp_bags &bags, uint32_t number, uint32_t last, uint8_t *dst)
 {
-    Sample sample{{nullptr, nullptr, what_of(0, 0, kNothing), kNoRest}, 1.0f};
+    Sample sample{{nullptr, nullptr, nullptr, what_of(0, 0, kNothing)}, 1.0f};
     if (number >= last) return sample;
     const bool is_padding = bags.padding_id >= 0 && load_ticket(request, number).id == bags.padding_id;
     if (!is_padding) sample.entry = look_up(table, request, number);
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
                    ahead = of_warp + lane_id() / G::kPerWarp * kRows + lane_id() % G::kPerWarp;
     uint8_t *const looked_up = shared_bytes() + rows.first + (of_warp + lane_id() % G::kPerWarp) * group_bytes;
     uint32_t first = share.first, i = 0;
-    uint4 vectors[F::kVectors];
+    uint4 vectors[F::kVectors] = {};
     Sample sample = look_up_sample(table, request, bags, first + ahead, share.last, looked_up);
     fetch.prefetch(sample.entry, 0, vectors);
 #pragma unroll 1
