@@ -55,7 +55,7 @@
 
 namespace ibp {
 
-// Threads of a block: several blocks an SM, or a larger one where the SMs are limited.
+// Threads of a block: several blocks an SM, or a larger one where the SMs are limited or a row is a block's.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
@@ -64,13 +64,15 @@ constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 // by a warp.
 constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
-// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Unlike
-// the groups of group.cuh, those of a warp go ways of their own: collectives name the lanes of the group only.
+// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. An SM has
+// room for few stages of those: the more threads share one, the more warps it has. Unlike the groups of group.cuh,
+// those of a warp go ways of their own: collectives name the lanes of the group only.
 template <uint32_t LANES> struct EncodeGroup {
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp; // lanes of one warp
     static constexpr bool kIsBlock = LANES > kWarp;
-    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES;
-    static_assert(!kIsBlock || LANES == kEncodeThreads, "more than a warp is a block, of the smaller ones");
+    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES,
+                              kThreads = kIsBlock ? LANES : kEncodeThreads; // of a block where SMs are not limited
+    static_assert(!kIsBlock || LANES == kMostEncodeThreads, "more than a warp is a block, of the larger ones");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / LANES; }
@@ -177,14 +179,13 @@ template <uint32_t LANES> struct EncodeGroup {
             for (int i = 0; i < N; i++) parts[warp][i] = of_warp[i];
         sync();
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            before[i] = total[i] = 0;
+        for (int i = 0; i < N; i++) { // a lane a warp
+            const uint32_t part = parts[lane_id() % kWarps][i];
+            uint32_t up_to = part;
 #pragma unroll
-            for (uint32_t w = 0; w < kWarps; w++) {
-                const uint32_t part = parts[w][i];
-                if (w < warp) before[i] += part;
-                total[i] += part;
-            }
+            for (uint32_t step = 1; step < kWarps; step *= 2) up_to = add_from_below<kWarps>(up_to, step);
+            before[i] = __shfl_sync(kAllLanes, up_to - part, static_cast<int>(warp), kWarps);
+            total[i] = __shfl_sync(kAllLanes, up_to, kWarps - 1, kWarps);
         }
         sync();
     }
@@ -428,7 +429,7 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
 // The parts of the contract that a compiler can see.
 template <class Encoder> constexpr bool is_encoder()
 {
-    static_assert(kEncodeThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");
+    static_assert(Encoder::Group::kThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");
     static_assert(std::is_constructible<Encoder, const ibp_codebook &, uint32_t *>::value,
                   "made of a codebook and shared memory");
     static_assert(std::is_same<decltype(Encoder::table_bytes(ibp_codebook())), uint32_t>::value, "bytes of a block");

@@ -26,7 +26,7 @@ ibp_status encode_values(const Encode &encode)
         if constexpr (sizeof zero > 4)
             return IBP_INVALID_ARGUMENT;
         else if (codebook_of(encode).row_bytes > kLongestOfWarp)
-            return encode_if_fits<DenseValuesEncoder<Element, kEncodeThreads>>(encode);
+            return encode_if_fits<DenseValuesEncoder<Element, kMostEncodeThreads>>(encode);
         else
             return launch_by_lanes<ValuesEncoders<Element>::template Of>(encode);
     });
