@@ -39,7 +39,7 @@
 //   - Leave the row's bits in the stage from start_bit on, and return from encode, in all lanes, the bytes with which
 //     they end. If these are more than most_bytes, or kNoCodedForm, the stage may hold anything: nothing is stored.
 //   - Write no shared memory but the group's stage and scratch, whatever the row and the codebook's arrays hold, also
-//     while another stream changes the row: BitStage drops bits that would lie past the stage.
+//     while another stream changes the row: BitStage puts bits that would lie past the stage behind the row.
 //
 // To add one: a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; functions in
 // encode_request.h, and a line in the list of encode.cu.
@@ -295,8 +295,8 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// A row being coded: bits are ORed into words that are zero. What would lie past the end goes to one word behind it,
-// which nobody reads: only a row that has changed since it was measured, or that has no coded form, asks for that.
+// A row being coded: bits are ORed into words that are zero. What would lie past the end goes to the last words, which
+// are no row's: only a row that has changed since it was measured, or that has no coded form, asks for that.
 struct BitStage {
     uint32_t *words;
     uint32_t num_words; // besides the one behind them
@@ -307,14 +307,31 @@ struct BitStage {
     }
     __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
     {
-        const uint32_t shift = position % 32u;
-        or_word(position / 32u, bits << shift);
-        or_word(position / 32u + 1u, __funnelshift_l(bits, 0u, shift));
+        const uint32_t words_of[1] = {bits};
+        or_words(position, words_of);
     }
     __device__ __forceinline__ void or_bits(uint32_t position, uint64_t bits) const
     {
-        or_bits(position, static_cast<uint32_t>(bits));
-        or_bits(position + 32u, static_cast<uint32_t>(bits >> 32));
+        const uint32_t words_of[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
+        or_words(position, words_of);
+    }
+    // Where N words from a bit on begin, which may reach into one more.
+    template <uint32_t N> __device__ __forceinline__ uint32_t *at(uint32_t position) const
+    {
+        constexpr uint32_t kMost = 6;
+        static_assert(N <= kMost, "words that a stage has behind a row");
+        return words + ibp_min_u32(position / 32u, num_words - kMost);
+    }
+    // Words that are zero are left out.
+    template <uint32_t N> __device__ __forceinline__ void or_words(uint32_t position, const uint32_t (&bits)[N]) const
+    {
+        uint32_t *const to = at<N>(position);
+        const uint32_t shift = position % 32u;
+#pragma unroll
+        for (uint32_t i = 0; i <= N; i++) {
+            const uint32_t word = __funnelshift_l(i == 0u ? 0u : bits[i - 1u], i == N ? 0u : bits[i % N], shift);
+            if (word != 0u) atomicOr(to + i, word);
+        }
     }
 };
 

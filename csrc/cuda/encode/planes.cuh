@@ -192,11 +192,11 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         if (!planes.rotate) return;
         const uint32_t bits = kBits - Book::invariant_bits(planes);
-        const uint32_t of_all = low_bits(kAllBits, bits) * kLowest;
+        const uint32_t of_all = (FIELDS & kInvariantBits) != 0u ? low_bits(kAllBits, bits) * kLowest : ~0u;
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
             if (sizeof(T) < 8) {
-                word[i] = (word[i] << 1 & of_all & ~kLowest) | (word[i] >> (bits - 1u) % 32u & kLowest & of_all);
+                word[i] = select_bits(kLowest, word[i] >> (bits - 1u) % 32u, word[i] << 1) & of_all;
             } else if (i % 2 == 0) {
                 const uint64_t whole = word[i] | static_cast<uint64_t>(word[(i + 1) % 4]) << 32,
                                rotated = low_bits(whole << 1 | whole >> (bits - 1u) % 64u, bits);

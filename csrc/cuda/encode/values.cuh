@@ -1,9 +1,10 @@
 // values.cuh - the values of elements of scheme planes side by side (FORMAT.md section 6), for codebooks with
 // a table of all symbols' codes.
 //
-// A symbol's *path* says all that planes 0 and 1 need of it: its digits there, side by side from the highest bit down;
-// whether it reaches plane 1; and whether it goes on to the list, from which the planes behind are coded. Digits are
-// pushed into a lane's words by one funnel shift each, last element first; one prefix sum serves both planes.
+// A symbol's *path* says all that planes 0 and 1 need of it: its digits there; whether it reaches plane 1; and whether it
+// goes on to the list, from which the planes behind are coded. Digits are pushed into a lane's words by one funnel shift
+// each: those of plane 0, which are the lowest bits of paths, first element first, those of plane 1, the highest bits,
+// last element first. One prefix sum serves both planes.
 #ifndef IBP_ENCODE_VALUES_CUH
 #define IBP_ENCODE_VALUES_CUH
 
@@ -25,9 +26,12 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // of an octet
     using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // in the list
 
-    // A path: the symbol in the low half, as it goes to the list; then a byte whose bit 0 is set if it reaches plane 1
-    // and bit 5 if it goes on; digits in the highest byte.
-    static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21;
+    // A path: its entry of the list in the low half; then a byte whose bit 0 is set if it reaches plane 1 and bit 5 if
+    // it goes on; the digit of plane 1. An entry is the digit of plane 0 and the symbol. A byte has no room for both:
+    // there the digit of plane 0 is above the symbol, and is shifted down.
+    static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21, kSymbolAt = sizeof(T) == 1 ? 0 : 4,
+                              kDigitAt = sizeof(T) == 1 ? 8 : 0;
+    static_assert(kMostCodeBits + 4u <= 16u, "an entry has two bytes");
     const uint32_t *paths; // of all symbols, behind their codes
 
     // ---- the codebook ----
@@ -51,23 +55,23 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
     __device__ __forceinline__ uint32_t path_of(uint32_t symbol, uint32_t code) const
     {
-        const uint32_t widths[2] = {this->width_of(0), this->width_of(1)};
-        uint32_t digits = 0, escaped = kEscapes; // of absent planes
-        for (uint32_t p = 0; p < 2u && p < planes.num_planes; p++) {
-            digits |= (code >> (8u * p + 4u) & 15u) << (32u - widths[0] - p * widths[1]);
-            escaped &= code >> 8u * p;
-        }
-        const bool reaches = planes.num_planes == 0u || (code & 1u) != 0u, goes_on = (escaped & 1u) != 0u;
-        return digits | (reaches ? kReaches : 0u) | (goes_on && symbol_bits != 0u ? kGoesOn : 0u) | symbol;
+        const bool has_first = planes.num_planes > 0u, has_second = planes.num_planes > 1u,
+                   reaches = !has_first || (code & 1u) != 0u,
+                   goes_on = reaches && (!has_second || (code & 1u << 8) != 0u);
+        const uint32_t first = has_first ? code >> 4 & 15u : 0u,
+                       second = has_second ? (code >> 12 & 15u) << (32u - this->width_of(1)) : 0u;
+        return first << kDigitAt | symbol << kSymbolAt | (reaches ? kReaches : 0u) |
+               (goes_on && symbol_bits != 0u ? kGoesOn : 0u) | second;
     }
 
     // ---- the elements of a lane ----
 
-    __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[kWords], uint32_t e) const
+    // The path of an element: its symbol is turned to where it counts bytes.
+    __device__ __forceinline__ uint32_t path_at(const uint32_t (&words)[kWords], uint32_t e) const
     {
-        const uint32_t word = words[e / kPerWord], at = e % kPerWord * kBits;
-        return kBits < 32u ? (word >> at & (0xffffffffu >> (32u - kBits))) >> planes.residual_bits
-                           : (planes.residual_bits < 32u ? word >> planes.residual_bits : 0u);
+        const uint32_t word = words[e / kPerWord], shift = e % kPerWord * kBits + planes.residual_bits - 2u,
+                       byte = __funnelshift_r(word, word, shift) & low_bits(~0u, symbol_bits) << 2;
+        return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(paths) + byte);
     }
 
     // Digits of an octet in planes 0 and 1, the first lowest, and its counts as the third byte of paths has them.
@@ -78,18 +82,21 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t num, uint32_t (&path)[kOctet]) const
     {
 #pragma unroll
-        for (uint32_t e = 0; e < kOctet; e++) path[e] = paths[symbol_at(words, e)];
+        for (uint32_t e = 0; e < kOctet; e++) path[e] = path_at(words, e);
         if (num < kOctet)
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++) path[e] = e < num ? path[e] : 0u;
         const uint32_t width = this->width_of(0), next_width = this->width_of(1);
         Octet octet{};
 #pragma unroll
-        for (uint32_t e = kOctet; e-- > 0;) {
-            octet.first = __funnelshift_l(path[e], octet.first, width);
-            if (path[e] & kReaches) octet.second = __funnelshift_l(path[e] << width, octet.second, next_width);
+        for (uint32_t e = 0; e < kOctet; e++) {
+            octet.first = __funnelshift_r(octet.first, path[e] >> kDigitAt, width);
             octet.counts = add_third_byte(path[e], octet.counts);
         }
+        octet.first >>= (32u - kOctet * width) % 32u; // zeros where the width is 0
+#pragma unroll
+        for (uint32_t e = kOctet; e-- > 0;)
+            if (path[e] & kReaches) octet.second = __funnelshift_l(path[e], octet.second, next_width);
         return octet;
     }
     static __device__ __forceinline__ uint32_t add_third_byte(uint32_t path, uint32_t sum)
@@ -113,23 +120,31 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             put_fields<24>(stage, position, words);
         } else if (sizeof(T) == 4 && r == 23u && num == kOctet) {
             put_fields<23>(stage, position, words);
-        } else if (sizeof(T) == 1 || (sizeof(T) == 2 && r <= 8u)) {
-            put_narrow(stage, position, pack_fields(words, r), num, r);
-        } else {
-            put_wide(stage, position, make_uint4(words[0], words[1], words[2 % kWords], words[3 % kWords]),
+        } else if (sizeof(T) == 4) {
+            put_each(stage, position, make_uint4(words[0], words[1], words[2 % kWords], words[3 % kWords]),
                      make_uint4(words[4 % kWords], words[5 % kWords], words[6 % kWords], words[7 % kWords]), num, r);
+        } else {
+            put_packed(stage, position, pack_fields(words, r), num, r);
         }
     }
-    static __device__ __forceinline__ void put_narrow(const BitStage &stage, uint32_t position, uint64_t bits,
+    // 128 bits.
+    struct Packed {
+        uint64_t low, high;
+    };
+    static __device__ __forceinline__ void put_packed(const BitStage &stage, uint32_t position, Packed bits,
                                                       uint32_t num, uint32_t r)
     {
-        const uint32_t run[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, half[1] = {run[0]};
-        if (num == kOctet && r == 8u)
-            put_run(stage, position, run);
-        else if (num == kOctet && r == 4u)
-            put_run(stage, position, half);
-        else
-            stage.or_bits(position, low_bits(bits, num * r));
+        if (num < kOctet) {
+            bits.low = low_bits(bits.low, num * r);
+            bits.high = low_bits(bits.high, num * r - ibp_min_u32(num * r, 64u));
+        } else if (r % 4u == 0u && r <= 8u && position % 32u == 0u) { // no other lane's word
+            uint32_t *const to = stage.at<2>(position);
+            to[0] = static_cast<uint32_t>(bits.low);
+            if (r == 8u) to[1] = static_cast<uint32_t>(bits.low >> 32);
+            return;
+        }
+        stage.or_bits(position, bits.low);
+        if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
     // The low R bits of each of eight words, side by side: six words; the last one may be filled in part.
     template <uint32_t R>
@@ -150,9 +165,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     template <uint32_t N, uint32_t WHOLE = N>
     static __device__ __forceinline__ void put_run(const BitStage &stage, uint32_t position, const uint32_t (&run)[N])
     {
-        const uint32_t w = position / 32u, shift = position % 32u;
-        if (w + N >= stage.num_words) return; // of a row that has no coded form
-        uint32_t *const to = stage.words + w;
+        uint32_t *const to = stage.at<N>(position);
+        const uint32_t shift = position % 32u;
         if (shift == 0u) {
 #pragma unroll
             for (uint32_t i = 0; i < WHOLE; i++) to[i] = run[i];
@@ -170,50 +184,38 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
-    // The low r bits, at most 8, of each element, side by side.
-    static __device__ __forceinline__ uint64_t pack_fields(const uint32_t (&words)[kWords], uint32_t r)
+    // The low r bits of each element, side by side. Of two fields in a word, the upper one is subtracted where it is and
+    // added where it goes, by one multiplication.
+    static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
         if (sizeof(T) == 2 && r == 8u) {
             const uint32_t low = permute_bytes(words[0], words[1 % kWords], 0x6420),
                            high = permute_bytes(words[2 % kWords], words[3 % kWords], 0x6420);
-            return low | static_cast<uint64_t>(high) << 32;
+            return {low | static_cast<uint64_t>(high) << 32, 0};
         }
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
-        uint32_t packed[kWords];
+        const uint32_t of_word = r * (4u / sizeof(T)); // bits
+        uint64_t packed[kWords];
 #pragma unroll
         for (uint32_t w = 0; w < kWords; w++) {
-            packed[w] = words[w] & ones;
-            if (sizeof(T) == 1) packed[w] = (packed[w] & 0x00ff00ffu) | (packed[w] >> 8 & 0x00ff00ffu) << r;
-            packed[w] = (packed[w] & 0xffffu) | packed[w] >> 16 << r * (2u / sizeof(T));
+            uint32_t fields = words[w] & ones;
+            if (sizeof(T) == 1) fields -= (fields >> 8 & 0x00ff00ffu) * (0x100u - (1u << r));
+            packed[w] = fields - (fields >> 16) * (0x10000u - (1u << of_word / 2u));
         }
-        if (sizeof(T) == 1) return packed[0] | static_cast<uint64_t>(packed[1 % kWords]) << 4u * r;
-        return (packed[0] | packed[1 % kWords] << 2u * r) |
-               static_cast<uint64_t>(packed[2 % kWords] | packed[3 % kWords] << 2u * r) << 4u * r;
+        const uint64_t first = packed[0] | packed[1 % kWords] << of_word,
+                       second = packed[2 % kWords] | packed[3 % kWords] << of_word;
+        if (sizeof(T) == 1) return {first, 0};
+        return {first | (r < 16u ? second << 4u * r : 0u), second >> (64u - 4u * r)};
     }
-    // Not inlined: most residuals are narrow, and short code stays in the cache of instructions. Residuals of two bytes
-    // are put together in registers.
-    static __device__ __noinline__ void put_wide(BitStage stage, uint32_t position, uint4 low, uint4 high, uint32_t num,
+    // Not inlined: few residuals are that wide, and short code stays in the cache of instructions.
+    static __device__ __noinline__ void put_each(BitStage stage, uint32_t position, uint4 low, uint4 high, uint32_t num,
                                                  uint32_t r)
     {
         const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r);
-        if constexpr (sizeof(T) == 2) {
-            uint64_t pairs[4]; // 18 bits or more each
-#pragma unroll
-            for (uint32_t i = 0; i < 4u; i++)
-                pairs[i] = (words[i] & ones) | static_cast<uint64_t>(words[i] >> 16 & ones) << r;
-            const uint64_t first = pairs[0] | pairs[1] << 2u * r, second = pairs[2] | pairs[3] << 2u * r;
-            const bool is_full = r == 16u; // the first 64 bits
-            const uint64_t lower = is_full ? first : first | second << 4u * r,
-                           upper = is_full ? second : second >> (64u - 4u * r);
-            stage.or_bits(position, low_bits(lower, num * r));
-            stage.or_bits(position + 64u, low_bits(upper, num * r > 64u ? num * r - 64u : 0u));
-            return;
-        }
         BitWriter writer(stage, position);
 #pragma unroll
         for (uint32_t e = 0; e < kOctet; e++)
-            if (e < num) writer.push(words[e / kPerWord] >> e % kPerWord * kBits % 32u & ones, r);
+            if (e < num) writer.push(low_bits(words[e], r), r);
         writer.finish();
     }
 
@@ -297,7 +299,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         const uint32_t end = at + to_byte(n * symbol_bits);
         if (end > most_bits) return end;
         for (uint32_t i = G::lane(); i < n; i += LANES)
-            stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]));
+            stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]) >> kSymbolAt);
         return end;
     }
     // Codes one plane of the list, four symbols a lane. The symbols that escape become the list. Returns how many
@@ -314,7 +316,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 #pragma unroll
             for (uint32_t e = 0; e < kFour; e++) {
                 symbols[e] = i + e < n ? list[i + e] : 0u;
-                const uint32_t code = i + e < n ? codes[symbols[e]] >> 8u * p : 0u;
+                const uint32_t code = i + e < n ? codes[symbols[e] >> kSymbolAt] >> 8u * p : 0u;
                 digits |= (code >> 4 & 15u) << e * width;
                 escaped |= (code & 1u) << e;
             }
