@@ -245,15 +245,13 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                 octets[o] = push(words[o], num, path[o]);
             }
             const Octet &last = octets[kOctets - 1u];
-            if (first < n)
-                put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width,
-                           kOfLane * width == 32u && first + kOfLane <= n);
+            put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width);
             const uint32_t sum = octets[0].counts + (kOctets > 1u ? last.counts : 0u);
             const uint32_t counts[1] = {(sum & 31u) | sum >> 5 << 16};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);
             put_digits(stage, plane1 + (reached + (before[0] & 0xffffu)) * next_width, octets[0].second, last.second,
-                       (octets[0].counts & 31u) * next_width, false);
+                       (octets[0].counts & 31u) * next_width);
             if (LISTED) G::sync(); // all have read their elements
             append(list + listed + (before[0] >> 16), path);
             reached += total[0] & 0xffffu, listed += total[0] >> 16;
@@ -261,16 +259,14 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         G::sync(); // the list is there
         return put_list(stage, listed, plane1 + to_byte(reached * next_width), most_bits, list);
     }
-    // The digits of a lane's octets, those of the last one num_bits behind the others. whole: they are a word.
+    // The digits of a lane's octets, those of the last one num_bits behind the others.
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
-                                                      uint32_t last, uint32_t num_bits, bool whole)
+                                                      uint32_t last, uint32_t num_bits)
     {
-        if (kOctets == 1u) return stage.or_bits(position, first);
-        const uint64_t bits = first | static_cast<uint64_t>(last) << num_bits;
-        const uint32_t word[1] = {static_cast<uint32_t>(bits)};
-        if (whole) return put_run(stage, position, word);
-        stage.or_bits(position, word[0]);
-        if (bits >> 32 != 0u) stage.or_bits(position + 32u, static_cast<uint32_t>(bits >> 32));
+        if (kOctets == 1u)
+            stage.or_bits(position, first);
+        else
+            stage.or_bits(position, first | static_cast<uint64_t>(last) << num_bits);
     }
     static __device__ __forceinline__ void append(Symbol *to, const uint32_t (&path)[kOctets][kOctet])
     {
@@ -284,55 +280,46 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             }
     }
 
-    // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, and puts the remaining
-    // symbols as they are.
+    // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, four a lane, and puts the
+    // remaining symbols as they are.
     __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
                                                  Symbol *list) const
     {
-#pragma unroll 1
-        for (uint32_t p = 2; p < planes.num_planes; p++) {
-            const uint32_t width = planes.digit_bits[p], end = at + to_byte(n * width);
-            if (end > most_bits) return end;
-            n = put_plane(stage, p, width, n, at, list);
-            at = end;
-        }
-        const uint32_t end = at + to_byte(n * symbol_bits);
-        if (end > most_bits) return end;
-        for (uint32_t i = G::lane(); i < n; i += LANES)
-            stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]) >> kSymbolAt);
-        return end;
-    }
-    // Codes one plane of the list, four symbols a lane. The symbols that escape become the list. Returns how many
-    // escape.
-    __device__ __forceinline__ uint32_t put_plane(const BitStage &stage, uint32_t p, uint32_t width, uint32_t n,
-                                                  uint32_t at, Symbol *list) const
-    {
         constexpr uint32_t kFour = 4;
-        uint32_t left = 0;
+        const uint32_t width = this->width_of(2), next_width = this->width_of(3), plane3 = at + to_byte(n * width);
+        if (plane3 > most_bits) return plane3;
+        uint32_t reached = 0, left = planes.num_planes > 2u ? 0u : n;
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kFour * LANES) {
+        for (uint32_t base = 0; base < n && planes.num_planes > 2u; base += kFour * LANES) {
             const uint32_t i = base + kFour * G::lane();
-            uint32_t symbols[kFour], digits = 0, escaped = 0;
+            uint32_t entries[kFour], first = 0, second = 0, reaches = 0, raw = 0;
 #pragma unroll
-            for (uint32_t e = 0; e < kFour; e++) {
-                symbols[e] = i + e < n ? list[i + e] : 0u;
-                const uint32_t code = i + e < n ? codes[symbols[e] >> kSymbolAt] >> 8u * p : 0u;
-                digits |= (code >> 4 & 15u) << e * width;
-                escaped |= (code & 1u) << e;
+            for (uint32_t e = kFour; e-- > 0;) {
+                entries[e] = i + e < n ? list[i + e] : 0u;
+                const uint32_t code = i + e < n ? codes[entries[e] >> kSymbolAt] >> 16 : 0u;
+                first = first << width | (code >> 4 & 15u);
+                if (code & 1u) second = second << next_width | code >> 12;
+                reaches += code & 1u;
+                raw = raw << 1 | (code >> (planes.num_planes > 3u ? 8u : 0u) & 1u);
             }
-            if (digits != 0u) stage.or_bits(at + i * width, digits);
-            const uint32_t count[1] = {ibp_popcount(escaped)};
+            const uint32_t counts[1] = {reaches | ibp_popcount(raw) << 16};
             uint32_t before[1], total[1];
-            G::scan(count, before, total);
+            G::scan(counts, before, total);
+            stage.or_bits(at + i * width, first);
+            stage.or_bits(plane3 + (reached + (before[0] & 0xffffu)) * next_width, second);
             G::sync(); // all have read
-            Symbol *to = list + left + before[0];
+            Symbol *to = list + left + (before[0] >> 16);
 #pragma unroll
             for (uint32_t e = 0; e < kFour; e++)
-                if (escaped >> e & 1u) *to++ = static_cast<Symbol>(symbols[e]);
-            left += total[0];
+                if (raw >> e & 1u) *to++ = static_cast<Symbol>(entries[e]);
+            reached += total[0] & 0xffffu, left += total[0] >> 16;
         }
         G::sync(); // the list is there
-        return left;
+        const uint32_t symbols = plane3 + to_byte(reached * next_width), end = symbols + to_byte(left * symbol_bits);
+        if (end > most_bits) return end;
+        for (uint32_t i = G::lane(); i < left; i += LANES)
+            stage.or_bits(symbols + i * symbol_bits, static_cast<uint32_t>(list[i]) >> kSymbolAt);
+        return end;
     }
 };
 
