@@ -110,22 +110,51 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- residuals ----
 
-    // Puts the residuals of num elements of an octet into a stage, from a whole byte on; zeros behind them.
+    // Puts the residuals of `held` elements of a lane into a stage, from a whole byte on; zeros behind them. There is room.
     __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
-                                                  const uint32_t (&words)[kWords], uint32_t num) const
+                                                  const uint32_t (&words)[kOctets][kWords], uint32_t held) const
     {
         const uint32_t r = planes.residual_bits;
-        if (r == 0u) return;
-        if (sizeof(T) == 4 && r == 24u && num == kOctet) {
-            put_fields<24>(stage, position, words);
-        } else if (sizeof(T) == 4 && r == 23u && num == kOctet) {
-            put_fields<23>(stage, position, words);
-        } else if (sizeof(T) == 4) {
-            put_each(stage, position, make_uint4(words[0], words[1], words[2 % kWords], words[3 % kWords]),
-                     make_uint4(words[4 % kWords], words[5 % kWords], words[6 % kWords], words[7 % kWords]), num, r);
+        if (r == 0u || held == 0u) return;
+        if constexpr (sizeof(T) == 4) {
+            const uint32_t(&w)[8] = words[0];
+            if (r == 24u && held == kOfLane)
+                put_fields<24>(stage, position, w);
+            else if (r == 23u && held == kOfLane)
+                put_fields<23>(stage, position, w);
+            else
+                put_each(stage, position, make_uint4(w[0], w[1], w[2], w[3]), make_uint4(w[4], w[5], w[6], w[7]), held,
+                         r);
+        } else if (r == kBits / 2u && held == kOfLane) {
+            put_halves(stage, position, words);
         } else {
-            put_packed(stage, position, pack_fields(words, r), num, r);
+#pragma unroll
+            for (uint32_t o = 0; o < kOctets; o++)
+                put_packed(stage, position + o * kOctet * r, pack_fields(words[o], r),
+                           held - ibp_min_u32(held, o * kOctet), r);
         }
+    }
+    // The lower halves of a lane's elements.
+    static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
+                                                      const uint32_t (&words)[kOctets][kWords])
+    {
+        constexpr uint32_t kRun = kOfLane * sizeof(T) / 8u;
+        uint32_t run[kRun];
+#pragma unroll
+        for (uint32_t i = 0; i < kRun; i++) {
+            uint32_t low = words[2u * i / kWords][2u * i % kWords],
+                     high = words[2u * i / kWords][(2u * i + 1u) % kWords];
+            if (sizeof(T) == 1)
+                low = select_bits(0x0f0f0f0fu, low, low >> 4), high = select_bits(0x0f0f0f0fu, high, high >> 4);
+            run[i] = permute_bytes(low, high, 0x6420);
+        }
+        uint32_t *const to = stage.words + position / 32u;
+        if (position % (32u * kRun) != 0u)
+            put_run(stage, position, run);
+        else if constexpr (kRun == 4)
+            *reinterpret_cast<uint4 *>(to) = make_uint4(run[0], run[1], run[2], run[3]);
+        else
+            *reinterpret_cast<uint2 *>(to) = make_uint2(run[0], run[1]);
     }
     // 128 bits.
     struct Packed {
@@ -137,11 +166,6 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         if (num < kOctet) {
             bits.low = low_bits(bits.low, num * r);
             bits.high = low_bits(bits.high, num * r - ibp_min_u32(num * r, 64u));
-        } else if (r % 4u == 0u && r <= 8u && position % 32u == 0u) { // no other lane's word
-            uint32_t *const to = stage.at<2>(position);
-            to[0] = static_cast<uint32_t>(bits.low);
-            if (r == 8u) to[1] = static_cast<uint32_t>(bits.low >> 32);
-            return;
         }
         stage.or_bits(position, bits.low);
         if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
@@ -188,11 +212,6 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     // added where it goes, by one multiplication.
     static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
-        if (sizeof(T) == 2 && r == 8u) {
-            const uint32_t low = permute_bytes(words[0], words[1 % kWords], 0x6420),
-                           high = permute_bytes(words[2 % kWords], words[3 % kWords], 0x6420);
-            return {low | static_cast<uint64_t>(high) << 32, 0};
-        }
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
         const uint32_t of_word = r * (4u / sizeof(T)); // bits
         uint64_t packed[kWords];
@@ -238,12 +257,11 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             uint32_t words[kOctets][kWords] = {}, path[kOctets][kOctet];
             Octet octets[kOctets];
             if (first < n) load(first, words);
+            const uint32_t held = ibp_min_u32(n - ibp_min_u32(first, n), kOfLane);
+            put_residuals(stage, start + first * r, words, held);
 #pragma unroll
-            for (uint32_t o = 0; o < kOctets; o++) {
-                const uint32_t i = first + o * kOctet, num = i < n ? ibp_min_u32(n - i, kOctet) : 0u;
-                if (num != 0u) put_residuals(stage, start + i * r, words[o], num);
-                octets[o] = push(words[o], num, path[o]);
-            }
+            for (uint32_t o = 0; o < kOctets; o++)
+                octets[o] = push(words[o], held - ibp_min_u32(held, o * kOctet), path[o]);
             const Octet &last = octets[kOctets - 1u];
             put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width);
             const uint32_t sum = octets[0].counts + (kOctets > 1u ? last.counts : 0u);
@@ -342,14 +360,18 @@ template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<
     __device__ __forceinline__ void load(const PlainRow &row, uint32_t first, bool is_whole,
                                          uint32_t (&words)[Base::kOctets][kWords]) const
     {
+        constexpr uint32_t kVectors = Base::kOfLane / kPerVector;
+        uint32_t vectors[kVectors][4] = {};
 #pragma unroll
-        for (uint32_t v = 0; v < Base::kOfLane / kPerVector; v++) {
+        for (uint32_t v = 0; v < kVectors; v++) {
             const uint32_t byte = first * static_cast<uint32_t>(sizeof(T)) + v * kVector;
-            uint32_t vector[4] = {};
-            if (byte < row_bytes) row.load(byte, is_whole, vector);
-            this->rotate(vector);
+            if (byte < row_bytes) row.load(byte, is_whole, vectors[v]);
+        }
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) words[(4u * v + i) / kWords][(4u * v + i) % kWords] = vector[i];
+        for (uint32_t v = 0; v < kVectors; v++) { // when all are on their way
+            this->rotate(vectors[v]);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) words[(4u * v + i) / kWords][(4u * v + i) % kWords] = vectors[v][i];
         }
     }
 
