@@ -8,6 +8,9 @@ template <typename T> struct ValuesEncoders {
     template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES>;
 };
 
+// The shortest rows have elements for few lanes, and steps of more rows at once cost no more.
+constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256;
+
 // On some GPUs the list of a long row does not fit shared memory beside its stage: encode_dense.cu takes it there.
 template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
 {
@@ -27,6 +30,8 @@ ibp_status encode_values(const Encode &encode)
             return IBP_INVALID_ARGUMENT;
         else if (codebook_of(encode).row_bytes > kLongestOfWarp)
             return encode_if_fits<DenseValuesEncoder<Element, kMostEncodeThreads>>(encode);
+        else if (codebook_of(encode).row_bytes <= kLongestOfFew)
+            return launch_rows<DenseValuesEncoder<Element, kFewLanes>>(encode);
         else
             return launch_by_lanes<ValuesEncoders<Element>::template Of>(encode);
     });
