@@ -1,5 +1,5 @@
 // values.cuh - the values of elements of scheme planes side by side (FORMAT.md section 6), for codebooks with
-// a table of all symbols' codes.
+// a table of all symbols' codes, or of their ranks in each column.
 //
 // A symbol's *path* says all that planes 0 and 1 need of it: its digits there; whether it reaches plane 1; and whether it
 // goes on to the list, from which the planes behind are coded. Digits are pushed into a lane's words by one funnel shift
@@ -12,14 +12,15 @@
 
 namespace ibp {
 
-template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS>
+// COLUMNS: entries are a column's: a symbol's rank says its path.
+template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
 struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
-    static_assert(sizeof(T) <= 4, "elements that a word holds");
+    static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
     using Base = PlanesEncoder<T, LISTED, LANES, FIELDS>;
     using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
-    using Base::codes, Base::kBits, Base::kPerWord, Base::planes, Base::symbol_bits;
+    using Base::codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks, Base::symbol_bits;
     static constexpr uint32_t kBlocks = 2;
     // A lane takes two octets of elements a step, of four bytes one: words of them are in registers.
     static constexpr uint32_t kOctet = 8, kOctets = sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
@@ -28,24 +29,28 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // A path: its entry of the list in the low half; then a byte whose bit 0 is set if it reaches plane 1 and bit 5 if
     // it goes on; the digit of plane 1. An entry is the digit of plane 0 and the symbol. A byte has no room for both:
-    // there the digit of plane 0 is above the symbol, and is shifted down.
-    static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21, kSymbolAt = sizeof(T) == 1 ? 0 : 4,
+    // there the digit of plane 0 is above the symbol, and is shifted down. Where entries are a column's, an entry of the
+    // list is a rank above a symbol of up to a byte, which takes the place of the digit.
+    static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21,
+                              kKeyAt = COLUMNS          ? 8
+                                       : sizeof(T) == 1 ? 0
+                                                        : 4,
                               kDigitAt = sizeof(T) == 1 ? 8 : 0;
-    static_assert(kMostCodeBits + 4u <= 16u, "an entry has two bytes");
-    const uint32_t *paths; // of all symbols, behind their codes
+    static_assert(kMostCodeBits + 4u <= 16u && kMostRankEntries <= 255u, "an entry has two bytes");
+    const uint32_t *paths; // of all symbols, or ranks, behind the tables of codes
 
     // ---- the codebook ----
 
     static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &cb)
     {
-        return 2u * Base::table_bytes(cb);
+        return Base::table_bytes(cb) + Base::codes_bytes(cb);
     }
     __device__ __forceinline__ ValuesEncoder(const ibp_codebook &cb, uint32_t *table)
         : Base(cb, table), paths(table + Base::table_bytes(cb) / 4u)
     {
         uint32_t *const to = table + Base::table_bytes(cb) / 4u;
-        for (uint32_t i = threadIdx.x; i < codes_of_all(cb); i += blockDim.x)
-            to[i] = path_of(low_bits(i, symbol_bits), table[i]);
+        for (uint32_t i = threadIdx.x; i < Base::num_codes(cb); i += blockDim.x)
+            to[i] = path_of(COLUMNS ? i : low_bits(i, symbol_bits), table[i]);
         __syncthreads();
     }
     __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
@@ -53,36 +58,50 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         Base::select(cb, k);
         paths += k << symbol_bits;
     }
-    __device__ __forceinline__ uint32_t path_of(uint32_t symbol, uint32_t code) const
+    // key: the symbol or rank.
+    __device__ __forceinline__ uint32_t path_of(uint32_t key, uint32_t code) const
     {
         const bool has_first = planes.num_planes > 0u, has_second = planes.num_planes > 1u,
                    reaches = !has_first || (code & 1u) != 0u,
                    goes_on = reaches && (!has_second || (code & 1u << 8) != 0u);
         const uint32_t first = has_first ? code >> 4 & 15u : 0u,
                        second = has_second ? (code >> 12 & 15u) << (32u - this->width_of(1)) : 0u;
-        return first << kDigitAt | symbol << kSymbolAt | (reaches ? kReaches : 0u) |
+        return first << kDigitAt | key << kKeyAt | (reaches ? kReaches : 0u) |
                (goes_on && symbol_bits != 0u ? kGoesOn : 0u) | second;
     }
 
     // ---- the elements of a lane ----
 
-    // The path of an element: its symbol is turned to where it counts bytes.
+    // The path of element e: its symbol is turned to where it counts bytes.
     __device__ __forceinline__ uint32_t path_at(const uint32_t (&words)[kWords], uint32_t e) const
     {
-        const uint32_t word = words[e / kPerWord], shift = e % kPerWord * kBits + planes.residual_bits - 2u,
-                       byte = __funnelshift_r(word, word, shift) & low_bits(~0u, symbol_bits) << 2;
+        const uint32_t byte = symbol_at(words, e, 2) & low_bits(~0u, symbol_bits) << 2;
         return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(paths) + byte);
+    }
+    // The symbol from a bit on, and other bits around it.
+    __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[kWords], uint32_t e, uint32_t bit) const
+    {
+        const uint32_t word = words[e / kPerWord];
+        return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
+    }
+    // The path of element e of a column. Elements behind the last one have any.
+    __device__ __forceinline__ uint32_t path_in(uint32_t column, const uint32_t (&words)[kWords], uint32_t e) const
+    {
+        const uint32_t place =
+            Base::place_of_rank(ibp_min_u32(column, columns - 1u), symbol_at(words, e, 0), symbol_bits);
+        return paths[ranks[place]];
     }
 
     // Digits of an octet in planes 0 and 1, the first lowest, and its counts as the third byte of paths has them.
     struct Octet {
         uint32_t first, second, counts;
     };
-    // path: those of the first num elements, zeros behind them.
-    __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t num, uint32_t (&path)[kOctet]) const
+    // path: those of the first num elements, which begin with number `first`, zeros behind them.
+    __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t first, uint32_t num,
+                                          uint32_t (&path)[kOctet]) const
     {
 #pragma unroll
-        for (uint32_t e = 0; e < kOctet; e++) path[e] = path_at(words, e);
+        for (uint32_t e = 0; e < kOctet; e++) path[e] = COLUMNS ? path_in(first + e, words, e) : path_at(words, e);
         if (num < kOctet)
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++) path[e] = e < num ? path[e] : 0u;
@@ -97,6 +116,10 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 #pragma unroll
         for (uint32_t e = kOctet; e-- > 0;)
             if (path[e] & kReaches) octet.second = __funnelshift_l(path[e], octet.second, next_width);
+        if (COLUMNS) // entries of the list
+#pragma unroll
+            for (uint32_t e = 0; e < kOctet; e++)
+                path[e] = select_bits(0xffu, low_bits(symbol_at(words, e, 0), symbol_bits), path[e]);
         return octet;
     }
     static __device__ __forceinline__ uint32_t add_third_byte(uint32_t path, uint32_t sum)
@@ -261,7 +284,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             put_residuals(stage, start + first * r, words, held);
 #pragma unroll
             for (uint32_t o = 0; o < kOctets; o++)
-                octets[o] = push(words[o], held - ibp_min_u32(held, o * kOctet), path[o]);
+                octets[o] = push(words[o], first + o * kOctet, held - ibp_min_u32(held, o * kOctet), path[o]);
             const Octet &last = octets[kOctets - 1u];
             put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width);
             const uint32_t sum = octets[0].counts + (kOctets > 1u ? last.counts : 0u);
@@ -314,7 +337,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 #pragma unroll
             for (uint32_t e = kFour; e-- > 0;) {
                 entries[e] = i + e < n ? list[i + e] : 0u;
-                const uint32_t code = i + e < n ? codes[entries[e] >> kSymbolAt] >> 16 : 0u;
+                const uint32_t code = i + e < n ? codes[entries[e] >> kKeyAt] >> 16 : 0u;
                 first = first << width | (code >> 4 & 15u);
                 if (code & 1u) second = second << next_width | code >> 12;
                 reaches += code & 1u;
@@ -336,14 +359,16 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         const uint32_t symbols = plane3 + to_byte(reached * next_width), end = symbols + to_byte(left * symbol_bits);
         if (end > most_bits) return end;
         for (uint32_t i = G::lane(); i < left; i += LANES)
-            stage.or_bits(symbols + i * symbol_bits, static_cast<uint32_t>(list[i]) >> kSymbolAt);
+            stage.or_bits(symbols + i * symbol_bits,
+                          COLUMNS ? uint32_t{list[i]} & 0xffu : static_cast<uint32_t>(list[i]) >> kKeyAt);
         return end;
     }
 };
 
 // Dense rows without constant columns and invariant bits.
-template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive> {
-    using Base = ValuesEncoder<T, false, LANES, kConsecutive>;
+template <typename T, uint32_t LANES, bool COLUMNS>
+struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS> {
+    using Base = ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS>;
     using Group = typename Base::Group;
     using G = Group;
     using Base::columns, Base::kWords, Base::row_bytes;
