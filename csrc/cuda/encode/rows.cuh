@@ -237,6 +237,9 @@ inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_
     return status;
 }
 
+// Blocks are larger where this much shared memory is a block's, whatever its size.
+constexpr uint32_t kLargeTable = 16u << 10;
+
 template <class Encoder> ibp_status launch_rows(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
@@ -244,7 +247,8 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
     const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
                    group_bytes = group_bytes_of<Encoder>(cb);
-    uint32_t groups = (encode.max_sms > 0 ? kMostEncodeThreads : Encoder::Group::kThreads) / lanes;
+    const bool is_large = encode.max_sms > 0 || table_bytes >= kLargeTable;
+    uint32_t groups = (is_large ? kMostEncodeThreads : Encoder::Group::kThreads) / lanes;
     Launch launch;
     ibp_status status = fit_groups(table_bytes, group_bytes, lanes, encode.max_sms > 0 ? 1u : 2u, &groups);
     if (status == IBP_OK)
