@@ -381,6 +381,7 @@ template <class G> __device__ __forceinline__ void pad(const BitStage &stage, ui
 }
 template <class G> __device__ __forceinline__ void clear(const BitStage &stage, uint32_t num_bytes)
 {
+#pragma unroll 1
     for (uint32_t i = G::lane(); i < num_bytes / kVector; i += G::kLanes)
         reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
 }

@@ -171,9 +171,14 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
     Tally tally{0, 0, kNotSeen};
+    PlainRow next{};
+    if (first < job.source.num_rows) next = job.source.row(first);
     for (int64_t i = first; i < job.source.num_rows; i += step) {
-        if (i + step < job.source.num_rows) prefetch<G>(job.source.row(i + step));
-        PlainRow row = job.source.row(i);
+        PlainRow row = next;
+        if (i + step < job.source.num_rows) {
+            next = job.source.row(i + step);
+            prefetch<G>(next);
+        }
         const int64_t r = row_of<G>(job, i);
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
