@@ -90,6 +90,16 @@ IBP_INLINE bool has_code_table(const ibp_codebook &cb)
 {
     return !cb.planes.per_column && bits_of_symbol(cb.planes) <= kMostCodeBits && codes_of_all(cb) <= kMostCodes;
 }
+// Entries of a column are in a table of the ranks of all symbols in all columns, a byte each, if there is room for it.
+constexpr uint32_t kMostRanks = 48u << 10, kMostRankEntries = 255;
+IBP_INLINE bool has_column_ranks(const ibp_codebook &cb)
+{
+    const ibp_planes &planes = cb.planes;
+    const uint32_t num_bits = bits_of_symbol(planes),
+                   columns = cb.row_bytes / planes.element_bytes - planes.num_constant;
+    return planes.per_column && !ibp_has_clusters(&cb) && planes.num_entries <= kMostRankEntries &&
+           num_bits <= kMostCodeBits && columns <= kMostRanks >> num_bits;
+}
 
 } // namespace ibp
 

@@ -13,7 +13,9 @@ static bool encodes_fast(const ibp_codebook &cb)
 }
 static bool has_values(const ibp_codebook &cb)
 {
-    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb);
+    const uint32_t size = cb.planes.element_bytes;
+    const bool has_ranks = has_column_ranks(cb) && size >= 2u && bits_of_symbol(cb.planes) <= 8u;
+    return is_dense(cb) && size <= 4u && (has_code_table(cb) || has_ranks);
 }
 
 // A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored

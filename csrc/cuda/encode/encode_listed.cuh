@@ -147,9 +147,10 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
                 const uint32_t first = base + s * kStepBytes + kVector * G::lane();
                 if (first >= row_bytes) continue;
                 row.load(first, whole, words[s]);
-                this->rotate(words[s]);
                 listed[s] = kept_bits(work.bitmap, first / static_cast<uint32_t>(sizeof(T)));
             }
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) this->rotate(words[s]); // when all are on their way
             const uint32_t counts[1] = {ibp_popcount(listed[0]) | ibp_popcount(listed[1]) << 16};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);

@@ -39,7 +39,7 @@
 //   - Leave the row's bits in the stage from start_bit on, and return from encode, in all lanes, the bytes with which
 //     they end. If these are more than most_bytes, or kNoCodedForm, the stage may hold anything: nothing is stored.
 //   - Write no shared memory but the group's stage and scratch, whatever the row and the codebook's arrays hold, also
-//     while another stream changes the row: BitStage drops bits that would lie past the stage.
+//     while another stream changes the row: BitStage puts bits that would lie past the stage behind the row.
 //
 // To add one: a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; functions in
 // encode_request.h, and a line in the list of encode.cu.
@@ -55,7 +55,7 @@
 
 namespace ibp {
 
-// Threads of a block: several blocks an SM, or a larger one where the SMs are limited.
+// Threads of a block: several blocks an SM, or a larger one where the SMs are limited or a row is a block's.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
@@ -64,13 +64,15 @@ constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 // by a warp.
 constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
-// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Unlike
-// the groups of group.cuh, those of a warp go ways of their own: collectives name the lanes of the group only.
+// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. An SM has
+// room for few stages of those: the more threads share one, the more warps it has. Unlike the groups of group.cuh,
+// those of a warp go ways of their own: collectives name the lanes of the group only.
 template <uint32_t LANES> struct EncodeGroup {
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp; // lanes of one warp
     static constexpr bool kIsBlock = LANES > kWarp;
-    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES;
-    static_assert(!kIsBlock || LANES == kEncodeThreads, "more than a warp is a block, of the smaller ones");
+    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES,
+                              kThreads = kIsBlock ? LANES : kEncodeThreads; // of a block where SMs are not limited
+    static_assert(!kIsBlock || LANES == kMostEncodeThreads, "more than a warp is a block, of the larger ones");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / LANES; }
@@ -177,14 +179,13 @@ template <uint32_t LANES> struct EncodeGroup {
             for (int i = 0; i < N; i++) parts[warp][i] = of_warp[i];
         sync();
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            before[i] = total[i] = 0;
+        for (int i = 0; i < N; i++) { // a lane a warp
+            const uint32_t part = parts[lane_id() % kWarps][i];
+            uint32_t up_to = part;
 #pragma unroll
-            for (uint32_t w = 0; w < kWarps; w++) {
-                const uint32_t part = parts[w][i];
-                if (w < warp) before[i] += part;
-                total[i] += part;
-            }
+            for (uint32_t step = 1; step < kWarps; step *= 2) up_to = add_from_below<kWarps>(up_to, step);
+            before[i] = __shfl_sync(kAllLanes, up_to - part, static_cast<int>(warp), kWarps);
+            total[i] = __shfl_sync(kAllLanes, up_to, kWarps - 1, kWarps);
         }
         sync();
     }
@@ -294,8 +295,8 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// A row being coded: bits are ORed into words that are zero. What would lie past the end goes to one word behind it,
-// which nobody reads: only a row that has changed since it was measured, or that has no coded form, asks for that.
+// A row being coded: bits are ORed into words that are zero. What would lie past the end goes to the last words, which
+// are no row's: only a row that has changed since it was measured, or that has no coded form, asks for that.
 struct BitStage {
     uint32_t *words;
     uint32_t num_words; // besides the one behind them
@@ -306,14 +307,31 @@ struct BitStage {
     }
     __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
     {
-        const uint32_t shift = position % 32u;
-        or_word(position / 32u, bits << shift);
-        or_word(position / 32u + 1u, __funnelshift_l(bits, 0u, shift));
+        const uint32_t words_of[1] = {bits};
+        or_words(position, words_of);
     }
     __device__ __forceinline__ void or_bits(uint32_t position, uint64_t bits) const
     {
-        or_bits(position, static_cast<uint32_t>(bits));
-        or_bits(position + 32u, static_cast<uint32_t>(bits >> 32));
+        const uint32_t words_of[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
+        or_words(position, words_of);
+    }
+    // Where N words from a bit on begin, which may reach into one more.
+    template <uint32_t N> __device__ __forceinline__ uint32_t *at(uint32_t position) const
+    {
+        constexpr uint32_t kMost = 6;
+        static_assert(N <= kMost, "words that a stage has behind a row");
+        return words + ibp_min_u32(position / 32u, num_words - kMost);
+    }
+    // Words that are zero are left out.
+    template <uint32_t N> __device__ __forceinline__ void or_words(uint32_t position, const uint32_t (&bits)[N]) const
+    {
+        uint32_t *const to = at<N>(position);
+        const uint32_t shift = position % 32u;
+#pragma unroll
+        for (uint32_t i = 0; i <= N; i++) {
+            const uint32_t word = __funnelshift_l(i == 0u ? 0u : bits[i - 1u], i == N ? 0u : bits[i % N], shift);
+            if (word != 0u) atomicOr(to + i, word);
+        }
     }
 };
 
@@ -363,6 +381,7 @@ template <class G> __device__ __forceinline__ void pad(const BitStage &stage, ui
 }
 template <class G> __device__ __forceinline__ void clear(const BitStage &stage, uint32_t num_bytes)
 {
+#pragma unroll 1
     for (uint32_t i = G::lane(); i < num_bytes / kVector; i += G::kLanes)
         reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
 }
@@ -428,7 +447,7 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
 // The parts of the contract that a compiler can see.
 template <class Encoder> constexpr bool is_encoder()
 {
-    static_assert(kEncodeThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");
+    static_assert(Encoder::Group::kThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");
     static_assert(std::is_constructible<Encoder, const ibp_codebook &, uint32_t *>::value,
                   "made of a codebook and shared memory");
     static_assert(std::is_same<decltype(Encoder::table_bytes(ibp_codebook())), uint32_t>::value, "bytes of a block");

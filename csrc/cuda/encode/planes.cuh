@@ -49,14 +49,6 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         return !has_code_table(cb) && !cb.planes.per_column && !ibp_has_clusters(&cb);
     }
-    // Entries of a column are in a table of ranks, a byte each, if there is room for all columns.
-    static constexpr uint32_t kMostRanks = 48u << 10, kMostEntries = 255;
-    static __host__ __device__ __forceinline__ bool has_column_ranks(const ibp_codebook &cb)
-    {
-        const uint32_t num_bits = bits_of_symbol(cb.planes);
-        return cb.planes.per_column && !ibp_has_clusters(&cb) && cb.planes.num_entries <= kMostEntries &&
-               num_bits <= kMostCodeBits && Book::live_columns(cb) <= kMostRanks >> num_bits;
-    }
     static __host__ __device__ __forceinline__ uint32_t ranks_bytes(const ibp_codebook &cb)
     {
         return has_column_ranks(cb) ? ((Book::live_columns(cb) << bits_of_symbol(cb.planes)) + 15u) / 16u * 16u : 0u;
@@ -192,11 +184,11 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         if (!planes.rotate) return;
         const uint32_t bits = kBits - Book::invariant_bits(planes);
-        const uint32_t of_all = low_bits(kAllBits, bits) * kLowest;
+        const uint32_t of_all = (FIELDS & kInvariantBits) != 0u ? low_bits(kAllBits, bits) * kLowest : ~0u;
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
             if (sizeof(T) < 8) {
-                word[i] = (word[i] << 1 & of_all & ~kLowest) | (word[i] >> (bits - 1u) % 32u & kLowest & of_all);
+                word[i] = select_bits(kLowest, word[i] >> (bits - 1u) % 32u, word[i] << 1) & of_all;
             } else if (i % 2 == 0) {
                 const uint64_t whole = word[i] | static_cast<uint64_t>(word[(i + 1) % 4]) << 32,
                                rotated = low_bits(whole << 1 | whole >> (bits - 1u) % 64u, bits);

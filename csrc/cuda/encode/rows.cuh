@@ -15,13 +15,13 @@
 namespace ibp {
 
 template <class Encoder>
-__global__ void __launch_bounds__(kEncodeThreads)
+__global__ void __launch_bounds__(Encoder::Group::kThreads)
     measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_bytes,
                  const int64_t num_rows, uint16_t *lengths)
 {
     using G = typename Encoder::Group;
     extern __shared__ uint4 shared[];
-    constexpr uint32_t kGroups = kEncodeThreads / G::kLanes;
+    constexpr uint32_t kGroups = G::kThreads / G::kLanes;
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows;
          r += int64_t{gridDim.x} * kGroups) {
@@ -171,9 +171,14 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
     Tally tally{0, 0, kNotSeen};
+    PlainRow next{};
+    if (first < job.source.num_rows) next = job.source.row(first);
     for (int64_t i = first; i < job.source.num_rows; i += step) {
-        if (i + step < job.source.num_rows) prefetch<G>(job.source.row(i + step));
-        PlainRow row = job.source.row(i);
+        PlainRow row = next;
+        if (i + step < job.source.num_rows) {
+            next = job.source.row(i + step);
+            prefetch<G>(next);
+        }
         const int64_t r = row_of<G>(job, i);
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
@@ -207,10 +212,10 @@ template <class Encoder> ibp_status launch_rows(const Measure &measure)
 {
     const ibp_codebook &cb = measure.codebook;
     const auto kernel = measure_rows<Encoder>;
-    const int64_t groups = kEncodeThreads / Encoder::Group::kLanes,
-                  num_rows = ibp_rows_of_bytes(measure.num_bytes, cb.row_bytes);
+    using G = typename Encoder::Group;
+    const int64_t groups = G::kThreads / G::kLanes, num_rows = ibp_rows_of_bytes(measure.num_bytes, cb.row_bytes);
     Launch launch;
-    const ibp_status status = plan_resident(reinterpret_cast<const void *>(kernel), kEncodeThreads,
+    const ibp_status status = plan_resident(reinterpret_cast<const void *>(kernel), G::kThreads,
                                             Encoder::table_bytes(cb), num_rows, groups, 0, &launch);
     if (status != IBP_OK) return status;
     return launch_kernel(kernel, launch, measure.stream, cb, measure.data, measure.num_bytes, num_rows,
@@ -237,6 +242,9 @@ inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_
     return status;
 }
 
+// Blocks are larger where this much shared memory is a block's, whatever its size.
+constexpr uint32_t kLargeTable = 16u << 10;
+
 template <class Encoder> ibp_status launch_rows(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
@@ -244,7 +252,8 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
     const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
                    group_bytes = group_bytes_of<Encoder>(cb);
-    uint32_t groups = (encode.max_sms > 0 ? kMostEncodeThreads : kEncodeThreads) / lanes;
+    const bool is_large = encode.max_sms > 0 || table_bytes >= kLargeTable;
+    uint32_t groups = (is_large ? kMostEncodeThreads : Encoder::Group::kThreads) / lanes;
     Launch launch;
     ibp_status status = fit_groups(table_bytes, group_bytes, lanes, encode.max_sms > 0 ? 1u : 2u, &groups);
     if (status == IBP_OK)
@@ -263,7 +272,7 @@ template <template <uint32_t> class Encoder, class Call> ibp_status launch_by_la
     const uint32_t row_bytes = codebook_of(call).row_bytes;
     if (row_bytes <= kLongestOfPart) return launch_rows<Encoder<kPartLanes>>(call);
     if (row_bytes <= kLongestOfWarp) return launch_rows<Encoder<kWarp>>(call);
-    return launch_rows<Encoder<kEncodeThreads>>(call);
+    return launch_rows<Encoder<kMostEncodeThreads>>(call);
 }
 
 } // namespace ibp

@@ -4,9 +4,12 @@
 
 namespace ibp {
 
-template <typename T> struct ValuesEncoders {
-    template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES>;
+template <typename T, bool COLUMNS> struct ValuesEncoders {
+    template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES, COLUMNS>;
 };
+
+// The shortest rows have elements for few lanes, and steps of more rows at once cost no more.
+constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256;
 
 // On some GPUs the list of a long row does not fit shared memory beside its stage: encode_dense.cu takes it there.
 template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
@@ -19,16 +22,34 @@ template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
     return wanted <= static_cast<uint64_t>(device.block_bytes) ? launch_rows<Encoder>(encode) : encode_dense(encode);
 }
 
+template <typename T, bool COLUMNS> static ibp_status launch(const Encode &encode)
+{
+    using Encoders = ValuesEncoders<T, COLUMNS>;
+    const uint32_t row_bytes = codebook_of(encode).row_bytes;
+    if constexpr (COLUMNS) {
+        const bool is_short = row_bytes <= kLongestOfPart;
+        if (row_bytes > kLongestOfWarp) return encode_dense(encode);
+        return is_short ? launch_rows<typename Encoders::template Of<kPartLanes>>(encode)
+                        : launch_rows<typename Encoders::template Of<kWarp>>(encode);
+    } else {
+        if (row_bytes > kLongestOfWarp)
+            return encode_if_fits<typename Encoders::template Of<kMostEncodeThreads>>(encode);
+        if (row_bytes <= kLongestOfFew) return launch_rows<typename Encoders::template Of<kFewLanes>>(encode);
+        return launch_by_lanes<Encoders::template Of>(encode);
+    }
+}
+
 ibp_status encode_values(const Encode &encode)
 {
     return by_element(codebook_of(encode), [&](auto zero) {
         using Element = decltype(zero);
         if constexpr (sizeof zero > 4)
             return IBP_INVALID_ARGUMENT;
-        else if (codebook_of(encode).row_bytes > kLongestOfWarp)
-            return encode_if_fits<DenseValuesEncoder<Element, kEncodeThreads>>(encode);
+        else if constexpr (sizeof zero > 1)
+            return codebook_of(encode).planes.per_column ? launch<Element, true>(encode)
+                                                         : launch<Element, false>(encode);
         else
-            return launch_by_lanes<ValuesEncoders<Element>::template Of>(encode);
+            return launch<Element, false>(encode);
     });
 }
 

@@ -1,9 +1,10 @@
 // values.cuh - the values of elements of scheme planes side by side (FORMAT.md section 6), for codebooks with
-// a table of all symbols' codes.
+// a table of all symbols' codes, or of their ranks in each column.
 //
-// A symbol's *path* says all that planes 0 and 1 need of it: its digits there, side by side from the highest bit down;
-// whether it reaches plane 1; and whether it goes on to the list, from which the planes behind are coded. Digits are
-// pushed into a lane's words by one funnel shift each, last element first; one prefix sum serves both planes.
+// A symbol's *path* says all that planes 0 and 1 need of it: its digits there; whether it reaches plane 1; and whether it
+// goes on to the list, from which the planes behind are coded. Digits are pushed into a lane's words by one funnel shift
+// each: those of plane 0, which are the lowest bits of paths, first element first, those of plane 1, the highest bits,
+// last element first. One prefix sum serves both planes.
 #ifndef IBP_ENCODE_VALUES_CUH
 #define IBP_ENCODE_VALUES_CUH
 
@@ -11,37 +12,45 @@
 
 namespace ibp {
 
-template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS>
+// COLUMNS: entries are a column's: a symbol's rank says its path.
+template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
 struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
-    static_assert(sizeof(T) <= 4, "elements that a word holds");
+    static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
     using Base = PlanesEncoder<T, LISTED, LANES, FIELDS>;
     using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
-    using Base::codes, Base::kBits, Base::kPerWord, Base::planes, Base::symbol_bits;
+    using Base::codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks, Base::symbol_bits;
     static constexpr uint32_t kBlocks = 2;
     // A lane takes two octets of elements a step, of four bytes one: words of them are in registers.
     static constexpr uint32_t kOctet = 8, kOctets = sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
     static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // of an octet
     using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // in the list
 
-    // A path: the symbol in the low half, as it goes to the list; then a byte whose bit 0 is set if it reaches plane 1
-    // and bit 5 if it goes on; digits in the highest byte.
-    static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21;
-    const uint32_t *paths; // of all symbols, behind their codes
+    // A path: its entry of the list in the low half; then a byte whose bit 0 is set if it reaches plane 1 and bit 5 if
+    // it goes on; the digit of plane 1. An entry is the digit of plane 0 and the symbol. A byte has no room for both:
+    // there the digit of plane 0 is above the symbol, and is shifted down. Where entries are a column's, an entry of the
+    // list is a rank above a symbol of up to a byte, which takes the place of the digit.
+    static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21,
+                              kKeyAt = COLUMNS          ? 8
+                                       : sizeof(T) == 1 ? 0
+                                                        : 4,
+                              kDigitAt = sizeof(T) == 1 ? 8 : 0;
+    static_assert(kMostCodeBits + 4u <= 16u && kMostRankEntries <= 255u, "an entry has two bytes");
+    const uint32_t *paths; // of all symbols, or ranks, behind the tables of codes
 
     // ---- the codebook ----
 
     static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &cb)
     {
-        return 2u * Base::table_bytes(cb);
+        return Base::table_bytes(cb) + Base::codes_bytes(cb);
     }
     __device__ __forceinline__ ValuesEncoder(const ibp_codebook &cb, uint32_t *table)
         : Base(cb, table), paths(table + Base::table_bytes(cb) / 4u)
     {
         uint32_t *const to = table + Base::table_bytes(cb) / 4u;
-        for (uint32_t i = threadIdx.x; i < codes_of_all(cb); i += blockDim.x)
-            to[i] = path_of(low_bits(i, symbol_bits), table[i]);
+        for (uint32_t i = threadIdx.x; i < Base::num_codes(cb); i += blockDim.x)
+            to[i] = path_of(COLUMNS ? i : low_bits(i, symbol_bits), table[i]);
         __syncthreads();
     }
     __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
@@ -49,47 +58,68 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         Base::select(cb, k);
         paths += k << symbol_bits;
     }
-    __device__ __forceinline__ uint32_t path_of(uint32_t symbol, uint32_t code) const
+    // key: the symbol or rank.
+    __device__ __forceinline__ uint32_t path_of(uint32_t key, uint32_t code) const
     {
-        const uint32_t widths[2] = {this->width_of(0), this->width_of(1)};
-        uint32_t digits = 0, escaped = kEscapes; // of absent planes
-        for (uint32_t p = 0; p < 2u && p < planes.num_planes; p++) {
-            digits |= (code >> (8u * p + 4u) & 15u) << (32u - widths[0] - p * widths[1]);
-            escaped &= code >> 8u * p;
-        }
-        const bool reaches = planes.num_planes == 0u || (code & 1u) != 0u, goes_on = (escaped & 1u) != 0u;
-        return digits | (reaches ? kReaches : 0u) | (goes_on && symbol_bits != 0u ? kGoesOn : 0u) | symbol;
+        const bool has_first = planes.num_planes > 0u, has_second = planes.num_planes > 1u,
+                   reaches = !has_first || (code & 1u) != 0u,
+                   goes_on = reaches && (!has_second || (code & 1u << 8) != 0u);
+        const uint32_t first = has_first ? code >> 4 & 15u : 0u,
+                       second = has_second ? (code >> 12 & 15u) << (32u - this->width_of(1)) : 0u;
+        return first << kDigitAt | key << kKeyAt | (reaches ? kReaches : 0u) |
+               (goes_on && symbol_bits != 0u ? kGoesOn : 0u) | second;
     }
 
     // ---- the elements of a lane ----
 
-    __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[kWords], uint32_t e) const
+    // The path of element e: its symbol is turned to where it counts bytes.
+    __device__ __forceinline__ uint32_t path_at(const uint32_t (&words)[kWords], uint32_t e) const
     {
-        const uint32_t word = words[e / kPerWord], at = e % kPerWord * kBits;
-        return kBits < 32u ? (word >> at & (0xffffffffu >> (32u - kBits))) >> planes.residual_bits
-                           : (planes.residual_bits < 32u ? word >> planes.residual_bits : 0u);
+        const uint32_t byte = symbol_at(words, e, 2) & low_bits(~0u, symbol_bits) << 2;
+        return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(paths) + byte);
+    }
+    // The symbol from a bit on, and other bits around it.
+    __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[kWords], uint32_t e, uint32_t bit) const
+    {
+        const uint32_t word = words[e / kPerWord];
+        return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
+    }
+    // The path of element e of a column. Elements behind the last one have any.
+    __device__ __forceinline__ uint32_t path_in(uint32_t column, const uint32_t (&words)[kWords], uint32_t e) const
+    {
+        const uint32_t place =
+            Base::place_of_rank(ibp_min_u32(column, columns - 1u), symbol_at(words, e, 0), symbol_bits);
+        return paths[ranks[place]];
     }
 
     // Digits of an octet in planes 0 and 1, the first lowest, and its counts as the third byte of paths has them.
     struct Octet {
         uint32_t first, second, counts;
     };
-    // path: those of the first num elements, zeros behind them.
-    __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t num, uint32_t (&path)[kOctet]) const
+    // path: those of the first num elements, which begin with number `first`, zeros behind them.
+    __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t first, uint32_t num,
+                                          uint32_t (&path)[kOctet]) const
     {
 #pragma unroll
-        for (uint32_t e = 0; e < kOctet; e++) path[e] = paths[symbol_at(words, e)];
+        for (uint32_t e = 0; e < kOctet; e++) path[e] = COLUMNS ? path_in(first + e, words, e) : path_at(words, e);
         if (num < kOctet)
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++) path[e] = e < num ? path[e] : 0u;
         const uint32_t width = this->width_of(0), next_width = this->width_of(1);
         Octet octet{};
 #pragma unroll
-        for (uint32_t e = kOctet; e-- > 0;) {
-            octet.first = __funnelshift_l(path[e], octet.first, width);
-            if (path[e] & kReaches) octet.second = __funnelshift_l(path[e] << width, octet.second, next_width);
+        for (uint32_t e = 0; e < kOctet; e++) {
+            octet.first = __funnelshift_r(octet.first, path[e] >> kDigitAt, width);
             octet.counts = add_third_byte(path[e], octet.counts);
         }
+        octet.first >>= (32u - kOctet * width) % 32u; // zeros where the width is 0
+#pragma unroll
+        for (uint32_t e = kOctet; e-- > 0;)
+            if (path[e] & kReaches) octet.second = __funnelshift_l(path[e], octet.second, next_width);
+        if (COLUMNS) // entries of the list
+#pragma unroll
+            for (uint32_t e = 0; e < kOctet; e++)
+                path[e] = select_bits(0xffu, low_bits(symbol_at(words, e, 0), symbol_bits), path[e]);
         return octet;
     }
     static __device__ __forceinline__ uint32_t add_third_byte(uint32_t path, uint32_t sum)
@@ -103,33 +133,65 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- residuals ----
 
-    // Puts the residuals of num elements of an octet into a stage, from a whole byte on; zeros behind them.
+    // Puts the residuals of `held` elements of a lane into a stage, from a whole byte on; zeros behind them. There is room.
     __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
-                                                  const uint32_t (&words)[kWords], uint32_t num) const
+                                                  const uint32_t (&words)[kOctets][kWords], uint32_t held) const
     {
         const uint32_t r = planes.residual_bits;
-        if (r == 0u) return;
-        if (sizeof(T) == 4 && r == 24u && num == kOctet) {
-            put_fields<24>(stage, position, words);
-        } else if (sizeof(T) == 4 && r == 23u && num == kOctet) {
-            put_fields<23>(stage, position, words);
-        } else if (sizeof(T) == 1 || (sizeof(T) == 2 && r <= 8u)) {
-            put_narrow(stage, position, pack_fields(words, r), num, r);
+        if (r == 0u || held == 0u) return;
+        if constexpr (sizeof(T) == 4) {
+            const uint32_t(&w)[8] = words[0];
+            if (r == 24u && held == kOfLane)
+                put_fields<24>(stage, position, w);
+            else if (r == 23u && held == kOfLane)
+                put_fields<23>(stage, position, w);
+            else
+                put_each(stage, position, make_uint4(w[0], w[1], w[2], w[3]), make_uint4(w[4], w[5], w[6], w[7]), held,
+                         r);
+        } else if (r == kBits / 2u && held == kOfLane) {
+            put_halves(stage, position, words);
         } else {
-            put_wide(stage, position, make_uint4(words[0], words[1], words[2 % kWords], words[3 % kWords]),
-                     make_uint4(words[4 % kWords], words[5 % kWords], words[6 % kWords], words[7 % kWords]), num, r);
+#pragma unroll
+            for (uint32_t o = 0; o < kOctets; o++)
+                put_packed(stage, position + o * kOctet * r, pack_fields(words[o], r),
+                           held - ibp_min_u32(held, o * kOctet), r);
         }
     }
-    static __device__ __forceinline__ void put_narrow(const BitStage &stage, uint32_t position, uint64_t bits,
+    // The lower halves of a lane's elements.
+    static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
+                                                      const uint32_t (&words)[kOctets][kWords])
+    {
+        constexpr uint32_t kRun = kOfLane * sizeof(T) / 8u;
+        uint32_t run[kRun];
+#pragma unroll
+        for (uint32_t i = 0; i < kRun; i++) {
+            uint32_t low = words[2u * i / kWords][2u * i % kWords],
+                     high = words[2u * i / kWords][(2u * i + 1u) % kWords];
+            if (sizeof(T) == 1)
+                low = select_bits(0x0f0f0f0fu, low, low >> 4), high = select_bits(0x0f0f0f0fu, high, high >> 4);
+            run[i] = permute_bytes(low, high, 0x6420);
+        }
+        uint32_t *const to = stage.words + position / 32u;
+        if (position % (32u * kRun) != 0u)
+            put_run(stage, position, run);
+        else if constexpr (kRun == 4)
+            *reinterpret_cast<uint4 *>(to) = make_uint4(run[0], run[1], run[2], run[3]);
+        else
+            *reinterpret_cast<uint2 *>(to) = make_uint2(run[0], run[1]);
+    }
+    // 128 bits.
+    struct Packed {
+        uint64_t low, high;
+    };
+    static __device__ __forceinline__ void put_packed(const BitStage &stage, uint32_t position, Packed bits,
                                                       uint32_t num, uint32_t r)
     {
-        const uint32_t run[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, half[1] = {run[0]};
-        if (num == kOctet && r == 8u)
-            put_run(stage, position, run);
-        else if (num == kOctet && r == 4u)
-            put_run(stage, position, half);
-        else
-            stage.or_bits(position, low_bits(bits, num * r));
+        if (num < kOctet) {
+            bits.low = low_bits(bits.low, num * r);
+            bits.high = low_bits(bits.high, num * r - ibp_min_u32(num * r, 64u));
+        }
+        stage.or_bits(position, bits.low);
+        if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
     // The low R bits of each of eight words, side by side: six words; the last one may be filled in part.
     template <uint32_t R>
@@ -150,9 +212,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     template <uint32_t N, uint32_t WHOLE = N>
     static __device__ __forceinline__ void put_run(const BitStage &stage, uint32_t position, const uint32_t (&run)[N])
     {
-        const uint32_t w = position / 32u, shift = position % 32u;
-        if (w + N >= stage.num_words) return; // of a row that has no coded form
-        uint32_t *const to = stage.words + w;
+        uint32_t *const to = stage.at<N>(position);
+        const uint32_t shift = position % 32u;
         if (shift == 0u) {
 #pragma unroll
             for (uint32_t i = 0; i < WHOLE; i++) to[i] = run[i];
@@ -170,50 +231,33 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
-    // The low r bits, at most 8, of each element, side by side.
-    static __device__ __forceinline__ uint64_t pack_fields(const uint32_t (&words)[kWords], uint32_t r)
+    // The low r bits of each element, side by side. Of two fields in a word, the upper one is subtracted where it is and
+    // added where it goes, by one multiplication.
+    static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
-        if (sizeof(T) == 2 && r == 8u) {
-            const uint32_t low = permute_bytes(words[0], words[1 % kWords], 0x6420),
-                           high = permute_bytes(words[2 % kWords], words[3 % kWords], 0x6420);
-            return low | static_cast<uint64_t>(high) << 32;
-        }
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
-        uint32_t packed[kWords];
+        const uint32_t of_word = r * (4u / sizeof(T)); // bits
+        uint64_t packed[kWords];
 #pragma unroll
         for (uint32_t w = 0; w < kWords; w++) {
-            packed[w] = words[w] & ones;
-            if (sizeof(T) == 1) packed[w] = (packed[w] & 0x00ff00ffu) | (packed[w] >> 8 & 0x00ff00ffu) << r;
-            packed[w] = (packed[w] & 0xffffu) | packed[w] >> 16 << r * (2u / sizeof(T));
+            uint32_t fields = words[w] & ones;
+            if (sizeof(T) == 1) fields -= (fields >> 8 & 0x00ff00ffu) * (0x100u - (1u << r));
+            packed[w] = fields - (fields >> 16) * (0x10000u - (1u << of_word / 2u));
         }
-        if (sizeof(T) == 1) return packed[0] | static_cast<uint64_t>(packed[1 % kWords]) << 4u * r;
-        return (packed[0] | packed[1 % kWords] << 2u * r) |
-               static_cast<uint64_t>(packed[2 % kWords] | packed[3 % kWords] << 2u * r) << 4u * r;
+        const uint64_t first = packed[0] | packed[1 % kWords] << of_word,
+                       second = packed[2 % kWords] | packed[3 % kWords] << of_word;
+        if (sizeof(T) == 1) return {first, 0};
+        return {first | (r < 16u ? second << 4u * r : 0u), second >> (64u - 4u * r)};
     }
-    // Not inlined: most residuals are narrow, and short code stays in the cache of instructions. Residuals of two bytes
-    // are put together in registers.
-    static __device__ __noinline__ void put_wide(BitStage stage, uint32_t position, uint4 low, uint4 high, uint32_t num,
+    // Not inlined: few residuals are that wide, and short code stays in the cache of instructions.
+    static __device__ __noinline__ void put_each(BitStage stage, uint32_t position, uint4 low, uint4 high, uint32_t num,
                                                  uint32_t r)
     {
         const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r);
-        if constexpr (sizeof(T) == 2) {
-            uint64_t pairs[4]; // 18 bits or more each
-#pragma unroll
-            for (uint32_t i = 0; i < 4u; i++)
-                pairs[i] = (words[i] & ones) | static_cast<uint64_t>(words[i] >> 16 & ones) << r;
-            const uint64_t first = pairs[0] | pairs[1] << 2u * r, second = pairs[2] | pairs[3] << 2u * r;
-            const bool is_full = r == 16u; // the first 64 bits
-            const uint64_t lower = is_full ? first : first | second << 4u * r,
-                           upper = is_full ? second : second >> (64u - 4u * r);
-            stage.or_bits(position, low_bits(lower, num * r));
-            stage.or_bits(position + 64u, low_bits(upper, num * r > 64u ? num * r - 64u : 0u));
-            return;
-        }
         BitWriter writer(stage, position);
 #pragma unroll
         for (uint32_t e = 0; e < kOctet; e++)
-            if (e < num) writer.push(words[e / kPerWord] >> e % kPerWord * kBits % 32u & ones, r);
+            if (e < num) writer.push(low_bits(words[e], r), r);
         writer.finish();
     }
 
@@ -236,22 +280,19 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             uint32_t words[kOctets][kWords] = {}, path[kOctets][kOctet];
             Octet octets[kOctets];
             if (first < n) load(first, words);
+            const uint32_t held = ibp_min_u32(n - ibp_min_u32(first, n), kOfLane);
+            put_residuals(stage, start + first * r, words, held);
 #pragma unroll
-            for (uint32_t o = 0; o < kOctets; o++) {
-                const uint32_t i = first + o * kOctet, num = i < n ? ibp_min_u32(n - i, kOctet) : 0u;
-                if (num != 0u) put_residuals(stage, start + i * r, words[o], num);
-                octets[o] = push(words[o], num, path[o]);
-            }
+            for (uint32_t o = 0; o < kOctets; o++)
+                octets[o] = push(words[o], first + o * kOctet, held - ibp_min_u32(held, o * kOctet), path[o]);
             const Octet &last = octets[kOctets - 1u];
-            if (first < n)
-                put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width,
-                           kOfLane * width == 32u && first + kOfLane <= n);
+            put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width);
             const uint32_t sum = octets[0].counts + (kOctets > 1u ? last.counts : 0u);
             const uint32_t counts[1] = {(sum & 31u) | sum >> 5 << 16};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);
             put_digits(stage, plane1 + (reached + (before[0] & 0xffffu)) * next_width, octets[0].second, last.second,
-                       (octets[0].counts & 31u) * next_width, false);
+                       (octets[0].counts & 31u) * next_width);
             if (LISTED) G::sync(); // all have read their elements
             append(list + listed + (before[0] >> 16), path);
             reached += total[0] & 0xffffu, listed += total[0] >> 16;
@@ -259,16 +300,14 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         G::sync(); // the list is there
         return put_list(stage, listed, plane1 + to_byte(reached * next_width), most_bits, list);
     }
-    // The digits of a lane's octets, those of the last one num_bits behind the others. whole: they are a word.
+    // The digits of a lane's octets, those of the last one num_bits behind the others.
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
-                                                      uint32_t last, uint32_t num_bits, bool whole)
+                                                      uint32_t last, uint32_t num_bits)
     {
-        if (kOctets == 1u) return stage.or_bits(position, first);
-        const uint64_t bits = first | static_cast<uint64_t>(last) << num_bits;
-        const uint32_t word[1] = {static_cast<uint32_t>(bits)};
-        if (whole) return put_run(stage, position, word);
-        stage.or_bits(position, word[0]);
-        if (bits >> 32 != 0u) stage.or_bits(position + 32u, static_cast<uint32_t>(bits >> 32));
+        if (kOctets == 1u)
+            stage.or_bits(position, first);
+        else
+            stage.or_bits(position, first | static_cast<uint64_t>(last) << num_bits);
     }
     static __device__ __forceinline__ void append(Symbol *to, const uint32_t (&path)[kOctets][kOctet])
     {
@@ -282,61 +321,54 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             }
     }
 
-    // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, and puts the remaining
-    // symbols as they are.
+    // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, four a lane, and puts the
+    // remaining symbols as they are.
     __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
                                                  Symbol *list) const
     {
-#pragma unroll 1
-        for (uint32_t p = 2; p < planes.num_planes; p++) {
-            const uint32_t width = planes.digit_bits[p], end = at + to_byte(n * width);
-            if (end > most_bits) return end;
-            n = put_plane(stage, p, width, n, at, list);
-            at = end;
-        }
-        const uint32_t end = at + to_byte(n * symbol_bits);
-        if (end > most_bits) return end;
-        for (uint32_t i = G::lane(); i < n; i += LANES)
-            stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]));
-        return end;
-    }
-    // Codes one plane of the list, four symbols a lane. The symbols that escape become the list. Returns how many
-    // escape.
-    __device__ __forceinline__ uint32_t put_plane(const BitStage &stage, uint32_t p, uint32_t width, uint32_t n,
-                                                  uint32_t at, Symbol *list) const
-    {
         constexpr uint32_t kFour = 4;
-        uint32_t left = 0;
+        const uint32_t width = this->width_of(2), next_width = this->width_of(3), plane3 = at + to_byte(n * width);
+        if (plane3 > most_bits) return plane3;
+        uint32_t reached = 0, left = planes.num_planes > 2u ? 0u : n;
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kFour * LANES) {
+        for (uint32_t base = 0; base < n && planes.num_planes > 2u; base += kFour * LANES) {
             const uint32_t i = base + kFour * G::lane();
-            uint32_t symbols[kFour], digits = 0, escaped = 0;
+            uint32_t entries[kFour], first = 0, second = 0, reaches = 0, raw = 0;
 #pragma unroll
-            for (uint32_t e = 0; e < kFour; e++) {
-                symbols[e] = i + e < n ? list[i + e] : 0u;
-                const uint32_t code = i + e < n ? codes[symbols[e]] >> 8u * p : 0u;
-                digits |= (code >> 4 & 15u) << e * width;
-                escaped |= (code & 1u) << e;
+            for (uint32_t e = kFour; e-- > 0;) {
+                entries[e] = i + e < n ? list[i + e] : 0u;
+                const uint32_t code = i + e < n ? codes[entries[e] >> kKeyAt] >> 16 : 0u;
+                first = first << width | (code >> 4 & 15u);
+                if (code & 1u) second = second << next_width | code >> 12;
+                reaches += code & 1u;
+                raw = raw << 1 | (code >> (planes.num_planes > 3u ? 8u : 0u) & 1u);
             }
-            if (digits != 0u) stage.or_bits(at + i * width, digits);
-            const uint32_t count[1] = {ibp_popcount(escaped)};
+            const uint32_t counts[1] = {reaches | ibp_popcount(raw) << 16};
             uint32_t before[1], total[1];
-            G::scan(count, before, total);
+            G::scan(counts, before, total);
+            stage.or_bits(at + i * width, first);
+            stage.or_bits(plane3 + (reached + (before[0] & 0xffffu)) * next_width, second);
             G::sync(); // all have read
-            Symbol *to = list + left + before[0];
+            Symbol *to = list + left + (before[0] >> 16);
 #pragma unroll
             for (uint32_t e = 0; e < kFour; e++)
-                if (escaped >> e & 1u) *to++ = static_cast<Symbol>(symbols[e]);
-            left += total[0];
+                if (raw >> e & 1u) *to++ = static_cast<Symbol>(entries[e]);
+            reached += total[0] & 0xffffu, left += total[0] >> 16;
         }
         G::sync(); // the list is there
-        return left;
+        const uint32_t symbols = plane3 + to_byte(reached * next_width), end = symbols + to_byte(left * symbol_bits);
+        if (end > most_bits) return end;
+        for (uint32_t i = G::lane(); i < left; i += LANES)
+            stage.or_bits(symbols + i * symbol_bits,
+                          COLUMNS ? uint32_t{list[i]} & 0xffu : static_cast<uint32_t>(list[i]) >> kKeyAt);
+        return end;
     }
 };
 
 // Dense rows without constant columns and invariant bits.
-template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive> {
-    using Base = ValuesEncoder<T, false, LANES, kConsecutive>;
+template <typename T, uint32_t LANES, bool COLUMNS>
+struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS> {
+    using Base = ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS>;
     using Group = typename Base::Group;
     using G = Group;
     using Base::columns, Base::kWords, Base::row_bytes;
@@ -353,14 +385,18 @@ template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<
     __device__ __forceinline__ void load(const PlainRow &row, uint32_t first, bool is_whole,
                                          uint32_t (&words)[Base::kOctets][kWords]) const
     {
+        constexpr uint32_t kVectors = Base::kOfLane / kPerVector;
+        uint32_t vectors[kVectors][4] = {};
 #pragma unroll
-        for (uint32_t v = 0; v < Base::kOfLane / kPerVector; v++) {
+        for (uint32_t v = 0; v < kVectors; v++) {
             const uint32_t byte = first * static_cast<uint32_t>(sizeof(T)) + v * kVector;
-            uint32_t vector[4] = {};
-            if (byte < row_bytes) row.load(byte, is_whole, vector);
-            this->rotate(vector);
+            if (byte < row_bytes) row.load(byte, is_whole, vectors[v]);
+        }
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) words[(4u * v + i) / kWords][(4u * v + i) % kWords] = vector[i];
+        for (uint32_t v = 0; v < kVectors; v++) { // when all are on their way
+            this->rotate(vectors[v]);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) words[(4u * v + i) / kWords][(4u * v + i) % kWords] = vectors[v][i];
         }
     }
 
