@@ -70,7 +70,7 @@ def make_mixture(folder):
 
 
 def make_coded(model, folder, min_bytes):
-    """Writes a model's coded weights, and returns their folder."""
+    """Writes a model's coded weights."""
     from transformers import AutoModelForCausalLM
 
     import ibp
@@ -78,8 +78,7 @@ def make_coded(model, folder, min_bytes):
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     ibp.nn.compress(plain, min_bytes=min_bytes)
-    save_coded(plain, folder / "coded")
-    return folder / "coded"
+    save_coded(plain, folder)
 
 
 def prompts_of(args):
@@ -163,8 +162,8 @@ def run_arm(task):
     Path(task["result"]).write_text(json.dumps(result))
 
 
-def arms_of(args, length, made):
-    """By arm, options of `vllm.LLM`. made: a folder for a coded checkpoint."""
+def arms_of(args, length, coded_folder):
+    """By arm, options of `vllm.LLM`."""
     config = json.loads((args.model / "config.json").read_text())
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)  # blocks of all prompts, and a few to warm up
@@ -178,7 +177,7 @@ def arms_of(args, length, made):
     coded = {"ibp_gain": args.gain, "spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm"}
     tier = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     weights = {"quantization": "ibp", "hf_overrides": fields}
-    checkpoint = {"model": str(make_coded(args.model, made, args.min_bytes)), "load_format": "ibp"}
+    checkpoint = {"model": str(coded_folder), "load_format": "ibp"}
     return {
         "plain": base | large,
         "coded weights": base | large | weights,
@@ -231,9 +230,11 @@ def run_arms(args, made):
     same |= {"cuda": torch.version.cuda or "none", "commit": harness.commit_id(), "new_tokens": NEW_TOKENS}
     args.out.mkdir(parents=True, exist_ok=True)
     harness.start_file(path, COLUMNS, lambda row: (row["case"], row["mode"]) != (case, args.mode))
-    for arm, options in arms_of(args, length, made).items():
+    for arm, options in arms_of(args, length, made / "coded").items():
         if arm not in (args.arms or [arm]):
             continue
+        if arm == "coded checkpoint":
+            make_coded(args.model, made / "coded", args.min_bytes)
         task = {"arm": arm, "options": options, "prompts": prompts, "result": str(made / "result.json")}
         result = run_in_process(task, made)
         plain = plain or result

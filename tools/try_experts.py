@@ -10,7 +10,7 @@ import types
 
 import torch
 import torch.nn.functional as F
-from try_weights import OPTIONS, Ranks, check, some_values
+from try_weights import OPTIONS, Ranks, check, coded, some_values
 
 import ibp
 
@@ -114,16 +114,6 @@ def checkpoint_of(seed, is_stacked=False):
     return {"gate_up_proj": torch.cat((gate, up), dim=1), "down_proj": down}
 
 
-def incoming(checkpoint):
-    """The same as tables that can be multiplied by."""
-    from ibp.integrations._vllm_incoming import CodedOrigin, IncomingTensor
-    from ibp.nn._stacks import reshaped
-    from ibp.nn._tables import matrix_table
-
-    tables = {name: reshaped(matrix_table(each.flatten(0, -2)), each.shape) for name, each in checkpoint.items()}
-    return {name: IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype) for name, table in tables.items()}
-
-
 def layer_of(checkpoint, config):
     from vllm.model_executor.layers import fused_moe
 
@@ -154,12 +144,15 @@ class Model(torch.nn.Module):
 
 
 def _try_rank(api, places, what):
+    from ibp.integrations._vllm_incoming import incoming
+
     made = {}
     for is_stacked in (False, True):
         config = api.IBPConfig.from_config({"quant_method": "ibp", **OPTIONS})
         checkpoint = checkpoint_of(0, is_stacked)
-        plain, coded = layer_of(checkpoint, None), layer_of(checkpoint, config)
-        for layer in (coded, layer_of(incoming(checkpoint), config)):
+        tables = {name: incoming(table) for name, table in coded(checkpoint).items()}
+        plain, pushed = layer_of(checkpoint, None), layer_of(checkpoint, config)
+        for layer in (pushed, layer_of(tables, config)):
             method = layer.quant_method
             check(isinstance(method, api.IBPExpertsMethod) and method.tables, f"{what}: experts are not coded")
             check(not any(weight.numel() for weight in layer.parameters()), f"{what}: plain weights are kept")
@@ -168,9 +161,9 @@ def _try_rank(api, places, what):
                 check(torch.equal(table.decompress(), wanted.flatten(0, 1)), f"{what}: {name} has other weights")
             wanted, got = results_of(plain, 5), results_of(layer, 5)
             check(torch.equal(wanted, got) and bool(got.count_nonzero()), f"{what}: results differ from plain")
-        from_tables = layer_of(incoming(checkpoint), None)
+        from_tables = layer_of(tables, None)
         check(torch.equal(from_tables.w13_weight, plain.w13_weight), f"{what}: plain experts have other weights")
-        made[is_stacked] = coded
+        made[is_stacked] = pushed
     receiver = places.ModelReceiver(Model(made[False]), is_eager=True)
     sender = ibp.deltas.Sender(checkpoint_of(0), piece_bytes=100_000)
     for message in sender.push(checkpoint_of(1)):

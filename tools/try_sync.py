@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from try_weights import KV, OPTIONS, UP, WORDS, K, Q, Ranks, check, process, some_values
+from try_weights import KV, OPTIONS, UP, WORDS, K, Q, Ranks, check, coded, process, some_values
 
 import ibp
 
@@ -130,16 +130,8 @@ def trained(checkpoint, step):
 
 
 def _write_matrices(checkpoint, folder):
-    """As `save_coded` writes weights: tables that can be multiplied by."""
-    from ibp.nn._stacks import reshaped
-    from ibp.nn._tables import matrix_table
-
-    def table_of(weight):
-        table = matrix_table(weight.flatten(0, -2))
-        return reshaped(table, weight.shape)
-
-    tables = {name: table_of(weight) if weight.dim() > 1 else weight for name, weight in checkpoint.items()}
-    ibp.save(folder / "model.safetensors", tables)
+    """As `save_coded` does."""
+    ibp.save(folder / "model.safetensors", coded(checkpoint))
 
 
 def _write_compressed(checkpoint, folder):

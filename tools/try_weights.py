@@ -100,6 +100,16 @@ def some_values(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).mul(0.02).bfloat16()
 
 
+def coded(checkpoint):
+    """Tables that can be multiplied by, as `save_coded` writes them, in place of a checkpoint's matrices."""
+    from ibp.nn._stacks import reshaped
+    from ibp.nn._tables import matrix_table
+
+    matrices = {name: weight for name, weight in checkpoint.items() if weight.dim() > 1}
+    tables = {name: reshaped(matrix_table(each.flatten(0, -2)), each.shape) for name, each in matrices.items()}
+    return checkpoint | tables
+
+
 def _layers(config):
     """Layers by name, each with the calls of its weight loader: (parameter, values, shard)."""
     from vllm.model_executor.layers import linear as made

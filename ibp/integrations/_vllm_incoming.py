@@ -63,7 +63,7 @@ class IncomingTensor(torch.Tensor):
                 leaves = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
                 if made is not None and not leaves:
                     return made
-                if leaves and all(x.untyped_storage()._cdata == source.untyped_storage()._cdata for x in leaves):
+                if leaves and all(storage_of(x) == storage_of(source) for x in leaves):
                     return tree_map_only(torch.Tensor, lambda view: cls._viewed(view, source.origin), made)
             devices = [x.device for x in given if not isinstance(x, cls)]
 
@@ -72,6 +72,11 @@ class IncomingTensor(torch.Tensor):
 
             args, kwargs = tree_map_only(cls, values, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that views of one tensor share, with memory or without."""
+    return tensor.untyped_storage()._cdata
 
 
 def _writes(function: Any) -> bool:
@@ -83,6 +88,11 @@ def _writes(function: Any) -> bool:
 # ---- of a coded checkpoint ----
 
 
+def incoming(table: CompressedTensor) -> IncomingTensor:
+    """A table of a checkpoint, as weight loaders get it."""
+    return IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype)
+
+
 class CodedOrigin:
     """A table of a checkpoint. Its parts are noted where a weight takes rows as they are coded; elsewhere they are
     decoded, on the device that they are copied to."""
@@ -92,7 +102,7 @@ class CodedOrigin:
         self._near = table
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        part, parts = Part(self, source, target), noted.get()
+        part, parts = TablePart(self, source, target), noted.get()
         if target.is_meta:  # vLLM counts what will be copied
             target.copy_(source)
         elif parts is None:
@@ -118,7 +128,7 @@ class CodedOrigin:
         return decode_items(self._near, first, last, device, check=True)
 
 
-class Part(NamedTuple):
+class TablePart(NamedTuple):
     """What a loader copies of a table to a weight. source: of a tensor without memory; target: of the weight."""
 
     origin: CodedOrigin
@@ -141,10 +151,10 @@ class Part(NamedTuple):
 
 
 # Where parts are noted while the loader of a weight runs that takes rows as they are coded.
-noted: ContextVar[list[Part] | None] = ContextVar("noted", default=None)
+noted: ContextVar[list[TablePart] | None] = ContextVar("noted", default=None)
 
 
-def joined(parts: Sequence[Part], weight: torch.Tensor) -> CompressedTensor | None:
+def joined(parts: Sequence[TablePart], weight: torch.Tensor) -> CompressedTensor | None:
     """One table of the parts of a weight [rows, columns], where it is. None: they are not all of its rows as they are
     coded, or their tables have several codebooks."""
     places = [part.place() for part in parts]

@@ -15,7 +15,7 @@ from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups
 from .._tables.compressed_tensor import CompressedTensor
 from ..nn._experts import multiply_experts
 from ..nn._stacks import stand_in
-from ._vllm_incoming import Part, noted
+from ._vllm_incoming import TablePart, noted
 
 try:
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
@@ -46,7 +46,7 @@ class CodedMethod:
         self._config, self._name, self._plain = config, prefix, plain
         self.tables: dict[str, CompressedTensor] = {}
         self._is_done = False  # whether the weights are processed
-        self._parts: dict[str, list[Part]] = {name: [] for name in self.names}
+        self._parts: dict[str, list[TablePart]] = {name: [] for name in self.names}
         self._made_by: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # arguments of `create_weights`
 
     def create_weights(self, layer: Any, *sizes: Any, **options: Any) -> None:
@@ -97,7 +97,7 @@ class CodedMethod:
         """The tables of a layer's loaded weights. None: they stay plain, and are ready as such."""
         raise NotImplementedError
 
-    def _tables(self, layer: Any) -> dict[str, CompressedTensor]:
+    def _tables_of(self, layer: Any) -> dict[str, CompressedTensor]:
         """Tables of all weights that may become some. None: the weights stay plain, and are where they belong."""
         all_parts, self._parts = self._parts, {}
         tables: dict[str, CompressedTensor] = {}
@@ -112,7 +112,7 @@ class CodedMethod:
         return tables
 
 
-def _noting(parts: list[Part], load: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(parts: list[TablePart], load: Callable[..., Any]) -> Callable[..., Any]:
     """A weight's loader that adds to a list what it copies of tables, in place of copying."""
 
     @functools.wraps(load)
@@ -153,7 +153,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         return self._plain.get_fused_moe_quant_config(layer)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
-        tables = self._tables(layer)  # Triton's kernel takes weights as they are loaded
+        tables = self._tables_of(layer)  # Triton's kernel takes weights as they are loaded
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel, self.moe_quant_config = self._plain.moe_kernel, self._plain.moe_quant_config
         return tables

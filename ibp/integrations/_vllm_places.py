@@ -18,7 +18,7 @@ from ..deltas._applying import Base
 from ..deltas._on_pieces import Memory
 from ..deltas._receiving import bases_of_rows, rows_of
 from ..deltas._regions import Region, TensorRows
-from ._vllm_incoming import IncomingTensor
+from ._vllm_incoming import IncomingTensor, storage_of
 from ._vllm_methods import CodedMethod
 
 
@@ -100,7 +100,7 @@ class ModelReceiver(Receiver):
             tables = [stack.enter_context(method.as_plain(layer)) for layer, method in self._coded]
             with torch.no_grad():
                 self._model.load_weights(iter(weights.items()))
-        by_storage = {_storage(weight): table for of_layer in tables for weight, table in of_layer.items()}
+        by_storage = {storage_of(weight): table for of_layer in tables for weight, table in of_layer.items()}
         return {
             name: [_place(name, weight.as_subclass(torch.Tensor), *copied, by_storage) for copied in copies[name].found]
             for name, weight in weights.items()
@@ -118,10 +118,6 @@ class _Copies:
 
     def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise NotImplementedError("a weight loader changes values before it copies them, which no delta can do")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _is_coded(layer: Any) -> bool:
@@ -146,7 +142,7 @@ def _place(
         at %= max(1, stride)
     if target.is_meta:
         columns = target.shape[-1]
-        table = tables[_storage(target)]
+        table = tables[storage_of(target)]
         if columns != table.shape[1]:
             raise NotImplementedError(f"{name} is coded beside other weights in one row")
         return ShardPlace(table, target.storage_offset() // columns, tuple(box))

@@ -27,7 +27,7 @@ from ..nn._compressing import LEAST_SAVINGS, is_included
 from ..nn._tables import matrix_table
 from ._engines import check_engine
 from ._loading import CodingFields, is_coded
-from ._vllm_incoming import CodedOrigin, IncomingTensor, Part, joined
+from ._vllm_incoming import TablePart, incoming, joined
 from ._vllm_methods import CodedMethod, IBPExpertsMethod, why_plain_experts
 
 try:
@@ -142,7 +142,7 @@ class IBPConfig(QuantizationConfig):
         is_wanted = any(is_included(name, self.fields.include, ()) for name in names)
         return is_wanted and all(is_included(name, None, self.fields.exclude) for name in names)
 
-    def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[Part] = ()) -> CompressedTensor | None:
+    def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[TablePart] = ()) -> CompressedTensor | None:
         """A table of a loaded weight. None: it stays plain. The log says why, once for each reason.
 
         parts: of the tables of a coded checkpoint, which are not in the weight's memory yet.
@@ -187,7 +187,7 @@ class IBPWeightMethod(CodedMethod, LinearMethodBase):
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
         if self._tied is None:
-            table = self._tables(layer).get("weight")
+            table = self._tables_of(layer).get("weight")
         elif isinstance(self._tied.quant_method, IBPWeightMethod):
             self._tied.quant_method.process_weights_after_loading(self._tied)
             table = self._tied.quant_method.tables.get("weight")
@@ -269,5 +269,4 @@ class IBPModelLoader(DefaultModelLoader):
             with open_ibp(path) as opened:
                 for name, tensor in opened.tensors.items():
                     table = tensor.table
-                    coming = None if table is None else IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype)
-                    yield source.prefix + name, tensor.tensor() if coming is None else coming
+                    yield source.prefix + name, tensor.tensor() if table is None else incoming(table)

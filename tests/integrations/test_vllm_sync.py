@@ -53,7 +53,6 @@ class Model(torch.nn.Module):
 
 
 SHAPES = {"a": (HALF, 32), "b": (HALF, 32), "columns": (16, 24), "padded": (17, 32), "elsewhere": (5, 5)}
-SET = {"set": (16, 8)}
 
 
 def versions():
@@ -129,6 +128,12 @@ def test_loaders_that_do_more_than_copy(name, shape, kind, match):
         dtype = torch.float32 if name == "a" else torch.bfloat16
         ModelReceiver(model, False).apply(*ibp.deltas.Sender().push({name: torch.ones(shape, dtype=dtype)}))
     assert not any(weight.any() for weight in model.parameters())
+
+
+def test_loaders_that_set_what_they_load():
+    model, values = Model(), torch.randn(16, 8).bfloat16()
+    assert ModelReceiver(model, False).apply(*ibp.deltas.Sender().push({"set": values}))
+    assert_same_bits(model.columns.detach(), values)
 
 
 class Client:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import ibp
 from helpers import assert_same_bits
 from ibp.integrations import _vllm_methods, vllm_weights
-from ibp.integrations._vllm_incoming import CodedOrigin, IncomingTensor, joined, noted
+from ibp.integrations._vllm_incoming import IncomingTensor, incoming, joined, noted
 from ibp.nn._tables import matrix_table
 from native import ROOT
 from products import kernels_on_the_cpu, lists
@@ -104,11 +104,10 @@ def test_the_entry_point():
 MATRIX, STACK = (24, 64), (3, 16, 64)
 
 
-def incoming(shape, **options):
+def some_tensor(shape, **options):
     """A tensor of a checkpoint, and its plain values."""
     plain = torch.randn(shape).mul(0.02).bfloat16()
-    table = ibp.compress(plain, **options)
-    return IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype), plain
+    return incoming(ibp.compress(plain, **options)), plain
 
 
 @pytest.mark.parametrize("options", [{}, {"level": "fast", "layout": "packed"}, {"row_bytes": 100}])
@@ -133,7 +132,7 @@ def incoming(shape, **options):
 def test_what_loaders_do_to_tensors(shape, function, options):
     if shape == STACK:
         function = lambda x, of=function: of(x.flatten(0, 1))  # noqa: E731
-    coded, plain = incoming(shape, **options)
+    coded, plain = some_tensor(shape, **options)
     target, wanted = (torch.zeros(function(plain).shape, dtype=torch.bfloat16) for _ in range(2))
     target.copy_(function(coded))
     assert_same_bits(target, wanted.copy_(function(plain)))
@@ -142,7 +141,7 @@ def test_what_loaders_do_to_tensors(shape, function, options):
 
 
 def test_what_a_tensor_says():
-    coded, plain = incoming(MATRIX)
+    coded, plain = some_tensor(MATRIX)
     assert coded.shape == coded[:].size() == torch.Size(MATRIX) and type(coded.shape) is torch.Size
     assert (coded.dtype, coded.dim(), coded.numel(), coded.is_meta) == (plain.dtype, 2, plain.numel(), True)
     assert torch.equal(coded, plain) and bool((coded == plain).all()) and coded.tolist() == plain.tolist()
@@ -153,7 +152,7 @@ def test_what_a_tensor_says():
 
 @pytest.mark.parametrize("shape", [(), (7,)])
 def test_small_tensors(shape):
-    coded, plain = incoming(shape)
+    coded, plain = some_tensor(shape)
     assert_same_bits(torch.zeros(shape).bfloat16().copy_(coded), plain)
 
 
@@ -171,8 +170,7 @@ def notes(copies):
 def matrices(*scales):
     """Tensors of a checkpoint in the form of `ibp.linear`."""
     plain = [torch.randn(32, 64).mul(scale).bfloat16() for scale in scales]
-    tables = [matrix_table(weight) for weight in plain]
-    return [IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype) for table in tables], plain
+    return [incoming(matrix_table(weight)) for weight in plain], plain
 
 
 def test_merged_rows_are_joined():
@@ -230,7 +228,7 @@ def test_a_config_joins_parts_or_decodes_them():
     layer.weight = torch.nn.Parameter(torch.zeros(64, 64).bfloat16(), requires_grad=False)
     method._config, method._name = config, "a"
     method._parts = {"weight": notes([(layer.weight.data[:32], first), (layer.weight.data[32:], second)])}
-    assert method._tables(layer) == {}
+    assert method._tables_of(layer) == {}
     assert_same_bits(layer.weight.data, torch.cat(plain))
 
 

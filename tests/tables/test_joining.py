@@ -87,5 +87,8 @@ def test_tables_that_are_not_cut():
         table = ibp.compress(rows, **options)
         assert join([Items(table, 0, 4)], CPU) is None
     table = ibp.compress(rows, level="fast", slot_bytes=384)
+    kept = table.clone()
     table.update_(torch.tensor([1]), rows[:1])  # rows have a place each in the overflow
     assert join([Items(table, 0, 4)], CPU) is None
+    assert join([Items(kept, 0, 4)], CPU) is not None
+    assert join([Items(kept, 0, 4), Items(table, 0, 4)], CPU) is None
