@@ -33,6 +33,8 @@ _NEIGHBOURS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
+# What a table may save less with a neighbour's codebook, of which engines join the rows of both as they are coded.
+_MOST_LACKING = 0.003
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
 _SHARED_STACK = "in several modules of experts"
 
@@ -189,6 +191,7 @@ class ModelPlan:
         self._of = {key: weight for weight in self._weights for key in weight.keys}
         self._coded: list[str] = []
         self._num_bytes = self._nbytes = 0
+        self._beside: dict[tuple, CompressedTensor] = {}  # by neighbours, the first one's table
 
     def check_values(self) -> None:
         """Raises ValueError where a weight to code has no values yet."""
@@ -227,8 +230,20 @@ class ModelPlan:
         if all(isinstance(module, torch.nn.Embedding) for module in self._modules(key)):
             return compress_rows(values.contiguous())
         matrices = (values.mT if self.is_transposed(key) else values).contiguous()
-        table = matrix_table(matrices.view(-1, matrices.shape[-1]), level=self._level)
-        return reshaped(table, matrices.shape) if self._of[key].is_stacked else table
+        rows = matrices.view(-1, matrices.shape[-1])
+        if self._of[key].is_stacked:
+            return reshaped(matrix_table(rows, level=self._level), matrices.shape)
+        around, _, last = key.removesuffix(".weight").rpartition(".")
+        place = around, next((names for names in _NEIGHBOURS if last in names), last), rows.shape[1], rows.dtype
+        first = self._beside.get(place)
+        if first is not None:
+            table = compress_rows(rows, codebook=first.codebook, slot_bytes=first.slot_bytes)
+            if table.savings > first.savings - _MOST_LACKING:
+                return table
+        table = matrix_table(rows, level=self._level)
+        if is_fast_matrix(table):
+            self._beside.setdefault(place, table)
+        return table
 
     def put(self, key: str, table: CompressedTensor) -> bool:
         """Puts modules over a table in the place of all modules that hold a parameter. False: the table is not small

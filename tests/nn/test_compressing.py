@@ -293,6 +293,21 @@ def test_one_plain_weight_at_a_time():
     assert alive == [*range(10, 0, -1), 0]
 
 
+def test_neighbours_share_a_codebook():
+    """Where it codes the second one's rows as well: engines join the rows then as they are coded."""
+    model = nn.Module()
+    for name, scale in (("q_proj", 0.02), ("k_proj", 0.02), ("v_proj", 20.0), ("o_proj", 0.02)):
+        setattr(model, name, nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16))
+        nn.init.normal_(getattr(model, name).weight, std=scale)
+    plain = {name: weight.detach() for name, weight in model.named_parameters()}
+    compress(model.eval())
+    books = {name: table.codebook for name, table in tables_of(model).items()}
+    assert books["q_proj"] is books["k_proj"]
+    assert books["q_proj"].codec != books["v_proj"].codec and books["o_proj"] is not books["q_proj"]
+    for name, weight in plain.items():
+        assert_same_bits(model.state_dict()[name], weight)
+
+
 # ---- wrong arguments ----
 
 
