@@ -40,6 +40,17 @@ def packed_arguments(data, codebook):
     return data, codebook.words(CPU), codebook.codec, out, lengths, stored
 
 
+def piece_samples(data, codebook):
+    """A piece of 100 rows of 240 bytes: counters, bases, lengths, overflow."""
+    first = 1088
+    memory = torch.zeros(first + 100 * 256, dtype=torch.uint8)
+    memory[64 : 64 + 8 * 100] = 255
+    coded, words = memory.clone(), codebook.words(CPU)
+    OPS.encode_piece(data, words, codebook.codec, first, 0, coded)
+    yield "encode_piece", (data, words, codebook.codec, first, 0, memory)
+    yield "decode_piece", (coded, words, codebook.codec, first, 0, torch.zeros_like(data), fault())
+
+
 def any_planes(per_column=False, listed=False, default=0):
     """A codebook for rows of 30 64-bit elements."""
     entries = torch.arange(30 * 6).view(30, 6) if per_column else torch.arange(6).view(1, 6)
@@ -95,6 +106,7 @@ def samples_by_values():
         yield "encode_rows", encode_arguments(scheme)
     for planes in of_planes:
         yield "encode_packed", packed_arguments(data[:-100], planes)
+        yield from piece_samples(data, planes)
     yield "encode_packed", packed_arguments(data, codebook)
     change = torch.zeros(1, dtype=torch.int64)
     yield "add_rows", (*tables[1], 4, False, x.clone(), change, fault())
@@ -155,10 +167,10 @@ def cache_samples(table):
 
 SAMPLES = list(samples())
 NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
-         "describe_table", "drop_cached", "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached",
-         "gather_items", "group_vectors", "index_rows", "learn_entries", "learn_planes",
-         "list_matrices", "measure_rows", "note_pages", "owners_of_rows", "partition_ids", "plan_pages", "select_rows",
-         "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
+         "decode_piece", "describe_table", "drop_cached", "encode_packed", "encode_piece", "encode_rows",
+         "estimate_masks", "fill_slab", "find_cached", "gather_items", "group_vectors", "index_rows",
+         "learn_entries", "learn_planes", "list_matrices", "measure_rows", "note_pages", "owners_of_rows",
+         "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
 DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
 
 

@@ -98,14 +98,15 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
     {
         const PlanesBook<T> book(cb, cluster);
-        const uint32_t plane = G::lane();
-        if (plane >= IBP_MAX_PLANES) return;
-        uint32_t bytes = 0;
-        for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++) {
-            const uint32_t rank = 3u * plane + digit;
-            bytes |= (COLUMNS ? rank : name_of(cb.planes, static_cast<uint32_t>(book.entry(rank)))) << 8u * digit;
+#pragma unroll 1
+        for (uint32_t plane = G::lane(); plane < IBP_MAX_PLANES; plane += G::kLanes) {
+            uint32_t bytes = 0;
+            for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++) {
+                const uint32_t rank = 3u * plane + digit;
+                bytes |= (COLUMNS ? rank : name_of(cb.planes, static_cast<uint32_t>(book.entry(rank)))) << 8u * digit;
+            }
+            shared_word(entries / 4u + plane) = bytes;
         }
-        shared_word(entries / 4u + plane) = bytes;
     }
 
     // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order:
@@ -206,9 +207,9 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             return tile.num_escaped;
         }
         if (p >= 2u) {
-            const uint32_t first = range.from + G::lane(), shift = 2u * (first % 4u), entries = entries_of(p);
+            const uint32_t first = range.from + G::lane(), entries = entries_of(p);
             const auto digit = [&](uint32_t base) {
-                const uint32_t bits = shared_bytes()[start / 8u + first / 4u + base / 4u] >> shift & 3u;
+                const uint32_t i = first + base, bits = shared_bytes()[start / 8u + i / 4u] >> 2u * (i % 4u) & 3u;
                 return NamedDigit{permute_bytes(entries, 0, bits), bits == 3u};
             };
             return p == 2u ? levels().template name<true>(n, digit) : levels().template name<false>(n, digit);

@@ -320,7 +320,7 @@ template <class Decoder> struct Fetch {
     {
         uint32_t num_vectors = 0;
         Pieces pieces{};
-        const uint4 *places[kVectors]; // loads follow the last shuffle, of which the compiler makes branches
+        const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
         bool wanted[kVectors];
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
