@@ -170,7 +170,8 @@ NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bi
          "decode_piece", "describe_table", "drop_cached", "encode_packed", "encode_piece", "encode_rows",
          "estimate_masks", "fill_slab", "find_cached", "gather_items", "group_vectors", "index_rows",
          "learn_entries", "learn_planes", "list_matrices", "measure_rows", "note_pages", "owners_of_rows",
-         "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
+         "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows",
+         "threshold_bits"}  # fmt: skip
 DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
 
 
