@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import warnings
@@ -149,21 +150,18 @@ class ActivationOffload:
 
     # ---- hooks ----
 
-    def _pack(self, x: torch.Tensor) -> spans.UnchangedTensor | _SavedTensor:
+    def _pack(self, x: torch.Tensor) -> spans.UnchangedTensor | _SavedTensor:  # autograd packs without gradients
         with self._lock:
             self._stats.tensors += 1
-            if self._is_offloaded(x):
-                with torch.no_grad():
-                    found = self._save(x)
-                if found is not None:
-                    return found
+            if self._is_offloaded(x) and (found := self._save(x)) is not None:
+                return found
             self._stats.kept_bytes += x.numel() * x.element_size()  # sparse ones have no nbytes
             return spans.UnchangedTensor.of(x)
 
     def _unpack(self, saved: spans.UnchangedTensor | _SavedTensor) -> torch.Tensor:
         if isinstance(saved, spans.UnchangedTensor) and self._pass.is_used:
             return saved.get()
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             if not self._pass.is_used:
                 self._pass.start()
             return saved.get() if isinstance(saved, spans.UnchangedTensor) else saved.view.of(saved.region.data())

@@ -37,8 +37,8 @@ class SpanView(NamedTuple):
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
         """The tensor over the bytes of its span, uint8 [num_bytes]."""
-        usable = data.numel() // self.dtype.itemsize * self.dtype.itemsize
-        return data[:usable].view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+        rest = data.numel() % self.dtype.itemsize
+        return (data[:-rest] if rest else data).view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
 class UnchangedTensor(NamedTuple):

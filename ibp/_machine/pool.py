@@ -30,9 +30,9 @@ class Pool:
 
     def __init__(self, cuts: bool = False) -> None:
         self._cuts, self.held_bytes = cuts, 0
-        self._free: dict[int, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}  # by size
+        self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}  # by size
 
-    def take(self, num_bytes: int, writer: torch.cuda.Stream | None = None, others: int = 0) -> torch.Tensor:
+    def take(self, num_bytes: int, writer: torch.Stream | None = None, others: int = 0) -> torch.Tensor:
         """A part of that many bytes or somewhat more.
 
         Args:
@@ -63,7 +63,7 @@ class Pool:
             writer.wait_event(used)
         return part[:size]
 
-    def give(self, part: torch.Tensor, used: torch.cuda.Event | None = None) -> None:
+    def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
         """Takes a part back, which work before an event still uses; None: no work, or only on the next writer's
         stream."""
         self._free.setdefault(part.numel(), []).append((part, used))
