@@ -108,28 +108,9 @@ def memory_bytes(num_bytes: int) -> int:
     return index_bytes(num_bytes) + _most_overflow(num_bytes)
 
 
-_fresh_of: dict[torch.device, torch.Tensor] = {}
-
-
-def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [at least num_bytes] on a device: counters and bases before anything is coded."""
-    found = _fresh_of.get(device)
-    if found is None or found.numel() < num_bytes:
-        counters = torch.zeros(COUNTERS_BYTES // 8, dtype=torch.int64, device=device)
-        bases = torch.full((max(num_bytes // 8, _num_rows(PIECE_BYTES)),), -1, dtype=torch.int64, device=device)
-        found = torch.cat([counters, bases]).view(torch.uint8)
-        if found.is_cuda:
-            torch.cuda.current_stream(device).synchronize()  # other streams read it
-        _fresh_of[device] = found
-    return found
-
-
 def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, max_sms: int = 0) -> None:
     """Codes data, uint8 [num_bytes], on the current stream. max_sms: as of operations; 0: all."""
-    num_bytes, codebook = data.numel(), recipe.codebook
-    end = COUNTERS_BYTES + 8 * _num_rows(num_bytes)
-    memory[:end].copy_(_fresh(end, memory.device)[:end])
-    words, start = codebook.words(data.device), index_bytes(num_bytes)
+    words, start = recipe.codebook.words(data.device), index_bytes(data.numel())
     torch.ops.ibp.encode_piece.default(data, words, recipe.codec, start, max_sms, memory)
 
 

@@ -753,7 +753,6 @@ def host_far_ahead(monkeypatch):
 def test_codes_on_the_device_lower_the_peak(linked, host_far_ahead, monkeypatch, tokens, activation):
     """Also where the host never sees sizes before it waits; with few tokens most of the memory is gradients'."""
     monkeypatch.setattr(coding, "PIECE_BYTES", 4 * coding.ROW_BYTES)
-    monkeypatch.setattr(coding, "_fresh_of", {})  # of small pieces
     net, x = nets.llama(1, 128, 448, 4, activation).bfloat16(), torch.randn(2, tokens, 128).bfloat16()
     plain, offload = peaks(net, x, contextlib.nullcontext()), linked(memory="device")
     gradients(net, x, offload)
