@@ -4,6 +4,8 @@ coded rows, in one overflow area without slots: a copy of the first bytes has ev
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .._layout import geometry
@@ -93,6 +95,7 @@ def _most_overflow(num_bytes: int) -> int:
     return _num_rows(num_bytes) * ROW_BYTES
 
 
+@functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
     """Bytes before overflow: counters, a base and a length for each row."""
     return -(-(COUNTERS_BYTES + 10 * _num_rows(num_bytes)) // _ALIGNMENT) * _ALIGNMENT
@@ -103,6 +106,7 @@ def used_bytes(counters: torch.Tensor) -> int:
     return int(counters[:8].view(torch.int64))
 
 
+@functools.lru_cache(1024)
 def memory_bytes(num_bytes: int) -> int:
     """Bytes of memory that num_bytes fit, whatever they are."""
     return index_bytes(num_bytes) + _most_overflow(num_bytes)

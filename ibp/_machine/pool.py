@@ -58,10 +58,11 @@ class Pool:
                 del self._free[found]
         if part.numel() > size:
             self.give(part[size:], used)
+            part = part[:size]
         if used is not None:
             assert writer is not None
             writer.wait_event(used)
-        return part[:size]
+        return part
 
     def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
         """Takes a part back, which work before an event still uses; None: no work, or only on the next writer's
