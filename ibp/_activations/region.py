@@ -31,11 +31,6 @@ class SavedPiece:
         stream: that memory, kept or coming belong to.
     """
 
-    __slots__ = (
-        "__weakref__", "arrived", "buffer", "coming", "end", "host", "kept", "memory", "num_bytes", "room_bytes",
-        "sent", "start", "stream",
-    )  # fmt: skip
-
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
         self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
         self.memory: torch.Tensor | None = None
