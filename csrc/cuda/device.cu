@@ -189,4 +189,11 @@ ibp_status ibp_cuda_map_pinned(void *host, void **device)
     *device = nullptr;
     return ibp::check_cuda(cudaHostGetDevicePointer(device, host, 0));
 }
+
+ibp_status ibp_cuda_fill(void *memory, uint8_t value, size_t num_bytes, ibp_stream stream)
+{
+    if (num_bytes == 0) return IBP_OK;
+    if (memory == nullptr) return IBP_INVALID_ARGUMENT;
+    return ibp::check_cuda(cudaMemsetAsync(memory, value, num_bytes, stream));
+}
 }

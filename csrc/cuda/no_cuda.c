@@ -28,6 +28,7 @@ IBP_WITHOUT_CUDA(ibp_cuda_encode_rows, const ibp_table *table, const uint8_t *da
                  ibp_fault *fault, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_encode_into, const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                  int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_fill, void *memory, uint8_t value, size_t num_bytes, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_gather_items, const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                  int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_gather_tables, const ibp_gather *gathers, int64_t num_gathers, int max_sms, ibp_stream stream)

@@ -60,6 +60,8 @@ IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *d
  * fault: device-accessible, or NULL. max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
+/* Fills num_bytes of device memory with one value, as an ibp_place's arrays are before anything is coded. */
+IBP_API ibp_status ibp_cuda_fill(void *memory, uint8_t value, size_t num_bytes, ibp_stream stream);
 /* As ibp_gather_items for all ids. fault: device-accessible, not NULL, cleared by the caller; the first fault met by
  * any warp is kept. max_sms: at most this many SMs are kept busy; 0: all, and never negative. */
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,

@@ -4,6 +4,8 @@ coded rows, in one overflow area without slots: a copy of the first bytes has ev
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .._layout import geometry
@@ -93,6 +95,7 @@ def _most_overflow(num_bytes: int) -> int:
     return _num_rows(num_bytes) * ROW_BYTES
 
 
+@functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
     """Bytes before overflow: counters, a base and a length for each row."""
     return -(-(COUNTERS_BYTES + 10 * _num_rows(num_bytes)) // _ALIGNMENT) * _ALIGNMENT
@@ -103,33 +106,15 @@ def used_bytes(counters: torch.Tensor) -> int:
     return int(counters[:8].view(torch.int64))
 
 
+@functools.lru_cache(1024)
 def memory_bytes(num_bytes: int) -> int:
     """Bytes of memory that num_bytes fit, whatever they are."""
     return index_bytes(num_bytes) + _most_overflow(num_bytes)
 
 
-_fresh_of: dict[torch.device, torch.Tensor] = {}
-
-
-def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [at least num_bytes] on a device: counters and bases before anything is coded."""
-    found = _fresh_of.get(device)
-    if found is None or found.numel() < num_bytes:
-        counters = torch.zeros(COUNTERS_BYTES // 8, dtype=torch.int64, device=device)
-        bases = torch.full((max(num_bytes // 8, _num_rows(PIECE_BYTES)),), -1, dtype=torch.int64, device=device)
-        found = torch.cat([counters, bases]).view(torch.uint8)
-        if found.is_cuda:
-            torch.cuda.current_stream(device).synchronize()  # other streams read it
-        _fresh_of[device] = found
-    return found
-
-
 def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, max_sms: int = 0) -> None:
     """Codes data, uint8 [num_bytes], on the current stream. max_sms: as of operations; 0: all."""
-    num_bytes, codebook = data.numel(), recipe.codebook
-    end = COUNTERS_BYTES + 8 * _num_rows(num_bytes)
-    memory[:end].copy_(_fresh(end, memory.device)[:end])
-    words, start = codebook.words(data.device), index_bytes(num_bytes)
+    words, start = recipe.codebook.words(data.device), index_bytes(data.numel())
     torch.ops.ibp.encode_piece.default(data, words, recipe.codec, start, max_sms, memory)
 
 

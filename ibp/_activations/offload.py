@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import warnings
@@ -30,6 +31,7 @@ MEMORY = ("pinned", "device")
 _WORDS = FaultWords(
     "saved activations came back damaged in an earlier step: its gradients are wrong", RuntimeError, later=""
 )
+_NO_CHANGE = contextlib.nullcontext()
 
 
 class _SavedTensor(NamedTuple):
@@ -150,20 +152,17 @@ class ActivationOffload:
     # ---- hooks ----
 
     def _pack(self, x: torch.Tensor) -> spans.UnchangedTensor | _SavedTensor:
-        with self._lock:
+        with self._lock:  # autograd has switched gradients off
             self._stats.tensors += 1
-            if self._is_offloaded(x):
-                with torch.no_grad():
-                    found = self._save(x)
-                if found is not None:
-                    return found
+            if self._is_offloaded(x) and (found := self._save(x)) is not None:
+                return found
             self._stats.kept_bytes += x.numel() * x.element_size()  # sparse ones have no nbytes
             return spans.UnchangedTensor.of(x)
 
     def _unpack(self, saved: spans.UnchangedTensor | _SavedTensor) -> torch.Tensor:
         if isinstance(saved, spans.UnchangedTensor) and self._pass.is_used:
             return saved.get()
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NO_CHANGE:
             if not self._pass.is_used:
                 self._pass.start()
             return saved.get() if isinstance(saved, spans.UnchangedTensor) else saved.view.of(saved.region.data())
@@ -186,16 +185,16 @@ class ActivationOffload:
         span, view = found
         if self._pass.alive == 0 and self._pass.is_used:
             self._begin_pass()
-        region = self._shared(span) or self._new(x, span, view)
+        entry = self._seen.get(span)
+        region = self._shared(entry) or self._new(x, span, view, entry)
         if region is None:
             return None
         region.saves += 1
         return _SavedTensor(region, view)
 
-    def _shared(self, span: spans.ByteSpan) -> SavedRegion | None:
+    def _shared(self, entry: _SpanEntry | None) -> SavedRegion | None:
         """The region that has a span already. A region that an earlier pass saved takes a number of this pass too, so
         that numbers are the same in every pass."""
-        entry = self._seen.get(span)
         region = entry.region() if entry is not None and entry.region is not None else None
         if entry is None or region is None:
             return None
@@ -205,9 +204,10 @@ class ActivationOffload:
             entry.passes = self._passes
         return region
 
-    def _new(self, x: torch.Tensor, span: spans.ByteSpan, view: spans.SpanView) -> SavedRegion | None:
+    def _new(
+        self, x: torch.Tensor, span: spans.ByteSpan, view: spans.SpanView, entry: _SpanEntry | None
+    ) -> SavedRegion | None:
         """A region of a span that was not saved before; None where it stays as it is."""
-        entry = self._seen.get(span)
         if entry is not None and entry.region is None and entry.passes == self._passes:
             return None
         number, data = self._pass.take_number(), spans.bytes_of(x, span)

@@ -3,6 +3,7 @@ bytes that may stay."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,7 +49,9 @@ class ActivationPolicy:
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options
-        self._learners: dict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]] = {}
+        # By number, dtype and device.
+        self._learners: defaultdict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]]
+        self._learners = defaultdict(Learner)
         self._sizes: dict[torch.device, list[_RegionSize]] = {}
         self._staying: set[tuple[torch.device, int]] = set()
         self.is_settled = False
@@ -97,7 +100,7 @@ class ActivationPolicy:
 
     def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
         """Learned when a region is first saved there, and again, at growing distances, where it does not serve."""
-        learner = self._learners.setdefault((number, view.dtype, data.device), Learner())
+        learner = self._learners[number, view.dtype, data.device]
         if learner.found is not None:
             learner.note(learner.found.needed_share, 1)
         if learner.is_due(passes + 1):

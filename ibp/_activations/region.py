@@ -25,33 +25,31 @@ class SavedPiece:
         kept: coded bytes on the device, with the room that they are expected to take.
         host: coded bytes with that room, or all bytes, in pinned memory.
         room_bytes: of kept or host.
-        buffer: the pinned memory that host or counters are in.
-        counters: of coded memory, in host memory; None: it is not known how many bytes are used, or all are.
-        sent: after the copies to host and counters.
+        buffer: the pinned memory that host is in, or the counters of coded bytes alone.
+        sent: after the copy to buffer.
         coming, arrived: a copy of host on its way to the device, and after it.
         stream: that memory, kept or coming belong to.
     """
 
-    def __init__(self, start: int, end: int, stream: torch.cuda.Stream | None) -> None:
-        self.start, self.end, self.stream = start, end, stream
+    def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
+        self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
         self.memory: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
         self.room_bytes = 0
         self.buffer: torch.Tensor | None = None
-        self.counters: torch.Tensor | None = None
-        self.sent: torch.cuda.Event | None = None
+        self.sent: torch.Event | None = None
         self.coming: torch.Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None
+        self.arrived: torch.Event | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.start
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The bytes of the piece among all bytes of its region."""
+        return data if self.num_bytes == data.numel() else data[self.start : self.end]
 
-    def note_used(self, recipe: coding.ActivationRecipe) -> int:
-        """Bytes that coded memory uses, from its first one on: to be called after `sent`."""
-        assert self.counters is not None
-        used = coding.used_bytes(self.counters)
+    def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
+        """Bytes that coded memory uses, from its first one on. counters: the memory, or a copy of its counters, which
+        the host may read: after `sent`."""
+        used = coding.used_bytes(counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used
 
@@ -87,7 +85,7 @@ class SavedRegion:
         transfers: PieceTransfers | None,
     ) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.transfers = of, number, num_bytes, recipe, transfers
-        self.stream = None if transfers is None else torch.cuda.current_stream(transfers.device)
+        self.stream = None if transfers is None else transfers.current()
         self._max_sms = 0 if transfers is None else transfers.max_sms
         self._piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
         self.pieces = [SavedPiece(start, end, self.stream) for start, end in coding.pieces(self._piece_bytes)]
@@ -102,8 +100,7 @@ class SavedRegion:
 
     def is_away(self, piece: SavedPiece) -> bool:
         """Whether the bytes of a piece are on the host, and not on their way back."""
-        held = (self.memory, piece.memory, piece.kept, piece.coming)
-        return piece.host is not None and all(memory is None for memory in held)
+        return piece.host is not None and self.memory is piece.memory is piece.kept is piece.coming is None
 
     # ---- leaving ----
 
@@ -115,22 +112,20 @@ class SavedRegion:
         """Codes a piece of data, uint8, on the current stream."""
         assert self.recipe is not None
         piece.memory = torch.empty(coding.memory_bytes(piece.num_bytes), dtype=torch.uint8, device=data.device)
-        coding.encode(data[piece.start : piece.end], self.recipe, piece.memory, self._max_sms)
+        coding.encode(piece.of(data), self.recipe, piece.memory, self._max_sms)
 
     def to_send(self, piece: SavedPiece) -> torch.Tensor:
         """The bytes of a piece that leave."""
         if self.recipe is None:
             assert self.memory is not None
-            return self.memory[piece.start : piece.end]
+            return piece.of(self.memory)
         assert piece.memory is not None
         return piece.memory[: coding.index_bytes(piece.num_bytes) + self.recipe.room(piece.num_bytes)]
 
     def trim(self, piece: SavedPiece) -> int:
         """Gives back the room that a piece, coded on the CPU, does not need. @return the bytes that it needs."""
         assert piece.memory is not None and self.recipe is not None
-        piece.counters = piece.memory[: coding.COUNTERS_BYTES]
-        piece.memory = piece.memory[: piece.note_used(self.recipe)].clone()
-        piece.counters = None  # they are part of the memory with all room
+        piece.memory = piece.memory[: piece.note_used(self.recipe, piece.memory)].clone()
         return piece.memory.numel()
 
     def narrow(self, origin: IndexOrigin, data: torch.Tensor) -> torch.Tensor:
@@ -168,8 +163,8 @@ class SavedRegion:
         self.of.note_use(self)
         self.uses += 1
         decoded, self._decoded = self._decoded, None
-        data = self._read() if decoded is None else self._again(decoded)
-        self._drop_codes()
+        current = None if self.transfers is None else self.transfers.current()
+        data = self._read(current) if decoded is None else self._again(decoded, current)
         if self.uses % self.saves or self._is_decoded_only:
             self._decoded = UnchangedTensor(data, data._version)
         self.of.prefetch(self, len(self.pieces))
@@ -188,11 +183,13 @@ class SavedRegion:
                 self.transfers.drop_codes(piece)
         self._is_decoded_only = True
 
-    def _again(self, decoded: UnchangedTensor) -> torch.Tensor:
+    def _again(self, decoded: UnchangedTensor, current: torch.Stream | None) -> torch.Tensor:
         """The bytes that an operation was given, for another one; read anew where the first one has changed them."""
         if decoded.is_changed and self.memory is None and not self._is_decoded_only:
-            return self._read()
-        return self._usable(decoded.get())
+            return self._read(current)
+        data = self._usable(decoded.get(), current)
+        self._drop_codes()
+        return data
 
     def _check(self) -> None:
         """Raises RuntimeError where bytes that are not coded were changed while they could be."""
@@ -203,42 +200,40 @@ class SavedRegion:
         if self.source is not None:
             self.source.get()
 
-    def _read(self) -> torch.Tensor:
+    def _read(self, current: torch.Stream | None) -> torch.Tensor:
         if self.memory is not None:
-            return self._usable(self.memory)
-        return self._received() if self.recipe is None else self._decode(self.recipe)
+            return self._usable(self.memory, current)
+        return self._received(current) if self.recipe is None else self._decode(self.recipe, current)
 
-    def _received(self) -> torch.Tensor:
+    def _received(self, current: torch.Stream | None) -> torch.Tensor:
         """The bytes, which went as they are."""
-        assert self.transfers is not None
+        assert self.transfers is not None and current is not None
         for k, piece in enumerate(self.pieces):
             self.of.prefetch(self, k)
-            self.transfers.receive(self, piece)
+            self.transfers.receive(self, piece, current)
         assert self.coming is not None
         data, self.coming = self.coming, None
-        return self._usable(data)
+        return self._usable(data, current)
 
-    def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _usable(self, tensor: torch.Tensor, current: torch.Stream | None) -> torch.Tensor:
         """The region's bytes, usable on its stream, for the current stream, which is the region's from then on."""
-        _hand_over(tensor, self.stream)
-        if self.stream is not None:
-            self.stream = torch.cuda.current_stream(tensor.device)
+        _hand_over(tensor, self.stream, current)
+        self.stream = current
         return tensor
 
-    def _decode(self, recipe: coding.ActivationRecipe) -> torch.Tensor:
+    def _decode(self, recipe: coding.ActivationRecipe, current: torch.Stream | None) -> torch.Tensor:
         """The bytes, decoded piece by piece: the next ones come meanwhile."""
         device = torch.device("cpu") if self.transfers is None else self.transfers.device
         out = torch.empty(self._piece_bytes, dtype=torch.uint8, device=device)
         for k, piece in enumerate(self.pieces):
             held = piece.memory if piece.memory is not None else piece.kept
             if held is None:
-                assert self.transfers is not None
+                assert self.transfers is not None and current is not None
                 self.of.prefetch(self, k)
-                held = self.transfers.receive(self, piece)
-            _hand_over(held, piece.stream)
-            coding.decode(held, recipe, out[piece.start : piece.end], self.of.faults.on(device), self._max_sms)
-        if self.transfers is not None:
-            self.stream = torch.cuda.current_stream(device)
+                held = self.transfers.receive(self, piece, current)
+            _hand_over(held, piece.stream, current)
+            coding.decode(held, recipe, piece.of(out), self.of.faults.on(device), self._max_sms)
+        self.stream = current
         self._drop_codes()
         return out if recipe.origin is None else recipe.origin.widen(out)
 
@@ -248,8 +243,8 @@ class SavedRegion:
             self.transfers.forget(self)
 
 
-def _hand_over(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+def _hand_over(tensor: torch.Tensor, stream: torch.Stream | None, current: torch.Stream | None) -> None:
     """Makes a tensor that is usable on a stream usable on the current one."""
-    if stream is not None and (current := torch.cuda.current_stream(tensor.device)) != stream:
+    if stream is not None and current is not None and current != stream:
         current.wait_stream(stream)
         tensor.record_stream(current)

@@ -37,8 +37,8 @@ class SpanView(NamedTuple):
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
         """The tensor over the bytes of its span, uint8 [num_bytes]."""
-        usable = data.numel() // self.dtype.itemsize * self.dtype.itemsize
-        return data[:usable].view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+        rest = data.numel() % self.dtype.itemsize
+        return (data[:-rest] if rest else data).view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
 class UnchangedTensor(NamedTuple):
@@ -94,10 +94,9 @@ def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
     """The span of a plain tensor and where the tensor lies in it: its own bytes where it is dense, else its whole
     storage. None: its storage is much larger."""
     storage, size = x.untyped_storage(), x.dtype.itemsize
-    num_bytes = int(x.numel() * size)
-    whole = int(storage.nbytes())
-    start, offset = int(x.storage_offset() * size), 0
+    num_bytes, start, offset = int(x.numel() * size), int(x.storage_offset() * size), 0
     if not (x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)):
+        whole = int(storage.nbytes())
         if whole > _MOST_OF_A_STORAGE * num_bytes:
             return None
         start, offset, num_bytes = 0, int(x.storage_offset()), whole

@@ -31,12 +31,17 @@ class PieceTransfers:
     def __init__(self, device: torch.device, window_bytes: int | None, max_sms: int = 0) -> None:
         self.device, self.max_sms, self._keeps_codes = device, max_sms, window_bytes is None
         self.window_bytes = 2 * coding.memory_bytes(coding.PIECE_BYTES) if window_bytes is None else window_bytes
-        self.out, self.back, self._notes = (torch.cuda.Stream(device) for _ in range(3))
+        # Of torch's general kind: the host calls torch.cuda's through two or three functions of Python.
+        self.out, self.back, self._notes = (torch.Stream(device) for _ in range(3))
         self.buffers = Pool()
         self.coming = self.coming_bytes = self.leaving_bytes = 0
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()  # and bytes coming back
         self._leaving: deque[tuple[weakref.ref[SavedRegion], weakref.ref[SavedPiece], int]] = deque()
-        self._narrowed: deque[tuple[weakref.ref[SavedRegion], torch.Tensor, torch.cuda.Event]] = deque()
+        self._narrowed: deque[tuple[weakref.ref[SavedRegion], torch.Tensor, torch.Event]] = deque()
+
+    def current(self) -> torch.Stream:
+        """The current stream of the GPU."""
+        return torch.accelerator.current_stream(self.device.index)
 
     # ---- out ----
 
@@ -45,33 +50,27 @@ class PieceTransfers:
         self.take_back()
         source = region.to_send(piece)
         copied = source[: coding.COUNTERS_BYTES] if self._keeps_codes else source
-        piece.buffer = self.buffers.take(copied.numel(), self.out)
-        host = piece.buffer[: copied.numel()]
-        piece.counters = None if region.recipe is None else host[: coding.COUNTERS_BYTES]
-        piece.room_bytes = source.numel()
+        num_bytes, copied_bytes = source.numel(), copied.numel()
+        piece.buffer, piece.room_bytes = self.buffers.take(copied_bytes, self.out), num_bytes
+        host = piece.buffer[:copied_bytes]
         if self._keeps_codes:
             piece.kept = source.clone()
         else:
             piece.host = host
         assert piece.stream is not None
-        self.out.wait_stream(piece.stream)
-        with torch.cuda.stream(self.out):
-            host.copy_(copied, non_blocking=True)
-        piece.sent = self.out.record_event()
-        held = source if piece.memory is None else piece.memory
-        self._leaving.append((weakref.ref(region), weakref.ref(piece), held.numel()))
-        self.leaving_bytes += held.numel()
-        return source.numel()
+        piece.sent = _copy(host, copied, self.out, piece.stream)
+        held_bytes = num_bytes if piece.memory is None else piece.memory.numel()
+        self._leaving.append((weakref.ref(region), weakref.ref(piece), held_bytes))
+        self.leaving_bytes += held_bytes
+        return num_bytes
 
     def ask_for_misfits(self, region: SavedRegion) -> None:
         """Has the GPU tell the host whether a region's narrower elements lose nothing, ahead of copies under way."""
         assert region.misfits is not None and region.stream is not None
         buffer = self.buffers.take(1, self._notes)
-        self._notes.wait_stream(region.stream)
-        with torch.cuda.stream(self._notes):
-            buffer[:1].copy_(region.misfits.view(1).view(torch.uint8), non_blocking=True)
+        done = _copy(buffer[:1], region.misfits.view(1).view(torch.uint8), self._notes, region.stream)
         region.misfits.record_stream(self._notes)
-        self._narrowed.append((weakref.ref(region), buffer, self._notes.record_event()))
+        self._narrowed.append((weakref.ref(region), buffer, done))
 
     def _note_misfits(self, waits: bool = False) -> None:
         """Frees the memory of regions whose narrower elements are known to lose nothing."""
@@ -118,13 +117,13 @@ class PieceTransfers:
         """Frees the memory of a piece that is elsewhere by now; a piece that outgrew its room there stays."""
         assert piece.sent is not None
         piece.sent.synchronize()
-        if region.recipe is None or piece.note_used(region.recipe) <= piece.room_bytes:
+        assert piece.buffer is not None
+        if region.recipe is None or piece.note_used(region.recipe, piece.buffer) <= piece.room_bytes:
             region.leave(piece)
             return
         region.of.note_outgrown(piece.num_bytes)
-        assert piece.buffer is not None
         self.buffers.give(piece.buffer)
-        piece.buffer = piece.host = piece.counters = piece.kept = piece.sent = None
+        piece.buffer = piece.host = piece.kept = piece.sent = None
 
     # ---- back ----
 
@@ -148,28 +147,25 @@ class PieceTransfers:
         """Starts copying a piece back: coded bytes to memory of the current stream, others to their place among the
         region's bytes."""
         assert piece.host is not None
-        current = torch.cuda.current_stream(self.device)
+        current, num_bytes = self.current(), piece.host.numel()
         if region.recipe is not None:
-            piece.coming = torch.empty(piece.host.numel(), dtype=torch.uint8, device=self.device)
+            piece.coming = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             piece.stream = current
         else:
             if region.coming is None:
                 region.coming = torch.empty(region.num_bytes, dtype=torch.uint8, device=self.device)
                 region.stream = current
-            piece.coming = region.coming[piece.start : piece.end]
-        self.back.wait_stream(current)
-        with torch.cuda.stream(self.back):
-            piece.coming.copy_(piece.host, non_blocking=True)
-        piece.arrived = self.back.record_event()
+            piece.coming = piece.of(region.coming)
+        piece.arrived = _copy(piece.coming, piece.host, self.back, current)
         self.coming += 1
-        self.coming_bytes += piece.coming.numel()
+        self.coming_bytes += num_bytes
 
-    def receive(self, region: SavedRegion, piece: SavedPiece) -> torch.Tensor:
+    def receive(self, region: SavedRegion, piece: SavedPiece, current: torch.Stream) -> torch.Tensor:
         """The bytes of a piece on the GPU, for the current stream; they leave the window."""
         if piece.coming is None:
             self.fetch(region, piece)
         assert piece.coming is not None and piece.arrived is not None
-        torch.cuda.current_stream(self.device).wait_event(piece.arrived)
+        current.wait_event(piece.arrived)
         memory, piece.coming = piece.coming, None
         self.coming -= 1
         self.coming_bytes -= memory.numel()
@@ -206,7 +202,16 @@ class PieceTransfers:
             piece, recipe, coming_bytes = self._ended.popleft()
             self.coming -= coming_bytes > 0
             self.coming_bytes -= coming_bytes
+            if piece.buffer is None:
+                continue
             if recipe is not None and piece.sent is not None and piece.sent.query():
-                piece.note_used(recipe)
-            if piece.buffer is not None:
-                self.buffers.give(piece.buffer, piece.arrived or piece.sent)
+                piece.note_used(recipe, piece.buffer)
+            self.buffers.give(piece.buffer, piece.arrived or piece.sent)
+
+
+def _copy(to: torch.Tensor, data: torch.Tensor, stream: torch.Stream, after: torch.Stream) -> torch.Event:
+    """Starts a copy on a stream, behind the work that another one has by now. @return an event after the copy."""
+    stream.wait_stream(after)
+    with stream:
+        to.copy_(data, non_blocking=True)
+    return stream.record_event()

@@ -30,9 +30,9 @@ class Pool:
 
     def __init__(self, cuts: bool = False) -> None:
         self._cuts, self.held_bytes = cuts, 0
-        self._free: dict[int, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}  # by size
+        self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}  # by size
 
-    def take(self, num_bytes: int, writer: torch.cuda.Stream | None = None, others: int = 0) -> torch.Tensor:
+    def take(self, num_bytes: int, writer: torch.Stream | None = None, others: int = 0) -> torch.Tensor:
         """A part of that many bytes or somewhat more.
 
         Args:
@@ -58,12 +58,13 @@ class Pool:
                 del self._free[found]
         if part.numel() > size:
             self.give(part[size:], used)
+            part = part[:size]
         if used is not None:
             assert writer is not None
             writer.wait_event(used)
-        return part[:size]
+        return part
 
-    def give(self, part: torch.Tensor, used: torch.cuda.Event | None = None) -> None:
+    def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
         """Takes a part back, which work before an event still uses; None: no work, or only on the next writer's
         stream."""
         self._free.setdefault(part.numel(), []).append((part, used))

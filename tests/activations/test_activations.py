@@ -358,13 +358,12 @@ class Recorded:
         self.streams.append(stream)
 
 
-def test_what_is_decoded_on_a_stream_is_waited_for_by_others(monkeypatch):
+def test_what_is_decoded_on_a_stream_is_waited_for_by_others():
     offload, first, second = offload_on(CPU), Stream(), Stream()
     region, held, decoded = SavedRegion(offload._pass, 0, 5000, None, None), Recorded(), Recorded()
     region.stream = first
     for stream, memory in ((first, held), (second, held), (second, decoded), (first, decoded)):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
-        assert region._usable(memory) is memory
+        assert region._usable(memory, stream) is memory
     assert second.waited == [first] and held.streams == [second]
     assert first.waited == [second] and decoded.streams == [first]
 
@@ -640,6 +639,12 @@ class Instant:
     def record_event(self):
         return Event()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
 
 class Event:
     def query(self):
@@ -652,10 +657,8 @@ class Event:
 def linked(monkeypatch, small_pieces):
     """An offload on the CPU whose regions move as those of a GPU do."""
     stream = Instant()
-    monkeypatch.setattr(torch.cuda, "Stream", Instant)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda of: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "Stream", Instant)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: None)
     monkeypatch.setattr(machine_memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
 
@@ -750,7 +753,6 @@ def host_far_ahead(monkeypatch):
 def test_codes_on_the_device_lower_the_peak(linked, host_far_ahead, monkeypatch, tokens, activation):
     """Also where the host never sees sizes before it waits; with few tokens most of the memory is gradients'."""
     monkeypatch.setattr(coding, "PIECE_BYTES", 4 * coding.ROW_BYTES)
-    monkeypatch.setattr(coding, "_fresh_of", {})  # of small pieces
     net, x = nets.llama(1, 128, 448, 4, activation).bfloat16(), torch.randn(2, tokens, 128).bfloat16()
     plain, offload = peaks(net, x, contextlib.nullcontext()), linked(memory="device")
     gradients(net, x, offload)

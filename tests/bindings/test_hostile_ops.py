@@ -49,10 +49,8 @@ def coded_table(scheme):
 
 
 def fresh_piece():
-    """Memory for 100 rows of 240 bytes, before they are coded: counters, bases, lengths, overflow."""
-    memory = zeros(PIECE_INDEX + 100 * 256)
-    memory[64 : 64 + 8 * 100] = 255
-    return memory
+    """Memory for 100 rows of 240 bytes: counters, bases, lengths, overflow."""
+    return zeros(PIECE_INDEX + 100 * 256)
 
 
 def selected():

@@ -43,8 +43,7 @@ def packed_arguments(data, codebook):
 def piece_samples(data, codebook):
     """A piece of 100 rows of 240 bytes: counters, bases, lengths, overflow."""
     first = 1088
-    memory = torch.zeros(first + 100 * 256, dtype=torch.uint8)
-    memory[64 : 64 + 8 * 100] = 255
+    memory = torch.full((first + 100 * 256,), 7, dtype=torch.uint8)
     coded, words = memory.clone(), codebook.words(CPU)
     OPS.encode_piece(data, words, codebook.codec, first, 0, coded)
     yield "encode_piece", (data, words, codebook.codec, first, 0, memory)
