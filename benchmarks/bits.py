@@ -126,11 +126,11 @@ def print_table(rows):
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
-    sheet, commit = ratio.Sheet(args.out / "bits.csv", COLUMNS), harness.commit_id()
+    sheet = ratio.Sheet(args.out / "bits.csv", COLUMNS)
     for case in (case for case in sets.all_sets(args.data, args.quick) if len(case.tensors) == 1):
         same = {"set": case.name, "dtype": harness.dtype_name(case.dtype), "rows": case.rows}
         try:
-            sheet.add(**same, row_bytes=case.row_bytes, **shares_of(case.tensors[0]), commit=commit)
+            sheet.add(**same, row_bytes=case.row_bytes, **shares_of(case.tensors[0]))
         except Exception as error:
             sheet.failed(f"{case.name} {same['dtype']}", error)
     print_table(sheet.rows)

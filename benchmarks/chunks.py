@@ -36,13 +36,13 @@ def savings_of(case, chunk_bytes, tau, device):
     return 1 - stored_bytes / case.num_bytes
 
 
-def count_bytes(sheet, case, taus, device, commit):
+def count_bytes(sheet, case, taus, device):
     same = {"set": case.name, "dtype": harness.dtype_name(case.dtype), "rows": case.rows, "row_bytes": case.row_bytes}
     for chunk_bytes in CHUNK_BYTES:
         for tau in taus:
             try:
                 savings = savings_of(case, chunk_bytes, tau, device)
-                sheet.add(**same, chunk_bytes=chunk_bytes, tau=f"{tau:g}", savings=f"{savings:.6f}", commit=commit)
+                sheet.add(**same, chunk_bytes=chunk_bytes, tau=f"{tau:g}", savings=f"{savings:.6f}")
             except Exception as error:
                 sheet.failed(f"{case.name} {same['dtype']}, chunks of {chunk_bytes} B, {tau:g}", error)
 
@@ -100,10 +100,10 @@ def print_table(rows):
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
-    sheet, commit = ratio.Sheet(args.out / "chunks.csv", COLUMNS), harness.commit_id()
+    sheet = ratio.Sheet(args.out / "chunks.csv", COLUMNS)
     cases = list(sets.shortened(sets.real_sets(args.data)) if args.quick else sets.real_sets(args.data))
     for case in cases:
-        count_bytes(sheet, case, QUICK_TAUS if args.quick else TAUS, torch.device(args.device), commit)
+        count_bytes(sheet, case, QUICK_TAUS if args.quick else TAUS, torch.device(args.device))
     print_table(sheet.rows)
     failed = time_sets(args, cases) if args.device == "cuda" else 0
     return sheet.finish() | failed

@@ -1003,7 +1003,7 @@ def results_page(results):
         "# Results",
         "Written by `python -m benchmarks.claims` from the CSVs in [results/](results/). "
         "[README.md](README.md) says what each script measures and how. A table's commits are those of the code that "
-        "was measured; a row of its CSV names its own. CSVs that count bytes name no GPU, `ratio.csv` no commit.",
+        "was measured; a row of its CSV names its own. CSVs that count bytes name no GPU.",
         targets(results),
         memory(results),
     ]

@@ -14,7 +14,7 @@ import ibp
 
 from . import harness, ratio, reading
 
-COLUMNS = "set,dtype,rows,row_bytes,scheme,clusters,savings,metadata_bytes".split(",")
+COLUMNS = "set,dtype,rows,row_bytes,scheme,clusters,savings,metadata_bytes,commit".split(",")
 SCHEMES = ("ibp", "planes")
 CLUSTERS, QUICK_CLUSTERS = (1, 2, 4, 8, 16, 32, 64, "auto"), (1, 2, 4, "auto")
 ROWS, QUICK_ROWS, NUM_COLUMNS = 8192, 512, 128

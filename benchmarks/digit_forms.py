@@ -88,7 +88,7 @@ def main(argv=None):
                 continue
             counts = sum(map(exponent_counts, coded))
             for found in forms_of(coded[0].dtype, counts):
-                sheet.add(case=case, form=form, weights=int(counts.sum()), **found, commit=harness.commit_id())
+                sheet.add(case=case, form=form, weights=int(counts.sum()), **found)
     lines = [[str(row[column]) for column in COLUMNS[:-1]] for row in sheet.rows]
     ratio.print_lines("Digits of exponents", list(COLUMNS[:-1]), lines, 2)
     return sheet.finish()

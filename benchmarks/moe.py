@@ -526,7 +526,6 @@ def count_hits(bench, path):
                 link_bytes=stats.link_bytes,
                 hit_rate=f"{stats.expert_hit_rate:.4f}",
                 cache_bytes=int(CACHE_SHARE * bench.num_bytes),
-                commit=harness.commit_id(),
             )
         handle.close()
         del model, handle
@@ -554,7 +553,6 @@ def compare_policies(bench, path):
             policy=policy,
             tokens=num_tokens,
             hit_rate=f"{rate:.4f}",
-            commit=harness.commit_id(),
         )
     return sheet.finish()
 

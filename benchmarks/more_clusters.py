@@ -147,7 +147,6 @@ def parsed(argv):
 def main(argv=None):
     huge, args = parsed(argv)
     sheet = ratio.Sheet(args.out / "more_clusters.csv", COLUMNS, lambda row: (row["set"] == HUGE) != huge)
-    commit = harness.commit_id()
     counts = QUICK_COUNTS if args.quick else HUGE_COUNTS if huge else COUNTS
     for name, x in all_sets(args, huge):
         same = {"set": name, "dtype": harness.dtype_name(x.dtype), "rows": len(x), "row_bytes": x[0].nbytes}
@@ -160,7 +159,6 @@ def main(argv=None):
                         method=method,
                         clusters=count,
                         **{key: f"{share:.6f}" for key, share in shares.items()},
-                        commit=commit,
                     )
                 except Exception as error:
                     sheet.failed(f"{method}, {name}, {count} clusters", error)

@@ -43,7 +43,7 @@ try:
 except ImportError:
     Console = None
 
-COLUMNS = "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds".split(",")
+COLUMNS = "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds,commit".split(",")
 BLOCK_BYTES = 64 << 10
 BLOCK_INDEX_BYTES = 4  # of a zstd block: without its length it cannot be found
 REPEATS = 3
@@ -65,10 +65,12 @@ class Cell:
 
 
 class Sheet:
-    """A script's CSV file, written row by row, and what failed. keep: which rows of the file before it stay."""
+    """A script's CSV file, written row by row, with the commit where there is a column for it, and what failed. keep:
+    which rows of the file before it stay."""
 
     def __init__(self, path, columns, keep=lambda row: False):
         self.path, self.columns, self.failures, self.started = path, columns, [], time.perf_counter()
+        self._commit = {"commit": harness.commit_id()} if "commit" in columns else {}
         path.parent.mkdir(parents=True, exist_ok=True)
         harness.start_file(path, columns, keep)
         with open(path, newline="") as file:
@@ -83,6 +85,7 @@ class Sheet:
             writer.writerows(rows)
 
     def add(self, **row):
+        row = self._commit | row
         self.rows.append(row)
         with open(self.path, "a", newline="") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
@@ -486,7 +489,7 @@ def main(argv=None):
     kept = rows_to_keep(path, options.methods, options.sets)
     sheet = Sheet(path, COLUMNS)
     for row in kept:
-        sheet.add(**row)
+        sheet.add(**{"commit": ""} | row)
     say_what_is_left_out(device.type == "cuda")
     if not options.no_times:
         for method in OURS:  # what only a first call does

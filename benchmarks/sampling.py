@@ -13,7 +13,7 @@ import ibp
 
 from . import harness, ratio, reading, sets
 
-COLUMNS = "set,dtype,scheme,sample,savings".split(",")
+COLUMNS = "set,dtype,scheme,sample,savings,commit".split(",")
 SCHEMES = ("ibp", "planes")
 SAMPLES = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
