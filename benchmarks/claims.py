@@ -775,6 +775,7 @@ TABLES = (
             "plain's answers": lambda row: f"{row['equal']} of {row['answers']}",
             "gap": cell("largest_gap", str),
             "weights, MB": cell("weight_bytes", megabytes),
+            "loaded, s": cell("load_s", fine_number),
             "host memory, MB": cell("host_bytes", megabytes),
         },
     ),

@@ -229,10 +229,10 @@ def run_arms(args, made):
     same |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
     same |= {"cuda": torch.version.cuda or "none", "commit": harness.commit_id(), "new_tokens": NEW_TOKENS}
     args.out.mkdir(parents=True, exist_ok=True)
-    harness.start_file(path, COLUMNS, lambda row: (row["case"], row["mode"]) != (case, args.mode))
-    for arm, options in arms_of(args, length, made / "coded").items():
-        if arm not in (args.arms or [arm]):
-            continue
+    arms = {arm: of for arm, of in arms_of(args, length, made / "coded").items() if arm in (args.arms or [arm])}
+    measured = {(case, args.mode, arm) for arm in arms}
+    harness.start_file(path, COLUMNS, lambda row: (row["case"], row["mode"], row["arm"]) not in measured)
+    for arm, options in arms.items():
         if arm == "coded checkpoint":
             make_coded(args.model, made / "coded", args.min_bytes)
         task = {"arm": arm, "options": options, "prompts": prompts, "result": str(made / "result.json")}

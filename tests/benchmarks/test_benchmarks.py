@@ -959,14 +959,14 @@ def test_ratio_writes_its_columns(tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set(), tiny_set(40, "cora")]))
     assert ratio.main(["--device", "cpu", "--quick", "--no-times", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path / "ratio.csv")
-    assert ",".join(lines[0]) == "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds"
+    assert ",".join(lines[0]) == ("set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds,commit")
     assert [line[4] for line in lines[1:5]] == list(ratio.OURS) and lines[1][:4] == [
         "normal 1",
         "float32",
         "400",
         "128",
     ]
-    assert all(line[8] == "" for line in lines[1:])
+    assert all(line[8:] == ["", harness.commit_id()] for line in lines[1:])
 
 
 def test_ratio_measures_some_and_keeps_the_others(tmp_path, monkeypatch):
@@ -998,7 +998,7 @@ def test_sampling_writes_its_columns(tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set()]))
     assert sampling.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path / "sampling.csv")
-    assert ",".join(lines[0]) == "set,dtype,scheme,sample,savings"
+    assert ",".join(lines[0]) == "set,dtype,scheme,sample,savings,commit"
     assert [line[2:4] for line in lines[1:]] == [
         [scheme, str(share)] for scheme in sampling.SCHEMES for share in sampling.SAMPLES
     ]

@@ -777,12 +777,12 @@ WITHOUT_MACHINE = {
     **{
         name: {"gpu"}
         for name in (
-            *("bits", "chunks", "digit_forms", "entries", "moe_hits", "moe_policies", "moments", "more_clusters"),
-            "probes",
+            *("bits", "chunks", "clusters", "digit_forms", "entries", "moe_hits", "moe_policies", "moments"),
+            *("more_clusters", "probes", "ratio", "sampling"),
         )
     },
     "real_weights": {"gpu"},
-    **{name: {"gpu", "commit"} for name in ("ratio", "sampling", "clusters", "fuzz")},
+    "fuzz": {"gpu", "commit"},
 }
 
 
