@@ -262,8 +262,8 @@ __device__ __forceinline__ void put_element(const ibp_planes &planes, const Wind
 struct RawPlace {
     uint32_t residuals, raw, before;
 };
-// Stores those elements of a lane's vector whose symbols are raw: bit STRIDE * e of `raws` says that element first + e is
-// one. Returns how many raw symbols the row has up to the last lane's. By all lanes of a warp together.
+// Stores those elements of a lane's vector whose symbols are raw: bit STRIDE * e of `raws` says that element first + e
+// is one. Returns how many raw symbols the row has up to the last lane's. By all lanes of a warp together.
 template <typename T, class G, uint32_t STRIDE>
 static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
                                                          uint32_t first, uint32_t raws)

@@ -36,8 +36,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
-    // Shared memory of a warp: the elements of each entry whose residuals are 0; the ranks of a batch; its elements, which make
-    // room for lists of 16-bit numbers; a bitmap of all positions.
+    // Shared memory of a warp: the elements of each entry whose residuals are 0; the ranks of a batch; its elements,
+    // which make room for lists of 16-bit numbers; a bitmap of all positions.
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
         const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));
@@ -150,8 +150,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // Puts the n elements of a batch together, eight a lane; those with raw symbols once more. mine: the batch's digits of
-    // each plane. By all lanes together.
+    // Puts the n elements of a batch together, eight a lane; those with raw symbols once more. mine: the batch's digits
+    // of each plane. By all lanes together.
     __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t n) const
     {
         const DigitRange raws = parts.mine[IBP_MAX_PLANES];

@@ -18,7 +18,8 @@
 //     kVectors       vectors of 16 bytes of the next row that a thread loads into registers while it decodes this row
 //     block_bytes    shared memory of a block, from byte 0 on; a multiple of 16
 //     scratch_bytes  shared memory of a group, besides its stage
-//     scratch        the byte of shared memory with which the group's scratch begins, where its stage ends; a multiple of 4
+//     scratch        the byte of shared memory with which the group's scratch begins, where its stage ends; a
+//                    multiple of 4
 //
 // A decoder may rely on this:
 //

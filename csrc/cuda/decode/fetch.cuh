@@ -199,8 +199,8 @@ __device__ __forceinline__ uint32_t vectors_in(uint32_t what) { return what & 0x
 __device__ __forceinline__ bool is_raw(uint32_t what) { return what >> 24 == kRaw; }
 __device__ __forceinline__ bool goes_to_stage(uint32_t what) { return what >> 24 & 1u; }
 
-// Where in overflow the part of a row begins that does not fit its slot; NULL where there is none, or it does not lie in
-// whole vectors.
+// Where in overflow the part of a row begins that does not fit its slot; NULL where there is none, or it does not lie
+// in whole vectors.
 __device__ __forceinline__ const uint8_t *find_rest(const ibp_table &table, int64_t row, uint32_t length)
 {
     ibp_row_place place{};

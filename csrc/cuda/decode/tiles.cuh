@@ -37,8 +37,8 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     {
         return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
     }
-    // Numbers the elements from `first` on. before: the number of the lane's first element in each step. columns: of the
-    // table, which may have no further steps. Returns how many elements there are.
+    // Numbers the elements from `first` on. before: the number of the lane's first element in each step. columns: of
+    // the table, which may have no further steps. Returns how many elements there are.
     __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t columns, uint32_t (&before)[STEPS]) const
     {
         uint32_t total = 0;

@@ -1,10 +1,10 @@
 // values.cuh - the values of elements of scheme planes side by side (FORMAT.md section 6), for codebooks with
 // a table of all symbols' codes, or of their ranks in each column.
 //
-// A symbol's *path* says all that planes 0 and 1 need of it: its digits there; whether it reaches plane 1; and whether it
-// goes on to the list, from which the planes behind are coded. Digits are pushed into a lane's words by one funnel shift
-// each: those of plane 0, which are the lowest bits of paths, first element first, those of plane 1, the highest bits,
-// last element first. One prefix sum serves both planes.
+// A symbol's *path* says all that planes 0 and 1 need of it: its digits there; whether it reaches plane 1; and whether
+// it goes on to the list, from which the planes behind are coded. Digits are pushed into a lane's words by one funnel
+// shift each: those of plane 0, which are the lowest bits of paths, first element first, those of plane 1, the highest
+// bits, last element first. One prefix sum serves both planes.
 #ifndef IBP_ENCODE_VALUES_CUH
 #define IBP_ENCODE_VALUES_CUH
 
@@ -29,8 +29,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // A path: its entry of the list in the low half; then a byte whose bit 0 is set if it reaches plane 1 and bit 5 if
     // it goes on; the digit of plane 1. An entry is the digit of plane 0 and the symbol. A byte has no room for both:
-    // there the digit of plane 0 is above the symbol, and is shifted down. Where entries are a column's, an entry of the
-    // list is a rank above a symbol of up to a byte, which takes the place of the digit.
+    // there the digit of plane 0 is above the symbol, and is shifted down. Where entries are a column's, an entry of
+    // the list is a rank above a symbol of up to a byte, which takes the place of the digit.
     static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21,
                               kKeyAt = COLUMNS          ? 8
                                        : sizeof(T) == 1 ? 0
@@ -133,7 +133,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- residuals ----
 
-    // Puts the residuals of `held` elements of a lane into a stage, from a whole byte on; zeros behind them. There is room.
+    // Puts the residuals of `held` elements of a lane into a stage, from a whole byte on; zeros behind them. There is
+    // room.
     __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
                                                   const uint32_t (&words)[kOctets][kWords], uint32_t held) const
     {
@@ -231,8 +232,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
-    // The low r bits of each element, side by side. Of two fields in a word, the upper one is subtracted where it is and
-    // added where it goes, by one multiplication.
+    // The low r bits of each element, side by side. Of two fields in a word, the upper one is subtracted where it is
+    // and added where it goes, by one multiplication.
     static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
