@@ -33,7 +33,7 @@ _NEIGHBOURS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-# What a table may save less with a neighbour's codebook, of which engines join the rows of both as they are coded.
+# How much less a table may save with a neighbour's codebook: engines then join the rows of both as they are coded.
 _MOST_LACKING = 0.003
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
 _SHARED_STACK = "in several modules of experts"
