@@ -295,7 +295,7 @@ class Record:
             sheet_with_others(args.out / f"{name}.csv", columns, "net", names) for name, columns in SHEETS.items()
         )
         on_gpu = args.device == "cuda"
-        self.where = {"gpu": torch.cuda.get_device_name() if on_gpu else "none", "commit": harness.commit_id()}
+        self.where = {"gpu": torch.cuda.get_device_name() if on_gpu else "none"}
 
     def look(self, plan, x):
         """What train calls: densities at every checkpoint, sizes and maps at those nearest to their progress."""

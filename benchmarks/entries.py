@@ -67,23 +67,18 @@ class Record:
             densities.sheet_with_others(directory / f"{name}.csv", columns, "program", names)
             for name, columns in (("entries", COLUMNS), ("moments", MOMENT_COLUMNS))
         )
-        self.commit = harness.commit_id()
 
     def add(self, name, program, least_bytes):
         num_bytes, times, pages = page_sizes(program.snapshot(least_bytes))
         for page, sizes in pages.items():
-            self.pages.add(
-                program=name, num_bytes=num_bytes, times_smaller=f"{times:.3f}", page=page, sizes=sizes,
-                commit=self.commit,
-            )  # fmt: skip
+            self.pages.add(program=name, num_bytes=num_bytes, times_smaller=f"{times:.3f}", page=page, sizes=sizes)
         if name not in STEP_PROGRAMS:
             return
         report = ibp.spill.profile(moments_of(program, least_bytes), row_bytes=spill.PROGRAM_ROW_BYTES)
         for k, share in enumerate(spill.spilled_by_snapshot(report)):
             self.moments.add(
-                program=name, moment=f"{k / MOMENTS:g}", ratio=f"{report.ratio:.3f}", spilled=f"{share:.4f}",
-                commit=self.commit,
-            )  # fmt: skip
+                program=name, moment=f"{k / MOMENTS:g}", ratio=f"{report.ratio:.3f}", spilled=f"{share:.4f}"
+            )
 
 
 def main(argv=None):

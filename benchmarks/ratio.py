@@ -489,7 +489,7 @@ def main(argv=None):
     kept = rows_to_keep(path, options.methods, options.sets)
     sheet = Sheet(path, COLUMNS)
     for row in kept:
-        sheet.add(**{"commit": ""} | row)
+        sheet.add(**row)
     say_what_is_left_out(device.type == "cuda")
     if not options.no_times:
         for method in OURS:  # what only a first call does

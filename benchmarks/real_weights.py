@@ -275,14 +275,11 @@ def main(argv=None):
     path, device = args.out / "real_weights.csv", torch.device(args.device)
     before = rows_of(path)
     sheet, tried = ratio.Sheet(path, COLUMNS), set()
-    same = {
-        "products": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "commit": harness.commit_id(),
-    }
+    products = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for name, source, matrices in models(args):
         tried.add(name)
         try:
-            sheet.add(case=name, source=source, **counted(matrices, device), **same)
+            sheet.add(case=name, source=source, **counted(matrices, device), products=products)
         except Exception as error:
             sheet.failed(name, error)
     kept = [row for row in before if row["case"] not in tried]
