@@ -46,8 +46,8 @@ memory is given as a tensor of the CUDA device (`_memory.device_view`). `encode_
 block of rows in one pass and on one thread, back to back to `out`, which has as many bytes as data or more; lengths
 uint16 [rows], `stored` int64 [1]: how many bytes it wrote. `encode_piece` codes data into `memory`, uint8, aligned to 8
 bytes, whatever it holds: int64 [8] of counters (used, counts, fault); bases; lengths; from overflow_start on overflow,
-of which `decode_piece` needs the used bytes alone in `coded`. `gather_items` takes all items where ids is
-None. With outer_dims, out has any strides and its first outer_dims dimensions number its items; with addresses, int64
+whose used bytes are all that `decode_piece` needs in `coded`. `gather_items` takes all items where ids is None. With
+outer_dims, out has any strides and its first outer_dims dimensions number its items; with addresses, int64
 [ids], item k goes to addresses[k], and out is the first of the tensors that they are in; with entries, rows that have
 one come from slabs. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and blocks
 int64 [pages], starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses int64.

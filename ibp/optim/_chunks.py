@@ -142,7 +142,8 @@ class Chunk:
         next step tries again. growth: as of `fit`."""
         rows, sections = self._rows(run, work), self._sections_of(run)
         most = max(_LEAST_SAMPLED, _SAMPLED_ROWS // len(sections))
-        parts = [rows[start : stop : -(-(stop - start) // most) | 1] for start, stop, _ in sections]  # at odd distances
+        # An odd distance apart: even ones might always meet the same part of a matrix's rows.
+        parts = [rows[start : stop : -(-(stop - start) // most) | 1] for start, stop, _ in sections]
         with contextlib.suppress(torch.OutOfMemoryError):
             self._samples[run] = Coming(torch.cat(parts)), [len(part) for part in parts], growth
 
@@ -171,9 +172,12 @@ class Chunk:
 
     def _take(self, run: Run, rows: torch.Tensor, groups: list[StateGroup]) -> None:
         """Codes the rows of a run by the codebooks of groups."""
+        states = [run.state]
         if len(groups) == 1:
             run.state.fit(rows, groups[0])
-        for state in [run.state] if len(groups) == 1 else self._split(run, rows, groups):
+        else:
+            states = self._split(run, rows, groups)
+        for state in states:
             state.settle()
 
     def _rows(self, run: Run, work: Work) -> torch.Tensor:
