@@ -272,7 +272,7 @@ template <template <uint32_t> class Encoder, class Call> ibp_status launch_by_la
     const uint32_t row_bytes = codebook_of(call).row_bytes;
     if (row_bytes <= kLongestOfPart) return launch_rows<Encoder<kPartLanes>>(call);
     if (row_bytes <= kLongestOfWarp) return launch_rows<Encoder<kWarp>>(call);
-    return launch_rows<Encoder<kMostEncodeThreads>>(call);
+    return launch_rows<Encoder<kEncodeThreads>>(call);
 }
 
 } // namespace ibp
