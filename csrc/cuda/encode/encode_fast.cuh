@@ -72,9 +72,11 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         uint32_t num_escaped[1] = {0};
+        const bool is_whole = row.is_whole(row_bytes);
+#pragma unroll 4
         for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kStepBytes) {
             uint32_t word[4], symbols[kWords], residuals[3], escaped;
-            row.load(first, word);
+            row.load(first, is_whole, word);
             split(word, symbols, residuals);
 #pragma unroll
             for (uint32_t w = 0; w < kWords; w++) {
@@ -134,7 +136,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
                                                                                  residuals + columns * kResidualBytes;
         uint32_t end = columns * kResidualBytes + columns / 2u; // bytes
         if (end > most_bytes || start_bit != 0u) return kNoCodedForm;
-        const bool is_whole = row.valid >= row_bytes && aligned(row.bytes, kVector);
+        const bool is_whole = row.is_whole(row_bytes);
 #pragma unroll 1
         for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
             const uint32_t first = base + kVector * G::lane();

@@ -17,7 +17,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     using Group = typename Base::Group;
     using G = Group;
     using Base::columns, Base::planes, Base::row_bytes;
-    static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane, kStepBytes = kVector * LANES;
+    static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane, kStepBytes = Base::kStepBytes;
 
     using Base::Base;
 
@@ -46,10 +46,6 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         uint8_t *const scratch = reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes);
         uint8_t *const bitmap = scratch + elements_bytes(row_bytes);
         return {stage, reinterpret_cast<T *>(scratch), bitmap, bitmap + (columns + 127u) / 128u * 16u, 0, false};
-    }
-    __device__ __forceinline__ bool is_whole(const PlainRow &row) const
-    {
-        return row.valid >= row_bytes && row_bytes % kVector == 0u && aligned(row.bytes, kVector);
     }
 
     // ---- listed elements ----
@@ -111,7 +107,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // Makes the bitmaps, and counts the listed elements.
     __device__ __forceinline__ void find_listed(const PlainRow &row, Work &work) const
     {
-        const bool whole = is_whole(row);
+        const bool whole = row.is_whole(row_bytes);
         uint32_t sums[2] = {}; // listed ones; lanes that have one which differs from the closed value
 #pragma unroll 2
         for (uint32_t base = 0; base < row_bytes; base += kStepBytes) {
@@ -137,7 +133,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     __device__ __forceinline__ void gather_listed(const PlainRow &row, const Work &work) const
     {
         constexpr uint32_t kSteps = 2;
-        const bool whole = is_whole(row);
+        const bool whole = row.is_whole(row_bytes);
         uint32_t num_listed = 0;
 #pragma unroll 1
         for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {

@@ -221,9 +221,18 @@ struct PlainRow {
     // 16 bytes from byte `first`, a multiple of 16, on; zeros past the valid ones.
     __device__ __forceinline__ void load(uint32_t first, uint32_t (&words)[4]) const
     {
-        load(first, first + kVector <= valid && aligned(bytes, kVector), words);
+        load(first, has_whole(first), words);
     }
-    // is_vector: they are valid and aligned.
+    // Whether 16 bytes are valid and aligned; whether those from every multiple of 16 below row_bytes on are.
+    __device__ __forceinline__ bool has_whole(uint32_t first) const
+    {
+        return first + kVector <= valid && aligned(bytes, kVector);
+    }
+    __device__ __forceinline__ bool is_whole(uint32_t row_bytes) const
+    {
+        return row_bytes % kVector == 0u && valid >= row_bytes && aligned(bytes, kVector);
+    }
+    // is_vector: as has_whole.
     __device__ __forceinline__ void load(uint32_t first, bool is_vector, uint32_t (&words)[4]) const
     {
         const uint8_t *const from = bytes + first;

@@ -31,7 +31,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
-    static constexpr uint32_t kAll = (1u << kPerLane) - 1u;
+    static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kSteps = 2, kStepBytes = kVector * LANES;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const uint32_t row_bytes, live_bytes;                                  // those of the live columns
     // Of all symbols; or of those in the hash table; or of all ranks, which a table of columns or entries then give.
@@ -232,9 +232,11 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return static_cast<T>(value);
     }
-    __device__ __forceinline__ void load_words(const PlainRow &row, uint32_t first, uint32_t (&word)[4]) const
+    // is_whole: of the row, as PlainRow has it.
+    __device__ __forceinline__ void load_words(const PlainRow &row, uint32_t first, bool is_whole,
+                                               uint32_t (&word)[4]) const
     {
-        if (Book::num_constant(planes) == 0u) return row.load(first, word);
+        if (Book::num_constant(planes) == 0u) return row.load(first, is_whole, word);
         const uint32_t column = first / static_cast<uint32_t>(sizeof(T));
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) word[i] = 0;
@@ -250,10 +252,15 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     }
     __device__ __forceinline__ Lane load(const PlainRow &row, uint32_t first) const
     {
-        Lane lane{};
-        lane.column = first / static_cast<uint32_t>(sizeof(T));
+        uint32_t word[4] = {};
+        if (first < live_bytes) load_words(row, first, row.has_whole(first), word);
+        return lane_of(word, first);
+    }
+    // Of the words from byte `first` on, which may lie behind the live columns.
+    __device__ __forceinline__ Lane lane_of(const uint32_t (&word)[4], uint32_t first) const
+    {
+        Lane lane{{word[0], word[1], word[2], word[3]}, 0, first / static_cast<uint32_t>(sizeof(T)), 0, false, false};
         if (first >= live_bytes) return lane;
-        load_words(row, first, lane.word);
         lane.present = held_at(lane.column);
         if (LISTED) {
 #pragma unroll
@@ -358,15 +365,24 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
         const bool constants = Book::num_constant(planes) == 0u || keeps_constants(row);
         bool open = false, differs = false;
-        for (uint32_t first = kVector * G::lane(); first < live_bytes; first += kVector * LANES) {
-            const Lane lane = load(row, first);
-            if (LISTED && lane.present == 0u) continue;
-            uint32_t code[kPerLane];
-            const uint32_t escapes = find_codes(lane, code);
-            even += escapes & 0x00ff00ffu;
-            odd += escapes >> 8 & 0x00ff00ffu;
-            listed += ibp_popcount(lane.present);
-            open = open || lane.open, differs = differs || lane.differs;
+        const bool is_whole = row.is_whole(row_bytes);
+#pragma unroll 1
+        for (uint32_t base = kVector * G::lane(); base < live_bytes; base += kSteps * kStepBytes) {
+            uint32_t words[kSteps][4] = {}; // those of all steps are on their way at once
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++)
+                if (base + s * kStepBytes < live_bytes) load_words(row, base + s * kStepBytes, is_whole, words[s]);
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const Lane lane = lane_of(words[s], base + s * kStepBytes);
+                if (lane.present == 0u) continue;
+                uint32_t code[kPerLane];
+                const uint32_t escapes = find_codes(lane, code);
+                even += escapes & 0x00ff00ffu;
+                odd += escapes >> 8 & 0x00ff00ffu;
+                listed += ibp_popcount(lane.present);
+                open = open || lane.open, differs = differs || lane.differs;
+            }
         }
         constexpr uint32_t kOpen = 1u << 16; // in a sum of at most as many ones as lanes
         uint32_t sums[6] = {LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu,
@@ -561,7 +577,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         const uint32_t coded_bytes = (census.closed ? parts.residuals : parts.end) / 8u;
         if (coded_bytes > most_bytes) return coded_bytes;
         Running running{};
-        for (uint32_t base = 0; base < live_bytes; base += kVector * LANES) {
+        for (uint32_t base = 0; base < live_bytes; base += kStepBytes) {
             const Lane lane = load(row, base + kVector * G::lane());
             if (LISTED && !has_signs && !form.is_complement && !G::any(lane.present != 0u)) continue;
             uint32_t code[kPerLane];

@@ -407,7 +407,7 @@ struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS
     {
         auto *const list =
             reinterpret_cast<Symbol *>(reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes));
-        const bool is_whole = row.valid >= row_bytes && row_bytes % kVector == 0u && aligned(row.bytes, kVector);
+        const bool is_whole = row.is_whole(row_bytes);
         const uint32_t end = this->put_values(
             stage, columns, start_bit, 8u * most_bytes, list,
             [&](uint32_t first, uint32_t(&words)[Base::kOctets][kWords]) { load(row, first, is_whole, words); });
