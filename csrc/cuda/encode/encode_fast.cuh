@@ -72,11 +72,9 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         uint32_t num_escaped[1] = {0};
-        const bool is_whole = row.is_whole(row_bytes);
-#pragma unroll 4
         for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kStepBytes) {
             uint32_t word[4], symbols[kWords], residuals[3], escaped;
-            row.load(first, is_whole, word);
+            row.load(first, word);
             split(word, symbols, residuals);
 #pragma unroll
             for (uint32_t w = 0; w < kWords; w++) {

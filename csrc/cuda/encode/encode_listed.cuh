@@ -50,40 +50,6 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- listed elements ----
 
-    // Which of the elements of 16 bytes differ from a value, in their highest bits too or not: a bit each.
-    static __device__ __forceinline__ uint32_t different_from(T value, bool with_signs, const uint32_t (&word)[4])
-    {
-        constexpr uint32_t kHighest = Base::kLowest << (kBits - 1u);
-        uint32_t differs[4], bits = 0; // the highest bit of each element
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            const uint32_t other = word[i] ^ value * Base::kLowest;
-            differs[i] = ((other & ~kHighest) + ~kHighest) | (with_signs ? other : 0u);
-        }
-        if (sizeof(T) == 1)
-#pragma unroll
-            for (uint32_t i = 0; i < 4; i++) bits |= highest_bits(differs[i]) << 4u * i;
-        else
-            bits = signs_of(differs);
-        return bits;
-    }
-    // The highest bits of four bytes.
-    static __device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
-    {
-        return (bytes & 0x80808080u) * 0x00204081u >> 28;
-    }
-    // The highest bits of 16 bytes of elements.
-    static __device__ __forceinline__ uint32_t signs_of(const uint32_t (&word)[4])
-    {
-        if (sizeof(T) == 4)
-            return highest_bits(
-                permute_bytes(permute_bytes(word[0], word[1], 0x73), permute_bytes(word[2], word[3], 0x73), 0x5410));
-        if (sizeof(T) == 1)
-            return highest_bits(word[0]) | highest_bits(word[1]) << 4 | highest_bits(word[2]) << 8 |
-                   highest_bits(word[3]) << 12;
-        return highest_bits(permute_bytes(word[0], word[1], 0x7531)) |
-               highest_bits(permute_bytes(word[2], word[3], 0x7531)) << 4;
-    }
     // Bits of a lane's elements, from a column on, in a bitmap. By all lanes together, also those past the row's end.
     __device__ __forceinline__ void keep_bits(uint8_t *bitmap, uint32_t column, uint32_t bits) const
     {
@@ -115,14 +81,14 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             uint32_t word[4] = {}, listed = 0;
             if (first < row_bytes) {
                 row.load(first, whole, word);
-                listed =
-                    low_bits(different_from(static_cast<T>(planes.default_value), !Book::signed_default(planes), word),
-                             ibp_min_u32(columns - column, kPerLane));
+                listed = low_bits(
+                    Base::different_from(static_cast<T>(planes.default_value), !Book::signed_default(planes), word),
+                    ibp_min_u32(columns - column, kPerLane));
                 if (sums[1] == 0u)
-                    sums[1] = (listed & different_from(static_cast<T>(planes.closed_value), true, word)) != 0u;
+                    sums[1] = (listed & Base::different_from(static_cast<T>(planes.closed_value), true, word)) != 0u;
             }
             keep_bits(work.bitmap, column, listed);
-            if (Book::signed_default(planes)) keep_bits(work.signs, column, signs_of(word));
+            if (Book::signed_default(planes)) keep_bits(work.signs, column, Base::signs_of(word));
             sums[0] += ibp_popcount(listed);
         }
         G::sum(sums);

@@ -31,7 +31,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
-    static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kSteps = 2, kStepBytes = kVector * LANES;
+    static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kStepBytes = kVector * LANES;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const uint32_t row_bytes, live_bytes;                                  // those of the live columns
     // Of all symbols; or of those in the hash table; or of all ranks, which a table of columns or entries then give.
@@ -40,6 +40,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     const uint8_t *ranks; // of all symbols in all columns, if entries are a column's
     const uint32_t free;  // code of symbols without an entry
     bool has_all, is_hashed, has_ranks;
+    bool counts_all; // escapes of all elements by the table, and takes off those of elements that are not coded
 
     // ---- the codebook ----
 
@@ -87,7 +88,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         : Book(cb, 0), row_bytes(cb.row_bytes), live_bytes(columns * static_cast<uint32_t>(sizeof(T))),
           codes(table + keys_bytes(cb) / 4u), keys(reinterpret_cast<const T *>(table)),
           ranks(reinterpret_cast<const uint8_t *>(codes) + codes_bytes(cb)), free(code_of_rank(planes.num_entries)),
-          has_all(has_code_table(cb)), is_hashed(has_hash_table(cb)), has_ranks(has_column_ranks(cb))
+          has_all(has_code_table(cb)), is_hashed(has_hash_table(cb)), has_ranks(has_column_ranks(cb)),
+          counts_all(sizeof(T) <= 4 && has_all && Book::num_constant(planes) + Book::invariant_bits(planes) == 0u &&
+                     (!LISTED || !Book::signed_default(planes) || (planes.rotate && planes.residual_bits != 0u)))
     {
         uint32_t *const all = table + keys_bytes(cb) / 4u;
         auto *const of_columns = reinterpret_cast<uint8_t *>(all) + codes_bytes(cb);
@@ -232,11 +235,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return static_cast<T>(value);
     }
-    // is_whole: of the row, as PlainRow has it.
-    __device__ __forceinline__ void load_words(const PlainRow &row, uint32_t first, bool is_whole,
-                                               uint32_t (&word)[4]) const
+    __device__ __forceinline__ void load_words(const PlainRow &row, uint32_t first, uint32_t (&word)[4]) const
     {
-        if (Book::num_constant(planes) == 0u) return row.load(first, is_whole, word);
+        if (Book::num_constant(planes) == 0u) return row.load(first, word);
         const uint32_t column = first / static_cast<uint32_t>(sizeof(T));
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) word[i] = 0;
@@ -252,15 +253,10 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     }
     __device__ __forceinline__ Lane load(const PlainRow &row, uint32_t first) const
     {
-        uint32_t word[4] = {};
-        if (first < live_bytes) load_words(row, first, row.has_whole(first), word);
-        return lane_of(word, first);
-    }
-    // Of the words from byte `first` on, which may lie behind the live columns.
-    __device__ __forceinline__ Lane lane_of(const uint32_t (&word)[4], uint32_t first) const
-    {
-        Lane lane{{word[0], word[1], word[2], word[3]}, 0, first / static_cast<uint32_t>(sizeof(T)), 0, false, false};
+        Lane lane{};
+        lane.column = first / static_cast<uint32_t>(sizeof(T));
         if (first >= live_bytes) return lane;
+        load_words(row, first, lane.word);
         lane.present = held_at(lane.column);
         if (LISTED) {
 #pragma unroll
@@ -354,6 +350,97 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- measuring ----
 
+    // Which of the elements of 16 bytes differ from a value, in their highest bits too or not: a bit each.
+    static __device__ __forceinline__ uint32_t different_from(T value, bool with_signs, const uint32_t (&word)[4])
+    {
+        constexpr uint32_t kHighest = kLowest << (kBits - 1u);
+        uint32_t differs[4], bits = 0; // the highest bit of each element
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t other = word[i] ^ value * kLowest;
+            differs[i] = ((other & ~kHighest) + ~kHighest) | (with_signs ? other : 0u);
+        }
+        if (sizeof(T) == 1)
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) bits |= highest_bits(differs[i]) << 4u * i;
+        else
+            bits = signs_of(differs);
+        return bits;
+    }
+    // The highest bits of four bytes.
+    static __device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
+    {
+        return (bytes & 0x80808080u) * 0x00204081u >> 28;
+    }
+    // The highest bits of 16 bytes of elements.
+    static __device__ __forceinline__ uint32_t signs_of(const uint32_t (&word)[4])
+    {
+        if (sizeof(T) == 4)
+            return highest_bits(
+                permute_bytes(permute_bytes(word[0], word[1], 0x73), permute_bytes(word[2], word[3], 0x73), 0x5410));
+        if (sizeof(T) == 1)
+            return highest_bits(word[0]) | highest_bits(word[1]) << 4 | highest_bits(word[2]) << 8 |
+                   highest_bits(word[3]) << 12;
+        return highest_bits(permute_bytes(word[0], word[1], 0x7531)) |
+               highest_bits(permute_bytes(word[2], word[3], 0x7531)) << 4;
+    }
+    // The symbol of element e of some words from a bit on, and other bits around it.
+    template <uint32_t WORDS>
+    __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[WORDS], uint32_t e, uint32_t bit) const
+    {
+        const uint32_t word = words[e / kPerWord];
+        return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
+    }
+    // What a table has for the symbol of element e, which is turned to where it counts bytes.
+    template <uint32_t WORDS>
+    __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS],
+                                                  uint32_t e) const
+    {
+        const uint32_t byte = symbol_at(words, e, 2) & low_bits(~0u, symbol_bits) << 2;
+        return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(table) + byte);
+    }
+    __device__ __forceinline__ uint32_t escapes_of(uint32_t word) const
+    {
+        uint32_t words[4] = {word};
+        rotate(words);
+        return entry_for(codes, words, 0) & kEscapes;
+    }
+    // Where counts_all. Adds the escapes of every lane of elements, and how many are listed. Elements that are not
+    // listed have the symbol of the default, those behind the row's end that of zero.
+    template <class Add>
+    __device__ __forceinline__ void count_escapes(const PlainRow &row, uint32_t &listed, bool &open,
+                                                  const Add &add) const
+    {
+        constexpr uint32_t kSteps = 2;
+        const T normal = static_cast<T>(planes.default_value), closed = static_cast<T>(planes.closed_value);
+        const uint32_t of_zero = escapes_of(0), of_normal = LISTED ? escapes_of(normal) : 0u;
+        const bool is_whole = row.is_whole(row_bytes);
+#pragma unroll 1
+        for (uint32_t base = kVector * G::lane(); base < row_bytes; base += kSteps * kStepBytes) {
+            uint32_t words[kSteps][4] = {}; // those of all steps are on their way at once
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++)
+                if (base + s * kStepBytes < row_bytes) row.load(base + s * kStepBytes, is_whole, words[s]);
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const uint32_t column = (base + s * kStepBytes) / static_cast<uint32_t>(sizeof(T)),
+                               held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerLane);
+                uint32_t escapes = 0, others = (kPerLane - held) * of_zero;
+                if (LISTED) {
+                    const uint32_t present =
+                        low_bits(different_from(normal, !Book::signed_default(planes), words[s]), held);
+                    if (!open) open = (present & different_from(closed, true, words[s])) != 0u;
+                    listed += ibp_popcount(present);
+                    others += (held - ibp_popcount(present)) * of_normal;
+                }
+                rotate(words[s]);
+#pragma unroll
+                for (uint32_t e = 0; e < kPerLane; e++) escapes += entry_for(codes, words[s], e) & kEscapes;
+                add(escapes - others);
+            }
+        }
+    }
+
     // reaching[p]: elements with a digit in plane p; reaching[num_planes]: those with a raw symbol.
     struct Census {
         uint32_t reaching[IBP_MAX_PLANES + 1];
@@ -365,24 +452,20 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
         const bool constants = Book::num_constant(planes) == 0u || keeps_constants(row);
         bool open = false, differs = false;
-        const bool is_whole = row.is_whole(row_bytes);
-#pragma unroll 1
-        for (uint32_t base = kVector * G::lane(); base < live_bytes; base += kSteps * kStepBytes) {
-            uint32_t words[kSteps][4] = {}; // those of all steps are on their way at once
-#pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++)
-                if (base + s * kStepBytes < live_bytes) load_words(row, base + s * kStepBytes, is_whole, words[s]);
-#pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) {
-                const Lane lane = lane_of(words[s], base + s * kStepBytes);
-                if (lane.present == 0u) continue;
-                uint32_t code[kPerLane];
-                const uint32_t escapes = find_codes(lane, code);
-                even += escapes & 0x00ff00ffu;
-                odd += escapes >> 8 & 0x00ff00ffu;
-                listed += ibp_popcount(lane.present);
-                open = open || lane.open, differs = differs || lane.differs;
-            }
+        const auto add = [&](uint32_t escapes) {
+            even += escapes & 0x00ff00ffu;
+            odd += escapes >> 8 & 0x00ff00ffu;
+        };
+        if constexpr (sizeof(T) <= 4) {
+            if (counts_all) count_escapes(row, listed, open, add);
+        }
+        for (uint32_t first = kVector * G::lane(); first < live_bytes && !counts_all; first += kStepBytes) {
+            const Lane lane = load(row, first);
+            if (LISTED && lane.present == 0u) continue;
+            uint32_t code[kPerLane];
+            add(find_codes(lane, code));
+            listed += ibp_popcount(lane.present);
+            open = open || lane.open, differs = differs || lane.differs;
         }
         constexpr uint32_t kOpen = 1u << 16; // in a sum of at most as many ones as lanes
         uint32_t sums[6] = {LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu,

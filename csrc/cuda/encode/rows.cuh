@@ -23,23 +23,11 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads)
     extern __shared__ uint4 shared[];
     constexpr uint32_t kGroups = G::kThreads / G::kLanes;
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
-    const auto row_at = [&](int64_t r) {
-        return PlainRow{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
-    };
-    const int64_t step = int64_t{gridDim.x} * kGroups, first = blockIdx.x * int64_t{kGroups} + G::in_block();
-    PlainRow next{};
-    uint8_t next_byte = 0;
-    if (first < num_rows) next = row_at(first), next_byte = next.bytes[0];
-    for (int64_t r = first; r < num_rows; r += step) {
-        const PlainRow row = next;
-        const bool begins_as_default = next_byte == DefaultRow::first_byte(cb);
-        if (r + step < num_rows) {
-            next = row_at(r + step);
-            prefetch<G>(next);
-            next_byte = next.bytes[0];
-        }
+    for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows;
+         r += int64_t{gridDim.x} * kGroups) {
+        const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
         uint32_t length = IBP_DEFAULT_LENGTH(cb.row_bytes);
-        if (!begins_as_default || !is_default_throughout<G>(cb, row, row.valid))
+        if (!is_default<G>(cb, row, row.valid))
             length = ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes, cb.row_bytes, row.valid);
         if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }

@@ -72,23 +72,11 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- the elements of a lane ----
 
-    // The path of element e: its symbol is turned to where it counts bytes.
-    __device__ __forceinline__ uint32_t path_at(const uint32_t (&words)[kWords], uint32_t e) const
-    {
-        const uint32_t byte = symbol_at(words, e, 2) & low_bits(~0u, symbol_bits) << 2;
-        return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(paths) + byte);
-    }
-    // The symbol from a bit on, and other bits around it.
-    __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[kWords], uint32_t e, uint32_t bit) const
-    {
-        const uint32_t word = words[e / kPerWord];
-        return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
-    }
     // The path of element e of a column. Elements behind the last one have any.
     __device__ __forceinline__ uint32_t path_in(uint32_t column, const uint32_t (&words)[kWords], uint32_t e) const
     {
         const uint32_t place =
-            Base::place_of_rank(ibp_min_u32(column, columns - 1u), symbol_at(words, e, 0), symbol_bits);
+            Base::place_of_rank(ibp_min_u32(column, columns - 1u), this->symbol_at(words, e, 0), symbol_bits);
         return paths[ranks[place]];
     }
 
@@ -101,7 +89,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                                           uint32_t (&path)[kOctet]) const
     {
 #pragma unroll
-        for (uint32_t e = 0; e < kOctet; e++) path[e] = COLUMNS ? path_in(first + e, words, e) : path_at(words, e);
+        for (uint32_t e = 0; e < kOctet; e++)
+            path[e] = COLUMNS ? path_in(first + e, words, e) : this->entry_for(paths, words, e);
         if (num < kOctet)
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++) path[e] = e < num ? path[e] : 0u;
@@ -119,7 +108,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         if (COLUMNS) // entries of the list
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++)
-                path[e] = select_bits(0xffu, low_bits(symbol_at(words, e, 0), symbol_bits), path[e]);
+                path[e] = select_bits(0xffu, low_bits(this->symbol_at(words, e, 0), symbol_bits), path[e]);
         return octet;
     }
     static __device__ __forceinline__ uint32_t add_third_byte(uint32_t path, uint32_t sum)
