@@ -10,6 +10,10 @@ import ibp
 from ibp._layout import slots
 
 SECTOR_BYTES = 32
+# A kernel's reads reach host memory as requests for a line or less. What a line takes of the link beside its own bytes:
+# with it raw rows of 320 and 576 B, which end within lines, come at the same share of what is allowed as rows of whole
+# lines (families.csv).
+LINE_BYTES, LINE_COST = 128, 29
 MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_ROW_NS = None  # see reckon_with
 
 
@@ -28,10 +32,16 @@ ROWS_PER_BASE = 32  # FORMAT.md section 2
 OVERFLOW_ALIGN = 32  # FORMAT.md section 3
 
 
-def sectors_of_range(start, num_bytes):
-    """32-byte sectors touched by num_bytes bytes from address start (int64 tensors); 0 where num_bytes is 0."""
-    last = (start + num_bytes - 1) // SECTOR_BYTES
-    return torch.where(num_bytes > 0, last - start // SECTOR_BYTES + 1, 0)
+def units_of_range(start, num_bytes, unit_bytes=SECTOR_BYTES):
+    """Sectors, or other units, that num_bytes bytes from address start touch (int64 tensors); none of no bytes."""
+    last = (start + num_bytes - 1) // unit_bytes
+    return torch.where(num_bytes > 0, last - start // unit_bytes + 1, 0)
+
+
+def link_bytes_of_range(start, num_bytes):
+    """What they take of the link: their sectors, and the cost of their lines."""
+    sectors, lines = (units_of_range(start, num_bytes, unit_bytes) for unit_bytes in (SECTOR_BYTES, LINE_BYTES))
+    return SECTOR_BYTES * sectors + LINE_COST * lines
 
 
 def stored_row_bytes(table):
@@ -65,30 +75,41 @@ def overflow_starts(table, part):
     return table.bases[group] + before - before[group * ROWS_PER_BASE]
 
 
-def row_sectors(table, rows=None):
-    """Sectors that fetching each of `rows` alone touches, from the stored lengths and the real addresses. Row bytes
-    only: not the row index, which is a copy in device memory. rows: int64 row numbers, or None for all rows. int64, on
-    the device of `rows`, or of the table."""
+def _of_rows(table, rows, of_range):
+    """What `of_range` says of the slot and of the overflow part of each of `rows`, added up, from the stored lengths
+    and the real addresses. Row bytes only: not the row index, which is a copy in device memory. rows: int64 row
+    numbers, or None for all rows. int64, on the device of `rows`, or of the table."""
     stored = stored_row_bytes(table)
     in_slot = torch.clamp(stored, max=table.slot_bytes)
     part = stored - in_slot
     slot_start = (
-        table.slots.data_ptr() % SECTOR_BYTES + torch.arange(table.num_rows, device=stored.device) * table.slot_bytes
+        table.slots.data_ptr() % LINE_BYTES + torch.arange(table.num_rows, device=stored.device) * table.slot_bytes
     )
-    part_start = table.overflow.data_ptr() % SECTOR_BYTES + overflow_starts(table, part)
-    sectors = sectors_of_range(slot_start, in_slot) + sectors_of_range(part_start, part)
-    return sectors if rows is None else sectors.to(rows.device)[rows.to(torch.int64)]
+    part_start = table.overflow.data_ptr() % LINE_BYTES + overflow_starts(table, part)
+    found = of_range(slot_start, in_slot) + of_range(part_start, part)
+    return found if rows is None else found.to(rows.device)[rows.to(torch.int64)]
 
 
-def link_seconds(sectors):
-    """Time of the link for a kernel that fetches rows of so many sectors each."""
-    per_row = torch.clamp(sectors.to(torch.float64) * SECTOR_BYTES / LINK_KERNEL_GBPS, min=LINK_ROW_NS)
+def row_sectors(table, rows=None):
+    """Sectors that reading each of `rows` alone touches, see `_of_rows`."""
+    return _of_rows(table, rows, units_of_range)
+
+
+def row_link_bytes(table, rows=None):
+    """Bytes of the link that fetching each of `rows` alone takes, see `_of_rows`."""
+    return _of_rows(table, rows, link_bytes_of_range)
+
+
+def link_seconds(link_bytes):
+    """Time of the link for a kernel that fetches rows which take so many of its bytes each."""
+    gbps = LINK_KERNEL_GBPS * (1 + LINE_COST / LINE_BYTES)  # with whole lines, LINK_KERNEL_GBPS of rows
+    per_row = torch.clamp(link_bytes.to(torch.float64) / gbps, min=LINK_ROW_NS)
     return float(per_row.sum()) * 1e-9
 
 
-def gather_gbps(output_bytes, sectors, memset_gbps):
+def gather_gbps(output_bytes, link_bytes, memset_gbps):
     """Ideal rate of a gather from pinned memory: the link or the writing of the output, whichever takes longer."""
-    return output_bytes * 1e-9 / max(link_seconds(sectors), output_bytes * 1e-9 / memset_gbps)
+    return output_bytes * 1e-9 / max(link_seconds(link_bytes), output_bytes * 1e-9 / memset_gbps)
 
 
 def tensor_gbps(num_bytes, link_bytes):

@@ -185,17 +185,17 @@ def timed_fetches(process, fetch, training, ids):
 
 
 def missed(fetch, ids):
-    """(ids asked for, sectors of the link of the rows that the cache lacks)."""
+    """(ids asked for, bytes of the link that rows take which the cache lacks)."""
     lacking = ids
     if isinstance(fetch, gnn_cache.Cached):
         with fetch.cache.found(ids) as (_, entries, _):
             lacking = ids[(entries.view(len(ids), -1) == 0).any(1)]
-    return ids, ideal.row_sectors(fetch.table, lacking.cpu())
+    return ids, ideal.row_link_bytes(fetch.table, lacking.cpu())
 
 
-def link_gbps(row_bytes, ids, sectors):
+def link_gbps(row_bytes, ids, link_bytes):
     """The link's best rate of original bytes, for one GPU."""
-    return ideal.gather_gbps(len(ids) * row_bytes, sectors, math.inf)
+    return ideal.gather_gbps(len(ids) * row_bytes, link_bytes, math.inf)
 
 
 def cache_columns(fetch, kind, hotness, ids, raw_rows):
@@ -248,7 +248,7 @@ def measure_sharded(process, case, raw, coded):
                 "row_bytes": raw.row_bytes,
                 "savings": own.savings,
                 "gbps": WORLD * len(ids) * count * raw.row_bytes * 1e-9 / seconds,
-                "link_gbps": link_gbps(raw.row_bytes, ids[0], ideal.row_sectors(table, ids[0].cpu())),
+                "link_gbps": link_gbps(raw.row_bytes, ids[0], ideal.row_link_bytes(table, ids[0].cpu())),
                 "gpus": WORLD,
                 "cache_percent": 0,
                 "fetch_ms": 1e3 * seconds / len(ids),

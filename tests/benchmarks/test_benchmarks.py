@@ -62,7 +62,7 @@ def make_table(lengths, *, num_rows, row_bytes, slot_bytes, num_bytes=None, offs
         part = max(0, n - slot_bytes)
         end += part if slot_bytes == 0 else -(-part // 32) * 32
     aligned = torch.empty(1 << 20, dtype=torch.uint8)
-    aligned = aligned[-aligned.data_ptr() % 64 :]
+    aligned = aligned[-aligned.data_ptr() % 128 :]
     return types.SimpleNamespace(
         shape=(num_bytes,),
         dtype=torch.uint8,
@@ -76,10 +76,10 @@ def make_table(lengths, *, num_rows, row_bytes, slot_bytes, num_bytes=None, offs
     ), stored
 
 
-def sectors_by_bytes(table, stored, row):
-    """Row by row and byte by byte: the sectors of every byte that a fetch of one row reads."""
-    sectors = {
-        ("slots", (table.slots.data_ptr() + row * table.slot_bytes + k) // 32)
+def units_by_bytes(table, stored, row, unit_bytes=32):
+    """Row by row and byte by byte: the sectors, or other units, of every byte that a fetch of one row reads."""
+    units = {
+        ("slots", (table.slots.data_ptr() + row * table.slot_bytes + k) // unit_bytes)
         for k in range(min(stored[row], table.slot_bytes))
     }
     part = max(0, stored[row] - table.slot_bytes)
@@ -88,8 +88,8 @@ def sectors_by_bytes(table, stored, row):
         for q in range(row // 32 * 32, row):
             before = max(0, stored[q] - table.slot_bytes)
             start += before if table.slot_bytes == 0 else -(-before // 32) * 32
-        sectors |= {("overflow", (table.overflow.data_ptr() + start + k) // 32) for k in range(part)}
-    return len(sectors)
+        units |= {("overflow", (table.overflow.data_ptr() + start + k) // unit_bytes) for k in range(part)}
+    return len(units)
 
 
 @pytest.mark.parametrize("offset", [0, 4, 31])
@@ -101,9 +101,11 @@ def test_row_sectors_counts_every_byte(row_bytes, slot_bytes, offset):
     table, stored = make_table(
         lengths, num_rows=num_rows, row_bytes=row_bytes, slot_bytes=slot_bytes, num_bytes=num_bytes, offset=offset
     )
-    assert ideal.row_sectors(table).tolist() == [sectors_by_bytes(table, stored, r) for r in range(num_rows)]
+    assert ideal.row_sectors(table).tolist() == [units_by_bytes(table, stored, r) for r in range(num_rows)]
     ids = torch.tensor([69, 0, 33, 33], dtype=torch.int32)
-    assert ideal.row_sectors(table, ids).tolist() == [sectors_by_bytes(table, stored, r) for r in ids.tolist()]
+    assert ideal.row_sectors(table, ids).tolist() == [units_by_bytes(table, stored, r) for r in ids.tolist()]
+    lines = (ideal.row_link_bytes(table) - 32 * ideal.row_sectors(table)) // ideal.LINE_COST
+    assert lines.tolist() == [units_by_bytes(table, stored, r, ideal.LINE_BYTES) for r in range(num_rows)]
 
 
 def test_raw_table_reads_whole_rows():
@@ -119,13 +121,18 @@ def test_a_default_row_reads_nothing():
 
 
 def test_ideal_rates():
-    sectors = torch.full((1000,), 16)  # rows of 512 B, raw: the link's rate, whatever a memset does
-    assert ideal.gather_gbps(512_000, sectors, 4000) == pytest.approx(51.4)
-    assert ideal.gather_gbps(1_024_000, sectors, 4000) == pytest.approx(102.8)  # half saved
-    assert ideal.gather_gbps(512_000, sectors, 10) == pytest.approx(10)  # the writing binds
-    ones = torch.ones(1000, dtype=torch.int64)  # a row costs 1.45 ns, however short
-    assert ideal.link_seconds(ones) == pytest.approx(1.45e-6)
-    assert ideal.link_seconds(4 * ones) == pytest.approx(1000 * 128 / 51.4e9)
+    starts = 512 * torch.arange(1000)
+    rows = ideal.link_bytes_of_range(
+        starts, torch.full_like(starts, 512)
+    )  # raw: the link's rate, whatever a memset does
+    assert ideal.gather_gbps(512_000, rows, 4000) == pytest.approx(51.4)
+    assert ideal.gather_gbps(1_024_000, rows, 4000) == pytest.approx(102.8)  # half saved
+    assert ideal.gather_gbps(512_000, rows, 10) == pytest.approx(10)  # the writing binds
+    sectors = ideal.link_bytes_of_range(starts, torch.full_like(starts, 32))  # a row costs 1.45 ns, however short
+    assert ideal.link_seconds(sectors) == pytest.approx(1.45e-6)
+    across = ideal.link_bytes_of_range(starts + 64, torch.full_like(starts, 128))  # parts of two lines
+    assert across.tolist() == [128 + 2 * ideal.LINE_COST] * 1000
+    assert ideal.link_seconds(across) > 1.15 * ideal.link_seconds(across - ideal.LINE_COST)
     assert ideal.device_gbps(100, 200, 2000) == pytest.approx(2000)  # nothing saved: a copy
     assert ideal.device_gbps(100, 110, 2000, memset_gbps=3000) == pytest.approx(3000)
     assert ideal.tensor_gbps(300, 200) == pytest.approx(1.5 * 55.4)
