@@ -119,7 +119,8 @@ def target(kind, row_bytes, arm, sms, raw_gbps, ideal_gbps, copy_gbps):
     if arm != CODED:
         return None
     if kind == "short" and row_bytes == 128:
-        return WANTED_OF_SHORTEST.get(sms)
+        wanted = WANTED_OF_SHORTEST.get(sms)
+        return wanted and min(wanted, WANTED_SHARES[kind] * ideal_gbps)
     keeps_its_share = sms is None or kind in ("short", "long") or (kind == "bytes" and sms == MANY_SMS)
     return WANTED_SHARES[kind] * ideal_gbps if keeps_its_share else not_below_raw
 

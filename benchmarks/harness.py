@@ -348,10 +348,13 @@ class Run:
 # ---- targets -------------------------------------------------------------------------------------------------------
 
 TARGET_COLUMNS = ("target_gbps", "met")  # of scripts that say beside each rate what is wanted
+MOST_WANTED = 0.95  # of what the hardware allows
 
 
-def judged(gbps, wanted):
-    """The values of TARGET_COLUMNS. wanted: GB/s, or None where nothing is."""
+def judged(gbps, wanted, allowed_gbps=math.inf):
+    """The values of TARGET_COLUMNS. wanted: GB/s, or None where nothing is. allowed_gbps: what the hardware allows: no
+    target is above MOST_WANTED of it."""
+    wanted = min(wanted, MOST_WANTED * allowed_gbps) if wanted else None
     return {"target_gbps": four_digits(wanted), "met": "yes" if gbps >= wanted else "no"} if wanted else {}
 
 

@@ -72,7 +72,11 @@ class Case:
             return gbps
 
     def link_gbps(self, savings):
-        return ideal.LINK_KERNEL_GBPS / (1 - savings)
+        """Of rows that lie behind each other as stored."""
+        stored = round((1 - savings) * self.row_bytes)
+        starts = stored * torch.arange(ideal.LINE_BYTES)
+        link_bytes = ideal.link_bytes_of_range(starts, torch.full_like(starts, stored))
+        return ideal.gather_gbps(len(starts) * self.row_bytes, link_bytes, self.run.memset_gbps)
 
     def record(self, arm, gbps, seconds, wanted, sms, savings, ideal_gbps, gain, **extra):
         self.run.add(
@@ -88,7 +92,7 @@ class Case:
             gain=f"{gain:.3f}",
             us=harness.four_digits(1e6 * seconds),
             **extra,
-            **harness.judged(gbps, wanted),
+            **harness.judged(gbps, wanted, ideal_gbps),
         )
 
 

@@ -160,7 +160,7 @@ class Case:
             times=f"{cublas_s / seconds:.3f}",
             tokens_per_s=harness.four_digits(count / seconds) if self.of_model else None,
             host_us=harness.four_digits(self.host_us(arm, count)) if count == 1 and not self.after_another else None,
-            **harness.judged(gbps, wanted),
+            **harness.judged(gbps, wanted, self.ideal_gbps(arm)),
         )
 
     def measure(self, counts):

@@ -140,7 +140,7 @@ class Case:
             ideal_gbps=lookup.ideal_gbps,
             sms=None if self.run.on_gpu else 0,
             **({} if cache is None else self.counted(cache, lookup.ids[0])),
-            **harness.judged(gbps, wanted),
+            **harness.judged(gbps, wanted, lookup.ideal_gbps),
         )
         return gbps
 
