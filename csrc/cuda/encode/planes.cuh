@@ -27,7 +27,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Group = EncodeGroup<LANES>;
     using G = Group;
     static constexpr uint32_t kBlocks = 1;
-    static constexpr bool kFillsStage = false;
+    static constexpr bool kFillsStage = false, kTogether = LISTED && LANES <= kWarp;
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
@@ -468,13 +468,22 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             open = open || lane.open, differs = differs || lane.differs;
         }
         constexpr uint32_t kOpen = 1u << 16; // in a sum of at most as many ones as lanes
-        uint32_t sums[6] = {LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu,
-                            even >> 16,           odd >> 16,      (open ? kOpen : 0u) + differs};
-        G::sum(sums);
-        const bool closed = LISTED && sums[5] < kOpen && sums[0] > 0u;
-        return {{LISTED ? sums[0] : columns, sums[1], sums[2], sums[3], sums[4]},
+        const uint32_t found = (open ? kOpen : 0u) + differs;
+        uint32_t sums[6] = {found, LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu, even >> 16, odd >> 16};
+        if constexpr (LANES <= kWarp) { // of few elements: two counts in a word
+            uint32_t packed[LISTED ? 4 : 3] = {found, even, odd};
+            if (LISTED) packed[LISTED ? 3 : 0] = listed;
+            G::sum(packed);
+            sums[0] = packed[0], sums[1] = packed[LISTED ? 3 : 0];
+            sums[2] = packed[1] & 0xffffu, sums[3] = packed[2] & 0xffffu;
+            sums[4] = packed[1] >> 16, sums[5] = packed[2] >> 16;
+        } else {
+            G::sum(sums);
+        }
+        const bool closed = LISTED && sums[0] < kOpen && sums[1] > 0u;
+        return {{LISTED ? sums[1] : columns, sums[2], sums[3], sums[4], sums[5]},
                 closed,
-                constants && (closed || sums[5] % kOpen == 0u)};
+                constants && (closed || sums[0] % kOpen == 0u)};
     }
 
     // As ibp_choose_position_form: every lane looks at a few forms, the first of the shortest is taken.
