@@ -271,7 +271,7 @@ TABLES = (
     Table(
         "Random rows from pinned host memory",
         "gather",
-        f"Normal rows, {GBPS}, in brackets the share of what the link allows for the sectors and lines that rows touch",
+        f"Normal rows, {GBPS}, in brackets the share of what the link allows for the sectors that rows touch",
         ROWS,
         of_ideal,
         lambda row: row["case"].startswith(NORMAL) and (is_whole(row) or row["sms"] == 8),
