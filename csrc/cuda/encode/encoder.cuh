@@ -66,8 +66,8 @@ constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 // by a warp.
 constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
-// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Dense rows
-// wait for few barriers, and an SM has room for few of their stages: more threads share one. Unlike the groups of
+// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Dense
+// rows wait for few barriers, and an SM has room for few of their stages: more threads share one. Unlike the groups of
 // group.cuh, those of a warp go ways of their own: collectives name the lanes of the group only.
 template <uint32_t LANES> struct EncodeGroup {
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp; // lanes of one warp
