@@ -63,7 +63,7 @@ OTHERS = {  # likewise; they take long, or need packages or GPUs that are not ev
     "llm --qwen": 120,
     "llm --loading": 60,
     "checkpoints": 90,
-    "profiles": 240,
+    "profiles": 340,
     "scale": 90,
     "gnn_parallel": 90,
     "densities": 220,

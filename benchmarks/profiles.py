@@ -2,9 +2,10 @@
 
     python -m benchmarks.profiles [--out DIR] [--device cpu] [--quick]
 
-Calls of families.py, linear.py, kv_transfer.py and bags.py, one of each kind, under `ncu`: tables of 256 MiB are
-decoded and encoded in device memory, vectors are multiplied with coded matrices, pages are packed and unpacked, bags of
-rows are summed. Without a GPU the calls run, and nothing is written.
+Calls of families.py, linear.py, kv_transfer.py, bags.py, row_cache.py and deltas.py, one of each kind, under `ncu`:
+tables of 256 MiB are measured, decoded and encoded in device memory, vectors are multiplied with coded matrices, pages
+are packed and unpacked, bags of rows are summed, rows come through a cache, deltas are applied. Without a GPU the calls
+run, and nothing is written.
 
 profiles.csv has, after the common columns, of the kernel of a call that takes longest: its name, `us`, its share of the
 time of all kernels of the call (`share`) and their number (`launches`); how much of what the hardware can do it did:
@@ -32,6 +33,7 @@ import ibp
 
 from . import bags, families, harness, kv_transfer, linear
 
+MEASURE = "planes measure"
 USED = ("issue", "memory", "l2", "l1", "tensor")
 COLUMNS = ("kernel", "us", "share", "launches", *USED, "warps", "stall", "stall_share", "bound")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats")
@@ -45,9 +47,11 @@ COUNTERS = {  # by column, what its counter is called; of several the largest co
 }
 DURATION = "gpu__time_duration.sum"  # ns
 STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_not_issued)?_per_issue_active")
-LIMIT_S = 240  # of all calls
+LIMIT_S = 330  # of all calls
 VECTORS, SHAPES = (1, 16, 64, 128, 256, 512), ((4096, 4096), (4096, 14336), (8192, 8192))
 BAG = bags.Rows(2048, torch.bfloat16)
+CACHED_BYTES, CACHED_SHARE, HIT_SHARE = (128, 512), 0.5, 0.9  # of a row; of a table's bytes; of the ids
+CHANGED_SHARE = 0.042  # of a tensor's elements
 LEAST_NS = 1.0
 
 
@@ -66,6 +70,13 @@ def rows_in_device_memory(run, data_dir):
         table = ibp.compress(x, codebook=codebook)
         out = torch.empty_like(x)
         yield name, families.DECODE, x, lambda table=table, out=out: ibp.decompress(table, out=out)
+        data, words = x.view(torch.uint8).view(-1), codebook.words(run.device)
+        yield (
+            name,
+            MEASURE,
+            x,
+            lambda data=data, words=words, codec=codebook.codec: torch.ops.ibp.measure_rows(data, words, codec),
+        )
         sizes = {"slot_bytes": table.slot_bytes, "overflow_bytes": table.num_rows * table.slot_bytes}
         place = ibp.CodedRows(codebook, table.num_rows, **sizes, device=run.device)
         yield name, families.ENCODE, x, lambda x=x, place=place: ibp.encode_into(x, place)
@@ -101,13 +112,45 @@ def pages_and_bags(run):
         yield f"bags of {size} rows", "embedding_bag", summed, lambda ids=ids: ibp.embedding_bag(table, ids, mode="sum")
 
 
+def caches_and_deltas(run):
+    for row_bytes in CACHED_BYTES:
+        x = families.weights(families.table_bytes(run) // row_bytes, row_bytes // 2, run.device).bfloat16()
+        table = ibp.compress(x, scheme="planes").cpu()
+        cache = ibp.RowCache(
+            table.pin_memory() if run.on_gpu else table,
+            int(CACHED_SHARE * table.nbytes),
+            torch.arange(len(x), 0, -1),
+            devices=run.device,
+        )
+        held = torch.randint(len(x) // 4, (len(x) // 2,), device=run.device)
+        mixed = torch.where(torch.rand(len(held), device=run.device) < HIT_SHARE, held, held + len(x) // 4 * 3)
+        for arm, ids in (("own hits", held), (f"{HIT_SHARE:.0%} hits", mixed)):
+            yield f"a cache of rows of {row_bytes} B", arm, x[: len(ids)], lambda ids=ids: cache.index_select(ids)
+    x = families.weights(families.table_bytes(run) // BAG.row_bytes, BAG.row_bytes // 2, run.device).bfloat16()
+    bits = x.view(torch.int16)
+    changed = (bits ^ (torch.rand(x.shape, device=run.device) < CHANGED_SHARE).to(torch.int16)).view(torch.bfloat16)
+    turns = [ibp.deltas.make({"x": changed}, {"x": x}), ibp.deltas.make({"x": x}, {"x": changed})]
+    weights = {"x": x.clone()}
+
+    def there_and_back():
+        turns[0].apply_(weights)
+        turns.reverse()
+
+    yield f"{CHANGED_SHARE:.1%} changed", "apply", x, there_and_back
+
+
 def run_calls(args, said):
     """Each call twice, the second time under the profiler and behind a kernel that sleeps. said: gets a line of JSON of
     each."""
     run = SimpleNamespace(device=torch.device(args.device), quick=args.quick, on_gpu=args.device == "cuda")
     torch.manual_seed(0)
     with torch.no_grad():
-        for calls in (rows_in_device_memory(run, args.data), products(run), pages_and_bags(run)):
+        for calls in (
+            rows_in_device_memory(run, args.data),
+            products(run),
+            pages_and_bags(run),
+            caches_and_deltas(run),
+        ):
             for case, arm, original, call in calls:
                 call()
                 if run.on_gpu:

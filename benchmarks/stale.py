@@ -77,7 +77,7 @@ SOURCES = {
     "more_clusters": _SAVINGS,
     "overlap": (*_FETCHING, *_STREAMING),
     "probes": (),
-    "profiles": (*_KERNELS, *_LINEAR, *_KV),
+    "profiles": (*_KERNELS, *_LINEAR, *_KV, "csrc/cuda/cache", "csrc/cuda/delta"),
     "ratio": _SAVINGS,
     "real_weights": (*_SAVINGS, *_LINEAR),
     "reference": (),
