@@ -65,20 +65,16 @@ def named_errors(path: Path, num_bytes: int) -> Iterator[None]:
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
-def header_room(
-    names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int | None = None
-) -> int:
+def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
     """Bytes of header that a file of tables or tensors of these names needs at most.
 
     Args:
         names: of the tables and tensors, of at most 8 dimensions each.
         metadata: of the user.
-        num_codebooks: how many different ones the tables have: of clusters each one, and the whole. None: one a name.
+        num_codebooks: how many different ones the tables have: of clusters each one, and the whole.
     """
-    names = list(names)
-    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata))
+    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + 2048 * num_codebooks
     room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
-    room += 2048 * (len(names) if num_codebooks is None else num_codebooks)
     return rounded_up(room)
 
 
@@ -141,25 +137,23 @@ class FileWriter:
 
     # ---- what is in the file ----
 
-    def plain(self, name: str, dtype: torch.dtype | str, shape: tuple[int, ...] | None = None) -> Sink:
-        """Begins a tensor that is kept as it is. shape: None where `close` is to say it."""
-        text = dtype if isinstance(dtype, str) else dtype_name(dtype)
-        if not isinstance(dtype, str) and text not in PLAIN_ITEM_BYTES:
+    def plain(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Sink:
+        """Begins a tensor that is kept as it is."""
+        text = dtype_name(dtype)
+        if text not in PLAIN_ITEM_BYTES:
             raise ValueError(f"{name!r} has dtype {dtype}, which safetensors lacks: ibp.compress makes a table of it")
         self._check_name(name, self._plain)
         self._plain.add(name)
-        dimensions = 8 if shape is None else len(shape)
-        self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + dimensions * _SIZE_BYTES)
-        return self._begin(Sink(self, name, text, shape, is_part=False))
+        self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)
+        return self._begin(Sink(self, name, text, shape))
 
-    def part(self, name: str, dtype: torch.dtype | str) -> Sink:
+    def part(self, name: str, dtype: str) -> Sink:
         """Begins a part of a table, `<table>:<part>`, or of a codebook: one dimension, padded with zeros. One without
         bytes is left out."""
-        text = dtype if isinstance(dtype, str) else dtype_name(dtype)
         if name in self._entries or name in self._plain or name in self._tables:
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
         self._claim_header(repr(name), _json_bytes(name) + _ENTRY_BYTES + _SIZE_BYTES)
-        return self._begin(Sink(self, name, text, None, is_part=True))
+        return self._begin(Sink(self, name, dtype, None))
 
     def codebook(self, codebook: AnyCodebook) -> int:
         """The number of a codebook in the file, into which equal ones are written once."""
@@ -237,24 +231,24 @@ class FileWriter:
         if self._on_write is not None:
             self._on_write(len(data))
 
-    def _close(self, sink: Sink, shape: tuple[int, ...] | None) -> None:
+    def _close(self, sink: Sink) -> None:
         """Ends the tensor, and adds what makes the next one begin at a multiple of the alignment."""
         assert self._output is not None
-        item_bytes = PLAIN_ITEM_BYTES.get(sink.dtype)
-        missing = -self._output.data_bytes % ALIGNMENT
-        if sink.is_part:
-            assert item_bytes is not None
+        end, item_bytes = self._output.data_bytes, PLAIN_ITEM_BYTES[sink.dtype]
+        num_bytes, missing = end - sink.start, -end % ALIGNMENT
+        if sink.shape is None:
             self._write(sink, _ZEROS[:missing])
-            missing, shape = 0, ((self._output.data_bytes - sink.start) // item_bytes,)
-        elif shape is None or (item_bytes and math.prod(shape) * item_bytes != self._output.data_bytes - sink.start):
-            got = self._output.data_bytes - sink.start
-            raise ValueError(f"{sink.name!r} has {got} bytes; wanted {sink.dtype} {shape and list(shape)}")
-        if not sink.is_part or shape != (0,):
-            self._enter(sink.name, sink.dtype, shape, sink.start)
-        if missing:
-            start = self._output.data_bytes
-            self._output.write(_ZEROS[:missing])
-            self._enter(f"ibp.padding.{len(self._entries)}", "U8", (missing,), start)
+            if num_bytes:
+                self._enter(sink.name, sink.dtype, ((num_bytes + missing) // item_bytes,), sink.start)
+        elif math.prod(sink.shape) * item_bytes != num_bytes:
+            raise ValueError(
+                f"{sink.name!r} has {num_bytes} bytes; wanted {sink.dtype} {sink.shape and list(sink.shape)}"
+            )
+        else:
+            self._enter(sink.name, sink.dtype, sink.shape, sink.start)
+            if missing:
+                self._output.write(_ZEROS[:missing])
+                self._enter(f"ibp.padding.{len(self._entries)}", "U8", (missing,), end)
         self._open = None
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
@@ -304,12 +298,11 @@ class FileWriter:
 
 
 class Sink:
-    """A tensor of a file that is being written. As a context manager it closes itself unless there is an exception."""
+    """A tensor of a file that is being written; shape: None of a part of a table or codebook. As a context manager it
+    closes itself unless there is an exception."""
 
-    def __init__(
-        self, writer: FileWriter, name: str, dtype: str, shape: tuple[int, ...] | None, *, is_part: bool
-    ) -> None:
-        self.name, self.dtype, self.shape, self.is_part = name, dtype, shape, is_part
+    def __init__(self, writer: FileWriter, name: str, dtype: str, shape: tuple[int, ...] | None) -> None:
+        self.name, self.dtype, self.shape = name, dtype, shape
         self.start = writer.data_bytes
         self._writer = writer
 
@@ -321,9 +314,9 @@ class Sink:
         if view.nbytes:
             self._writer._write(self, view if view.format == "B" and view.ndim == 1 else view.cast("B"))
 
-    def close(self, shape: tuple[int, ...] | None = None) -> None:
-        """Ends the tensor. shape: in place of the one given before; of a plain tensor only."""
-        self._writer._close(self, self.shape if shape is None else tuple(shape))
+    def close(self) -> None:
+        """Ends the tensor."""
+        self._writer._close(self)
 
     def __enter__(self) -> Sink:
         return self
@@ -473,22 +466,20 @@ def _write_parts(writer: FileWriter, name: str, fields: TableFields, parts: Mapp
     writer.table(name, fields)
     for part, tensor in parts.items():
         with writer.part(f"{name}:{part}", fields.parts[part]) as sink:
-            for block in _host_blocks(bytes_of(tensor)):
-                sink.write(block)
+            _write_tensor(sink, tensor)
 
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
     """Writes a whole tensor from any device, block by block, as it is."""
     check_tensor(tensor, repr(name))
     with writer.plain(name, tensor.dtype, tuple(tensor.shape)) as sink:
-        for block in _host_blocks(bytes_of(tensor)):
-            sink.write(block)
+        _write_tensor(sink, tensor)
 
 
-def _host_blocks(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Pieces of a flat tensor of bytes, in host memory."""
-    for block in data.split(staging.STAGED_BYTES):
-        yield staging.to_host(block)
+def _write_tensor(sink: Sink, tensor: torch.Tensor) -> None:
+    """Writes a tensor from any device, block by block."""
+    for block in bytes_of(tensor).split(staging.STAGED_BYTES):
+        sink.write(staging.to_host(block))
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -366,11 +366,10 @@ def test_what_a_writer_refuses(tmp_path, table):
     with pytest.raises(ValueError, match="not being written"):
         FileWriter(path).plain("a", torch.uint8, (1,))
     with FileWriter(path, header_bytes=2048) as file:
-        with file.plain("a", torch.uint8) as sink:
+        with file.plain("a", torch.uint8, (2, 100)) as sink:
             sink.write(torch.arange(200, dtype=torch.uint8))
             with pytest.raises(ValueError, match="'b' begins before 'a' is closed"):
                 file.plain("b", torch.uint8, (1,))
-            sink.shape = (2, 100)
         with pytest.raises(ValueError, match="'a' is closed"):
             sink.write(b"1")
         with pytest.raises(ValueError, match="two tensors 'a'"):
