@@ -55,8 +55,6 @@ def new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch
     last = parts[-1]
     added = {name: _whole(name, change) for name, change in changes.items() if not isinstance(change, ibp.deltas.Delta)}
     parts[-1] = Source(last.path, last.format, {**last.tensors, **added}, last.metadata)
-    if len(parts) == 1:
-        return Source(base.path, base.format, parts[0].tensors, base.metadata)
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     made = Source(base.path, base.format, tensors, base.metadata)
     made.parts = tuple(parts)

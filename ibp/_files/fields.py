@@ -41,7 +41,7 @@ _DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-_NAMES = {f"torch.{name}": text for text, name in _DTYPES.items()}
+_NAMES = {name: text for text, name in _DTYPES.items()}
 PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPES.items() if hasattr(torch, name)}
 
 
@@ -67,9 +67,10 @@ def refused(what: str) -> Iterator[None]:
 # ---- dtypes ----
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in a file."""
-    return _NAMES.get(str(dtype), str(dtype).removeprefix("torch.").upper())
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """The name in a file of a dtype, or of torch's name for one."""
+    name = str(dtype).removeprefix("torch.")
+    return _NAMES.get(name, name.upper())
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -190,7 +191,7 @@ Parts = Callable[[str, str, int], np.ndarray]  # (part, dtype's name, entries): 
 
 _PLANES_NUMBERS = ("element_bytes", "rotate", "residual_bits")
 _PLANES_FLAGS = ("per_column", "listed")
-_PLANES_VALUES = ("default", "closed", "signed_default", "invariant_bits", "invariant_value")
+_PLANES_VALUES = ("default", "closed", "signed_default", "invariant_bits", "invariant_value", "first_symbol")
 
 
 def codebook_record(codebook: AnyCodebook, number_of: Callable[[AnyCodebook], int]) -> CodebookRecord:
@@ -218,7 +219,6 @@ def codebook_record(codebook: AnyCodebook, number_of: Callable[[AnyCodebook], in
     names = ("scheme", "row_bytes", *_PLANES_NUMBERS, "digit_bits", *_PLANES_FLAGS, *_PLANES_VALUES)
     fields = {
         **{name: getattr(codebook, name) for name in names},
-        "first_symbol": codebook.first_symbol,
         "live": None if live is None else len(live),
         "expected_savings": codebook.expected_savings,
     }

@@ -118,7 +118,7 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
 def _list(file: FileReport) -> object:
     columns: dict[str, Callable[[TensorContents], object]] = {
         "tensor": lambda tensor: tensor.name,
-        "dtype": _dtype,
+        "dtype": output.show_dtype,
         "shape": lambda tensor: "x".join(map(str, tensor.shape)) or "scalar",
         "scheme": lambda tensor: "delta" if tensor.kind == "delta" else tensor.scheme,
         ">before": lambda tensor: output.show_size(tensor.original_bytes),
@@ -126,16 +126,6 @@ def _list(file: FileReport) -> object:
         ">saved": lambda tensor: output.show_share(tensor.savings),
     }
     return output.table_of(file.tensors, columns)
-
-
-def _dtype(tensor: TensorContents) -> str:
-    """In short, as headers of safetensors name it."""
-    import torch
-
-    from ibp._files.fields import dtype_name
-
-    dtype = getattr(torch, tensor.dtype, None)
-    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else tensor.dtype
 
 
 def _all_parts(file: FileReport) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Any, cast
 
 from .. import inputs, output, parsing
@@ -101,8 +100,7 @@ def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
 
 def _parts(found: list[dict[str, Any]]) -> list[object]:
     rows = [
-        [os.fspath(one["path"]), one["tensors"], one["tables"], output.show_size(one["bytes"]), one["status"]]
-        for one in found
+        [one["path"], one["tensors"], one["tables"], output.show_size(one["bytes"]), one["status"]] for one in found
     ]
     parts: list[object] = [output.table(["file", ">tensors", ">tables", ">checked", "status"], rows)]
     for one in found:
