@@ -20,9 +20,9 @@ from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
 from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
-from .._files.paths import SUFFIX, is_url, path_text, written_to
+from .._files.paths import SUFFIX, PathLike, is_url, path_text, written_to
 from .._files.sets import index_of, write_index
-from .._files.writer import FileWriter, checked_metadata, sync_directory
+from .._files.writer import FileWriter, Sink, checked_metadata, sync_directory
 from .._schemes import AnyCodebook
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
@@ -33,15 +33,15 @@ from ._outputs import SUFFIXES
 from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from ._source import Source, SourceTensor, chosen
-from ._sources import AnyPath, open_sources
+from ._sources import open_sources
 
 _NAME = "compress"
 _AHEAD = 2  # blocks that wait to be written
 
 
 def compress(
-    inputs: AnyPath | Iterable[AnyPath],
-    output: AnyPath,
+    inputs: PathLike | Iterable[PathLike],
+    output: PathLike,
     *,
     scheme: str = "auto",
     level: str = "default",
@@ -216,7 +216,8 @@ class _BlockJob:
             records.update(some)
         ordered = [records[shard.file] for shard in shards]
         _on_all(ranks, lambda: _finish(target, journal, ordered) if rank == 0 else None)
-        return joined_report(self._shown(_index_of(target, ordered)), ordered, kept_files, writing.peak.num_bytes)
+        opened = index_of(target) if len(ordered) > 1 else target
+        return joined_report(self._shown(opened), ordered, kept_files, writing.peak.num_bytes)
 
     def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
         """Names of those of the tensors, or of the items of one, that are not to be coded."""
@@ -251,29 +252,28 @@ class _Writing:
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
-            coming = self._coder.coded(self._blocks(shard))
+            coming = self._coder.coded(self._blocks(shard.tensors))
             with contextlib.closing(coming), ThreadPoolExecutor(1, "ibp-writer") as self._thread:
                 reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
             fields = {"names": writer.names, "data_bytes": writer.data_bytes}
         return {**fields, "tensors": [report.as_dict() for report in reports]}
 
-    def _blocks(self, shard: Shard) -> Iterator[Block]:
-        for tensor in shard.tensors:
+    def _blocks(self, tensors: Iterable[SourceTensor]) -> Iterator[Block]:
+        for tensor in tensors:
             yield from blocks_of(tensor, self._books.of(tensor), self._coder.block_bytes)
 
     def _write_tensor(
         self, writer: FileWriter, tensor: SourceTensor, coming: Iterator[CodedBlock], file: str
     ) -> TensorReport:
         codebook = self._books.of(tensor)
-        number = None if codebook is None else writer.codebook(codebook)
+        scheme, number = (None, None) if codebook is None else (codebook.scheme, writer.codebook(codebook))
         start = writer.data_bytes
         if codebook is None:
             with writer.plain(tensor.name, tensor.dtype, tensor.shape) as sink:
-                self._write_blocks(tensor, None, coming, sink.write)
+                self._write_blocks(tensor, coming, sink)
         else:
             self._write_table(writer, tensor, codebook, number, coming)
         stored = writer.data_bytes - start
-        scheme = None if codebook is None else codebook.scheme
         return TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file)
 
     def _write_table(
@@ -286,7 +286,7 @@ class _Writing:
     ) -> None:
         with writer.part(f"{tensor.name}:overflow", "U8") as sink:
             start = writer.data_bytes
-            parts, words = self._write_blocks(tensor, codebook, coming, sink.write)
+            parts, words = self._write_blocks(tensor, coming, sink)
             has_overflow = writer.data_bytes > start
         lengths = torch.from_numpy(np.concatenate(parts))
         with writer.part(f"{tensor.name}:lengths", "U16") as sink:
@@ -306,21 +306,17 @@ class _Writing:
         writer.table(tensor.name, fields)
 
     def _write_blocks(
-        self,
-        tensor: SourceTensor,
-        codebook: AnyCodebook | None,
-        coming: Iterator[CodedBlock],
-        write: Callable[[Any], None],
+        self, tensor: SourceTensor, coming: Iterator[CodedBlock], sink: Sink
     ) -> tuple[list[np.ndarray], int]:
         """Writes the blocks of a tensor as they come, on a thread, while the next ones are brought. Returns the lengths
         of their rows, and the sum of words."""
 
         def put(coded: CodedBlock) -> CodedBlock:
-            write(coded.data)
+            sink.write(coded.data)
             coded.release()
             return coded
 
-        blocks = list(blocks_of(tensor, codebook, self._coder.block_bytes))
+        blocks = list(self._blocks([tensor]))
         parts, words = [], 0
         with contextlib.closing(ahead(self._thread, put, itertools.islice(coming, len(blocks)), _AHEAD)) as written:
             for block, coded in zip(blocks, written):
@@ -343,7 +339,3 @@ def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> No
         os.replace(index_of(made), index_of(target))
     sync_directory(target.parent)
     journal.close()
-
-
-def _index_of(target: Path, records: list[dict[str, Any]]) -> Path:
-    return index_of(target) if len(records) > 1 else target

@@ -11,20 +11,20 @@ import numpy as np
 
 from .._common.progress import tqdm
 from .._common.sequences import ahead
-from .._files.paths import is_url, path_text, written_to
+from .._files.paths import PathLike, is_url, path_text, written_to
 from .._files.sets import index_of, names_of_set, write_index
 from ._model_files import copy_files_beside, weights_of
 from ._outputs import FORMATS, SUFFIXES
 from ._source import Source, SourceTensor, chosen
-from ._sources import AnyPath, open_sources
+from ._sources import open_sources
 
 _BLOCK_BYTES = 4 << 20
 _AHEAD = 2  # blocks that are decoded while one is written
 
 
 def decompress(
-    inputs: AnyPath | Iterable[AnyPath],
-    output: AnyPath,
+    inputs: PathLike | Iterable[PathLike],
+    output: PathLike,
     *,
     format: str | None = None,
     include: Iterable[str] | None = None,
@@ -72,7 +72,7 @@ def decompress(
     return written
 
 
-def write_source(source: Source, output: AnyPath, format: str | None, what: str, progress: bool) -> list[str]:
+def write_source(source: Source, output: PathLike, format: str | None, what: str, progress: bool) -> list[str]:
     """Writes the tensors of a source. Returns the paths or URLs of the files; what: named by the bar, the others are
     as of `decompress`."""
     with written_to(output) as target:

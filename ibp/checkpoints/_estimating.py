@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 
-from .. import _core
-from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._common.statistics import share_saved
 from .._files.fields import dtype_name
+from .._files.paths import PathLike
 from .._layout import slots
 from .._layout.geometry import Geometry, as_tensor
 from .._schemes import SCHEMES, AnyCodebook
-from .._schemes.estimation import check_learning
 from ._learning import TRIED_BYTES, CheckpointLearning, Codebooks, sample_of, savings_of
 from ._planning import compressed_bytes, table_bytes
 from ._source import SourceTensor, chosen
-from ._sources import AnyPath, open_sources
+from ._sources import open_sources
 
 _COMPARED = ("ibp", "planes")
 
@@ -105,7 +103,7 @@ class CheckpointEstimate:
 
 
 def estimate(
-    inputs: AnyPath | Iterable[AnyPath],
+    inputs: PathLike | Iterable[PathLike],
     *,
     level: str = "default",
     row_bytes: int | None = None,
@@ -131,9 +129,7 @@ def estimate(
         FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress`.
         TypeError, ValueError: level or row_bytes is none, or a pattern of include matches no name.
     """
-    check_learning("auto", None, None, None, level)
-    row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
-    learning = CheckpointLearning("auto", level=level, row_bytes=row_bytes)
+    learning = CheckpointLearning("auto", level=level, row_bytes=row_bytes).checked("cpu")
     with open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
         kinds = _Kinds(learning, list(source.tensors.values()), kept)

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from .._files.paths import is_url, path_text, target_of
+from .._files.paths import PathLike, is_url, path_text, target_of
 from .._files.sets import INDEX_SUFFIX
 from .._files.writer import write_whole
-from ._sources import AnyPath, holds_something_else, is_named_as_tensors
+from ._sources import holds_something_else, is_named_as_tensors
 
 METHOD = "ibp"  # quant_method of quantization_config, by which transformers finds `ibp.integrations.transformers`
 WEIGHTS, _OF_DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safetensors"
@@ -22,14 +22,14 @@ _INSERTED = f',\n  "{_FIELD}": {{\n    "quant_method": "{METHOD}"\n  }}'
 _OF_OTHERS = (".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pdparams", ".tflite")  # weights, too
 
 
-def weights_of(inputs: AnyPath | Iterable[AnyPath], output: AnyPath) -> AnyPath:
+def weights_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> PathLike:
     """The output; where a directory of a model of diffusers becomes a directory, the file that diffusers looks for."""
     folder, target = _directory(inputs), _target(output)
     is_there = folder is not None and any((folder / f"{_OF_DIFFUSERS}{end}").exists() for end in ("", INDEX_SUFFIX))
     return target / _OF_DIFFUSERS if is_there and target is not None else output
 
 
-def files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath) -> dict[Path, Path]:
+def files_beside(inputs: PathLike | Iterable[PathLike], output: PathLike) -> dict[Path, Path]:
     """Which files are copied where, if one directory becomes another on this machine: all but weights, hidden files
     and links to nothing. Empty where anything else is compressed or decompressed."""
     folder, target = _directory(inputs), _target(output)
@@ -39,7 +39,7 @@ def files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath) -> dict[P
     return {path: target / path.relative_to(folder) for path in files}
 
 
-def copy_files_beside(inputs: AnyPath | Iterable[AnyPath], output: AnyPath, *, is_coded: bool) -> None:
+def copy_files_beside(inputs: PathLike | Iterable[PathLike], output: PathLike, *, is_coded: bool) -> None:
     """Copies these files. config.json of the copy says whether weights are coded, for transformers. A warning names
     weights that stay behind: in formats that `ibp.checkpoints` does not read, and in directories inside."""
     for source, copy in files_beside(inputs, output).items():
@@ -69,7 +69,7 @@ def _shown_files(folder: Path, target: Path) -> list[Path]:
     ]
 
 
-def _directory(inputs: AnyPath | Iterable[AnyPath]) -> Path | None:
+def _directory(inputs: PathLike | Iterable[PathLike]) -> Path | None:
     """The directory of this machine that is the only input."""
     given = inputs[0] if isinstance(inputs, (list, tuple)) and len(inputs) == 1 else inputs
     if not isinstance(given, (str, os.PathLike)):
@@ -78,7 +78,7 @@ def _directory(inputs: AnyPath | Iterable[AnyPath]) -> Path | None:
     return Path(text) if not is_url(text) and os.path.isdir(text) else None
 
 
-def _target(output: AnyPath) -> Path | None:
+def _target(output: PathLike) -> Path | None:
     """The directory of this machine that is the output."""
     text = path_text(output)
     if is_url(text) or target_of(text) == Path(text):

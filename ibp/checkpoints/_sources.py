@@ -10,11 +10,10 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeAlias
 
 from .._files.fields import FileFormatError, dtype_of
 from .._files.header import Header, find_files, read_header
-from .._files.paths import SUFFIX, file_system, is_url, path_text, read_here
+from .._files.paths import SUFFIX, PathLike, file_system, is_url, path_text, read_here
 from .._files.regular import open_regular
 from .._files.sets import INDEX_SUFFIX
 from ._ibp_files import open_ibp
@@ -22,9 +21,7 @@ from ._numpy_files import open_npy, open_npz
 from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, map_file, mapped_tensor
 from ._torch_files import open_torch
 
-AnyPath: TypeAlias = "str | os.PathLike[str]"
-
-_OPENERS: dict[str, Callable[[AnyPath], Source]] = {"npy": open_npy, "npz": open_npz, "torch": open_torch}
+_OPENERS: dict[str, Callable[[PathLike], Source]] = {"npy": open_npy, "npz": open_npz, "torch": open_torch}
 _SUFFIXES = (SUFFIX, ".ibp", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
 _OF_ANY_BYTES = ".bin"  # a suffix that tokenizers have for files of theirs, too
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
@@ -32,7 +29,7 @@ _START_BYTES = 16
 _PICKLE = re.compile(rb"\x80[\x02-\x05]")  # what torch.save wrote before it wrote archives
 
 
-def open_source(path: AnyPath) -> Source:
+def open_source(path: PathLike) -> Source:
     """Opens a file of tensors, or a set of them: a directory, or an index (model.safetensors.index.json).
 
     What it is, is told by its bytes, whatever its name. A URL of fsspec ("s3://...") is copied to a temporary file
@@ -90,7 +87,7 @@ def format_of(path: str) -> str:
     raise kind(f"{path} has no format that is known; wanted one of {_READ}")
 
 
-def open_sources(inputs: AnyPath | Iterable[AnyPath]) -> Source:
+def open_sources(inputs: PathLike | Iterable[PathLike]) -> Source:
     """Opens paths, globs, directories and URLs as one source, whose `parts` are the files. ValueError: two files have a
     tensor of one name; or as `open_source`."""
     paths = expand(inputs)
@@ -114,7 +111,7 @@ def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None
         raise
 
 
-def expand(inputs: AnyPath | Iterable[AnyPath]) -> list[str]:
+def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
     """The files and URLs that the inputs name: globs become what they match, sorted. FileNotFoundError: nothing is
     named, or nothing matches."""
     given = [inputs] if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Iterable) else inputs
