@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,9 +22,10 @@ from ..checkpoints._learning import CheckpointLearning, Codebooks
 from ..checkpoints._planning import compressed_bytes, table_bytes
 from ..checkpoints._source import Source, SourceTensor
 from ..checkpoints._sources import local_path, open_source
+from ..checkpoints._torch_files import loaded_tensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
-from .report import FileReport, TensorContents, reader_of, report_estimate, report_plain, report_table, report_whole
+from .report import FileReport, TensorContents, report_estimate, report_plain, report_table, report_whole
 
 Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into
 
@@ -46,7 +48,7 @@ def inspect_path(
     if is_url(path):
         with local_path(path) as near:
             found = inspect_path(near, wanted=wanted, progress=progress)
-        return FileReport(**{**vars(found), "path": path})
+        return replace(found, path=path)
     if _is_ibp(path):
         with open_file(path, memory="host") as file:
             return _of_ibp(file, wanted, progress)
@@ -90,10 +92,9 @@ def _bytes_in_file(report: TensorContents) -> int:
 
 
 def _of_plain(tensor: SourceTensor, codebook: AnyCodebook | None, users: Counter[int]) -> TensorContents:
-    known = tensor.name, tensor.shape, tensor.dtype, tensor.read
     if codebook is None:
-        return report_plain(*known)
-    return report_estimate(*known, codebook, codebook_share=1 / users[id(codebook)])
+        return report_plain(tensor)
+    return report_estimate(tensor, codebook, codebook_share=1 / users[id(codebook)])
 
 
 def _of_ibp(file: File, wanted: Wanted, progress: bool) -> FileReport:
@@ -128,7 +129,7 @@ def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorContents:
         sizes = info.num_bytes or 0, info.stored_bytes
         return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)
     if isinstance(value, torch.Tensor):
-        return report_plain(name, tuple(value.shape), value.dtype, reader_of(value))
+        return report_plain(loaded_tensor(name, value, file.path))
     if isinstance(value, WholeTensor):
         return report_whole(name, value)
     table = value.table if isinstance(value, Delta) else value

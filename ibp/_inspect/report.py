@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +14,12 @@ import torch
 from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
 from .._layout import slots
-from .._layout.geometry import Geometry, bytes_of
+from .._layout.geometry import Geometry
 from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
+from ..checkpoints._source import SourceTensor
 from ..codecs._whole import WholeTensor
 from .splitting import Split, split_rows
 
@@ -142,20 +143,12 @@ def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
     return [(start, start + size) for start in starts]
 
 
-def read_rows(read: Read, geometry: Geometry, runs: list[tuple[int, int]]) -> np.ndarray:
-    """Rows of a tensor, uint8 [n, row_bytes]; a short last row is extended with zeros."""
-    row_bytes = geometry.row_bytes
+def read_rows(read: Read, geometry: Geometry) -> np.ndarray:
+    """A sample of the rows of a tensor, uint8 [n, row_bytes]; a short last row is extended with zeros."""
+    row_bytes, runs = geometry.row_bytes, sample_runs(geometry.num_rows, geometry.row_bytes)
     parts = [read(first * row_bytes, min(last * row_bytes, geometry.num_bytes)) for first, last in runs]
     data = np.concatenate(parts) if parts else np.empty(0, np.uint8)
     return np.pad(data, (0, -len(data) % row_bytes)).reshape(-1, row_bytes)
-
-
-def reader_of(x: torch.Tensor | CompressedTensor) -> Read:
-    """Reads bytes of a tensor or of a table on any device."""
-    if isinstance(x, CompressedTensor):
-        return lambda start, end: decoded_bytes(x, start, end, x.device).cpu().numpy()
-    data = bytes_of(x)
-    return lambda start, end: data[start:end].cpu().numpy()
 
 
 # ---- reports ----
@@ -167,8 +160,8 @@ def report_table(
     """The report of a table on any device. codebook_share: of the codebook's bytes that are this table's; less than 1
     where others have the same one."""
     geometry, found = table.geometry, _count_rows(table)
+    rows = read_rows(lambda start, end: decoded_bytes(table, start, end, table.device).cpu().numpy(), geometry)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
-    rows = read_rows(reader_of(table), geometry, runs)
     numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
     split = _split_table(table, rows, numbers)
     codebook_bytes = round(codebook_share * table.codebook.nbytes) if table.codebook else 0
@@ -203,23 +196,18 @@ def report_whole(name: str, whole: WholeTensor) -> TensorContents:
     """The report of a tensor of a general codec: it has no rows, and nothing is decoded."""
     parts = {"coded blocks": whole.stored_bytes, "index": whole.offsets.nbytes}
     return TensorContents(
-        name,
-        str(whole.dtype).removeprefix("torch."),
-        tuple(whole.shape),
-        "table",
-        whole.codec,
-        whole.original_bytes,
-        sum(parts.values()),
-        {part: size for part, size in parts.items() if size},
+        **_identity(name, Geometry(whole.shape, whole.dtype, 1), "table", whole.codec),
+        stored_bytes=sum(parts.values()),
+        parts={part: size for part, size in parts.items() if size},
     )
 
 
-def report_plain(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> TensorContents:
+def report_plain(tensor: SourceTensor) -> TensorContents:
     """The report of a tensor that the file has as it is."""
-    geometry = Geometry.of(torch.empty(shape, dtype=dtype, device="meta"))
-    rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
+    geometry = Geometry.of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    rows = read_rows(tensor.read, geometry)
     return TensorContents(
-        **_identity(name, geometry, "plain", "plain"),
+        **_identity(tensor.name, geometry, "plain", "plain"),
         stored_bytes=geometry.num_bytes,
         parts={"plain": geometry.num_bytes} if geometry.num_bytes else {},
         row_bytes=geometry.row_bytes,
@@ -229,33 +217,31 @@ def report_plain(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Re
     )
 
 
-def report_estimate(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    read: Read,
-    codebook: AnyCodebook,
-    *,
-    codebook_share: float = 1.0,
-) -> TensorContents:
+def report_estimate(tensor: SourceTensor, codebook: AnyCodebook, *, codebook_share: float = 1.0) -> TensorContents:
     """What a tensor, which is not empty, would be as a packed table: the report of a table of a sample of its rows, for
     as many as it has."""
-    geometry = Geometry(torch.Size(shape), dtype, codebook.row_bytes)
-    rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
+    geometry = Geometry(torch.Size(tensor.shape), tensor.dtype, codebook.row_bytes)
+    rows = read_rows(tensor.read, geometry)
     is_whole = len(rows) == geometry.num_rows
     sample = torch.from_numpy(rows).reshape(-1)[: geometry.num_bytes if is_whole else None]
-    sample = sample.clone().view(dtype)
-    sample = sample.view(shape) if is_whole else sample
+    sample = sample.clone().view(tensor.dtype)
+    sample = sample.view(tensor.shape) if is_whole else sample
     table = compress_rows(sample, codebook=codebook, layout="packed", device="cpu", memory="host")
-    found = report_table(name, table, kind="estimate", codebook_share=codebook_share)
+    found = report_table(tensor.name, table, kind="estimate", codebook_share=codebook_share)
     if is_whole:
         return found
     factor = geometry.num_bytes / table.original_bytes
     parts = {part: size if part == "codebook" else round(factor * size) for part, size in found.parts.items()}
-    values = {**vars(found), **_identity(name, geometry, "estimate", found.scheme)}
-    values |= {"parts": parts, "stored_bytes": sum(parts.values()), "num_rows": geometry.num_rows}
-    values |= {key: round(factor * getattr(found, key)) for key in ("raw_rows", "default_rows")}
-    return TensorContents(**{**values, "lengths": [round(factor * count) for count in found.lengths]})
+    return replace(
+        found,
+        **_identity(tensor.name, geometry, "estimate", found.scheme),
+        stored_bytes=sum(parts.values()),
+        parts=parts,
+        num_rows=geometry.num_rows,
+        raw_rows=round(factor * found.raw_rows),
+        default_rows=round(factor * found.default_rows),
+        lengths=[round(factor * count) for count in found.lengths],
+    )
 
 
 def _identity(name: str, geometry: Geometry, kind: str, scheme: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import row_codecs
 from golden import make_planes
 from helpers import embedding, make_tensor, one_hot_rows, planes_codebook, spiky_rows
 from ibp._inspect import report, splitting
+from ibp.checkpoints._torch_files import loaded_tensor
 
 # Parts of a table that are none of its coded rows.
 OTHER_PARTS = {"raw rows", "index", "codebook", "unused room"}
@@ -141,7 +142,7 @@ def test_estimates_are_what_compressing_gives(kind, monkeypatch):
     options = {"flat": {"row_bytes": 4096}, "clusters": {"clusters": 2, "scheme": "planes"}}.get(kind, {})
     x = torch.cat([embedding(2000, 100, torch.bfloat16), 1e6 * embedding(2001, 100, torch.bfloat16)])
     table = ibp.compress(x, layout="packed", memory="host", **options)
-    found = report.report_estimate("x", tuple(x.shape), x.dtype, report.reader_of(x), table.codebook)
+    found = report.report_estimate(loaded_tensor("x", x, ""), table.codebook)
     assert found.is_sampled and found.kind == "estimate" and found.scheme == table.scheme
     assert found.savings == pytest.approx(1 - (table.stored_bytes + table.index_bytes) / x.nbytes, abs=0.01)
     assert found.num_rows == table.num_rows and found.original_bytes == x.nbytes
@@ -151,14 +152,14 @@ def test_estimates_are_what_compressing_gives(kind, monkeypatch):
 def test_estimates_of_few_rows_are_exact():
     x = embedding(33, 100)
     table = ibp.compress(x, layout="packed", row_bytes=1024, memory="host")
-    found = report.report_estimate("x", tuple(x.shape), x.dtype, report.reader_of(x), table.codebook)
+    found = report.report_estimate(loaded_tensor("x", x, ""), table.codebook)
     exact = report.report_table("x", table)
     assert found.parts == exact.parts and found.lengths == exact.lengths and not found.is_sampled
 
 
 @pytest.mark.parametrize("x", [torch.empty(0, 3), torch.tensor(1.5), torch.arange(7)], ids=["empty", "0-D", "short"])
 def test_plain_tensors_are_reported(x):
-    found = report.report_plain("x", tuple(x.shape), x.dtype, report.reader_of(x))
+    found = report.report_plain(loaded_tensor("x", x, ""))
     assert found.shape == tuple(x.shape) and found.original_bytes == x.nbytes == found.stored_bytes
     assert found.savings == 0 and len(found.entropy) == (8 * x.itemsize if x.numel() else 0)
 
