@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._files.fields import dtype_name
+from ibp._files.fields import as_json
 from ibp.checkpoints._source import SourceTensor
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
@@ -48,8 +48,7 @@ class Change:
         return self.changed / self.num_elements if self.num_elements else 0.0
 
     def document(self) -> dict[str, Any]:
-        fields = dict(vars(self), dtype=dtype_name(self.dtype), shape=list(self.shape))
-        return {**fields, "share": self.share}
+        return {**as_json(self), "share": self.share}
 
 
 def changes(

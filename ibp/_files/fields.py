@@ -73,6 +73,11 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return _NAMES.get(name, name.upper())
 
 
+def as_json(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that has a dtype and a shape, as JSON has them."""
+    return {**vars(record), "dtype": dtype_name(record.dtype), "shape": list(record.shape)}
+
+
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of a name in a file. FileFormatError if this torch has none."""
     dtype = getattr(torch, _DTYPES.get(name, name.lower()), None)

@@ -10,7 +10,7 @@ import torch
 
 from .._common.progress import tqdm
 from .._common.statistics import share_saved
-from .._files.fields import dtype_name
+from .._files.fields import as_json
 from .._files.paths import PathLike
 from .._layout import slots
 from .._layout.geometry import Geometry, as_tensor
@@ -89,15 +89,7 @@ class CheckpointEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON has them."""
-        tensors = [
-            {
-                **vars(tensor),
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-                "stored_bytes": tensor.stored_bytes,
-            }
-            for tensor in self.tensors
-        ]
+        tensors = [{**as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
         own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
         return {**own, "tensors": tensors}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._common.statistics import share_saved
-from .._files.fields import dtype_name, dtype_of
+from .._files.fields import as_json, dtype_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TensorReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON has them."""
-        return {**vars(self), "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
+        return as_json(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> TensorReport:
