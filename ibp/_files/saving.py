@@ -73,11 +73,7 @@ def save(
         shards = [dict(shard) for shard in cut(items.items(), lambda item: _stored(item[1]), most)]
         total = sum(map(_stored, items.values()))
         with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:
-            if len(shards) == 1:
-                with _writer(target, items, removed, metadata, bar.update) as writer:
-                    _write(writer, items, content)
-            else:
-                _write_set(target, shards, removed, metadata, content, bar.update)
+            _write_files(target, shards, removed, metadata, content, bar.update)
 
 
 def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> dict[str, Value]:
@@ -140,9 +136,6 @@ def _write(writer: FileWriter, items: Mapping[str, Value], content: bool) -> Non
             write_table(writer, name, value, content=fingerprint(value) if content else None)
 
 
-# ---- a set of files ----
-
-
 def _stored(value: Value) -> int:
     if isinstance(value, torch.Tensor):
         return value.nbytes
@@ -150,7 +143,10 @@ def _stored(value: Value) -> int:
     return sum(tensor.nbytes for tensor in table._tensors().values())
 
 
-def _write_set(
+# ---- all files ----
+
+
+def _write_files(
     path: Path,
     shards: list[dict[str, Value]],
     removed: Sequence[str],
@@ -158,7 +154,7 @@ def _write_set(
     content: bool,
     on_write: Callable[[int], object],
 ) -> None:
-    """Writes a file a shard, and names them when all are whole; their index last."""
+    """Writes a file a shard, and names them when all are whole; the index of several last."""
     weight_map: dict[str, str] = {}
     total = 0
     with contextlib.ExitStack() as stack:
@@ -169,4 +165,5 @@ def _write_set(
             writer.finish()
             weight_map.update(dict.fromkeys(writer.names, name))
             total += writer.data_bytes
-    write_index(path, weight_map, total)
+    if len(shards) > 1:
+        write_index(path, weight_map, total)

@@ -12,7 +12,9 @@ INDEX_SUFFIX = ".index.json"
 
 
 def names_of_set(path: Path, count: int) -> list[str]:
-    """Names of the files of a set whose index belongs to `path`."""
+    """Names of the files of a set whose index belongs to `path`; of one file, its own."""
+    if count == 1:
+        return [path.name]
     return [f"{path.stem}-{number:05d}-of-{count:05d}{path.suffix}" for number in range(1, count + 1)]
 
 

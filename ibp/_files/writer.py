@@ -47,21 +47,6 @@ _FIXED_BYTES = 1024  # of the header besides: format, release, checksums
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # there is no room, on the disk or for the user
 
 
-@contextlib.contextmanager
-def named_errors(path: Path, num_bytes: int) -> Iterator[None]:
-    """An OSError that names no file names the one that is written, and of a full disk how many bytes it takes at
-    least."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        why = error.strerror
-        if error.errno in _FULL:
-            why = f"{why}: wanted room for at least {num_bytes:,} bytes"
-        raise OSError(error.errno, why, str(path)) from error
-
-
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -368,8 +353,20 @@ class _FileOutput:
             while data:
                 data = data[os.write(self.file, data) :]
 
-    def named_errors(self) -> contextlib.AbstractContextManager[None]:
-        return named_errors(self._path, self._room + max(self.data_bytes, self._expected_bytes))
+    @contextlib.contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """An OSError that names no file names the one that is written, and of a full disk how many bytes it takes at
+        least."""
+        num_bytes = self._room + max(self.data_bytes, self._expected_bytes)
+        try:
+            yield
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            why = error.strerror
+            if error.errno in _FULL:
+                why = f"{why}: wanted room for at least {num_bytes:,} bytes"
+            raise OSError(error.errno, why, str(self._path)) from error
 
     def finish(self, header: bytes = b"") -> None:
         """Writes what is left, and the header into its room, and waits for the disk."""

@@ -72,9 +72,7 @@ def shards_of(
     if pieces:
         texts = contents[0][1]
         contents = [([piece], {**texts, f"{ROWS_KEY}{piece.name}": entry}) for piece, entry in pieces]
-    names = [target.name]
-    if len(contents) > 1:
-        names = names_of_set(target, len(contents))
+    names = names_of_set(target, len(contents))
     return [Shard(name, tuple(tensors), {**texts, **metadata}) for name, (tensors, texts) in zip(names, contents)]
 
 
