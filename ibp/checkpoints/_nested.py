@@ -64,8 +64,8 @@ def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any
         raise SourceFormatError(f"the metadata does not say how the checkpoint was nested: {error}") from None
 
 
-def _joined(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
+def _joined(path: str | None, key: Any) -> str | None:
+    return None if path is None else f"{path}.{key}" if path else str(key)
 
 
 def _is_flat(structure: Any) -> bool:
@@ -114,11 +114,9 @@ class _Flattening:
         if attributes.keys() - {"_metadata"}:
             raise NotTensorsError(f"the {type(value).__name__} at {path or 'the root'!r} has attributes of its own")
         if not isinstance(value, Mapping):
-            keys = range(len(value))
-            return [[self.node(x, None if path is None else _joined(path, i), level) for i, x in zip(keys, value)]]
+            return [[self.node(inner, _joined(path, key), level) for key, inner in enumerate(value)]]
         children = [
-            [self.node(key, None, level), self.node(inner, None if path is None else _joined(path, key), level)]
-            for key, inner in value.items()
+            [self.node(key, None, level), self.node(inner, _joined(path, key), level)] for key, inner in value.items()
         ]
         return [children, *(self.node(inner, None, level) for inner in attributes.values())]
 
@@ -186,14 +184,14 @@ class _Nesting:
             return node if path is None else self._value(path or "tensor")
         kind, children, *attribute = node
         if kind in ("list", "tuple", "Size"):
-            values = [self._made(x, None if path is None else _joined(path, i)) for i, x in enumerate(children)]
+            values = [self._made(inner, _joined(path, key)) for key, inner in enumerate(children)]
             if any(value is _ABSENT for value in values):
                 raise SourceFormatError(f"a tensor of the {kind} at {path!r} is left out; wanted .safetensors")
             return _KINDS[kind](values)
         made = _KINDS[kind]()
         for key_node, inner in children or ():
             key = self._made(key_node, None)
-            value = self._made(inner, None if path is None else _joined(path, key))
+            value = self._made(inner, _joined(path, key))
             if value is not _ABSENT:
                 made[key] = value
         if attribute:
