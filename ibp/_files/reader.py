@@ -18,7 +18,6 @@ import torch
 import xxhash
 
 from .. import _core
-from .._common.sequences import ahead
 from .._layout import slots
 from .._layout.geometry import DTYPES, Geometry
 from .._machine import memory
@@ -65,7 +64,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         yield from map(function, items)
         return
     with ThreadPoolExecutor(min(THREADS, len(items))) as threads:
-        yield from ahead(threads, function, items, len(items))
+        yield from threads.map(function, items)
 
 
 @dataclass(frozen=True)

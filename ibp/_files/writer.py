@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -258,9 +257,7 @@ class FileWriter:
         self._output = _FileOutput(self.path, self._room, self._expected_bytes)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         output = self._output
         assert output is not None
         try:
