@@ -15,8 +15,8 @@ from ibp.checkpoints._source import SourceTensor
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20
-# Says what a delta takes, in bytes: (name, old, new) of tensors of one shape and dtype.
-Weighing = Callable[[str, SourceTensor, SourceTensor], int]
+# Says what a delta takes, in bytes: (old, new) of tensors of one name, shape and dtype.
+Weighing = Callable[[SourceTensor, SourceTensor], int]
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ def changes(
     """What became of each named tensor. weigh: called for the tensors that changed; None: nothing is weighed."""
     for name in names:
         if name not in new:
-            yield _whole(name, REMOVED, base[name], 0, 0)
+            yield _whole(REMOVED, base[name], 0, 0)
         elif name not in base:
-            yield _whole(name, NEW, new[name], _count(new[name]), new[name].num_bytes)
+            yield _whole(NEW, new[name], _count(new[name]), new[name].num_bytes)
         elif (base[name].dtype, base[name].shape) != (new[name].dtype, new[name].shape):
-            yield _whole(name, REPLACED, new[name], _count(new[name]), new[name].num_bytes)
+            yield _whole(REPLACED, new[name], _count(new[name]), new[name].num_bytes)
         else:
             changed = sum(_differing(*block, new[name].dtype) for block in _blocks(base[name], new[name]))
-            taken = None if weigh is None else weigh(name, base[name], new[name]) if changed else 0
-            yield _whole(name, CHANGED if changed else SAME, new[name], changed, taken)
+            taken = None if weigh is None else weigh(base[name], new[name]) if changed else 0
+            yield _whole(CHANGED if changed else SAME, new[name], changed, taken)
 
 
-def _whole(name: str, status: str, tensor: SourceTensor, changed: int, taken: int | None) -> Change:
-    return Change(name, status, tensor.dtype, tuple(tensor.shape), _count(tensor), tensor.num_bytes, changed, taken)
+def _whole(status: str, tensor: SourceTensor, changed: int, taken: int | None) -> Change:
+    return Change(tensor.name, status, tensor.dtype, tensor.shape, _count(tensor), tensor.num_bytes, changed, taken)
 
 
 def _count(tensor: SourceTensor) -> int:
@@ -79,7 +79,7 @@ def _count(tensor: SourceTensor) -> int:
 def by_blocks(device: torch.device) -> Weighing:
     """Weighs deltas of blocks, so that tensors of any size are read in little memory. They are coded on the device."""
 
-    def weigh(name: str, base: SourceTensor, new: SourceTensor) -> int:
+    def weigh(base: SourceTensor, new: SourceTensor) -> int:
         taken = 0
         for before, after in _blocks(base, new):
             if _differing(before, after, new.dtype):
@@ -93,9 +93,9 @@ def by_blocks(device: torch.device) -> Weighing:
 def by_tensors(device: torch.device, kept: dict[str, Any]) -> Weighing:
     """Weighs the deltas of whole tensors, and keeps them by their names."""
 
-    def weigh(name: str, base: SourceTensor, new: SourceTensor) -> int:
+    def weigh(base: SourceTensor, new: SourceTensor) -> int:
         delta = ibp.deltas.make(new.tensor().to(device), base.tensor().to(device)).to("cpu")
-        kept[name] = delta
+        kept[new.name] = delta
         return delta.stored_bytes
 
     return weigh

@@ -144,10 +144,9 @@ def verdict(found: list[Measured], threads: int) -> str:
         )
     speeds = f"rows come {first.rows:.2f} times as fast as raw ones, whole tensors {first.whole:.2f} times"
     pays = [what for what, speed in (("rows", first.rows), ("whole tensors", first.whole)) if speed > PAYS]
-    if len(pays) == 2:
-        return f"Compression pays here: of {first.kind} {speeds}."
     if pays:
-        return f"Compression pays here for {pays[0]}: of {first.kind} {speeds}."
+        where = f" for {pays[0]}" if len(pays) == 1 else ""
+        return f"Compression pays here{where}: of {first.kind} {speeds}."
     return (
         f"Compression gains no speed here: of {first.kind} {speeds}. It saves {100 * first.saved:.0f} % of the memory."
     )

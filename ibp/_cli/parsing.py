@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 _WIDTH = 80
 _MOST_THREADS = 1024
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS = ("", "K", "M", "G", "T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,10 +53,8 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B|)", text.strip(), re.IGNORECASE | re.ASCII)
     if not found or (found[3].lower() == "ib" and not found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; wanted a number of bytes like 4096, 512M or 5G")
-    unit = _UNITS[found[2].upper()]
-    if found[3].upper() == "B":
-        unit = 1000 ** list(_UNITS).index(found[2].upper())
-    num_bytes = float(found[1]) * unit
+    base = 1000 if found[3].upper() == "B" else 1024
+    num_bytes = float(found[1]) * base ** _UNITS.index(found[2].upper())
     if not 1 <= num_bytes < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is no size from one byte to 2^63 - 1 bytes")
     return int(num_bytes)
