@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -85,10 +86,7 @@ def write_source(source: Source, output: PathLike, format: str | None, what: str
             tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
             ThreadPoolExecutor(1, "ibp-decoder") as pool,
         ):
-
-            def pieces(tensor: SourceTensor) -> Iterator[np.ndarray]:
-                return _pieces(tensor, pool, bar.update)
-
+            pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
             if kind != "safetensors" or len(source.parts) == 1:
                 FORMATS[kind](target, list(source.tensors.values()), source.metadata, pieces)
                 return [shown]

@@ -105,7 +105,7 @@ def _say_in_config(path: Path, is_coded: bool) -> None:
         held = config.get(_FIELD)
         if is_coded and held is None:
             end = len(text[: text.rindex("}")].rstrip())
-            _write(path, text[:end] + _INSERTED + text[end:])
+            write_whole(path, (text[:end] + _INSERTED + text[end:]).encode())
         elif is_coded and not _is_ours(held):
             warnings.warn(
                 f"{path} has a {_FIELD} of its own, which stays: its weights load where ibp.integrations.transformers "
@@ -113,7 +113,7 @@ def _say_in_config(path: Path, is_coded: bool) -> None:
                 stacklevel=4,
             )
         elif not is_coded and _is_ours(held):
-            _write(path, _without_field(text, config))
+            write_whole(path, _without_field(text, config).encode())
 
 
 def _is_ours(field: object) -> bool:
@@ -124,7 +124,3 @@ def _without_field(text: str, config: dict) -> str:
     if text.count(_INSERTED) == 1:
         return text.replace(_INSERTED, "")
     return json.dumps({key: value for key, value in config.items() if key != _FIELD}, indent=2) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    write_whole(path, text.encode())

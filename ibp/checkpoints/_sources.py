@@ -143,15 +143,14 @@ def joined(path: str, parts: list[Source]) -> Source:
     texts: dict[str, str] = {}
     for part in reversed(parts):  # of a key that several have, the first part's
         texts.update(part.metadata)
-    whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, texts)
-    whole.parts = tuple(inner for part in parts for inner in part.parts)
-    whole.files = tuple(file for part in parts for file in part.files)
 
     def close() -> None:
         for part in parts:
             part.close()
 
-    whole._close = close
+    whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, texts, close)
+    whole.parts = tuple(inner for part in parts for inner in part.parts)
+    whole.files = tuple(file for part in parts for file in part.files)
     return whole
 
 
