@@ -13,7 +13,7 @@ import torch
 
 import ibp
 from ibp._common.progress import tqdm
-from ibp._files.paths import file_system, path_text, target_of
+from ibp._files.paths import file_of, file_system, is_url, path_text, target_of
 from ibp._files.sets import INDEX_SUFFIX
 from ibp._machine import memory
 from ibp.checkpoints import _journal, _model_files, _outputs, _sources
@@ -76,7 +76,7 @@ def copies(arguments: argparse.Namespace, target: str) -> list[Path]:
 
 def _is_there(target: str) -> bool:
     """Whether what is to be written is: the file, or the index of the set."""
-    if _sources.is_url(target):
+    if is_url(target):
         filesystem, remote = file_system(target)
         return any(filesystem.exists(remote + suffix) for suffix in ("", INDEX_SUFFIX))
     return any(os.path.lexists(file_of(target) + suffix) for suffix in ("", INDEX_SUFFIX))
@@ -84,19 +84,14 @@ def _is_there(target: str) -> bool:
 
 def unfinished_files(target: str) -> int:
     """How many files of a set an interrupted run has finished, which its next one takes over."""
-    if _sources.is_url(target):
+    if is_url(target):
         return 0
     return len(list(_journal.work_directory(target_of(target)).glob(f"*{_journal.RECORD}")))
 
 
-def file_of(target: str) -> str:
-    """The file that an output names: of a directory "model.safetensors" in it."""
-    return target if _sources.is_url(target) else os.fspath(target_of(target))
-
-
 def has_other_format(path: str) -> bool:
     """Whether a file is one of tensors, and none of safetensors: by its bytes, of a URL by its suffix."""
-    if _sources.is_url(path):
+    if is_url(path):
         return _outputs.SUFFIXES.get(os.path.splitext(path)[1].lower(), "safetensors") != "safetensors"
     if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
         return False
@@ -106,16 +101,11 @@ def has_other_format(path: str) -> bool:
         return False
 
 
-def on_this_machine(path: str) -> contextlib.AbstractContextManager[str]:
-    """The path; of a URL that of a copy."""
-    return _sources.local_path(path) if _sources.is_url(path) else contextlib.nullcontext(path)
-
-
 def verify_inputs(paths: Sequence[str], bars: bool) -> int:
     """Compares the checksums of those files of ibp among the inputs that are on this machine; bytes compared."""
     total = 0
     for path in _sources.expand(paths):
-        if not _sources.is_url(path) and not has_other_format(path):
+        if not is_url(path) and not has_other_format(path):
             with ibp.open(path) as file:
                 total += file.verify(progress=bars)
     return total
@@ -132,7 +122,7 @@ def report_files(arguments: argparse.Namespace, document: dict[str, Any], files:
 
 def size_of(path: str) -> int:
     """Bytes of a file that was written, here or at a URL."""
-    if not _sources.is_url(path):
+    if not is_url(path):
         return os.path.getsize(path_text(path))
     filesystem, remote = file_system(path)
     return int(filesystem.size(remote))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -460,9 +459,7 @@ def load(
     if target.type == "cuda" and memory in ("pinned", "host"):
         raise ValueError(f"memory is {memory!r}, of the host, but device is {target}")
     pin = False if target.type == "cuda" or is_near else _memory.pins(memory)
-    text = path_text(path)
-    here = read_here(text, (SUFFIX, INDEX_SUFFIX)) if is_url(text) else contextlib.nullcontext(text)
-    with here as near, open(near, verify=verify) as file:
+    with read_here(path_text(path), (SUFFIX, INDEX_SUFFIX)) as near, open(near, verify=verify) as file:
         return {name: file._load(name, target, pin) for name in (file if names is None else names)}
 
 

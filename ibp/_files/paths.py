@@ -44,11 +44,20 @@ def target_of(output: PathLike) -> Path:
     return Path(text) / f"model{SUFFIX}" if text.endswith(os.sep) or os.path.isdir(text) else Path(text)
 
 
+def file_of(output: PathLike) -> str:
+    """The file that an output names, here or at a URL."""
+    text = path_text(output)
+    return text if is_url(text) else os.fspath(target_of(text))
+
+
 @contextlib.contextmanager
 def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """What to open on this machine in place of a URL: a copy of a file, of a set of files or of a directory, for as
-    long as the context lasts. suffixes: of the files of a directory that are copied. FileNotFoundError: there is no
-    such file. OSError: the file system has failed."""
+    """What to open on this machine: a path itself; in place of a URL a copy of a file, of a set of files or of a
+    directory, for as long as the context lasts. suffixes: of the files of a directory that are copied.
+    FileNotFoundError: there is no such file. OSError: the file system has failed."""
+    if not is_url(url):
+        yield url
+        return
     with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
         try:
             near = _fetched(url, Path(folder), suffixes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from .._common.progress import tqdm
 from .._common.sequences import ahead
-from .._files.paths import PathLike, is_url, path_text, written_to
+from .._files.paths import PathLike, file_of, written_to
 from .._files.sets import index_of, names_of_set, write_index
 from ._model_files import copy_files_beside, weights_of
 from ._outputs import FORMATS, SUFFIXES
@@ -81,7 +80,7 @@ def write_source(source: Source, output: PathLike, format: str | None, what: str
         if kind not in FORMATS:
             raise ValueError(f"format is {kind!r}; wanted one of {sorted(FORMATS)}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        shown = path_text(output) if is_url(path_text(output)) else os.fspath(target)
+        shown = file_of(output)
         with (
             tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
             ThreadPoolExecutor(1, "ibp-decoder") as pool,

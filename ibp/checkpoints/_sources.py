@@ -123,9 +123,9 @@ def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def local_path(url: str) -> contextlib.AbstractContextManager[str]:
-    """A file, or a set of files, here with the content of a URL's, for as long as the context lasts."""
-    return read_here(url, (*_SUFFIXES, INDEX_SUFFIX))
+def local_path(path: str) -> contextlib.AbstractContextManager[str]:
+    """The path; of a URL that of a file, or a set of files, here with its content, for as long as the context lasts."""
+    return read_here(path, (*_SUFFIXES, INDEX_SUFFIX))
 
 
 def joined(path: str, parts: list[Source]) -> Source:

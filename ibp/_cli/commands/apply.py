@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ibp.checkpoints._decompressing import write_source
-    from ibp.checkpoints._sources import open_sources
+    from ibp.checkpoints._sources import local_path, open_sources
 
     from .. import applying, work
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         work.threads(arguments.jobs),
         open_sources(old) as base,
     ):
-        with work.on_this_machine(delta) as near:
+        with local_path(delta) as near:
             changes = applying.changes_in(near)
         made = applying.new_version(base, changes, device)
         files = write_source(made, target, None, "apply", output.show_bars(arguments))

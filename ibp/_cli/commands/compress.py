@@ -115,10 +115,9 @@ def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
 def _verified(path: str, arguments: argparse.Namespace) -> int:
     """Bytes of the written files, which agree with their checksums, and their tensors with the fingerprints."""
     import ibp
+    from ibp.checkpoints._sources import local_path
 
-    from .. import work
-
-    with work.on_this_machine(path) as near, ibp.open(near) as file:
+    with local_path(path) as near, ibp.open(near) as file:
         checked: int = file.verify(content=True, progress=output.show_bars(arguments))
     return checked
 

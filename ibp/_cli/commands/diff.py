@@ -40,6 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ibp._files.paths import file_of
     from ibp.checkpoints._sources import open_sources
 
     from .. import comparing, work
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
                 weigh = None
             shown = work.bar(arguments, "diff", names)
             found = list(comparing.changes(base.tensors, new.tensors, shown, weigh))
-            written = None if arguments.output is None else _write(work.file_of(arguments.output), found, deltas, new)
+            written = None if arguments.output is None else _write(file_of(arguments.output), found, deltas, new)
     differs = any(change.status != comparing.SAME for change in found)
     document = {
         "old": arguments.base,

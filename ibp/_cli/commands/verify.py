@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What the command reports on one file."""
     import ibp
-    from ibp.checkpoints._sources import open_source
+    from ibp.checkpoints._sources import local_path, open_source
 
     from .. import work
 
@@ -57,7 +57,7 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
         with open_source(path) as read:
             return {**told, "status": UNCHECKED, "tensors": len(read.tensors)}
     try:
-        with work.on_this_machine(path) as near, ibp.open(near) as file:
+        with local_path(path) as near, ibp.open(near) as file:
             told.update(tensors=len(file), tables=len(file.tables))
             try:
                 told["bytes"] = file.verify(content=arguments.content, progress=output.show_bars(arguments))
