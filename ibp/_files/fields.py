@@ -147,18 +147,15 @@ class TableFields:
         """The line of a table."""
         return write_fields(
             {
-                "dtype": self.dtype,
-                "shape": self.shape,
-                "scheme": self.scheme,
+                **vars(self),
                 "row_bytes": self.row_bytes or None,
                 "slot_bytes": self.slot_bytes if self.codec is None else None,
-                "codebook": self.codebook,
                 "rows_per_base": None if self.rows_per_base == _core.ROWS_PER_BASE else self.rows_per_base,
                 "content": fingerprint_text(self.content),
                 "base": fingerprint_text(self.base),
                 "result": fingerprint_text(self.result),
-                "codec": self.codec,
                 "block_bytes": self.block_bytes or None,
+                "codec_fields": None,
                 **self.codec_fields,
             }
         )
