@@ -21,7 +21,7 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..checkpoints._source import SourceTensor
 from ..codecs._whole import WholeTensor
-from .splitting import Split, split_rows
+from .splitting import Split, scaled, split_rows
 
 SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
 _RUNS = 32  # places of a tensor that a sample comes from
@@ -165,7 +165,7 @@ def report_table(
     numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
     split = _split_table(table, rows, numbers)
     codebook_bytes = round(codebook_share * table.codebook.nbytes) if table.codebook else 0
-    parts = _scaled(split.parts if split else Counter(), found.coded_bytes)
+    parts = scaled(split.parts if split else Counter(), found.coded_bytes)
     parts |= {"raw rows": found.raw_bytes, "index": table.index_bytes, "codebook": codebook_bytes}
     parts["unused room"] = max(0, table.resident_bytes - found.raw_bytes - found.coded_bytes)
     parts = {part: size for part, size in parts.items() if size}
@@ -362,17 +362,6 @@ def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor)
         (name, f"{meaning}: {special.get(int(name, 16), f'2^{int(name, 16) - bias}')}", share)
         for name, meaning, share in entries
     ]
-
-
-def _scaled(parts: Counter[str], total: int) -> dict[str, int]:
-    """Parts of a sample as parts of all coded rows, which have `total` bytes."""
-    counted = sum(parts.values())
-    if not counted:
-        return {"coded rows": total}
-    scaled = {part: size * total // counted for part, size in parts.items()}
-    largest = max(scaled, key=lambda part: scaled[part])
-    scaled[largest] += total - sum(scaled.values())
-    return scaled
 
 
 # ---- bits ----

@@ -30,6 +30,17 @@ class Split:
     entries: list[tuple[str, str, float]] = field(default_factory=list)
 
 
+def scaled(parts: Counter[str], total: int) -> dict[str, int]:
+    """Parts of some rows, or in another unit, as parts of all `total` bytes of coded rows."""
+    counted = sum(parts.values())
+    if not counted:
+        return {"coded rows": total}
+    found = {part: size * total // counted for part, size in parts.items()}
+    largest = max(found, key=lambda part: found[part])
+    found[largest] += total - sum(found.values())  # what is lost by rounding
+    return found
+
+
 def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> Split:
     """What the coded forms of rows consist of: uint8 [n, row_bytes], n > 0, of one cluster, decoded; none that is
     stored raw or in no bytes. element_bytes: of an element whose bits are told apart; scheme planes has its own."""
@@ -56,11 +67,8 @@ def _split_masks(rows: np.ndarray, codebook: Codebook, element_bytes: int) -> Sp
     bits = Counter({"participation bits": codebook.num_flags * len(rows), "kept bits": int(in_agreeing.sum())})
     bits["chunks kept whole"] = int(in_others.sum())
     bits["rounding to bytes"] = 8 * int(lengths.sum()) - sum(bits.values())
-    total = sum(bits.values()) // 8
-    parts = Counter({name: count // 8 for name, count in bits.items()})
-    parts[max(parts, key=lambda name: parts[name])] += total - sum(parts.values())  # what is lost by rounding
     return Split(
-        parts,
+        Counter(scaled(bits, int(lengths.sum()))),
         _left_out_by_masks(codebook, agrees.mean(0), element_bytes),
         np.zeros(8 * element_bytes),
         _pairs(codebook, agrees.mean(0)),
