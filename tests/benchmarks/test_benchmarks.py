@@ -623,6 +623,8 @@ def test_what_is_wanted_of_compress(arm, num_bytes, wanted):
 def test_targets_are_said_beside_rates():
     assert harness.judged(50.0, None) == {}
     assert harness.judged(50.0, 50.0) == {"target_gbps": "50", "met": "yes"}
+    assert harness.judged(58.0, 80.0, 60.0) == {"target_gbps": "57", "met": "yes"}  # 95 % of what the hardware allows
+    assert harness.judged(50.0, None, 60.0) == {}
     rows = [rate_row(**harness.judged(49.0, wanted)) for wanted in (None, 40.0, 50.0)]
     assert harness.missed(rows) == ["normal 0.02 bfloat16, 1024 B, planes slots, 8 SMs: 75 GB/s, wanted 50"]
 
