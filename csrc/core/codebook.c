@@ -66,33 +66,29 @@ ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32
 
 static bool is_aligned(const void *words) { return words && (uintptr_t)words % 16 == 0; }
 
-ibp_status ibp_check_masks_fields(const ibp_codebook *cb)
+bool ibp_are_masks_fields(const ibp_codebook *cb)
 {
-    if (!ibp_is_element_size(cb->chunk_bytes)) return IBP_INVALID_ARGUMENT;
-    if (cb->num_flags > (cb->row_bytes + cb->chunk_bytes - 1) / cb->chunk_bytes) return IBP_INVALID_ARGUMENT;
-    if (!is_aligned(cb->mask) || !is_aligned(cb->bitval) || !is_aligned(cb->flags)) return IBP_INVALID_ARGUMENT;
-    if (!ibp_has_clusters(cb)) return IBP_OK;
-    const bool fits =
-        cb->cluster_stride >= ibp_codebook_words(cb->row_bytes) && cb->cluster_stride % 4 == 0 && cb->cluster_flags;
-    return fits ? IBP_OK : IBP_INVALID_ARGUMENT;
+    if (!ibp_is_element_size(cb->chunk_bytes)) return false;
+    if (cb->num_flags > (cb->row_bytes + cb->chunk_bytes - 1) / cb->chunk_bytes) return false;
+    if (!is_aligned(cb->mask) || !is_aligned(cb->bitval) || !is_aligned(cb->flags)) return false;
+    return !ibp_has_clusters(cb) || (cb->cluster_stride >= ibp_codebook_words(cb->row_bytes) &&
+                                     cb->cluster_stride % 4 == 0 && cb->cluster_flags);
 }
 
-ibp_status ibp_check_masks_words(const ibp_codebook *cb)
+bool ibp_are_masks_words(const ibp_codebook *cb)
 {
     uint32_t position = 0;
     for (uint32_t w = 0; w < ibp_codebook_words(cb->row_bytes); w++) {
-        if (cb->mask[w] & ~ibp_row_bits_of_word(cb->row_bytes, w)) return IBP_INVALID_ARGUMENT;
-        if (cb->bitval[w] & ~cb->mask[w]) return IBP_INVALID_ARGUMENT;
+        if ((cb->mask[w] & ~ibp_row_bits_of_word(cb->row_bytes, w)) || (cb->bitval[w] & ~cb->mask[w])) return false;
         if (4 * w >= cb->row_bytes) {
-            if (cb->flags[w] != 0) return IBP_INVALID_ARGUMENT;
+            if (cb->flags[w] != 0) return false;
             continue;
         }
         const uint32_t flagged = ibp_flagged_chunks(cb->flags[w]);
-        if ((masked_chunks_of_word(cb, w) & ~flagged) || (flagged & ~chunks_of_word(cb, w)))
-            return IBP_INVALID_ARGUMENT;
-        if (cb->flags[w] != flags_entry(cb, w, flagged, &position)) return IBP_INVALID_ARGUMENT;
+        if ((masked_chunks_of_word(cb, w) & ~flagged) || (flagged & ~chunks_of_word(cb, w))) return false;
+        if (cb->flags[w] != flags_entry(cb, w, flagged, &position)) return false;
     }
-    return position == cb->num_flags ? IBP_OK : IBP_INVALID_ARGUMENT;
+    return position == cb->num_flags;
 }
 
 /* cluster_flags may hold anything: no row has more participation bits than bytes, and coders rely on it. */

@@ -49,53 +49,37 @@ static bool are_constants(const ibp_codebook *cb)
     return p->num_constant < cb->row_bytes / p->element_bytes && p->live_columns && p->row_template && are_aligned;
 }
 
-ibp_status ibp_check_planes_fields(const ibp_codebook *cb)
+bool ibp_are_planes_fields(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
-    if (!are_bits(p) || cb->row_bytes % p->element_bytes != 0 || !are_constants(cb)) return IBP_INVALID_ARGUMENT;
-    if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return IBP_INVALID_ARGUMENT;
-    if (!fits_bits(p->default_value, ibp_element_bits(p)) || !fits_bits(p->closed_value, ibp_element_bits(p)))
-        return IBP_INVALID_ARGUMENT;
-    if (!fits_bits(p->invariant_value, p->invariant_bits) || (p->signed_default && !p->listed))
-        return IBP_INVALID_ARGUMENT;
     uint32_t num_entries, symbol_bytes;
-    if (!derive_sizes(p, &num_entries, &symbol_bytes)) return IBP_INVALID_ARGUMENT;
-    if (p->num_entries != num_entries || p->symbol_bytes != symbol_bytes) return IBP_INVALID_ARGUMENT;
-    if (p->consecutive) {
-        const bool fits = !p->per_column && !ibp_has_clusters(cb) && fits_bits(p->first_symbol, ibp_symbol_bits(p));
-        return fits ? IBP_OK : IBP_INVALID_ARGUMENT;
-    }
-    if (num_entries != 0 && (!p->entries || (uintptr_t)p->entries % symbol_bytes != 0)) return IBP_INVALID_ARGUMENT;
-    if (!ibp_has_clusters(cb)) return IBP_OK;
-    const bool fits = cb->cluster_stride >= bytes_of_entries(cb) && cb->cluster_stride % symbol_bytes == 0;
-    return fits ? IBP_OK : IBP_INVALID_ARGUMENT;
+    if (!are_bits(p) || cb->row_bytes % p->element_bytes != 0 || !are_constants(cb)) return false;
+    if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return false;
+    if (!fits_bits(p->default_value, ibp_element_bits(p)) || !fits_bits(p->closed_value, ibp_element_bits(p)))
+        return false;
+    if (!fits_bits(p->invariant_value, p->invariant_bits) || (p->signed_default && !p->listed)) return false;
+    if (!derive_sizes(p, &num_entries, &symbol_bytes)) return false;
+    if (p->num_entries != num_entries || p->symbol_bytes != symbol_bytes) return false;
+    if (p->consecutive)
+        return !p->per_column && !ibp_has_clusters(cb) && fits_bits(p->first_symbol, ibp_symbol_bits(p));
+    if (num_entries != 0 && (!p->entries || (uintptr_t)p->entries % symbol_bytes != 0)) return false;
+    return !ibp_has_clusters(cb) ||
+           (cb->cluster_stride >= bytes_of_entries(cb) && cb->cluster_stride % symbol_bytes == 0);
 }
 
-static bool are_entries(const ibp_codebook *cb)
+bool ibp_are_planes_arrays(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
     const size_t num_entries = bytes_of_entries(cb) / p->symbol_bytes;
     for (size_t i = 0; i < num_entries; i++)
         if (!fits_bits(load_number(p->entries, i, p->symbol_bytes), ibp_symbol_bits(p))) return false;
-    return true;
-}
-
-static bool are_live_columns(const ibp_codebook *cb)
-{
-    const ibp_planes *const p = &cb->planes;
-    if (p->num_constant == 0) return true;
-    for (uint32_t i = 0, least = 0; i < ibp_columns_of(cb); i++) {
+    for (uint32_t i = 0, least = 0; p->num_constant != 0 && i < ibp_columns_of(cb); i++) {
         const uint32_t column = p->live_columns[i];
         if (column < least || column >= cb->row_bytes / p->element_bytes) return false;
         if (load_number(p->row_template, column, p->element_bytes) != p->default_value) return false;
         least = column + 1;
     }
     return true;
-}
-
-ibp_status ibp_check_planes_arrays(const ibp_codebook *cb)
-{
-    return are_entries(cb) && are_live_columns(cb) ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
 
 void ibp_write_out_planes(const ibp_codebook *cb, uint64_t *entries, ibp_codebook *out)

@@ -9,18 +9,12 @@
 #define CODERS(name) &ibp_##name##_plain, &ibp_##name##_plain, &ibp_##name##_plain
 #endif
 
-static ibp_status accept(const ibp_codebook *codebook)
-{
-    (void)codebook;
-    return IBP_OK;
-}
-
-static ibp_status check_raw(const ibp_codebook *cb) { return ibp_has_clusters(cb) ? IBP_INVALID_ARGUMENT : IBP_OK; }
+static bool has_no_clusters(const ibp_codebook *cb) { return !ibp_has_clusters(cb); }
 
 static const ibp_scheme_row schemes[] = {
-    {IBP_SCHEME_RAW, "raw", NULL, NULL, NULL, check_raw, accept, NULL},
-    {IBP_SCHEME_IBP, "ibp", CODERS(masks), ibp_check_masks_fields, ibp_check_masks_words, ibp_select_masks},
-    {IBP_SCHEME_PLANES, "planes", CODERS(planes), ibp_check_planes_fields, ibp_check_planes_arrays, ibp_select_planes},
+    {IBP_SCHEME_RAW, "raw", NULL, NULL, NULL, has_no_clusters, has_no_clusters, NULL},
+    {IBP_SCHEME_IBP, "ibp", CODERS(masks), ibp_are_masks_fields, ibp_are_masks_words, ibp_select_masks},
+    {IBP_SCHEME_PLANES, "planes", CODERS(planes), ibp_are_planes_fields, ibp_are_planes_arrays, ibp_select_planes},
 };
 enum { NUM_SCHEMES = sizeof schemes / sizeof *schemes };
 
@@ -41,17 +35,17 @@ ibp_status ibp_check_codebook_fields(const ibp_codebook *cb)
 {
     const ibp_scheme_row *const scheme = ibp_find_scheme(cb->scheme);
     if (!scheme || !ibp_are_sizes(0, cb->row_bytes) || cb->num_clusters > IBP_MAX_CLUSTERS) return IBP_INVALID_ARGUMENT;
-    return scheme->check_fields(cb);
+    return scheme->are_fields(cb) ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
 
 ibp_status ibp_check_codebook(const ibp_codebook *cb)
 {
     if (ibp_check_codebook_fields(cb) != IBP_OK) return IBP_INVALID_ARGUMENT;
     const ibp_scheme_row *const scheme = ibp_find_scheme(cb->scheme);
-    if (!ibp_has_clusters(cb)) return scheme->check_arrays(cb);
+    if (!ibp_has_clusters(cb)) return scheme->are_arrays(cb) ? IBP_OK : IBP_INVALID_ARGUMENT;
     for (uint32_t k = 0; k < cb->num_clusters; k++) {
         const ibp_codebook one = ibp_cluster_of(scheme, cb, k);
-        if (scheme->check_arrays(&one) != IBP_OK) return IBP_INVALID_ARGUMENT;
+        if (!scheme->are_arrays(&one)) return IBP_INVALID_ARGUMENT;
     }
     return IBP_OK;
 }

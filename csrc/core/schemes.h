@@ -63,9 +63,9 @@ typedef struct ibp_scheme_row {
     const ibp_row_coder *plain, *avx2, *avx512;
     /* Whether the scheme's own fields of a codebook fit each other and its row_bytes; called when the fields that all
      * schemes have do. */
-    ibp_status (*check_fields)(const ibp_codebook *codebook);
+    bool (*are_fields)(const ibp_codebook *codebook);
     /* Whether the arrays of a codebook without clusters, whose fields are checked, hold what they should. */
-    ibp_status (*check_arrays)(const ibp_codebook *codebook);
+    bool (*are_arrays)(const ibp_codebook *codebook);
     /* Moves the arrays of `one`, a copy of a codebook with clusters, to cluster k. */
     void (*select_cluster)(ibp_codebook *one, uint32_t k);
 } ibp_scheme_row;
@@ -107,11 +107,11 @@ uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_words, uint64_t 
 #endif
 
 /* The parts of the table that stand in files of their own. */
-ibp_status ibp_check_masks_fields(const ibp_codebook *codebook);
-ibp_status ibp_check_masks_words(const ibp_codebook *codebook);
+bool ibp_are_masks_fields(const ibp_codebook *codebook);
+bool ibp_are_masks_words(const ibp_codebook *codebook);
 void ibp_select_masks(ibp_codebook *one, uint32_t k);
-ibp_status ibp_check_planes_fields(const ibp_codebook *codebook);
-ibp_status ibp_check_planes_arrays(const ibp_codebook *codebook);
+bool ibp_are_planes_fields(const ibp_codebook *codebook);
+bool ibp_are_planes_arrays(const ibp_codebook *codebook);
 void ibp_select_planes(ibp_codebook *one, uint32_t k);
 /* A codebook of the live columns of cb, whose consecutive entries, if it has such, are written to `entries`. */
 void ibp_write_out_planes(const ibp_codebook *cb, uint64_t *entries, ibp_codebook *out);
