@@ -50,9 +50,7 @@ ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_
 /* A chunk as a number, extended with zeros past the end of the row. */
 static uint64_t load_chunk(const uint8_t *row, uint32_t row_bytes, uint32_t first, uint32_t chunk_bytes)
 {
-    uint64_t chunk = 0;
-    memcpy(&chunk, row + first, ibp_min_u32(chunk_bytes, row_bytes - first));
-    return chunk;
+    return ibp_load_number(row + first, ibp_min_u32(chunk_bytes, row_bytes - first));
 }
 
 /* chunk_bytes is a constant where this is called, so that whole chunks are single loads. */
@@ -66,11 +64,9 @@ static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, si
         const uint8_t *const row = data + r * cb->row_bytes;
         for (uint32_t chunk = 0; chunk < num_whole; chunk++) {
             const uint32_t first = chunk * chunk_bytes;
-            uint64_t value = 0, wanted = 0, invariant = 0;
-            memcpy(&value, row + first, chunk_bytes);
-            memcpy(&wanted, bitval + first, chunk_bytes);
-            memcpy(&invariant, mask + first, chunk_bytes);
-            hits[chunk] += ((value ^ wanted) & invariant) == 0;
+            const uint64_t differing =
+                ibp_load_number(row + first, chunk_bytes) ^ ibp_load_number(bitval + first, chunk_bytes);
+            hits[chunk] += (differing & ibp_load_number(mask + first, chunk_bytes)) == 0;
         }
         if (rest == cb->row_bytes) continue;
         const uint64_t differing =
@@ -102,8 +98,7 @@ static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_
     uint32_t added = 0;
     memset(ones, 0, CHUNK_BITS * sizeof *ones);
     for (size_t r = 0; r < num_rows; r++) {
-        uint64_t chunk = 0;
-        memcpy(&chunk, column + r * row_bytes, valid_bytes);
+        const uint64_t chunk = ibp_load_number(column + r * row_bytes, valid_bytes);
         if (((chunk ^ grown->bitval) & grown->mask) == 0) {
             for (uint32_t i = 0; i < valid_bytes; i++) sums[i] += spread_bits((uint8_t)(chunk >> (8 * i)));
             added++;

@@ -13,6 +13,14 @@
      : (n) == 4 ? function(__VA_ARGS__, 4) \
                 : function(__VA_ARGS__, 8))
 
+/* A number of up to 8 bytes. */
+static inline uint64_t ibp_load_number(const void *src, size_t num_bytes)
+{
+    uint64_t number = 0;
+    memcpy(&number, src, num_bytes);
+    return number;
+}
+
 /* The 57 bits or more from a bit position on; bits past the end of src read as zero. */
 static inline uint64_t ibp_load_bits(const uint8_t *src, size_t src_bytes, size_t position)
 {

@@ -1,4 +1,5 @@
 /* delta.c - rows of differences added to the tensor that they are of (FORMAT.md section 9). */
+#include "bits.h"
 #include "rows.h"
 
 /* What becomes of a base. */
@@ -12,10 +13,9 @@ static void add_row(adding *add, uint8_t *base, const uint8_t *differences, uint
 {
     for (uint32_t at = 0; at < num_bytes; at += 8) {
         const size_t held = ibp_min_u32(num_bytes - at, 8);
-        uint64_t before = 0, step = 0;
-        memcpy(&step, differences + at, held);
+        const uint64_t step = ibp_load_number(differences + at, held);
         if (step == 0) continue;
-        memcpy(&before, base + at, held);
+        const uint64_t before = ibp_load_number(base + at, held);
         const uint64_t after = add->subtracts ? ibp_subtract_elements(before, step, add->highest)
                                               : ibp_add_elements(before, step, add->highest);
         memcpy(base + at, &after, held);

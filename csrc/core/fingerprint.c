@@ -1,20 +1,13 @@
 /* fingerprint.c - the fingerprint of a tensor's bytes (FORMAT.md section 10). */
+#include "bits.h"
 #include "format.h"
 #include "schemes.h"
-
-#include <string.h>
-
-static uint64_t load_word(const uint8_t *bytes, size_t num_bytes)
-{
-    uint64_t word = 0;
-    memcpy(&word, bytes, num_bytes);
-    return word;
-}
 
 static uint64_t sum_plain(const uint8_t *words, int64_t num_words, uint64_t first_word)
 {
     uint64_t sum = 0;
-    for (int64_t i = 0; i < num_words; i++) sum += ibp_mix_word(load_word(words + 8 * i, 8), first_word + (uint64_t)i);
+    for (int64_t i = 0; i < num_words; i++)
+        sum += ibp_mix_word(ibp_load_number(words + 8 * i, 8), first_word + (uint64_t)i);
     return sum;
 }
 
@@ -32,7 +25,7 @@ ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_
     const int64_t num_words = num_bytes / 8;
     *sum += sum_whole_words(part, num_words, first_word);
     const size_t left = (size_t)num_bytes % 8;
-    if (left) *sum += ibp_mix_word(load_word(part + 8 * num_words, left), first_word + (uint64_t)num_words);
+    if (left) *sum += ibp_mix_word(ibp_load_number(part + 8 * num_words, left), first_word + (uint64_t)num_words);
     return IBP_OK;
 }
 

@@ -359,10 +359,7 @@ static uint32_t choose(const search *s, const option *options, uint32_t count, c
 /* element_bytes is a constant where this is called. */
 static inline void load_elements_of(const uint8_t *from, uint32_t count, uint64_t *elements, uint32_t element_bytes)
 {
-    for (uint32_t i = 0; i < count; i++) {
-        elements[i] = 0;
-        memcpy(&elements[i], from + (size_t)i * element_bytes, element_bytes);
-    }
+    for (uint32_t i = 0; i < count; i++) elements[i] = ibp_load_number(from + (size_t)i * element_bytes, element_bytes);
 }
 
 static void load_elements(const uint8_t *from, uint32_t count, uint32_t element_bytes, uint64_t *elements)
@@ -603,9 +600,8 @@ static inline void count_row_of(const search *s, const part *of, const dictionar
     const bool is_short = d->symbol_bits <= MOST_BINS_BITS, has_all = s->live_columns == NULL;
     size_t i = 0;
     for (uint32_t c = 0; c < columns; c++, i += of->column_step, counts += stride) {
-        uint64_t symbol = 0;
-        memcpy(&symbol, row + (has_all ? i : column_of(s, i)) * element_bytes, element_bytes);
-        symbol = symbol >> shift & ones;
+        const uint64_t element = ibp_load_number(row + (has_all ? i : column_of(s, i)) * element_bytes, element_bytes),
+                       symbol = element >> shift & ones;
         counts[is_short ? d->places[symbol] : long_place_of(d, symbol)]++;
     }
 }
@@ -931,16 +927,13 @@ static void init_search(const ibp_sample *sample, search *s)
 /* Sets the value that most of the loaded rows of one value have. @return false if there are none. */
 static bool find_default_row(search *s, const room *r)
 {
-    size_t ahead = 0, found = 0;
+    int64_t ahead = 0, found = 0;
     s->default_row = 0;
     for (size_t row = 0; row < s->num_loaded; row++) {
         const uint64_t *const own = r->elements + row * s->columns;
         if (!is_run(own, s->columns)) continue;
         if (ahead == 0) s->default_row = own[0];
-        if (own[0] == s->default_row)
-            ahead++;
-        else
-            ahead--;
+        ahead += own[0] == s->default_row ? 1 : -1;
         found++;
     }
     return found > 0;

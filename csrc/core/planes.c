@@ -6,9 +6,7 @@
 
 static uint64_t load_number(const void *numbers, size_t i, uint32_t num_bytes)
 {
-    uint64_t value = 0;
-    memcpy(&value, (const uint8_t *)numbers + i * num_bytes, num_bytes);
-    return value;
+    return ibp_load_number((const uint8_t *)numbers + i * num_bytes, num_bytes);
 }
 
 /* ---- codebooks ---- */

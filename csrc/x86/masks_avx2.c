@@ -38,10 +38,7 @@ IBP_AVX2_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes
 /* The 8 bytes of a row from byte `at` on, zeros past its end; and the bits of them that belong to it. */
 IBP_AVX2_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32_t at)
 {
-    uint64_t x = 0;
-    if (at + 8 <= row_bytes) return ibp_load64(row + at);
-    memcpy(&x, row + at, row_bytes - at);
-    return x;
+    return at + 8 <= row_bytes ? ibp_load64(row + at) : ibp_load_number(row + at, row_bytes - at);
 }
 IBP_AVX2_INLINE uint64_t row_bits(uint32_t row_bytes, uint32_t at)
 {

@@ -61,8 +61,7 @@ IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_
         store_vector(row + i * LANE_BYTES, rotate ? NAME(rotated_vector)(x, LANE_BITS - 1) : x);
     }
     for (; i < n; i++) {
-        uint64_t symbol = 0;
-        memcpy(&symbol, symbols + i * symbol_bytes, symbol_bytes);
+        const uint64_t symbol = ibp_load_number(symbols + i * symbol_bytes, symbol_bytes);
         ((lane *)row)[i] = NAME(rotated)((lane)(((lane *)row)[i] | (lane)(symbol << r)), rotate ? LANE_BITS - 1 : 0);
     }
 }
