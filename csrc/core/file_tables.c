@@ -16,15 +16,14 @@ static bool are_alike(const ibp_field *a, const ibp_field *b)
     return true;
 }
 
-/* A codebook of a file before its working form is made: its clusters' numbers in the file, the fields that they
- * share, and the sizes of what is made. */
+/* A codebook of a file before its working form is made: its clusters' numbers in the file, the fields of the first
+ * one, to which all others must be alike, and the sizes of what is made. */
 typedef struct codebook_plan {
     const ibp_file *file;
     uint32_t members[IBP_MAX_CLUSTERS], num_members;
+    ibp_field fields[IBP_C_COUNT];
     ibp_scheme scheme;
     uint32_t row_bytes;
-    uint32_t chunk_bytes;   /* scheme ibp */
-    bool flag_all;          /* likewise */
     ibp_planes planes;      /* scheme planes, without its arrays */
     uint32_t num_live;      /* live columns */
     size_t set_bytes;       /* of a member: words, or entries */
@@ -50,12 +49,10 @@ typedef struct codebook_source {
 
 static size_t round_up_16(size_t num_bytes) { return (num_bytes + 15) / 16 * 16; }
 
-static uint32_t number_of(const ibp_field *fields, int i) { return (uint32_t)fields[i].number; }
+static uint32_t number_of(const codebook_plan *plan, int i) { return (uint32_t)plan->fields[i].number; }
 
-static void plan_masks(const ibp_field *fields, codebook_plan *plan)
+static void plan_masks(codebook_plan *plan)
 {
-    plan->chunk_bytes = number_of(fields, IBP_C_CHUNK);
-    plan->flag_all = number_of(fields, IBP_C_FLAG_ALL);
     plan->set_bytes = (3 * ibp_codebook_words(plan->row_bytes) + (plan->num_members > 1 ? 4 : 0)) * sizeof(uint32_t);
     plan->spare_bytes = round_up_16(2 * (size_t)plan->row_bytes);
 }
@@ -68,13 +65,14 @@ static uint32_t symbol_bytes_of(const ibp_planes *p)
     return num_bytes;
 }
 
-static bool plan_planes(const ibp_field *fields, codebook_plan *plan)
+static bool plan_planes(codebook_plan *plan)
 {
+    const ibp_field *const fields = plan->fields;
     ibp_planes *const p = &plan->planes;
-    p->element_bytes = number_of(fields, IBP_C_ELEMENT), p->rotate = number_of(fields, IBP_C_ROTATE);
-    p->invariant_bits = number_of(fields, IBP_C_INVARIANT_BITS), p->residual_bits = number_of(fields, IBP_C_RESIDUAL);
-    p->per_column = number_of(fields, IBP_C_PER_COLUMN), p->listed = number_of(fields, IBP_C_LISTED);
-    p->signed_default = number_of(fields, IBP_C_SIGNED);
+    p->element_bytes = number_of(plan, IBP_C_ELEMENT), p->rotate = number_of(plan, IBP_C_ROTATE);
+    p->invariant_bits = number_of(plan, IBP_C_INVARIANT_BITS), p->residual_bits = number_of(plan, IBP_C_RESIDUAL);
+    p->per_column = number_of(plan, IBP_C_PER_COLUMN), p->listed = number_of(plan, IBP_C_LISTED);
+    p->signed_default = number_of(plan, IBP_C_SIGNED);
     p->default_value = fields[IBP_C_DEFAULT].number, p->closed_value = fields[IBP_C_CLOSED].number;
     p->invariant_value = fields[IBP_C_INVARIANT_VALUE].number;
     p->consecutive = fields[IBP_C_FIRST].is_given, p->first_symbol = fields[IBP_C_FIRST].number;
@@ -84,7 +82,7 @@ static bool plan_planes(const ibp_field *fields, codebook_plan *plan)
         num_entries += (1u << (digits & 0xff)) - 1;
     }
     const uint32_t columns = plan->row_bytes / p->element_bytes;
-    plan->num_live = fields[IBP_C_LIVE].is_given ? number_of(fields, IBP_C_LIVE) : columns;
+    plan->num_live = fields[IBP_C_LIVE].is_given ? number_of(plan, IBP_C_LIVE) : columns;
     p->num_constant = columns - plan->num_live;
     if (p->num_constant != 0)
         plan->constants_bytes = round_up_16(plan->row_bytes) + round_up_16(2 * (size_t)plan->num_live);
@@ -121,11 +119,10 @@ static bool plan_members(ibp_text list, codebook_plan *plan)
     return plan->num_members >= 2;
 }
 
-/* fields: of the first cluster, to which all others must be alike. */
-static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_plan *plan, ibp_field *fields,
-                                ibp_refusal *refusal)
+static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_plan *plan, ibp_refusal *refusal)
 {
     *plan = (codebook_plan){.file = file, .members = {number}, .num_members = 1};
+    ibp_field *const fields = plan->fields;
     ibp_status status = find_codebook(file, number, fields, refusal);
     if (status == IBP_OK && fields[IBP_C_CLUSTERS].is_given) {
         if (!plan_members(fields[IBP_C_CLUSTERS].text, plan)) return IBP_BAD_FILE;
@@ -134,10 +131,10 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
     if (status != IBP_OK) return status;
     if (fields[IBP_C_CLUSTERS].is_given) return IBP_BAD_FILE; /* clusters of clusters */
     plan->scheme = (ibp_scheme)fields[IBP_C_SCHEME].number;
-    plan->row_bytes = number_of(fields, IBP_C_ROW);
+    plan->row_bytes = number_of(plan, IBP_C_ROW);
     if (plan->scheme == IBP_SCHEME_IBP)
-        plan_masks(fields, plan);
-    else if (!plan_planes(fields, plan))
+        plan_masks(plan);
+    else if (!plan_planes(plan))
         return IBP_BAD_FILE;
     plan->workspace_bytes = round_up_16(plan->num_members * sizeof(codebook_source)) + plan->spare_bytes +
                             plan->constants_bytes + round_up_16(plan->num_members * plan->set_bytes);
@@ -198,7 +195,8 @@ static bool spread_pairs(const codebook_plan *plan, const codebook_source *sourc
                          uint8_t *bitval)
 {
     const file_part *const palette = &source->parts[PALETTE], *const index = &source->parts[INDEX];
-    const uint32_t chunk_bytes = plan->chunk_bytes, num_chunks = (plan->row_bytes + chunk_bytes - 1) / chunk_bytes,
+    const uint32_t chunk_bytes = number_of(plan, IBP_C_CHUNK),
+                   num_chunks = (plan->row_bytes + chunk_bytes - 1) / chunk_bytes,
                    index_bytes = num_pairs > 256 ? 2 : 1;
     if (!holds(palette, 2 * num_pairs * chunk_bytes, 1)) return false;
     if (!holds(index, num_pairs > 1 ? num_chunks : 0, index_bytes)) return false;
@@ -217,23 +215,28 @@ static bool spread_pairs(const codebook_plan *plan, const codebook_source *sourc
     return true;
 }
 
+/* Reads the fields of a cluster. @return whether it may be one of the codebook. */
+static bool read_member(const codebook_plan *plan, const codebook_source *source, ibp_field *fields)
+{
+    ibp_refusal refusal;
+    return ibp_read_codebook(source->text, fields, &refusal) == IBP_OK && are_alike(plan->fields, fields);
+}
+
 /* room: what the plan says, behind the sources. */
 static ibp_status build_masks(const codebook_plan *plan, const codebook_source *sources, uint8_t *room,
                               ibp_codebook *out)
 {
-    ibp_field fields[IBP_C_COUNT], first[IBP_C_COUNT];
-    ibp_refusal refusal;
+    ibp_field fields[IBP_C_COUNT];
     uint8_t *const mask = room, *const bitval = mask + plan->row_bytes;
     uint32_t *const all = (uint32_t *)(void *)(room + plan->spare_bytes);
     const size_t num_words = ibp_codebook_words(plan->row_bytes), stride = plan->set_bytes / sizeof *all;
     for (uint32_t k = 0; k < plan->num_members; k++) {
         ibp_codebook one;
         uint32_t *const words = all + k * stride;
-        if (ibp_read_codebook(sources[k].text, fields, &refusal) != IBP_OK) return IBP_BAD_FILE;
-        if (k == 0) memcpy(first, fields, sizeof first);
-        if (!are_alike(first, fields) || !spread_pairs(plan, &sources[k], fields[IBP_C_PAIRS].number, mask, bitval))
-            return IBP_BAD_FILE;
-        if (ibp_build_codebook(mask, bitval, plan->row_bytes, plan->chunk_bytes, plan->flag_all, words, &one) != IBP_OK)
+        if (!read_member(plan, &sources[k], fields) ||
+            !spread_pairs(plan, &sources[k], fields[IBP_C_PAIRS].number, mask, bitval) ||
+            ibp_build_codebook(mask, bitval, plan->row_bytes, number_of(plan, IBP_C_CHUNK),
+                               number_of(plan, IBP_C_FLAG_ALL), words, &one) != IBP_OK)
             return IBP_BAD_FILE;
         if (k == 0) *out = one;
         if (plan->num_members > 1) memcpy(words + 3 * num_words, (uint32_t[4]){one.num_flags}, 4 * sizeof *words);
@@ -268,8 +271,7 @@ static bool write_constants(const codebook_plan *plan, const codebook_source *so
 static ibp_status build_planes(const codebook_plan *plan, const codebook_source *sources, uint8_t *room,
                                ibp_codebook *out)
 {
-    ibp_field fields[IBP_C_COUNT], first[IBP_C_COUNT];
-    ibp_refusal refusal;
+    ibp_field fields[IBP_C_COUNT];
     uint8_t *const spare = room, *const constants = spare + plan->spare_bytes,
                    *const entries = constants + plan->constants_bytes;
     ibp_planes planes = plan->planes;
@@ -277,9 +279,7 @@ static ibp_status build_planes(const codebook_plan *plan, const codebook_source 
     for (uint32_t k = 0; k < plan->num_members; k++) {
         const file_part *const part = &sources[k].parts[ENTRIES];
         uint8_t *const own = k == 0 ? constants : spare;
-        if (ibp_read_codebook(sources[k].text, fields, &refusal) != IBP_OK) return IBP_BAD_FILE;
-        if (k == 0) memcpy(first, fields, sizeof first);
-        if (!are_alike(first, fields) || !holds(part, plan->set_bytes / symbol_bytes, symbol_bytes) ||
+        if (!read_member(plan, &sources[k], fields) || !holds(part, plan->set_bytes / symbol_bytes, symbol_bytes) ||
             !write_constants(plan, &sources[k], own) || memcmp(own, constants, plan->constants_bytes) != 0)
             return IBP_BAD_FILE;
         if (plan->set_bytes != 0) memcpy(entries + k * plan->set_bytes, part->data, plan->set_bytes);
@@ -317,7 +317,7 @@ static ibp_status find_fields(const ibp_file *files, size_t num_files, const cha
 
 ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const char *name, ibp_file_table *table)
 {
-    ibp_field fields[IBP_TABLE_FIELDS], shared[IBP_C_COUNT];
+    ibp_field fields[IBP_TABLE_FIELDS];
     codebook_plan plan;
     ibp_text text;
     size_t file;
@@ -333,7 +333,7 @@ ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const char *n
         return IBP_UNSUPPORTED_TABLE;
     }
     if (table->scheme == IBP_SCHEME_RAW) return IBP_OK;
-    status = plan_codebook(&files[file], table->codebook, &plan, shared, &table->refusal);
+    status = plan_codebook(&files[file], table->codebook, &plan, &table->refusal);
     if (status != IBP_OK) return status;
     table->workspace_bytes = plan.workspace_bytes;
     return plan.scheme == table->scheme && plan.row_bytes == table->row_bytes ? IBP_OK : IBP_BAD_FILE;
@@ -391,7 +391,6 @@ static ibp_status place_parts(const ibp_file_table *found, const file_part *part
 
 ibp_status ibp_open_table(const ibp_file_table *found, void *workspace, size_t workspace_bytes, ibp_table *table)
 {
-    ibp_field fields[IBP_C_COUNT];
     ibp_refusal refusal;
     codebook_plan plan;
     file_part parts[NUM_PARTS] = {{0}};
@@ -405,7 +404,7 @@ ibp_status ibp_open_table(const ibp_file_table *found, void *workspace, size_t w
     ibp_status status = find_parts(found, parts);
     if (status == IBP_OK) status = place_parts(found, parts, table);
     if (status != IBP_OK || found->scheme == IBP_SCHEME_RAW) return status;
-    status = plan_codebook(&found->files[found->file], found->codebook, &plan, fields, &refusal);
+    status = plan_codebook(&found->files[found->file], found->codebook, &plan, &refusal);
     if (status != IBP_OK) return status;
     if (plan.scheme != found->scheme || plan.row_bytes != found->row_bytes) return IBP_BAD_FILE;
     if (workspace_bytes < plan.workspace_bytes) return IBP_BUFFER_TOO_SMALL;

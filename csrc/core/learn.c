@@ -805,8 +805,6 @@ size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes)
     return constants_bytes(row_bytes, element_bytes) + (size_t)MOST_ENTRIES * row_bytes;
 }
 
-static void store_symbol(uint8_t *to, uint64_t symbol, uint32_t symbol_bytes) { memcpy(to, &symbol, symbol_bytes); }
-
 /* Writes the entries of a plan; what is missing repeats the first one, so that it is never chosen. */
 static void write_entries(const search *s, const values *v, const option *o, uint32_t num_entries, const room *r,
                           uint8_t *entries)
@@ -822,8 +820,10 @@ static void write_entries(const search *s, const values *v, const option *o, uin
         uint32_t size = d.size < MOST_ENTRIES ? d.size : MOST_ENTRIES;
         for (uint32_t k = 0; k < size; k++) order[k] = (uint8_t)k;
         if (o->per_column) size = order_column(s, &d, r->column_counts + (size_t)c * (d.size + 1), pseudo, order);
-        for (uint32_t k = 0; k < num_entries; k++, entries += bytes)
-            store_symbol(entries, size ? d.symbols[order[k < size ? k : 0]].value : 0, bytes);
+        for (uint32_t k = 0; k < num_entries; k++, entries += bytes) {
+            const uint64_t symbol = size ? d.symbols[order[k < size ? k : 0]].value : 0;
+            memcpy(entries, &symbol, bytes);
+        }
     }
 }
 
@@ -1059,7 +1059,7 @@ static void write_template(const search *s, uint64_t default_value, uint8_t *row
 {
     memcpy(row_template, s->rows, s->row_bytes);
     for (uint32_t c = 0; c < s->columns; c++)
-        store_symbol(row_template + (size_t)column_of(s, c) * s->element_bytes, default_value, s->element_bytes);
+        memcpy(row_template + (size_t)column_of(s, c) * s->element_bytes, &default_value, s->element_bytes);
 }
 
 static uint64_t whole_value(const search *s, uint64_t value)

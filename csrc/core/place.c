@@ -28,20 +28,16 @@ static part claim_part(const ibp_place *place, int64_t row, uint32_t valid)
     return base == CLAIMED ? (part){CLAIMED, 0} : part_of(place, row, base, valid);
 }
 
-static bool fits(const ibp_place *place, uint64_t start, uint64_t num_bytes)
-{
-    const uint64_t there_are = (uint64_t)place->table.overflow_bytes;
-    return start <= there_are && num_bytes <= there_are - start;
-}
-
 /* A part that no other row has; none where there is no room. The counter is read before it is added to, so that it
  * stays near what there is, however many are refused. */
 static part take_part(const ibp_place *place, uint32_t sectors)
 {
-    const uint64_t num_bytes = (uint64_t)IBP_OVERFLOW_ALIGN * sectors;
-    if (!fits(place, __atomic_load_n(place->used, __ATOMIC_RELAXED), num_bytes)) return (part){IBP_NO_BASE, 0};
+    const uint32_t num_bytes = IBP_OVERFLOW_ALIGN * sectors;
+    const int64_t there_are = place->table.overflow_bytes;
+    if (!ibp_part_in_bounds(__atomic_load_n(place->used, __ATOMIC_RELAXED), num_bytes, there_are))
+        return (part){IBP_NO_BASE, 0};
     const uint64_t start = __atomic_fetch_add(place->used, num_bytes, __ATOMIC_RELAXED);
-    return fits(place, start, num_bytes) ? (part){start, sectors} : (part){IBP_NO_BASE, 0};
+    return ibp_part_in_bounds(start, num_bytes, there_are) ? (part){start, sectors} : (part){IBP_NO_BASE, 0};
 }
 
 /* A part for a row whose own one is too small: for its raw bytes, if it had one and remembers what it owns. */

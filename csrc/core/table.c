@@ -362,10 +362,8 @@ static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int
 {
     const ibp_status status = ibp_check_table_fields(table);
     if (status != IBP_OK) return status;
-    const int64_t row_bytes = table->codebook.row_bytes;
-    if (table->item_bytes == 0 || table->item_bytes % row_bytes != 0 || !ibp_are_ids(ids, 0, ids->count))
-        return IBP_INVALID_ARGUMENT;
-    *of = (selection){table, ids, table->item_bytes / row_bytes, {fault, IBP_OK}};
+    if (!ibp_has_whole_rows(table) || !ibp_are_ids(ids, 0, ids->count)) return IBP_INVALID_ARGUMENT;
+    *of = (selection){table, ids, table->item_bytes / table->codebook.row_bytes, {fault, IBP_OK}};
     if (ids->count > INT64_MAX / of->rows_per_item) return IBP_INVALID_ARGUMENT;
     const bool exist = 0 <= first_row && first_row <= last_row && last_row <= ids->count * of->rows_per_item;
     return exist && can_read(table) ? IBP_OK : IBP_INVALID_ARGUMENT;
