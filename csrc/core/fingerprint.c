@@ -3,20 +3,15 @@
 #include "format.h"
 #include "schemes.h"
 
-static uint64_t sum_plain(const uint8_t *words, int64_t num_words, uint64_t first_word)
-{
-    uint64_t sum = 0;
-    for (int64_t i = 0; i < num_words; i++)
-        sum += ibp_mix_word(ibp_load_number(words + 8 * i, 8), first_word + (uint64_t)i);
-    return sum;
-}
-
 static uint64_t sum_whole_words(const uint8_t *words, int64_t num_words, uint64_t first_word)
 {
 #if IBP_HAS_X86_ROWS
     if (ibp_cpu_features() & IBP_CPU_AVX512) return ibp_sum_words_avx512(words, num_words, first_word);
 #endif
-    return sum_plain(words, num_words, first_word);
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < num_words; i++)
+        sum += ibp_mix_word(ibp_load_number(words + 8 * i, 8), first_word + (uint64_t)i);
+    return sum;
 }
 
 ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum)

@@ -188,12 +188,6 @@ static size_t bytes_of_row(const ibp_codebook *cb, const row_census *census)
     return ibp_lay_out(&cb->planes, start, census->reaching).end / 8;
 }
 
-static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
-{
-    const row_census census = take_census(cb, row);
-    return bytes_of_row(cb, &census);
-}
-
 static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst,
                             size_t dst_bytes)
 {
@@ -398,4 +392,4 @@ static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_
     return IBP_OK;
 }
 
-const ibp_row_coder ibp_planes_plain = {coded_bytes_of, encode, decode};
+const ibp_row_coder ibp_planes_plain = {NULL, encode, decode};

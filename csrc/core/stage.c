@@ -15,11 +15,7 @@ enum { BYTES_AHEAD = 6144, MOST_AHEAD = 16, LINE_BYTES = 64, MOST_PREFETCHED = 4
 
 static void prefetch(const uint8_t *from, uint64_t num_bytes)
 {
-#if defined(__GNUC__)
     for (uint64_t at = 0; at < num_bytes && at < MOST_PREFETCHED; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 3);
-#else
-    (void)from, (void)num_bytes;
-#endif
 }
 
 /* Bytes of a store past the caches, which both the bytes and the place of slots must be multiples of. Processors

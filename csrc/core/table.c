@@ -15,25 +15,13 @@ static int64_t steps_ahead(int64_t step_bytes) { return step_bytes > 0 ? 1 + BYT
 
 static void prefetch(const void *src, uint32_t num_bytes)
 {
-#if defined(__GNUC__)
     for (uint32_t at = 0; at < num_bytes; at += LINE_BYTES) __builtin_prefetch((const uint8_t *)src + at, 0, 2);
-#else
-    (void)src, (void)num_bytes;
-#endif
 }
 
 static void prefetch_data(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row)
 {
     const int64_t ahead = row + steps_ahead(row_bytes);
     if (ahead < num_bytes / row_bytes) prefetch(data + ahead * row_bytes, row_bytes);
-}
-
-/* A row of data; the last one may be short. */
-static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row,
-                                const ibp_workspace *work)
-{
-    return ibp_whole_row(data + row * (int64_t)row_bytes, ibp_valid_bytes(num_bytes, row_bytes, row), row_bytes,
-                         work->whole);
 }
 
 static void fill_default_row(const ibp_codebook *cb, uint8_t *row)
@@ -59,11 +47,12 @@ ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t
     for (int64_t r = 0; r < num_rows; r++) {
         prefetch_data(data, num_bytes, cb->row_bytes, r);
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
-        if (ibp_is_default_row(cb, data + r * cb->row_bytes, valid)) {
+        const uint8_t *const row = data + r * cb->row_bytes;
+        if (ibp_is_default_row(cb, row, valid)) {
             lengths[r] = (uint16_t)IBP_DEFAULT_LENGTH(cb->row_bytes);
             continue;
         }
-        const size_t coded = ibp_measure_with(&work.codec, whole_row(data, num_bytes, cb->row_bytes, r, &work));
+        const size_t coded = ibp_measure_with(&work.codec, ibp_whole_row(row, valid, cb->row_bytes, work.whole));
         lengths[r] = (uint16_t)ibp_length_of_coded(coded, cb->row_bytes, valid);
     }
     return IBP_OK;
@@ -111,9 +100,9 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
     clear_room(slots, table->slots_bytes, place.slot_start, place.in_slot, table->slot_bytes);
     clear_room(overflow, table->overflow_bytes, place.overflow_start, place.in_overflow,
                ibp_overflow_room(place.in_overflow, table->slot_bytes));
-    if (place.is_default)
-        return ibp_is_default_row(&table->codebook, data + r * row_bytes, place.valid) ? IBP_OK : IBP_CORRUPT_ROW;
-    const uint8_t *coded = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, work);
+    const uint8_t *const row = data + r * row_bytes;
+    if (place.is_default) return ibp_is_default_row(&table->codebook, row, place.valid) ? IBP_OK : IBP_CORRUPT_ROW;
+    const uint8_t *coded = ibp_whole_row(row, place.valid, row_bytes, work->whole);
     if (!place.raw) {
         size_t coded_bytes;
         const ibp_status status = ibp_encode_with(&work->codec, coded, work->stored, row_bytes, &coded_bytes);
@@ -165,7 +154,7 @@ ibp_status ibp_encode_packed(const ibp_codebook *cb, const uint8_t *data, int64_
     for (int64_t r = 0; r < num_rows; r++) {
         prefetch_data(data, num_bytes, cb->row_bytes, r);
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
-        const uint8_t *const row = whole_row(data, num_bytes, cb->row_bytes, r, &work);
+        const uint8_t *const row = ibp_whole_row(data + r * cb->row_bytes, valid, cb->row_bytes, work.whole);
         const uint32_t length = ibp_code_row(cb, row, valid, &work, at, valid);
         lengths[r] = (uint16_t)length;
         if (length == 0) memcpy(at, row, valid);

@@ -26,10 +26,8 @@ static _Atomic uint32_t features_in_use = NOT_LOOKED_UP;
 
 uint32_t ibp_cpu_features(void)
 {
-    uint32_t features = atomic_load_explicit(&features_in_use, memory_order_relaxed);
-    if (features != NOT_LOOKED_UP) return features;
-    ibp_set_cpu_features(UINT32_MAX);
-    return atomic_load_explicit(&features_in_use, memory_order_relaxed);
+    const uint32_t features = atomic_load_explicit(&features_in_use, memory_order_relaxed);
+    return features != NOT_LOOKED_UP ? features : ibp_set_cpu_features(UINT32_MAX);
 }
 
 uint32_t ibp_set_cpu_features(uint32_t features)

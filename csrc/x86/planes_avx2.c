@@ -167,6 +167,13 @@ IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, ui
 
 /* ---- decoding ---- */
 
+/* function(..., b) for digits of b bits, which are a constant in what is inlined. */
+#define FOR_BITS(b, function, ...)         \
+    ((b) == 1   ? function(__VA_ARGS__, 1) \
+     : (b) == 2 ? function(__VA_ARGS__, 2) \
+     : (b) == 3 ? function(__VA_ARGS__, 3) \
+                : function(__VA_ARGS__, 4))
+
 /* Escapes among n digits of b bits that begin with a byte of src. */
 IBP_AVX2_INLINE uint32_t count_escapes_of(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
@@ -184,12 +191,7 @@ IBP_AVX2_INLINE uint32_t count_escapes_of(const uint8_t *src, size_t src_bytes, 
 
 IBP_AVX2 static uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
-    switch (b) {
-    case 1: return count_escapes_of(src, src_bytes, at, n, 1);
-    case 2: return count_escapes_of(src, src_bytes, at, n, 2);
-    case 3: return count_escapes_of(src, src_bytes, at, n, 3);
-    default: return count_escapes_of(src, src_bytes, at, n, 4);
-    }
+    return FOR_BITS(b, count_escapes_of, src, src_bytes, at, n);
 }
 
 /* Fills in what reaches further planes than the first, and the parts. @return false if they do not end just where src
@@ -207,8 +209,8 @@ IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, si
 }
 
 /* A level from its digits and, for escapes, the next one. All padded. */
-IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t b, __m128i named, const uint8_t *next,
-                                    uint8_t *level)
+IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, __m128i named, const uint8_t *next,
+                                    uint8_t *level, uint32_t b)
 {
     const uint64_t ones = ibp_lane_fields(1, 1), fields = ibp_lane_fields(1, b);
     for (uint32_t i = 0; i < n; i += 8, digits += b) {
@@ -225,12 +227,7 @@ IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, 
                                  const uint8_t *next, uint8_t *level)
 {
     const __m128i bytes = _mm_loadu_si128((const void *)named);
-    switch (b) {
-    case 1: build_level_of(digits, n, 1, bytes, next, level); break;
-    case 2: build_level_of(digits, n, 2, bytes, next, level); break;
-    case 3: build_level_of(digits, n, 3, bytes, next, level); break;
-    default: build_level_of(digits, n, 4, bytes, next, level);
-    }
+    FOR_BITS(b, build_level_of, digits, n, bytes, next, level);
 }
 
 /* Where the parts of values begin. */
