@@ -345,9 +345,7 @@ static bool read_positions(const value_reader *reader, uint32_t columns, const i
         found++;
         if (position < least || position >= columns || found > form->num_positions) return false;
         least = position + 1;
-        const uint8_t bit = (uint8_t)(1u << (position % 8));
-        bitmap[position / 8] =
-            (uint8_t)(form->is_complement ? bitmap[position / 8] & ~bit : bitmap[position / 8] | bit);
+        bitmap[position / 8] ^= (uint8_t)(1u << (position % 8));
     }
     return found == form->num_positions;
 }

@@ -175,7 +175,7 @@ IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, ui
                 : function(__VA_ARGS__, 4))
 
 /* Escapes among n digits of b bits that begin with a byte of src. */
-IBP_AVX2_INLINE uint32_t count_escapes_of(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
+IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
     const uint32_t fields = b == 3 ? 16 : 64 / b; /* in whole bytes */
     const uint64_t lowest = ibp_low_bits(~(uint64_t)0, b * fields) / ((1u << b) - 1);
@@ -189,11 +189,6 @@ IBP_AVX2_INLINE uint32_t count_escapes_of(const uint8_t *src, size_t src_bytes, 
     }
 }
 
-IBP_AVX2 static uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
-{
-    return FOR_BITS(b, count_escapes_of, src, src_bytes, at, n);
-}
-
 /* Fills in what reaches further planes than the first, and the parts. @return false if they do not end just where src
  * does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
@@ -202,7 +197,8 @@ IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, si
     for (uint32_t p = 0; p < planes->num_planes; p++) {
         *parts = ibp_lay_out(planes, start, reaching);
         if (parts->digits[p + 1] > 8 * src_bytes) return false;
-        reaching[p + 1] = count_escapes(src, src_bytes, parts->digits[p] / 8, reaching[p], planes->digit_bits[p]);
+        reaching[p + 1] =
+            FOR_BITS(planes->digit_bits[p], count_escapes, src, src_bytes, parts->digits[p] / 8, reaching[p]);
     }
     *parts = ibp_lay_out(planes, start, reaching);
     return parts->end == 8 * src_bytes;
