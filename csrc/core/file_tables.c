@@ -2,6 +2,7 @@
 #include "checks.h"
 #include "file.h"
 #include "locate.h"
+#include "planes_layout.h"
 
 #include <string.h>
 
@@ -57,14 +58,6 @@ static void plan_masks(codebook_plan *plan)
     plan->spare_bytes = round_up_16(2 * (size_t)plan->row_bytes);
 }
 
-/* Bytes of a symbol among the entries of a file. */
-static uint32_t symbol_bytes_of(const ibp_planes *p)
-{
-    uint32_t num_bytes = 1;
-    while (8 * num_bytes < 8 * p->element_bytes - p->invariant_bits - p->residual_bits) num_bytes *= 2;
-    return num_bytes;
-}
-
 static bool plan_planes(codebook_plan *plan)
 {
     const ibp_field *const fields = plan->fields;
@@ -87,7 +80,8 @@ static bool plan_planes(codebook_plan *plan)
     if (p->num_constant != 0)
         plan->constants_bytes = round_up_16(plan->row_bytes) + round_up_16(2 * (size_t)plan->num_live);
     plan->spare_bytes = plan->num_members > 1 ? plan->constants_bytes : 0;
-    if (!p->consecutive) plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * symbol_bytes_of(p);
+    if (!p->consecutive)
+        plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * ibp_bytes_of_symbol(ibp_symbol_bits(p));
     if (plan->set_bytes > plan->file->data_bytes) return false; /* the workspace is no larger than the file warrants */
     return plan->num_members == 1 || plan->set_bytes != 0;
 }
@@ -275,7 +269,7 @@ static ibp_status build_planes(const codebook_plan *plan, const codebook_source 
     uint8_t *const spare = room, *const constants = spare + plan->spare_bytes,
                    *const entries = constants + plan->constants_bytes;
     ibp_planes planes = plan->planes;
-    const uint32_t symbol_bytes = symbol_bytes_of(&planes);
+    const uint32_t symbol_bytes = ibp_bytes_of_symbol(ibp_symbol_bits(&planes));
     for (uint32_t k = 0; k < plan->num_members; k++) {
         const file_part *const part = &sources[k].parts[ENTRIES];
         uint8_t *const own = k == 0 ? constants : spare;

@@ -54,6 +54,7 @@ typedef struct value_counts {
     value_count *items;
     size_t size;
     uint32_t bits;
+    double scale; /* elements that one of those counted stands for */
 } value_counts;
 
 typedef struct shape {
@@ -73,12 +74,11 @@ typedef enum listing { DENSE, LISTED, LISTED_SIGNED } listing;
 typedef struct values {
     value_counts whole, unsigned_; /* prefixes of up to MOST_BINS_BITS bits, with the sign and without */
     value_counts long_;            /* whole elements, of a part of them */
-    double long_scale;
-    double total;       /* elements */
-    double num_rows;    /* rows that they are of */
-    double extra_bytes; /* of a mean row besides the values */
-    bool has_uniform;   /* a row that lists one value only */
-    listing as;         /* which elements they are */
+    double total;                  /* elements */
+    double num_rows;               /* rows that they are of */
+    double extra_bytes;            /* of a mean row besides the values */
+    bool has_uniform;              /* a row that lists one value only */
+    listing as;                    /* which elements they are */
 } values;
 
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
@@ -119,11 +119,6 @@ static uint32_t list_digits(digit_list *lists)
         first = stop;
     }
     return count;
-}
-
-static uint32_t symbol_bytes_of(uint32_t symbol_bits)
-{
-    return symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
 }
 
 /* ---- counts ------------------------------------------------------------------------------------------------------ */
@@ -213,14 +208,11 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
     return size;
 }
 
-/* Which counts hold the symbols of a shape, and what theirs stand for. */
-static const value_counts *counts_of(const values *v, shape s, double *scale)
+/* Which counts hold the symbols of a shape. */
+static const value_counts *counts_of(const values *v, shape s)
 {
-    *scale = 1.0;
     if (s.rotate) return &v->unsigned_;
-    if (s.symbol_bits <= v->whole.bits) return &v->whole;
-    *scale = v->long_scale;
-    return &v->long_;
+    return s.symbol_bits <= v->whole.bits ? &v->whole : &v->long_;
 }
 
 /* ---- costs ------------------------------------------------------------------------------------------------------- */
@@ -278,7 +270,7 @@ static double part_bits(const option *o, uint32_t k, uint32_t bits, bool is_exac
 /* Bytes that the codebook takes. */
 static double codebook_bytes(const search *s, const option *o, uint32_t num_entries)
 {
-    return o->sets * num_entries * symbol_bytes_of(o->shape.symbol_bits) +
+    return o->sets * num_entries * ibp_bytes_of_symbol(o->shape.symbol_bits) +
            (o->as != DENSE ? 2.0 * s->width / 8.0 : 0.0);
 }
 
@@ -398,7 +390,7 @@ typedef struct room {
 static void count_values(const uint64_t *elements, size_t count, uint32_t width, const room *r, values *v)
 {
     const uint32_t bits = width < MOST_BINS_BITS ? width : MOST_BINS_BITS;
-    v->whole = (value_counts){r->whole, 0, bits}, v->unsigned_ = (value_counts){r->unsigned_, 0, bits - 1};
+    v->whole = (value_counts){r->whole, 0, bits, 1.0}, v->unsigned_ = (value_counts){r->unsigned_, 0, bits - 1, 1.0};
     if (count <= MOST_SORTED) {
         for (size_t i = 0; i < count; i++) r->longs[i] = elements[i] >> (width - bits);
         v->whole.size = compact(sort_values(r->longs, r->other_longs, count, bits), count, r->whole);
@@ -417,19 +409,17 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
     size_t size = 0;
     if (width > bits)
         for (size_t i = 0; i < count; i += step) r->longs[size++] = elements[i];
-    v->long_ = (value_counts){r->long_, 0, width};
+    v->long_ = (value_counts){r->long_, 0, width, size ? (double)count / (double)size : 0.0};
     v->long_.size = compact(sort_values(r->longs, r->other_longs, size, width), size, r->long_);
-    v->long_scale = size ? (double)count / (double)size : 0.0;
     v->total = (double)count;
 }
 
 /* The share of a value. */
 static double share_of(const values *v, uint32_t width, uint64_t value)
 {
-    double scale;
-    const value_counts *const counts = counts_of(v, (shape){0, width}, &scale);
+    const value_counts *const counts = counts_of(v, (shape){0, width});
     for (size_t i = 0; i < counts->size && counts->items[i].value <= value; i++)
-        if (counts->items[i].value == value) return scale * (double)counts->items[i].count / v->total;
+        if (counts->items[i].value == value) return counts->scale * (double)counts->items[i].count / v->total;
     return 0.0;
 }
 
@@ -437,9 +427,8 @@ static double share_of(const values *v, uint32_t width, uint64_t value)
 static uint64_t most_frequent(const values *v, uint32_t width, double *share)
 {
     value_count top = {0, 0};
-    double scale;
-    const value_counts *const counts = counts_of(v, (shape){0, width}, &scale);
-    *share = top_values(counts, 1, &top) ? scale * (double)top.count / v->total : 0.0;
+    const value_counts *const counts = counts_of(v, (shape){0, width});
+    *share = top_values(counts, 1, &top) ? counts->scale * (double)top.count / v->total : 0.0;
     return top.value;
 }
 
@@ -516,19 +505,18 @@ static void count_as(search *s, const room *r, listing as, values *v)
 /* One option for each shape. Shapes of one kind go from few bits to many: each is folded from the one after it. */
 static void add_options(const search *s, const values *v, const room *r, option *options)
 {
-    value_counts folded = {r->folded, 0, 0};
+    value_counts folded = {.items = r->folded};
     const value_counts *last = NULL;
     for (uint32_t i = s->num_shapes; i-- > 0;) {
         value_count top[MOST_ENTRIES];
         uint64_t ranked[MOST_ENTRIES];
-        double scale;
-        const value_counts *const counts = counts_of(v, s->shapes[i], &scale);
+        const value_counts *const counts = counts_of(v, s->shapes[i]);
         fold(counts == last ? &folded : counts, s->shapes[i].symbol_bits, &folded);
         last = counts;
         const uint32_t size = top_values(&folded, MOST_ENTRIES, top);
         for (uint32_t k = 0; k < size; k++) ranked[k] = top[k].count;
         options[i] = (option){.shape = s->shapes[i], .as = v->as, .sets = 1, .extra_bytes = v->extra_bytes};
-        fill_tails(&options[i], v->total, scale, v->num_rows, ranked, size);
+        fill_tails(&options[i], v->total, counts->scale, v->num_rows, ranked, size);
         judge(s, &options[i]);
     }
 }
@@ -553,12 +541,11 @@ static uint8_t long_place_of(const dictionary *d, uint64_t symbol)
 
 static void make_dictionary(const search *s, const values *v, shape of, const room *r, dictionary *d)
 {
-    double scale;
     const uint32_t cells = (1u << 20) / s->columns, most = cells < 16 ? 16 : cells < DICTIONARY ? cells : DICTIONARY;
     uint8_t *const places = r->dictionary;
-    value_counts folded = {r->folded, 0, 0};
+    value_counts folded = {.items = r->folded};
     d->symbol_bits = of.symbol_bits, d->places = places;
-    fold(counts_of(v, of, &scale), of.symbol_bits, &folded);
+    fold(counts_of(v, of), of.symbol_bits, &folded);
     d->size = top_values(&folded, most, d->symbols);
     const bool is_short = of.symbol_bits <= MOST_BINS_BITS;
     memset(places, (int)d->size, (size_t)1 << (is_short ? of.symbol_bits : MOST_BINS_BITS));
@@ -809,7 +796,7 @@ size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes)
 static void write_entries(const search *s, const values *v, const option *o, uint32_t num_entries, const room *r,
                           uint8_t *entries)
 {
-    const uint32_t bytes = symbol_bytes_of(o->shape.symbol_bits);
+    const uint32_t bytes = ibp_bytes_of_symbol(o->shape.symbol_bits);
     dictionary d;
     double pseudo[DICTIONARY];
     make_dictionary(s, v, o->shape, r, &d);
@@ -839,10 +826,9 @@ typedef struct plan {
 /* The run of FAST_ENTRIES consecutive symbols that most elements have. */
 static void find_run(const search *s, const values *v, shape of, const room *r, option *o, uint64_t *first_symbol)
 {
-    double scale;
-    value_counts folded = {r->folded, 0, 0};
+    value_counts folded = {.items = r->folded};
     uint64_t counts[256] = {0}, inside = 0, most = 0;
-    fold(counts_of(v, of, &scale), of.symbol_bits, &folded);
+    fold(counts_of(v, of), of.symbol_bits, &folded);
     const uint32_t num_symbols = 1u << of.symbol_bits;
     for (size_t i = 0; i < folded.size; i++) counts[folded.items[i].value] = folded.items[i].count;
     for (uint32_t i = 0; i < FAST_ENTRIES; i++) inside += counts[i];
@@ -1098,7 +1084,7 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
                            .rotate = o->shape.rotate,
                            .num_planes = digits->num_planes,
                            .num_entries = digits->num_entries,
-                           .symbol_bytes = symbol_bytes_of(o->shape.symbol_bits),
+                           .symbol_bytes = ibp_bytes_of_symbol(o->shape.symbol_bits),
                            .per_column = o->per_column,
                            .listed = o->as != DENSE,
                            .consecutive = found.consecutive,

@@ -11,15 +11,14 @@ static uint64_t load_number(const void *numbers, size_t i, uint32_t num_bytes)
 
 /* ---- codebooks ---- */
 
-/* Entries of a column, and the bytes of a symbol. @return false if a plane's digits are out of range. */
-static bool derive_sizes(const ibp_planes *p, uint32_t *num_entries, uint32_t *symbol_bytes)
+/* Counts the entries of a column. @return false if a plane's digits are out of range. */
+static bool count_entries(const ibp_planes *p, uint32_t *num_entries)
 {
     *num_entries = 0;
     for (uint32_t i = 0; i < p->num_planes; i++) {
         if (p->digit_bits[i] < 1 || p->digit_bits[i] > IBP_MAX_DIGIT_BITS) return false;
         *num_entries += ibp_escape_of(p, i);
     }
-    for (*symbol_bytes = 1; 8 * *symbol_bytes < ibp_symbol_bits(p);) *symbol_bytes *= 2;
     return true;
 }
 
@@ -50,19 +49,19 @@ static bool are_constants(const ibp_codebook *cb)
 bool ibp_are_planes_fields(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
-    uint32_t num_entries, symbol_bytes;
+    uint32_t num_entries;
     if (!are_bits(p) || cb->row_bytes % p->element_bytes != 0 || !are_constants(cb)) return false;
     if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return false;
     if (!fits_bits(p->default_value, ibp_element_bits(p)) || !fits_bits(p->closed_value, ibp_element_bits(p)))
         return false;
     if (!fits_bits(p->invariant_value, p->invariant_bits) || (p->signed_default && !p->listed)) return false;
-    if (!derive_sizes(p, &num_entries, &symbol_bytes)) return false;
-    if (p->num_entries != num_entries || p->symbol_bytes != symbol_bytes) return false;
+    if (!count_entries(p, &num_entries) || p->num_entries != num_entries) return false;
+    if (p->symbol_bytes != ibp_bytes_of_symbol(ibp_symbol_bits(p))) return false;
     if (p->consecutive)
         return !p->per_column && !ibp_has_clusters(cb) && fits_bits(p->first_symbol, ibp_symbol_bits(p));
-    if (num_entries != 0 && (!p->entries || (uintptr_t)p->entries % symbol_bytes != 0)) return false;
+    if (num_entries != 0 && (!p->entries || (uintptr_t)p->entries % p->symbol_bytes != 0)) return false;
     return !ibp_has_clusters(cb) ||
-           (cb->cluster_stride >= bytes_of_entries(cb) && cb->cluster_stride % symbol_bytes == 0);
+           (cb->cluster_stride >= bytes_of_entries(cb) && cb->cluster_stride % p->symbol_bytes == 0);
 }
 
 bool ibp_are_planes_arrays(const ibp_codebook *cb)
@@ -107,7 +106,8 @@ ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_byte
     ibp_codebook cb = {.scheme = IBP_SCHEME_PLANES, .row_bytes = row_bytes, .planes = *planes};
     ibp_planes *const p = &cb.planes;
     if (!are_bits(p) || p->num_planes > IBP_MAX_PLANES) return IBP_INVALID_ARGUMENT;
-    if (!derive_sizes(p, &p->num_entries, &p->symbol_bytes)) return IBP_INVALID_ARGUMENT;
+    if (!count_entries(p, &p->num_entries)) return IBP_INVALID_ARGUMENT;
+    p->symbol_bytes = ibp_bytes_of_symbol(ibp_symbol_bits(p));
     if (ibp_check_codebook_fields(&cb) != IBP_OK) return IBP_INVALID_ARGUMENT;
     const size_t set_bytes = bytes_of_entries(&cb), num_sets = set_bytes ? entries_bytes / set_bytes : 1;
     if (entries_bytes != num_sets * set_bytes || num_sets < 1 || num_sets > IBP_MAX_CLUSTERS)

@@ -25,6 +25,12 @@ static inline uint32_t ibp_symbol_bits(const ibp_planes *planes)
     return ibp_coded_bits(planes) - planes->residual_bits;
 }
 
+/* Bytes of a symbol among entries. */
+static inline uint32_t ibp_bytes_of_symbol(uint32_t symbol_bits)
+{
+    return symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
+}
+
 static inline uint32_t ibp_escape_of(const ibp_planes *planes, uint32_t plane)
 {
     return (1u << planes->digit_bits[plane]) - 1;
