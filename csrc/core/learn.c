@@ -445,17 +445,12 @@ static bool is_run(const uint64_t *elements, size_t count)
     return same >= count;
 }
 
-/* The bits of an element that make it differ from the default. */
-static uint64_t differing_bits(const search *s, listing as)
+/* Counts the elements that differ from the default, but for those of closed rows, and what the rows take besides.
+ * @return how many they are. */
+static size_t count_listed(const search *s, const room *r, listing as, bool has_closed, values *v)
 {
-    return ~(uint64_t)0 >> (64 - s->width) >> (as == LISTED_SIGNED ? 1 : 0);
-}
-
-/* Puts the elements that differ from the default, but for those of closed rows, one after the other; counts what the
- * rows take besides. bits: of an element that make it differ. @return how many. */
-static size_t list_elements(const search *s, const room *r, uint64_t bits, bool has_closed, values *v)
-{
-    const uint64_t signs = bits >> (s->width - 1) ? 0 : 1; /* stored of each unlisted element */
+    const uint32_t signs = as == LISTED_SIGNED;                     /* bits stored of each unlisted element */
+    const uint64_t bits = ~(uint64_t)0 >> (64 - s->width) >> signs; /* that make an element differ */
     uint64_t *const listed = r->listed;
     size_t size = 0, bytes = 0;
     v->has_uniform = false;
@@ -474,32 +469,24 @@ static size_t list_elements(const search *s, const room *r, uint64_t bits, bool 
         if (has_closed && is_uniform && listed[begin] == s->closed_value) size = begin;
     }
     v->num_rows = (double)s->num_loaded, v->extra_bytes = (double)bytes / (double)s->num_loaded;
+    count_values(listed, size, s->width, r, v);
     return size;
 }
 
-/* Counts the values of listed rows. The closed value is the most frequent one of those listed, if any row has only
- * that. */
-static void count_listed(search *s, const room *r, listing as, values *v)
-{
-    const uint64_t bits = differing_bits(s, as);
-    double unused;
-    size_t listed = list_elements(s, r, bits, false, v);
-    count_values(r->listed, listed, s->width, r, v);
-    s->closed_value = listed ? most_frequent(v, s->width, &unused) : s->default_value;
-    if (!v->has_uniform) return;
-    listed = list_elements(s, r, bits, true, v);
-    count_values(r->listed, listed, s->width, r, v);
-}
-
-/* Counts the elements that rows code, unless they have just been counted. */
+/* Counts the elements that rows code, unless they have just been counted. The closed value is the most frequent one of
+ * those listed, if any row has only that. */
 static void count_as(search *s, const room *r, listing as, values *v)
 {
+    double unused;
     if (v->as == as && v->num_rows > 0) return;
     *v = (values){.as = as, .num_rows = (double)s->num_loaded};
-    if (as != DENSE)
-        count_listed(s, r, as, v);
-    else
+    if (as == DENSE) {
         count_values(r->elements, s->num_loaded * s->columns, s->width, r, v);
+        return;
+    }
+    const bool has_listed = count_listed(s, r, as, false, v) > 0;
+    s->closed_value = has_listed ? most_frequent(v, s->width, &unused) : s->default_value;
+    if (v->has_uniform) count_listed(s, r, as, true, v);
 }
 
 /* One option for each shape. Shapes of one kind go from few bits to many: each is folded from the one after it. */
@@ -1123,12 +1110,10 @@ ibp_status ibp_learn_entries(const ibp_sample *sample, const ibp_planes *planes,
     s.default_value = planes->default_value >> planes->invariant_bits;
     s.closed_value = planes->closed_value >> planes->invariant_bits;
     const listing as = planes->signed_default ? LISTED_SIGNED : planes->listed ? LISTED : DENSE;
-    if (as == DENSE) {
+    if (as == DENSE)
         count_as(&s, &r, DENSE, &v);
-    } else {
-        const size_t listed = list_elements(&s, &r, differing_bits(&s, as), true, &v);
-        count_values(r.listed, listed, s.width, &r, &v);
-    }
+    else
+        count_listed(&s, &r, as, true, &v);
     const option o = {.shape = {planes->rotate, ibp_symbol_bits(planes)}, .per_column = planes->per_column};
     write_entries(&s, &v, &o, form.planes.num_entries, &r, entries);
     return IBP_OK;
