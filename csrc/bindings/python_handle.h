@@ -127,11 +127,15 @@ class TableHandle {
         if (tables.empty() || starts.size() != tables.size() + 1 || max_sms < 0) return false;
         const TableHandle &first = *tables[0];
         const Torch &torch = first.torch_;
-        ibp_ids items{}, places{};
+        ibp_ids items{};
         Range of_ids{}, of_positions{};
         if (torch.has_observers() || starts[0] != 0) return false;
-        if (!first.read_ids(ids, &items, &of_ids) || !first.read_ids(positions, &places, &of_positions)) return false;
-        if (places.id_bytes != 4 || places.count != items.count) return false;
+        if (!first.read_ids(ids, &items, &of_ids) || !first.is_here(positions)) return false;
+        if (!torch.dtype.of(positions).is(torch.int32) || torch.numel.number(positions) != items.count ||
+            !torch.is_contiguous.is_true(positions) || !first.is_held(positions, items.count * 4, 4))
+            return false;
+        const auto places = static_cast<uintptr_t>(torch.data_ptr.number(positions));
+        of_positions = {places, places + static_cast<uintptr_t>(items.count) * 4};
         if (!first.is_here(out) || !first.fits(py::reinterpret_borrow<py::object>(out), items.count)) return false;
         const auto to = static_cast<uintptr_t>(torch.data_ptr.number(out));
         const Range written{to, to + static_cast<uintptr_t>(items.count * first.handle_.table().item_bytes)};
@@ -140,7 +144,7 @@ class TableHandle {
             if (starts[t] > starts[t + 1] || !tables[t]->is_like(first) || tables[t]->meets_table(written))
                 return false;
         if (starts.back() != items.count) return false;
-        items.positions = static_cast<const uint32_t *>(places.data), items.out_items = items.count;
+        items.positions = reinterpret_cast<const uint32_t *>(places), items.out_items = items.count;
         return gather_many(tables, starts, items, reinterpret_cast<uint8_t *>(to), max_sms);
     }
 
