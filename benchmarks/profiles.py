@@ -31,7 +31,7 @@ import torch
 
 import ibp
 
-from . import bags, families, harness, kv_transfer, linear
+from . import bags, families, harness, inputs, kv_transfer, linear
 
 MEASURE = "planes measure"
 USED = ("issue", "memory", "l2", "l1", "tensor")
@@ -49,7 +49,7 @@ DURATION = "gpu__time_duration.sum"  # ns
 STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_not_issued)?_per_issue_active")
 LIMIT_S = 330  # of all calls
 VECTORS, SHAPES = (1, 16, 64, 128, 256, 512), ((4096, 4096), (4096, 14336), (8192, 8192))
-BAG = bags.Rows(2048, torch.bfloat16)
+ROW_BYTES = 2048  # of bags and deltas
 CACHED_BYTES, CACHED_SHARE, HIT_SHARE = (128, 512), 0.5, 0.9  # of a row; of a table's bytes; of the ids
 CHANGED_SHARE = 0.042  # of a tensor's elements
 LEAST_NS = 1.0
@@ -82,6 +82,11 @@ def rows_in_device_memory(run, data_dir):
         yield name, families.ENCODE, x, lambda x=x, place=place: ibp.encode_into(x, place)
 
 
+def normal_rows(run, row_bytes):
+    """BF16 rows of a table."""
+    return inputs.normal_rows(families.table_bytes(run), torch.bfloat16, 0.02, run.device, columns=row_bytes // 2)
+
+
 def products(run):
     for shape in linear.QUICK_SHAPES if run.quick else SHAPES:
         weight, table = linear.make(shape, run.device)
@@ -103,9 +108,8 @@ def pages_and_bags(run):
     message = torch.empty(ibp.kv.packed_bytes(codec, pages.num_pages), dtype=torch.uint8, device=run.device)
     yield "pages of Llama-8B", "pack", original, lambda: ibp.kv.pack(pages.paged, codec, blocks=blocks, out=message)
     yield "pages of Llama-8B", "unpack", original, lambda: ibp.kv.unpack(message, codec, out=pages.to, blocks=targets)
-    num_rows = families.table_bytes(run) // BAG.row_bytes
-    x = families.weights(num_rows, BAG.row_bytes // BAG.dtype.itemsize, run.device).to(BAG.dtype)
-    table = ibp.compress(x)
+    x = normal_rows(run, ROW_BYTES)
+    table, num_rows = ibp.compress(x), len(x)
     for size in bags.BAG_ROWS:
         ids = torch.randint(num_rows, (max(1, num_rows // size), size), device=run.device)
         summed = x[:1].expand(ids.numel(), -1)  # as many bytes are read
@@ -114,7 +118,7 @@ def pages_and_bags(run):
 
 def caches_and_deltas(run):
     for row_bytes in CACHED_BYTES:
-        x = families.weights(families.table_bytes(run) // row_bytes, row_bytes // 2, run.device).bfloat16()
+        x = normal_rows(run, row_bytes)
         table = ibp.compress(x, scheme="planes").cpu()
         cache = ibp.RowCache(
             table.pin_memory() if run.on_gpu else table,
@@ -126,7 +130,7 @@ def caches_and_deltas(run):
         mixed = torch.where(torch.rand(len(held), device=run.device) < HIT_SHARE, held, held + len(x) // 4 * 3)
         for arm, ids in (("own hits", held), (f"{HIT_SHARE:.0%} hits", mixed)):
             yield f"a cache of rows of {row_bytes} B", arm, x[: len(ids)], lambda ids=ids: cache.index_select(ids)
-    x = families.weights(families.table_bytes(run) // BAG.row_bytes, BAG.row_bytes // 2, run.device).bfloat16()
+    x = normal_rows(run, ROW_BYTES)
     bits = x.view(torch.int16)
     changed = (bits ^ (torch.rand(x.shape, device=run.device) < CHANGED_SHARE).to(torch.int16)).view(torch.bfloat16)
     turns = [ibp.deltas.make({"x": changed}, {"x": x}), ibp.deltas.make({"x": x}, {"x": changed})]

@@ -70,7 +70,8 @@ bool ibp_are_planes_arrays(const ibp_codebook *cb)
     const size_t num_entries = bytes_of_entries(cb) / p->symbol_bytes;
     for (size_t i = 0; i < num_entries; i++)
         if (!fits_bits(load_number(p->entries, i, p->symbol_bytes), ibp_symbol_bits(p))) return false;
-    for (uint32_t i = 0, least = 0; p->num_constant != 0 && i < ibp_columns_of(cb); i++) {
+    if (p->num_constant == 0) return true;
+    for (uint32_t i = 0, least = 0; i < ibp_columns_of(cb); i++) {
         const uint32_t column = p->live_columns[i];
         if (column < least || column >= cb->row_bytes / p->element_bytes) return false;
         if (load_number(p->row_template, column, p->element_bytes) != p->default_value) return false;

@@ -9,6 +9,7 @@
 #define CODERS(name) &ibp_##name##_plain, &ibp_##name##_plain, &ibp_##name##_plain
 #endif
 
+/* Of raw rows' codebooks, which have no arrays besides. */
 static bool has_no_clusters(const ibp_codebook *cb) { return !ibp_has_clusters(cb); }
 
 static const ibp_scheme_row schemes[] = {

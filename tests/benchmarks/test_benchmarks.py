@@ -122,9 +122,8 @@ def test_a_default_row_reads_nothing():
 
 def test_ideal_rates():
     starts = 512 * torch.arange(1000)
-    rows = ideal.link_bytes_of_range(
-        starts, torch.full_like(starts, 512)
-    )  # raw: the link's rate, whatever a memset does
+    rows = ideal.link_bytes_of_range(starts, torch.full_like(starts, 512))
+    # Raw rows: the link's rate, whatever a memset does.
     assert ideal.gather_gbps(512_000, rows, 4000) == pytest.approx(51.4)
     assert ideal.gather_gbps(1_024_000, rows, 4000) == pytest.approx(102.8)  # half saved
     assert ideal.gather_gbps(512_000, rows, 10) == pytest.approx(10)  # the writing binds
