@@ -26,9 +26,9 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads)
     for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows;
          r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
-        uint32_t length = IBP_DEFAULT_LENGTH(cb.row_bytes);
-        if (!is_default<G>(cb, row, row.valid))
-            length = ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes, cb.row_bytes, row.valid);
+        // Whether it is a default row is looked up when its bytes are near: few rows are.
+        uint32_t length = ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes, cb.row_bytes, row.valid);
+        if (is_default<G>(cb, row, row.valid)) length = IBP_DEFAULT_LENGTH(cb.row_bytes);
         if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
 }
