@@ -72,6 +72,58 @@ struct Place {
     uint32_t part, first_tile, tiles_apart;
 };
 
+// The words of a vector that a pair of operands takes from a lane's 32 elements, two for each. near: elements from
+// 8 pair on.
+template <class Kind> __device__ __forceinline__ uint4 pair_words(const uint16_t *near, uint32_t pair)
+{
+    if constexpr (Kind::kWordsApart == 1u) return *reinterpret_cast<const uint4 *>(near);
+    const uint2 *const words = reinterpret_cast<const uint2 *>(near - 4u * pair);
+    const uint2 low = words[0], high = words[Kind::kWordsApart / 2u];
+    return make_uint4(low.x, high.x, low.y, high.y);
+}
+
+// Brings the vectors' elements of the block's steps. A thread brings, of one vector, the elements that
+// four lanes take for a pair of operands, and then the next ones.
+template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
+{
+#pragma unroll 2
+    for (uint32_t item = threadIdx.x; item < Block::block_steps(job) * Block::kVectors * 4u; item += Block::kThreads) {
+        const uint32_t pair = item / 8u % 4u, vector = item / 32u % (Block::kVectors / 8u) * 8u + item % 8u,
+                       of_block = item / (4u * Block::kVectors),
+                       step = of_block / Block::kBlockPieces * kPieces + part * Block::kBlockPieces +
+                              of_block % Block::kBlockPieces,
+                       column = step * kStepColumns + 8u * pair;
+        const uint16_t *const from = job.x + uint64_t{vector} * job.num_columns + column;
+        uint4 x[4];
+#pragma unroll
+        for (uint32_t t = 0; t < 4u; t++) {
+            const bool wanted = vector < job.num_vectors && column + 32u * t < job.num_columns;
+            x[t] = wanted ? pair_words<typename Block::Kind>(from + 32u * t, pair) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (uint32_t half = 0; half < 2u; half++) {
+            const uint32_t order = half ? 0x7632u : 0x5410u;
+            const auto store = [&](uint32_t operand, const uint4 &words) {
+                *reinterpret_cast<uint4 *>(shared_bytes() + Block::vector_at(of_block, operand, vector, half)) = words;
+            };
+            store(2u * pair, make_uint4(permute_bytes(x[0].x, x[0].y, order), permute_bytes(x[1].x, x[1].y, order),
+                                        permute_bytes(x[2].x, x[2].y, order), permute_bytes(x[3].x, x[3].y, order)));
+            store(2u * pair + 1u,
+                  make_uint4(permute_bytes(x[0].z, x[0].w, order), permute_bytes(x[1].z, x[1].w, order),
+                             permute_bytes(x[2].z, x[2].w, order), permute_bytes(x[3].z, x[3].w, order)));
+        }
+    }
+    publish_vectors();
+}
+
+template <class Block> __device__ __forceinline__ void bring_all_vectors(const LinearJob &job, const Place &place)
+{
+    await_work_before();
+    bring_vectors<Block>(job, place.part);
+    await_others_of_cluster();
+    __syncthreads();
+}
+
 // A group of warps that multiplies; each has 16 rows of a tile.
 template <class Block> struct GroupMultiplier {
     using Kind = typename Block::Kind;
@@ -189,6 +241,8 @@ template <class Block> struct GroupMultiplier {
     }
     __device__ __forceinline__ void run()
     {
+        begin_first_copies();
+        bring_all_vectors<Block>(job, place);
         uint32_t stage = 0;
         for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             float of_pieces[Block::kGroupPieces][kSums];
@@ -274,7 +328,9 @@ template <class Block> struct Finishers {
         RowEscapes escapes, next;
         find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
         escapes.load(job.num_columns);
-        for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
+        bring_all_vectors<Block>(job, place);
+        uint32_t turn = 0;
+        for (uint32_t tile = place.first_tile; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             const LinearMatrix &matrix = job.matrix_of(tile);
             const uint32_t to_row = row_of(matrix, tile);
             OwnCorrections corrections;
@@ -286,52 +342,9 @@ template <class Block> struct Finishers {
             store_sums(matrix, to_row, bias, corrections);
             say_read(tile + place.tiles_apart >= job.num_tiles);
         }
+        if (Block::kParts > 1u) Block::read().await_cluster(turn - 1u); // others still read the sums of this block
     }
 };
-
-// The words of a vector that a pair of operands takes from a lane's 32 elements, two for each. near: elements from
-// 8 pair on.
-template <class Kind> __device__ __forceinline__ uint4 pair_words(const uint16_t *near, uint32_t pair)
-{
-    if constexpr (Kind::kWordsApart == 1u) return *reinterpret_cast<const uint4 *>(near);
-    const uint2 *const words = reinterpret_cast<const uint2 *>(near - 4u * pair);
-    const uint2 low = words[0], high = words[Kind::kWordsApart / 2u];
-    return make_uint4(low.x, high.x, low.y, high.y);
-}
-
-// Brings the vectors' elements of the block's steps. A thread brings, of one vector, the elements that
-// four lanes take for a pair of operands, and then the next ones.
-template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
-{
-#pragma unroll 2
-    for (uint32_t item = threadIdx.x; item < Block::block_steps(job) * Block::kVectors * 4u; item += Block::kThreads) {
-        const uint32_t pair = item / 8u % 4u, vector = item / 32u % (Block::kVectors / 8u) * 8u + item % 8u,
-                       of_block = item / (4u * Block::kVectors),
-                       step = of_block / Block::kBlockPieces * kPieces + part * Block::kBlockPieces +
-                              of_block % Block::kBlockPieces,
-                       column = step * kStepColumns + 8u * pair;
-        const uint16_t *const from = job.x + uint64_t{vector} * job.num_columns + column;
-        uint4 x[4];
-#pragma unroll
-        for (uint32_t t = 0; t < 4u; t++) {
-            const bool wanted = vector < job.num_vectors && column + 32u * t < job.num_columns;
-            x[t] = wanted ? pair_words<typename Block::Kind>(from + 32u * t, pair) : make_uint4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (uint32_t half = 0; half < 2u; half++) {
-            const uint32_t order = half ? 0x7632u : 0x5410u;
-            const auto store = [&](uint32_t operand, const uint4 &words) {
-                *reinterpret_cast<uint4 *>(shared_bytes() + Block::vector_at(of_block, operand, vector, half)) = words;
-            };
-            store(2u * pair, make_uint4(permute_bytes(x[0].x, x[0].y, order), permute_bytes(x[1].x, x[1].y, order),
-                                        permute_bytes(x[2].x, x[2].y, order), permute_bytes(x[3].x, x[3].y, order)));
-            store(2u * pair + 1u,
-                  make_uint4(permute_bytes(x[0].z, x[0].w, order), permute_bytes(x[1].z, x[1].w, order),
-                             permute_bytes(x[2].z, x[2].w, order), permute_bytes(x[3].z, x[3].w, order)));
-        }
-    }
-    publish_vectors();
-}
 
 template <class Block>
 __global__ void __launch_bounds__(Block::kThreads, 1) many_kernel(const __grid_constant__ LinearJob job)
@@ -340,21 +353,16 @@ __global__ void __launch_bounds__(Block::kThreads, 1) many_kernel(const __grid_c
     let_next_begin();
     const Place place{blockIdx.x % Block::kParts, blockIdx.x / Block::kParts, gridDim.x / Block::kParts};
     const bool multiplies = threadIdx.x < Block::kMultipliers;
-    if (threadIdx.x == Block::kMultipliers) Block::written().begin(Block::kParts), Block::read().begin(Block::kParts);
-    if (multiplies) {
-        GroupMultiplier<Block> multiplier(job, place);
-        multiplier.begin_first_copies();
-        await_work_before();
-        bring_vectors<Block>(job, place.part);
-        await_cluster();
-        multiplier.run();
-    } else {
-        await_work_before();
-        bring_vectors<Block>(job, place.part);
-        await_cluster();
-        Finishers<Block>(job, place).run();
+    if (threadIdx.x == Block::kMultipliers) {
+        Block::written().begin(Block::kParts), Block::read().begin(Block::kParts);
+        SharedBarrier::publish();
     }
-    await_cluster(); // others may still read the sums of this block
+    __syncwarp();
+    arrive_at_cluster();
+    if (multiplies)
+        GroupMultiplier<Block>(job, place).run();
+    else
+        Finishers<Block>(job, place).run();
 #endif
 }
 

@@ -95,13 +95,18 @@ struct SharedBarrier {
     }
 };
 
-// All threads of a cluster.
-__device__ __forceinline__ void await_cluster()
+// All threads of a cluster meet before barriers that were published are used in other blocks: what a block does between
+// the two steps is its own.
+__device__ __forceinline__ void arrive_at_cluster()
 {
 #ifdef __CUDACC__
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_others_of_cluster()
+{
+#ifdef __CUDACC__
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ float float_in(uint32_t block, uint32_t byte)

@@ -494,12 +494,17 @@ template <class Block> struct SharedSums {
         if (tiles.parts == 4u) add<4>(tile, vectors);
         if (tiles.parts == 8u) add<8>(tile, vectors);
     }
+    // Until all blocks have read the sums that were stored last.
+    __device__ __forceinline__ void await_read() const
+    {
+        if (turn > 0u) Block::read().await_cluster(turn - 1u);
+    }
     __device__ __forceinline__ void store(uint32_t tile, const float (&sums)[Block::kVectors / 2u])
     {
         const uint32_t own_row = threadIdx.x / kWarp * kStripRows + lane_id() / 4u, t = lane_id() % 4u;
 #pragma unroll
         for (uint32_t round = 0; round < Block::kVectors / Block::kRound; round++, turn++) {
-            if (turn > 0u) Block::read().await_cluster(turn - 1u);
+            await_read();
 #pragma unroll
             for (uint32_t i = 0; i < Block::kRound / 2u; i++)
                 *reinterpret_cast<float *>(shared_bytes() +
@@ -538,7 +543,8 @@ __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_
         Block::written().begin(tiles.parts), Block::read().begin(tiles.parts);
         SharedBarrier::publish();
     }
-    await_cluster();
+    __syncthreads();
+    arrive_at_cluster(), await_others_of_cluster();
     if (threadIdx.x < Block::kMultipliers) {
         take_registers<Block::kMultiplierRegisters, true>();
         TileMultiplier<Block> multiplier(tiles.job, place);
@@ -552,14 +558,13 @@ __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_
             else
                 shared_sums.store(tile, sums);
         }
+        shared_sums.await_read();
     } else {
         take_registers<Block::kCopierRegisters, false>();
         const uint32_t warp = (threadIdx.x - Block::kMultipliers) / kWarp;
         if (warp == 0u) copy_all_weights<Block>(tiles, place);
         if (warp == 1u) copy_all_halves<Block>(tiles, place);
-        __syncwarp();
     }
-    await_cluster(); // others may still read the sums of this block
 #endif
 }
 
