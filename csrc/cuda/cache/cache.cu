@@ -89,16 +89,16 @@ struct Tally {
     {
         constexpr uint32_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
         static_assert(kNumbers == IBP_MAX_SLABS + 2u, "hits, misses, bytes");
-        __shared__ unsigned long long of_block[kNumbers];
+        __shared__ unsigned long long of_warps[kWarps][kNumbers];
         if (counts == nullptr) return;
-        if (threadIdx.x < kNumbers) of_block[threadIdx.x] = 0;
+        const uint32_t i = lane_id();
+        if (i < kNumbers)
+            of_warps[threadIdx.x / kWarp][i] = i < IBP_MAX_SLABS ? hits : i == IBP_MAX_SLABS ? misses : missed_bytes;
         __syncthreads();
-        if (lane_id() < IBP_MAX_SLABS) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(hits));
-        if (lane_id() == IBP_MAX_SLABS) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(misses));
-        if (lane_id() == kNumbers - 1u) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(missed_bytes));
-        __syncthreads();
-        if (threadIdx.x < kNumbers && of_block[threadIdx.x] != 0)
-            atomicAdd(reinterpret_cast<unsigned long long *>(counts) + threadIdx.x, of_block[threadIdx.x]);
+        if (threadIdx.x >= kNumbers) return;
+        unsigned long long sum = 0;
+        for (uint32_t w = 0; w < kWarps; w++) sum += of_warps[w][i];
+        if (sum != 0) atomicAdd(reinterpret_cast<unsigned long long *>(counts) + i, sum);
     }
 };
 
