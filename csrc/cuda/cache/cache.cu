@@ -344,50 +344,55 @@ struct ClaimJob {
     uint32_t per_warp; // jobs that a warp takes at a time, at most kWarp
 };
 
-__device__ __forceinline__ int64_t home_of(const ibp_lru &lru, int64_t row)
+__device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
 {
-    return ibp_home_of_hash(ibp_hash_of_row(row), lru.slab.map.num_sets);
+    return static_cast<uint32_t>(ibp_home_of_hash(ibp_hash_of_row(row), lru.slab.map.num_sets));
 }
 
-// Looks up all rows that the cache holds, and stamps them: none of them makes room for others then.
+// Looks up all rows that the cache holds, and stamps them: none of them makes room for others then. A lane knows its own
+// row's home set, the warp looks at the sets one after the other.
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
     constexpr uint32_t kAhead = 4; // sets on their way
     const Rows &rows = job.rows;
-    const ibp_cache_map &map = job.lru.slab.map;
+    const ibp_cached_row *const ways_of_lane = job.lru.slab.map.rows + lane_id();
+    uint32_t *const stamps_of_lane = job.lru.stamps + lane_id();
+    const bool has_sets = job.lru.slab.map.num_sets != 0;
     const uint64_t call = job.lru.clock[0] + 1u;
     const auto now = static_cast<uint32_t>(call);
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[1] = call;
-    Tally tally{};
+    uint32_t found = 0; // rows in ways that the lane has looked at
     for (int64_t first = warp_number() * job.per_warp; first < rows.num_jobs;
          first += int64_t{gridDim.x} * kWarps * job.per_warp) {
         const auto number = static_cast<uint32_t>(first) + lane_id();
         const bool active = lane_id() < job.per_warp && number < rows.num_jobs;
-        const int64_t row = active && map.num_sets != 0 ? rows.row_of(number) : -1;
-        uint64_t entry = 0;
-        for (uint32_t j = 0; j < job.per_warp; j += kAhead) {
+        const int64_t row = active && has_sets ? rows.row_of(number) : -1;
+        const uint32_t home = row >= 0 ? home_of(job.lru, row) : 0u;
+        uint64_t *const entries = job.entries + first;
+        if (active) entries[lane_id()] = 0;
+        __syncwarp(); // the lane that finds a row writes its entry
+        for (uint32_t j = 0; has_sets && j < job.per_warp; j += kAhead) {
             ulonglong2 ways[kAhead];
             int64_t asked[kAhead];
+            uint32_t homes[kAhead];
 #pragma unroll
             for (uint32_t a = 0; a < kAhead; a++) {
-                asked[a] = __shfl_sync(kAllLanes, row, (j + a) % kWarp);
-                ways[a] = make_ulonglong2(0, 0);
-                if (asked[a] >= 0) ways[a] = load_way<true>(map.rows + home_of(job.lru, asked[a]) * kWarp + lane_id());
+                asked[a] = __shfl_sync(kAllLanes, row, static_cast<int>(j + a));
+                homes[a] = __shfl_sync(kAllLanes, home, static_cast<int>(j + a));
+                ways[a] = load_way<true>(ways_of_lane + uint64_t{homes[a]} * kWarp);
             }
 #pragma unroll
             for (uint32_t a = 0; a < kAhead; a++) {
-                const bool is_here = asked[a] >= 0 && is_row(ways[a], asked[a]) && ibp_is_present(ways[a].y);
-                const uint32_t here = __ballot_sync(kAllLanes, is_here);
-                if (here == 0u) continue;
-                const auto way = static_cast<uint32_t>(__ffs(static_cast<int>(here)) - 1);
-                const uint64_t found = __shfl_sync(kAllLanes, ways[a].y, static_cast<int>(way));
-                if (lane_id() == way) job.lru.stamps[home_of(job.lru, asked[a]) * kWarp + way] = now;
-                if (lane_id() == j + a) entry = found;
+                if (asked[a] < 0 || !is_row(ways[a], asked[a]) || !ibp_is_present(ways[a].y)) continue;
+                stamps_of_lane[uint64_t{homes[a]} * kWarp] = now;
+                entries[j + a] = ways[a].y;
+                found++;
             }
         }
-        if (active) job.entries[number] = entry;
-        tally.add(active && entry != 0u, job.lru.slab.number, IBP_MAX_SLABS, false, 0);
     }
+    Tally tally{};
+    const uint32_t hits = __reduce_add_sync(kAllLanes, found);
+    if (lane_id() == job.lru.slab.number) tally.hits = hits;
     tally.put(job.counts);
 }
 
