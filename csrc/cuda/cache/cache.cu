@@ -280,6 +280,8 @@ __device__ __forceinline__ void copy_part(uint8_t *dst, const uint8_t *src, uint
         copy_shifted(dst, src, num_bytes);
 }
 
+__device__ __forceinline__ uint32_t vectors_of(uint32_t num_bytes) { return (num_bytes + 15u) / 16u; }
+
 // A row that is to be copied.
 struct Stored {
     ibp_row_place place;
@@ -287,10 +289,30 @@ struct Stored {
     uint32_t length, num_bytes;
 
     __device__ __forceinline__ bool has_bytes() const { return status == IBP_OK && !place.is_default; }
+    __device__ __forceinline__ const uint8_t *slot(const ibp_table &table) const
+    {
+        return table.slots + place.slot_start;
+    }
+    // Where the row would begin if the bytes before its overflow part were in overflow too.
+    __device__ __forceinline__ const uint8_t *spilled(const ibp_table &table) const
+    {
+        return place.in_overflow != 0u ? table.overflow + place.overflow_start - place.in_slot : slot(table);
+    }
+    // Whether it is whole vectors of 16 bytes, the last one of which may end in what its slot or room has left.
+    __device__ __forceinline__ bool is_vectors(const ibp_table &table) const
+    {
+        const bool spills = place.in_overflow != 0u;
+        const uint32_t last = 16u * vectors_of(spills ? place.in_overflow : place.in_slot),
+                       room = spills ? ibp_overflow_room(place.in_overflow, table.slot_bytes) : table.slot_bytes;
+        return aligned(slot(table), 16) && aligned(spilled(table), 16) && (!spills || place.in_slot % 16u == 0u) &&
+               last <= room &&
+               ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, last,
+                                  spills ? table.overflow_bytes : table.slots_bytes);
+    }
     // Both parts, joined. By all lanes of a warp together.
     __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
     {
-        copy_part(dst, table.slots + place.slot_start, place.in_slot);
+        copy_part(dst, slot(table), place.in_slot);
         copy_part(dst + place.in_slot, table.overflow + place.overflow_start, place.in_overflow);
     }
 };
@@ -475,6 +497,39 @@ __device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
     return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
 }
 
+// Copies rows, one a lane: the first num_vectors vectors of each. They are numbered through, so that lanes have work
+// whatever the size of rows, and several are on their way before the first one is stored. By all lanes of a warp
+// together.
+__device__ __forceinline__ void copy_rows(const ibp_table &table, const Stored &mine, uint8_t *dst,
+                                          uint32_t num_vectors)
+{
+    constexpr uint32_t kAhead = 4;
+    const auto slot = reinterpret_cast<uintptr_t>(mine.slot(table)),
+               spilled = reinterpret_cast<uintptr_t>(mine.spilled(table)), copied = reinterpret_cast<uintptr_t>(dst);
+    uint32_t total;
+    const uint32_t begin = exclusive_scan(num_vectors, total);
+    for (uint32_t first = 0; first < total; first += kAhead * kWarp) {
+        uint4 vectors[kAhead], *to[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++) {
+            const uint32_t number = first + a * kWarp + lane_id();
+            int lane = 0; // whose row it is: the last one that begins at the vector or before it
+            for (int step = kWarp / 2; step > 0; step /= 2)
+                if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
+            const uint32_t byte = 16u * (number - __shfl_sync(kAllLanes, begin, lane)),
+                           in_slot = __shfl_sync(kAllLanes, mine.place.in_slot, lane);
+            const uintptr_t of_slot = __shfl_sync(kAllLanes, slot, lane),
+                            of_spilled = __shfl_sync(kAllLanes, spilled, lane);
+            to[a] = reinterpret_cast<uint4 *>(__shfl_sync(kAllLanes, copied, lane) + byte);
+            if (number < total)
+                vectors[a] = *reinterpret_cast<const uint4 *>((byte < in_slot ? of_slot : of_spilled) + byte);
+        }
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            if (first + a * kWarp + lane_id() < total) *to[a] = vectors[a];
+    }
+}
+
 // Each lane has a row, or none. By all lanes of a warp together: ways are claimed one by one, then rows are copied.
 __device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const ibp_lru &lru, int64_t row,
                                                   const Stored &stored, bool has_row, uint32_t now)
@@ -487,7 +542,11 @@ __device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const 
                                           __shfl_sync(kAllLanes, stored.length, static_cast<int>(lane)), now);
         if (lane_id() == lane) mine = claimed;
     }
-    for (uint32_t rows = __ballot_sync(kAllLanes, mine.is_new); rows != 0u; rows &= rows - 1u) {
+    // The cache's slots are whole vectors, as long as they begin with one.
+    const bool is_vectors = aligned(lru.slab.bytes, 16) && stored.is_vectors(table);
+    copy_rows(table, stored, lru.slab.bytes + ibp_offset_in_slab(mine.entry),
+              mine.is_new && is_vectors ? vectors_of(stored.num_bytes) : 0u);
+    for (uint32_t rows = __ballot_sync(kAllLanes, mine.is_new && !is_vectors); rows != 0u; rows &= rows - 1u) {
         const uint32_t lane = lowest_of(rows);
         const uint64_t entry = __shfl_sync(kAllLanes, mine.entry, static_cast<int>(lane));
         of_lane(stored, lane).copy(table, lru.slab.bytes + ibp_offset_in_slab(entry));
