@@ -23,6 +23,11 @@ static Launch plan_rows(int64_t num_rows, int64_t a_block)
 }
 __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; }
 
+__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
+{
+    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
+}
+
 // ---- rows that are asked for ----
 
 // Jobs are rows of items, in order.
@@ -239,7 +244,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Copies bytes between addresses that differ by any number: whole words of dst are put together from two of src. By all
 // lanes of a warp together.
-static __device__ __noinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+__device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
     uint32_t head = static_cast<uint32_t>(-to % 4u); // bytes before the first word
@@ -257,7 +262,7 @@ static __device__ __noinline__ void copy_shifted(uint8_t *dst, const uint8_t *sr
 }
 // Copies whole vectors: several are on their way before the first one is stored, since they may come over the link. By
 // all lanes of a warp together.
-static __device__ __noinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+__device__ __forceinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     constexpr uint32_t kAhead = 4;
     const uint32_t whole = num_bytes / 16u;
@@ -289,31 +294,29 @@ struct Stored {
     uint32_t length, num_bytes;
 
     __device__ __forceinline__ bool has_bytes() const { return status == IBP_OK && !place.is_default; }
-    __device__ __forceinline__ const uint8_t *slot(const ibp_table &table) const
+    __device__ __forceinline__ const uint8_t *address(const ibp_table &table, uint32_t byte) const
     {
-        return table.slots + place.slot_start;
-    }
-    // Where the row would begin if the bytes before its overflow part were in overflow too.
-    __device__ __forceinline__ const uint8_t *spilled(const ibp_table &table) const
-    {
-        return place.in_overflow != 0u ? table.overflow + place.overflow_start - place.in_slot : slot(table);
+        return byte < place.in_slot ? table.slots + place.slot_start + byte
+                                    : table.overflow + place.overflow_start + (byte - place.in_slot);
     }
     // Whether it is whole vectors of 16 bytes, the last one of which may end in what its slot or room has left.
     __device__ __forceinline__ bool is_vectors(const ibp_table &table) const
     {
         const bool spills = place.in_overflow != 0u;
-        const uint32_t last = 16u * vectors_of(spills ? place.in_overflow : place.in_slot),
+        const uint32_t end = 16u * vectors_of(spills ? place.in_overflow : place.in_slot),
                        room = spills ? ibp_overflow_room(place.in_overflow, table.slot_bytes) : table.slot_bytes;
-        return aligned(slot(table), 16) && aligned(spilled(table), 16) && (!spills || place.in_slot % 16u == 0u) &&
-               last <= room &&
-               ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, last,
+        return aligned(address(table, 0), 16) && end <= room &&
+               (!spills || (place.in_slot % 16u == 0u && aligned(address(table, place.in_slot), 16))) &&
+               ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, end,
                                   spills ? table.overflow_bytes : table.slots_bytes);
     }
-    // Both parts, joined. By all lanes of a warp together.
+    // Both parts, joined, by a function that copies bytes. By all lanes of a warp together.
+    template <void COPY(uint8_t *, const uint8_t *, uint32_t)>
     __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
     {
-        copy_part(dst, slot(table), place.in_slot);
-        copy_part(dst + place.in_slot, table.overflow + place.overflow_start, place.in_overflow);
+#pragma unroll 1
+        for (uint32_t from = 0, to = place.in_slot; from < num_bytes; from = to, to = num_bytes)
+            COPY(dst + from, address(table, from), to - from);
     }
 };
 __device__ __forceinline__ Stored find_stored(const ibp_table &table, int64_t row)
@@ -346,7 +349,7 @@ __global__ void __launch_bounds__(kThreads)
         int64_t way = is_mapped && lane_id() == 0u ? take_way(slab.map, row) : 0;
         way = __shfl_sync(kAllLanes, way, 0);
         if (way < 0) continue;
-        stored.copy(table, slab.bytes + start);
+        stored.copy<copy_part>(table, slab.bytes + start);
         __threadfence();
         __syncwarp(); // the row is there
         if (is_mapped && lane_id() == 0u)
@@ -418,94 +421,96 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     tally.put(job.counts);
 }
 
-// Gets the lock of a set; not for ever: stamps may hold anything. By all lanes of a warp together.
-__device__ __forceinline__ bool lock_set(uint32_t *lock)
-{
-    constexpr uint32_t kMostTries = 1u << 20;
-    for (uint32_t tries = 0; tries < kMostTries; tries++) {
-        const uint32_t was = lane_id() == 0u ? atomicCAS(lock, 0u, 1u) : 0u;
-        if (__shfl_sync(kAllLanes, was, 0) == 0u) {
-            __threadfence();
-            return true;
-        }
-    }
-    return false;
-}
-__device__ __forceinline__ void unlock_set(uint32_t *lock)
-{
-    __threadfence();
-    __syncwarp(); // all lanes have read and written
-    if (lane_id() == 0u) atomicExch(lock, 0u);
-}
-
-// What a missing row has got: no entry where there is no room. is_new: it is to be copied.
+// A row that is not in its set, in shared memory: one a lane.
+struct Missing {
+    Stored stored;
+    int64_t row;
+    uint64_t entry;
+    uint32_t set;
+};
+// What it has got: no entry where there is no room. is_new: it is to be copied.
 struct Claimed {
     uint64_t entry;
     bool is_new;
 };
 
-// Gives a row a way of its set, which is locked. All lanes of a warp call it together; each looks at one way.
-__device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, int64_t row, int64_t set, uint32_t length,
-                                             uint32_t now)
+// Gives a row a way of its set, which is locked. All lanes of a warp call it together; each has looked at one way.
+__device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, const Missing &missing, const ulonglong2 &way,
+                                             uint32_t stamp, uint32_t now)
 {
-    const int64_t mine = set * kWarp + lane_id();
-    const ulonglong2 way = load_way<false>(lru.slab.map.rows + mine);
-    const bool is_here = is_row(way, row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
+    const bool is_here = is_row(way, missing.row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
     const uint32_t here = __ballot_sync(kAllLanes, is_here);
     if (here != 0u) // claimed by an equal id
-        return {__shfl_sync(kAllLanes, way.y, __ffs(static_cast<int>(here)) - 1), false};
-    const uint32_t age = ibp_age_of_way(now, __ldcg(lru.stamps + mine));
+        return {__shfl_sync(kAllLanes, way.y, static_cast<int>(lowest_of(here))), false};
+    const uint32_t age = ibp_age_of_way(now, stamp);
     const uint32_t worth = is_free ? ~0u : (way.y & IBP_ENTRY_DIRTY) != 0u ? 0u : ibp_min_u32(age, ~0u - 1u);
     const uint32_t most = __reduce_max_sync(kAllLanes, worth);
     if (most == 0u) return {0, false};
-    const auto taken = static_cast<uint32_t>(__ffs(static_cast<int>(__ballot_sync(kAllLanes, worth == most))) - 1);
-    const int64_t chosen = set * kWarp + taken;
-    const uint64_t entry = ibp_make_entry(lru.slab.number, static_cast<uint64_t>(chosen) * lru.slot_bytes, length);
+    const uint32_t taken = lowest_of(__ballot_sync(kAllLanes, worth == most));
+    const int64_t chosen = int64_t{missing.set} * kWarp + taken;
+    const uint64_t entry =
+        ibp_make_entry(lru.slab.number, static_cast<uint64_t>(chosen) * lru.slot_bytes, missing.stored.length);
     if (lane_id() == taken) {
-        lru.slab.map.rows[chosen] = {row, entry};
+        lru.slab.map.rows[chosen] = {missing.row, entry};
         lru.stamps[chosen] = now;
     }
     return {entry, true};
 }
 
-// The same of its set, which is locked meanwhile. By all lanes of a warp together.
-__device__ __forceinline__ Claimed claim_row(const ibp_lru &lru, int64_t row, uint32_t length, uint32_t now)
+// Gives ways to the rows of some lanes, whose sets are locked and differ. By all lanes of a warp together.
+__device__ __forceinline__ void claim_locked(const ibp_lru &lru, const Missing *rows, uint32_t lanes, uint32_t now,
+                                             Claimed *mine)
 {
-    Claimed claimed{0, false};
-    const int64_t set = home_of(lru, row);
-    uint32_t *const lock = lru.stamps + (lru.slab.map.num_sets * kWarp + set);
-    if (!lock_set(lock)) return claimed;
-    claimed = claim_way(lru, row, set, length, now);
-    unlock_set(lock);
-    return claimed;
+    constexpr uint32_t kAhead = 4; // sets on their way
+    while (lanes != 0u) {
+        ulonglong2 ways[kAhead];
+        uint32_t stamps[kAhead], lane[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++, lanes &= lanes - 1u) {
+            lane[a] = lanes != 0u ? lowest_of(lanes) : kWarp;
+            if (lane[a] == kWarp) continue;
+            const int64_t way = int64_t{rows[lane[a]].set} * kWarp + lane_id();
+            ways[a] = load_way<false>(lru.slab.map.rows + way);
+            stamps[a] = __ldcg(lru.stamps + way);
+        }
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++) {
+            if (lane[a] == kWarp) continue;
+            const Claimed claimed = claim_way(lru, rows[lane[a]], ways[a], stamps[a], now);
+            if (lane_id() == lane[a]) *mine = claimed;
+        }
+    }
 }
 
-// What a lane has found of a row, in all lanes of a warp.
-__device__ __forceinline__ Stored of_lane(const Stored &mine, uint32_t lane)
+// Gives ways to the rows of lanes. Each lane locks its row's set, and waits for no lock while it has one; a set that is
+// locked is tried again, but not for ever: stamps may hold anything. By all lanes of a warp together.
+__device__ __forceinline__ Claimed claim_ways(const ibp_lru &lru, const Missing *rows, bool has_row, uint32_t now)
 {
-    const auto from = static_cast<int>(lane);
-    Stored stored{};
-    stored.place.slot_start = __shfl_sync(kAllLanes, mine.place.slot_start, from);
-    stored.place.overflow_start = __shfl_sync(kAllLanes, mine.place.overflow_start, from);
-    stored.place.in_slot = __shfl_sync(kAllLanes, mine.place.in_slot, from);
-    stored.place.in_overflow = __shfl_sync(kAllLanes, mine.place.in_overflow, from);
-    return stored;
+    constexpr uint32_t kMostTries = 1u << 20;
+    Claimed mine{0, false};
+    uint32_t *const lock = lru.stamps + (lru.slab.map.num_sets * kWarp + rows[lane_id()].set);
+    for (uint32_t tries = 0; tries < kMostTries && __any_sync(kAllLanes, has_row); tries++) {
+        const bool is_locked = has_row && atomicCAS(lock, 0u, 1u) == 0u;
+        const uint32_t locked = __ballot_sync(kAllLanes, is_locked);
+        if (locked == 0u) continue;
+        __threadfence();
+        __syncwarp(); // all locks come before what any lane reads
+        claim_locked(lru, rows, locked, now, &mine);
+        __syncwarp(); // all lanes have read and written
+        __threadfence();
+        if (is_locked) atomicExch(lock, 0u);
+        has_row = has_row && !is_locked;
+    }
+    return mine;
 }
 
-__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
-{
-    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
-}
-
-// Copies rows, one a lane: the first num_vectors vectors of each. They are numbered through, so that lanes have work
-// whatever the size of rows, and several are on their way before the first one is stored. By all lanes of a warp
-// together.
-__device__ __forceinline__ void copy_rows(const ibp_table &table, const Stored &mine, uint8_t *dst,
+// Copies rows to the ways of their entries: of lane i's row the first num_vectors vectors. They are numbered through, so
+// that lanes have work whatever the size of rows, and several are on their way before the first one is stored. By all
+// lanes of a warp together.
+__device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
                                           uint32_t num_vectors)
 {
     constexpr uint32_t kAhead = 4;
-    const auto slot = reinterpret_cast<uintptr_t>(mine.slot(table)),
-               spilled = reinterpret_cast<uintptr_t>(mine.spilled(table)), copied = reinterpret_cast<uintptr_t>(dst);
     uint32_t total;
     const uint32_t begin = exclusive_scan(num_vectors, total);
     for (uint32_t first = 0; first < total; first += kAhead * kWarp) {
@@ -516,13 +521,10 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, const Stored &
             int lane = 0; // whose row it is: the last one that begins at the vector or before it
             for (int step = kWarp / 2; step > 0; step /= 2)
                 if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
-            const uint32_t byte = 16u * (number - __shfl_sync(kAllLanes, begin, lane)),
-                           in_slot = __shfl_sync(kAllLanes, mine.place.in_slot, lane);
-            const uintptr_t of_slot = __shfl_sync(kAllLanes, slot, lane),
-                            of_spilled = __shfl_sync(kAllLanes, spilled, lane);
-            to[a] = reinterpret_cast<uint4 *>(__shfl_sync(kAllLanes, copied, lane) + byte);
-            if (number < total)
-                vectors[a] = *reinterpret_cast<const uint4 *>((byte < in_slot ? of_slot : of_spilled) + byte);
+            const uint32_t byte = 16u * (number - __shfl_sync(kAllLanes, begin, lane));
+            const Missing &row = rows[lane];
+            to[a] = reinterpret_cast<uint4 *>(slab + ibp_offset_in_slab(row.entry) + byte);
+            if (number < total) vectors[a] = *reinterpret_cast<const uint4 *>(row.stored.address(table, byte));
         }
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; a++)
@@ -530,26 +532,21 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, const Stored &
     }
 }
 
-// Each lane has a row, or none. By all lanes of a warp together: ways are claimed one by one, then rows are copied.
-__device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const ibp_lru &lru, int64_t row,
-                                                  const Stored &stored, bool has_row, uint32_t now)
+// Each lane has a row, or none. By all lanes of a warp together: ways are claimed, then rows are copied.
+__device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const ibp_lru &lru, Missing *rows,
+                                                  bool has_row, uint32_t now)
 {
-    Claimed mine{0, false};
-    const bool fits = has_row && stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
-    for (uint32_t rows = __ballot_sync(kAllLanes, fits); rows != 0u; rows &= rows - 1u) {
-        const uint32_t lane = lowest_of(rows);
-        const Claimed claimed = claim_row(lru, __shfl_sync(kAllLanes, row, static_cast<int>(lane)),
-                                          __shfl_sync(kAllLanes, stored.length, static_cast<int>(lane)), now);
-        if (lane_id() == lane) mine = claimed;
-    }
+    Missing &row = rows[lane_id()];
+    const bool fits = has_row && row.stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
+    const Claimed mine = claim_ways(lru, rows, fits, now);
     // The cache's slots are whole vectors, as long as they begin with one.
-    const bool is_vectors = aligned(lru.slab.bytes, 16) && stored.is_vectors(table);
-    copy_rows(table, stored, lru.slab.bytes + ibp_offset_in_slab(mine.entry),
-              mine.is_new && is_vectors ? vectors_of(stored.num_bytes) : 0u);
-    for (uint32_t rows = __ballot_sync(kAllLanes, mine.is_new && !is_vectors); rows != 0u; rows &= rows - 1u) {
-        const uint32_t lane = lowest_of(rows);
-        const uint64_t entry = __shfl_sync(kAllLanes, mine.entry, static_cast<int>(lane));
-        of_lane(stored, lane).copy(table, lru.slab.bytes + ibp_offset_in_slab(entry));
+    const bool is_vectors = aligned(lru.slab.bytes, 16) && row.stored.is_vectors(table);
+    row.entry = mine.entry;
+    __syncwarp(); // all entries are there
+    copy_rows(table, lru.slab.bytes, rows, mine.is_new && is_vectors ? vectors_of(row.stored.num_bytes) : 0u);
+    for (uint32_t left = __ballot_sync(kAllLanes, mine.is_new && !is_vectors); left != 0u; left &= left - 1u) {
+        const Missing &other = rows[lowest_of(left)];
+        other.stored.copy<copy_shifted>(table, lru.slab.bytes + ibp_offset_in_slab(other.entry));
     }
     return mine;
 }
@@ -557,6 +554,8 @@ __device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const 
 __global__ void __launch_bounds__(kThreads)
     claim_rows(const __grid_constant__ ibp_table table, const __grid_constant__ ClaimJob job)
 {
+    __shared__ Missing of_block[kThreads];
+    Missing &mine = of_block[threadIdx.x];
     const uint64_t call = job.lru.clock[1];
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[0] = call;
     Tally tally{};
@@ -566,14 +565,18 @@ __global__ void __launch_bounds__(kThreads)
         const bool is_missing = lane_id() < job.per_warp && number < job.rows.num_jobs && job.entries[number] == 0u;
         if (!__any_sync(kAllLanes, is_missing)) continue;
         const int64_t row = is_missing ? job.rows.row_of(number) : -1;
-        const Stored stored = find_stored(table, row);
+        const uint32_t set = row >= 0 && job.lru.slab.map.num_sets != 0 ? home_of(job.lru, row) : 0u;
+        __syncwarp(); // the rows before are copied
+        mine = {find_stored(table, row), row, 0, set};
+        __syncwarp();
         const uint32_t item = job.rows.item_of(number);
-        if (is_missing && stored.status != IBP_OK) record_fault(job.fault, stored.status, item, job.rows.id_of(item));
-        const bool has_row = is_missing && stored.has_bytes();
-        const Claimed claimed = claim_and_copy(table, job.lru, row, stored, has_row, static_cast<uint32_t>(call));
+        if (is_missing && mine.stored.status != IBP_OK)
+            record_fault(job.fault, mine.stored.status, item, job.rows.id_of(item));
+        const bool has_row = is_missing && mine.stored.has_bytes();
+        const Claimed claimed = claim_and_copy(table, job.lru, &mine - lane_id(), has_row, static_cast<uint32_t>(call));
         if (has_row) job.entries[number] = claimed.entry;
         const bool is_hit = has_row && claimed.entry != 0u && !claimed.is_new;
-        tally.add(is_hit, job.lru.slab.number, IBP_MAX_SLABS, has_row && !is_hit, stored.num_bytes);
+        tally.add(is_hit, job.lru.slab.number, IBP_MAX_SLABS, has_row && !is_hit, mine.stored.num_bytes);
     }
     tally.put(job.counts);
 }
