@@ -635,8 +635,10 @@ ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map 
     }
     if (rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    return ibp::launch_kernel(ibp::find_rows, ibp::plan_rows(rows.num_jobs, ibp::kThreads), stream, rows, given,
-                              entries, counts);
+    ibp::Launch launch{}; // blocks that stay, as each adds to the counts once
+    const ibp_status status = ibp::plan_resident(reinterpret_cast<const void *>(ibp::find_rows), ibp::kThreads, 0,
+                                                 rows.num_jobs, ibp::kThreads, 0, &launch);
+    return status == IBP_OK ? ibp::launch_kernel(ibp::find_rows, launch, stream, rows, given, entries, counts) : status;
 }
 
 ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,
