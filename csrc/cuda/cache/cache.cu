@@ -123,23 +123,22 @@ __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
 
 // The pairs of ways, a sector each, that a row may lie in, one after the other.
 struct Search {
-    int64_t set, step;
-    uint32_t in_set, left; // ways before the next pair; pairs
+    uint32_t set, step, in_set, left; // in_set: ways before the next pair; left: pairs
 
     __device__ __forceinline__ Search(const ibp_cache_map &map, int64_t row) : in_set(0)
     {
         const uint64_t hash = ibp_hash_of_row(row);
-        set = ibp_home_of_hash(hash, map.num_sets);
-        step = ibp_step_of_hash(hash, map.num_sets);
-        left = static_cast<uint32_t>(ibp_searched_sets(&map)) * (map.ways / 2u);
+        set = ibp_home_of_hash(hash, &map);
+        step = ibp_step_of_hash(hash, &map);
+        left = ibp_searched_sets(&map) * (map.ways / 2u);
     }
     // Number of the next pair's first way.
     __device__ __forceinline__ int64_t next(const ibp_cache_map &map)
     {
-        const int64_t way = set * map.ways + in_set;
+        const int64_t way = int64_t{set} * map.ways + in_set;
         left--;
         in_set += 2u;
-        if (in_set == map.ways) in_set = 0, set = ibp_next_set(set, step, map.num_sets);
+        if (in_set == map.ways) in_set = 0, set = ibp_next_set(set, step, &map);
         return way;
     }
 };
@@ -190,10 +189,11 @@ __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t ro
 {
     if (map.num_sets == 0) return -1;
     const uint64_t hash = ibp_hash_of_row(row);
-    int64_t set = ibp_home_of_hash(hash, map.num_sets);
-    const int64_t step = ibp_step_of_hash(hash, map.num_sets);
-    for (int64_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, map.num_sets)) {
-        for (int64_t w = set * map.ways; w < (set + 1) * map.ways; w++) {
+    uint32_t set = ibp_home_of_hash(hash, &map);
+    const uint32_t step = ibp_step_of_hash(hash, &map);
+    for (uint32_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, &map)) {
+        const int64_t first = int64_t{set} * map.ways;
+        for (int64_t w = first; w < first + map.ways; w++) {
             auto *const key = reinterpret_cast<unsigned long long *>(&map.rows[w].row);
             const auto found = static_cast<int64_t>(
                 atomicCAS(key, static_cast<unsigned long long>(IBP_WAY_EMPTY), static_cast<unsigned long long>(row)));
@@ -371,7 +371,7 @@ struct ClaimJob {
 
 __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
 {
-    return static_cast<uint32_t>(ibp_home_of_hash(ibp_hash_of_row(row), lru.slab.map.num_sets));
+    return ibp_home_of_hash(ibp_hash_of_row(row), &lru.slab.map);
 }
 
 // Looks up all rows that the cache holds, and stamps them: none of them makes room for others then. A lane knows its own
