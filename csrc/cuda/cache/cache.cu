@@ -2,7 +2,8 @@
 // that reads slabs is that of gather.cu.
 //
 // Finding is bound by latency and by sectors of random reads: a lane looks a row up, of a cache of least recently used
-// rows a warp, whose lanes look at a way each. Rows are copied by a warp each, bound by where they come from.
+// rows a warp, whose lanes look at a way each. Copying is bound by where rows come from: a warp fills a slab row by
+// row, and copies all rows that it has claimed at once.
 #include "../../core/cache.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
@@ -294,12 +295,14 @@ struct Stored {
     uint32_t length, num_bytes;
 
     __device__ __forceinline__ bool has_bytes() const { return status == IBP_OK && !place.is_default; }
+    // Where a byte of it is.
     __device__ __forceinline__ const uint8_t *address(const ibp_table &table, uint32_t byte) const
     {
         return byte < place.in_slot ? table.slots + place.slot_start + byte
                                     : table.overflow + place.overflow_start + (byte - place.in_slot);
     }
-    // Whether it is whole vectors of 16 bytes, the last one of which may end in what its slot or room has left.
+    // Whether it can be copied as vectors of 16 bytes: both parts begin with one, and the last one ends within the
+    // row's slot or room.
     __device__ __forceinline__ bool is_vectors(const ibp_table &table) const
     {
         const bool spills = place.in_overflow != 0u;
@@ -374,8 +377,8 @@ __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
     return ibp_home_of_hash(ibp_hash_of_row(row), &lru.slab.map);
 }
 
-// Looks up all rows that the cache holds, and stamps them: none of them makes room for others then. A lane knows its own
-// row's home set, the warp looks at the sets one after the other.
+// Looks up all rows that the cache holds, and stamps them: none of them makes room for others then. Each lane works out
+// the home set of one row, and the warp looks at the sets one after the other.
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
     constexpr uint32_t kAhead = 4; // sets on their way
@@ -421,7 +424,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     tally.put(job.counts);
 }
 
-// A row that is not in its set, in shared memory: one a lane.
+// A row that is not in its set. Each lane has one, in shared memory, where the others read it.
 struct Missing {
     Stored stored;
     int64_t row;
@@ -482,8 +485,9 @@ __device__ __forceinline__ void claim_locked(const ibp_lru &lru, const Missing *
     }
 }
 
-// Gives ways to the rows of lanes. Each lane locks its row's set, and waits for no lock while it has one; a set that is
-// locked is tried again, but not for ever: stamps may hold anything. By all lanes of a warp together.
+// Gives ways to the rows of lanes. Each lane tries to lock its row's set. Rows whose sets are locked get their ways,
+// and the locks are given back before the others try again, so that no warp waits while it holds a lock. None tries for
+// ever: stamps may hold anything. By all lanes of a warp together.
 __device__ __forceinline__ Claimed claim_ways(const ibp_lru &lru, const Missing *rows, bool has_row, uint32_t now)
 {
     constexpr uint32_t kMostTries = 1u << 20;
@@ -504,9 +508,9 @@ __device__ __forceinline__ Claimed claim_ways(const ibp_lru &lru, const Missing 
     return mine;
 }
 
-// Copies rows to the ways of their entries: of lane i's row the first num_vectors vectors. They are numbered through, so
-// that lanes have work whatever the size of rows, and several are on their way before the first one is stored. By all
-// lanes of a warp together.
+// Copies rows to where their entries say: lane i's row is num_vectors vectors. The vectors of all rows have one
+// numbering, so that every lane has work whatever the size of rows, and several are on their way before the first one
+// is stored. By all lanes of a warp together.
 __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
                                           uint32_t num_vectors)
 {
@@ -518,7 +522,7 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; a++) {
             const uint32_t number = first + a * kWarp + lane_id();
-            int lane = 0; // whose row it is: the last one that begins at the vector or before it
+            int lane = 0; // whose row it belongs to: the last one that begins no later
             for (int step = kWarp / 2; step > 0; step /= 2)
                 if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
             const uint32_t byte = 16u * (number - __shfl_sync(kAllLanes, begin, lane));
@@ -539,7 +543,7 @@ __device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const 
     Missing &row = rows[lane_id()];
     const bool fits = has_row && row.stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
     const Claimed mine = claim_ways(lru, rows, fits, now);
-    // The cache's slots are whole vectors, as long as they begin with one.
+    // A slot of the cache is whole vectors if the first one is aligned.
     const bool is_vectors = aligned(lru.slab.bytes, 16) && row.stored.is_vectors(table);
     row.entry = mine.entry;
     __syncwarp(); // all entries are there
