@@ -424,47 +424,42 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     tally.put(job.counts);
 }
 
-// A row that is not in its set. Each lane has one, in shared memory, where the others read it.
+// A row that is not in its set, and what it has got: no entry where there is no room. is_new: it is to be copied. Each
+// lane has one, in shared memory, where the others read and write it.
 struct Missing {
     Stored stored;
     int64_t row;
     uint64_t entry;
     uint32_t set;
-};
-// What it has got: no entry where there is no room. is_new: it is to be copied.
-struct Claimed {
-    uint64_t entry;
     bool is_new;
 };
 
 // Gives a row a way of its set, which is locked. All lanes of a warp call it together; each has looked at one way.
-__device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, const Missing &missing, const ulonglong2 &way,
-                                             uint32_t stamp, uint32_t now)
+__device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, const ulonglong2 &way, uint32_t stamp,
+                                          uint32_t now)
 {
     const bool is_here = is_row(way, missing.row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
     const uint32_t here = __ballot_sync(kAllLanes, is_here);
-    if (here != 0u) // claimed by an equal id
-        return {__shfl_sync(kAllLanes, way.y, static_cast<int>(lowest_of(here))), false};
+    if (here != 0u) { // claimed by an equal id
+        if (lane_id() == lowest_of(here)) missing.entry = way.y;
+        return;
+    }
     const uint32_t age = ibp_age_of_way(now, stamp);
     const uint32_t worth = is_free ? ~0u : (way.y & IBP_ENTRY_DIRTY) != 0u ? 0u : ibp_min_u32(age, ~0u - 1u);
     const uint32_t most = __reduce_max_sync(kAllLanes, worth);
-    if (most == 0u) return {0, false};
-    const uint32_t taken = lowest_of(__ballot_sync(kAllLanes, worth == most));
-    const int64_t chosen = int64_t{missing.set} * kWarp + taken;
-    const uint64_t entry =
+    if (most == 0u || lane_id() != lowest_of(__ballot_sync(kAllLanes, worth == most))) return;
+    const int64_t chosen = int64_t{missing.set} * kWarp + lane_id();
+    missing.entry =
         ibp_make_entry(lru.slab.number, static_cast<uint64_t>(chosen) * lru.slot_bytes, missing.stored.length);
-    if (lane_id() == taken) {
-        lru.slab.map.rows[chosen] = {missing.row, entry};
-        lru.stamps[chosen] = now;
-    }
-    return {entry, true};
+    missing.is_new = true;
+    lru.slab.map.rows[chosen] = {missing.row, missing.entry};
+    lru.stamps[chosen] = now;
 }
 
 // Gives ways to the rows of some lanes, whose sets are locked and differ. By all lanes of a warp together.
-__device__ __forceinline__ void claim_locked(const ibp_lru &lru, const Missing *rows, uint32_t lanes, uint32_t now,
-                                             Claimed *mine)
+__device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, uint32_t lanes, uint32_t now)
 {
-    constexpr uint32_t kAhead = 4; // sets on their way
+    constexpr uint32_t kAhead = 2; // sets on their way; more would take more than 64 registers
     while (lanes != 0u) {
         ulonglong2 ways[kAhead];
         uint32_t stamps[kAhead], lane[kAhead];
@@ -477,21 +472,17 @@ __device__ __forceinline__ void claim_locked(const ibp_lru &lru, const Missing *
             stamps[a] = __ldcg(lru.stamps + way);
         }
 #pragma unroll
-        for (uint32_t a = 0; a < kAhead; a++) {
-            if (lane[a] == kWarp) continue;
-            const Claimed claimed = claim_way(lru, rows[lane[a]], ways[a], stamps[a], now);
-            if (lane_id() == lane[a]) *mine = claimed;
-        }
+        for (uint32_t a = 0; a < kAhead; a++)
+            if (lane[a] != kWarp) claim_way(lru, rows[lane[a]], ways[a], stamps[a], now);
     }
 }
 
 // Gives ways to the rows of lanes. Each lane tries to lock its row's set. Rows whose sets are locked get their ways,
 // and the locks are given back before the others try again, so that no warp waits while it holds a lock. None tries for
 // ever: stamps may hold anything. By all lanes of a warp together.
-__device__ __forceinline__ Claimed claim_ways(const ibp_lru &lru, const Missing *rows, bool has_row, uint32_t now)
+__device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bool has_row, uint32_t now)
 {
     constexpr uint32_t kMostTries = 1u << 20;
-    Claimed mine{0, false};
     uint32_t *const lock = lru.stamps + (lru.slab.map.num_sets * kWarp + rows[lane_id()].set);
     for (uint32_t tries = 0; tries < kMostTries && __any_sync(kAllLanes, has_row); tries++) {
         const bool is_locked = has_row && atomicCAS(lock, 0u, 1u) == 0u;
@@ -499,13 +490,12 @@ __device__ __forceinline__ Claimed claim_ways(const ibp_lru &lru, const Missing 
         if (locked == 0u) continue;
         __threadfence();
         __syncwarp(); // all locks come before what any lane reads
-        claim_locked(lru, rows, locked, now, &mine);
+        claim_locked(lru, rows, locked, now);
         __syncwarp(); // all lanes have read and written
         __threadfence();
         if (is_locked) atomicExch(lock, 0u);
         has_row = has_row && !is_locked;
     }
-    return mine;
 }
 
 // Copies rows to where their entries say: lane i's row is num_vectors vectors. The vectors of all rows have one
@@ -514,7 +504,7 @@ __device__ __forceinline__ Claimed claim_ways(const ibp_lru &lru, const Missing 
 __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
                                           uint32_t num_vectors)
 {
-    constexpr uint32_t kAhead = 4;
+    constexpr uint32_t kAhead = 3; // vectors of a lane on their way
     uint32_t total;
     const uint32_t begin = exclusive_scan(num_vectors, total);
     for (uint32_t first = 0; first < total; first += kAhead * kWarp) {
@@ -537,22 +527,19 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
 }
 
 // Each lane has a row, or none. By all lanes of a warp together: ways are claimed, then rows are copied.
-__device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const ibp_lru &lru, Missing *rows,
-                                                  bool has_row, uint32_t now)
+__device__ __forceinline__ void claim_and_copy(const ibp_table &table, const ibp_lru &lru, Missing *rows, bool has_row,
+                                               uint32_t now)
 {
-    Missing &row = rows[lane_id()];
+    const Missing &row = rows[lane_id()];
     const bool fits = has_row && row.stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
-    const Claimed mine = claim_ways(lru, rows, fits, now);
+    claim_ways(lru, rows, fits, now);
     // A slot of the cache is whole vectors if the first one is aligned.
     const bool is_vectors = aligned(lru.slab.bytes, 16) && row.stored.is_vectors(table);
-    row.entry = mine.entry;
-    __syncwarp(); // all entries are there
-    copy_rows(table, lru.slab.bytes, rows, mine.is_new && is_vectors ? vectors_of(row.stored.num_bytes) : 0u);
-    for (uint32_t left = __ballot_sync(kAllLanes, mine.is_new && !is_vectors); left != 0u; left &= left - 1u) {
+    copy_rows(table, lru.slab.bytes, rows, row.is_new && is_vectors ? vectors_of(row.stored.num_bytes) : 0u);
+    for (uint32_t left = __ballot_sync(kAllLanes, row.is_new && !is_vectors); left != 0u; left &= left - 1u) {
         const Missing &other = rows[lowest_of(left)];
         other.stored.copy<copy_shifted>(table, lru.slab.bytes + ibp_offset_in_slab(other.entry));
     }
-    return mine;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -571,15 +558,15 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t row = is_missing ? job.rows.row_of(number) : -1;
         const uint32_t set = row >= 0 && job.lru.slab.map.num_sets != 0 ? home_of(job.lru, row) : 0u;
         __syncwarp(); // the rows before are copied
-        mine = {find_stored(table, row), row, 0, set};
+        mine = {find_stored(table, row), row, 0, set, false};
         __syncwarp();
         const uint32_t item = job.rows.item_of(number);
         if (is_missing && mine.stored.status != IBP_OK)
             record_fault(job.fault, mine.stored.status, item, job.rows.id_of(item));
         const bool has_row = is_missing && mine.stored.has_bytes();
-        const Claimed claimed = claim_and_copy(table, job.lru, &mine - lane_id(), has_row, static_cast<uint32_t>(call));
-        if (has_row) job.entries[number] = claimed.entry;
-        const bool is_hit = has_row && claimed.entry != 0u && !claimed.is_new;
+        claim_and_copy(table, job.lru, &mine - lane_id(), has_row, static_cast<uint32_t>(call));
+        if (has_row) job.entries[number] = mine.entry;
+        const bool is_hit = has_row && mine.entry != 0u && !mine.is_new;
         tally.add(is_hit, job.lru.slab.number, IBP_MAX_SLABS, has_row && !is_hit, mine.stored.num_bytes);
     }
     tally.put(job.counts);
