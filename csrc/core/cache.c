@@ -17,10 +17,10 @@ static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row)
 {
     const uint64_t hash = ibp_hash_of_row(row);
     if (row < 0 || map->num_sets == 0) return NULL;
-    int64_t set = ibp_home_of_hash(hash, map->num_sets);
-    const int64_t step = ibp_step_of_hash(hash, map->num_sets);
-    for (int64_t left = ibp_searched_sets(map); left > 0; left--, set = ibp_next_set(set, step, map->num_sets)) {
-        ibp_cached_row *const ways = map->rows + set * map->ways;
+    uint32_t set = ibp_home_of_hash(hash, map);
+    const uint32_t step = ibp_step_of_hash(hash, map);
+    for (uint32_t left = ibp_searched_sets(map); left > 0; left--, set = ibp_next_set(set, step, map)) {
+        ibp_cached_row *const ways = map->rows + (int64_t)set * map->ways;
         for (uint32_t w = 0; w < map->ways; w++) {
             const int64_t found = __atomic_load_n(&ways[w].row, __ATOMIC_ACQUIRE);
             if (found == row) return &ways[w];
@@ -35,10 +35,10 @@ static ibp_cached_row *take_way(const ibp_cache_map *map, int64_t row)
 {
     const uint64_t hash = ibp_hash_of_row(row);
     if (map->num_sets == 0) return NULL;
-    int64_t set = ibp_home_of_hash(hash, map->num_sets);
-    const int64_t step = ibp_step_of_hash(hash, map->num_sets);
-    for (int64_t left = ibp_searched_sets(map); left > 0; left--, set = ibp_next_set(set, step, map->num_sets)) {
-        ibp_cached_row *const ways = map->rows + set * map->ways;
+    uint32_t set = ibp_home_of_hash(hash, map);
+    const uint32_t step = ibp_step_of_hash(hash, map);
+    for (uint32_t left = ibp_searched_sets(map); left > 0; left--, set = ibp_next_set(set, step, map)) {
+        ibp_cached_row *const ways = map->rows + (int64_t)set * map->ways;
         for (uint32_t w = 0; w < map->ways; w++) {
             int64_t found = IBP_WAY_EMPTY;
             if (__atomic_compare_exchange_n(&ways[w].row, &found, row, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
@@ -172,7 +172,7 @@ static uint64_t claim_way(const ibp_lru *lru, const ibp_table *table, int64_t ro
 {
     const ibp_cache_slab *const slab = &lru->slab;
     if (slab->map.num_sets == 0 || stored > lru->slot_bytes) return 0;
-    const int64_t way = choose_way(lru, ibp_home_of_hash(ibp_hash_of_row(row), slab->map.num_sets), now);
+    const int64_t way = choose_way(lru, ibp_home_of_hash(ibp_hash_of_row(row), &slab->map), now);
     if (way < 0) return 0;
     const uint64_t offset = (uint64_t)way * lru->slot_bytes,
                    entry = ibp_make_entry(slab->number, offset, length_of_place(place));

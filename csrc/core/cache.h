@@ -62,28 +62,29 @@ IBP_INLINE uint32_t ibp_owner_of_row(int64_t row, uint32_t num_slabs)
 {
     return (uint32_t)((ibp_hash_of_row(row) & 0xffffffffu) * num_slabs >> 32);
 }
-IBP_INLINE int64_t ibp_home_of_hash(uint64_t hash, int64_t num_sets)
+IBP_INLINE uint32_t ibp_home_of_hash(uint64_t hash, const ibp_cache_map *map)
 {
-    return (int64_t)((hash >> 32) * (uint64_t)num_sets >> 32);
+    return (uint32_t)((hash >> 32) * (uint32_t)map->num_sets >> 32);
 }
 
 /* How many sets further on a search for a row looks next, from its home on (double hashing): full sets then lie apart,
  * and searches stay short in a map of high load. 1 in a map of few sets, which is searched whole. */
-IBP_INLINE int64_t ibp_step_of_hash(uint64_t hash, int64_t num_sets)
+IBP_INLINE uint32_t ibp_step_of_hash(uint64_t hash, const ibp_cache_map *map)
 {
-    if (num_sets <= (int64_t)IBP_SEARCHED_WAYS) return 1;
-    return 1 + (int64_t)((hash & 0xffffffffu) * (uint64_t)(num_sets - 1) >> 32);
+    if (map->num_sets <= (int64_t)IBP_SEARCHED_WAYS) return 1;
+    return 1 + (uint32_t)((hash & 0xffffffffu) * ((uint32_t)map->num_sets - 1u) >> 32);
 }
-IBP_INLINE int64_t ibp_next_set(int64_t set, int64_t step, int64_t num_sets)
+IBP_INLINE uint32_t ibp_next_set(uint32_t set, uint32_t step, const ibp_cache_map *map)
 {
-    return set < num_sets - step ? set + step : set + step - num_sets;
+    const uint32_t above = (uint32_t)map->num_sets - step;
+    return set < above ? set + step : set - above;
 }
 
 /* Sets that a row may lie in. */
-IBP_INLINE int64_t ibp_searched_sets(const ibp_cache_map *map)
+IBP_INLINE uint32_t ibp_searched_sets(const ibp_cache_map *map)
 {
-    const int64_t sets = IBP_SEARCHED_WAYS / map->ways;
-    return sets < map->num_sets ? sets : map->num_sets;
+    const uint32_t sets = IBP_SEARCHED_WAYS / map->ways;
+    return (int64_t)sets < map->num_sets ? sets : (uint32_t)map->num_sets;
 }
 
 /* Whether the fields of a map are in range. */

@@ -57,6 +57,20 @@ Wanted choose_rows(const ibp_table &t, uint32_t slab, uint32_t num_slabs)
     return wanted;
 }
 
+/* A way has the entry of its row, dirty or not, and the row lies there as the table has it. */
+void check_row(const ibp_table &t, const Slab &slab, const ibp_cached_row &way)
+{
+    const uint64_t offset = ibp_offset_in_slab(way.entry);
+    const int64_t start = 0;
+    Slab alone(stored_bytes_of(t, way.row), 1, 2, slab.slab().number);
+    ibp_fault fault = {};
+    if (ibp_fill_slab(&t, &way.row, &start, 0, 1, &alone.slab(), &fault) != IBP_OK ||
+        (alone.rows.data[0].entry | offset) != (way.entry & ~IBP_ENTRY_DIRTY))
+        complain("row %lld has the entry %llx", (long long)way.row, (unsigned long long)way.entry);
+    else if (memcmp(alone.bytes.data, slab.bytes.data + offset, alone.bytes.size) != 0)
+        complain("row %lld is not as it is stored", (long long)way.row);
+}
+
 /* Every row of the map is one that was wanted, once, and lies where it was wanted as the table has it. */
 void check_filled(const ibp_table &t, const Slab &slab, const Wanted &wanted)
 {
@@ -70,13 +84,7 @@ void check_filled(const ibp_table &t, const Slab &slab, const Wanted &wanted)
             is_wanted = is_wanted || (wanted.rows[i] == way.row && wanted.offsets[i] == offset);
         if (!found.insert(way.row).second) complain("row %lld is cached twice", (long long)way.row);
         if (!is_wanted) complain("row %lld is cached at %lld", (long long)way.row, (long long)offset);
-        Slab alone(slab.bytes.size, 1, 2, slab.slab().number);
-        ibp_fault fault = {};
-        if (ibp_fill_slab(&t, &way.row, &offset, 0, 1, &alone.slab(), &fault) != IBP_OK ||
-            alone.rows.data[0].entry != way.entry)
-            complain("row %lld has the entry %llx", (long long)way.row, (unsigned long long)way.entry);
-        else if (memcmp(alone.bytes.data + offset, slab.bytes.data + offset, stored_bytes_of(t, way.row)) != 0)
-            complain("row %lld is not as it is stored", (long long)way.row);
+        check_row(t, slab, way);
     }
 }
 
@@ -239,6 +247,8 @@ void check_lru(const Made &made)
         if (ibp_cuda_claim_cached(&t, &request, &cache.lru, entries.data, &counts, &fault, nullptr) != IBP_OK)
             complain("rows are not claimed");
         check_claimed(cache, before, asked, entries);
+        for (size_t w = 0; w < cache.rows.size; w++)
+            if (cache.rows.data[w].row >= 0) check_row(t, cache, cache.rows.data[w]);
         uint64_t missed = 0, hits = counts.hits[0];
         for (const int64_t row : asked) missed += row >= 0 && stored_bytes_of(t, row) != 0 && !made.is_corrupt;
         if (!made.is_corrupt && hits + counts.misses != missed)

@@ -4,12 +4,18 @@
 #include "emulated_simt.h"
 #include "changing.h"
 #include "core/cache.h"
-#include "ibp_cuda.h"
+#include "cuda/launch.cuh"
 
 extern "C" const char *__asan_default_options() { return "abort_on_error=1:detect_leaks=0"; }
 
 namespace ibp {
 ibp_status check_cuda(cudaError_t error) { return error == cudaSuccess ? IBP_OK : IBP_CUDA_ERROR; }
+ibp_status read_device(DeviceSizes *sizes)
+{
+    *sizes = {0, 2, 95 << 10, 96 << 10};
+    return IBP_OK;
+}
+ibp_status allow_shared(const void *) { return IBP_OK; }
 } // namespace ibp
 
 namespace {

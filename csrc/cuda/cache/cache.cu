@@ -2,7 +2,8 @@
 // that reads slabs is that of gather.cu.
 //
 // Finding is bound by latency and by sectors of random reads: a lane looks a row up, of a cache of least recently used
-// rows a warp, whose lanes look at a way each. Rows are copied by a warp each, bound by where they come from.
+// rows a warp, whose lanes look at a way each. Copying is bound by where rows come from: a warp fills a slab row by
+// row, and copies all rows that it has claimed at once.
 #include "../../core/cache.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
@@ -22,6 +23,11 @@ static Launch plan_rows(int64_t num_rows, int64_t a_block)
     return plan_jobs(num_rows, a_block, kMostBlocks, kThreads);
 }
 __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; }
+
+__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
+{
+    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
+}
 
 // ---- rows that are asked for ----
 
@@ -89,16 +95,16 @@ struct Tally {
     {
         constexpr uint32_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
         static_assert(kNumbers == IBP_MAX_SLABS + 2u, "hits, misses, bytes");
-        __shared__ unsigned long long of_block[kNumbers];
+        __shared__ unsigned long long of_warps[kWarps][kNumbers];
         if (counts == nullptr) return;
-        if (threadIdx.x < kNumbers) of_block[threadIdx.x] = 0;
+        const uint32_t i = lane_id();
+        if (i < kNumbers)
+            of_warps[threadIdx.x / kWarp][i] = i < IBP_MAX_SLABS ? hits : i == IBP_MAX_SLABS ? misses : missed_bytes;
         __syncthreads();
-        if (lane_id() < IBP_MAX_SLABS) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(hits));
-        if (lane_id() == IBP_MAX_SLABS) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(misses));
-        if (lane_id() == kNumbers - 1u) atomicAdd(of_block + lane_id(), static_cast<unsigned long long>(missed_bytes));
-        __syncthreads();
-        if (threadIdx.x < kNumbers && of_block[threadIdx.x] != 0)
-            atomicAdd(reinterpret_cast<unsigned long long *>(counts) + threadIdx.x, of_block[threadIdx.x]);
+        if (threadIdx.x >= kNumbers) return;
+        unsigned long long sum = 0;
+        for (uint32_t w = 0; w < kWarps; w++) sum += of_warps[w][i];
+        if (sum != 0) atomicAdd(reinterpret_cast<unsigned long long *>(counts) + i, sum);
     }
 };
 
@@ -118,23 +124,22 @@ __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
 
 // The pairs of ways, a sector each, that a row may lie in, one after the other.
 struct Search {
-    int64_t set, step;
-    uint32_t in_set, left; // ways before the next pair; pairs
+    uint32_t set, step, in_set, left; // in_set: ways before the next pair; left: pairs
 
     __device__ __forceinline__ Search(const ibp_cache_map &map, int64_t row) : in_set(0)
     {
         const uint64_t hash = ibp_hash_of_row(row);
-        set = ibp_home_of_hash(hash, map.num_sets);
-        step = ibp_step_of_hash(hash, map.num_sets);
-        left = static_cast<uint32_t>(ibp_searched_sets(&map)) * (map.ways / 2u);
+        set = ibp_home_of_hash(hash, &map);
+        step = ibp_step_of_hash(hash, &map);
+        left = ibp_searched_sets(&map) * (map.ways / 2u);
     }
     // Number of the next pair's first way.
     __device__ __forceinline__ int64_t next(const ibp_cache_map &map)
     {
-        const int64_t way = set * map.ways + in_set;
+        const int64_t way = int64_t{set} * map.ways + in_set;
         left--;
         in_set += 2u;
-        if (in_set == map.ways) in_set = 0, set = ibp_next_set(set, step, map.num_sets);
+        if (in_set == map.ways) in_set = 0, set = ibp_next_set(set, step, &map);
         return way;
     }
 };
@@ -185,10 +190,11 @@ __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t ro
 {
     if (map.num_sets == 0) return -1;
     const uint64_t hash = ibp_hash_of_row(row);
-    int64_t set = ibp_home_of_hash(hash, map.num_sets);
-    const int64_t step = ibp_step_of_hash(hash, map.num_sets);
-    for (int64_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, map.num_sets)) {
-        for (int64_t w = set * map.ways; w < (set + 1) * map.ways; w++) {
+    uint32_t set = ibp_home_of_hash(hash, &map);
+    const uint32_t step = ibp_step_of_hash(hash, &map);
+    for (uint32_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, &map)) {
+        const int64_t first = int64_t{set} * map.ways;
+        for (int64_t w = first; w < first + map.ways; w++) {
             auto *const key = reinterpret_cast<unsigned long long *>(&map.rows[w].row);
             const auto found = static_cast<int64_t>(
                 atomicCAS(key, static_cast<unsigned long long>(IBP_WAY_EMPTY), static_cast<unsigned long long>(row)));
@@ -239,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Copies bytes between addresses that differ by any number: whole words of dst are put together from two of src. By all
 // lanes of a warp together.
-static __device__ __noinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+__device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
     uint32_t head = static_cast<uint32_t>(-to % 4u); // bytes before the first word
@@ -257,7 +263,7 @@ static __device__ __noinline__ void copy_shifted(uint8_t *dst, const uint8_t *sr
 }
 // Copies whole vectors: several are on their way before the first one is stored, since they may come over the link. By
 // all lanes of a warp together.
-static __device__ __noinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+__device__ __forceinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     constexpr uint32_t kAhead = 4;
     const uint32_t whole = num_bytes / 16u;
@@ -280,6 +286,8 @@ __device__ __forceinline__ void copy_part(uint8_t *dst, const uint8_t *src, uint
         copy_shifted(dst, src, num_bytes);
 }
 
+__device__ __forceinline__ uint32_t vectors_of(uint32_t num_bytes) { return (num_bytes + 15u) / 16u; }
+
 // A row that is to be copied.
 struct Stored {
     ibp_row_place place;
@@ -287,11 +295,31 @@ struct Stored {
     uint32_t length, num_bytes;
 
     __device__ __forceinline__ bool has_bytes() const { return status == IBP_OK && !place.is_default; }
-    // Both parts, joined. By all lanes of a warp together.
+    // Where a byte of it is.
+    __device__ __forceinline__ const uint8_t *address(const ibp_table &table, uint32_t byte) const
+    {
+        return byte < place.in_slot ? table.slots + place.slot_start + byte
+                                    : table.overflow + place.overflow_start + (byte - place.in_slot);
+    }
+    // Whether it can be copied as vectors of 16 bytes: both parts begin with one, and the last one ends within the
+    // row's slot or room.
+    __device__ __forceinline__ bool is_vectors(const ibp_table &table) const
+    {
+        const bool spills = place.in_overflow != 0u;
+        const uint32_t end = 16u * vectors_of(spills ? place.in_overflow : place.in_slot),
+                       room = spills ? ibp_overflow_room(place.in_overflow, table.slot_bytes) : table.slot_bytes;
+        return aligned(address(table, 0), 16) && end <= room &&
+               (!spills || (place.in_slot % 16u == 0u && aligned(address(table, place.in_slot), 16))) &&
+               ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, end,
+                                  spills ? table.overflow_bytes : table.slots_bytes);
+    }
+    // Both parts, joined, by a function that copies bytes. By all lanes of a warp together.
+    template <void COPY(uint8_t *, const uint8_t *, uint32_t)>
     __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
     {
-        copy_part(dst, table.slots + place.slot_start, place.in_slot);
-        copy_part(dst + place.in_slot, table.overflow + place.overflow_start, place.in_overflow);
+#pragma unroll 1
+        for (uint32_t from = 0, to = place.in_slot; from < num_bytes; from = to, to = num_bytes)
+            COPY(dst + from, address(table, from), to - from);
     }
 };
 __device__ __forceinline__ Stored find_stored(const ibp_table &table, int64_t row)
@@ -324,7 +352,7 @@ __global__ void __launch_bounds__(kThreads)
         int64_t way = is_mapped && lane_id() == 0u ? take_way(slab.map, row) : 0;
         way = __shfl_sync(kAllLanes, way, 0);
         if (way < 0) continue;
-        stored.copy(table, slab.bytes + start);
+        stored.copy<copy_part>(table, slab.bytes + start);
         __threadfence();
         __syncwarp(); // the row is there
         if (is_mapped && lane_id() == 0u)
@@ -344,155 +372,181 @@ struct ClaimJob {
     uint32_t per_warp; // jobs that a warp takes at a time, at most kWarp
 };
 
-__device__ __forceinline__ int64_t home_of(const ibp_lru &lru, int64_t row)
+__device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
 {
-    return ibp_home_of_hash(ibp_hash_of_row(row), lru.slab.map.num_sets);
+    return ibp_home_of_hash(ibp_hash_of_row(row), &lru.slab.map);
 }
 
-// Looks up all rows that the cache holds, and stamps them: none of them makes room for others then.
+// Looks up all rows that the cache holds, and stamps them: none of them makes room for others then. Each lane works out
+// the home set of one row, and the warp looks at the sets one after the other.
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
     constexpr uint32_t kAhead = 4; // sets on their way
     const Rows &rows = job.rows;
-    const ibp_cache_map &map = job.lru.slab.map;
+    const ibp_cached_row *const ways_of_lane = job.lru.slab.map.rows + lane_id();
+    uint32_t *const stamps_of_lane = job.lru.stamps + lane_id();
+    const bool has_sets = job.lru.slab.map.num_sets != 0;
     const uint64_t call = job.lru.clock[0] + 1u;
     const auto now = static_cast<uint32_t>(call);
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[1] = call;
-    Tally tally{};
+    uint32_t found = 0; // rows in ways that the lane has looked at
     for (int64_t first = warp_number() * job.per_warp; first < rows.num_jobs;
          first += int64_t{gridDim.x} * kWarps * job.per_warp) {
         const auto number = static_cast<uint32_t>(first) + lane_id();
         const bool active = lane_id() < job.per_warp && number < rows.num_jobs;
-        const int64_t row = active && map.num_sets != 0 ? rows.row_of(number) : -1;
-        uint64_t entry = 0;
-        for (uint32_t j = 0; j < job.per_warp; j += kAhead) {
+        const int64_t row = active && has_sets ? rows.row_of(number) : -1;
+        const uint32_t home = row >= 0 ? home_of(job.lru, row) : 0u;
+        uint64_t *const entries = job.entries + first;
+        if (active) entries[lane_id()] = 0;
+        __syncwarp(); // the lane that finds a row writes its entry
+        for (uint32_t j = 0; has_sets && j < job.per_warp; j += kAhead) {
             ulonglong2 ways[kAhead];
             int64_t asked[kAhead];
+            uint32_t homes[kAhead];
 #pragma unroll
             for (uint32_t a = 0; a < kAhead; a++) {
-                asked[a] = __shfl_sync(kAllLanes, row, (j + a) % kWarp);
-                ways[a] = make_ulonglong2(0, 0);
-                if (asked[a] >= 0) ways[a] = load_way<true>(map.rows + home_of(job.lru, asked[a]) * kWarp + lane_id());
+                asked[a] = __shfl_sync(kAllLanes, row, static_cast<int>(j + a));
+                homes[a] = __shfl_sync(kAllLanes, home, static_cast<int>(j + a));
+                ways[a] = load_way<true>(ways_of_lane + uint64_t{homes[a]} * kWarp);
             }
 #pragma unroll
             for (uint32_t a = 0; a < kAhead; a++) {
-                const bool is_here = asked[a] >= 0 && is_row(ways[a], asked[a]) && ibp_is_present(ways[a].y);
-                const uint32_t here = __ballot_sync(kAllLanes, is_here);
-                if (here == 0u) continue;
-                const auto way = static_cast<uint32_t>(__ffs(static_cast<int>(here)) - 1);
-                const uint64_t found = __shfl_sync(kAllLanes, ways[a].y, static_cast<int>(way));
-                if (lane_id() == way) job.lru.stamps[home_of(job.lru, asked[a]) * kWarp + way] = now;
-                if (lane_id() == j + a) entry = found;
+                if (asked[a] < 0 || !is_row(ways[a], asked[a]) || !ibp_is_present(ways[a].y)) continue;
+                stamps_of_lane[uint64_t{homes[a]} * kWarp] = now;
+                entries[j + a] = ways[a].y;
+                found++;
             }
         }
-        if (active) job.entries[number] = entry;
-        tally.add(active && entry != 0u, job.lru.slab.number, IBP_MAX_SLABS, false, 0);
     }
+    Tally tally{};
+    const uint32_t hits = __reduce_add_sync(kAllLanes, found);
+    if (lane_id() == job.lru.slab.number) tally.hits = hits;
     tally.put(job.counts);
 }
 
-// Gets the lock of a set; not for ever: stamps may hold anything. By all lanes of a warp together.
-__device__ __forceinline__ bool lock_set(uint32_t *lock)
-{
-    constexpr uint32_t kMostTries = 1u << 20;
-    for (uint32_t tries = 0; tries < kMostTries; tries++) {
-        const uint32_t was = lane_id() == 0u ? atomicCAS(lock, 0u, 1u) : 0u;
-        if (__shfl_sync(kAllLanes, was, 0) == 0u) {
-            __threadfence();
-            return true;
-        }
-    }
-    return false;
-}
-__device__ __forceinline__ void unlock_set(uint32_t *lock)
-{
-    __threadfence();
-    __syncwarp(); // all lanes have read and written
-    if (lane_id() == 0u) atomicExch(lock, 0u);
-}
-
-// What a missing row has got: no entry where there is no room. is_new: it is to be copied.
-struct Claimed {
+// A row that is not in its set, and what it has got: no entry where there is no room. is_new: it is to be copied. Each
+// lane has one, in shared memory, where the others read and write it.
+struct Missing {
+    Stored stored;
+    int64_t row;
     uint64_t entry;
+    uint32_t set;
     bool is_new;
 };
 
-// Gives a row a way of its set, which is locked. All lanes of a warp call it together; each looks at one way.
-__device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, int64_t row, int64_t set, uint32_t length,
-                                             uint32_t now)
+// Gives a row a way of its set, which is locked. All lanes of a warp call it together; each has looked at one way.
+__device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, const ulonglong2 &way, uint32_t stamp,
+                                          uint32_t now)
 {
-    const int64_t mine = set * kWarp + lane_id();
-    const ulonglong2 way = load_way<false>(lru.slab.map.rows + mine);
-    const bool is_here = is_row(way, row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
+    const bool is_here = is_row(way, missing.row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
     const uint32_t here = __ballot_sync(kAllLanes, is_here);
-    if (here != 0u) // claimed by an equal id
-        return {__shfl_sync(kAllLanes, way.y, __ffs(static_cast<int>(here)) - 1), false};
-    const uint32_t age = ibp_age_of_way(now, __ldcg(lru.stamps + mine));
+    if (here != 0u) { // claimed by an equal id
+        if (lane_id() == lowest_of(here)) missing.entry = way.y;
+        return;
+    }
+    const uint32_t age = ibp_age_of_way(now, stamp);
     const uint32_t worth = is_free ? ~0u : (way.y & IBP_ENTRY_DIRTY) != 0u ? 0u : ibp_min_u32(age, ~0u - 1u);
     const uint32_t most = __reduce_max_sync(kAllLanes, worth);
-    if (most == 0u) return {0, false};
-    const auto taken = static_cast<uint32_t>(__ffs(static_cast<int>(__ballot_sync(kAllLanes, worth == most))) - 1);
-    const int64_t chosen = set * kWarp + taken;
-    const uint64_t entry = ibp_make_entry(lru.slab.number, static_cast<uint64_t>(chosen) * lru.slot_bytes, length);
-    if (lane_id() == taken) {
-        lru.slab.map.rows[chosen] = {row, entry};
-        lru.stamps[chosen] = now;
+    if (most == 0u || lane_id() != lowest_of(__ballot_sync(kAllLanes, worth == most))) return;
+    const int64_t chosen = int64_t{missing.set} * kWarp + lane_id();
+    missing.entry =
+        ibp_make_entry(lru.slab.number, static_cast<uint64_t>(chosen) * lru.slot_bytes, missing.stored.length);
+    missing.is_new = true;
+    lru.slab.map.rows[chosen] = {missing.row, missing.entry};
+    lru.stamps[chosen] = now;
+}
+
+// Gives ways to the rows of some lanes, whose sets are locked and differ. By all lanes of a warp together.
+__device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, uint32_t lanes, uint32_t now)
+{
+    constexpr uint32_t kAhead = 2; // sets on their way; more would take more than 64 registers
+    while (lanes != 0u) {
+        ulonglong2 ways[kAhead];
+        uint32_t stamps[kAhead], lane[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++, lanes &= lanes - 1u) {
+            lane[a] = lanes != 0u ? lowest_of(lanes) : kWarp;
+            if (lane[a] == kWarp) continue;
+            const int64_t way = int64_t{rows[lane[a]].set} * kWarp + lane_id();
+            ways[a] = load_way<false>(lru.slab.map.rows + way);
+            stamps[a] = __ldcg(lru.stamps + way);
+        }
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            if (lane[a] != kWarp) claim_way(lru, rows[lane[a]], ways[a], stamps[a], now);
     }
-    return {entry, true};
 }
 
-// The same of its set, which is locked meanwhile. By all lanes of a warp together.
-__device__ __forceinline__ Claimed claim_row(const ibp_lru &lru, int64_t row, uint32_t length, uint32_t now)
+// Gives ways to the rows of lanes. Each lane tries to lock its row's set. Rows whose sets are locked get their ways,
+// and the locks are given back before the others try again, so that no warp waits while it holds a lock. None tries for
+// ever: stamps may hold anything. By all lanes of a warp together.
+__device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bool has_row, uint32_t now)
 {
-    Claimed claimed{0, false};
-    const int64_t set = home_of(lru, row);
-    uint32_t *const lock = lru.stamps + (lru.slab.map.num_sets * kWarp + set);
-    if (!lock_set(lock)) return claimed;
-    claimed = claim_way(lru, row, set, length, now);
-    unlock_set(lock);
-    return claimed;
-}
-
-// What a lane has found of a row, in all lanes of a warp.
-__device__ __forceinline__ Stored of_lane(const Stored &mine, uint32_t lane)
-{
-    const auto from = static_cast<int>(lane);
-    Stored stored{};
-    stored.place.slot_start = __shfl_sync(kAllLanes, mine.place.slot_start, from);
-    stored.place.overflow_start = __shfl_sync(kAllLanes, mine.place.overflow_start, from);
-    stored.place.in_slot = __shfl_sync(kAllLanes, mine.place.in_slot, from);
-    stored.place.in_overflow = __shfl_sync(kAllLanes, mine.place.in_overflow, from);
-    return stored;
-}
-
-__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
-{
-    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
-}
-
-// Each lane has a row, or none. By all lanes of a warp together: ways are claimed one by one, then rows are copied.
-__device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const ibp_lru &lru, int64_t row,
-                                                  const Stored &stored, bool has_row, uint32_t now)
-{
-    Claimed mine{0, false};
-    const bool fits = has_row && stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
-    for (uint32_t rows = __ballot_sync(kAllLanes, fits); rows != 0u; rows &= rows - 1u) {
-        const uint32_t lane = lowest_of(rows);
-        const Claimed claimed = claim_row(lru, __shfl_sync(kAllLanes, row, static_cast<int>(lane)),
-                                          __shfl_sync(kAllLanes, stored.length, static_cast<int>(lane)), now);
-        if (lane_id() == lane) mine = claimed;
+    constexpr uint32_t kMostTries = 1u << 20;
+    uint32_t *const lock = lru.stamps + (lru.slab.map.num_sets * kWarp + rows[lane_id()].set);
+    for (uint32_t tries = 0; tries < kMostTries && __any_sync(kAllLanes, has_row); tries++) {
+        const bool is_locked = has_row && atomicCAS(lock, 0u, 1u) == 0u;
+        const uint32_t locked = __ballot_sync(kAllLanes, is_locked);
+        if (locked == 0u) continue;
+        __threadfence();
+        __syncwarp(); // all locks come before what any lane reads
+        claim_locked(lru, rows, locked, now);
+        __syncwarp(); // all lanes have read and written
+        __threadfence();
+        if (is_locked) atomicExch(lock, 0u);
+        has_row = has_row && !is_locked;
     }
-    for (uint32_t rows = __ballot_sync(kAllLanes, mine.is_new); rows != 0u; rows &= rows - 1u) {
-        const uint32_t lane = lowest_of(rows);
-        const uint64_t entry = __shfl_sync(kAllLanes, mine.entry, static_cast<int>(lane));
-        of_lane(stored, lane).copy(table, lru.slab.bytes + ibp_offset_in_slab(entry));
+}
+
+// Copies rows to where their entries say: lane i's row is num_vectors vectors. The vectors of all rows have one
+// numbering, so that every lane has work whatever the size of rows, and several are on their way before the first one
+// is stored. By all lanes of a warp together.
+__device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
+                                          uint32_t num_vectors)
+{
+    constexpr uint32_t kAhead = 3; // vectors of a lane on their way
+    uint32_t total;
+    const uint32_t begin = exclusive_scan(num_vectors, total);
+    for (uint32_t first = 0; first < total; first += kAhead * kWarp) {
+        uint4 vectors[kAhead], *to[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++) {
+            const uint32_t number = first + a * kWarp + lane_id();
+            int lane = 0; // whose row it belongs to: the last one that begins no later
+            for (int step = kWarp / 2; step > 0; step /= 2)
+                if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
+            const uint32_t byte = 16u * (number - __shfl_sync(kAllLanes, begin, lane));
+            const Missing &row = rows[lane];
+            to[a] = reinterpret_cast<uint4 *>(slab + ibp_offset_in_slab(row.entry) + byte);
+            if (number < total) vectors[a] = *reinterpret_cast<const uint4 *>(row.stored.address(table, byte));
+        }
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            if (first + a * kWarp + lane_id() < total) *to[a] = vectors[a];
     }
-    return mine;
+}
+
+// Each lane has a row, or none. By all lanes of a warp together: ways are claimed, then rows are copied.
+__device__ __forceinline__ void claim_and_copy(const ibp_table &table, const ibp_lru &lru, Missing *rows, bool has_row,
+                                               uint32_t now)
+{
+    const Missing &row = rows[lane_id()];
+    const bool fits = has_row && row.stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
+    claim_ways(lru, rows, fits, now);
+    // A slot of the cache is whole vectors if the first one is aligned.
+    const bool is_vectors = aligned(lru.slab.bytes, 16) && row.stored.is_vectors(table);
+    copy_rows(table, lru.slab.bytes, rows, row.is_new && is_vectors ? vectors_of(row.stored.num_bytes) : 0u);
+    for (uint32_t left = __ballot_sync(kAllLanes, row.is_new && !is_vectors); left != 0u; left &= left - 1u) {
+        const Missing &other = rows[lowest_of(left)];
+        other.stored.copy<copy_shifted>(table, lru.slab.bytes + ibp_offset_in_slab(other.entry));
+    }
 }
 
 __global__ void __launch_bounds__(kThreads)
     claim_rows(const __grid_constant__ ibp_table table, const __grid_constant__ ClaimJob job)
 {
+    __shared__ Missing of_block[kThreads];
+    Missing &mine = of_block[threadIdx.x];
     const uint64_t call = job.lru.clock[1];
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[0] = call;
     Tally tally{};
@@ -502,14 +556,18 @@ __global__ void __launch_bounds__(kThreads)
         const bool is_missing = lane_id() < job.per_warp && number < job.rows.num_jobs && job.entries[number] == 0u;
         if (!__any_sync(kAllLanes, is_missing)) continue;
         const int64_t row = is_missing ? job.rows.row_of(number) : -1;
-        const Stored stored = find_stored(table, row);
+        const uint32_t set = row >= 0 && job.lru.slab.map.num_sets != 0 ? home_of(job.lru, row) : 0u;
+        __syncwarp(); // the rows before are copied
+        mine = {find_stored(table, row), row, 0, set, false};
+        __syncwarp();
         const uint32_t item = job.rows.item_of(number);
-        if (is_missing && stored.status != IBP_OK) record_fault(job.fault, stored.status, item, job.rows.id_of(item));
-        const bool has_row = is_missing && stored.has_bytes();
-        const Claimed claimed = claim_and_copy(table, job.lru, row, stored, has_row, static_cast<uint32_t>(call));
-        if (has_row) job.entries[number] = claimed.entry;
-        const bool is_hit = has_row && claimed.entry != 0u && !claimed.is_new;
-        tally.add(is_hit, job.lru.slab.number, IBP_MAX_SLABS, has_row && !is_hit, stored.num_bytes);
+        if (is_missing && mine.stored.status != IBP_OK)
+            record_fault(job.fault, mine.stored.status, item, job.rows.id_of(item));
+        const bool has_row = is_missing && mine.stored.has_bytes();
+        claim_and_copy(table, job.lru, &mine - lane_id(), has_row, static_cast<uint32_t>(call));
+        if (has_row) job.entries[number] = mine.entry;
+        const bool is_hit = has_row && mine.entry != 0u && !mine.is_new;
+        tally.add(is_hit, job.lru.slab.number, IBP_MAX_SLABS, has_row && !is_hit, mine.stored.num_bytes);
     }
     tally.put(job.counts);
 }
@@ -568,8 +626,10 @@ ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map 
     }
     if (rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    return ibp::launch_kernel(ibp::find_rows, ibp::plan_rows(rows.num_jobs, ibp::kThreads), stream, rows, given,
-                              entries, counts);
+    ibp::Launch launch{}; // blocks that stay, as each adds to the counts once
+    const ibp_status status = ibp::plan_resident(reinterpret_cast<const void *>(ibp::find_rows), ibp::kThreads, 0,
+                                                 rows.num_jobs, ibp::kThreads, 0, &launch);
+    return status == IBP_OK ? ibp::launch_kernel(ibp::find_rows, launch, stream, rows, given, entries, counts) : status;
 }
 
 ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,
