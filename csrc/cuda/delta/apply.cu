@@ -256,7 +256,7 @@ template <typename T> struct DeltaAdder {
         if ((values.closed ? start : values.parts.end) != end) return false;
         if (form.is_list && !form.is_complement && k <= most_columns()) {
             uint16_t *const to = decoder.numbers();
-            const bool good = decoder.walk_list(stage, form, columns, positions, [&](uint32_t rank, uint32_t position) {
+            const bool good = decoder.walk_list(form, columns, positions, [&](uint32_t rank, uint32_t position) {
                 to[rank] = static_cast<uint16_t>(position);
             });
             if (good) add_batch(book, values, 0, k, target);
