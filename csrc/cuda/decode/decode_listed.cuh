@@ -416,21 +416,21 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
                                             uint32_t (&next)[IBP_MAX_PLANES]) const
     {
+        const uint32_t r = cb.planes.residual_bits;
         uint32_t at = j, rank = 0, escaped = kAllLanes;
         bool open = active;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= cb.planes.num_planes || escaped == 0u) continue;
-            const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u;
-            const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
+            if (p >= cb.planes.num_planes || escaped == 0u) break;
+            const uint32_t num_bits = cb.planes.digit_bits[p], escape = low_bits(~0u, num_bits),
+                           digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
             if (open) rank += digit;
             open = open && digit == escape;
             escaped = G::ballot(open);
-            at = next[p] + ibp_popcount(escaped & G::lanes_below());
+            at = next[p] + ibp_popcount(escaped & G::lanes_below()); // of a lane that is not open: a digit is there too
             next[p] += ibp_popcount(escaped);
-            if (!open) at = 0;
         }
-        const uint32_t r = cb.planes.residual_bits;
+        if (escaped == 0u && r == 0u) return entries()[rank];
         Word raw = 0;
         if (open && r < kBits)
             raw = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;

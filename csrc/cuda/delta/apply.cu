@@ -131,51 +131,58 @@ template <typename T> struct DeltaAdder {
     // A row of a base, and what its changes add to the sum of its words.
     struct Target {
         uint8_t *bytes;
-        uint32_t valid;
-        uint64_t first_word, change;
-        bool is_whole; // aligned words and nothing else
+        uint32_t valid, whole; // bytes; those of aligned words
+        uint64_t key, change;  // key: what a word is mixed with besides its number in the row
 
-        __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint64_t first)
-            : bytes(row), valid(num_bytes), first_word(first), change(0), is_whole(aligned(row, 8) && valid % 8u == 0u)
+        __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint64_t first_word)
+            : bytes(row), valid(num_bytes), whole(aligned(row, 8) ? valid / 8u * 8u : 0u), key(first_word * IBP_GOLDEN),
+              change(0)
         {
         }
-        __device__ __forceinline__ void add(uint32_t w, uint64_t elements, bool negates)
+        // Word w; 0 past the row's end.
+        __device__ __forceinline__ uint64_t load(uint32_t w) const
         {
-            uint64_t *const near = reinterpret_cast<uint64_t *>(bytes) + w;
-            const uint64_t before = is_whole ? *near : load_any_word(bytes, valid, w),
-                           highest = ibp_highest_bits(sizeof(T)),
-                           after = negates ? ibp_subtract_elements(before, elements, highest)
-                                           : ibp_add_elements(before, elements, highest);
-            if (is_whole)
-                *near = after;
+            return 8u * w < whole ? reinterpret_cast<const uint64_t *>(bytes)[w] : load_any_word(bytes, valid, w);
+        }
+        // Adds elements to word w, which was `before`, unless it is past the row's end.
+        __device__ __forceinline__ void add(uint32_t w, uint64_t before, uint64_t elements)
+        {
+            if (8u * w >= valid) return;
+            const uint64_t after = ibp_add_elements(before, elements, ibp_highest_bits(sizeof(T)));
+            if (8u * w < whole)
+                reinterpret_cast<uint64_t *>(bytes)[w] = after;
             else
                 store_any_word(bytes, valid, w, after);
-            change += ibp_mix_word(after, first_word + w) - ibp_mix_word(before, first_word + w);
+            change += ibp_mix_word(after + key, w) - ibp_mix_word(before + key, w);
         }
     };
+    __device__ __forceinline__ uint64_t signed_elements(uint64_t elements) const
+    {
+        return negates ? ibp_subtract_elements(0, elements, ibp_highest_bits(sizeof(T))) : elements;
+    }
     __device__ __forceinline__ void add_raw(const ibp_delta_tensor &version, uint64_t start, Target &target) const
     {
         for (uint32_t w = lane_id(); 8u * w < target.valid; w += kWarp)
-            target.add(w, load_any_word(version.overflow + start, target.valid, w), negates);
+            target.add(w, target.load(w), signed_elements(load_any_word(version.overflow + start, target.valid, w)));
         __syncwarp();
     }
-    // An element a lane, in the order of their columns: those of a word are put together by the first one's lane. By
-    // all lanes together.
-    __device__ __forceinline__ void add_elements_of(uint32_t column, T element, bool active, Target &target) const
+    // An element a lane, in the order of their columns: the first one's lane adds those of a word, which was `before`.
+    // By all lanes together.
+    __device__ __forceinline__ void add_elements_of(uint32_t column, T element, bool active, uint64_t before,
+                                                    Target &target) const
     {
-        const uint32_t word = active ? column / kPerWord : ~0u;
-        uint64_t elements = static_cast<uint64_t>(element) << kBits * (column % kPerWord) % 64u;
-        const uint64_t mine = elements;
-#pragma unroll
-        for (uint32_t d = 1; d < kPerWord; d++) {
-            const uint32_t other = __shfl_down_sync(kAllLanes, word, d),
-                           low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine), d),
+        const uint32_t word = column / kPerWord;
+        const auto mine = static_cast<uint64_t>(element) << kBits * (column % kPerWord) % 64u;
+        const uint32_t below = __shfl_up_sync(kAllLanes, word, 1),
+                       joining = __ballot_sync(kAllLanes, active && lane_id() != 0u && below == word);
+        uint64_t elements = mine;
+        uint32_t joined = joining >> 1; // lanes whose word the next d lanes have too
+        for (uint32_t d = 1; joined != 0u; d++, joined &= joining >> d) {
+            const uint32_t low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine), d),
                            high = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine >> 32), d);
-            if (lane_id() + d < kWarp && other == word) elements |= low | static_cast<uint64_t>(high) << 32;
+            if (joined >> lane_id() & 1u) elements |= low | static_cast<uint64_t>(high) << 32;
         }
-        const uint32_t below = __shfl_up_sync(kAllLanes, word, 1);
-        const bool is_first = lane_id() == 0u || below != word;
-        if (active && is_first && 8u * word < target.valid) target.add(word, elements, negates);
+        if (active && (joining >> lane_id() & 1u) == 0u) target.add(word, before, elements);
         __syncwarp(); // the next elements may lie in the same word
     }
 
@@ -193,12 +200,13 @@ template <typename T> struct DeltaAdder {
         __syncwarp(); // the columns are there
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kWarp) {
-            const uint32_t j = base + lane_id();
-            const bool active = j < n;
+            const bool active = base + lane_id() < n;
+            const uint32_t j = ibp_min_u32(base + lane_id(), n - 1u), column = decoder.numbers()[j];
+            const uint64_t before = target.load(column / kPerWord); // on its way while the element is decoded
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!values.closed)
-                element = decoder.element_at(book, values.parts, first + ibp_min_u32(j, n - 1u), active, values.next);
-            add_elements_of(active ? decoder.numbers()[j] : 0u, element, active, target);
+            if (!values.closed) element = decoder.element_at(book, values.parts, first + j, active, values.next);
+            if (negates) element = static_cast<T>(T{0} - element);
+            add_elements_of(column, element, active, before, target);
         }
     }
     // Columns that decoder.numbers() has room for: at least those of 32 lanes' words of a bitmap.
