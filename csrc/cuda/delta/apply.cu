@@ -211,26 +211,27 @@ template <typename T> struct DeltaAdder {
     }
     // Columns that decoder.numbers() has room for: at least those of 32 lanes' words of a bitmap.
     __device__ __forceinline__ uint32_t most_columns() const { return ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp); }
-    // Adds all of them, of a bitmap that has as many ones as it should.
-    __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, uint32_t k,
-                                                Values &values, Target &target) const
+    // Adds k elements: `held` of them have their columns in decoder.numbers(), all or none; else they are the ones of a
+    // bitmap.
+    __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, uint32_t held,
+                                                uint32_t k, Values &values, Target &target) const
     {
         const bool at_once = k <= most_columns();
-        uint32_t done = 0, held = 0; // elements that have been added; whose columns are there
+        uint32_t done = 0, tile = 0; // elements that have been added; first column of a tile
 #pragma unroll 1
-        for (uint32_t tile = 0; tile < book.columns; tile += 32u * kWarp) {
-            uint32_t listed = map.word(tile + 32u * lane_id());
-            const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count),
-                           n = Decoder::G::last_lane(sums);
-            uint16_t *to = decoder.numbers() + (held + sums - count);
-            for (; listed != 0u; listed &= listed - 1u)
-                *to++ = static_cast<uint16_t>(tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
-            held += n;
-            if (at_once) continue;
+        while (done < k) {
+            if (done + held < k) {
+                uint32_t listed = map.word(tile + 32u * lane_id());
+                const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count);
+                uint16_t *to = decoder.numbers() + (held + sums - count);
+                for (; listed != 0u; listed &= listed - 1u)
+                    *to++ = static_cast<uint16_t>(tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
+                held += Decoder::G::last_lane(sums), tile += 32u * kWarp;
+                if (at_once && held < k) continue;
+            }
             add_batch(book, values, done, held, target);
             done += held, held = 0;
         }
-        if (held != 0u) add_batch(book, values, done, held, target);
     }
     __device__ __forceinline__ bool has_ones(const typename Decoder::Bitmap &map, uint32_t columns, uint32_t k) const
     {
@@ -262,18 +263,18 @@ template <typename T> struct DeltaAdder {
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
                 });
         if ((values.closed ? start : values.parts.end) != end) return false;
-        if (form.is_list && !form.is_complement && k <= most_columns()) {
-            uint16_t *const to = decoder.numbers();
-            const bool good = decoder.walk_list(form, columns, positions, [&](uint32_t rank, uint32_t position) {
-                to[rank] = static_cast<uint16_t>(position);
-            });
-            if (good) add_batch(book, values, 0, k, target);
-            return good;
-        }
+        const bool is_direct = form.is_list && !form.is_complement && k <= most_columns();
         typename Decoder::Bitmap map{};
-        if (!decoder.find_bitmap(stage, form, columns, positions, map)) return false;
-        if (!has_ones(map, columns, k)) return false;
-        add_columns(book, map, k, values, target);
+        if (is_direct) {
+            uint16_t *const to = decoder.numbers();
+            if (!decoder.walk_list(form, columns, positions, [&](uint32_t rank, uint32_t position) {
+                    to[rank] = static_cast<uint16_t>(position);
+                }))
+                return false;
+        } else if (!decoder.find_bitmap(stage, form, columns, positions, map) || !has_ones(map, columns, k)) {
+            return false;
+        }
+        add_columns(book, map, is_direct ? k : 0u, k, values, target);
         return true;
     }
 
