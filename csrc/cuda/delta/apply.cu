@@ -307,12 +307,26 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     const DeltaAdder<T> adder(cb, coded, threadIdx.x / kWarp * DeltaAdder<T>::shared_bytes_of(cb, coded), takes_back);
     const WarpRows mine;
     PlacedSum change;
+    const uint32_t none = IBP_DEFAULT_LENGTH(cb.row_bytes);
+    const auto length_of = [&](const VersionRow &row) { // `none` where it is not taken
+        if (row.valid == 0u) return none;
+        const uint32_t length = __ldg(versions[row.version].lengths + row.row);
+        return takes(coded, length) ? length : none;
+    };
 #pragma unroll 1
     for (int64_t r = mine.first; r < num_rows; r += mine.step) {
+        if (coded == Coded::kLong) { // few are: each lane looks at one of the next rows
+            const int64_t own = r + lane_id() * mine.step;
+            const bool is_taken =
+                own < num_rows && length_of(find_version(versions, num_versions, cb.row_bytes, own)) != none;
+            if (!__any_sync(kAllLanes, is_taken)) {
+                r += (kWarp - 1u) * mine.step;
+                continue;
+            }
+        }
         const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
-        if (row.valid == 0u) continue;
-        const uint32_t length = __ldg(versions[row.version].lengths + row.row);
-        if (length == IBP_DEFAULT_LENGTH(cb.row_bytes) || !takes(coded, length)) continue;
+        const uint32_t length = length_of(row);
+        if (length == none) continue;
         bool good;
         const uint64_t added = adder.add(versions[row.version], row, length, &good);
         change.add(added, state.change(row.version));
