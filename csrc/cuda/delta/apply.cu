@@ -82,7 +82,7 @@ template <typename T> struct DeltaAdder {
         return (row_stage_bytes(most_stored(coded, cb.row_bytes)) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
     }
     __device__ __forceinline__ DeltaAdder(const ibp_codebook &codebook, Coded coded, uint32_t first, bool takes_back)
-        : cb(codebook), decoder(codebook, first + row_stage_bytes(most_stored(coded, codebook.row_bytes))),
+        : cb(codebook), decoder(codebook, in_register(first + row_stage_bytes(most_stored(coded, codebook.row_bytes)))),
           stage(stage_at(first, most_stored(coded, codebook.row_bytes))), negates(takes_back)
     {
         __syncwarp(); // the entries are there
