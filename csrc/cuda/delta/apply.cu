@@ -1,7 +1,7 @@
 // apply.cu - deltas added to their bases (FORMAT.md section 9). A warp takes a row of differences: it is decoded in
 // shared memory as by decode_listed.cuh, and its listed elements are added to the words of the base that they lie in,
-// 32 elements at a time: a word is read and written once, by the lane of its first element. What a changed word adds to
-// the base's sum gives the sum of the result without reading it.
+// 32 elements at a time: a word is written once, by the lane of its first element. What a changed word adds to the
+// base's sum gives the sum of the result without reading it.
 //
 // All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
 // taken back if that is not. A row that is corrupt changes nothing, both times.
@@ -90,20 +90,27 @@ template <typename T> struct DeltaAdder {
 
     // ---- a row's bytes ----
 
-    // Where they are: false if they lie outside overflow. By all lanes together.
-    __device__ __forceinline__ bool find(const ibp_delta_tensor &version, const VersionRow &row, uint32_t length,
-                                         uint32_t stored, uint64_t *start) const
+    // The row's entry of lengths, and where its bytes are: in overflow, unless it is corrupt.
+    struct Place {
+        uint32_t length, stored;
+        uint64_t start;
+        bool good;
+    };
+    // What it takes is loaded at once. By all lanes together.
+    __device__ __forceinline__ Place look_up(const ibp_delta_tensor &version, const VersionRow &row) const
     {
         const int64_t first = ibp_first_of_group(row.row);
-        uint32_t room = 0;
-        if (first + lane_id() < row.row)
-            room = ibp_stored_bytes(__ldg(version.lengths + first + lane_id()), cb.row_bytes, cb.row_bytes);
-        const uint64_t rooms = __reduce_add_sync(kAllLanes, room);
-        if (stored > row.valid || version.bases == nullptr) return false;
-        const uint64_t base = __ldg(version.bases + ibp_group_of_row(row.row));
-        if (!ibp_part_in_bounds(base, 0u, version.overflow_bytes)) return false;
-        *start = base + rooms;
-        return ibp_part_in_bounds(*start, stored, version.overflow_bytes);
+        const auto own = static_cast<uint32_t>(row.row - first);
+        const uint32_t of_lane = lane_id() <= own ? __ldg(version.lengths + first + lane_id()) : 0u;
+        const bool has_base = version.bases != nullptr;
+        const uint64_t base = has_base ? __ldg(version.bases + ibp_group_of_row(row.row)) : 0u;
+        const uint32_t room = lane_id() < own ? ibp_stored_bytes(of_lane, cb.row_bytes, cb.row_bytes) : 0u,
+                       length = __shfl_sync(kAllLanes, of_lane, own),
+                       stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
+        const uint64_t start = base + __reduce_add_sync(kAllLanes, room);
+        const bool good = has_base && stored <= row.valid && ibp_part_in_bounds(base, 0u, version.overflow_bytes) &&
+                          ibp_part_in_bounds(start, stored, version.overflow_bytes);
+        return {length, stored, start, good};
     }
     // Stages them. Returns the bit that they begin with.
     __device__ __forceinline__ uint32_t receive(const ibp_delta_tensor &version, uint64_t start, uint32_t stored) const
@@ -281,18 +288,16 @@ template <typename T> struct DeltaAdder {
 
     // Adds row `row` of a version. Returns what that adds to the sum of its words, for each lane; *good: whether it is
     // not corrupt.
-    __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, uint32_t length,
+    __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, const Place &place,
                                             bool *good) const
     {
-        const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
-        uint64_t start = 0;
-        *good = find(version, row, length, stored, &start);
+        *good = place.good;
         if (!*good) return 0;
         Target target(version.base + row.start, row.valid, static_cast<uint64_t>(row.start) / 8u);
-        if (length == 0u)
-            add_raw(version, start, target);
+        if (place.length == 0u)
+            add_raw(version, place.start, target);
         else
-            *good = add_coded(receive(version, start, stored), stored, target);
+            *good = add_coded(receive(version, place.start, place.stored), place.stored, target);
         __syncwarp(); // the stage is free for the next row
         return target.change;
     }
@@ -307,28 +312,29 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     const DeltaAdder<T> adder(cb, coded, threadIdx.x / kWarp * DeltaAdder<T>::shared_bytes_of(cb, coded), takes_back);
     const WarpRows mine;
     PlacedSum change;
-    const uint32_t none = IBP_DEFAULT_LENGTH(cb.row_bytes);
-    const auto length_of = [&](const VersionRow &row) { // `none` where it is not taken
-        if (row.valid == 0u) return none;
-        const uint32_t length = __ldg(versions[row.version].lengths + row.row);
-        return takes(coded, length) ? length : none;
+    const auto is_taken = [&](uint32_t length) {
+        return length != IBP_DEFAULT_LENGTH(cb.row_bytes) && takes(coded, length);
+    };
+    const auto find = [&](int64_t r) { return find_version(versions, num_versions, cb.row_bytes, r); };
+    const auto is_long = [&](int64_t r) {
+        const VersionRow row = find(r);
+        return row.valid != 0u && is_taken(__ldg(versions[row.version].lengths + row.row));
     };
 #pragma unroll 1
     for (int64_t r = mine.first; r < num_rows; r += mine.step) {
-        if (coded == Coded::kLong) { // few are: each lane looks at one of the next rows
-            const int64_t own = r + lane_id() * mine.step;
-            const bool is_taken =
-                own < num_rows && length_of(find_version(versions, num_versions, cb.row_bytes, own)) != none;
-            if (!__any_sync(kAllLanes, is_taken)) {
-                r += (kWarp - 1u) * mine.step;
-                continue;
-            }
+        // Few are long: a lane looks at one of the warp's next rows.
+        const int64_t own = r + lane_id() * mine.step;
+        if (coded == Coded::kLong && !__any_sync(kAllLanes, own < num_rows && is_long(own))) {
+            r += (kWarp - 1u) * mine.step;
+            continue;
         }
-        const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
-        const uint32_t length = length_of(row);
-        if (length == none) continue;
+        const VersionRow row = find(r);
+        if (row.valid == 0u) continue;
+        const ibp_delta_tensor version = versions[row.version];
+        const typename DeltaAdder<T>::Place place = adder.look_up(version, row);
+        if (!is_taken(place.length)) continue;
         bool good;
-        const uint64_t added = adder.add(versions[row.version], row, length, &good);
+        const uint64_t added = adder.add(version, row, place, &good);
         change.add(added, state.change(row.version));
         if (!good && lane_id() == 0u)
             atomicOr(reinterpret_cast<unsigned long long *>(state.corrupt(row.version)), 1ull);
