@@ -151,7 +151,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
                         escaped_pairs(low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(range.to - i, 16u))));
             return G::sum(count);
         }
-        const uint32_t per_load = 64u / num_bits;
+        const uint32_t per_load = 0x10152040u >> 8u * (num_bits - 1u) & 0xffu; // 64 / num_bits without a division
 #pragma unroll 1
         for (uint32_t i = range.from + per_load * G::lane(); __any_sync(kAllLanes, i < range.to);
              i += per_load * G::kLanes) {

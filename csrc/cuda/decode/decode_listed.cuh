@@ -228,39 +228,38 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- positions ----
 
-    // 32 bits of a bit array that ends at bit end.
-    static __device__ __forceinline__ uint32_t bits_until(Stage stage, uint32_t position, uint32_t end)
-    {
-        return low_bits(stage.bits_at(position), ibp_min_u32(end - position, 32u));
-    }
-
-    // Calls take(rank, position) for the positions of a list that begins with a bit, a lane each. Returns whether there
-    // are as many as there should be, increasing and below columns. By all lanes together.
+    // Calls take(rank, position) for the positions of a list that begins with a bit; a lane takes those of consecutive
+    // upper bits one after the other. Returns whether there are as many as there should be, increasing and below
+    // columns. The list lies in the stage. By all lanes together.
     template <class Take>
-    __device__ __forceinline__ bool walk_list(Stage stage, const ibp_position_form &form, uint32_t columns,
-                                              uint32_t start, const Take &take) const
+    __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
+                                              const Take &take) const
     {
-        const uint32_t low_start = start + to_byte(form.upper_bits);
-        uint32_t found = 0, last = 0;
-        bool good = true, follows = false; // follows: the bit before is that of a position
+        const uint32_t lows = start + to_byte(form.upper_bits),
+                       each = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u); // upper bits of a lane
+        uint32_t found = 0, edge = 0; // edge: least position that may follow those of the bits before
+        bool good = true;
 #pragma unroll 1
-        for (uint32_t i = 0; i < form.upper_bits; i += kWarp) {
-            const uint32_t word = bits_until(stage, start + i, start + form.upper_bits);
-            const bool mine = word >> lane_id() & 1u;
-            const uint32_t rank = found + ibp_popcount(word & G::lanes_below());
-            uint32_t position = 0;
-            if (mine)
-                position = (i + lane_id() - rank) << form.low_bits |
-                           low_bits(stage.bits_at(low_start + rank * form.low_bits), form.low_bits);
-            // Positions of one group have neighbouring bits; those of a later group are greater.
-            const uint32_t below = __shfl_up_sync(kAllLanes, position, 1);
-            const bool in_group = lane_id() == 0u ? follows : word << 1 >> lane_id() & 1u;
-            good = good && (!mine || (position < columns && rank < form.num_positions &&
-                                      (!in_group || position > (lane_id() == 0u ? last : below))));
-            if (mine && good) take(rank, position);
-            follows = word >> 31;
-            last = __shfl_sync(kAllLanes, position, kWarp - 1u);
-            found += ibp_popcount(word);
+        for (uint32_t i = 0; i < form.upper_bits; i += each * kWarp) {
+            const uint32_t from = ibp_min_u32(i + each * lane_id(), form.upper_bits);
+            uint32_t ones = low_bits(shared_bits(start + from), ibp_min_u32(form.upper_bits - from, each));
+            const uint32_t count = ibp_popcount(ones), sums = G::inclusive_scan(count);
+            uint32_t rank = found + sums - count, first = ~0u, next = 0; // first position; least one that may follow
+            found += G::last_lane(sums);
+            if (found > form.num_positions) return false;
+#pragma unroll 1
+            for (uint32_t low = lows + rank * form.low_bits; ones != 0u; ones &= ones - 1u, low += form.low_bits) {
+                const uint32_t bit = from + ibp_popcount((ones & (0u - ones)) - 1u),
+                               position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
+                const bool follows = position >= next && position < columns;
+                if (follows) take(rank, position);
+                first = ibp_min_u32(first, position);
+                next = follows ? position + 1u : ~0u, rank++; // behind a wrong one none follows
+            }
+            // A lane without positions has a 0, behind which the positions are greater.
+            const uint32_t below = __shfl_up_sync(kAllLanes, next, 1);
+            good = good && next != ~0u && first >= (lane_id() == 0u ? edge : below);
+            edge = __shfl_sync(kAllLanes, next, kWarp - 1u);
         }
         __syncwarp(); // all have been taken
         return __all_sync(kAllLanes, good) && found == form.num_positions;
@@ -288,7 +287,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         __syncwarp();
         map.stage.last_word = first + num_words - 2u, map.start = 32u * first;
         if (form.is_complement) map.inverted = ~0u;
-        return walk_list(stage, form, columns, start, [&](uint32_t, uint32_t position) {
+        return walk_list(form, columns, start, [&](uint32_t, uint32_t position) {
             atomicOr(&shared_word(first + position / 32u), 1u << position % 32u);
         });
     }
@@ -392,7 +391,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         if (!row.is_sparse) return find_bitmap(stage, row.form, row.columns, row.positions, map);
         uint16_t *const columns = listed_columns();
-        return walk_list(stage, row.form, row.columns, row.positions,
+        return walk_list(row.form, row.columns, row.positions,
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
     // Stores the elements one by one, over the default.
@@ -417,21 +416,21 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
                                             uint32_t (&next)[IBP_MAX_PLANES]) const
     {
+        const uint32_t r = cb.planes.residual_bits;
         uint32_t at = j, rank = 0, escaped = kAllLanes;
         bool open = active;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= cb.planes.num_planes || escaped == 0u) continue;
-            const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u;
-            const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
+            if (p >= cb.planes.num_planes || escaped == 0u) break;
+            const uint32_t num_bits = cb.planes.digit_bits[p], escape = low_bits(~0u, num_bits),
+                           digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
             if (open) rank += digit;
             open = open && digit == escape;
             escaped = G::ballot(open);
-            at = next[p] + ibp_popcount(escaped & G::lanes_below());
+            at = next[p] + ibp_popcount(escaped & G::lanes_below()); // of a lane that is not open: a digit is there too
             next[p] += ibp_popcount(escaped);
-            if (!open) at = 0;
         }
-        const uint32_t r = cb.planes.residual_bits;
+        if (escaped == 0u && r == 0u) return entries()[rank];
         Word raw = 0;
         if (open && r < kBits)
             raw = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;

@@ -1,7 +1,7 @@
 // apply.cu - deltas added to their bases (FORMAT.md section 9). A warp takes a row of differences: it is decoded in
 // shared memory as by decode_listed.cuh, and its listed elements are added to the words of the base that they lie in,
-// 32 elements at a time: a word is read and written once, by the lane of its first element. What a changed word adds to
-// the base's sum gives the sum of the result without reading it.
+// 32 elements at a time: a word is written once, by the lane of its first element. What a changed word adds to the
+// base's sum gives the sum of the result without reading it.
 //
 // All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
 // taken back if that is not. A row that is corrupt changes nothing, both times.
@@ -82,7 +82,7 @@ template <typename T> struct DeltaAdder {
         return (row_stage_bytes(most_stored(coded, cb.row_bytes)) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
     }
     __device__ __forceinline__ DeltaAdder(const ibp_codebook &codebook, Coded coded, uint32_t first, bool takes_back)
-        : cb(codebook), decoder(codebook, first + row_stage_bytes(most_stored(coded, codebook.row_bytes))),
+        : cb(codebook), decoder(codebook, in_register(first + row_stage_bytes(most_stored(coded, codebook.row_bytes)))),
           stage(stage_at(first, most_stored(coded, codebook.row_bytes))), negates(takes_back)
     {
         __syncwarp(); // the entries are there
@@ -90,20 +90,27 @@ template <typename T> struct DeltaAdder {
 
     // ---- a row's bytes ----
 
-    // Where they are: false if they lie outside overflow. By all lanes together.
-    __device__ __forceinline__ bool find(const ibp_delta_tensor &version, const VersionRow &row, uint32_t length,
-                                         uint32_t stored, uint64_t *start) const
+    // The row's entry of lengths, and where its bytes are: in overflow, unless it is corrupt.
+    struct Place {
+        uint32_t length, stored;
+        uint64_t start;
+        bool good;
+    };
+    // What it takes is loaded at once. By all lanes together.
+    __device__ __forceinline__ Place look_up(const ibp_delta_tensor &version, const VersionRow &row) const
     {
         const int64_t first = ibp_first_of_group(row.row);
-        uint32_t room = 0;
-        if (first + lane_id() < row.row)
-            room = ibp_stored_bytes(__ldg(version.lengths + first + lane_id()), cb.row_bytes, cb.row_bytes);
-        const uint64_t rooms = __reduce_add_sync(kAllLanes, room);
-        if (stored > row.valid || version.bases == nullptr) return false;
-        const uint64_t base = __ldg(version.bases + ibp_group_of_row(row.row));
-        if (!ibp_part_in_bounds(base, 0u, version.overflow_bytes)) return false;
-        *start = base + rooms;
-        return ibp_part_in_bounds(*start, stored, version.overflow_bytes);
+        const auto own = static_cast<uint32_t>(row.row - first);
+        const uint32_t of_lane = lane_id() <= own ? __ldg(version.lengths + first + lane_id()) : 0u;
+        const bool has_base = version.bases != nullptr;
+        const uint64_t base = has_base ? __ldg(version.bases + ibp_group_of_row(row.row)) : 0u;
+        const uint32_t room = lane_id() < own ? ibp_stored_bytes(of_lane, cb.row_bytes, cb.row_bytes) : 0u,
+                       length = __shfl_sync(kAllLanes, of_lane, own),
+                       stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
+        const uint64_t start = base + __reduce_add_sync(kAllLanes, room);
+        const bool good = has_base && stored <= row.valid && ibp_part_in_bounds(base, 0u, version.overflow_bytes) &&
+                          ibp_part_in_bounds(start, stored, version.overflow_bytes);
+        return {length, stored, start, good};
     }
     // Stages them. Returns the bit that they begin with.
     __device__ __forceinline__ uint32_t receive(const ibp_delta_tensor &version, uint64_t start, uint32_t stored) const
@@ -131,51 +138,58 @@ template <typename T> struct DeltaAdder {
     // A row of a base, and what its changes add to the sum of its words.
     struct Target {
         uint8_t *bytes;
-        uint32_t valid;
-        uint64_t first_word, change;
-        bool is_whole; // aligned words and nothing else
+        uint32_t valid, whole; // bytes; those of aligned words
+        uint64_t key, change;  // key: what a word is mixed with besides its number in the row
 
-        __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint64_t first)
-            : bytes(row), valid(num_bytes), first_word(first), change(0), is_whole(aligned(row, 8) && valid % 8u == 0u)
+        __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint64_t first_word)
+            : bytes(row), valid(num_bytes), whole(aligned(row, 8) ? valid / 8u * 8u : 0u), key(first_word * IBP_GOLDEN),
+              change(0)
         {
         }
-        __device__ __forceinline__ void add(uint32_t w, uint64_t elements, bool negates)
+        // Word w; 0 past the row's end.
+        __device__ __forceinline__ uint64_t load(uint32_t w) const
         {
-            uint64_t *const near = reinterpret_cast<uint64_t *>(bytes) + w;
-            const uint64_t before = is_whole ? *near : load_any_word(bytes, valid, w),
-                           highest = ibp_highest_bits(sizeof(T)),
-                           after = negates ? ibp_subtract_elements(before, elements, highest)
-                                           : ibp_add_elements(before, elements, highest);
-            if (is_whole)
-                *near = after;
+            return 8u * w < whole ? reinterpret_cast<const uint64_t *>(bytes)[w] : load_any_word(bytes, valid, w);
+        }
+        // Adds elements to word w, which was `before`, unless it is past the row's end.
+        __device__ __forceinline__ void add(uint32_t w, uint64_t before, uint64_t elements)
+        {
+            if (8u * w >= valid) return;
+            const uint64_t after = ibp_add_elements(before, elements, ibp_highest_bits(sizeof(T)));
+            if (8u * w < whole)
+                reinterpret_cast<uint64_t *>(bytes)[w] = after;
             else
                 store_any_word(bytes, valid, w, after);
-            change += ibp_mix_word(after, first_word + w) - ibp_mix_word(before, first_word + w);
+            change += ibp_mix_word(after + key, w) - ibp_mix_word(before + key, w);
         }
     };
+    __device__ __forceinline__ uint64_t signed_elements(uint64_t elements) const
+    {
+        return negates ? ibp_subtract_elements(0, elements, ibp_highest_bits(sizeof(T))) : elements;
+    }
     __device__ __forceinline__ void add_raw(const ibp_delta_tensor &version, uint64_t start, Target &target) const
     {
         for (uint32_t w = lane_id(); 8u * w < target.valid; w += kWarp)
-            target.add(w, load_any_word(version.overflow + start, target.valid, w), negates);
+            target.add(w, target.load(w), signed_elements(load_any_word(version.overflow + start, target.valid, w)));
         __syncwarp();
     }
-    // An element a lane, in the order of their columns: those of a word are put together by the first one's lane. By
-    // all lanes together.
-    __device__ __forceinline__ void add_elements_of(uint32_t column, T element, bool active, Target &target) const
+    // An element a lane, in the order of their columns: the first one's lane adds those of a word, which was `before`.
+    // By all lanes together.
+    __device__ __forceinline__ void add_elements_of(uint32_t column, T element, bool active, uint64_t before,
+                                                    Target &target) const
     {
-        const uint32_t word = active ? column / kPerWord : ~0u;
-        uint64_t elements = static_cast<uint64_t>(element) << kBits * (column % kPerWord) % 64u;
-        const uint64_t mine = elements;
-#pragma unroll
-        for (uint32_t d = 1; d < kPerWord; d++) {
-            const uint32_t other = __shfl_down_sync(kAllLanes, word, d),
-                           low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine), d),
+        const uint32_t word = column / kPerWord;
+        const auto mine = static_cast<uint64_t>(element) << kBits * (column % kPerWord) % 64u;
+        const uint32_t below = __shfl_up_sync(kAllLanes, word, 1),
+                       joining = __ballot_sync(kAllLanes, active && lane_id() != 0u && below == word);
+        uint64_t elements = mine;
+        uint32_t joined = joining >> 1; // lanes whose word the next d lanes have too
+        for (uint32_t d = 1; joined != 0u; d++, joined &= joining >> d) {
+            const uint32_t low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine), d),
                            high = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine >> 32), d);
-            if (lane_id() + d < kWarp && other == word) elements |= low | static_cast<uint64_t>(high) << 32;
+            if (joined >> lane_id() & 1u) elements |= low | static_cast<uint64_t>(high) << 32;
         }
-        const uint32_t below = __shfl_up_sync(kAllLanes, word, 1);
-        const bool is_first = lane_id() == 0u || below != word;
-        if (active && is_first && 8u * word < target.valid) target.add(word, elements, negates);
+        if (active && (joining >> lane_id() & 1u) == 0u) target.add(word, before, elements);
         __syncwarp(); // the next elements may lie in the same word
     }
 
@@ -193,36 +207,38 @@ template <typename T> struct DeltaAdder {
         __syncwarp(); // the columns are there
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kWarp) {
-            const uint32_t j = base + lane_id();
-            const bool active = j < n;
+            const bool active = base + lane_id() < n;
+            const uint32_t j = ibp_min_u32(base + lane_id(), n - 1u), column = decoder.numbers()[j];
+            const uint64_t before = target.load(column / kPerWord); // on its way while the element is decoded
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!values.closed)
-                element = decoder.element_at(book, values.parts, first + ibp_min_u32(j, n - 1u), active, values.next);
-            add_elements_of(active ? decoder.numbers()[j] : 0u, element, active, target);
+            if (!values.closed) element = decoder.element_at(book, values.parts, first + j, active, values.next);
+            if (negates) element = static_cast<T>(T{0} - element);
+            add_elements_of(column, element, active, before, target);
         }
     }
     // Columns that decoder.numbers() has room for: at least those of 32 lanes' words of a bitmap.
     __device__ __forceinline__ uint32_t most_columns() const { return ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp); }
-    // Adds all of them, of a bitmap that has as many ones as it should.
-    __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, uint32_t k,
-                                                Values &values, Target &target) const
+    // Adds k elements: `held` of them have their columns in decoder.numbers(), all or none; else they are the ones of a
+    // bitmap.
+    __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, uint32_t held,
+                                                uint32_t k, Values &values, Target &target) const
     {
         const bool at_once = k <= most_columns();
-        uint32_t done = 0, held = 0; // elements that have been added; whose columns are there
+        uint32_t done = 0, tile = 0; // elements that have been added; first column of a tile
 #pragma unroll 1
-        for (uint32_t tile = 0; tile < book.columns; tile += 32u * kWarp) {
-            uint32_t listed = map.word(tile + 32u * lane_id());
-            const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count),
-                           n = Decoder::G::last_lane(sums);
-            uint16_t *to = decoder.numbers() + (held + sums - count);
-            for (; listed != 0u; listed &= listed - 1u)
-                *to++ = static_cast<uint16_t>(tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
-            held += n;
-            if (at_once) continue;
+        while (done < k) {
+            if (done + held < k) {
+                uint32_t listed = map.word(tile + 32u * lane_id());
+                const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count);
+                uint16_t *to = decoder.numbers() + (held + sums - count);
+                for (; listed != 0u; listed &= listed - 1u)
+                    *to++ = static_cast<uint16_t>(tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
+                held += Decoder::G::last_lane(sums), tile += 32u * kWarp;
+                if (at_once && held < k) continue;
+            }
             add_batch(book, values, done, held, target);
             done += held, held = 0;
         }
-        if (held != 0u) add_batch(book, values, done, held, target);
     }
     __device__ __forceinline__ bool has_ones(const typename Decoder::Bitmap &map, uint32_t columns, uint32_t k) const
     {
@@ -251,38 +267,37 @@ template <typename T> struct DeltaAdder {
         if (!values.closed)
             values.parts = book.template find_parts<typename Decoder::G, false>(
                 start, end, k, {0, k}, 0, [&](uint32_t, uint32_t from, DigitRange range, uint32_t num_bits) {
+                    if (range.from == range.to) return 0u;
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
                 });
         if ((values.closed ? start : values.parts.end) != end) return false;
-        if (form.is_list && !form.is_complement && k <= most_columns()) {
-            uint16_t *const to = decoder.numbers();
-            const bool good = decoder.walk_list(stage, form, columns, positions, [&](uint32_t rank, uint32_t position) {
-                to[rank] = static_cast<uint16_t>(position);
-            });
-            if (good) add_batch(book, values, 0, k, target);
-            return good;
-        }
+        const bool is_direct = form.is_list && !form.is_complement && k <= most_columns();
         typename Decoder::Bitmap map{};
-        if (!decoder.find_bitmap(stage, form, columns, positions, map)) return false;
-        if (!has_ones(map, columns, k)) return false;
-        add_columns(book, map, k, values, target);
+        if (is_direct) {
+            uint16_t *const to = decoder.numbers();
+            if (!decoder.walk_list(form, columns, positions, [&](uint32_t rank, uint32_t position) {
+                    to[rank] = static_cast<uint16_t>(position);
+                }))
+                return false;
+        } else if (!decoder.find_bitmap(stage, form, columns, positions, map) || !has_ones(map, columns, k)) {
+            return false;
+        }
+        add_columns(book, map, is_direct ? k : 0u, k, values, target);
         return true;
     }
 
     // Adds row `row` of a version. Returns what that adds to the sum of its words, for each lane; *good: whether it is
     // not corrupt.
-    __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, uint32_t length,
+    __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, const Place &place,
                                             bool *good) const
     {
-        const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
-        uint64_t start = 0;
-        *good = find(version, row, length, stored, &start);
+        *good = place.good;
         if (!*good) return 0;
         Target target(version.base + row.start, row.valid, static_cast<uint64_t>(row.start) / 8u);
-        if (length == 0u)
-            add_raw(version, start, target);
+        if (place.length == 0u)
+            add_raw(version, place.start, target);
         else
-            *good = add_coded(receive(version, start, stored), stored, target);
+            *good = add_coded(receive(version, place.start, place.stored), place.stored, target);
         __syncwarp(); // the stage is free for the next row
         return target.change;
     }
@@ -297,14 +312,29 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     const DeltaAdder<T> adder(cb, coded, threadIdx.x / kWarp * DeltaAdder<T>::shared_bytes_of(cb, coded), takes_back);
     const WarpRows mine;
     PlacedSum change;
+    const auto is_taken = [&](uint32_t length) {
+        return length != IBP_DEFAULT_LENGTH(cb.row_bytes) && takes(coded, length);
+    };
+    const auto find = [&](int64_t r) { return find_version(versions, num_versions, cb.row_bytes, r); };
+    const auto is_long = [&](int64_t r) {
+        const VersionRow row = find(r);
+        return row.valid != 0u && is_taken(__ldg(versions[row.version].lengths + row.row));
+    };
 #pragma unroll 1
     for (int64_t r = mine.first; r < num_rows; r += mine.step) {
-        const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
+        // Few are long: a lane looks at one of the warp's next rows.
+        const int64_t own = r + lane_id() * mine.step;
+        if (coded == Coded::kLong && !__any_sync(kAllLanes, own < num_rows && is_long(own))) {
+            r += (kWarp - 1u) * mine.step;
+            continue;
+        }
+        const VersionRow row = find(r);
         if (row.valid == 0u) continue;
-        const uint32_t length = __ldg(versions[row.version].lengths + row.row);
-        if (length == IBP_DEFAULT_LENGTH(cb.row_bytes) || !takes(coded, length)) continue;
+        const ibp_delta_tensor version = versions[row.version];
+        const typename DeltaAdder<T>::Place place = adder.look_up(version, row);
+        if (!is_taken(place.length)) continue;
         bool good;
-        const uint64_t added = adder.add(versions[row.version], row, length, &good);
+        const uint64_t added = adder.add(version, row, place, &good);
         change.add(added, state.change(row.version));
         if (!good && lane_id() == 0u)
             atomicOr(reinterpret_cast<unsigned long long *>(state.corrupt(row.version)), 1ull);
