@@ -986,24 +986,32 @@ static uint32_t find_invariant_bits(search *s)
     return s->lacking <= MOST_LACKING ? bits : 0;
 }
 
-/* Lists the columns that are not equal in all rows of the sample. @return how many are. */
+/* Lists the columns that are not equal in all rows, until they are more than `most`. @return how many it listed.
+ * element_bytes is a constant where this is called. */
+static inline uint32_t list_live_of(const search *s, uint32_t most, uint16_t *live_columns, uint32_t element_bytes)
+{
+    const uint32_t columns = s->row_bytes / element_bytes;
+    uint32_t num_live = 0;
+    for (uint32_t c = 0; c < columns && num_live <= most; c++) {
+        const uint8_t *const column = s->rows + (size_t)c * element_bytes;
+        const uint64_t value = ibp_load_number(column, element_bytes);
+        size_t row = 1;
+        while (row < s->num_rows && ibp_load_number(column + row * s->row_bytes, element_bytes) == value) row++;
+        if (row < s->num_rows) live_columns[num_live++] = (uint16_t)c;
+    }
+    return num_live;
+}
+
+/* Lists the columns that are not equal in all rows of the sample. @return how many are, 0 where they are too few. */
 static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
 {
-    const uint32_t columns = s->row_bytes / s->element_bytes, bytes = s->element_bytes;
-    uint32_t num_constant = 0;
-    for (uint32_t c = 0; c < columns; c++) {
-        const uint8_t *const column = s->rows + (size_t)c * bytes;
-        size_t row = 1;
-        while (row < s->num_rows && memcmp(column, column + row * s->row_bytes, bytes) == 0) row++;
-        if (row < s->num_rows)
-            live_columns[c - num_constant] = (uint16_t)c;
-        else
-            num_constant++;
-    }
-    const double template_bytes = s->row_bytes + 2.0 * (columns - num_constant);
-    const bool pays = num_constant >= CONSTANT_SHARE * columns && num_constant < columns &&
-                      (double)num_constant * bytes * s->table_rows > 2 * template_bytes;
-    return pays && s->num_rows >= LEAST_CONSTANT_ROWS ? num_constant : 0;
+    const uint32_t columns = s->row_bytes / s->element_bytes, most = columns - (uint32_t)ceil(CONSTANT_SHARE * columns);
+    if (s->num_rows < LEAST_CONSTANT_ROWS) return 0;
+    const uint32_t num_live = IBP_BY_SIZE(s->element_bytes, list_live_of, s, most, live_columns);
+    const double template_bytes = s->row_bytes + 2.0 * num_live;
+    const bool pays = num_live > 0 && num_live <= most &&
+                      (double)(columns - num_live) * s->element_bytes * s->table_rows > 2 * template_bytes;
+    return pays ? columns - num_live : 0;
 }
 
 /* Searches, first without what all of the sample agrees on, then again with it where leaving it out does not pay. */
