@@ -31,8 +31,8 @@ class Survey:
 
     def spilled(self, slot_bytes: int) -> tuple[int, int]:
         """(rows that leave slots of this size, bytes of their parts in whole sectors)."""
-        above = self.sectors[-(-slot_bytes // SECTOR_BYTES) + 1 :]
-        return int(above.sum()), SECTOR_BYTES * int((above * torch.arange(1, len(above) + 1)).sum())
+        above = self.sectors.numpy()[-(-slot_bytes // SECTOR_BYTES) + 1 :]
+        return int(above.sum()), SECTOR_BYTES * int(above @ np.arange(1, len(above) + 1))
 
     def overflow_bytes(self, slot_bytes: int) -> int:
         """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without
@@ -152,13 +152,16 @@ def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> in
 
 
 def link_bytes(
-    lengths: torch.Tensor, geometry: Geometry, slot_bytes: int, own_bases: torch.Tensor | None = None
+    lengths: torch.Tensor,
+    geometry: Geometry,
+    slot_bytes: int,
+    own_bases: torch.Tensor | None = None,
+    found: Survey | None = None,
 ) -> int:
     """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once. own_bases: of a table that has
-    one for each row."""
+    one for each row; found: the survey of the lengths, where it is known."""
     if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:  # slots and parts begin with a sector
-        rows = survey(lengths, geometry).sectors
-        return SECTOR_BYTES * int((rows * torch.arange(len(rows))).sum())
+        return (found or survey(lengths, geometry)).spilled(0)[1]
     sectors, overflow_end, step = 0, 0, 1 << 22
     for first in range(0, geometry.num_rows, step):
         row = torch.arange(first, min(first + step, geometry.num_rows), device=lengths.device)
