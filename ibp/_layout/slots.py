@@ -181,18 +181,10 @@ def link_bytes(
 
 
 def raw_link_bytes(geometry: Geometry) -> int:
-    """The same for rows that are all raw, one after the other: which sectors a row touches repeats itself every 32
-    rows."""
-
-    def of(num_bytes: int) -> int:
-        part = Geometry(torch.Size((num_bytes,)), torch.uint8, geometry.row_bytes)
-        return link_bytes(torch.empty(0, dtype=torch.uint16), part, geometry.row_bytes)
-
-    if geometry.row_bytes % SECTOR_BYTES == 0:  # no two rows touch a sector
-        return -(-geometry.num_bytes // SECTOR_BYTES) * SECTOR_BYTES
-    period = SECTOR_BYTES * geometry.row_bytes
-    whole, rest = divmod(geometry.num_bytes, period)
-    return whole * of(period) + of(rest) if whole else of(rest)
+    """The same for rows that are all raw, one after the other: every sector once, and once more for each row that
+    begins inside one."""
+    later_rows, period = geometry.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, geometry.row_bytes)
+    return SECTOR_BYTES * (-(-geometry.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
 
 
 def _touched(start: torch.Tensor, size: torch.Tensor) -> int:
