@@ -238,7 +238,7 @@ static void fill_tails(option *o, double total, double scale, double num_rows, c
     double left = total;
     for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
         o->tails[k] = left / num_rows;
-        o->some[k] = 1.0 - exp(-o->tails[k]);
+        o->some[k] = k > size ? o->some[k - 1] : 1.0 - exp(-o->tails[k]);
         if (k < size) left = fmax(0.0, left - scale * (double)counts[k]);
     }
 }

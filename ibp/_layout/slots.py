@@ -73,10 +73,10 @@ def slots_for(found: Survey, row_bytes: int, rule: SlotRule) -> tuple[int, float
     rows = found.sectors.numpy().astype(np.float64)
     if len(rows) < 2:
         return row_bytes, 0.0
-    total = max(1.0, float(rows.sum()))
     slots = np.arange(len(rows), dtype=np.float64) * SECTOR_BYTES
     rows_above = rows[::-1].cumsum()[::-1] - rows  # rows that leave a slot of k sectors
-    overflow = (rows * slots)[::-1].cumsum()[::-1] - rows * slots - rows_above * slots
+    overflow = rows_above[::-1].cumsum()[::-1] * SECTOR_BYTES
+    total = max(1.0, float(rows[0] + rows_above[0]))
     slots[-1] = row_bytes  # whose last sector may be a part of one
     costs = total * slots + rule.overflow_cost * overflow + rule.part_cost * rows_above
     costs[(overflow > rule.most_overflow * total) | (rows_above > rule.most_spilled)] = math.inf

@@ -215,7 +215,7 @@ class PlanesCodebook(AnyCodebook):
         """Entries a column, E: those of all planes."""
         return num_entries(self.digit_bits)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the codebook as stored: entries, or the first of them; default where it is not 0, and in a listed
         codebook with closed; the invariant bits; a bit a column, and the constant ones' elements."""
