@@ -78,10 +78,11 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
         check(ibp_cuda_measure_rows(&cb, bytes, data.numel(), out, device.stream()), "measure_rows");
         return lengths;
     }
-    constexpr int64_t kBytesAsOne = 4; // rows are read only: samples of 2^19 elements stay on the calling thread
+    // Rows are read only: samples of 2^19 elements stay on the calling thread, unless columns are searched one by one.
+    const int64_t bytes_as_one = cb.scheme == IBP_SCHEME_PLANES && cb.planes.per_column ? 1 : 4;
     const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
     ibp_fault unused{};
-    over_ranges(num_rows, cb.row_bytes / kBytesAsOne, scratch_bytes, &unused,
+    over_ranges(num_rows, cb.row_bytes / bytes_as_one, scratch_bytes, &unused,
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *) {
                     const int64_t start = first * cb.row_bytes,
                                   end = std::min<int64_t>(data.numel(), last * cb.row_bytes);

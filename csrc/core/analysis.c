@@ -1,6 +1,7 @@
 /* analysis.c - from rows to masks in plain C (the paper's section 4.1, and a choice of masks beyond it). */
 #include "bits.h"
 #include "format.h"
+#include "greedy_gain.h"
 #include "schemes.h"
 
 /* The bits of a byte as eight bytes of 0 or 1, bit 0 lowest. */
@@ -88,15 +89,13 @@ typedef struct growing_mask {
     uint32_t num_bits;
 } growing_mask;
 
-enum { CHUNK_BITS = 64 };
-
 /* ones[b]: rows that agree with the mask so far and have bit b of their chunk set. */
 static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
-                           const growing_mask *grown, uint64_t ones[CHUNK_BITS])
+                           const growing_mask *grown, uint64_t ones[IBP_CHUNK_BITS])
 {
-    uint64_t sums[CHUNK_BITS / 8] = {0}; /* eight counters of one byte each */
+    uint64_t sums[IBP_CHUNK_BITS / 8] = {0}; /* eight counters of one byte each */
     uint32_t added = 0;
-    memset(ones, 0, CHUNK_BITS * sizeof *ones);
+    memset(ones, 0, IBP_CHUNK_BITS * sizeof *ones);
     for (size_t r = 0; r < num_rows; r++) {
         const uint64_t chunk = ibp_load_number(column + r * row_bytes, valid_bytes);
         if (((chunk ^ grown->bitval) & grown->mask) == 0) {
@@ -111,7 +110,7 @@ static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_
 }
 
 /* Adds the bit that most of the matching rows agree on. @return false if no bit is left. */
-static bool grow_mask(growing_mask *grown, const uint64_t ones[CHUNK_BITS], uint32_t valid_bits)
+static bool grow_mask(growing_mask *grown, const uint64_t ones[IBP_CHUNK_BITS], uint32_t valid_bits)
 {
     uint64_t most = 0;
     uint32_t best = valid_bits;
@@ -151,7 +150,7 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
             /* Even if all other bits agreed in all rows that still match, would it be worth it? */
             const growing_mask most = {0, 0, grown.num_matching, valid_bits};
             if (gain_of(&most, num_rows) <= best_gain) break;
-            uint64_t ones[CHUNK_BITS];
+            uint64_t ones[IBP_CHUNK_BITS];
             count_matching(data + first, num_rows, row_bytes, valid_bytes, &grown, ones);
             if (!grow_mask(&grown, ones, valid_bits)) break;
             if (gain_of(&grown, num_rows) <= best_gain) continue;
@@ -166,41 +165,7 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
 
 /* ---- a quick estimate -------------------------------------------------------------------------------------------- */
 
-enum { ESTIMATE_ROWS = 64, ESTIMATE_BLOCKS = 32, BLOCK_BYTES = 8 };
-
-static uint32_t count_ones(uint64_t word)
-{
-    word -= word >> 1 & 0x5555555555555555u;
-    word = (word & 0x3333333333333333u) + (word >> 2 & 0x3333333333333333u);
-    word = (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0fu;
-    return (uint32_t)(word * 0x0101010101010101u >> 56);
-}
-
-/* What the greedy choice of a mask saves over all rows. columns[b]: bit b of the chunk in each row. */
-static uint64_t greedy_gain(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows)
-{
-    uint64_t matching = ~(uint64_t)0 >> (64 - num_rows), used = 0;
-    uint32_t num_matching = num_rows, best = 0;
-    for (uint32_t k = 0; k < num_bits && num_matching * num_bits > num_rows + best;) {
-        uint32_t ones[8 * BLOCK_BYTES], top = 0; /* agreeing rows and, of equal bits, the lowest */
-        for (uint32_t b = 0; b < num_bits; b++) ones[b] = count_ones(columns[b] & matching);
-        for (uint32_t b = 0; b < num_bits; b++) {
-            const uint32_t agreeing = ones[b] > num_matching - ones[b] ? ones[b] : num_matching - ones[b];
-            const uint32_t key = used >> b & 1 ? 0 : 64 * agreeing + 63 - b;
-            top = key > top ? key : top;
-        }
-        const uint32_t at = 63 - top % 64, most = top / 64;
-        if (most < num_matching) {
-            matching &= 2 * ones[at] > num_matching ? columns[at] : ~columns[at], num_matching = most;
-            used |= (uint64_t)1 << at, k++;
-        } else { /* all agree that are left, and on other bits too */
-            for (uint32_t b = at; b < num_bits; b++)
-                if (!(used >> b & 1) && ones[b] % num_matching == 0) used |= (uint64_t)1 << b, k++;
-        }
-        if (num_matching * k > num_rows + best) best = num_matching * k - num_rows;
-    }
-    return best;
-}
+enum { ESTIMATE_ROWS = 64, ESTIMATE_BLOCKS = 32, BLOCK_BYTES = IBP_CHUNK_BITS / 8 };
 
 /* Turns 64 words of 64 bits: bit r of word b becomes bit b of word r. */
 static void transpose_bits(uint64_t words[64])
@@ -219,6 +184,10 @@ ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row
     const size_t step = (num_rows + ESTIMATE_ROWS - 1) / ESTIMATE_ROWS, rows = (num_rows + step - 1) / step;
     const uint32_t blocks = (row_bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
     const uint32_t block_step = (blocks + ESTIMATE_BLOCKS - 1) / ESTIMATE_BLOCKS * BLOCK_BYTES;
+    uint64_t (*gain)(const uint64_t *, uint32_t, uint32_t) = ibp_greedy_gain;
+#if IBP_HAS_X86_ROWS
+    if (ibp_cpu_features() & IBP_CPU_AVX512) gain = ibp_greedy_gain_avx512;
+#endif
     uint64_t saved[4] = {0}, bytes = 0; /* by chunks of 1, 2, 4 and 8 bytes */
     for (uint32_t first = 0; first < row_bytes; first += block_step) {
         uint64_t columns[8 * BLOCK_BYTES] = {0};
@@ -229,7 +198,7 @@ ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row
         bytes += valid_bytes;
         for (uint32_t size = 0; size < 4; size++)
             for (uint32_t b = 0; b < 8 * valid_bytes; b += 8u << size)
-                saved[size] += greedy_gain(columns + b, ibp_min_u32(8u << size, 8 * valid_bytes - b), (uint32_t)rows);
+                saved[size] += gain(columns + b, ibp_min_u32(8u << size, 8 * valid_bytes - b), (uint32_t)rows);
     }
     uint64_t most = 0;
     for (uint32_t size = 0; size < 4; size++)

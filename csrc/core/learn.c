@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "planes_layout.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -27,7 +28,9 @@ enum {
     LEAST_CODED_BITS = 2,               /* of an element, however many are invariant */
     FAST_DIGIT_BITS = 4,                /* of level fast */
     FAST_ENTRIES = (1 << FAST_DIGIT_BITS) - 1,
-    DICTIONARY = 255, /* the table's symbols that columns choose from, at most */
+    JOINT_CELLS = 1 << 18, /* of all columns, for symbols counted at once, */
+    JOINT_SPARE = 16,      /* some of which are not among the counted elements */
+    DICTIONARY = 255,      /* the table's symbols that columns choose from, at most */
     MOST_SAMPLED_BYTES = 1 << 30
 };
 
@@ -235,7 +238,7 @@ static void fill_tails(option *o, double total, double scale, double num_rows, c
     double left = total;
     for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
         o->tails[k] = left / num_rows;
-        o->some[k] = 1.0 - exp(-o->tails[k]);
+        o->some[k] = k > size ? o->some[k - 1] : 1.0 - exp(-o->tails[k]);
         if (k < size) left = fmax(0.0, left - scale * (double)counts[k]);
     }
 }
@@ -375,6 +378,30 @@ static void load_row(const search *s, size_t row, uint64_t *elements)
         for (uint32_t c = 0; c < s->columns; c++) elements[c] >>= s->invariant_bits;
 }
 
+/* The symbols that columns choose from. A short symbol is itself the index into places; a long one's hash is, and the
+ * symbol at the place found has to be compared. Where not all places are used, short symbols that are met get one. */
+typedef struct dictionary {
+    uint32_t size, used, symbol_bits;
+    uint8_t *places; /* of every symbol or hash; size if it is none */
+    value_count symbols[DICTIONARY + 1];
+} dictionary;
+
+/* What is looked at of the sample: `columns` columns of each row_step-th row, each column_step-th one. */
+typedef struct part {
+    size_t row_step;
+    uint32_t columns, column_step;
+    bool is_table; /* it need not stand for other rows */
+} part;
+
+/* Every symbol of a part by column, once: the counts of shapes of fewer bits are sums of these. */
+typedef struct joint_counts {
+    dictionary symbols; /* not rotated */
+    part of;            /* no columns: nothing is counted */
+    size_t num_rows[2]; /* even and odd ones */
+    uint8_t places[1 << MOST_BINS_BITS];
+    uint32_t counts[2][JOINT_CELLS];
+} joint_counts;
+
 /* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have. */
 typedef struct room {
     uint64_t *elements, *listed, *longs, *other_longs;
@@ -384,6 +411,7 @@ typedef struct room {
     uint32_t *column_counts;
     uint8_t *dictionary; /* place of each symbol or hash */
     uint8_t *ranks;      /* of each place, column by column */
+    joint_counts *joint;
 } room;
 
 /* Counts the prefixes of values. */
@@ -510,14 +538,6 @@ static void add_options(const search *s, const values *v, const room *r, option 
 
 /* ---- entries a column -------------------------------------------------------------------------------------------- */
 
-/* The symbols that columns choose from. A short symbol is itself the index into places; a long one's hash is, and the
- * symbol at the place found has to be compared. */
-typedef struct dictionary {
-    uint32_t size, symbol_bits;
-    uint8_t *places; /* of every symbol or hash; size if it is none */
-    value_count symbols[DICTIONARY + 1];
-} dictionary;
-
 static uint32_t hash_of(uint64_t symbol) { return (uint32_t)(symbol * 0x9e3779b97f4a7c15u >> (64 - MOST_BINS_BITS)); }
 
 static uint8_t long_place_of(const dictionary *d, uint64_t symbol)
@@ -533,7 +553,7 @@ static void make_dictionary(const search *s, const values *v, shape of, const ro
     value_counts folded = {.items = r->folded};
     d->symbol_bits = of.symbol_bits, d->places = places;
     fold(counts_of(v, of), of.symbol_bits, &folded);
-    d->size = top_values(&folded, most, d->symbols);
+    d->size = d->used = top_values(&folded, most, d->symbols);
     const bool is_short = of.symbol_bits <= MOST_BINS_BITS;
     memset(places, (int)d->size, (size_t)1 << (is_short ? of.symbol_bits : MOST_BINS_BITS));
     d->symbols[d->size] = (value_count){0, 0};
@@ -557,38 +577,103 @@ static uint32_t order_column(const search *s, const dictionary *d, const uint32_
     return size;
 }
 
-/* What is looked at of the sample: `columns` columns of each row_step-th row, each column_step-th one. */
-typedef struct part {
-    size_t row_step;
-    uint32_t columns, column_step;
-    bool is_table; /* it need not stand for other rows */
-} part;
-
-/* Counts the symbols of a row by column. element_bytes is a constant where this is called. */
-static inline void count_row_of(const search *s, const part *of, const dictionary *d, shape sh, const uint8_t *row,
-                                uint32_t *counts, uint32_t element_bytes)
+/* is_short and element_bytes are constants where this is called. */
+static inline size_t count_rows_of(const search *s, const part *of, size_t first, size_t step, dictionary *d, shape sh,
+                                   uint32_t *even, uint32_t *odd, bool is_short, uint32_t element_bytes)
 {
     const uint32_t shift = s->invariant_bits + (sh.symbol_bits ? s->width - sh.symbol_bits - sh.rotate : 0);
     const uint64_t ones = sh.symbol_bits ? ~(uint64_t)0 >> (64 - sh.symbol_bits) : 0;
-    const uint32_t columns = of->columns, stride = d->size + 1;
-    const bool is_short = d->symbol_bits <= MOST_BINS_BITS, has_all = s->live_columns == NULL;
-    size_t i = 0;
-    for (uint32_t c = 0; c < columns; c++, i += of->column_step, counts += stride) {
-        const uint64_t element = ibp_load_number(row + (has_all ? i : column_of(s, i)) * element_bytes, element_bytes),
-                       symbol = element >> shift & ones;
-        counts[is_short ? d->places[symbol] : long_place_of(d, symbol)]++;
+    const uint32_t columns = of->columns, column_step = of->column_step, none = d->size, stride = none + 1;
+    const bool has_all = s->live_columns == NULL;
+    uint8_t *const places = d->places;
+    size_t rows = 0;
+    memset(even, 0, sizeof *even * columns * stride), memset(odd, 0, sizeof *odd * columns * stride);
+    for (size_t at = first; at < s->num_rows; at += step, rows++) {
+        const uint8_t *const row = s->rows + at * s->row_bytes;
+        uint32_t *own = rows % 2 ? odd : even;
+        size_t i = 0;
+        for (uint32_t c = 0; c < columns; c++, i += column_step, own += stride) {
+            const uint64_t element =
+                               ibp_load_number(row + (has_all ? i : column_of(s, i)) * element_bytes, element_bytes),
+                           symbol = element >> shift & ones;
+            uint32_t place = is_short ? places[symbol] : long_place_of(d, symbol);
+            if (is_short && place == none && d->used < none) {
+                place = d->used++;
+                d->symbols[place] = (value_count){symbol, 0}, places[symbol] = (uint8_t)place;
+            }
+            own[place]++;
+        }
     }
+    return rows;
 }
 
-/* Counts the symbols of columns in each step-th row from `first` on. @return how many rows there are. */
-static size_t count_columns(const search *s, const part *of, size_t first, size_t step, const dictionary *d, shape sh,
-                            const room *r)
+/* Counts the symbols of columns in each step-th row from `first` on: rows by turns in `even` and `odd`, which may be
+ * the same. @return how many rows there are. */
+static size_t count_rows(const search *s, const part *of, size_t first, size_t step, dictionary *d, shape sh,
+                         uint32_t *even, uint32_t *odd)
 {
+    if (d->symbol_bits <= MOST_BINS_BITS)
+        return IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, even, odd, true);
+    return IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, even, odd, false);
+}
+
+static bool has_joint(const room *r, const part *of, shape sh)
+{
+    const joint_counts *const j = r->joint;
+    return j->of.columns == of->columns && j->of.row_step == of->row_step &&
+           sh.symbol_bits + sh.rotate <= j->symbols.symbol_bits;
+}
+
+/* Counts all symbols of a part at once, if they are few: of most_bits bits or fewer, but enough for a shape. */
+static void count_jointly(const search *s, const values *v, const part *of, shape least, uint32_t most_bits,
+                          const room *r)
+{
+    joint_counts *const j = r->joint;
+    dictionary *const d = &j->symbols;
+    value_counts folded = {.items = r->folded};
+    const uint32_t least_bits = least.symbol_bits + least.rotate,
+                   most_places = ibp_min_u32(DICTIONARY, JOINT_CELLS / of->columns);
+    uint32_t bits = ibp_min_u32(most_bits, v->whole.bits);
+    if (has_joint(r, of, least)) return;
+    for (j->of.columns = 0; bits >= least_bits; bits--) {
+        fold(&v->whole, bits, &folded);
+        d->size = (uint32_t)(folded.size + folded.size / 4 + JOINT_SPARE);
+        if (d->size < most_places) break;
+    }
+    if (bits < least_bits || s->num_rows / of->row_step < 4 * d->size) return;
+    d->symbol_bits = bits, d->places = j->places, d->used = top_values(&folded, DICTIONARY, d->symbols);
+    memset(d->places, (int)d->size, (size_t)1 << bits);
+    for (uint32_t k = 0; k < d->used; k++) d->places[d->symbols[k].value] = (uint8_t)k;
+    const size_t rows = count_rows(s, of, 0, of->row_step, d, (shape){0, bits}, j->counts[0], j->counts[1]);
+    j->num_rows[0] = (rows + 1) / 2, j->num_rows[1] = rows / 2;
+    if (d->used < d->size) j->of = *of;
+}
+
+/* Adds up the joint counts of half the rows for a shape. @return how many rows there are. */
+static size_t fold_joint(const room *r, uint32_t half, const dictionary *d, shape sh)
+{
+    const joint_counts *const j = r->joint;
+    const uint32_t shift = j->symbols.symbol_bits - sh.symbol_bits - sh.rotate;
+    const uint64_t ones = ~(uint64_t)0 >> (64 - sh.symbol_bits);
+    uint8_t to[DICTIONARY];
+    for (uint32_t k = 0; k < j->symbols.used; k++) to[k] = d->places[j->symbols.symbols[k].value >> shift & ones];
+    const uint32_t used = j->symbols.used, *from = j->counts[half];
+    uint32_t *counts = r->column_counts;
+    for (uint32_t c = 0; c < j->of.columns; c++, counts += d->size + 1, from += j->symbols.size + 1)
+        for (uint32_t k = 0; k < used; k++) counts[to[k]] += from[k];
+    return j->num_rows[half];
+}
+
+enum { EVEN = 1, ODD = 2 };
+
+/* Counts the symbols of columns in even or odd rows of a part, or in all. @return how many rows there are. */
+static size_t count_columns(const search *s, const part *of, uint32_t halves, dictionary *d, shape sh, const room *r)
+{
+    const size_t step = of->row_step * (halves == (EVEN | ODD) ? 1 : 2);
+    if (!has_joint(r, of, sh))
+        return count_rows(s, of, halves == ODD ? of->row_step : 0, step, d, sh, r->column_counts, r->column_counts);
     memset(r->column_counts, 0, sizeof *r->column_counts * of->columns * (d->size + 1));
-    size_t rows = 0;
-    for (size_t row = first; row < s->num_rows; row += step, rows++)
-        IBP_BY_SIZE(s->element_bytes, count_row_of, s, of, d, sh, s->rows + row * s->row_bytes, r->column_counts);
-    return rows;
+    return (halves & EVEN ? fold_joint(r, 0, d, sh) : 0) + (halves & ODD ? fold_joint(r, 1, d, sh) : 0);
 }
 
 /* Adds up, of the columns' counts, what every place of the dictionary has, and what every rank has. */
@@ -632,10 +717,9 @@ static void column_option(const search *s, const values *v, shape sh, const part
     dictionary d;
     uint64_t own_ranks[MOST_ENTRIES + 1] = {0}, table_ranks[DICTIONARY + 1] = {0};
     make_dictionary(s, v, sh, r, &d);
-    const size_t step = of->row_step * (of->is_table ? 1 : 2);
-    size_t rows = count_columns(s, of, 0, step, &d, sh, r);
+    size_t rows = count_columns(s, of, of->is_table ? EVEN | ODD : EVEN, &d, sh, r);
     rank_places(s, of, &d, rows, r);
-    if (!of->is_table) rows = count_columns(s, of, of->row_step, step, &d, sh, r);
+    if (!of->is_table) rows = count_columns(s, of, ODD, &d, sh, r);
     add_counts(of, d.size + 1, r, table_ranks, own_ranks);
     if (d.size < MOST_ENTRIES) table_ranks[d.size] = 0; /* of none */
     const double num_rows = (double)rows, total = num_rows * of->columns;
@@ -664,6 +748,7 @@ static double find_column_shape(const search *s, const values *v, const shape *s
 {
     const part tried = tried_part(s);
     option o, table;
+    count_jointly(s, v, &tried, shapes[start], shapes[start].symbol_bits + shapes[start].rotate + 2, r);
     column_option(s, v, shapes[start], &tried, r, &o, &table);
     if (o.least > COLUMNS_PAY * table.least) return INFINITY;
     double here = o.least;
@@ -695,9 +780,12 @@ static uint32_t add_columns(const search *s, const values *v, const option *tabl
         if (count) costs[rotate] = find_column_shape(s, v, own, count, start, r, &best[rotate]);
     }
     uint32_t found = 0;
+    const double most = fmin(DBL_MAX, WORSE * fmin(costs[0], costs[1]));
+    const bool is_rotated = costs[0] > most || (costs[1] <= most && best[1].symbol_bits >= best[0].symbol_bits);
+    if (most < DBL_MAX) count_jointly(s, v, &all, best[is_rotated], best[is_rotated].symbol_bits + is_rotated, r);
     for (uint32_t rotate = 0; rotate < 2; rotate++) {
         option unused;
-        if (costs[rotate] == INFINITY || costs[rotate] > WORSE * fmin(costs[0], costs[1])) continue;
+        if (costs[rotate] > most) continue;
         column_option(s, v, best[rotate], &all, r, &options[found++], &unused);
     }
     return found;
@@ -758,6 +846,7 @@ static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
     r->column_counts = take(scratch, &used, sizeof *r->column_counts * places);
     r->dictionary = take(scratch, &used, bins);
     r->ranks = take(scratch, &used, places);
+    r->joint = take(scratch, &used, sizeof *r->joint);
     return used;
 }
 
@@ -788,7 +877,7 @@ static void write_entries(const search *s, const values *v, const option *o, uin
     double pseudo[DICTIONARY];
     make_dictionary(s, v, o->shape, r, &d);
     const part all = {.row_step = 1, .columns = s->columns, .column_step = 1, .is_table = true};
-    if (o->per_column) find_pseudo_counts(&all, &d, count_columns(s, &all, 0, 1, &d, o->shape, r), r, pseudo);
+    if (o->per_column) find_pseudo_counts(&all, &d, count_columns(s, &all, EVEN | ODD, &d, o->shape, r), r, pseudo);
     for (uint32_t c = 0; c < (o->per_column ? s->columns : 1); c++) {
         uint8_t order[MOST_ENTRIES];
         uint32_t size = d.size < MOST_ENTRIES ? d.size : MOST_ENTRIES;
@@ -934,6 +1023,7 @@ static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_c
     s->invariant_bits = invariant_bits, s->width = 8 * s->element_bytes - invariant_bits;
     s->num_shapes = list_shapes(s->width, s->exponent_bits, s->shapes);
     s->default_value = s->closed_value = 0, s->num_loaded = s->num_counted, s->num_defaults = 0;
+    r->joint->of.columns = 0;
     for (size_t i = 0; i < s->num_counted; i++) load_row(s, i * s->step, r->elements + i * s->columns);
     if (find_default_row(s, r)) drop_default_rows(s, r);
 }
@@ -986,24 +1076,32 @@ static uint32_t find_invariant_bits(search *s)
     return s->lacking <= MOST_LACKING ? bits : 0;
 }
 
-/* Lists the columns that are not equal in all rows of the sample. @return how many are. */
+/* Lists the columns that are not equal in all rows, until they are more than `most`. @return how many it listed.
+ * element_bytes is a constant where this is called. */
+static inline uint32_t list_live_of(const search *s, uint32_t most, uint16_t *live_columns, uint32_t element_bytes)
+{
+    const uint32_t columns = s->row_bytes / element_bytes;
+    uint32_t num_live = 0;
+    for (uint32_t c = 0; c < columns && num_live <= most; c++) {
+        const uint8_t *const column = s->rows + (size_t)c * element_bytes;
+        const uint64_t value = ibp_load_number(column, element_bytes);
+        size_t row = 1;
+        while (row < s->num_rows && ibp_load_number(column + row * s->row_bytes, element_bytes) == value) row++;
+        if (row < s->num_rows) live_columns[num_live++] = (uint16_t)c;
+    }
+    return num_live;
+}
+
+/* Lists the columns that are not equal in all rows of the sample. @return how many are, 0 where they are too few. */
 static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
 {
-    const uint32_t columns = s->row_bytes / s->element_bytes, bytes = s->element_bytes;
-    uint32_t num_constant = 0;
-    for (uint32_t c = 0; c < columns; c++) {
-        const uint8_t *const column = s->rows + (size_t)c * bytes;
-        size_t row = 1;
-        while (row < s->num_rows && memcmp(column, column + row * s->row_bytes, bytes) == 0) row++;
-        if (row < s->num_rows)
-            live_columns[c - num_constant] = (uint16_t)c;
-        else
-            num_constant++;
-    }
-    const double template_bytes = s->row_bytes + 2.0 * (columns - num_constant);
-    const bool pays = num_constant >= CONSTANT_SHARE * columns && num_constant < columns &&
-                      (double)num_constant * bytes * s->table_rows > 2 * template_bytes;
-    return pays && s->num_rows >= LEAST_CONSTANT_ROWS ? num_constant : 0;
+    const uint32_t columns = s->row_bytes / s->element_bytes, most = columns - (uint32_t)ceil(CONSTANT_SHARE * columns);
+    if (s->num_rows < LEAST_CONSTANT_ROWS) return 0;
+    const uint32_t num_live = IBP_BY_SIZE(s->element_bytes, list_live_of, s, most, live_columns);
+    const double template_bytes = s->row_bytes + 2.0 * num_live;
+    const bool pays = num_live > 0 && num_live <= most &&
+                      (double)(columns - num_live) * s->element_bytes * s->table_rows > 2 * template_bytes;
+    return pays ? columns - num_live : 0;
 }
 
 /* Searches, first without what all of the sample agrees on, then again with it where leaving it out does not pay. */

@@ -101,8 +101,9 @@ ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8
                            size_t *coded_bytes);
 ibp_status ibp_decode_with(const ibp_row_codec *codec, const uint8_t *src, size_t src_bytes, uint8_t *row);
 
-/* The sum of ibp_sum_words over whole words, as wide as the processor allows. */
+/* ibp_sum_words over whole words, and ibp_greedy_gain, with IBP_CPU_AVX512. */
 #if IBP_HAS_X86_ROWS
+uint64_t ibp_greedy_gain_avx512(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows);
 uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_words, uint64_t first_word);
 #endif
 

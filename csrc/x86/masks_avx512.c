@@ -4,6 +4,7 @@
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
+#include "../core/greedy_gain.h"
 #include "bits_avx512.h"
 #include "../core/format.h"
 
@@ -131,4 +132,9 @@ IBP_AVX512_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *sr
 #define TARGET IBP_AVX512
 #define CODER ibp_masks_avx512
 #include "masks_coder.h"
+
+IBP_AVX512 uint64_t ibp_greedy_gain_avx512(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows)
+{
+    return ibp_greedy_gain(columns, num_bits, num_rows);
+}
 #endif

@@ -215,9 +215,9 @@ def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
     if num_sampled >= num_rows:
         return torch.arange(num_rows)
     generator = torch.Generator().manual_seed(seed)
-    bounds = torch.arange(num_sampled + 1) * num_rows // num_sampled
-    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64)
-    return bounds[:-1] + (shares * bounds.diff()).to(torch.int64)
+    bounds = np.arange(num_sampled + 1) * num_rows // num_sampled
+    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64).numpy()
+    return torch.from_numpy(bounds[:-1] + (shares * np.diff(bounds)).astype(np.int64))
 
 
 def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:

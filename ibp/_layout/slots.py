@@ -31,8 +31,8 @@ class Survey:
 
     def spilled(self, slot_bytes: int) -> tuple[int, int]:
         """(rows that leave slots of this size, bytes of their parts in whole sectors)."""
-        above = self.sectors[-(-slot_bytes // SECTOR_BYTES) + 1 :]
-        return int(above.sum()), SECTOR_BYTES * int((above * torch.arange(1, len(above) + 1)).sum())
+        above = self.sectors.numpy()[-(-slot_bytes // SECTOR_BYTES) + 1 :]
+        return int(above.sum()), SECTOR_BYTES * int(above @ np.arange(1, len(above) + 1))
 
     def overflow_bytes(self, slot_bytes: int) -> int:
         """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without
@@ -73,10 +73,10 @@ def slots_for(found: Survey, row_bytes: int, rule: SlotRule) -> tuple[int, float
     rows = found.sectors.numpy().astype(np.float64)
     if len(rows) < 2:
         return row_bytes, 0.0
-    total = max(1.0, float(rows.sum()))
     slots = np.arange(len(rows), dtype=np.float64) * SECTOR_BYTES
     rows_above = rows[::-1].cumsum()[::-1] - rows  # rows that leave a slot of k sectors
-    overflow = (rows * slots)[::-1].cumsum()[::-1] - rows * slots - rows_above * slots
+    overflow = rows_above[::-1].cumsum()[::-1] * SECTOR_BYTES
+    total = max(1.0, float(rows[0] + rows_above[0]))
     slots[-1] = row_bytes  # whose last sector may be a part of one
     costs = total * slots + rule.overflow_cost * overflow + rule.part_cost * rows_above
     costs[(overflow > rule.most_overflow * total) | (rows_above > rule.most_spilled)] = math.inf
@@ -152,13 +152,16 @@ def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> in
 
 
 def link_bytes(
-    lengths: torch.Tensor, geometry: Geometry, slot_bytes: int, own_bases: torch.Tensor | None = None
+    lengths: torch.Tensor,
+    geometry: Geometry,
+    slot_bytes: int,
+    own_bases: torch.Tensor | None = None,
+    found: Survey | None = None,
 ) -> int:
     """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once. own_bases: of a table that has
-    one for each row."""
+    one for each row; found: the survey of the lengths, where it is known."""
     if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:  # slots and parts begin with a sector
-        rows = survey(lengths, geometry).sectors
-        return SECTOR_BYTES * int((rows * torch.arange(len(rows))).sum())
+        return (found or survey(lengths, geometry)).spilled(0)[1]
     sectors, overflow_end, step = 0, 0, 1 << 22
     for first in range(0, geometry.num_rows, step):
         row = torch.arange(first, min(first + step, geometry.num_rows), device=lengths.device)
@@ -178,18 +181,10 @@ def link_bytes(
 
 
 def raw_link_bytes(geometry: Geometry) -> int:
-    """The same for rows that are all raw, one after the other: which sectors a row touches repeats itself every 32
-    rows."""
-
-    def of(num_bytes: int) -> int:
-        part = Geometry(torch.Size((num_bytes,)), torch.uint8, geometry.row_bytes)
-        return link_bytes(torch.empty(0, dtype=torch.uint16), part, geometry.row_bytes)
-
-    if geometry.row_bytes % SECTOR_BYTES == 0:  # no two rows touch a sector
-        return -(-geometry.num_bytes // SECTOR_BYTES) * SECTOR_BYTES
-    period = SECTOR_BYTES * geometry.row_bytes
-    whole, rest = divmod(geometry.num_bytes, period)
-    return whole * of(period) + of(rest) if whole else of(rest)
+    """The same for rows that are all raw, one after the other: every sector once, and once more for each row that
+    begins inside one."""
+    later_rows, period = geometry.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, geometry.row_bytes)
+    return SECTOR_BYTES * (-(-geometry.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
 
 
 def _touched(start: torch.Tensor, size: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from .._layout import geometry as _rows
 from .._layout import slots
 from .._machine import calibration
 from .._machine.calibration import Calibration, CoderRates
-from . import SCHEMES, AnyCodebook, ClusteredCodebook, PlanesCodebook, Request, measure, total_stored
+from . import SCHEMES, AnyCodebook, ClusteredCodebook, PlanesCodebook, Request, measure
 
 ESTIMATE_MARGIN = 0.98  # a scheme's coded bytes over their estimate, at least (0.985 to 1.03 on the sets of ratio.csv)
 
@@ -79,8 +79,9 @@ def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
     if geometry.num_bytes == 0:
         return [raw]
     lengths = measure(request.data, codebook, request.device, request.progress)
-    found = measured(codebook.scheme, codebook, request, lengths, geometry, machine)
-    stored_bytes = total_stored(lengths, geometry) + codebook.nbytes
+    survey = slots.survey(lengths, geometry)
+    found = measured(codebook.scheme, codebook, request, lengths, survey, geometry, machine)
+    stored_bytes = survey.stored + codebook.nbytes
     return [raw, replace(found, stored_bytes=stored_bytes)] if stored_bytes < geometry.num_bytes else [raw]
 
 
@@ -189,9 +190,10 @@ def _learned(scheme: str, request: Request, rows: torch.Tensor, machine: Calibra
     sampled = _rows.Geometry(
         torch.Size((rows.numel() // geometry.row_bytes, geometry.row_bytes)), torch.uint8, geometry.row_bytes
     )
-    known = [lengths for learned, lengths in request.measured if learned is codebook and rows is request.host_rows]
-    lengths = known[0] if known else measure(rows, codebook, rows.device)
-    found = measured(scheme, codebook, request, lengths, sampled, machine)
+    known = request.known(codebook) if rows is request.host_rows else None
+    lengths = measure(rows, codebook, rows.device) if known is None else known[0]
+    survey = slots.survey(lengths, sampled) if known is None else known[1]
+    found = measured(scheme, codebook, request, lengths, survey, sampled, machine)
     return found if found.stored_bytes < geometry.num_bytes else None
 
 
@@ -200,13 +202,13 @@ def measured(
     codebook: AnyCodebook,
     request: Request,
     lengths: torch.Tensor,
+    survey: slots.Survey,
     sampled: _rows.Geometry,
     machine: Calibration,
 ) -> Candidate:
-    """A candidate, by the lengths of sampled rows."""
+    """A candidate, by the lengths of sampled rows and their survey."""
     geometry = request.geometry
     scale = geometry.num_bytes / sampled.num_bytes  # a short last row counts as what it is
-    survey = slots.survey(lengths, sampled)
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
     slot_bytes = (
         slots.slots_for(survey, geometry.row_bytes, slots.OF_TABLES)[0]
@@ -217,7 +219,7 @@ def measured(
     index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
     words = codebook.words(torch.device("cpu"))
     nbytes = slots.slots_size(geometry, slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
-    link_bytes = slots.link_bytes(lengths, sampled, slot_bytes)
+    link_bytes = slots.link_bytes(lengths, sampled, slot_bytes, found=survey)
     fetched_bytes = link_bytes + slots.second_fetch_bytes(survey, sampled, slot_bytes)
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     time = row_ns(codebook, geometry.row_bytes, stored, fetched, machine)

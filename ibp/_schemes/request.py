@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .._layout import geometry as _rows
+from .._layout import slots
 from .._machine import staging
 from .codebook import AnyCodebook
 
@@ -35,7 +36,8 @@ class Request:
         level: option of scheme "planes" (see `ibp.compress`).
         codes_invariant: whether codebooks have a coded form for every row, also for rows that lack what all sampled
             rows have in common.
-        measured: codebooks that were learned from `host_rows`, each with the lengths that these have with it.
+        measured: codebooks that were learned from `host_rows`, each with the lengths that these have with it, and their
+            survey.
     """
 
     data: torch.Tensor
@@ -50,7 +52,9 @@ class Request:
     progress: bool = False
     level: str = "default"
     codes_invariant: bool = False
-    measured: list[tuple[AnyCodebook, torch.Tensor]] = field(default_factory=list, init=False, compare=False)
+    measured: list[tuple[AnyCodebook, torch.Tensor, slots.Survey]] = field(
+        default_factory=list, init=False, compare=False
+    )
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
@@ -87,6 +91,10 @@ class Request:
         if self.sample is not None:
             wanted = min(wanted, int(geometry.num_rows * self.sample) + 1)
         return staging.to_host(_rows.sample(self.data, geometry.row_bytes, wanted))
+
+    def known(self, codebook: AnyCodebook) -> tuple[torch.Tensor, slots.Survey] | None:
+        """What `measured` says of a codebook; None where it was not learned from `host_rows`."""
+        return next(((lengths, survey) for learned, lengths, survey in self.measured if learned is codebook), None)
 
 
 def check_sample(sample: float | None) -> None:

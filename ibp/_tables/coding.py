@@ -135,14 +135,15 @@ class Learning:
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return None
-        coding = _coding(request.data, request.geometry, codebook, coder, request.progress)
+        coding = _learned_coding(request, codebook, coder)
         savings, expected = 1 - coding.stored_bytes / request.geometry.num_bytes, codebook.expected_savings
         if not codebook.is_partial or expected is None or savings > expected - MOST_LACKING:
             return coding
-        codebook = learn(self.scheme, replace(request, codes_invariant=True), in_place)
+        request = replace(request, codes_invariant=True)
+        codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return coding
-        again = _coding(request.data, request.geometry, codebook, coder, request.progress)
+        again = _learned_coding(request, codebook, coder)
         return min(coding, again, key=lambda tried: tried.stored_bytes)
 
 
@@ -151,6 +152,14 @@ def _coding(
 ) -> Coding:
     lengths = measure(data, codebook, worker, progress)
     return Coding(codebook, lengths, _layout.survey(lengths, geometry))
+
+
+def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device) -> Coding:
+    """Rows that were all learned from have been measured."""
+    known = request.known(codebook)
+    if known is not None and request.host_rows.numel() == request.data.numel():
+        return Coding(codebook, known[0].to(coder), known[1])
+    return _coding(request.data, request.geometry, codebook, coder, request.progress)
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:

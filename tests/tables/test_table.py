@@ -802,7 +802,7 @@ def test_few_bytes_of_the_host_are_coded_there(monkeypatch, num_rows, is_free, d
         coding, "measure", lambda *args: asked.append(args[2].type) or measure(*args[:2], torch.device("cpu"))
     )
     x = torch.randn(num_rows, 16 << 10)
-    learning = coding.Learning.of("planes")
+    learning = coding.Learning.of("planes", sample=0.9)  # lengths of all sampled rows are known without a device
     codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
     for given in (learning, dataclasses.replace(learning, codebook=codebook)):
         geometry = coding.geometry_of(x, None, given.codebook)

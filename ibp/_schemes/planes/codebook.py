@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ... import _core
@@ -133,7 +134,7 @@ class PlanesCodebook(AnyCodebook):
             num_entries(digit_bits) if first_symbol is None else 0,
         )
         entries = _checked_entries(self.entries, shape, symbol_bits)
-        in_bytes = entries.view(torch.uint8).view(*shape, 8)[..., : symbol_bytes(symbol_bits)]
+        symbols = entries.numpy().astype(f"<u{symbol_bytes(symbol_bits)}")
         constants = _packed_constants(live, row_template)
         checked = {
             **numbers,
@@ -146,8 +147,8 @@ class PlanesCodebook(AnyCodebook):
             "row_template": row_template,
             "expected_savings": checked_savings(self.expected_savings),
         }
-        words = torch.cat([constants, in_bytes.reshape(-1)])
-        self._finish(words, **checked, _shared=constants.numpy().tobytes())
+        words = np.frombuffer(bytearray(constants + symbols.tobytes()), np.uint8)
+        self._finish(torch.from_numpy(words), **checked, _shared=constants)
 
     def _checked_numbers(self, width: int) -> dict[str, Any]:
         """The fields that are whole numbers, for elements of `width` bits."""
@@ -214,7 +215,7 @@ class PlanesCodebook(AnyCodebook):
         """Entries a column, E: those of all planes."""
         return num_entries(self.digit_bits)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the codebook as stored: entries, or the first of them; default where it is not 0, and in a listed
         codebook with closed; the invariant bits; a bit a column, and the constant ones' elements."""
@@ -308,18 +309,18 @@ def _checked_constants(
     return live, row_template
 
 
-def _packed_constants(live: torch.Tensor | None, row_template: torch.Tensor | None) -> torch.Tensor:
+def _packed_constants(live: torch.Tensor | None, row_template: torch.Tensor | None) -> bytes:
     """Both as they begin the words: each padded to a multiple of 16 bytes."""
     if live is None or row_template is None:
-        return torch.empty(0, dtype=torch.uint8)
-    parts = row_template, live.to(torch.int32).view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
-    return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % 16)) for part in parts])
+        return b""
+    parts = row_template.numpy().tobytes(), live.numpy().astype("<u2").tobytes()
+    return b"".join(part + bytes(-len(part) % 16) for part in parts)
 
 
 def _checked_entries(entries: object, shape: tuple[int, int], symbol_bits: int) -> torch.Tensor:
     """A copy of the entries."""
     entries = private_copy("entries", entries, torch.int64, shape)
-    if entries.numel() and symbol_bits < 64 and not 0 <= int(entries.min()) <= int(entries.max()) < 2**symbol_bits:
+    if symbol_bits < 64 and (entries.numpy() >> symbol_bits).any():
         raise ValueError(
             f"entries are {int(entries.min())} to {int(entries.max())}; wanted symbols of {symbol_bits} bits"
         )

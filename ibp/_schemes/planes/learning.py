@@ -25,13 +25,18 @@ class LearnedPlanes:
 
     Attributes:
         codebook: with expected_savings.
-        lengths: int64 [n], the bytes of the sample's rows as coded with it, row_bytes for rows that are stored raw.
-        entries: uint16 [n], what an index says of these rows (FORMAT.md section 2); None where they stay as they are.
+        entries: uint16 [n], what an index says of the sample's rows (FORMAT.md section 2).
+        survey: of these; None where all rows stay as they are.
     """
 
     codebook: PlanesCodebook
-    lengths: torch.Tensor
-    entries: torch.Tensor | None = None
+    entries: torch.Tensor
+    survey: slots.Survey | None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [n], the bytes of the sample's rows as coded, row_bytes for rows that are stored raw."""
+        return slots.stored_sizes(self.entries, self.codebook.row_bytes, self.codebook.row_bytes)
 
 
 def check_level(level: str) -> None:
@@ -67,8 +72,8 @@ def _learn(request: Request, codes_invariant: bool) -> PlanesCodebook:
         level=request.level,
         codes_invariant=codes_invariant,
     )
-    if learned.entries is not None:
-        request.measured.append((learned.codebook, learned.entries))
+    if learned.survey is not None:
+        request.measured.append((learned.codebook, learned.entries, learned.survey))
     return learned.codebook
 
 
@@ -124,11 +129,11 @@ def learn_planes(
         )
     )
     entries = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
-    lengths = slots.stored_sizes(entries, row_bytes, row_bytes)
-    coded_bytes = float(lengths.sum()) / len(lengths) + codebook.nbytes / num_rows
+    survey = slots.survey(entries, _rows.Geometry(sample.shape, torch.uint8, row_bytes))
+    coded_bytes = survey.stored / len(entries) + codebook.nbytes / num_rows
     if coded_bytes > row_bytes:  # the codebook of a few rows takes more than it saves
-        return LearnedPlanes(_rows_as_they_are(row_bytes, element_bytes), torch.full_like(lengths, row_bytes))
-    return LearnedPlanes(codebook.with_savings(1 - coded_bytes / row_bytes), lengths, entries)
+        return LearnedPlanes(_rows_as_they_are(row_bytes, element_bytes), torch.zeros_like(entries), None)
+    return LearnedPlanes(codebook.with_savings(1 - coded_bytes / row_bytes), entries, survey)
 
 
 def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
