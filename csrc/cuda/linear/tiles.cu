@@ -67,13 +67,35 @@ template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_ma
 
 // ---- launches ----
 
-// Into how many parts the columns are cut, and how many clusters of as many blocks there are: where the SMs are done
-// first. A tile costs a block as long as kFixed steps besides its steps, and kOfCluster where sums are exchanged.
-template <class Block> static ibp_status plan_parts(const LinearJob &job, uint32_t *parts, uint32_t *clusters)
+// Into how many parts the columns are cut, and how many clusters of as many blocks there are.
+struct TilesPlan {
+    uint64_t cost = UINT64_MAX;
+    uint32_t parts = 0, clusters = 0;
+    ibp_status (*launch)(const LinearJob &job, const uint8_t *image, const TilesPlan &plan, ibp_stream stream,
+                         bool *launched) = nullptr;
+};
+
+template <class Block>
+static ibp_status launch_tiles(const LinearJob &job, const uint8_t *image, const TilesPlan &plan, ibp_stream stream,
+                               bool *launched)
+{
+    TilesJob tiles{};
+    tiles.job = job, tiles.image = image, tiles.parts = plan.parts;
+    tiles.job.cut(Block::kTileRows);
+    ibp_status status = make_maps<Block>(&tiles, launched);
+    if (status == IBP_OK && *launched) status = allow_shared(reinterpret_cast<const void *>(tiles_kernel<Block>));
+    if (status != IBP_OK || !*launched) return status;
+    const Launch launch{plan.parts * plan.clusters, Block::kThreads, Block::kSharedBytes, plan.parts, true};
+    return launch_kernel(tiles_kernel<Block>, launch, stream, tiles);
+}
+
+// Where the SMs are done first. A tile costs a block as long as kFixed steps besides its steps, and kOfCluster where
+// sums are exchanged.
+template <class Block> static ibp_status plan_tiles(LinearJob job, TilesPlan *best)
 {
     constexpr uint32_t kFixed = 2, kOfCluster = Block::kVectors / 64u + 2u, kCounts[] = {1, 2, 3, 4, 8};
     static KnownClusters known[std::size(kCounts)];
-    uint64_t least = UINT64_MAX;
+    job.cut(Block::kTileRows);
     for (size_t i = 0; i < std::size(kCounts); i++) {
         const uint32_t count = kCounts[i];
         uint32_t found = 0;
@@ -82,41 +104,34 @@ template <class Block> static ibp_status plan_parts(const LinearJob &job, uint32
         if (status != IBP_OK) return status;
         if (found == 0u || count > num_steps(job)) continue;
         const uint64_t turns = (job.num_tiles + found - 1u) / found,
-                       cost = turns * ((num_steps(job) + count - 1u) / count + kFixed + (i != 0u ? kOfCluster : 0u));
-        if (cost < least) least = cost, *parts = count, *clusters = std::min(found, job.num_tiles);
+                       steps = (num_steps(job) + count - 1u) / count + kFixed + (i != 0u ? kOfCluster : 0u),
+                       cost = turns * steps * Block::kStepCost;
+        if (cost < best->cost) *best = {cost, count, std::min(found, job.num_tiles), launch_tiles<Block>};
     }
     return IBP_OK;
 }
 
 template <uint32_t VECTORS>
-static ibp_status launch_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched)
+static ibp_status launch_best(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched)
 {
-    using Block = TileBlock<VECTORS>;
-    uint32_t parts = 0, clusters = 0;
-    TilesJob tiles{};
-    tiles.job = job, tiles.image = image;
-    tiles.job.cut(Block::kTileRows);
-    ibp_status status = plan_parts<Block>(tiles.job, &parts, &clusters);
-    if (status == IBP_OK && parts != 0u) status = make_maps<Block>(&tiles, launched);
-    if (status != IBP_OK || !*launched) return status;
-    tiles.parts = parts;
+    TilesPlan plan;
+    ibp_status status = plan_tiles<TileBlock<VECTORS, 2>>(job, &plan);
+    if constexpr (VECTORS < kMostOfTiles)
+        if (status == IBP_OK) status = plan_tiles<TileBlock<VECTORS, 3>>(job, &plan);
+    if (status != IBP_OK || plan.launch == nullptr) return status;
     constexpr uint32_t kImageThreads = 256;
     const uint32_t items = num_steps(job) * (kStepColumns / 16u) * VECTORS;
     status = launch_kernel(image_kernel<VECTORS>,
                            Launch{(items + kImageThreads - 1u) / kImageThreads, kImageThreads, 0, 1u, true}, stream,
                            job, image);
-    if (status == IBP_OK) status = allow_shared(reinterpret_cast<const void *>(tiles_kernel<Block>));
-    return status == IBP_OK ? launch_kernel(tiles_kernel<Block>,
-                                            Launch{parts * clusters, Block::kThreads, Block::kSharedBytes, parts, true},
-                                            stream, tiles)
-                            : status;
+    return status == IBP_OK ? plan.launch(job, image, plan, stream, launched) : status;
 }
 
 ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched)
 {
     *launched = false;
-    return job.num_vectors <= kMostOfTiles / 2u ? launch_tiles<kMostOfTiles / 2u>(job, image, stream, launched)
-                                                : launch_tiles<kMostOfTiles>(job, image, stream, launched);
+    return job.num_vectors <= kMostOfTiles / 2u ? launch_best<kMostOfTiles / 2u>(job, image, stream, launched)
+                                                : launch_best<kMostOfTiles>(job, image, stream, launched);
 }
 
 } // namespace ibp

@@ -2,8 +2,8 @@
 // each weight once, in registers, as an operand of `wgmma` for all vectors.
 //
 // A first kernel puts the vectors in the order of the operands: it makes their image. A block then takes tiles of 128
-// rows, one after the other; in a cluster each block takes a part of the columns. One warp copies the weights of coming
-// steps to shared memory, and another warp copies the image. Two groups of four warps multiply 64 rows each: tensor
+// or 192 rows, one after the other; in a cluster each block takes a part of the columns. One warp copies the weights of
+// coming steps to shared memory, and another warp copies the image. Groups of four warps multiply 64 rows each: tensor
 // cores multiply half a step while the warps decode the next half. A warp meets an escaped weight in about one step of
 // three and puts it into the operand, so that sums need no correction. The blocks of a cluster add their sums through
 // shared memory.
@@ -29,13 +29,15 @@ struct TilesJob {
     uint32_t parts; // of the columns, and blocks of a cluster: 1, 2, 3, 4 or 8
 };
 
-// VECTORS: 128 or 256.
-template <uint32_t VECTORS> struct TileBlock {
-    static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = 2, kTileRows = 64 * kGroups;
+// VECTORS: 128 or 256. GROUPS that multiply: 2, or 3 of up to 128 vectors.
+template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
+    static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = GROUPS, kTileRows = 64 * kGroups;
     static constexpr uint32_t kMultipliers = kGroup * kGroups, kWarps = kMultipliers / kWarp;
     static constexpr uint32_t kThreads = kMultipliers + kGroup;
     // Registers of a thread that multiplies and of a thread that copies; together they take all of an SM.
-    static constexpr uint32_t kMultiplierRegisters = 232, kCopierRegisters = 40;
+    static constexpr uint32_t kMultiplierRegisters = GROUPS == 2u ? 232 : 152, kCopierRegisters = 40;
+    // Of a step, beside other blocks: three groups wait for each other's turns.
+    static constexpr uint32_t kStepCost = GROUPS == 2u ? 13 : 16;
     static constexpr uint32_t kHalf = kStepColumns / 2u;
     static constexpr uint32_t kWeightStages = VECTORS == 256u ? 2 : 3, kHalfStages = 4;
     static constexpr uint32_t kDigitsStart = kTileRows * kStepColumns, kWeightBytes = kDigitsStart / 2u * 3u,
@@ -135,7 +137,7 @@ struct TilesPlace {
 
 // ---- copies ----
 
-// Copies the weights of a step, 128 rows of 128 columns. Each row has a line of 128 bytes of residuals, whose 16 bytes
+// Copies the weights of a step, the rows of a tile and 128 columns. Each row has a line of 128 bytes of residuals, whose 16 bytes
 // j lie at j ^ row % 8; behind all of these, each row has a line of 64 bytes of digits, whose 16 bytes j lie at
 // j ^ row / 2 % 4: lanes that read together read from different banks. Zeros stand for rows and columns outside the
 // matrix.
