@@ -311,8 +311,7 @@ class TableHandle {
         uint64_t *entries = nullptr;
         if (cache != nullptr) {
             if (table.item_bytes == 0 || table.item_bytes % row_bytes != 0) return false;
-            const int64_t num_rows = items.count * (table.item_bytes / row_bytes);
-            held = torch_.empty(py::make_tuple(num_rows + (num_rows + 1) / 2), py::make_tuple(1),
+            held = torch_.empty(py::make_tuple(items.count * (table.item_bytes / row_bytes)), py::make_tuple(1),
                                 py::arg("dtype") = torch_.int64, py::arg("device") = torch_device_);
             entries = reinterpret_cast<uint64_t *>(torch_.data_ptr.number(held));
         }

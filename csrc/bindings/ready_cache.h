@@ -55,17 +55,12 @@ class ReadyCache {
         return std::any_of(ranges_.begin(), ranges_.end(), [&](const Range &range) { return range.meets(written); });
     }
 
-    // Looks the rows of items up: their entries, and on a GPU the order behind them, and the slabs.
+    // Looks the rows of items up: their entries, and the slabs.
     ibp_status find(const ibp_table &table, const ibp_ids &items, uint64_t *entries, ibp_fault *fault, bool on_cpu,
                     ibp_stream stream, ibp_cache *found) const
     {
         *found = slabs_;
         found->entries = entries;
-        uint32_t *const order =
-            on_cpu || lru_.slot_bytes != 0
-                ? nullptr
-                : reinterpret_cast<uint32_t *>(entries + items.count * (table.item_bytes / table.codebook.row_bytes));
-        found->order = order;
         if (lru_.slot_bytes != 0)
             return on_cpu ? ibp_claim_cached(&table, &items, &lru_, entries, counts_, fault)
                           : ibp_cuda_claim_cached(&table, &items, &lru_, entries, counts_, fault, stream);
@@ -74,7 +69,7 @@ class ReadyCache {
                                   table.num_items * (table.item_bytes / row_bytes)};
         const auto num_maps = static_cast<uint32_t>(maps_.size());
         return on_cpu ? ibp_find_cached(&query, maps_.data(), num_maps, 0, items.count, entries, counts_)
-                      : ibp_cuda_find_cached(&query, maps_.data(), num_maps, entries, order, counts_, stream);
+                      : ibp_cuda_find_cached(&query, maps_.data(), num_maps, entries, counts_, stream);
     }
 
   private:

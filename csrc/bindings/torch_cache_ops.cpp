@@ -62,14 +62,12 @@ void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item,
     const auto num_maps = static_cast<uint32_t>(found.size());
     ibp_cache_counts *const to_counts = cache_counts_of(counts);
     require(rows_per_item >= 1, "rows_per_item is ", rows_per_item);
-    uint32_t *order = nullptr;
-    uint64_t *const to = entries_of(entries, total_bytes(items.count, rows_per_item, "ids"), &order);
+    uint64_t *const to = unsigned_longs_of(entries, total_bytes(items.count, rows_per_item, "ids"), "entries");
     ibp_row_query query{&items, rows_per_item, row_bytes_of(row_bytes),
                         data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths"), INT64_MAX};
     if (query.lengths) query.num_rows = lengths.numel();
     if (device.is_cuda()) {
-        check(ibp_cuda_find_cached(&query, found.data(), num_maps, to, order, to_counts, device.stream()),
-              "find_cached");
+        check(ibp_cuda_find_cached(&query, found.data(), num_maps, to, to_counts, device.stream()), "find_cached");
         return;
     }
     constexpr int64_t kBytesOfRow = 128; // what a look-up at a random place takes as long as

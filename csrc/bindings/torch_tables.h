@@ -230,21 +230,11 @@ inline int64_t rows_per_item_of(const ibp_table &table)
     return table.item_bytes / row_bytes;
 }
 
-// Entries of num_rows rows. *order: where there are half as many words more, the place for the rows' order behind them.
-inline uint64_t *entries_of(const Tensor &entries, int64_t num_rows, uint32_t **order)
-{
-    const bool has_order = num_rows > 0 && entries.numel() == num_rows + (num_rows + 1) / 2;
-    uint64_t *const words = unsigned_longs_of(entries, has_order ? entries.numel() : num_rows, "entries");
-    *order = has_order ? reinterpret_cast<uint32_t *>(words + num_rows) : nullptr;
-    return words;
-}
-
 inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slabs, int64_t num_rows)
 {
     ibp_cache cache{};
     require(slabs.size() <= IBP_MAX_SLABS, "there are ", static_cast<int64_t>(slabs.size()), " slabs, more than 8");
-    uint32_t *order = nullptr;
-    cache.entries = entries_of(entries, num_rows, &order), cache.order = order;
+    cache.entries = unsigned_longs_of(entries, num_rows, "entries");
     for (const Tensor &slab : slabs) cache.slabs[cache.num_slabs++] = {bytes_of(slab, 0, "slabs"), slab.numel()};
     return cache;
 }

@@ -50,7 +50,7 @@ IBP_WITHOUT_CUDA(ibp_cuda_enable_peer, int device, int peer)
 IBP_WITHOUT_CUDA(ibp_cuda_owners_of_rows, const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                  ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_find_cached, const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
-                 uint64_t *entries, uint32_t *order, ibp_cache_counts *counts, ibp_stream stream)
+                 uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_gather_cached, const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
                  uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_fill_slab, const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,

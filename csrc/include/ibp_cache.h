@@ -86,7 +86,6 @@ typedef struct ibp_cache {
     const uint64_t *entries; /* ids * rows_per_item */
     uint32_t num_slabs;      /* at most IBP_MAX_SLABS */
     ibp_slab slabs[IBP_MAX_SLABS];
-    const uint32_t *order; /* NULL, or the rows in the order in which a GPU fetches them (ibp_cuda_find_cached) */
 } ibp_cache;
 
 /* Of rows that were asked for. Default rows, and ids out of range, count as neither. */

@@ -5,7 +5,7 @@
  *                             uint64_t *entries, const ibp_cache *cache, uint8_t *out, ibp_fault *fault,
  *                             ibp_stream stream)
  *     {
- *         const ibp_status status = ibp_cuda_find_cached(query, map, 1, entries, NULL, NULL, stream);
+ *         const ibp_status status = ibp_cuda_find_cached(query, map, 1, entries, NULL, stream);
  *         if (status != IBP_OK) return status;
  *         return ibp_cuda_gather_cached(table, query->ids, cache, out, fault, 0, stream);
  *     }
@@ -24,11 +24,9 @@ extern "C" {
 IBP_API ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                                            ibp_stream stream);
 /* As ibp_find_cached for all ids. maps: an array in host memory; the maps, and counts, which may be NULL, in device
- * memory. Maps of peers are read where they are. At most 2^31 rows. order: NULL, or as long as entries: gets the rows'
- * numbers, so that of neighbours those that no map has follow each other: fewer rows wait for them. */
+ * memory. Maps of peers are read where they are. At most 2^31 rows. */
 IBP_API ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
-                                        uint64_t *entries, uint32_t *order, ibp_cache_counts *counts,
-                                        ibp_stream stream);
+                                        uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream);
 /* As ibp_gather_cached for all ids. fault and max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
                                           uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);

@@ -30,8 +30,7 @@ are. Only the bytes of `table`, addresses of streamers and buffers, and `address
     fault                         int64 [4], the struct ibp_fault of ibp.h
     part, sum                     any dtype, int64 [1 or more]: `sum_words` adds to sum[0] what the words of a part add
                                   to a fingerprint (FORMAT.md section 10), the first of them being first_word
-    entries                       int64 [rows]: of a cache of rows, 0 or where the row is (ibp.h); for CUDA also
-                                  [rows + (rows + 1) // 2], with the rows' order behind them (ibp_cuda_find_cached)
+    entries                       int64 [rows]: of a cache of rows, 0 or where the row is (ibp.h)
     bytes, slabs                  uint8 [bytes]: rows as stored, in memory near a GPU
     map, maps                     int64 [sets * ways * 2], aligned to 16 bytes: of each way a row's number (-1: empty,
                                   -2: removed) and its entry, 0 where it is empty; ways 2, 4, 8, 16 or 32

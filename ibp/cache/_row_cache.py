@@ -345,17 +345,15 @@ class RowCache(TensorManners):
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows there.
 
-        Yields (the handle of the table, entries of the items' rows, which may have an order behind them, slabs); they
-        are valid for what is launched within the block.
+        Yields (the handle of the table, entries [ids * rows of an item], slabs); they are valid for what is
+        launched within the block.
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
         """
         worker, view = ids.device, self.view
         handle = view.handle(worker)
-        num_rows = ids.numel() * self._state.rows_per_item
-        has_order = worker.type == "cuda" and self.policy != "lru"
-        entries = torch.empty(num_rows + (num_rows + 1) // 2 * has_order, dtype=torch.int64, device=worker)
+        entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
         counts = self._state.counts[worker]
         with self._state.lock:
             generation = self._state.generation

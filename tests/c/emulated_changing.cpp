@@ -112,7 +112,7 @@ void claim(const int64_t *ids, const uint16_t *lengths, uint64_t *entries)
               "a row that is not what its entry says");
     }
     const ibp_row_query query = {&request, 1, kRowBytes, lengths, kRows};
-    check(ibp_cuda_find_cached(&query, &lru.slab.map, 1, entries, nullptr, nullptr, nullptr) == IBP_OK, "a search");
+    check(ibp_cuda_find_cached(&query, &lru.slab.map, 1, entries, nullptr, nullptr) == IBP_OK, "a search");
     check(ibp_cuda_drop_cached(ids, kAsked, &lru.slab.map, nullptr) == IBP_OK, "rows to drop");
 }
 void claim_ids(void *, void *array) { claim(static_cast<int64_t *>(array), all_lengths, nullptr); }

@@ -129,7 +129,7 @@ void test_no_cuda(void)
         ibp_cuda_enable_peer(0, 1),
         ibp_cuda_fill(&byte, 0, 1, NULL),
         ibp_cuda_owners_of_rows(NULL, 0, 1, &byte, NULL),
-        ibp_cuda_find_cached(NULL, NULL, 0, &count, NULL, NULL, NULL),
+        ibp_cuda_find_cached(NULL, NULL, 0, &count, NULL, NULL),
         ibp_cuda_gather_cached(&table, &ids, NULL, &byte, &fault, 0, NULL),
         ibp_cuda_fill_slab(&table, NULL, NULL, 0, NULL, &fault, NULL),
         ibp_cuda_claim_cached(&table, &ids, NULL, &count, NULL, &fault, NULL),

@@ -212,34 +212,12 @@ struct Maps {
     uint32_t num_maps;
 };
 
-// Numbers the rows of a block, of which num_rows follow each other from `first` on, for those who fetch them: missing
-// ones first. A warp that fetches several at a time waits as long for one missing row as for all. Rows of other blocks
-// begin elsewhere in the same turn, so that warps which take each a turn here and there get as many missing ones.
-// By all threads of the block together; odd: whether it is called for the second, fourth, ... time.
-__device__ __forceinline__ void order_rows(uint32_t *order, uint32_t first, uint32_t num_rows, bool missing, bool odd)
-{
-    constexpr uint32_t kTurned = 80; // of one block's rows against those of the one before
-    __shared__ uint32_t of_warps[2][kWarps];
-    const uint32_t warp = threadIdx.x / kWarp, lanes = __ballot_sync(kAllLanes, missing);
-    if (lane_id() == 0u) of_warps[odd][warp] = ibp_popcount(lanes);
-    __syncthreads();
-    uint32_t before = ibp_popcount(lanes & ((1u << lane_id()) - 1u)), all = 0;
-#pragma unroll
-    for (uint32_t w = 0; w < kWarps; w++) {
-        before += w < warp ? of_warps[odd][w] : 0u;
-        all += of_warps[odd][w];
-    }
-    const uint32_t place = missing ? before : all + threadIdx.x - before;
-    if (threadIdx.x < num_rows) order[first + (place + first / kThreads * kTurned) % num_rows] = first + threadIdx.x;
-}
-
 __global__ void __launch_bounds__(kThreads)
-    find_rows(const __grid_constant__ Rows rows, const __grid_constant__ Maps maps, uint64_t *entries, uint32_t *order,
+    find_rows(const __grid_constant__ Rows rows, const __grid_constant__ Maps maps, uint64_t *entries,
               ibp_cache_counts *counts)
 {
     Tally tally{};
-    bool odd = false;
-    for (uint32_t base = blockIdx.x * kThreads; base < rows.num_jobs; base += gridDim.x * kThreads, odd = !odd) {
+    for (uint32_t base = blockIdx.x * kThreads; base < rows.num_jobs; base += gridDim.x * kThreads) {
         const uint32_t job = base + threadIdx.x;
         const int64_t row = job < rows.num_jobs ? rows.row_of(job) : -1;
         const uint32_t owner = ibp_owner_of_row(row, maps.num_maps);
@@ -247,8 +225,6 @@ __global__ void __launch_bounds__(kThreads)
         if (row >= 0 && maps.num_maps != 0u) find_way<true>(maps.maps[owner], row, &entry);
         if (!ibp_is_present(entry)) entry = 0;
         if (job < rows.num_jobs) entries[job] = entry;
-        if (order != nullptr)
-            order_rows(order, base, ibp_min_u32(rows.num_jobs - base, kThreads), row >= 0 && entry == 0u, odd);
         if (counts == nullptr) continue;
         const uint32_t length = row >= 0 && entry == 0u ? rows.length_of(row) : 0u;
         tally.add(entry != 0u, owner, maps.num_maps,
@@ -639,7 +615,7 @@ ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t 
 }
 
 ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
-                                uint64_t *entries, uint32_t *order, ibp_cache_counts *counts, ibp_stream stream)
+                                uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream)
 {
     ibp::Rows rows{};
     ibp::Maps given{};
@@ -653,8 +629,7 @@ ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map 
     ibp::Launch launch{}; // blocks that stay, as each adds to the counts once
     const ibp_status status = ibp::plan_resident(reinterpret_cast<const void *>(ibp::find_rows), ibp::kThreads, 0,
                                                  rows.num_jobs, ibp::kThreads, 0, &launch);
-    return status == IBP_OK ? ibp::launch_kernel(ibp::find_rows, launch, stream, rows, given, entries, order, counts)
-                            : status;
+    return status == IBP_OK ? ibp::launch_kernel(ibp::find_rows, launch, stream, rows, given, entries, counts) : status;
 }
 
 ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,

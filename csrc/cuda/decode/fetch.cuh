@@ -122,12 +122,6 @@ static __device__ __noinline__ void refuse(const ibp_table &table, const Request
         record_fault(fault, status, job.row, job.row);
 }
 
-// Which job comes as number `turn`.
-__device__ __forceinline__ uint32_t job_at(const Request &request, uint32_t turn)
-{
-    return request.cache.order != nullptr && turn < request.num_jobs ? __ldg(request.cache.order + turn) : turn;
-}
-
 // The entry of a job's row; 0 where there is no cache.
 __device__ __forceinline__ uint64_t entry_of_job(const Request &request, uint32_t number)
 {
@@ -411,12 +405,12 @@ template <class Decoder> struct Fetch {
         row = seen.row, window = seen.window;
     }
 
-    // Decodes what has been received. turn: that of the job. Called by all lanes of a warp together.
-    __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t turn, Row row, ibp_fault *fault) const
+    // Decodes what has been received. Called by all lanes of a warp together.
+    __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
         if (row.kind() == kIrregular) {
-            const Fetched fetched = fetch_irregular<G>(table, request, out, stage.first, job_at(request, turn), fault);
+            const Fetched fetched = fetch_irregular<G>(table, request, out, stage.first, number, fault);
             window = fetched.window;
             row = {fetched.window.dst, what_of(fetched.num_bytes, 0, fetched.kind)};
         }
@@ -436,7 +430,7 @@ template <class Decoder> struct Fetch {
         }
         if (G::any(coded)) good = decoder.decode(cluster, coded, stage, 8u * start, num_bytes, window) && good;
         G::sync(); // the stage is free for the next row, what was stored of a corrupt one has been
-        if (!good) refuse<G>(table, request, out, job_at(request, turn), IBP_CORRUPT_ROW, fault);
+        if (!good) refuse<G>(table, request, out, number, IBP_CORRUPT_ROW, fault);
     }
 };
 

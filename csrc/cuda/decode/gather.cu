@@ -174,7 +174,7 @@ bool use_cache(const ibp_cache *cache, Request *request)
 {
     if (cache == nullptr || cache->num_slabs > IBP_MAX_SLABS || !request->whole_rows) return false;
     if (!has_bytes(cache->entries, request->num_jobs)) return false;
-    request->cache.entries = cache->entries, request->cache.order = cache->order;
+    request->cache.entries = cache->entries;
     request->cache.num_slabs = cache->num_slabs;
     for (uint32_t s = 0; s < cache->num_slabs; s++) {
         const ibp_slab &slab = request->cache.slabs[s] = cache->slabs[s];

@@ -114,16 +114,16 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
     Turns<G> turns(request.num_jobs, share);
     if (turns.first >= request.num_jobs) return;
     uint4 vectors[F::kVectors] = {};
-    Entry entry = look_up(table, request, job_at(request, turns.of_lane()));
+    Entry entry = look_up(table, request, turns.of_lane());
     fetch.prefetch(entry, 0, vectors);
 #pragma unroll 1
     while (turns.first < request.num_jobs) {
         const Row row = F::row_of(entry, turns.i + F::in_warp());
-        const uint32_t turn = turns.first + F::in_warp();
+        const uint32_t number = turns.first + F::in_warp();
         fetch.receive(row, entry, turns.i, vectors);
-        if (turns.step()) entry = look_up(table, request, job_at(request, turns.of_lane()));
+        if (turns.step()) entry = look_up(table, request, turns.of_lane());
         fetch.prefetch(entry, turns.i, vectors);
-        fetch.finish(decoder, turn, row, fault);
+        fetch.finish(decoder, number, row, fault);
     }
 }
 
