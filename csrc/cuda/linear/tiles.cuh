@@ -137,9 +137,9 @@ struct TilesPlace {
 
 // ---- copies ----
 
-// Copies the weights of a step, the rows of a tile and 128 columns. Each row has a line of 128 bytes of residuals, whose 16 bytes
-// j lie at j ^ row % 8; behind all of these, each row has a line of 64 bytes of digits, whose 16 bytes j lie at
-// j ^ row / 2 % 4: lanes that read together read from different banks. Zeros stand for rows and columns outside the
+// Copies the weights of a step, the rows of a tile and 128 columns. Each row has a line of 128 bytes of residuals, whose
+// 16 bytes j lie at j ^ row % 8; behind all of these, each row has a line of 64 bytes of digits, whose 16 bytes j lie
+// at j ^ row / 2 % 4: lanes that read together read from different banks. Zeros stand for rows and columns outside the
 // matrix.
 template <class Block>
 __device__ __forceinline__ void copy_weights(const TilesJob &tiles, uint32_t tile, uint32_t step, uint32_t to,
