@@ -137,8 +137,8 @@ struct TilesPlace {
 
 // ---- copies ----
 
-// Copies the weights of a step, the rows of a tile and 128 columns. Each row has a line of 128 bytes of residuals, whose
-// 16 bytes j lie at j ^ row % 8; behind all of these, each row has a line of 64 bytes of digits, whose 16 bytes j lie
+// Copies the weights of a step, the rows of a tile and 128 columns. Each row has a line of 128 bytes of residuals; its
+// 16 bytes j lie at j ^ row % 8. Behind all of these, each row has a line of 64 bytes of digits, whose 16 bytes j lie
 // at j ^ row / 2 % 4: lanes that read together read from different banks. Zeros stand for rows and columns outside the
 // matrix.
 template <class Block>
