@@ -423,6 +423,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                 if (base + s * kStepBytes < row_bytes) row.load(base + s * kStepBytes, is_whole, words[s]);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
+                if (LANES <= kWarp && s != 0u && base + s * kStepBytes >= row_bytes) break; // short rows have fewer
                 const uint32_t column = (base + s * kStepBytes) / static_cast<uint32_t>(sizeof(T)),
                                held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerLane);
                 uint32_t escapes = 0, others = (kPerLane - held) * of_zero;
