@@ -411,7 +411,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ void count_escapes(const PlainRow &row, uint32_t &listed, bool &open,
                                                   const Add &add) const
     {
-        constexpr uint32_t kSteps = 4;
+        constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4; // short rows have no more
         const T normal = static_cast<T>(planes.default_value), closed = static_cast<T>(planes.closed_value);
         const uint32_t of_zero = escapes_of(0), of_normal = LISTED ? escapes_of(normal) : 0u;
         const bool is_whole = row.is_whole(row_bytes);
@@ -423,7 +423,6 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                 if (base + s * kStepBytes < row_bytes) row.load(base + s * kStepBytes, is_whole, words[s]);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
-                if (LANES <= kWarp && s != 0u && base + s * kStepBytes >= row_bytes) break; // short rows have fewer
                 const uint32_t column = (base + s * kStepBytes) / static_cast<uint32_t>(sizeof(T)),
                                held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerLane);
                 uint32_t escapes = 0, others = (kPerLane - held) * of_zero;
