@@ -12,6 +12,11 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 static_assert(IBP_ROWS_PER_BASE == kWarp, "a warp adds up the rooms of the rows that share a base");
 
 __device__ __forceinline__ uint32_t lane_id() { return threadIdx.x % kWarp; }
+// The lowest of some lanes, or of the ones of any word.
+__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
+{
+    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
+}
 
 // Sum of v over the lanes below this one, and over all lanes.
 __device__ __forceinline__ uint32_t exclusive_scan(uint32_t v, uint32_t &total)

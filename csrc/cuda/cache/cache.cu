@@ -24,11 +24,6 @@ static Launch plan_rows(int64_t num_rows, int64_t a_block)
 }
 __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; }
 
-__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
-{
-    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
-}
-
 // ---- rows that are asked for ----
 
 // Jobs are rows of items, in order.

@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t 
                        probe = low + ibp_min_u32((rank + 1u) * step, left);
         const bool reached = left != 0u && uint64_t{begin_of(bags, probe - 1u, num_ids)} + probe - 1u >= target;
         const uint32_t votes = __ballot_sync(kAllLanes, reached) >> shift & ((1u << kProbes) - 1u);
-        const uint32_t first = votes != 0u ? static_cast<uint32_t>(__ffs(static_cast<int>(votes))) - 1u : kProbes;
+        const uint32_t first = votes != 0u ? lowest_of(votes) : kProbes;
         high = first == kProbes ? high : low + ibp_min_u32((first + 1u) * step, left) - 1u;
         low += ibp_min_u32(first * step, left);
     }

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t peers = __match_any_sync(kAllLanes, window), below = peers & ((1u << lane_id()) - 1u);
     uint32_t before = 0;
     if (is_id && below == 0) before = atomicAdd(counts + window, ibp_popcount(peers));
-    before = __shfl_sync(kAllLanes, before, __ffs(static_cast<int>(peers)) - 1);
+    before = __shfl_sync(kAllLanes, before, static_cast<int>(lowest_of(peers)));
     if (!is_id) return;
     ranks[k] = before + ibp_popcount(below);
     windows[k] = static_cast<uint16_t>(window);
