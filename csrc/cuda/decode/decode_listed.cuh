@@ -256,7 +256,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                 first = ibp_min_u32(first, position);
                 next = follows ? position + 1u : ~0u, rank++; // behind a wrong one none follows
             }
-            // A lane without positions has a 0, behind which the positions are greater.
+            // A lane without positions passes on 0: the upper bits of later lanes make their positions greater.
             const uint32_t below = __shfl_up_sync(kAllLanes, next, 1);
             good = good && next != ~0u && first >= (lane_id() == 0u ? edge : below);
             edge = __shfl_sync(kAllLanes, next, kWarp - 1u);
@@ -427,7 +427,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             if (open) rank += digit;
             open = open && digit == escape;
             escaped = G::ballot(open);
-            at = next[p] + ibp_popcount(escaped & G::lanes_below()); // of a lane that is not open: a digit is there too
+            at = next[p] + ibp_popcount(escaped & G::lanes_below()); // in bounds for all lanes
             next[p] += ibp_popcount(escaped);
         }
         if (escaped == 0u && r == 0u) return entries()[rank];

@@ -411,7 +411,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ void count_escapes(const PlainRow &row, uint32_t &listed, bool &open,
                                                   const Add &add) const
     {
-        constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4; // short rows have no more
+        constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4; // eight lanes have short rows, of few steps
         const T normal = static_cast<T>(planes.default_value), closed = static_cast<T>(planes.closed_value);
         const uint32_t of_zero = escapes_of(0), of_normal = LISTED ? escapes_of(normal) : 0u;
         const bool is_whole = row.is_whole(row_bytes);

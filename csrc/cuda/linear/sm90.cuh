@@ -95,8 +95,8 @@ struct SharedBarrier {
     }
 };
 
-// All threads of a cluster meet before barriers that were published are used in other blocks: what a block does between
-// the two steps is its own.
+// All threads of a cluster meet, in two steps, before a block uses barriers of other blocks, which these have published
+// before. Between the steps a block uses what is its own.
 __device__ __forceinline__ void arrive_at_cluster()
 {
 #ifdef __CUDACC__
