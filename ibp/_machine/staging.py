@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from .ring import Ring, Turn
 
 STAGED_BYTES = 16 << 20  # of a block: the copy engine is at its rate from 4 MiB on
 _ALIGNMENT = 256  # bytes, of tensors that share a buffer
+_MOST_OF_FREE = 0.25  # of a GPU's free memory, that pinned bytes take there as a whole
 
 
 def empty_pinned(num_bytes: int) -> torch.Tensor:
@@ -132,6 +133,31 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
             turn.wait(worker)
             yield near
             turn.release(worker)
+    finally:
+        ring.stream.synchronize()
+
+
+@contextlib.contextmanager
+def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[], torch.Tensor]]:
+    """Gives a function that returns bytes where work on a GPU reads them. Pinned ones for which the GPU has room are
+    copied there while the caller does other work; else they are `data` itself.
+
+    The work is on the stream that is current when the context is entered; leaving it waits for the copy."""
+    is_far = device.type == "cuda" and not data.is_cuda and data.numel() > STAGED_BYTES and data.is_pinned()
+    if not is_far or data.numel() > _MOST_OF_FREE * torch.cuda.mem_get_info(device)[0]:
+        yield lambda: data
+        return
+    ring, worker = _ring(device, pageable=False)
+    turn = ring.next()
+    turn.reserve(data.numel())
+    turn.bring(ring.stream, [(turn.memory, data)])
+
+    def near() -> torch.Tensor:
+        turn.wait(worker)
+        return turn.memory
+
+    try:
+        yield near
     finally:
         ring.stream.synchronize()
 

@@ -29,6 +29,7 @@ _WORDS = FaultWords(
     "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
 )
 AnyTable = TypeVar("AnyTable", bound=Table)
+Near = Callable[[], torch.Tensor]  # returns a tensor's bytes where the working device reads them
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Learning:
         worker: torch.device,
         slot_bytes: int | None,
         progress: bool,
+        near: Near,
         in_place: bool = False,
         is_free: bool = False,
     ) -> Coding | None:
@@ -106,36 +108,36 @@ class Learning:
         coder = data.device if is_free and not data.is_cuda and data.numel() <= _FEW_BYTES else worker
         coding: Coding | None
         if self.codebook is not None:
-            coding = _coding(data, geometry, self.codebook, coder, progress)
+            coding = _coding(near(), geometry, self.codebook, coder, progress)
         else:
             request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress)
-            coding = self._learned(request, in_place, coder)
+            coding = self._learned(request, in_place, coder, near)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             return None
         return coding
 
     def coding_in_slots(
-        self, data: torch.Tensor, geometry: _rows.Geometry, worker: torch.device, progress: bool
+        self, data: torch.Tensor, geometry: _rows.Geometry, worker: torch.device, progress: bool, near: Near
     ) -> Coding:
         """How the bytes are coded where slots are smaller than rows: always with a codebook, since even a table whose
         rows are all raw has parts in overflow. The tensor is not empty."""
         codebook = self.codebook
         if codebook is None:
             request = self.request(data, geometry, worker, clusters=None, progress=progress)
-            found = self._learned(request, False, worker)
+            found = self._learned(request, False, worker, near)
             if found is not None:
                 return found
             codebook = learn("planes", request)
             assert codebook is not None, "scheme 'planes' always has a codebook"
-        return _coding(data, geometry, codebook, worker, progress)
+        return _coding(near(), geometry, codebook, worker, progress)
 
-    def _learned(self, request: Request, in_place: bool, coder: torch.device) -> Coding | None:
+    def _learned(self, request: Request, in_place: bool, coder: torch.device, near: Near) -> Coding | None:
         """As learned from sampled rows; where many others lack what those have in common, once more without it. coder:
         the working device of all rows."""
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return None
-        coding = _learned_coding(request, codebook, coder)
+        coding = _learned_coding(request, codebook, coder, near)
         savings, expected = 1 - coding.stored_bytes / request.geometry.num_bytes, codebook.expected_savings
         if not codebook.is_partial or expected is None or savings > expected - MOST_LACKING:
             return coding
@@ -143,7 +145,7 @@ class Learning:
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return coding
-        again = _learned_coding(request, codebook, coder)
+        again = _learned_coding(request, codebook, coder, near)
         return min(coding, again, key=lambda tried: tried.stored_bytes)
 
 
@@ -154,12 +156,12 @@ def _coding(
     return Coding(codebook, lengths, _layout.survey(lengths, geometry))
 
 
-def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device) -> Coding:
+def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device, near: Near) -> Coding:
     """Rows that were all learned from have been measured."""
     known = request.known(codebook)
     if known is not None and request.host_rows.numel() == request.data.numel():
         return Coding(codebook, known[0].to(coder), known[1])
-    return _coding(request.data, request.geometry, codebook, coder, request.progress)
+    return _coding(near(), request.geometry, codebook, coder, request.progress)
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
@@ -218,15 +220,21 @@ def code(
     slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
     worker = _rows.working_device(x, device)
     data = _rows.bytes_of(x)
-    coding = learning.coding_of(data, geometry, worker, slot_bytes, progress, is_free=device is None)
-    if coding is None:
-        (slots,), is_pinned = memory.empty_parts([geometry.num_bytes], data.device, pin, node)
-        table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
-        table._is_refused = pin is None and not is_pinned
-        return table
-    if slot_bytes is None:
-        slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
-    return encode(kind, data, geometry, coding, slot_bytes, pin, node, progress)
+    with staging.whole_ahead(data, worker) as near:
+        coding = learning.coding_of(data, geometry, worker, slot_bytes, progress, near, is_free=device is None)
+        if coding is None:
+            (slots,), is_pinned = memory.empty_parts([geometry.num_bytes], data.device, pin, node)
+            table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
+        else:
+            if slot_bytes is None:
+                slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
+            sizes = sizes_of(coding, geometry, slot_bytes)
+            (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
+            bases = encode_to(near(), geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
+            book = coding.codebook
+            table = table_of(kind, geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
+    table._is_refused = pin is None and not is_pinned
+    return table
 
 
 def code_anew(table: Table, slot_bytes: int | None, device: torch.device | str | int | None, **learning: Any) -> Table:
@@ -265,38 +273,20 @@ def placed(
 ) -> AnyTable:
     """The table of a tensor. Where slots hold whole rows, and rows take no fewer bytes coded, they stay raw."""
     data = _rows.bytes_of(x)
-    coding = learning.coding_in_slots(data, geometry, device, progress) if geometry.num_bytes else None
-    slot_bytes = geometry.row_bytes if coding is None else slots_for(coding)
-    if coding is None or (slot_bytes == geometry.row_bytes and coding.stored_bytes >= geometry.num_bytes):
-        overflow = torch.empty(0, dtype=torch.uint8)
-        return table_of(kind, geometry, "raw", geometry.row_bytes, data.to(device, copy=True), None, None, overflow)
-    is_near = device.type == "cpu"
-    slots_bytes, overflow_bytes = sizes_of(coding, geometry, slot_bytes)
-    slots = memory.empty(slots_bytes, device, False)
-    overflow = memory.empty(overflow_bytes, _CPU, not is_near)
-    near = memory.seen_from(device, overflow)
-    bases = encode_to(data, geometry, coding, slot_bytes, slots, near, is_near, progress)
+    with staging.whole_ahead(data, device) as at_device:
+        coding = learning.coding_in_slots(data, geometry, device, progress, at_device) if geometry.num_bytes else None
+        slot_bytes = geometry.row_bytes if coding is None else slots_for(coding)
+        if coding is None or (slot_bytes == geometry.row_bytes and coding.stored_bytes >= geometry.num_bytes):
+            overflow = torch.empty(0, dtype=torch.uint8)
+            return table_of(kind, geometry, "raw", geometry.row_bytes, data.to(device, copy=True), None, None, overflow)
+        is_near = device.type == "cpu"
+        slots_bytes, overflow_bytes = sizes_of(coding, geometry, slot_bytes)
+        slots = memory.empty(slots_bytes, device, False)
+        overflow = memory.empty(overflow_bytes, _CPU, not is_near)
+        near = memory.seen_from(device, overflow)
+        bases = encode_to(at_device(), geometry, coding, slot_bytes, slots, near, is_near, progress)
     book = coding.codebook
     return table_of(kind, geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
-
-
-def encode(
-    kind: type[AnyTable],
-    data: torch.Tensor,
-    geometry: _rows.Geometry,
-    coding: Coding,
-    slot_bytes: int,
-    pin: bool | None,
-    node: int,
-    progress: bool,
-) -> AnyTable:
-    (slots, overflow), is_pinned = memory.empty_parts(sizes_of(coding, geometry, slot_bytes), data.device, pin, node)
-    bases = encode_to(data, geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
-    table = table_of(
-        kind, geometry, coding.codebook.scheme, slot_bytes, slots, coding.codebook, coding.lengths, overflow, bases
-    )
-    table._is_refused = pin is None and not is_pinned
-    return table
 
 
 def sizes_of(coding: Coding, geometry: _rows.Geometry, slot_bytes: int) -> list[int]:
@@ -331,7 +321,7 @@ def encode_to(
         staging.outlet(worker, slots.device, pageable=pageable) as outlet,
         tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
     ):
-        for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
+        for first, last, block in _rows.blocks(data, geometry.row_bytes, worker, whole=lies_near):
             base, end_base = first // _core.ROWS_PER_BASE, -(-last // _core.ROWS_PER_BASE)
             start, end = (ends[base], ends[end_base]) if ends else (0, overflow.numel())
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]

@@ -73,7 +73,7 @@ def compress_in_place(
         raise ValueError(f"memory is {memory!r}, but inplace=True leaves x where it is, on {x.device}")
     data = _rows.bytes_of(x)
     coding = learning.coding_of(
-        data, geometry, worker, geometry.row_bytes, progress, in_place=True, is_free=device is None
+        data, geometry, worker, geometry.row_bytes, progress, lambda: data, in_place=True, is_free=device is None
     )
     if coding is None:
         table = table_of(CompressedTensor, geometry, "raw", geometry.row_bytes, data, None, None)
