@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kMakeThreads)
 {
     const DeltaRows<T> rows(cb);
     const WarpRows mine;
-    PlacedSum base_sum, newer_sum;
+    PlacedSums placed; // of the base and of the newer version
 #pragma unroll 1
     for (int64_t r = mine.first; r < num_rows; r += mine.step) {
         const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
@@ -301,8 +301,8 @@ __global__ void __launch_bounds__(kMakeThreads)
         if (row.valid != 0u) {
             uint64_t of_base = 0, of_newer = 0;
             const DeltaCounts found = rows.count(versions[row.version], row, of_base, of_newer);
-            base_sum.add(of_base, sums + 2u * row.version);
-            newer_sum.add(of_newer, sums + 2u * row.version + 1u);
+            placed.open(sums + 2u * row.version);
+            placed.own[0] += of_base, placed.own[1] += of_newer;
             if (found.reaching[0] != 0u)
                 length = ibp_length_of_coded(rows.lay_out(found).end / 8u, cb.row_bytes, row.valid);
             if (lane_id() <= IBP_MAX_PLANES + 1u) {
@@ -315,8 +315,7 @@ __global__ void __launch_bounds__(kMakeThreads)
         }
         if (lane_id() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
-    base_sum.flush();
-    newer_sum.flush();
+    placed.flush();
 }
 
 // Where row r of the sequence begins in overflow. By all lanes together.

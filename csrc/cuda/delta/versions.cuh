@@ -65,23 +65,24 @@ struct WarpRows {
     }
 };
 
-// Sums of lanes that are added to one place of device memory when that changes, and at the end. By all lanes together.
-struct PlacedSum {
+// Two sums of lanes, which are added to a place of device memory and to the next one when the place changes, and at the
+// end. By all lanes together.
+struct PlacedSums {
     unsigned long long *place = nullptr;
-    uint64_t own = 0;
+    uint64_t own[2] = {};
 
-    __device__ __forceinline__ void add(uint64_t v, uint64_t *to)
+    // Turns to a place.
+    __device__ __forceinline__ void open(uint64_t *to)
     {
         if (reinterpret_cast<unsigned long long *>(to) != place) flush(to);
-        own += v;
     }
     __device__ __forceinline__ void flush(uint64_t *next = nullptr)
     {
-        if (place != nullptr) {
-            const uint64_t sum = sum_of_warp(own);
-            if (lane_id() == 0u && sum != 0u) atomicAdd(place, static_cast<unsigned long long>(sum));
+        for (uint32_t i = 0; place != nullptr && i < 2u; i++) {
+            const uint64_t sum = sum_of_warp(own[i]);
+            if (lane_id() == 0u && sum != 0u) atomicAdd(place + i, static_cast<unsigned long long>(sum));
         }
-        place = reinterpret_cast<unsigned long long *>(next), own = 0;
+        place = reinterpret_cast<unsigned long long *>(next), own[0] = own[1] = 0;
     }
 };
 
