@@ -50,48 +50,44 @@ ibp_status read_device(DeviceSizes *sizes)
 }
 
 // Always the most: another thread may be about to launch the kernel with more than this one's launch needs. A thread
-// remembers the kernels that it has done it for.
-static ibp_status allow_shared(const void *kernel, const DeviceSizes &device)
+// remembers the kernels that it has prepared.
+static ibp_status prepare(const void *kernel, const DeviceSizes &device, bool *is_of_90)
 {
-    constexpr uintptr_t kMostKernels = 64;
-    struct Allowed {
+    constexpr uintptr_t kMostKernels = 128;
+    struct Prepared {
         const void *kernel;
         int device;
+        bool is_of_90;
     };
-    static thread_local Allowed allowed[kMostKernels];
-    Allowed &place = allowed[(reinterpret_cast<uintptr_t>(kernel) / 16) % kMostKernels];
-    if (place.kernel == kernel && place.device == device.number) return IBP_OK;
-    const ibp_status status =
-        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.block_bytes));
-    if (status == IBP_OK) place = {kernel, device.number};
-    return status;
+    static thread_local Prepared prepared[kMostKernels];
+    Prepared &place = prepared[(reinterpret_cast<uintptr_t>(kernel) / 16) % kMostKernels];
+    if (place.kernel != kernel || place.device != device.number) {
+        cudaFuncAttributes code{};
+        ibp_status status =
+            check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.block_bytes));
+        if (status == IBP_OK) status = check_cuda(cudaFuncGetAttributes(&code, kernel));
+        if (status != IBP_OK) return status;
+        place = {kernel, device.number, code.ptxVersion >= 90};
+    }
+    if (is_of_90 != nullptr) *is_of_90 = place.is_of_90;
+    return IBP_OK;
 }
-ibp_status allow_shared(const void *kernel)
+ibp_status prepare(const void *kernel, bool *is_of_90)
 {
     DeviceSizes device{};
     const ibp_status status = read_device(&device);
-    return status == IBP_OK ? allow_shared(kernel, device) : status;
-}
-
-// Whether blocks of the kernel, as it was compiled for this device, can come in clusters.
-static ibp_status has_clusters(const void *kernel, bool *clusters)
-{
-    constexpr int kFirstVersion = 90; // compute capability
-    cudaFuncAttributes attributes{};
-    const ibp_status status = check_cuda(cudaFuncGetAttributes(&attributes, kernel));
-    *clusters = attributes.binaryVersion >= kFirstVersion;
-    return status;
+    return status == IBP_OK ? prepare(kernel, device, is_of_90) : status;
 }
 
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
     DeviceSizes device{};
-    bool clusters = false;
+    bool is_of_90 = false;
     ibp_status status = read_device(&device);
-    const int sms = max_sms > 0 ? std::min(max_sms, device.sms) : device.sms;
-    if (status == IBP_OK && sms < device.sms) status = has_clusters(kernel, &clusters);
+    if (status == IBP_OK) status = prepare(kernel, device, &is_of_90);
     if (status != IBP_OK) return status;
+    const int sms = max_sms > 0 ? std::min(max_sms, device.sms) : device.sms;
     const uint32_t unit = std::max(group_threads, kWarp),
                    groups_a_unit = unit / group_threads; // threads are added by whole warps and groups
     const uint32_t unit_bytes = groups_a_unit * group_bytes;
@@ -101,9 +97,10 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
     const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm});
     if (a_block < 1) return IBP_INVALID_ARGUMENT;
     *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, sms)),
-               static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes), 1};
-    if (clusters && launch->blocks % 2u == 0u) launch->cluster = 2;
-    return allow_shared(kernel, device);
+               static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes), 1,
+               is_of_90};
+    if (sms < device.sms && is_of_90 && launch->blocks % 2u == 0u) launch->cluster = 2;
+    return IBP_OK;
 }
 
 } // namespace ibp

@@ -28,12 +28,13 @@ struct DeviceSizes {
 
 ibp_status read_device(DeviceSizes *sizes);
 
-// Lets a kernel have all the dynamic shared memory that a block can have.
-ibp_status allow_shared(const void *kernel);
+// Lets a kernel have all the dynamic shared memory that a block can have. is_of_90: whether it was compiled for compute
+// capability 9.0 or later, so that its blocks can come in clusters, and await_work_before() waits.
+ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 
 // Blocks of up to most_threads threads, one an SM, for groups of threads that take a job at a time and have
 // group_bytes of shared memory each, besides the block's block_bytes; never more SMs than max_sms (0: all). Few jobs
-// are spread over all of them. Where max_sms leaves SMs to other kernels, blocks come in clusters of two, which get
+// are spread over all of them. The launch overlaps, so that the kernel begins with await_work_before(). Where max_sms leaves SMs to other kernels, blocks come in clusters of two, which get
 // SMs that are neighbours: a matrix product in such clusters cannot use an SM whose neighbour is taken.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
@@ -52,7 +53,7 @@ inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32
     DeviceSizes device{};
     int blocks_an_sm = 0;
     ibp_status status = read_device(&device);
-    if (status == IBP_OK && shared_bytes != 0u) status = allow_shared(kernel);
+    if (status == IBP_OK && shared_bytes != 0u) status = prepare(kernel);
     if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * device.sms) // else a block an SM is enough
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
                                                                           static_cast<int>(num_threads), shared_bytes));

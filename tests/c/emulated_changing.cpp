@@ -15,7 +15,11 @@ ibp_status read_device(DeviceSizes *sizes)
     *sizes = {0, 2, 95 << 10, 96 << 10};
     return IBP_OK;
 }
-ibp_status allow_shared(const void *) { return IBP_OK; }
+ibp_status prepare(const void *, bool *is_of_90)
+{
+    if (is_of_90 != nullptr) *is_of_90 = true;
+    return IBP_OK;
+}
 } // namespace ibp
 
 namespace {

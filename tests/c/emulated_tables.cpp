@@ -1148,9 +1148,10 @@ ibp_status read_device(DeviceSizes *sizes)
     return IBP_OK;
 }
 
-ibp_status allow_shared(const void *kernel)
+ibp_status prepare(const void *kernel, bool *is_of_90)
 {
     kernels.insert(kernel);
+    if (is_of_90 != nullptr) *is_of_90 = true;
     return IBP_OK;
 }
 

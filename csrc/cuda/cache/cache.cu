@@ -211,6 +211,8 @@ __global__ void __launch_bounds__(kThreads)
     find_rows(const __grid_constant__ Rows rows, const __grid_constant__ Maps maps, uint64_t *entries,
               ibp_cache_counts *counts)
 {
+    let_next_begin();
+    await_work_before();
     Tally tally{};
     for (uint32_t base = blockIdx.x * kThreads; base < rows.num_jobs; base += gridDim.x * kThreads) {
         const uint32_t job = base + threadIdx.x;
@@ -377,6 +379,8 @@ __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
     constexpr uint32_t kAhead = 4; // sets on their way
+    let_next_begin();
+    await_work_before();
     const Rows &rows = job.rows;
     const ibp_cached_row *const ways_of_lane = job.lru.slab.map.rows + lane_id();
     uint32_t *const stamps_of_lane = job.lru.stamps + lane_id();
@@ -542,6 +546,7 @@ __global__ void __launch_bounds__(kThreads)
 {
     __shared__ Missing of_block[kThreads];
     Missing &mine = of_block[threadIdx.x];
+    await_work_before();
     const uint64_t call = job.lru.clock[1];
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[0] = call;
     Tally tally{};
@@ -622,8 +627,9 @@ ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map 
     if (rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
     ibp::Launch launch{}; // blocks that stay, as each adds to the counts once
-    const ibp_status status = ibp::plan_resident(reinterpret_cast<const void *>(ibp::find_rows), ibp::kThreads, 0,
-                                                 rows.num_jobs, ibp::kThreads, 0, &launch);
+    const auto *const kernel = reinterpret_cast<const void *>(ibp::find_rows);
+    ibp_status status = ibp::plan_resident(kernel, ibp::kThreads, 0, rows.num_jobs, ibp::kThreads, 0, &launch);
+    if (status == IBP_OK) status = ibp::prepare(kernel, &launch.overlaps);
     return status == IBP_OK ? ibp::launch_kernel(ibp::find_rows, launch, stream, rows, given, entries, counts) : status;
 }
 
@@ -653,8 +659,9 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     constexpr int64_t kWarpsAtATime = 4096; // a GPU of 132 SMs holds more
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
-    const ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);
-    const ibp_status status = ibp::launch_kernel(ibp::touch_rows, launch, stream, job);
+    ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);
+    ibp_status status = ibp::prepare(reinterpret_cast<const void *>(ibp::claim_rows), &launch.overlaps);
+    if (status == IBP_OK) status = ibp::launch_kernel(ibp::touch_rows, launch, stream, job);
     return status == IBP_OK ? ibp::launch_kernel(ibp::claim_rows, launch, stream, *table, job) : status;
 }
 

@@ -434,6 +434,14 @@ template <class Decoder> struct Fetch {
     }
 };
 
+// Shared bytes of a group: stage and scratch. Groups of a warp begin in different banks.
+template <class Decoder> __host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb)
+{
+    using G = typename Decoder::Group;
+    const uint32_t num_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+    return num_bytes + (G::kPerWarp == 1 ? 0u : (max(4u * G::kLanes, 16u) - num_bytes) % 128u);
+}
+
 } // namespace ibp
 
 #endif

@@ -105,6 +105,7 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
+    await_work_before();
     const uint32_t first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + G::in_block() * group_bytes;
     const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
@@ -155,10 +156,8 @@ ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_g
     int64_t num_jobs = 0;
     for (uint32_t k = 0; k < num_gathers; k++) {
         const ibp_codebook &cb = gathers[k]->table.codebook;
-        uint32_t its_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
-        // Groups of a warp begin in different banks.
-        if (G::kPerWarp > 1) its_bytes += (std::max(4u * G::kLanes, 16u) - its_bytes) % 128u;
-        block_bytes = std::max(block_bytes, Decoder::block_bytes(cb)), *group_bytes = std::max(*group_bytes, its_bytes);
+        block_bytes = std::max(block_bytes, Decoder::block_bytes(cb));
+        *group_bytes = std::max(*group_bytes, group_bytes_of<Decoder>(cb));
         num_jobs += gathers[k]->request.num_jobs;
     }
     return plan_groups(kernel, Decoder::kMostThreads, block_bytes, *group_bytes, G::kThreads, num_jobs,

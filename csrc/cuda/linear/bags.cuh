@@ -1,9 +1,9 @@
 // bags.cuh - rows decoded and reduced at once: the kernel of ibp_cuda_sum_bags, and its launch.
 //
 // A team of warps takes a contiguous range of bags, of about as many rows as every other team's. In a round its groups
-// decode consecutive rows, each its own, to shared memory (decode/fetch.cuh); then threads of the team add the rows to
-// the sums of their bags, in their order (bag_sums.cuh). So a sum is what one thread makes of it that goes through the
-// bag, and a long bag is still decoded by all warps of a team.
+// decode consecutive rows, each some of its own, to shared memory (decode/fetch.cuh); then threads of the team add the
+// rows to the sums of their bags, in their order (bag_sums.cuh). So a sum is what one thread makes of it that goes
+// through the bag, and a long bag is still decoded by all warps of a team.
 #ifndef IBP_BAGS_CUH
 #define IBP_BAGS_CUH
 
@@ -51,14 +51,10 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     return sample;
 }
 
-// Shared bytes of a group: stage and scratch, then the row and its note.
-template <class Decoder> __host__ __device__ __forceinline__ uint32_t bag_row_start(const ibp_codebook &cb)
+// Shared bytes of a row and its note.
+__host__ __device__ __forceinline__ uint32_t bag_row_bytes(const ibp_codebook &cb)
 {
-    return (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
-}
-template <class Decoder> __host__ __device__ __forceinline__ uint32_t bag_group_bytes(const ibp_codebook &cb)
-{
-    return bag_row_start<Decoder>(cb) + (cb.row_bytes + 15u) / 16u * 16u + 16u;
+    return (cb.row_bytes + 15u) / 16u * 16u + 16u;
 }
 static_assert(sizeof(Note) <= 16, "behind a row");
 
@@ -77,18 +73,24 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
-    constexpr uint32_t kRows = kTeamThreads / G::kThreads; // of a round
-    const uint32_t row_bytes = table.codebook.row_bytes, first_stage = Decoder::block_bytes(table.codebook),
-                   group_bytes = bag_group_bytes<Decoder>(table.codebook),
-                   row_start = bag_row_start<Decoder>(table.codebook), mine = first_stage + G::in_block() * group_bytes;
-    uint8_t *const my_row = shared_bytes() + mine + row_start;
-    const F fetch{table, request, my_row, stage_at(mine, row_bytes), first_stage, group_bytes};
+    await_work_before();
+    constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kRound = kTurn * Sums::kTurns; // rows
+    const uint32_t row_bytes = table.codebook.row_bytes, pitch = bag_row_bytes(table.codebook),
+                   first_stage = Decoder::block_bytes(table.codebook),
+                   group_bytes = group_bytes_of<Decoder>(table.codebook),
+                   mine = first_stage + G::in_block() * group_bytes;
+    const uint32_t team = threadIdx.x / kTeamThreads, teams = blockDim.x / kTeamThreads,
+                   num_ids = static_cast<uint32_t>(request.ids.count);
+    const uint32_t first_row = first_stage + teams * kTurn * group_bytes,
+                   first_memory = first_row + teams * kRound * pitch;
+    const Rows rows{first_row + team * kRound * pitch, pitch, row_bytes};
+    const auto fetch_of = [&](uint32_t turn) { // of a round
+        uint8_t *const row = shared_bytes() + rows.first + (turn * kTurn + G::in_block() % kTurn) * pitch;
+        return F{table, request, row, stage_at(mine, row_bytes), first_stage, group_bytes};
+    };
     const Decoder decoder(table.codebook, mine + row_stage_bytes(row_bytes));
     __syncthreads();
 
-    const uint32_t team = threadIdx.x / kTeamThreads, teams = blockDim.x / kTeamThreads,
-                   num_ids = static_cast<uint32_t>(request.ids.count);
-    const uint32_t first_memory = first_stage + blockDim.x / G::kThreads * group_bytes;
     const TeamMemory memory{first_memory + team * TeamMemory::num_bytes(Sums::kWords)};
     const Share found = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
     if (threadIdx.x % kTeamThreads == 0u) memory.share() = found;
@@ -96,34 +98,40 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     const Share share = memory.share();
     if (share.first_bag >= share.last_bag) return;
     Sums::begin(bags, num_ids, row_bytes, out, fault, memory);
-    const Rows rows{first_stage + team * kRows * group_bytes + row_start, group_bytes, row_bytes};
 
-    // The lanes of a warp look up its rows of as many rounds as there are lanes for.
-    const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp,
-                   ahead = of_warp + lane_id() / G::kPerWarp * kRows + lane_id() % G::kPerWarp;
-    uint8_t *const looked_up = shared_bytes() + rows.first + (of_warp + lane_id() % G::kPerWarp) * group_bytes;
+    // The lanes of a warp look up its rows of as many turns as there are lanes for, whole rounds.
+    const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp, turn_of_lane = lane_id() / G::kPerWarp,
+                   ahead = of_warp + turn_of_lane * kTurn + lane_id() % G::kPerWarp;
+    static_assert(kWarp / G::kPerWarp % Sums::kTurns == 0u, "whole rounds");
+    uint8_t *const looked_up =
+        shared_bytes() + rows.first + (turn_of_lane % Sums::kTurns * kTurn + of_warp + lane_id() % G::kPerWarp) * pitch;
     uint32_t first = share.first, i = 0;
     uint4 vectors[F::kVectors] = {};
     Sample sample = look_up_sample(table, request, bags, first + ahead, share.last, looked_up);
-    fetch.prefetch(sample.entry, 0, vectors);
+    fetch_of(0).prefetch(sample.entry, 0, vectors);
 #pragma unroll 1
     while (first < share.last) {
-        const Row row = F::row_of(sample.entry, i + F::in_warp());
-        const Note note{__shfl_sync(kAllLanes, sample.weight, i + F::in_warp()), row.kind() == kNothing};
-        const uint32_t number = first + of_warp + F::in_warp();
-        fetch.receive(row, sample.entry, i, vectors);
-        if (G::rank() == 0u) Rows::note_of(my_row, row_bytes) = note;
-        i += G::kPerWarp;
-        if (i == kWarp) {
-            sample = look_up_sample(table, request, bags, first + kRows + ahead, share.last, looked_up);
-            i = 0;
+#pragma unroll 1
+        for (uint32_t turn = 0; turn < Sums::kTurns; turn++) {
+            const F fetch = fetch_of(turn);
+            const Row row = F::row_of(sample.entry, i + F::in_warp());
+            const Note note{__shfl_sync(kAllLanes, sample.weight, i + F::in_warp()), row.kind() == kNothing};
+            const uint32_t number = first + turn * kTurn + of_warp + F::in_warp();
+            fetch.receive(row, sample.entry, i, vectors);
+            if (G::rank() == 0u) Rows::note_of(fetch.out, row_bytes) = note;
+            i += G::kPerWarp;
+            if (i == kWarp) {
+                const uint32_t next = first + (turn + 1u) * kTurn;
+                sample = look_up_sample(table, request, bags, next + ahead, share.last, looked_up);
+                i = 0;
+            }
+            fetch.prefetch(sample.entry, i, vectors);
+            fetch.finish(decoder, number, row, fault);
         }
-        fetch.prefetch(sample.entry, i, vectors);
-        fetch.finish(decoder, number, row, fault);
         named_barrier(team + 1u, kTeamThreads); // the rows are there
-        Sums::add(bags, num_ids, rows, out, fault, memory, first, ibp_min_u32(kRows, share.last - first));
+        Sums::add(bags, num_ids, rows, out, fault, memory, first, ibp_min_u32(kRound, share.last - first));
         named_barrier(team + 1u, kTeamThreads); // and may be overwritten
-        first += kRows;
+        first += kRound;
     }
     if (share.first == share.last) Sums::add(bags, num_ids, rows, out, fault, memory, first, 0); // empty bags
 }
@@ -134,15 +142,16 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
     using G = typename Decoder::Group;
     static_assert(G::kWarps == 1, "teams of whole groups");
     static_assert(most_bag_threads<Decoder>() / kTeamThreads <= 15u, "a barrier a team");
-    constexpr uint32_t kRows = kTeamThreads / G::kThreads;
+    constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kRound = kTurn * Sums::kTurns;
     const ibp_codebook &cb = call.table.codebook;
     const auto kernel = sum_bags<Decoder, Sums>;
     const int64_t work = call.request.ids.count + call.bags.num_bags;
-    const uint32_t team_bytes = kRows * bag_group_bytes<Decoder>(cb) + TeamMemory::num_bytes(Sums::kWords);
+    const uint32_t team_bytes =
+        kTurn * group_bytes_of<Decoder>(cb) + kRound * bag_row_bytes(cb) + TeamMemory::num_bytes(Sums::kWords);
     Launch launch;
     const ibp_status status =
         plan_groups(reinterpret_cast<const void *>(kernel), most_bag_threads<Decoder>(), Decoder::block_bytes(cb),
-                    team_bytes, kTeamThreads, (work + kRows - 1) / kRows, call.max_sms, &launch);
+                    team_bytes, kTeamThreads, (work + kTurn - 1) / kTurn, call.max_sms, &launch);
     if (status != IBP_OK) return status;
     return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, call.out, call.fault);
 }

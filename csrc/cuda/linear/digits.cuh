@@ -123,22 +123,6 @@ template <int NUM_LEFT> __device__ __forceinline__ void await_copies()
     __syncwarp();
 }
 
-// Lets the next kernel of the stream begin, if it is launched to overlap this one; waits until what the stream had
-// before is done and can be read. The vectors are read behind it, and never as read-only data (`ld.global.nc`): other
-// kernels may write them while this one has begun.
-__device__ __forceinline__ void let_next_begin()
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void await_work_before()
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // sums += a b, of 16 rows and 8 vectors over 16 columns: `mma.m16n8k16`. Of lane 4 g + t, halves of words: a[0], a[2]:
 // row g, columns 2 t and 2 t + 1, and those 8 further; a[1], a[3]: row g + 8; b: vector g; sums: rows g, g, g + 8,
 // g + 8, vectors 2 t, 2 t + 1, 2 t, 2 t + 1.

@@ -50,11 +50,11 @@ static bool has_list(const ibp_digit_matrix &m)
 template <class Kind> static ibp_status plan_blocks(const void *kernel, uint32_t num_strips, Launch *launch)
 {
     DeviceSizes device{};
-    cudaFuncAttributes code{};
+    bool is_of_90 = false;
     ibp_status status = read_device(&device);
-    if (status == IBP_OK) status = check_cuda(cudaFuncGetAttributes(&code, kernel));
+    if (status == IBP_OK) status = prepare(kernel, &is_of_90);
     const uint32_t blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, device.sms)) * kBlocksAnSm);
-    *launch = {blocks, Block<Kind>::kThreads, Block<Kind>::kSharedBytes, 1u, code.ptxVersion >= 90};
+    *launch = {blocks, Block<Kind>::kThreads, Block<Kind>::kSharedBytes, 1u, is_of_90};
     return status;
 }
 
@@ -63,9 +63,8 @@ static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_st
 {
     const auto kernel = linear_kernel<Block<Kind>, Strips, kBlocksAnSm>;
     const auto *const code = reinterpret_cast<const void *>(kernel);
-    ibp_status status = allow_shared(code);
     Launch launch;
-    if (status == IBP_OK) status = plan_blocks<Kind>(code, num_strips, &launch);
+    const ibp_status status = plan_blocks<Kind>(code, num_strips, &launch);
     return status == IBP_OK ? launch_kernel(kernel, launch, stream, job) : status;
 }
 

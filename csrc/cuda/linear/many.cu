@@ -34,7 +34,7 @@ ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t thr
         cudaLaunchConfig_t config{};
         config.gridDim = parts, config.blockDim = threads, config.dynamicSmemBytes = shared_bytes;
         config.attrs = &cluster, config.numAttrs = 1;
-        status = allow_shared(kernel);
+        status = prepare(kernel);
         if (status == IBP_OK && parts > kMostPortable)
             status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
         if (status == IBP_OK) status = check_cuda(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
@@ -61,7 +61,7 @@ template <class Block> static ibp_status launch_if_fits(LinearJob job, ibp_strea
                                     kMostSharedBytes, &clusters);
     if (status != IBP_OK || clusters == 0u) return status;
     const uint32_t blocks = Block::kParts * std::min(clusters, job.num_tiles);
-    status = allow_shared(reinterpret_cast<const void *>(kernel));
+    status = prepare(reinterpret_cast<const void *>(kernel));
     *launched = status == IBP_OK;
     return status == IBP_OK
                ? launch_kernel(kernel, Launch{blocks, Block::kThreads, shared_bytes, Block::kParts, true}, stream, job)

@@ -83,7 +83,7 @@ static ibp_status launch_tiles(const LinearJob &job, const uint8_t *image, const
     tiles.job = job, tiles.image = image, tiles.parts = plan.parts;
     tiles.job.cut(Block::kTileRows);
     ibp_status status = make_maps<Block>(&tiles, launched);
-    if (status == IBP_OK && *launched) status = allow_shared(reinterpret_cast<const void *>(tiles_kernel<Block>));
+    if (status == IBP_OK && *launched) status = prepare(reinterpret_cast<const void *>(tiles_kernel<Block>));
     if (status != IBP_OK || !*launched) return status;
     const Launch launch{plan.parts * plan.clusters, Block::kThreads, Block::kSharedBytes, plan.parts, true};
     return launch_kernel(tiles_kernel<Block>, launch, stream, tiles);
