@@ -358,6 +358,12 @@ def judged(gbps, wanted, allowed_gbps=math.inf):
     return {"target_gbps": four_digits(wanted), "met": "yes" if gbps >= wanted else "no"} if wanted else {}
 
 
+def allowed_beside(raw_gbps, raw_ideal_gbps, ideal_gbps):
+    """GB/s that the link allows coded rows where raw ones come at a rate through the same code: as many times that as
+    the ideal rate is the raw rows' one."""
+    return raw_gbps * ideal_gbps / raw_ideal_gbps
+
+
 def missed(rows):
     """Lines that say where a target is missed."""
     return [
