@@ -9,7 +9,7 @@ import torch
 
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._machine import staging
+from .._machine import memory, staging
 from .codebook import AnyCodebook
 
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
@@ -67,7 +67,10 @@ class Request:
             wanted = max(_LEAST_ROWS, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)
         else:
             wanted = max(_LEAST_ROWS, -int(-geometry.num_rows * self.sample // 1))
-        return staging.to_device(_rows.sample(self.data, geometry.row_bytes, wanted), self.device)
+        data, is_far = self.data, self.device.type == "cuda" and not self.data.is_cuda
+        if is_far and wanted < geometry.num_bytes // geometry.row_bytes and data.is_pinned():
+            data = memory.seen_from(self.device, data)
+        return staging.to_device(_rows.sample(data, geometry.row_bytes, wanted), self.device)
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:

@@ -660,7 +660,7 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
     ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);
-    ibp_status status = ibp::prepare(reinterpret_cast<const void *>(ibp::claim_rows), &launch.overlaps);
+    ibp_status status = ibp::prepare(reinterpret_cast<const void *>(ibp::touch_rows), &launch.overlaps);
     if (status == IBP_OK) status = ibp::launch_kernel(ibp::touch_rows, launch, stream, job);
     return status == IBP_OK ? ibp::launch_kernel(ibp::claim_rows, launch, stream, *table, job) : status;
 }

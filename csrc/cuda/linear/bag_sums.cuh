@@ -180,8 +180,7 @@ static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
 // themselves, and all kernels share the code.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
-    static constexpr uint32_t kWords = 2u + 2u * UNITS;       // of TeamMemory
-    static constexpr uint32_t kTurns = UNITS == 1u ? 2u : 1u; // of a round: rows of a group that are added at a time
+    static constexpr uint32_t kUnits = UNITS, kWords = 2u + 2u * UNITS; // kWords: of TeamMemory
 
     const ibp_bags &bags;
     const uint32_t num_ids, row_bytes;

@@ -66,6 +66,11 @@ template <class Decoder> constexpr uint32_t most_bag_threads()
     return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
 }
 
+// Rows of a group that are added at a time: two cost less a row. Bags of short rows would wait longer to be closed, and
+// fewer long rows have room.
+template <class Decoder, class Sums>
+constexpr uint32_t kTurnsOfRound = Decoder::Group::kPerWarp == 1 && Sums::kUnits == 1u ? 2u : 1u;
+
 template <class Decoder, class Sums>
 __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     sum_bags(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
@@ -74,7 +79,8 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
     await_work_before();
-    constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kRound = kTurn * Sums::kTurns; // rows
+    constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kTurns = kTurnsOfRound<Decoder, Sums>,
+                       kRound = kTurn * kTurns; // rows
     const uint32_t row_bytes = table.codebook.row_bytes, pitch = bag_row_bytes(table.codebook),
                    first_stage = Decoder::block_bytes(table.codebook),
                    group_bytes = group_bytes_of<Decoder>(table.codebook),
@@ -102,9 +108,9 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     // The lanes of a warp look up its rows of as many turns as there are lanes for, whole rounds.
     const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp, turn_of_lane = lane_id() / G::kPerWarp,
                    ahead = of_warp + turn_of_lane * kTurn + lane_id() % G::kPerWarp;
-    static_assert(kWarp / G::kPerWarp % Sums::kTurns == 0u, "whole rounds");
+    static_assert(kWarp / G::kPerWarp % kTurns == 0u, "whole rounds");
     uint8_t *const looked_up =
-        shared_bytes() + rows.first + (turn_of_lane % Sums::kTurns * kTurn + of_warp + lane_id() % G::kPerWarp) * pitch;
+        shared_bytes() + rows.first + (turn_of_lane % kTurns * kTurn + of_warp + lane_id() % G::kPerWarp) * pitch;
     uint32_t first = share.first, i = 0;
     uint4 vectors[F::kVectors] = {};
     Sample sample = look_up_sample(table, request, bags, first + ahead, share.last, looked_up);
@@ -112,7 +118,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
 #pragma unroll 1
     while (first < share.last) {
 #pragma unroll 1
-        for (uint32_t turn = 0; turn < Sums::kTurns; turn++) {
+        for (uint32_t turn = 0; turn < kTurns; turn++) {
             const F fetch = fetch_of(turn);
             const Row row = F::row_of(sample.entry, i + F::in_warp());
             const Note note{__shfl_sync(kAllLanes, sample.weight, i + F::in_warp()), row.kind() == kNothing};
@@ -142,7 +148,7 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
     using G = typename Decoder::Group;
     static_assert(G::kWarps == 1, "teams of whole groups");
     static_assert(most_bag_threads<Decoder>() / kTeamThreads <= 15u, "a barrier a team");
-    constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kRound = kTurn * Sums::kTurns;
+    constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kRound = kTurn * kTurnsOfRound<Decoder, Sums>;
     const ibp_codebook &cb = call.table.codebook;
     const auto kernel = sum_bags<Decoder, Sums>;
     const int64_t work = call.request.ids.count + call.bags.num_bags;
