@@ -211,7 +211,6 @@ __global__ void __launch_bounds__(kThreads)
     find_rows(const __grid_constant__ Rows rows, const __grid_constant__ Maps maps, uint64_t *entries,
               ibp_cache_counts *counts)
 {
-    let_next_begin();
     await_work_before();
     Tally tally{};
     for (uint32_t base = blockIdx.x * kThreads; base < rows.num_jobs; base += gridDim.x * kThreads) {
@@ -379,7 +378,6 @@ __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
     constexpr uint32_t kAhead = 4; // sets on their way
-    let_next_begin();
     await_work_before();
     const Rows &rows = job.rows;
     const ibp_cached_row *const ways_of_lane = job.lru.slab.map.rows + lane_id();
