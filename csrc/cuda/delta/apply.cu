@@ -319,7 +319,6 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
         if (row.valid == 0u) continue;
         const ibp_delta_tensor &version = versions[row.version];
         placed.open(state.base_sum(row.version));
-        if (sums) prefetch_bytes(version.base + row.start, row.valid, lane_id(), kWarp);
         const typename DeltaAdder<T>::Place place = adder.look_up(version, row);
         if (sums) {
             if (place.good) prefetch_bytes(version.overflow + place.start, place.stored, lane_id(), kWarp);
