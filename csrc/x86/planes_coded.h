@@ -11,6 +11,25 @@ bool ibp_cut_elements_avx2(const ibp_planes *planes, const uint8_t *elements, ui
 /* The inverse, in place. */
 void ibp_restore_elements_avx2(const ibp_planes *planes, uint32_t n, uint8_t *elements);
 
+/* How a kind of processor codes the values of rows: finds the elements that differ from `value` in bits of `mask`, a bit
+ * each in `bitmap` and one after the other in `listed`, which is padded, and says how many they are; and codes n elements
+ * to dst from bit `start` on, or nothing if they end past dst_bytes, and says where they end, ibp_no_coded_form if they
+ * have none. */
+typedef struct ibp_value_coder {
+    uint32_t (*list)(uint32_t lane_bytes, const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask,
+                     uint64_t *bitmap, uint8_t *listed);
+    size_t (*encode)(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
+                     size_t dst_bytes, ibp_scratch *scratch);
+} ibp_value_coder;
+
+extern const ibp_value_coder ibp_values_avx2;
+
+static const size_t ibp_no_coded_form = 8 * IBP_NO_CODED_FORM;
+
+/* A row, dense or listed, by a coder of its values. */
+ibp_status ibp_encode_planes(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                             size_t *coded_bytes, ibp_scratch scratch, const ibp_value_coder *values);
+
 /* A codebook for the coded bits of another one's elements. */
 static inline ibp_codebook ibp_coded_codebook(const ibp_codebook *codebook)
 {
