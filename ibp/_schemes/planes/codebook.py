@@ -150,6 +150,44 @@ class PlanesCodebook(AnyCodebook):
         words = np.frombuffer(bytearray(constants + symbols.tobytes()), np.uint8)
         self._finish(torch.from_numpy(words), **checked, _shared=constants)
 
+    @classmethod
+    def of_words(cls, words: torch.Tensor, codec: list[int]) -> PlanesCodebook:
+        """The codebook of words that the core has made, and that nobody else writes to, and their codec (read_planes in
+        csrc/bindings)."""
+        _, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, *rest = codec
+        invariant_bits, invariant_value, consecutive, first_symbol, signed_default, num_constant, *digit_bits = rest
+        num_live, ones = row_bytes // element_bytes - num_constant, 2 ** (8 * element_bytes) - 1
+        start, live, row_template, symbol_bits = 0, None, None, 8 * element_bytes - invariant_bits - residual_bits
+        if num_constant:
+            live_start = -(-row_bytes // 16) * 16
+            start = live_start + -(-2 * num_live // 16) * 16
+            row_template = words[:row_bytes].clone()
+            live = words[live_start : live_start + 2 * num_live].view(torch.uint16).to(torch.int64)
+        symbols = words.numpy()[start:].view(f"<u{symbol_bytes(symbol_bits)}").astype(np.int64)
+        book = object.__new__(cls)
+        book._finish(
+            words,
+            row_bytes=row_bytes,
+            element_bytes=element_bytes,
+            rotate=rotate,
+            residual_bits=residual_bits,
+            digit_bits=tuple(digit_bits),
+            per_column=bool(per_column),
+            listed=bool(listed),
+            default=default & ones,
+            closed=closed & ones,
+            entries=torch.from_numpy(symbols).view(num_live if per_column else 1, -1),
+            expected_savings=None,
+            invariant_bits=invariant_bits,
+            invariant_value=invariant_value & ones,
+            first_symbol=first_symbol & 2**symbol_bits - 1 if consecutive else None,
+            signed_default=bool(signed_default),
+            live_columns=live,
+            row_template=row_template,
+            _shared=words.numpy()[:start].tobytes(),
+        )
+        return book
+
     def _checked_numbers(self, width: int) -> dict[str, Any]:
         """The fields that are whole numbers, for elements of `width` bits."""
         invariant_bits = whole("invariant_bits", self.invariant_bits, 0, width - 1)
