@@ -620,7 +620,7 @@ IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row,
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), lane_bytes = planes->element_bytes;
-    uint64_t *const bitmap = take_bitmap(scratch, columns);
+    uint64_t *const bitmap = take_bitmap(scratch, columns + PADDING);
     uint8_t *const listed = ibp_take(scratch, (size_t)columns * lane_bytes + PADDING);
     const uint32_t k =
         values->list(lane_bytes, row, columns, planes->default_value, ~ignored_bits(planes), bitmap, listed);

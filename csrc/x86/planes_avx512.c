@@ -1,5 +1,6 @@
-/* planes_avx512.c - dense rows of scheme planes whose symbols are bytes from one set of entries, with AVX-512: the
- * bytes and statuses of planes.c. Other rows go to planes_avx2.c.
+/* planes_avx512.c - rows of scheme planes with AVX-512, the bytes and statuses of planes.c: coded where symbols have at
+ * most nine bits and one set of entries, decoded where rows are dense, too, and symbols are bytes. Others go to
+ * planes_avx2.c.
  *
  * Residuals, digits and raw symbols all are fields of a fixed number of bits. All are unpacked to lanes, and packed
  * from lanes, 64 bytes of lanes at a time: eight 64-bit words, each with the fields of its lanes one after the other.
@@ -204,46 +205,34 @@ IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t 
 
 /* ---- encoding ---- */
 
-/* The lanes of x that have bits of mask, a bit each. */
+/* A bit for each lane of x that has bits of mask. */
 IBP_AVX512_INLINE uint64_t test_lanes(__m512i x, __m512i mask, uint32_t lane_bytes)
 {
-    switch (lane_bytes) {
-    case 1: return _mm512_test_epi8_mask(x, mask);
-    case 2: return _mm512_test_epi16_mask(x, mask);
-    case 4: return _mm512_test_epi32_mask(x, mask);
-    default: return _mm512_test_epi64_mask(x, mask);
-    }
+    return lane_bytes == 1   ? _mm512_test_epi8_mask(x, mask)
+           : lane_bytes == 2 ? _mm512_test_epi16_mask(x, mask)
+           : lane_bytes == 4 ? _mm512_test_epi32_mask(x, mask)
+                             : _mm512_test_epi64_mask(x, mask);
 }
 
-/* Those lanes, one after the other. */
+/* The lanes whose bits are set, one after the other. */
 IBP_AVX512_INLINE __m512i compress_lanes(uint64_t lanes, __m512i x, uint32_t lane_bytes)
 {
-    switch (lane_bytes) {
-    case 1: return _mm512_maskz_compress_epi8(lanes, x);
-    case 2: return _mm512_maskz_compress_epi16((__mmask32)lanes, x);
-    case 4: return _mm512_maskz_compress_epi32((__mmask16)lanes, x);
-    default: return _mm512_maskz_compress_epi64((__mmask8)lanes, x);
-    }
+    return lane_bytes == 1   ? _mm512_maskz_compress_epi8(lanes, x)
+           : lane_bytes == 2 ? _mm512_maskz_compress_epi16((__mmask32)lanes, x)
+           : lane_bytes == 4 ? _mm512_maskz_compress_epi32((__mmask16)lanes, x)
+                             : _mm512_maskz_compress_epi64((__mmask8)lanes, x);
 }
 
-/* Adds the bits of the lanes from lane i on. */
-IBP_AVX512_INLINE void add_to_bitmap(uint64_t *bitmap, uint32_t i, uint64_t lanes)
-{
-    bitmap[i / 64] = (i % 64 ? bitmap[i / 64] : 0) | lanes << i % 64;
-}
-
-/* lane_bytes is a constant where this is called. */
 IBP_AVX512_INLINE uint32_t list_of(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap,
                                    uint8_t *listed, uint32_t lane_bytes)
 {
-    const uint64_t ones = ibp_lane_fields(lane_bytes, 1);
-    const __m512i values = all_words(ibp_low_bits(value, 8 * lane_bytes) * ones),
-                  masks = all_words(ibp_low_bits(mask, 8 * lane_bytes) * ones);
+    const uint64_t ones = ibp_lane_fields(lane_bytes, 1), bits = ibp_low_bits(~(uint64_t)0, 8 * lane_bytes);
+    const __m512i values = all_words((value & bits) * ones), masks = all_words((mask & bits) * ones);
     uint32_t count = 0;
     for (uint32_t i = 0; i < n; i += VECTOR / lane_bytes) {
         const __m512i x = ibp_load_part(row + i * lane_bytes, (n - i) * lane_bytes);
         const uint64_t lanes = test_lanes(_mm512_xor_si512(x, values), masks, lane_bytes) & ibp_first_bytes(n - i);
-        add_to_bitmap(bitmap, i, lanes);
+        ibp_store64((uint8_t *)bitmap + i / 8, lanes);
         _mm512_storeu_si512(listed + (size_t)count * lane_bytes, compress_lanes(lanes, x, lane_bytes));
         count += (uint32_t)_mm_popcnt_u64(lanes);
     }
@@ -257,7 +246,7 @@ IBP_AVX512 static uint32_t list(uint32_t lane_bytes, const uint8_t *row, uint32_
 
 /* The low bytes of the symbols of elements, and their ninth bits where they have such. Padded. */
 IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t num_bytes,
-                                   uint8_t *symbols, uint64_t *ninths)
+                                   uint8_t *symbols, uint8_t *ninths)
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes, symbol_bits = ibp_symbol_bits(planes);
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
@@ -270,7 +259,7 @@ IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elem
         const __m512i coded = rotate(&to_coded, ibp_load_part(elements + at, num_bytes - at)),
                       words = _mm512_multishift_epi64_epi8(starts, coded);
         _mm512_storeu_si512(symbols, _mm512_maskz_compress_epi8(bytes, _mm512_and_si512(words, mask)));
-        if (symbol_bits > 8) add_to_bitmap(ninths, at / lane_bytes, test_lanes(coded, ninth, lane_bytes));
+        if (symbol_bits > 8) ibp_store64(ninths + at / lane_bytes / 8, test_lanes(coded, ninth, lane_bytes));
     }
 }
 
@@ -281,58 +270,41 @@ IBP_AVX512_INLINE __m512i look_up(const __m512i *quarters, __m512i x)
                                   _mm512_permutex2var_epi8(quarters[2], x, quarters[3]));
 }
 
-/* The low bytes of 64 symbols and their ninth bits, in two bytes each. */
-IBP_AVX512_INLINE void store_pairs(__m512i low, uint64_t ninths, uint8_t *pairs)
-{
-    const __m512i halves[2] = {_mm512_cvtepu8_epi16(_mm512_castsi512_si256(low)),
-                               _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(low, 1))};
-    for (uint32_t h = 0; h < 2; h++)
-        _mm512_storeu_si512(pairs + h * VECTOR, _mm512_mask_add_epi16(halves[h], (__mmask32)(ninths >> 32 * h),
-                                                                      halves[h], _mm512_set1_epi16(256)));
-}
-
-/* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come in `raw`, which may be
- * `symbols`: in bytes, in two each where they have ninth bits. All padded. symbol_bytes is a constant where this is
- * called.
+/* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come in `raw`, in symbol_bytes
+ * each, which is a constant where this is called: 2 with ninth bits; with 1 `raw` may be `symbols`. All padded.
  * @return how many these are. */
-IBP_AVX512_INLINE uint32_t rank_symbols_of(const ibp_planes *planes, const uint8_t *symbols, const uint64_t *ninths,
-                                           uint32_t n, uint8_t *ranks, uint8_t *raw, uint32_t symbol_bytes)
+IBP_AVX512_INLINE uint32_t rank_symbols(const ibp_planes *planes, const uint8_t *symbols, const uint8_t *ninths,
+                                        uint32_t n, uint8_t *ranks, uint8_t *raw, uint32_t symbol_bytes)
 {
-    const uint8_t *const entries = planes->entries;
     uint8_t table[8 * VECTOR];
-    __m512i low_ranks[4], ranks_of_ninths[4];
     const size_t size = sizeof table / 2 * symbol_bytes;
     memset(table, (int)planes->num_entries, size);
     for (uint32_t e = planes->num_entries; e-- > 0;) {
-        const uint64_t entry = ibp_load_number(entries + e * symbol_bytes, symbol_bytes);
+        const uint64_t entry = ibp_load_number((const uint8_t *)planes->entries + e * symbol_bytes, symbol_bytes);
         if (entry < size) table[entry] = (uint8_t)e;
     }
-    for (uint32_t q = 0; q < 4; q++) low_ranks[q] = _mm512_loadu_si512(table + q * VECTOR);
-    for (uint32_t q = 0; q < 4 && symbol_bytes > 1; q++)
-        ranks_of_ninths[q] = _mm512_loadu_si512(table + (q + 4) * VECTOR);
+    __m512i parts[8];
+    for (uint32_t q = 0; q < 4 * symbol_bytes; q++) parts[q] = _mm512_loadu_si512(table + q * VECTOR);
 
     uint32_t num_raw = 0;
     for (uint32_t i = 0; i < n; i += VECTOR) {
-        const __m512i symbol = _mm512_loadu_si512(symbols + i);
-        __m512i rank = look_up(low_ranks, symbol);
-        if (symbol_bytes > 1) rank = _mm512_mask_blend_epi8(ninths[i / VECTOR], rank, look_up(ranks_of_ninths, symbol));
-        const __mmask64 is_raw =
+        const uint64_t ninth = symbol_bytes == 1 ? 0 : ibp_load64(ninths + i / 8);
+        const __m512i symbol = _mm512_loadu_si512(symbols + i), low = look_up(parts, symbol),
+                      rank = symbol_bytes == 1 ? low : _mm512_mask_blend_epi8(ninth, low, look_up(parts + 4, symbol));
+        uint64_t is_raw =
             _mm512_cmpeq_epi8_mask(rank, _mm512_set1_epi8((char)planes->num_entries)) & ibp_first_bytes(n - i);
-        const __m512i low = _mm512_maskz_compress_epi8(is_raw, symbol);
         _mm512_storeu_si512(ranks + i, rank);
-        if (symbol_bytes == 1)
-            _mm512_storeu_si512(raw + num_raw, low);
-        else if (is_raw)
-            store_pairs(low, _pext_u64(ninths[i / VECTOR], is_raw), raw + 2 * num_raw);
-        num_raw += (uint32_t)_mm_popcnt_u64(is_raw);
+        if (symbol_bytes == 1) {
+            _mm512_storeu_si512(raw + num_raw, _mm512_maskz_compress_epi8(is_raw, symbol));
+            num_raw += (uint32_t)_mm_popcnt_u64(is_raw);
+            continue;
+        }
+        for (; is_raw != 0; is_raw &= is_raw - 1, num_raw++) {
+            const uint64_t at = _tzcnt_u64(is_raw);
+            raw[2 * num_raw] = symbols[i + at], raw[2 * num_raw + 1] = ninth >> at & 1;
+        }
     }
     return num_raw;
-}
-IBP_AVX512 static uint32_t rank_symbols(const ibp_planes *planes, const uint8_t *symbols, const uint64_t *ninths,
-                                        uint32_t n, uint8_t *ranks, uint8_t *raw)
-{
-    return planes->symbol_bytes == 1 ? rank_symbols_of(planes, symbols, ninths, n, ranks, raw, 1)
-                                     : rank_symbols_of(planes, symbols, ninths, n, ranks, raw, 2);
 }
 
 /* Strips a level of n ranks to the next one, in place, and writes its digits, if dst is not NULL. Padded. @return the
@@ -376,10 +348,11 @@ IBP_AVX512 static size_t encode_coded(const ibp_codebook *cb, const uint8_t *ele
     const uint32_t r = planes->residual_bits, symbol_bits = ibp_symbol_bits(planes), lane_bytes = planes->symbol_bytes,
                    num_bytes = n * planes->element_bytes;
     uint8_t *const symbols = ibp_take(scratch, n + PADDING), *const level = ibp_take(scratch, n + PADDING);
-    uint64_t *const ninths = ibp_take(scratch, (size_t)(n + PADDING) / 8);
+    uint8_t *const ninths = ibp_take(scratch, n / 8 + PADDING);
     uint8_t *const raw = lane_bytes == 1 ? symbols : ibp_take(scratch, (size_t)(n + PADDING) * lane_bytes);
     cut_symbols(planes, elements, num_bytes, symbols, ninths);
-    const uint32_t num_raw = rank_symbols(planes, symbols, ninths, n, level, raw);
+    const uint32_t num_raw = lane_bytes == 1 ? rank_symbols(planes, symbols, ninths, n, level, raw, 1)
+                                             : rank_symbols(planes, symbols, ninths, n, level, raw, 2);
     size_t at = start / 8 + ibp_to_byte((size_t)n * r) / 8, end;
     if (at <= dst_bytes && r > 0)
         write_fields(elements, num_bytes, planes->element_bytes, planes->rotate, r, dst + start / 8);
@@ -403,15 +376,12 @@ static bool fits_words(const ibp_planes *planes)
     return word_bits + largest_offset <= 64 && (word_bits == 0 || word_bits >= 8);
 }
 
-static bool is_decoded_here(const ibp_planes *planes)
-{
-    return !planes->listed && !planes->per_column && planes->symbol_bytes == 1 && fits_words(planes);
-}
-
 static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
                          ibp_scratch scratch)
 {
-    if (!is_decoded_here(&cb->planes)) return ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
+    const ibp_planes *const planes = &cb->planes;
+    if (planes->listed || planes->per_column || planes->symbol_bytes != 1 || !fits_words(planes))
+        return ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
     if (cb->planes.invariant_bits == 0) return decode_dense(cb, src, src_bytes, row, scratch);
     const ibp_codebook coded = ibp_coded_codebook(cb);
     const ibp_status status = decode_dense(&coded, src, src_bytes, row, scratch);

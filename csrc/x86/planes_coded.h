@@ -11,10 +11,9 @@ bool ibp_cut_elements_avx2(const ibp_planes *planes, const uint8_t *elements, ui
 /* The inverse, in place. */
 void ibp_restore_elements_avx2(const ibp_planes *planes, uint32_t n, uint8_t *elements);
 
-/* How a kind of processor codes the values of rows: finds the elements that differ from `value` in bits of `mask`, a bit
- * each in `bitmap` and one after the other in `listed`, which is padded, and says how many they are; and codes n elements
- * to dst from bit `start` on, or nothing if they end past dst_bytes, and says where they end, ibp_no_coded_form if they
- * have none. */
+/* A coder of values. `list` finds the n lanes that differ from `value` in bits of `mask`: a bit each, and one after the
+ * other, both padded; it says how many. `encode` codes n elements from bit `start` of dst on, or nothing if they end past
+ * dst_bytes; it says where they end, or ibp_no_coded_form. */
 typedef struct ibp_value_coder {
     uint32_t (*list)(uint32_t lane_bytes, const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask,
                      uint64_t *bitmap, uint8_t *listed);
@@ -23,7 +22,6 @@ typedef struct ibp_value_coder {
 } ibp_value_coder;
 
 extern const ibp_value_coder ibp_values_avx2;
-
 static const size_t ibp_no_coded_form = 8 * IBP_NO_CODED_FORM;
 
 /* A row, dense or listed, by a coder of its values. */
