@@ -238,8 +238,8 @@ IBP_AVX512_INLINE uint32_t list_of(const uint8_t *row, uint32_t n, uint64_t valu
     }
     return count;
 }
-IBP_AVX512 static uint32_t list(uint32_t lane_bytes, const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask,
-                                uint64_t *bitmap, uint8_t *listed)
+IBP_AVX512 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap,
+                                    uint8_t *listed, uint32_t lane_bytes)
 {
     return IBP_BY_SIZE(lane_bytes, list_of, row, n, value, mask, bitmap, listed);
 }
@@ -340,9 +340,8 @@ IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, ui
     }
 }
 
-/* As ibp_value_coder says, of elements without invariant bits whose symbols have at most nine bits. */
-IBP_AVX512 static size_t encode_coded(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
-                                      uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
+IBP_AVX512 size_t ibp_encode_coded_avx512(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
+                                          uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t r = planes->residual_bits, symbol_bits = ibp_symbol_bits(planes), lane_bytes = planes->symbol_bytes,
@@ -376,11 +375,16 @@ static bool fits_words(const ibp_planes *planes)
     return word_bits + largest_offset <= 64 && (word_bits == 0 || word_bits >= 8);
 }
 
+bool ibp_takes_avx512(const ibp_planes *planes)
+{
+    return !planes->per_column && ibp_symbol_bits(planes) <= 9 && fits_words(planes);
+}
+
 static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
                          ibp_scratch scratch)
 {
     const ibp_planes *const planes = &cb->planes;
-    if (planes->listed || planes->per_column || planes->symbol_bytes != 1 || !fits_words(planes))
+    if (planes->listed || planes->symbol_bytes != 1 || !ibp_takes_avx512(planes))
         return ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
     if (cb->planes.invariant_bits == 0) return decode_dense(cb, src, src_bytes, row, scratch);
     const ibp_codebook coded = ibp_coded_codebook(cb);
@@ -389,26 +393,5 @@ static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_
     return status;
 }
 
-static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
-                            size_t dst_bytes, ibp_scratch *scratch)
-{
-    const ibp_planes *const planes = &cb->planes;
-    if (planes->per_column || ibp_symbol_bits(planes) > 9 || !fits_words(planes))
-        return ibp_values_avx2.encode(cb, elements, start, n, dst, dst_bytes, scratch);
-    if (planes->invariant_bits == 0) return encode_coded(cb, elements, start, n, dst, dst_bytes, scratch);
-    const ibp_codebook coded = ibp_coded_codebook(cb);
-    uint8_t *const cut = ibp_take(scratch, (size_t)n * planes->element_bytes);
-    if (!ibp_cut_elements_avx2(planes, elements, n, cut)) return ibp_no_coded_form;
-    return encode_coded(&coded, cut, start, n, dst, dst_bytes, scratch);
-}
-
-static const ibp_value_coder values_avx512 = {list, encode_values};
-
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
-                         size_t *coded_bytes, ibp_scratch scratch)
-{
-    return ibp_encode_planes(cb, row, dst, dst_bytes, coded_bytes, scratch, &values_avx512);
-}
-
-const ibp_row_coder ibp_planes_avx512 = {NULL, encode, decode};
+const ibp_row_coder ibp_planes_avx512 = {NULL, ibp_encode_planes, decode};
 #endif
