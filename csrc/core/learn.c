@@ -433,12 +433,18 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
         }
     }
     drop_sign(&v->whole, &v->unsigned_);
-    const size_t step = count / MOST_LONG + 1;
+    const size_t step = count / MOST_LONG + 1, num_longs = width > bits ? (count + step - 1) / step : 0;
+    value_count top = {0, 0};
     size_t size = 0;
-    if (width > bits)
-        for (size_t i = 0; i < count; i += step) r->longs[size++] = elements[i];
-    v->long_ = (value_counts){r->long_, 0, width, size ? (double)count / (double)size : 0.0};
+    if (num_longs) top_values(&v->whole, 1, &top);
+    const uint64_t common = top.value << (width - bits); /* zeros, mostly: they need not be sorted */
+    for (size_t i = 0; i < num_longs; i++) r->longs[size] = elements[i * step], size += r->longs[size] != common;
+    const size_t num_common = num_longs - size;
+    if (num_common) r->longs[size++] = common;
+    v->long_ = (value_counts){r->long_, 0, width, num_longs ? (double)count / (double)num_longs : 0.0};
     v->long_.size = compact(sort_values(r->longs, r->other_longs, size, width), size, r->long_);
+    for (size_t i = 0; num_common && i < v->long_.size; i++)
+        if (r->long_[i].value == common) r->long_[i].count = num_common;
     v->total = (double)count;
 }
 

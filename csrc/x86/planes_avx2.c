@@ -557,11 +557,14 @@ static const size_t no_coded_form = 8 * IBP_NO_CODED_FORM;
 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
                             size_t dst_bytes, ibp_scratch *scratch)
 {
-    if (cb->planes.invariant_bits == 0) return encode_coded(cb, elements, start, n, dst, dst_bytes, scratch);
+    const bool is_wide = ibp_cpu_features() & IBP_CPU_AVX512 && ibp_takes_avx512(&cb->planes);
+    size_t (*const coded_by)(const ibp_codebook *, const uint8_t *, size_t, uint32_t, uint8_t *, size_t,
+                             ibp_scratch *) = is_wide ? ibp_encode_coded_avx512 : encode_coded;
+    if (cb->planes.invariant_bits == 0) return coded_by(cb, elements, start, n, dst, dst_bytes, scratch);
     const ibp_codebook coded = ibp_coded_codebook(cb);
     uint8_t *const cut = ibp_take(scratch, (size_t)n * cb->planes.element_bytes);
     if (!ibp_cut_elements_avx2(&cb->planes, elements, n, cut)) return no_coded_form;
-    return encode_coded(&coded, cut, start, n, dst, dst_bytes, scratch);
+    return coded_by(&coded, cut, start, n, dst, dst_bytes, scratch);
 }
 
 /* The highest bits of the elements that are not listed to dst, from a byte on. */
@@ -611,15 +614,19 @@ IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row,
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), lane_bytes = planes->element_bytes;
-    uint64_t *const bitmap = take_bitmap(scratch, columns), *const others = take_bitmap(scratch, columns);
-    FOR_LANES(lane_bytes, find_others)(row, columns, planes->default_value, ~ignored_bits(planes), bitmap);
-    uint32_t k = 0, num_others = 0;
-    for (uint32_t i = 0; i < columns; i += 64) k += (uint32_t)_mm_popcnt_u64(bitmap[i / 64]);
-    uint8_t *const listed = ibp_take(scratch, (size_t)k * lane_bytes);
-    FOR_LANES(lane_bytes, gather)(row, bitmap, columns, listed);
-    FOR_LANES(lane_bytes, find_others)(listed, k, planes->closed_value, ~(uint64_t)0, others);
-    for (uint32_t i = 0; i < k; i += 64) num_others += others[i / 64] != 0;
-    const bool closed = k > 0 && num_others == 0;
+    uint64_t *const bitmap = take_bitmap(scratch, columns + PADDING);
+    uint8_t *const listed = ibp_take(scratch, (size_t)columns * lane_bytes + PADDING);
+    const uint64_t mask = ~ignored_bits(planes);
+    uint32_t k = 0;
+    if (ibp_cpu_features() & IBP_CPU_AVX512) {
+        k = ibp_list_avx512(row, columns, planes->default_value, mask, bitmap, listed, lane_bytes);
+    } else {
+        FOR_LANES(lane_bytes, find_others)(row, columns, planes->default_value, mask, bitmap);
+        for (uint32_t i = 0; i < columns; i += 64) k += (uint32_t)_mm_popcnt_u64(bitmap[i / 64]);
+        FOR_LANES(lane_bytes, gather)(row, bitmap, columns, listed);
+    }
+    const bool closed = k > 0 && memcmp(listed, &planes->closed_value, lane_bytes) == 0 &&
+                        memcmp(listed, listed + lane_bytes, (size_t)(k - 1) * lane_bytes) == 0;
     const ibp_position_form form = ibp_choose_position_form(k, columns);
     const size_t signs = 8 * (size_t)(ibp_header_bytes(columns) + (k ? form.num_bytes : 0)),
                  start = signs + (planes->signed_default ? ibp_to_byte(columns - k) : 0);
@@ -629,8 +636,8 @@ IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row,
     return closed || k == 0 ? start : encode_values(cb, listed, start, k, dst, dst_bytes, scratch);
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
-                         size_t *coded_bytes, ibp_scratch scratch)
+ibp_status ibp_encode_planes(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                             size_t *coded_bytes, ibp_scratch scratch)
 {
     const size_t bits = cb->planes.listed ? encode_listed(cb, row, dst, dst_bytes, &scratch)
                                           : encode_values(cb, row, 0, ibp_columns_of(cb), dst, dst_bytes, &scratch);
@@ -638,5 +645,5 @@ static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *ds
     return *coded_bytes > dst_bytes || bits == no_coded_form ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
-const ibp_row_coder ibp_planes_avx2 = {NULL, encode, decode};
+const ibp_row_coder ibp_planes_avx2 = {NULL, ibp_encode_planes, decode};
 #endif

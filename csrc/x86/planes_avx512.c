@@ -1,5 +1,6 @@
-/* planes_avx512.c - dense rows of scheme planes whose symbols are bytes from one set of entries, with AVX-512: the
- * bytes and statuses of planes.c. Other rows go to planes_avx2.c.
+/* planes_avx512.c - rows of scheme planes with AVX-512, the bytes and statuses of planes.c: coded where symbols have at
+ * most nine bits and one set of entries, decoded where rows are dense, too, and symbols are bytes. Others go to
+ * planes_avx2.c.
  *
  * Residuals, digits and raw symbols all are fields of a fixed number of bits. All are unpacked to lanes, and packed
  * from lanes, 64 bytes of lanes at a time: eight 64-bit words, each with the fields of its lanes one after the other.
@@ -204,46 +205,106 @@ IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t 
 
 /* ---- encoding ---- */
 
-/* The symbols of a row's elements. Padded. */
-IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *row, uint32_t row_bytes, uint8_t *symbols)
+/* A bit for each lane of x that has bits of mask. */
+IBP_AVX512_INLINE uint64_t test_lanes(__m512i x, __m512i mask, uint32_t lane_bytes)
 {
-    const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes;
+    return lane_bytes == 1   ? _mm512_test_epi8_mask(x, mask)
+           : lane_bytes == 2 ? _mm512_test_epi16_mask(x, mask)
+           : lane_bytes == 4 ? _mm512_test_epi32_mask(x, mask)
+                             : _mm512_test_epi64_mask(x, mask);
+}
+
+/* The lanes whose bits are set, one after the other. */
+IBP_AVX512_INLINE __m512i compress_lanes(uint64_t lanes, __m512i x, uint32_t lane_bytes)
+{
+    return lane_bytes == 1   ? _mm512_maskz_compress_epi8(lanes, x)
+           : lane_bytes == 2 ? _mm512_maskz_compress_epi16((__mmask32)lanes, x)
+           : lane_bytes == 4 ? _mm512_maskz_compress_epi32((__mmask16)lanes, x)
+                             : _mm512_maskz_compress_epi64((__mmask8)lanes, x);
+}
+
+IBP_AVX512_INLINE uint32_t list_of(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap,
+                                   uint8_t *listed, uint32_t lane_bytes)
+{
+    const uint64_t ones = ibp_lane_fields(lane_bytes, 1), bits = ibp_low_bits(~(uint64_t)0, 8 * lane_bytes);
+    const __m512i values = all_words((value & bits) * ones), masks = all_words((mask & bits) * ones);
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < n; i += VECTOR / lane_bytes) {
+        const __m512i x = ibp_load_part(row + i * lane_bytes, (n - i) * lane_bytes);
+        const uint64_t lanes = test_lanes(_mm512_xor_si512(x, values), masks, lane_bytes) & ibp_first_bytes(n - i);
+        ibp_store64((uint8_t *)bitmap + i / 8, lanes);
+        _mm512_storeu_si512(listed + (size_t)count * lane_bytes, compress_lanes(lanes, x, lane_bytes));
+        count += (uint32_t)_mm_popcnt_u64(lanes);
+    }
+    return count;
+}
+IBP_AVX512 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap,
+                                    uint8_t *listed, uint32_t lane_bytes)
+{
+    return IBP_BY_SIZE(lane_bytes, list_of, row, n, value, mask, bitmap, listed);
+}
+
+/* The low bytes of the symbols of elements, and their ninth bits where they have such. Padded. */
+IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t num_bytes,
+                                   uint8_t *symbols, uint8_t *ninths)
+{
+    const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes, symbol_bits = ibp_symbol_bits(planes);
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
     const __m512i starts =
         all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits); /* of those in a word */
-    const __m512i mask = all_words(byte_ones * ibp_low_bits(255, ibp_symbol_bits(planes)));
+    const __m512i mask = all_words(byte_ones * ibp_low_bits(255, symbol_bits)),
+                  ninth = all_words(ibp_lane_fields(lane_bytes, 1) << (planes->residual_bits + 8) % 64);
     const __mmask64 bytes = byte_ones * ibp_low_bits(255, per_word);
-    for (uint32_t at = 0; at < row_bytes; at += VECTOR, symbols += 8 * per_word) {
-        const __m512i words =
-            _mm512_multishift_epi64_epi8(starts, rotate(&to_coded, ibp_load_part(row + at, row_bytes - at)));
+    for (uint32_t at = 0; at < num_bytes; at += VECTOR, symbols += 8 * per_word) {
+        const __m512i coded = rotate(&to_coded, ibp_load_part(elements + at, num_bytes - at)),
+                      words = _mm512_multishift_epi64_epi8(starts, coded);
         _mm512_storeu_si512(symbols, _mm512_maskz_compress_epi8(bytes, _mm512_and_si512(words, mask)));
+        if (symbol_bits > 8) ibp_store64(ninths + at / lane_bytes / 8, test_lanes(coded, ninth, lane_bytes));
     }
 }
 
-/* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come first in `symbols`. Both
- * padded.
- * @return how many these are. */
-IBP_AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbols, uint32_t n, uint8_t *ranks)
+/* A byte of a table of 256 for each byte of x. */
+IBP_AVX512_INLINE __m512i look_up(const __m512i *quarters, __m512i x)
 {
-    uint8_t table[4 * VECTOR];
-    memset(table, (int)planes->num_entries, sizeof table);
-    for (uint32_t e = planes->num_entries; e-- > 0;) table[((const uint8_t *)planes->entries)[e]] = (uint8_t)e;
-    __m512i quarters[4];
-    for (uint32_t q = 0; q < 4; q++) quarters[q] = _mm512_loadu_si512(table + q * VECTOR);
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(x), _mm512_permutex2var_epi8(quarters[0], x, quarters[1]),
+                                  _mm512_permutex2var_epi8(quarters[2], x, quarters[3]));
+}
 
-    uint8_t *raw = symbols;
+/* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come in `raw`, in symbol_bytes
+ * each, which is a constant where this is called: 2 with ninth bits; with 1 `raw` may be `symbols`. All padded.
+ * @return how many these are. */
+IBP_AVX512_INLINE uint32_t rank_symbols(const ibp_planes *planes, const uint8_t *symbols, const uint8_t *ninths,
+                                        uint32_t n, uint8_t *ranks, uint8_t *raw, uint32_t symbol_bytes)
+{
+    uint8_t table[8 * VECTOR];
+    const size_t size = sizeof table / 2 * symbol_bytes;
+    memset(table, (int)planes->num_entries, size);
+    for (uint32_t e = planes->num_entries; e-- > 0;) {
+        const uint64_t entry = ibp_load_number((const uint8_t *)planes->entries + e * symbol_bytes, symbol_bytes);
+        if (entry < size) table[entry] = (uint8_t)e;
+    }
+    __m512i parts[8];
+    for (uint32_t q = 0; q < 4 * symbol_bytes; q++) parts[q] = _mm512_loadu_si512(table + q * VECTOR);
+
+    uint32_t num_raw = 0;
     for (uint32_t i = 0; i < n; i += VECTOR) {
-        const __m512i symbol = _mm512_loadu_si512(symbols + i);
-        const __m512i rank = _mm512_mask_blend_epi8(_mm512_movepi8_mask(symbol),
-                                                    _mm512_permutex2var_epi8(quarters[0], symbol, quarters[1]),
-                                                    _mm512_permutex2var_epi8(quarters[2], symbol, quarters[3]));
-        const __mmask64 is_raw =
+        const uint64_t ninth = symbol_bytes == 1 ? 0 : ibp_load64(ninths + i / 8);
+        const __m512i symbol = _mm512_loadu_si512(symbols + i), low = look_up(parts, symbol),
+                      rank = symbol_bytes == 1 ? low : _mm512_mask_blend_epi8(ninth, low, look_up(parts + 4, symbol));
+        uint64_t is_raw =
             _mm512_cmpeq_epi8_mask(rank, _mm512_set1_epi8((char)planes->num_entries)) & ibp_first_bytes(n - i);
         _mm512_storeu_si512(ranks + i, rank);
-        _mm512_storeu_si512(raw, _mm512_maskz_compress_epi8(is_raw, symbol));
-        raw += _mm_popcnt_u64(is_raw);
+        if (symbol_bytes == 1) {
+            _mm512_storeu_si512(raw + num_raw, _mm512_maskz_compress_epi8(is_raw, symbol));
+            num_raw += (uint32_t)_mm_popcnt_u64(is_raw);
+            continue;
+        }
+        for (; is_raw != 0; is_raw &= is_raw - 1, num_raw++) {
+            const uint64_t at = _tzcnt_u64(is_raw);
+            raw[2 * num_raw] = symbols[i + at], raw[2 * num_raw + 1] = ninth >> at & 1;
+        }
     }
-    return (uint32_t)(raw - symbols);
+    return num_raw;
 }
 
 /* Strips a level of n ranks to the next one, in place, and writes its digits, if dst is not NULL. Padded. @return the
@@ -279,24 +340,28 @@ IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, ui
     }
 }
 
-IBP_AVX512 static ibp_status encode_dense(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
-                                          size_t *coded_bytes, ibp_scratch scratch)
+IBP_AVX512 size_t ibp_encode_coded_avx512(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
+                                          uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
-    const uint32_t n = ibp_columns_of(cb), r = planes->residual_bits, symbol_bits = ibp_symbol_bits(planes);
-    uint8_t *const symbols = ibp_take(&scratch, n + PADDING), *const level = ibp_take(&scratch, n + PADDING);
-    cut_symbols(planes, row, cb->row_bytes, symbols);
-    const uint32_t num_raw = rank_symbols(planes, symbols, n, level);
-    size_t at = ibp_to_byte((size_t)n * r) / 8, end;
-    if (at <= dst_bytes && at > 0) write_fields(row, cb->row_bytes, planes->element_bytes, planes->rotate, r, dst);
+    const uint32_t r = planes->residual_bits, symbol_bits = ibp_symbol_bits(planes), lane_bytes = planes->symbol_bytes,
+                   num_bytes = n * planes->element_bytes;
+    uint8_t *const symbols = ibp_take(scratch, n + PADDING), *const level = ibp_take(scratch, n + PADDING);
+    uint8_t *const ninths = ibp_take(scratch, n / 8 + PADDING);
+    uint8_t *const raw = lane_bytes == 1 ? symbols : ibp_take(scratch, (size_t)(n + PADDING) * lane_bytes);
+    cut_symbols(planes, elements, num_bytes, symbols, ninths);
+    const uint32_t num_raw = lane_bytes == 1 ? rank_symbols(planes, symbols, ninths, n, level, raw, 1)
+                                             : rank_symbols(planes, symbols, ninths, n, level, raw, 2);
+    size_t at = start / 8 + ibp_to_byte((size_t)n * r) / 8, end;
+    if (at <= dst_bytes && r > 0)
+        write_fields(elements, num_bytes, planes->element_bytes, planes->rotate, r, dst + start / 8);
     for (uint32_t p = 0, reaching = n; p < planes->num_planes; p++, at = end) {
         end = at + ibp_to_byte((size_t)reaching * planes->digit_bits[p]) / 8;
         reaching = strip_level(level, reaching, planes->digit_bits[p], end <= dst_bytes ? dst + at : NULL);
     }
-    *coded_bytes = at + ibp_to_byte((size_t)num_raw * symbol_bits) / 8;
-    if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
-    if (*coded_bytes > at) write_fields(symbols, num_raw, 1, 0, symbol_bits, dst + at);
-    return IBP_OK;
+    end = at + ibp_to_byte((size_t)num_raw * symbol_bits) / 8;
+    if (end <= dst_bytes && end > at) write_fields(raw, num_raw * lane_bytes, lane_bytes, 0, symbol_bits, dst + at);
+    return 8 * end;
 }
 
 /* ---- which rows these are ---- */
@@ -310,15 +375,17 @@ static bool fits_words(const ibp_planes *planes)
     return word_bits + largest_offset <= 64 && (word_bits == 0 || word_bits >= 8);
 }
 
-static bool is_coded_here(const ibp_planes *planes)
+bool ibp_takes_avx512(const ibp_planes *planes)
 {
-    return !planes->listed && !planes->per_column && planes->symbol_bytes == 1 && fits_words(planes);
+    return !planes->per_column && ibp_symbol_bits(planes) <= 9 && fits_words(planes);
 }
 
 static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
                          ibp_scratch scratch)
 {
-    if (!is_coded_here(&cb->planes)) return ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
+    const ibp_planes *const planes = &cb->planes;
+    if (planes->listed || planes->symbol_bytes != 1 || !ibp_takes_avx512(planes))
+        return ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
     if (cb->planes.invariant_bits == 0) return decode_dense(cb, src, src_bytes, row, scratch);
     const ibp_codebook coded = ibp_coded_codebook(cb);
     const ibp_status status = decode_dense(&coded, src, src_bytes, row, scratch);
@@ -326,17 +393,5 @@ static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_
     return status;
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
-                         size_t *coded_bytes, ibp_scratch scratch)
-{
-    if (!is_coded_here(&cb->planes)) return ibp_planes_avx2.encode(cb, row, dst, dst_bytes, coded_bytes, scratch);
-    if (cb->planes.invariant_bits == 0) return encode_dense(cb, row, dst, dst_bytes, coded_bytes, scratch);
-    const ibp_codebook coded = ibp_coded_codebook(cb);
-    uint8_t *const cut = ibp_take(&scratch, cb->row_bytes);
-    *coded_bytes = IBP_NO_CODED_FORM;
-    if (!ibp_cut_elements_avx2(&cb->planes, row, ibp_columns_of(cb), cut)) return IBP_BUFFER_TOO_SMALL;
-    return encode_dense(&coded, cut, dst, dst_bytes, coded_bytes, scratch);
-}
-
-const ibp_row_coder ibp_planes_avx512 = {NULL, encode, decode};
+const ibp_row_coder ibp_planes_avx512 = {NULL, ibp_encode_planes, decode};
 #endif

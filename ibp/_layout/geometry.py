@@ -18,6 +18,7 @@ _Given = TypeVar("_Given")
 
 LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
 _BLOCK_BYTES = 64 << 20  # data coded at once; `compress(inplace=True)` holds it twice
+_NEAR_BLOCK_BYTES = 1 << 30  # of host memory that the CPU codes: threads wait for each other after a block
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
@@ -176,16 +177,16 @@ def blocks(
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32.
 
-    What is on the GPU that works on it is one block, if `whole`. Host data is brought to a GPU in smaller blocks by its
-    copy engine, the next
-    one while the caller works on one: such a block is valid until the next one is asked for (see `_staging`).
+    What is on the GPU that works on it is one block, if `whole`; on the CPU blocks are of 1 GiB then. Host data is
+    brought to a GPU in smaller blocks by its copy engine, the next one while the caller works on one: such a block is
+    valid until the next one is asked for (see `_staging`).
     """
     num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
     most_bytes = _BLOCK_BYTES
     if is_staged:
         most_bytes = min(_BLOCK_BYTES, staging.STAGED_BYTES)
-    elif whole and device.type == "cuda" and data.device == device:
-        most_bytes = data.numel()
+    elif whole and data.device == device:
+        most_bytes = data.numel() if data.is_cuda else _NEAR_BLOCK_BYTES
     step = max(1, most_bytes // (_core.ROWS_PER_BASE * row_bytes)) * _core.ROWS_PER_BASE
     ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)

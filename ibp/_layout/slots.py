@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,10 +30,18 @@ class Survey:
     def num_rows(self) -> int:
         return int(self.sectors.sum())
 
+    @functools.cached_property
+    def above(self) -> tuple[np.ndarray, np.ndarray]:
+        """(rows that leave slots of k sectors, bytes of their parts in whole sectors), int64 [len(sectors)] each."""
+        backwards = self.sectors.numpy()[::-1]
+        rows = backwards.cumsum() - backwards
+        return rows[::-1], SECTOR_BYTES * rows.cumsum()[::-1]
+
     def spilled(self, slot_bytes: int) -> tuple[int, int]:
         """(rows that leave slots of this size, bytes of their parts in whole sectors)."""
-        above = self.sectors.numpy()[-(-slot_bytes // SECTOR_BYTES) + 1 :]
-        return int(above.sum()), SECTOR_BYTES * int(above @ np.arange(1, len(above) + 1))
+        rows, overflow = self.above
+        k = -(-slot_bytes // SECTOR_BYTES)
+        return int(rows[k]), int(overflow[k])
 
     def overflow_bytes(self, slot_bytes: int) -> int:
         """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without
@@ -70,16 +79,15 @@ OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)  # of eq
 def slots_for(found: Survey, row_bytes: int, rule: SlotRule) -> tuple[int, float]:
     """(bytes of the slots that suit rows, bytes of overflow of a mean row). Slots are a multiple of 32 bytes below
     row_bytes, or row_bytes."""
-    rows = found.sectors.numpy().astype(np.float64)
-    if len(rows) < 2:
+    rows_above, overflow = found.above
+    if len(rows_above) < 2:
         return row_bytes, 0.0
-    slots = np.arange(len(rows), dtype=np.float64) * SECTOR_BYTES
-    rows_above = rows[::-1].cumsum()[::-1] - rows  # rows that leave a slot of k sectors
-    overflow = rows_above[::-1].cumsum()[::-1] * SECTOR_BYTES
-    total = max(1.0, float(rows[0] + rows_above[0]))
+    slots = np.arange(len(rows_above), dtype=np.float64) * SECTOR_BYTES
     slots[-1] = row_bytes  # whose last sector may be a part of one
+    total = max(1.0, float(found.sectors.numpy()[0] + rows_above[0]))
     costs = total * slots + rule.overflow_cost * overflow + rule.part_cost * rows_above
-    costs[(overflow > rule.most_overflow * total) | (rows_above > rule.most_spilled)] = math.inf
+    if min(rule.most_overflow, rule.most_spilled) < math.inf:
+        costs[(overflow > rule.most_overflow * total) | (rows_above > rule.most_spilled)] = math.inf
     if rule.sizes is not None:
         costs[~np.isin(slots, rule.sizes)] = math.inf
     first = rule.least // SECTOR_BYTES

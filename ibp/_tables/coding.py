@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from .. import _core
@@ -314,16 +315,15 @@ def encode_to(
         else torch.empty(0, dtype=torch.int64, device=worker)
     )
     lies_near, faults = slots.device == worker, []
-    ends = (
-        [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
-    )
+    is_cut = overflow.numel() > 0 and not (lies_near and worker.type == "cuda")  # by blocks
+    ends = np.append(bases.cpu().numpy(), overflow.numel()) if is_cut else None
     with (
         staging.outlet(worker, slots.device, pageable=pageable) as outlet,
         tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
     ):
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker, whole=lies_near):
             base, end_base = first // _core.ROWS_PER_BASE, -(-last // _core.ROWS_PER_BASE)
-            start, end = (ends[base], ends[end_base]) if ends else (0, overflow.numel())
+            start, end = (0, overflow.numel()) if ends is None else (int(ends[base]), int(ends[end_base]))
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
             near = targets if lies_near else outlet.take([target.numel() for target in targets])
             part = bases[base:end_base] if overflow.numel() else bases
@@ -355,5 +355,5 @@ def encode_block(
 
 
 def check_faults(faults: list[torch.Tensor]) -> None:
-    for record in torch.stack(faults).tolist():
+    for record in torch.stack(faults).tolist() if len(faults) > 1 else [faults[0].tolist()]:
         _WORDS.raise_for(record)

@@ -2,6 +2,7 @@
 samples."""
 
 import copy
+import dataclasses
 import io
 import itertools
 import json
@@ -576,3 +577,17 @@ def test_savings_with_a_codebook_a_matrix():
             found = learned(x)
             coded, original = coded + int(found.lengths.sum()) + found.codebook.nbytes, original + x.nbytes
     assert 1 - coded / original >= 0.32
+
+
+@pytest.mark.parametrize("level", ["default", "fast"])
+@pytest.mark.parametrize("kind", ["sparse", "narrow", "random", "equal"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_codebooks_of_words_are_as_checked_ones(dtype, kind, level):
+    x = make_tensor((300, 48), dtype, kind)
+    x[:, ::3] = x[0, 0]
+    row_bytes = 48 * dtype.itemsize
+    learned = learn_planes(bytes_of(x), row_bytes, 1 << 20, dtype, level=level).codebook
+    checked = PlanesCodebook(**{field.name: getattr(learned, field.name) for field in dataclasses.fields(learned)})
+    assert checked == learned and checked.codec == learned.codec and repr(checked) == repr(learned)
+    assert_same_bits(checked.words("cpu"), learned.words("cpu"))
+    assert_same_bits(checked.entries, learned.entries)

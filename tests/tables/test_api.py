@@ -566,6 +566,14 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
     assert_same_bits(table.decompress(), before)
 
 
+def test_blocks_of_host_memory(x, monkeypatch):
+    whole = ibp.compress(x, scheme="planes", slot_bytes=32, device="cpu", memory="host")
+    monkeypatch.setattr("ibp._layout.geometry._NEAR_BLOCK_BYTES", 240 * 96)
+    table = ibp.compress(x, codebook=whole.codebook, slot_bytes=32, device="cpu", memory="host")
+    assert table.overflow.numel() > 0
+    assert_same_table(table, whole)
+
+
 @pytest.fixture
 def in_blocks(monkeypatch):
     """200 rows in blocks of 96, and a codebook for them."""

@@ -60,6 +60,8 @@ def estimate(rows: torch.Tensor, row_bytes: int, num_rows: int) -> float:
     most = 1.0
     if num_rows == 1:
         most -= min(_single_row_bytes(rows.numpy(), size) for size in CHUNK_BYTES) / row_bytes
+    if most <= 0:
+        return most
     if num_rows < _LEAST_MASKED_ROWS and row_bytes % max(CHUNK_BYTES) == 0:
         row_bytes = max(CHUNK_BYTES)
     return min(most, float(torch.ops.ibp.estimate_masks.default(rows, row_bytes)))

@@ -12,6 +12,11 @@ import torch
 from ... import _core
 from ..codebook import AnyCodebook, checked_savings, kind_of, private_copy, public, whole
 
+# Of a codec, behind the scheme's and before the digits' widths (read_planes in csrc/bindings).
+_NUMBERS = (
+    *("row_bytes", "element_bytes", "rotate", "residual_bits", "per_column", "listed", "default", "closed"),
+    *("invariant_bits", "invariant_value", "consecutive", "first_symbol", "signed_default", "num_constant"),
+)
 ELEMENT_BYTES = (1, 2, 4, 8)
 MAX_PLANES, MAX_DIGIT_BITS = 4, 4
 
@@ -149,6 +154,32 @@ class PlanesCodebook(AnyCodebook):
         }
         words = np.frombuffer(bytearray(constants + symbols.tobytes()), np.uint8)
         self._finish(torch.from_numpy(words), **checked, _shared=constants)
+
+    @classmethod
+    def of_words(cls, words: torch.Tensor, codec: list[int]) -> PlanesCodebook:
+        """The codebook of words that the core has made, which nobody else writes to, and their codec."""
+        fields: dict[str, Any] = dict(zip(_NUMBERS, codec[1:]))
+        num_constant, is_consecutive = fields.pop("num_constant"), fields.pop("consecutive")
+        row_bytes, element_bytes = fields["row_bytes"], fields["element_bytes"]
+        for name in ("default", "closed", "invariant_value", "first_symbol"):
+            fields[name] &= 2 ** (8 * element_bytes) - 1
+        for flag in ("per_column", "listed", "signed_default"):
+            fields[flag] = bool(fields[flag])
+        if not is_consecutive:
+            fields["first_symbol"] = None
+        num_live, start, live, row_template = row_bytes // element_bytes - num_constant, 0, None, None
+        if num_constant:
+            live_start = -(-row_bytes // 16) * 16
+            start = live_start + -(-2 * num_live // 16) * 16
+            row_template = words[:row_bytes].clone()
+            live = words[live_start : live_start + 2 * num_live].view(torch.uint16).to(torch.int64)
+        symbol_bits = 8 * element_bytes - fields["invariant_bits"] - fields["residual_bits"]
+        entries = words.numpy()[start:].view(f"<u{symbol_bytes(symbol_bits)}").astype(np.int64)
+        fields["entries"] = torch.from_numpy(entries).view(num_live if fields["per_column"] else 1, -1)
+        fields.update(digit_bits=tuple(codec[15:]), live_columns=live, row_template=row_template, expected_savings=None)
+        book = object.__new__(cls)
+        book._finish(words, **fields, _shared=words.numpy()[:start].tobytes())
+        return book
 
     def _checked_numbers(self, width: int) -> dict[str, Any]:
         """The fields that are whole numbers, for elements of `width` bits."""

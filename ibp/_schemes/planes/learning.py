@@ -11,7 +11,7 @@ from ..._layout import geometry as _rows
 from ..._layout import slots
 from ..._machine import staging
 from ..request import Request
-from .codebook import PlanesCodebook, signed, symbol_bytes
+from .codebook import PlanesCodebook, signed
 
 LEVELS = ("default", "fast")
 _LEARN_ELEMENTS = 1 << 19  # of the rows of a cluster that are looked at
@@ -123,11 +123,10 @@ def learn_planes(
         raise ValueError("the sample has no row to learn from")
     element_bytes, exponent_bits = _element_of(dtype, row_bytes)
     num_rows = max(num_rows, sample.numel() // row_bytes)
-    codebook = _codebook_of(
-        *torch.ops.ibp.learn_planes.default(
-            sample, row_bytes, element_bytes, exponent_bits, num_rows, level == "fast", codes_invariant
-        )
+    words, codec = torch.ops.ibp.learn_planes.default(
+        sample, row_bytes, element_bytes, exponent_bits, num_rows, level == "fast", codes_invariant
     )
+    codebook = PlanesCodebook.of_words(words, codec.tolist())
     entries = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
     survey = slots.survey(entries, _rows.Geometry(sample.shape, torch.uint8, row_bytes))
     coded_bytes = survey.stored / len(entries) + codebook.nbytes / num_rows
@@ -168,8 +167,7 @@ def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> l
 def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
     some = _rows.sample(rows, codebook.row_bytes, max(1, _LEARN_ELEMENTS // codebook.columns))
     words = torch.ops.ibp.learn_entries.default(staging.to_host(some), codebook.words("cpu"), codebook.codec)
-    entries = _entries_of(words[codebook.shared_words.numel() :], codebook.symbol_bits, len(codebook.entries))
-    return replace(codebook, entries=entries, expected_savings=None)
+    return PlanesCodebook.of_words(words, codebook.codec)
 
 
 def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor:
@@ -219,41 +217,3 @@ def _element_of(dtype: torch.dtype, row_bytes: int) -> tuple[int, int]:
         )  # of a byte all bits are tried
     element_bytes = math.gcd(own_bytes, row_bytes)
     return element_bytes, exponent_bits if element_bytes == own_bytes else 0
-
-
-def _codebook_of(words: torch.Tensor, codec: torch.Tensor) -> PlanesCodebook:
-    """The codebook of a working form (read_planes in csrc/bindings)."""
-    _, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, *rest = codec.tolist()
-    invariant_bits, invariant_value, consecutive, first_symbol, signed_default, num_constant, *digit_bits = rest
-    num_live, elements = row_bytes // element_bytes - num_constant, 2 ** (8 * element_bytes) - 1
-    start, live_columns, row_template = 0, None, None
-    if num_constant:
-        live_start = -(-row_bytes // 16) * 16
-        start = live_start + -(-2 * num_live // 16) * 16
-        row_template = words[:row_bytes]
-        live_columns = words[live_start : live_start + 2 * num_live].view(torch.uint16).to(torch.int64)
-    symbol_bits = 8 * element_bytes - invariant_bits - residual_bits
-    return PlanesCodebook(
-        row_bytes,
-        element_bytes,
-        rotate,
-        residual_bits,
-        tuple(digit_bits),
-        bool(per_column),
-        bool(listed),
-        default & elements,
-        closed & elements,
-        _entries_of(words[start:], symbol_bits, num_live if per_column else 1),
-        invariant_bits=invariant_bits,
-        invariant_value=invariant_value,
-        first_symbol=first_symbol if consecutive else None,
-        signed_default=bool(signed_default),
-        live_columns=live_columns,
-        row_template=row_template,
-    )
-
-
-def _entries_of(packed: torch.Tensor, symbol_bits: int, sets: int) -> torch.Tensor:
-    """Packed symbols as int64 bit patterns [sets, E]."""
-    size = symbol_bytes(symbol_bits)
-    return packed.clone().view(_INTEGERS[size]).view(sets, -1).to(torch.int64) & signed(2**symbol_bits - 1, 64)
