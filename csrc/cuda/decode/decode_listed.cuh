@@ -309,6 +309,16 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
+    __device__ __forceinline__ void fill_vectors(const Window &window) const
+    {
+        if (Book::num_constant(cb.planes) != 0u || !window.is_units(cb.row_bytes, 16)) return fill(cb, window);
+        uint32_t words[4] = {};
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) put_element(words, e, static_cast<T>(cb.planes.default_value));
+#pragma unroll 4
+        for (uint32_t i = lane_id(); i < cb.row_bytes / 16u; i += kWarp) store_words(window, true, 4u * i, words);
+    }
+
     // Stores 16 bytes of elements, from a live column on, one by one.
     static __device__ __noinline__ void store_live(const ibp_planes &planes, Window window, uint32_t column,
                                                    uint32_t columns, uint4 words)
@@ -401,7 +411,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const uint16_t *const columns = listed_columns();
         const uint32_t n = row.num_listed;
         uint32_t next[IBP_MAX_PLANES] = {};
-        fill(cb, window);
+        fill_vectors(window);
         __syncwarp();
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kWarp) {
