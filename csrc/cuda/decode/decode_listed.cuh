@@ -150,12 +150,36 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
+    // Puts residuals beside entries, those of a word's elements at a time.
+    struct ResidualJoin {
+        static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
+        uint32_t num_bits, invariant, rotate, kept, top; // kept, top: bits of every element
+
+        __device__ __forceinline__ explicit ResidualJoin(const ibp_planes &planes)
+            : num_bits(planes.residual_bits), invariant(ibp_min_u32(Book::invariant_bits(planes), kWordBits - 1u)),
+              rotate(planes.rotate),
+              kept(num_bits > rotate ? (low_bits(~0u, num_bits - rotate) << invariant) * kEach : 0u),
+              top(num_bits != 0u && rotate ? kEach << (kWordBits - 1u) : 0u)
+        {
+        }
+        // fields: the residuals one after the other, from bit 0 on, and anything behind them.
+        __device__ __forceinline__ uint32_t beside(uint32_t entries, uint32_t fields) const
+        {
+            if (sizeof(T) == 1) fields = select_bits(0xffffu, fields, fields << (16u - 2u * num_bits));
+            if (sizeof(T) == 1) fields = select_bits(0x00ff00ffu, fields, fields << (8u - num_bits));
+            if (sizeof(T) == 2) fields = select_bits(0xffffu, fields, fields << (16u - num_bits));
+            fields <<= invariant;
+            return entries | (fields >> rotate & kept) | (fields << (kWordBits - 1u - invariant) & top);
+        }
+    };
+
     // Puts the n elements of a batch together, eight a lane; those with raw symbols once more. mine: the batch's digits
     // of each plane. By all lanes together.
     __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t n) const
     {
         const DigitRange raws = parts.mine[IBP_MAX_PLANES];
         const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
+        const ResidualJoin with(cb.planes);
         uint32_t raw = raws.from;
         __syncwarp(); // the ranks are there, the list is free
 #pragma unroll 1
@@ -163,7 +187,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             const uint32_t j = base + kOctet * lane_id(), residuals = parts.residuals + (parts.mine[0].from + j) * r;
             uint2 octet = make_uint2(raw_ranks, raw_ranks);
             if (cb.planes.num_planes != 0u && j < n) octet = *reinterpret_cast<const uint2 *>(ranks() + j);
-            if (j < n) join_octet(octet, residuals, j, (n - j) * r);
+            if (j < n) join_octet(with, octet, residuals, j);
             if (raws.from == raws.to) continue;
             const auto equal = [&](uint32_t ranks) { return highest_bits(~((ranks ^ raw_ranks) + 0x7f7f7f7fu)); };
             uint32_t mine = low_bits(equal(octet.x) | equal(octet.y) << 4u, n - ibp_min_u32(j, n)); // none is above 127
@@ -178,31 +202,35 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         __syncwarp(); // the elements are there
     }
-    // Elements j to j + 7 of a batch, whose residuals begin at a bit and go on for `left` bits.
-    __device__ __forceinline__ void join_octet(uint2 octet, uint32_t residuals, uint32_t j, uint32_t left) const
+    // Elements j to j + 7 of a batch, whose residuals begin at a bit. Those behind the batch are read where the stage
+    // or the entries behind it are.
+    __device__ __forceinline__ void join_octet(const ResidualJoin &with, uint2 octet, uint32_t residuals,
+                                               uint32_t j) const
     {
         constexpr uint32_t kPerWord = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T));
         const uint32_t r = cb.planes.residual_bits;
         const auto entry = [&](uint32_t e) {
             return entries()[permute_bytes(e < 4u ? octet.x : octet.y, 0, 0x4440u + e % 4u)];
         };
-        const auto window = [&](uint32_t e) { return field(residuals + ibp_min_u32(e * r, left)); };
         uint32_t words[kOctet * sizeof(T) / 4u];
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++) {
-                const uint64_t element = entry(e) | element_of(low_bits(window(e), r));
+                const uint64_t element = entry(e) | element_of(low_bits(field(residuals + e * r), r));
                 words[2u * e] = static_cast<uint32_t>(element),
                            words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);
             }
         } else {
-            const WordJoin<T> with(cb.planes);
 #pragma unroll
             for (uint32_t k = 0; k < kOctet / kPerWord; k++) {
-                words[k] = with.word(0, spread_fields<T>(window(k * kPerWord), r));
+                const uint32_t two = residuals + k / 2u * 2u * kPerWord * r; // bit of the residuals of two words
+                const Cursor fields{&shared_word(two / 32u), two};
+                const uint32_t low = fields.word(0), high = fields.word(1);
+                words[k] = 0;
 #pragma unroll
                 for (uint32_t e = 0; e < kPerWord; e++)
                     words[k] |= static_cast<uint32_t>(entry(k * kPerWord + e)) << e * kBits;
+                words[k] = with.beside(words[k], k % 2u == 0u ? low : __funnelshift_rc(low, high, kPerWord * r));
             }
         }
         uint32_t *const to = reinterpret_cast<uint32_t *>(elements() + j);
