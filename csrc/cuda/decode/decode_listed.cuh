@@ -1,8 +1,8 @@
 // decode_listed.cuh - listed rows of scheme planes (FORMAT.md section 6).
 //
 // A warp decodes the listed elements first, as if they were a row of their own, a batch of them at a time:
-//   ranks     each plane's digits say which entry an element has, a byte each: 16 digits a lane of plane 0, one a lane
-//             of the others, whose elements are listed
+//   ranks     each plane's digits say which entry an element has, a byte each: eight digits a lane of plane 0, one a
+//             lane of the others, whose elements are listed
 //   elements  entries, raw symbols and residuals joined, an element a lane
 // Then it goes through the columns, 16 bytes a lane: a lane's bits of the bitmap of listed positions and a prefix sum
 // of their counts say which elements it takes; a list of positions is made a bitmap first. Where few are listed, the
@@ -25,8 +25,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kBatch = 1024;                       // elements, and columns: a word of the bitmap a lane
     static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256; // bytes from which on a row's stage leaves less room
-    static constexpr uint32_t kPerLane = 16;                       // digits of plane 0 at a time
-    static constexpr uint32_t kOctet = 8;                          // elements that a lane joins
+    static constexpr uint32_t kOctet = 8;                          // elements that a lane names and joins
     static constexpr uint32_t kSparse = 8; // columns for each listed element from which on these are stored one by one
     static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
@@ -96,26 +95,20 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const DigitSpread spread(num_bits);
         uint32_t num_escaped = 0;
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kPerLane * kWarp) {
-            const uint32_t i = base + kPerLane * lane_id();
-            uint32_t escaped[2];
-#pragma unroll
-            for (uint32_t q = 0; q < 2u; q++) {
-                const uint32_t j = ibp_min_u32(i + 8u * q, n);
-                const uint32_t digits = low_bits(spread.nibbles(shared_bits(plane + (range.from + j) * num_bits)),
-                                                 4u * ibp_min_u32(n - j, 8u));
-                escaped[q] = escaped_digits(digits, spread.above);
-                const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
-                if (j < n)
-                    *reinterpret_cast<uint2 *>(ranks() + i + 8u * q) =
-                        make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
-            }
-            const uint32_t count = ibp_popcount(escaped[0]) + ibp_popcount(escaped[1]);
-            const uint32_t sums = G::inclusive_scan(count);
+        for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
+            const uint32_t i = ibp_min_u32(base + kOctet * lane_id(), n);
+            const uint32_t digits = low_bits(spread.nibbles(shared_bits(plane + (range.from + i) * num_bits)),
+                                             4u * ibp_min_u32(n - i, kOctet));
+            const uint32_t escaped = escaped_digits(digits, spread.above);
+            const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
+            if (i < n)
+                *reinterpret_cast<uint2 *>(ranks() + i) =
+                    make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
+            const uint32_t count = ibp_popcount(escaped), sums = G::inclusive_scan(count);
             uint16_t *to = numbers() + (num_escaped + sums - count);
 #pragma unroll
-            for (uint32_t e = 0; e < kPerLane; e++)
-                if (escaped[e / 8u] >> (4u * (e % 8u) + 3u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+            for (uint32_t e = 0; e < kOctet; e++)
+                if (escaped >> (4u * e + 3u) & 1u) *to++ = static_cast<uint16_t>(i + e);
             num_escaped += G::last_lane(sums);
         }
         return num_escaped;
