@@ -426,47 +426,25 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
     // Stores the elements one by one, over the default.
-    __device__ __forceinline__ void store_each(const Book &book, const Listed &row, const ValueParts &parts,
+    __device__ __forceinline__ void store_each(const Book &book, const Listed &row, ValueParts &parts,
                                                const Window &window) const
     {
         const uint16_t *const columns = listed_columns();
-        const uint32_t n = row.num_listed;
-        uint32_t next[IBP_MAX_PLANES] = {};
+        const uint32_t most = batch_of(cb);
         fill_vectors(window);
         __syncwarp();
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kWarp) {
-            const uint32_t j = base + lane_id();
-            T element = static_cast<T>(cb.planes.closed_value);
-            if (!row.closed) element = element_at(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
-            if (j < n) ibp::put_element<T, FIELDS>(cb.planes, window, columns[j], element);
+        for (uint32_t first = 0; first < row.num_listed; first += most) {
+            const uint32_t n = ibp_min_u32(row.num_listed - first, most);
+            if (!row.is_batch) name_batch(book, row, first, n, parts);
+            if (!row.closed) join_batch(book, parts, n);
+#pragma unroll 1
+            for (uint32_t j = lane_id(); j < n; j += kWarp) {
+                const T element = row.closed ? static_cast<T>(cb.planes.closed_value) : elements()[j];
+                ibp::put_element<T, FIELDS>(cb.planes, window, columns[first + j], element);
+            }
+            __syncwarp(); // the elements are free
         }
-    }
-    // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
-    // far. Planes that none of them reaches, and residuals of no bits, are not looked at. By all lanes together.
-    __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
-                                            uint32_t (&next)[IBP_MAX_PLANES]) const
-    {
-        const uint32_t r = cb.planes.residual_bits;
-        uint32_t at = j, rank = 0, escaped = kAllLanes;
-        bool open = active;
-#pragma unroll
-        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= cb.planes.num_planes || escaped == 0u) break;
-            const uint32_t num_bits = cb.planes.digit_bits[p], escape = low_bits(~0u, num_bits),
-                           digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
-            if (open) rank += digit;
-            open = open && digit == escape;
-            escaped = G::ballot(open);
-            at = next[p] + ibp_popcount(escaped & G::lanes_below()); // in bounds for all lanes
-            next[p] += ibp_popcount(escaped);
-        }
-        if (escaped == 0u && r == 0u) return entries()[rank];
-        Word raw = 0;
-        if (open && r < kBits)
-            raw = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
-        if (r != 0u) raw |= low_bits(field(parts.residuals + j * r), r);
-        return static_cast<T>(entries()[rank] | element_of(raw));
     }
 
     // Stores all columns. parts: of the values, where there are any.
@@ -555,8 +533,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         if (!row.closed)
             parts = book.template find_parts<G, false>(
                 values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
-                    return row.is_batch && !row.is_sparse ? name(book, p, from, range, num_bits)
-                                                          : Book::template count_escapes<G>(from, range, num_bits);
+                    return row.is_batch ? name(book, p, from, range, num_bits)
+                                        : Book::template count_escapes<G>(from, range, num_bits);
                 });
         if ((row.closed ? values : parts.end) != end) return false;
         return store_row(book, row, parts, stage, window);
