@@ -172,28 +172,42 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         const DigitRange raws = parts.mine[IBP_MAX_PLANES];
         const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
+        const bool few = raws.to - raws.from <= kEntries - cb.planes.num_entries && cb.planes.num_planes != 0u;
         const ResidualJoin with(cb.planes);
         uint32_t raw = raws.from;
-        __syncwarp(); // the ranks are there, the list is free
+        __syncwarp(); // the ranks and the list are there
+        if (few) {    // their symbols become entries
+#pragma unroll 1
+            for (uint32_t i = lane_id(); i < raws.to - raws.from; i += kWarp) {
+                const uint32_t rank = cb.planes.num_entries + i;
+                entries()[rank] = raw_element(book, parts, raws.from + i);
+                ranks()[numbers()[i]] = static_cast<uint8_t>(rank);
+            }
+            __syncwarp(); // the ranks are there, the list is free
+        }
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
             const uint32_t j = base + kOctet * lane_id(), residuals = parts.residuals + (parts.mine[0].from + j) * r;
             uint2 octet = make_uint2(raw_ranks, raw_ranks);
             if (cb.planes.num_planes != 0u && j < n) octet = *reinterpret_cast<const uint2 *>(ranks() + j);
             if (j < n) join_octet(with, octet, residuals, j);
-            if (raws.from == raws.to) continue;
+            if (few) continue;
             const auto equal = [&](uint32_t ranks) { return highest_bits(~((ranks ^ raw_ranks) + 0x7f7f7f7fu)); };
             uint32_t mine = low_bits(equal(octet.x) | equal(octet.y) << 4u, n - ibp_min_u32(j, n)); // none is above 127
             const uint32_t count = ibp_popcount(mine), sums = G::inclusive_scan(count);
-            uint32_t position = parts.digits[IBP_MAX_PLANES] + (raw + sums - count) * book.symbol_bits;
-            for (; mine != 0u; mine &= mine - 1u, position += book.symbol_bits) {
+            for (uint32_t i = raw + sums - count; mine != 0u; mine &= mine - 1u, i++) {
                 const uint32_t e = ibp_popcount((mine & (0u - mine)) - 1u);
-                const Word symbol = r < kBits ? low_bits(field(position), book.symbol_bits) << r : Word{0};
-                elements()[j + e] = element_of(symbol | low_bits(field(residuals + e * r), r));
+                elements()[j + e] = raw_element(book, parts, i) | element_of(low_bits(field(residuals + e * r), r));
             }
             raw += G::last_lane(sums);
         }
         __syncwarp(); // the elements are there
+    }
+    // The element of a raw symbol whose residual is 0.
+    __device__ __forceinline__ T raw_element(const Book &book, const ValueParts &parts, uint32_t i) const
+    {
+        const uint32_t r = cb.planes.residual_bits, at = parts.digits[IBP_MAX_PLANES] + i * book.symbol_bits;
+        return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
     }
     // Elements j to j + 7 of a batch, whose residuals begin at a bit. Those behind the batch are read where the stage
     // or the entries behind it are.
