@@ -34,6 +34,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
+    const uint32_t most;    // elements of a batch
 
     // Shared memory of a warp: the elements of each entry whose residuals are 0; the ranks of a batch; its elements,
     // which make room for lists of 16-bit numbers; a bitmap of all positions.
@@ -66,15 +67,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return shared_bytes() + scratch + kEntries * static_cast<uint32_t>(sizeof(T));
     }
     __device__ __forceinline__ T *entries() const { return reinterpret_cast<T *>(shared_bytes() + scratch); }
-    __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + batch_of(cb)); }
+    __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + most); }
     __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
     __device__ __forceinline__ uint32_t bitmap() const // shared word
     {
-        return (scratch + kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(cb) + element_bytes_of(cb)) / 4u;
+        return (scratch + kEntries * static_cast<uint32_t>(sizeof(T)) + most + element_bytes_of(cb)) / 4u;
     }
 
     __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t shared)
-        : cb(codebook), scratch(shared)
+        : cb(codebook), scratch(shared), most(in_register(batch_of(codebook)))
     {
         if (cb.num_clusters <= 1u) fill_entries(Book(cb, 0));
     }
@@ -444,7 +445,6 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                                                const Window &window) const
     {
         const uint16_t *const columns = listed_columns();
-        const uint32_t most = batch_of(cb);
         fill_vectors(window);
         __syncwarp();
 #pragma unroll 1
@@ -475,7 +475,6 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             fill(cb, window);
             __syncwarp();
         }
-        const uint32_t most = batch_of(cb);
         uint32_t found = 0;
 #pragma unroll 1
         for (uint32_t tile = 0; tile < row.columns; tile += most) {
@@ -527,7 +526,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             return false;
         const uint32_t k = header.num_listed;
         Listed row{};
-        row.num_listed = k, row.columns = columns, row.closed = header.is_closed, row.is_batch = k <= batch_of(cb);
+        row.num_listed = k, row.columns = columns, row.closed = header.is_closed, row.is_batch = k <= most;
         row.positions = row.signs = start_bit + 8u * header_bytes;
         if (k != 0u) {
             row.form = choose_position_form(k, columns);
