@@ -125,7 +125,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t base = 0; base < n; base += kWarp) {
             const uint32_t i = base + lane_id();
             const bool active = i < n;
-            const uint32_t digit = shared_bits(plane + (range.from + ibp_min_u32(i, n)) * num_bits) & escape;
+            const uint32_t digit = shared_bits(plane + (range.from + i) * num_bits) & escape; // of any bits past n
             const uint32_t j = active ? numbers()[i] : 0u;
             if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
             const bool open = active && digit == escape;
@@ -375,23 +375,36 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         uint32_t before;      // listed ones of the batch before the lane's
         uint32_t earlier;     // and of the row before the batch
     };
+    // Behind a listed element or, with SIGNED, behind the sign of another.
+    template <bool SIGNED>
+    static __device__ __forceinline__ void go_on(uint32_t listed, uint32_t &next, uint32_t &signs)
+    {
+#ifdef __CUDACC__ // in place: the compiler would put the results elsewhere and move them
+        if (SIGNED) {
+            asm("{.reg .pred p; setp.ne.u32 p, %2, 0; @p add.u32 %0, %0, %3; @!p shr.u32 %1, %1, 1;}"
+                : "+r"(next), "+r"(signs)
+                : "r"(listed), "n"(sizeof(T)));
+            return;
+        }
+#endif
+        if (listed != 0u)
+            next += static_cast<uint32_t>(sizeof(T));
+        else if (SIGNED)
+            signs >>= 1;
+    }
     // 16 bytes of elements. mask: which ones are listed; rank: the first listed one's in the batch. signs: the highest
     // bits of the unlisted ones, with SIGNED.
     template <bool SIGNED>
     __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
     {
-        const T default_value = static_cast<T>(cb.planes.default_value);
-        const T *next = elements() + rank;
+        const T default_value = static_cast<T>(SIGNED ? cb.planes.default_value & ~kSign : cb.planes.default_value);
+        auto next = static_cast<uint32_t>(reinterpret_cast<const uint8_t *>(elements() + rank) - shared_bytes());
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) {
             T element = default_value;
-            if (SIGNED)
-                element =
-                    static_cast<T>((element & static_cast<T>(~kSign)) | static_cast<Word>(signs & 1u) << (kBits - 1u));
-            if (mask >> e & 1u)
-                element = *next++;
-            else if (SIGNED)
-                signs >>= 1;
+            if (SIGNED) element |= static_cast<T>(static_cast<Word>(signs & 1u) << (kBits - 1u));
+            if (mask >> e & 1u) element = *reinterpret_cast<const T *>(shared_bytes() + next);
+            go_on<SIGNED>(mask & 1u << e, next, signs);
             put_element(words, e, element);
         }
     }
