@@ -285,7 +285,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             if (found > form.num_positions) return false;
 #pragma unroll 1
             for (uint32_t low = lows + rank * form.low_bits; ones != 0u; ones &= ones - 1u, low += form.low_bits) {
-                const uint32_t bit = from + ibp_popcount((ones & (0u - ones)) - 1u),
+                const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
                 const bool follows = position >= next && position < columns;
                 if (follows) take(rank, position);
@@ -345,9 +345,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
+    // Likewise all of a row that is whole vectors.
     __device__ __forceinline__ void fill_vectors(const Window &window) const
     {
-        if (Book::num_constant(cb.planes) != 0u || !window.is_units(cb.row_bytes, 16)) return fill(cb, window);
         uint32_t words[4] = {};
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) put_element(words, e, static_cast<T>(cb.planes.default_value));
@@ -458,7 +458,11 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                                                const Window &window) const
     {
         const uint16_t *const columns = listed_columns();
-        fill_vectors(window);
+        const bool units = Book::num_constant(cb.planes) == 0u && window.is_units(cb.row_bytes, 16);
+        if (units)
+            fill_vectors(window);
+        else
+            fill(cb, window);
         __syncwarp();
 #pragma unroll 1
         for (uint32_t first = 0; first < row.num_listed; first += most) {
@@ -468,7 +472,11 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 #pragma unroll 1
             for (uint32_t j = lane_id(); j < n; j += kWarp) {
                 const T element = row.closed ? static_cast<T>(cb.planes.closed_value) : elements()[j];
-                ibp::put_element<T, FIELDS>(cb.planes, window, columns[first + j], element);
+                const uint32_t column = columns[first + j];
+                if (units)
+                    reinterpret_cast<T *>(window.dst)[column] = element;
+                else
+                    ibp::put_element<T, FIELDS>(cb.planes, window, column, element);
             }
             __syncwarp(); // the elements are free
         }
