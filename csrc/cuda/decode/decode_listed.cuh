@@ -1,8 +1,8 @@
 // decode_listed.cuh - listed rows of scheme planes (FORMAT.md section 6).
 //
 // A warp decodes the listed elements first, as if they were a row of their own, a batch of them at a time:
-//   ranks     each plane's digits say which entry an element has, a byte each: 16 digits a lane of plane 0, one a lane
-//             of the others, whose elements are listed
+//   ranks     each plane's digits say which entry an element has, a byte each: eight digits a lane of plane 0, one a
+//             lane of the others, whose elements are listed
 //   elements  entries, raw symbols and residuals joined, an element a lane
 // Then it goes through the columns, 16 bytes a lane: a lane's bits of the bitmap of listed positions and a prefix sum
 // of their counts say which elements it takes; a list of positions is made a bitmap first. Where few are listed, the
@@ -25,8 +25,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kBatch = 1024;                       // elements, and columns: a word of the bitmap a lane
     static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256; // bytes from which on a row's stage leaves less room
-    static constexpr uint32_t kPerLane = 16;                       // digits of plane 0 at a time
-    static constexpr uint32_t kOctet = 8;                          // elements that a lane joins
+    static constexpr uint32_t kOctet = 8;                          // elements that a lane names and joins
     static constexpr uint32_t kSparse = 8; // columns for each listed element from which on these are stored one by one
     static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
@@ -35,6 +34,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
+    const uint32_t most;    // elements of a batch
 
     // Shared memory of a warp: the elements of each entry whose residuals are 0; the ranks of a batch; its elements,
     // which make room for lists of 16-bit numbers; a bitmap of all positions.
@@ -67,15 +67,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return shared_bytes() + scratch + kEntries * static_cast<uint32_t>(sizeof(T));
     }
     __device__ __forceinline__ T *entries() const { return reinterpret_cast<T *>(shared_bytes() + scratch); }
-    __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + batch_of(cb)); }
+    __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + most); }
     __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
     __device__ __forceinline__ uint32_t bitmap() const // shared word
     {
-        return (scratch + kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(cb) + element_bytes_of(cb)) / 4u;
+        return (scratch + kEntries * static_cast<uint32_t>(sizeof(T)) + most + element_bytes_of(cb)) / 4u;
     }
 
     __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t shared)
-        : cb(codebook), scratch(shared)
+        : cb(codebook), scratch(shared), most(in_register(batch_of(codebook)))
     {
         if (cb.num_clusters <= 1u) fill_entries(Book(cb, 0));
     }
@@ -96,26 +96,20 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const DigitSpread spread(num_bits);
         uint32_t num_escaped = 0;
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kPerLane * kWarp) {
-            const uint32_t i = base + kPerLane * lane_id();
-            uint32_t escaped[2];
-#pragma unroll
-            for (uint32_t q = 0; q < 2u; q++) {
-                const uint32_t j = ibp_min_u32(i + 8u * q, n);
-                const uint32_t digits = low_bits(spread.nibbles(shared_bits(plane + (range.from + j) * num_bits)),
-                                                 4u * ibp_min_u32(n - j, 8u));
-                escaped[q] = escaped_digits(digits, spread.above);
-                const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
-                if (j < n)
-                    *reinterpret_cast<uint2 *>(ranks() + i + 8u * q) =
-                        make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
-            }
-            const uint32_t count = ibp_popcount(escaped[0]) + ibp_popcount(escaped[1]);
-            const uint32_t sums = G::inclusive_scan(count);
+        for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
+            const uint32_t i = ibp_min_u32(base + kOctet * lane_id(), n);
+            const uint32_t digits = low_bits(spread.nibbles(shared_bits(plane + (range.from + i) * num_bits)),
+                                             4u * ibp_min_u32(n - i, kOctet));
+            const uint32_t escaped = escaped_digits(digits, spread.above);
+            const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
+            if (i < n)
+                *reinterpret_cast<uint2 *>(ranks() + i) =
+                    make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
+            const uint32_t count = ibp_popcount(escaped), sums = G::inclusive_scan(count);
             uint16_t *to = numbers() + (num_escaped + sums - count);
 #pragma unroll
-            for (uint32_t e = 0; e < kPerLane; e++)
-                if (escaped[e / 8u] >> (4u * (e % 8u) + 3u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+            for (uint32_t e = 0; e < kOctet; e++)
+                if (escaped >> (4u * e + 3u) & 1u) *to++ = static_cast<uint16_t>(i + e);
             num_escaped += G::last_lane(sums);
         }
         return num_escaped;
@@ -131,7 +125,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t base = 0; base < n; base += kWarp) {
             const uint32_t i = base + lane_id();
             const bool active = i < n;
-            const uint32_t digit = shared_bits(plane + (range.from + ibp_min_u32(i, n)) * num_bits) & escape;
+            const uint32_t digit = shared_bits(plane + (range.from + i) * num_bits) & escape; // of any bits past n
             const uint32_t j = active ? numbers()[i] : 0u;
             if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
             const bool open = active && digit == escape;
@@ -150,59 +144,101 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
+    // Puts residuals beside entries, those of a word's elements at a time.
+    struct ResidualJoin {
+        static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
+        uint32_t num_bits, invariant, rotate, kept, top; // kept, top: bits of every element
+
+        __device__ __forceinline__ explicit ResidualJoin(const ibp_planes &planes)
+            : num_bits(planes.residual_bits), invariant(ibp_min_u32(Book::invariant_bits(planes), kWordBits - 1u)),
+              rotate(planes.rotate),
+              kept(num_bits > rotate ? (low_bits(~0u, num_bits - rotate) << invariant) * kEach : 0u),
+              top(num_bits != 0u && rotate ? kEach << (kWordBits - 1u) : 0u)
+        {
+        }
+        // fields: the residuals one after the other, from bit 0 on, and anything behind them.
+        __device__ __forceinline__ uint32_t beside(uint32_t entries, uint32_t fields) const
+        {
+            if (sizeof(T) == 1) fields = select_bits(0xffffu, fields, fields << (16u - 2u * num_bits));
+            if (sizeof(T) == 1) fields = select_bits(0x00ff00ffu, fields, fields << (8u - num_bits));
+            if (sizeof(T) == 2) fields = select_bits(0xffffu, fields, fields << (16u - num_bits));
+            fields <<= invariant;
+            return entries | (fields >> rotate & kept) | (fields << (kWordBits - 1u - invariant) & top);
+        }
+    };
+
     // Puts the n elements of a batch together, eight a lane; those with raw symbols once more. mine: the batch's digits
     // of each plane. By all lanes together.
     __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t n) const
     {
         const DigitRange raws = parts.mine[IBP_MAX_PLANES];
         const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
+        const bool few = raws.to - raws.from <= kEntries - cb.planes.num_entries && cb.planes.num_planes != 0u;
+        const ResidualJoin with(cb.planes);
         uint32_t raw = raws.from;
-        __syncwarp(); // the ranks are there, the list is free
+        __syncwarp(); // the ranks and the list are there
+        if (few) {    // their symbols become entries
+#pragma unroll 1
+            for (uint32_t i = lane_id(); i < raws.to - raws.from; i += kWarp) {
+                const uint32_t rank = cb.planes.num_entries + i;
+                entries()[rank] = raw_element(book, parts, raws.from + i);
+                ranks()[numbers()[i]] = static_cast<uint8_t>(rank);
+            }
+            __syncwarp(); // the ranks are there, the list is free
+        }
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
             const uint32_t j = base + kOctet * lane_id(), residuals = parts.residuals + (parts.mine[0].from + j) * r;
             uint2 octet = make_uint2(raw_ranks, raw_ranks);
             if (cb.planes.num_planes != 0u && j < n) octet = *reinterpret_cast<const uint2 *>(ranks() + j);
-            if (j < n) join_octet(octet, residuals, j, (n - j) * r);
-            if (raws.from == raws.to) continue;
+            if (j < n) join_octet(with, octet, residuals, j);
+            if (few) continue;
             const auto equal = [&](uint32_t ranks) { return highest_bits(~((ranks ^ raw_ranks) + 0x7f7f7f7fu)); };
             uint32_t mine = low_bits(equal(octet.x) | equal(octet.y) << 4u, n - ibp_min_u32(j, n)); // none is above 127
             const uint32_t count = ibp_popcount(mine), sums = G::inclusive_scan(count);
-            uint32_t position = parts.digits[IBP_MAX_PLANES] + (raw + sums - count) * book.symbol_bits;
-            for (; mine != 0u; mine &= mine - 1u, position += book.symbol_bits) {
+            for (uint32_t i = raw + sums - count; mine != 0u; mine &= mine - 1u, i++) {
                 const uint32_t e = ibp_popcount((mine & (0u - mine)) - 1u);
-                const Word symbol = r < kBits ? low_bits(field(position), book.symbol_bits) << r : Word{0};
-                elements()[j + e] = element_of(symbol | low_bits(field(residuals + e * r), r));
+                elements()[j + e] = raw_element(book, parts, i) | element_of(low_bits(field(residuals + e * r), r));
             }
             raw += G::last_lane(sums);
         }
         __syncwarp(); // the elements are there
     }
-    // Elements j to j + 7 of a batch, whose residuals begin at a bit and go on for `left` bits.
-    __device__ __forceinline__ void join_octet(uint2 octet, uint32_t residuals, uint32_t j, uint32_t left) const
+    // The element of a raw symbol whose residual is 0.
+    __device__ __forceinline__ T raw_element(const Book &book, const ValueParts &parts, uint32_t i) const
+    {
+        const uint32_t r = cb.planes.residual_bits, at = parts.digits[IBP_MAX_PLANES] + i * book.symbol_bits;
+        return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
+    }
+    // Elements j to j + 7 of a batch, whose residuals begin at a bit. Those behind the batch are read where the stage
+    // or the entries behind it are.
+    __device__ __forceinline__ void join_octet(const ResidualJoin &with, uint2 octet, uint32_t residuals,
+                                               uint32_t j) const
     {
         constexpr uint32_t kPerWord = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T));
         const uint32_t r = cb.planes.residual_bits;
         const auto entry = [&](uint32_t e) {
             return entries()[permute_bytes(e < 4u ? octet.x : octet.y, 0, 0x4440u + e % 4u)];
         };
-        const auto window = [&](uint32_t e) { return field(residuals + ibp_min_u32(e * r, left)); };
         uint32_t words[kOctet * sizeof(T) / 4u];
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++) {
-                const uint64_t element = entry(e) | element_of(low_bits(window(e), r));
+                const uint64_t element = entry(e) | element_of(low_bits(field(residuals + e * r), r));
                 words[2u * e] = static_cast<uint32_t>(element),
                            words[2u * e + 1u] = static_cast<uint32_t>(element >> 32);
             }
         } else {
-            const WordJoin<T> with(cb.planes);
 #pragma unroll
             for (uint32_t k = 0; k < kOctet / kPerWord; k++) {
-                words[k] = with.word(0, spread_fields<T>(window(k * kPerWord), r));
+                const uint32_t two = residuals + k / 2u * 2u * kPerWord * r; // bit of the residuals of two words
+                const Cursor fields{&shared_word(two / 32u), two};
+                const uint32_t low = fields.word(0), high = fields.word(1);
+                words[k] = 0;
 #pragma unroll
                 for (uint32_t e = 0; e < kPerWord; e++)
                     words[k] |= static_cast<uint32_t>(entry(k * kPerWord + e)) << e * kBits;
+                words[k] = with.beside(words[k], k % 2u == 0u ? low : __funnelshift_rc(low, high, kPerWord * r));
             }
         }
         uint32_t *const to = reinterpret_cast<uint32_t *>(elements() + j);
@@ -249,7 +285,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             if (found > form.num_positions) return false;
 #pragma unroll 1
             for (uint32_t low = lows + rank * form.low_bits; ones != 0u; ones &= ones - 1u, low += form.low_bits) {
-                const uint32_t bit = from + ibp_popcount((ones & (0u - ones)) - 1u),
+                const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
                 const bool follows = position >= next && position < columns;
                 if (follows) take(rank, position);
@@ -309,6 +345,16 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
+    // Likewise all of a row that is whole vectors.
+    __device__ __forceinline__ void fill_vectors(const Window &window) const
+    {
+        uint32_t words[4] = {};
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) put_element(words, e, static_cast<T>(cb.planes.default_value));
+#pragma unroll 4
+        for (uint32_t i = lane_id(); i < cb.row_bytes / 16u; i += kWarp) store_words(window, true, 4u * i, words);
+    }
+
     // Stores 16 bytes of elements, from a live column on, one by one.
     static __device__ __noinline__ void store_live(const ibp_planes &planes, Window window, uint32_t column,
                                                    uint32_t columns, uint4 words)
@@ -329,23 +375,36 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         uint32_t before;      // listed ones of the batch before the lane's
         uint32_t earlier;     // and of the row before the batch
     };
+    // Behind a listed element or, with SIGNED, behind the sign of another.
+    template <bool SIGNED>
+    static __device__ __forceinline__ void go_on(uint32_t listed, uint32_t &next, uint32_t &signs)
+    {
+#ifdef __CUDACC__ // in place: the compiler would put the results elsewhere and move them
+        if (SIGNED) {
+            asm("{.reg .pred p; setp.ne.u32 p, %2, 0; @p add.u32 %0, %0, %3; @!p shr.u32 %1, %1, 1;}"
+                : "+r"(next), "+r"(signs)
+                : "r"(listed), "n"(sizeof(T)));
+            return;
+        }
+#endif
+        if (listed != 0u)
+            next += static_cast<uint32_t>(sizeof(T));
+        else if (SIGNED)
+            signs >>= 1;
+    }
     // 16 bytes of elements. mask: which ones are listed; rank: the first listed one's in the batch. signs: the highest
     // bits of the unlisted ones, with SIGNED.
     template <bool SIGNED>
     __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
     {
-        const T default_value = static_cast<T>(cb.planes.default_value);
-        const T *next = elements() + rank;
+        const T default_value = static_cast<T>(SIGNED ? cb.planes.default_value & ~kSign : cb.planes.default_value);
+        auto next = static_cast<uint32_t>(reinterpret_cast<const uint8_t *>(elements() + rank) - shared_bytes());
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) {
             T element = default_value;
-            if (SIGNED)
-                element =
-                    static_cast<T>((element & static_cast<T>(~kSign)) | static_cast<Word>(signs & 1u) << (kBits - 1u));
-            if (mask >> e & 1u)
-                element = *next++;
-            else if (SIGNED)
-                signs >>= 1;
+            if (SIGNED) element |= static_cast<T>(static_cast<Word>(signs & 1u) << (kBits - 1u));
+            if (mask >> e & 1u) element = *reinterpret_cast<const T *>(shared_bytes() + next);
+            go_on<SIGNED>(mask & 1u << e, next, signs);
             put_element(words, e, element);
         }
     }
@@ -395,47 +454,32 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
     // Stores the elements one by one, over the default.
-    __device__ __forceinline__ void store_each(const Book &book, const Listed &row, const ValueParts &parts,
+    __device__ __forceinline__ void store_each(const Book &book, const Listed &row, ValueParts &parts,
                                                const Window &window) const
     {
         const uint16_t *const columns = listed_columns();
-        const uint32_t n = row.num_listed;
-        uint32_t next[IBP_MAX_PLANES] = {};
-        fill(cb, window);
+        const bool units = Book::num_constant(cb.planes) == 0u && window.is_units(cb.row_bytes, 16);
+        if (units)
+            fill_vectors(window);
+        else
+            fill(cb, window);
         __syncwarp();
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kWarp) {
-            const uint32_t j = base + lane_id();
-            T element = static_cast<T>(cb.planes.closed_value);
-            if (!row.closed) element = element_at(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
-            if (j < n) ibp::put_element<T, FIELDS>(cb.planes, window, columns[j], element);
+        for (uint32_t first = 0; first < row.num_listed; first += most) {
+            const uint32_t n = ibp_min_u32(row.num_listed - first, most);
+            if (!row.is_batch) name_batch(book, row, first, n, parts);
+            if (!row.closed) join_batch(book, parts, n);
+#pragma unroll 1
+            for (uint32_t j = lane_id(); j < n; j += kWarp) {
+                const T element = row.closed ? static_cast<T>(cb.planes.closed_value) : elements()[j];
+                const uint32_t column = columns[first + j];
+                if (units)
+                    reinterpret_cast<T *>(window.dst)[column] = element;
+                else
+                    ibp::put_element<T, FIELDS>(cb.planes, window, column, element);
+            }
+            __syncwarp(); // the elements are free
         }
-    }
-    // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
-    // far. Planes that none of them reaches, and residuals of no bits, are not looked at. By all lanes together.
-    __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
-                                            uint32_t (&next)[IBP_MAX_PLANES]) const
-    {
-        const uint32_t r = cb.planes.residual_bits;
-        uint32_t at = j, rank = 0, escaped = kAllLanes;
-        bool open = active;
-#pragma unroll
-        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= cb.planes.num_planes || escaped == 0u) break;
-            const uint32_t num_bits = cb.planes.digit_bits[p], escape = low_bits(~0u, num_bits),
-                           digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
-            if (open) rank += digit;
-            open = open && digit == escape;
-            escaped = G::ballot(open);
-            at = next[p] + ibp_popcount(escaped & G::lanes_below()); // in bounds for all lanes
-            next[p] += ibp_popcount(escaped);
-        }
-        if (escaped == 0u && r == 0u) return entries()[rank];
-        Word raw = 0;
-        if (open && r < kBits)
-            raw = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
-        if (r != 0u) raw |= low_bits(field(parts.residuals + j * r), r);
-        return static_cast<T>(entries()[rank] | element_of(raw));
     }
 
     // Stores all columns. parts: of the values, where there are any.
@@ -452,7 +496,6 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             fill(cb, window);
             __syncwarp();
         }
-        const uint32_t most = batch_of(cb);
         uint32_t found = 0;
 #pragma unroll 1
         for (uint32_t tile = 0; tile < row.columns; tile += most) {
@@ -504,7 +547,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             return false;
         const uint32_t k = header.num_listed;
         Listed row{};
-        row.num_listed = k, row.columns = columns, row.closed = header.is_closed, row.is_batch = k <= batch_of(cb);
+        row.num_listed = k, row.columns = columns, row.closed = header.is_closed, row.is_batch = k <= most;
         row.positions = row.signs = start_bit + 8u * header_bytes;
         if (k != 0u) {
             row.form = choose_position_form(k, columns);
@@ -524,8 +567,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         if (!row.closed)
             parts = book.template find_parts<G, false>(
                 values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
-                    return row.is_batch && !row.is_sparse ? name(book, p, from, range, num_bits)
-                                                          : Book::template count_escapes<G>(from, range, num_bits);
+                    return row.is_batch ? name(book, p, from, range, num_bits)
+                                        : Book::template count_escapes<G>(from, range, num_bits);
                 });
         if ((row.closed ? values : parts.end) != end) return false;
         return store_row(book, row, parts, stage, window);
