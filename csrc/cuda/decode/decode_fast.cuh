@@ -166,7 +166,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
             before = G::exchange(scratch / 4u,
                                  one_tile ? G::sum(tile.num_escaped) : count_escapes(parts.digits, first, last), total);
         const bool good = !active || (n != 0u && parts.raw + to_byte(total * book.symbol_bits) == end);
-        if (G::kPerWarp == 1 && !good) return false;
+        if (G::kPerWarp == 1 && G::any(!good)) return false;
         const uint32_t wanted = good ? last : 0u;
         if (!good) tile = Tile{};
         const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16),

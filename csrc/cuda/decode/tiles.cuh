@@ -174,7 +174,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
         });
     // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
     const bool good = !active || parts.end == end;
-    if (!good && G::kPerWarp == 1) return false;
+    if (G::kPerWarp == 1 && G::any(!good)) return false;
     if (!good) n = 0;
     DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
 #pragma unroll 1
