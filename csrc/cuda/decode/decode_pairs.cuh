@@ -338,21 +338,9 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                 words[k] = halves.beside(symbols_of_word(symbols, k),
                                          permute_bytes(octet, octet >> 4, k % 2u ? 0x7362 : 0x5140));
             }
-        } else if constexpr (sizeof(T) == 2) {
-            const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
-            words[0] = rotated_back(permute_bytes(low, symbols.x, 0x5140)),
-            words[1] = rotated_back(permute_bytes(low, symbols.x, 0x7362));
-            words[2] = rotated_back(permute_bytes(high, symbols.y, 0x5140)),
-            words[3] = rotated_back(permute_bytes(high, symbols.y, 0x7362));
         } else {
-            const uint32_t a = residuals.word(bits / 32u), b = residuals.word(bits / 32u + 1u),
-                           c = residuals.word(bits / 32u + 2u);
-            words[0] = permute_bytes(a, symbols.x, 0x4210),
-            words[1] = permute_bytes(__funnelshift_r(a, b, 24), symbols.x, 0x5210);
-            words[2] = permute_bytes(__funnelshift_r(b, c, 16), symbols.x, 0x6210),
-            words[3] = permute_bytes(c, symbols.x, 0x7321);
-#pragma unroll
-            for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], cb.planes.rotate);
+            join_bytes<T>(sizeof(T) == 2 ? 1u : cb.planes.rotate, make_uint2(symbols.x, symbols.y), residuals,
+                          bits / 32u, words);
         }
     }
     // The symbols of word k, each in the low bits of its element.
