@@ -308,11 +308,46 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
+    // Eight residuals of up to four bits, from bit 0 of bits on, one a nibble.
+    static __device__ __forceinline__ uint32_t nibbles_of(uint32_t bits, uint32_t r)
+    {
+        bits = select_bits(0xffffu, bits, bits << (16u - 4u * r));
+        bits = select_bits(0x00ff00ffu, bits, bits << (8u - 2u * r));
+        return select_bits(0x0f0f0f0fu, bits, bits << (4u - r)) & low_bits(0xfu, r) * 0x11111111u;
+    }
+    // The bits of four bytes where residuals of up to four bits lie.
+    static __device__ __forceinline__ uint32_t nibbles_in(const WordJoin<T> &with)
+    {
+        return sizeof(T) == 1 ? in_register((0x0f0f0f0fu >> with.rotate & with.kept) | with.top) : 0u;
+    }
+    // Joins 16 bytes with such residuals, without invariant bits. nibbles: as nibbles_in says.
+    template <bool SIMPLE>
+    __device__ __forceinline__ void join_nibbles(uint32_t nibbles, uint4 symbols, const Cursor &residuals,
+                                                 uint32_t word, uint32_t (&words)[4]) const
+    {
+        const uint32_t r = cb.planes.residual_bits, rotate = cb.planes.rotate, low = residuals.word(word),
+                       high = residuals.word(word + 1u);
+#pragma unroll
+        for (uint32_t k = 0; k < 4u; k += 2) { // residuals of even columns, and of odd ones
+            const uint32_t eight = SIMPLE
+                                       ? k == 0u ? low : high
+                                       : nibbles_of(k == 0u ? low : permute_bytes(low, high, 0x3210u + 0x1111u * r), r);
+            const uint32_t even = select_bits(0x0f0f0f0fu, eight >> rotate, eight << 7),
+                           odd = select_bits(0x0f0f0f0fu, eight >> (4u + rotate), eight << 3);
+            words[k] = symbols_of_word(symbols, k) | (permute_bytes(even, odd, 0x5140) & nibbles);
+            words[k + 1u] = symbols_of_word(symbols, k + 1u) | (permute_bytes(even, odd, 0x7362) & nibbles);
+        }
+    }
+
     // Joins 16 bytes of elements. The first one's residual is `bits` bits after a cursor. SIMPLE: is_simple.
     template <bool SIMPLE>
-    __device__ __forceinline__ void join(const WordJoin<T> &with, uint4 symbols, const Cursor &residuals, uint32_t bits,
-                                         uint32_t (&words)[4]) const
+    __device__ __forceinline__ void join(const WordJoin<T> &with, uint32_t nibbles, uint4 symbols,
+                                         const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
     {
+        if constexpr (sizeof(T) == 1) {
+            if (SIMPLE || (cb.planes.residual_bits <= 4u && cb.planes.invariant_bits == 0u))
+                return join_nibbles<SIMPLE>(nibbles, symbols, residuals, bits / 32u, words);
+        }
         if constexpr (!SIMPLE && sizeof(T) == 2) {
             const uint32_t r = cb.planes.residual_bits, mask = low_bits(0xffffu, r) * 0x00010001u;
 #pragma unroll
@@ -329,16 +364,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                symbol = symbols_of_word(symbols, k);
                 words[k] = sizeof(T) == 1 ? with.beside(symbol, spread * with.of_residual) : with.word(symbol, spread);
             }
-        } else if constexpr (sizeof(T) == 1) {
-            WordJoin<T> halves = with; // leaves out the half of a byte that is another residual
-            halves.kept &= 0x0f0f0f0fu >> with.rotate;
-#pragma unroll
-            for (uint32_t k = 0; k < 4u; k++) {
-                const uint32_t octet = residuals.word(bits / 32u + k / 2u);
-                words[k] = halves.beside(symbols_of_word(symbols, k),
-                                         permute_bytes(octet, octet >> 4, k % 2u ? 0x7362 : 0x5140));
-            }
-        } else {
+        } else if constexpr (sizeof(T) > 1) {
             join_bytes<T>(sizeof(T) == 2 ? 1u : cb.planes.rotate, make_uint2(symbols.x, symbols.y), residuals,
                           bits / 32u, words);
         }
@@ -361,6 +387,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         const uint32_t residual_bits = !SIMPLE ? cb.planes.residual_bits : sizeof(T) == 1u ? 4u : 8u * (sizeof(T) - 1u);
         const Entries entries = entries_at(0);
         const WordJoin<T> with(cb.planes);
+        const uint32_t nibbles = nibbles_in(with);
         const uint32_t from = parts.residuals + first * residual_bits;
         const Cursor residuals{&shared_word(from / 32u), from};
 #pragma unroll
@@ -369,7 +396,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             const uint4 symbols =
                 COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
             uint32_t words[4];
-            join<SIMPLE>(with, symbols, residuals, s * kStep * residual_bits, words);
+            join<SIMPLE>(with, nibbles, symbols, residuals, s * kStep * residual_bits, words);
             store_words(window, UNITS, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
     }
