@@ -208,6 +208,13 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
         if (p >= 2u) {
             const uint32_t first = range.from + G::lane(), entries = entries_of(p);
+            if (p == 2u && sizeof(T) == 1 && G::kPerWarp > 1)
+                return levels().name_fours(
+                    n,
+                    [&](uint32_t i, uint32_t left) {
+                        return low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(left, 4u));
+                    },
+                    [&](uint32_t digits) { return permute_bytes(entries, 0, digits); });
             const auto digit = [&](uint32_t base) {
                 const uint32_t i = first + base, bits = shared_bytes()[start / 8u + i / 4u] >> 2u * (i % 4u) & 3u;
                 return NamedDigit{permute_bytes(entries, 0, bits), bits == 3u};
