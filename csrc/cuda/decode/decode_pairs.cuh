@@ -89,10 +89,16 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
-    // A name: the low byte of a symbol, or, of bytes, the element whose residual is 0.
+    // A name: the low byte of a symbol, rotated if symbols turn, or, of bytes, the element whose residual is 0.
     static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
     {
+        if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
         return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
+    }
+    // Whether names are turned as elements of BF16 are: bytes of both halves are then joined before they are paired.
+    static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
+    {
+        return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
     }
     // Not inlined: registers are scarce where rows have clusters.
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
@@ -371,6 +377,14 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                symbol = symbols_of_word(symbols, k);
                 words[k] = sizeof(T) == 1 ? with.beside(symbol, spread * with.of_residual) : with.word(symbol, spread);
             }
+        } else if constexpr (sizeof(T) == 2 && !COLUMNS) {
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k += 2) {
+                const uint32_t four = k == 0u ? symbols.x : symbols.y, rest = residuals.word(bits / 32u + k / 2u),
+                               low = select_bits(0x80808080u, four, rest >> 1),
+                               high = select_bits(0x80808080u, rest << 7, four);
+                words[k] = permute_bytes(low, high, 0x5140), words[k + 1u] = permute_bytes(low, high, 0x7362);
+            }
         } else if constexpr (sizeof(T) > 1) {
             join_bytes<T>(sizeof(T) == 2 ? 1u : cb.planes.rotate, make_uint2(symbols.x, symbols.y), residuals,
                           bits / 32u, words);
@@ -400,8 +414,11 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
-            const uint4 symbols =
-                COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
+            uint4 symbols = COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
+            if (!SIMPLE && !UNITS && symbols_turn(cb.planes)) { // back
+                symbols.x = select_bits(0xfefefefeu, symbols.x << 1, symbols.x >> 7);
+                symbols.y = select_bits(0xfefefefeu, symbols.y << 1, symbols.y >> 7);
+            }
             uint32_t words[4];
             join<SIMPLE>(with, nibbles, symbols, residuals, s * kStep * residual_bits, words);
             store_words(window, UNITS, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
