@@ -243,6 +243,30 @@ template <typename T> struct WordJoin {
     }
 };
 
+// Joins a vector of elements of two or four bytes without invariant bits: symbols are a byte, residuals all others, from
+// a word of a cursor on.
+template <typename T>
+__device__ __forceinline__ void join_bytes(uint32_t rotate, uint2 symbols, const Cursor &residuals, uint32_t word,
+                                           uint32_t (&words)[4])
+{
+    const uint32_t a = residuals.word(word), b = residuals.word(word + 1u);
+    if constexpr (sizeof(T) == 2) {
+        words[0] = permute_bytes(a, symbols.x, 0x5140), words[1] = permute_bytes(a, symbols.x, 0x7362);
+        words[2] = permute_bytes(b, symbols.y, 0x5140), words[3] = permute_bytes(b, symbols.y, 0x7362);
+        const uint32_t kept = (0xffffu >> rotate) * 0x00010001u;
+#pragma unroll
+        for (uint32_t k = 0; k < 4u; k++) words[k] = select_bits(kept, words[k] >> rotate, words[k] << 15);
+    } else {
+        const uint32_t c = residuals.word(word + 2u);
+        words[0] = permute_bytes(a, symbols.x, 0x4210);
+        words[1] = permute_bytes(__funnelshift_r(a, b, 24), symbols.x, 0x5210);
+        words[2] = permute_bytes(__funnelshift_r(b, c, 16), symbols.x, 0x6210);
+        words[3] = permute_bytes(c, symbols.x, 0x7321);
+#pragma unroll
+        for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], rotate);
+    }
+}
+
 // Stores the element of a live column. FIELDS: as of PlanesBook.
 template <typename T, uint32_t FIELDS = kAllFields>
 __device__ __forceinline__ void put_element(const ibp_planes &planes, const Window &window, uint32_t column, T element)

@@ -54,16 +54,26 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     static __device__ __forceinline__ Tile load_tile(uint32_t digits, uint32_t tile_start, uint32_t n)
     {
         Tile tile;
-        tile.num_escaped = 0;
+        if (tile_start + kTile <= n) {
+            const Cursor cursor = Cursor::at(digits / 8u + first_element(tile_start, 0) / 2u);
 #pragma unroll
-        for (uint32_t s = 0; s < kSteps; s++) {
-            const uint32_t i = ibp_min_u32(first_element(tile_start, s), n);
-            tile.digits[s] =
-                low_bits(shared_bits(digits + kDigitBits * i), kDigitBits * ibp_min_u32(n - i, kPerVector));
-            tile.num_escaped += ibp_popcount(escaped(tile.digits[s]));
+            for (uint32_t s = 0; s < kSteps; s++)
+                tile.digits[s] = low_bits(cursor.word(s * kStep / 8u), kDigitBits * kPerVector);
+        } else {
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const uint32_t i = ibp_min_u32(first_element(tile_start, s), n);
+                tile.digits[s] =
+                    low_bits(shared_bits(digits + kDigitBits * i), kDigitBits * ibp_min_u32(n - i, kPerVector));
+            }
         }
+        uint32_t all = 0; // a bit of each nibble for each step
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) all += escaped(tile.digits[s]) << s;
+        tile.num_escaped = ibp_popcount(all);
         return tile;
     }
+    static_assert(kStep % 8 == 0 && kSteps == kDigitBits, "steps are whole words of digits, and a nibble's bits");
     // Bit 0 of every nibble that is an escape.
     static __device__ __forceinline__ uint32_t escaped(uint32_t digits)
     {
@@ -95,6 +105,16 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
             return ((word + low) ^ high) & mask;
         }
     };
+    // Likewise of a vector, symbols of a byte.
+    __device__ __forceinline__ uint2 symbol_bytes(uint32_t digits) const
+    {
+        const uint32_t first = (static_cast<uint32_t>(cb.planes.first_symbol) & 0xffu) * 0x01010101u;
+        const auto symbols = [&](uint32_t order) {
+            const uint32_t bytes = permute_bytes(digits, digits >> 4, order) & 0x0f0f0f0fu;
+            return (bytes + (first & 0x7f7f7f7fu)) ^ (first & 0x80808080u);
+        };
+        return make_uint2(symbols(0x5140), sizeof(T) == 2 ? symbols(0x7362) : 0u);
+    }
 
     // The residuals of the elements of word k of the vector that begins with element i, of n.
     __device__ __forceinline__ uint32_t residuals_of(uint32_t start, uint32_t i, uint32_t k, uint32_t n) const
@@ -102,38 +122,29 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         const uint32_t r = cb.planes.residual_bits;
         return spread_fields<T>(shared_bits(start + ibp_min_u32(i + k * kPerWord, n) * r), r);
     }
-    // Likewise all four words of elements whose residuals are all of their bytes but one.
-    static __device__ __forceinline__ void byte_residuals(uint32_t start, uint32_t i, uint32_t (&words)[4])
-    {
-        const Cursor cursor = Cursor::at(start / 8u + i * static_cast<uint32_t>(sizeof(T) - 1u));
-        if (sizeof(T) == 2) {
-            const uint32_t low = cursor.word(0), high = cursor.word(1);
-            words[0] = permute_bytes(low, 0, 0x4140), words[1] = permute_bytes(low, 0, 0x4342);
-            words[2] = permute_bytes(high, 0, 0x4140), words[3] = permute_bytes(high, 0, 0x4342);
-        } else {
-            const uint32_t a = cursor.word(0), b = cursor.word(1), c = cursor.word(2);
-            words[0] = a & 0xffffffu, words[1] = __funnelshift_r(a, b, 24) & 0xffffffu,
-            words[2] = __funnelshift_r(b, c, 16) & 0xffffffu, words[3] = c >> 8;
-        }
-    }
 
-    // BYTES: residuals are all bytes but one. UNITS: what window.is_units said.
+    // BYTES: symbols are a byte, residuals all others. UNITS: what window.is_units said.
     template <bool BYTES, bool UNITS>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const Parts &parts, const Tile &tile,
                                                uint32_t tile_start, uint32_t n, const Window &window) const
     {
         const Symbols symbols(book);
         const WordJoin<T> join(cb.planes);
+        constexpr uint32_t kBytes = sizeof(T) - 1u; // of a residual
+        const Cursor residuals = Cursor::at(parts.residuals / 8u + kBytes * first_element(tile_start, 0));
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             const uint32_t i = first_element(tile_start, s);
             if (i >= n) break;
             uint32_t words[4];
-            if (BYTES) byte_residuals(parts.residuals, i, words);
+            if (BYTES) {
+                join_bytes<T>(cb.planes.rotate, symbol_bytes(tile.digits[s]), residuals, s * kStep * kBytes / 4u,
+                              words);
+            } else {
 #pragma unroll
-            for (uint32_t k = 0; k < 4u; k++)
-                words[k] = join.word(symbols.of_word(tile.digits[s], k),
-                                     BYTES ? words[k] : residuals_of(parts.residuals, i, k, n));
+                for (uint32_t k = 0; k < 4u; k++)
+                    words[k] = join.word(symbols.of_word(tile.digits[s], k), residuals_of(parts.residuals, i, k, n));
+            }
             store_elements<T>(cb, window, UNITS, i, words);
         }
     }
@@ -166,11 +177,11 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
             before = G::exchange(scratch / 4u,
                                  one_tile ? G::sum(tile.num_escaped) : count_escapes(parts.digits, first, last), total);
         const bool good = !active || (n != 0u && parts.raw + to_byte(total * book.symbol_bits) == end);
-        if (G::kPerWarp == 1 && !good) return false;
+        if (G::kPerWarp == 1 && G::any(!good)) return false;
         const uint32_t wanted = good ? last : 0u;
         if (!good) tile = Tile{};
         const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16),
-                   bytes = cb.planes.residual_bits == 8u * (sizeof(T) - 1u);
+                   bytes = cb.planes.residual_bits == 8u * (sizeof(T) - 1u) && cb.planes.invariant_bits == 0u;
 #pragma unroll 1
         for (uint32_t k = 0; k < per_warp; k++) {
             const uint32_t tile_start = ibp_min_u32(first + k * kTile, wanted);

@@ -89,10 +89,16 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
-    // A name: the low byte of a symbol, or, of bytes, the element whose residual is 0.
+    // A name: the low byte of a symbol, rotated if symbols turn, or, of bytes, the element whose residual is 0.
     static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
     {
+        if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
         return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
+    }
+    // Whether names are turned as elements of BF16 are: bytes of both halves are then joined before they are paired.
+    static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
+    {
+        return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
     }
     // Not inlined: registers are scarce where rows have clusters.
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
@@ -208,6 +214,13 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
         if (p >= 2u) {
             const uint32_t first = range.from + G::lane(), entries = entries_of(p);
+            if (p == 2u && sizeof(T) == 1 && G::kPerWarp > 1)
+                return levels().name_fours(
+                    n,
+                    [&](uint32_t i, uint32_t left) {
+                        return low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(left, 4u));
+                    },
+                    [&](uint32_t digits) { return permute_bytes(entries, 0, digits); });
             const auto digit = [&](uint32_t base) {
                 const uint32_t i = first + base, bits = shared_bytes()[start / 8u + i / 4u] >> 2u * (i % 4u) & 3u;
                 return NamedDigit{permute_bytes(entries, 0, bits), bits == 3u};
@@ -308,11 +321,46 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
+    // Eight residuals of up to four bits, from bit 0 of bits on, one a nibble.
+    static __device__ __forceinline__ uint32_t nibbles_of(uint32_t bits, uint32_t r)
+    {
+        bits = select_bits(0xffffu, bits, bits << (16u - 4u * r));
+        bits = select_bits(0x00ff00ffu, bits, bits << (8u - 2u * r));
+        return select_bits(0x0f0f0f0fu, bits, bits << (4u - r)) & low_bits(0xfu, r) * 0x11111111u;
+    }
+    // The bits of four bytes where residuals of up to four bits lie.
+    static __device__ __forceinline__ uint32_t nibbles_in(const WordJoin<T> &with)
+    {
+        return sizeof(T) == 1 ? in_register((0x0f0f0f0fu >> with.rotate & with.kept) | with.top) : 0u;
+    }
+    // Joins 16 bytes with such residuals, without invariant bits. nibbles: as nibbles_in says.
+    template <bool SIMPLE>
+    __device__ __forceinline__ void join_nibbles(uint32_t nibbles, uint4 symbols, const Cursor &residuals,
+                                                 uint32_t word, uint32_t (&words)[4]) const
+    {
+        const uint32_t r = cb.planes.residual_bits, rotate = cb.planes.rotate, low = residuals.word(word),
+                       high = residuals.word(word + 1u);
+#pragma unroll
+        for (uint32_t k = 0; k < 4u; k += 2) { // residuals of even columns, and of odd ones
+            const uint32_t eight = SIMPLE
+                                       ? k == 0u ? low : high
+                                       : nibbles_of(k == 0u ? low : permute_bytes(low, high, 0x3210u + 0x1111u * r), r);
+            const uint32_t even = select_bits(0x0f0f0f0fu, eight >> rotate, eight << 7),
+                           odd = select_bits(0x0f0f0f0fu, eight >> (4u + rotate), eight << 3);
+            words[k] = symbols_of_word(symbols, k) | (permute_bytes(even, odd, 0x5140) & nibbles);
+            words[k + 1u] = symbols_of_word(symbols, k + 1u) | (permute_bytes(even, odd, 0x7362) & nibbles);
+        }
+    }
+
     // Joins 16 bytes of elements. The first one's residual is `bits` bits after a cursor. SIMPLE: is_simple.
     template <bool SIMPLE>
-    __device__ __forceinline__ void join(const WordJoin<T> &with, uint4 symbols, const Cursor &residuals, uint32_t bits,
-                                         uint32_t (&words)[4]) const
+    __device__ __forceinline__ void join(const WordJoin<T> &with, uint32_t nibbles, uint4 symbols,
+                                         const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
     {
+        if constexpr (sizeof(T) == 1) {
+            if (SIMPLE || (cb.planes.residual_bits <= 4u && cb.planes.invariant_bits == 0u))
+                return join_nibbles<SIMPLE>(nibbles, symbols, residuals, bits / 32u, words);
+        }
         if constexpr (!SIMPLE && sizeof(T) == 2) {
             const uint32_t r = cb.planes.residual_bits, mask = low_bits(0xffffu, r) * 0x00010001u;
 #pragma unroll
@@ -329,30 +377,17 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                symbol = symbols_of_word(symbols, k);
                 words[k] = sizeof(T) == 1 ? with.beside(symbol, spread * with.of_residual) : with.word(symbol, spread);
             }
-        } else if constexpr (sizeof(T) == 1) {
-            WordJoin<T> halves = with; // leaves out the half of a byte that is another residual
-            halves.kept &= 0x0f0f0f0fu >> with.rotate;
+        } else if constexpr (sizeof(T) == 2 && !COLUMNS) {
 #pragma unroll
-            for (uint32_t k = 0; k < 4u; k++) {
-                const uint32_t octet = residuals.word(bits / 32u + k / 2u);
-                words[k] = halves.beside(symbols_of_word(symbols, k),
-                                         permute_bytes(octet, octet >> 4, k % 2u ? 0x7362 : 0x5140));
+            for (uint32_t k = 0; k < 4u; k += 2) {
+                const uint32_t four = k == 0u ? symbols.x : symbols.y, rest = residuals.word(bits / 32u + k / 2u),
+                               low = select_bits(0x80808080u, four, rest >> 1),
+                               high = select_bits(0x80808080u, rest << 7, four);
+                words[k] = permute_bytes(low, high, 0x5140), words[k + 1u] = permute_bytes(low, high, 0x7362);
             }
-        } else if constexpr (sizeof(T) == 2) {
-            const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
-            words[0] = rotated_back(permute_bytes(low, symbols.x, 0x5140)),
-            words[1] = rotated_back(permute_bytes(low, symbols.x, 0x7362));
-            words[2] = rotated_back(permute_bytes(high, symbols.y, 0x5140)),
-            words[3] = rotated_back(permute_bytes(high, symbols.y, 0x7362));
-        } else {
-            const uint32_t a = residuals.word(bits / 32u), b = residuals.word(bits / 32u + 1u),
-                           c = residuals.word(bits / 32u + 2u);
-            words[0] = permute_bytes(a, symbols.x, 0x4210),
-            words[1] = permute_bytes(__funnelshift_r(a, b, 24), symbols.x, 0x5210);
-            words[2] = permute_bytes(__funnelshift_r(b, c, 16), symbols.x, 0x6210),
-            words[3] = permute_bytes(c, symbols.x, 0x7321);
-#pragma unroll
-            for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], cb.planes.rotate);
+        } else if constexpr (sizeof(T) > 1) {
+            join_bytes<T>(sizeof(T) == 2 ? 1u : cb.planes.rotate, make_uint2(symbols.x, symbols.y), residuals,
+                          bits / 32u, words);
         }
     }
     // The symbols of word k, each in the low bits of its element.
@@ -373,15 +408,19 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         const uint32_t residual_bits = !SIMPLE ? cb.planes.residual_bits : sizeof(T) == 1u ? 4u : 8u * (sizeof(T) - 1u);
         const Entries entries = entries_at(0);
         const WordJoin<T> with(cb.planes);
+        const uint32_t nibbles = nibbles_in(with);
         const uint32_t from = parts.residuals + first * residual_bits;
         const Cursor residuals{&shared_word(from / 32u), from};
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
-            const uint4 symbols =
-                COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
+            uint4 symbols = COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
+            if (!SIMPLE && !UNITS && symbols_turn(cb.planes)) { // back
+                symbols.x = select_bits(0xfefefefeu, symbols.x << 1, symbols.x >> 7);
+                symbols.y = select_bits(0xfefefefeu, symbols.y << 1, symbols.y >> 7);
+            }
             uint32_t words[4];
-            join<SIMPLE>(with, symbols, residuals, s * kStep * residual_bits, words);
+            join<SIMPLE>(with, nibbles, symbols, residuals, s * kStep * residual_bits, words);
             store_words(window, UNITS, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
     }

@@ -65,9 +65,9 @@ __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t
 
 // ---- irregular rows ----
 
-enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular }; // odd: vectors go to the stage
+enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular, kRefused }; // odd: vectors go to the stage
 
-// A row that has been fetched: staged if it is coded, else done with. The bytes [low, high) of it are wanted.
+// A row that has been fetched: staged if it is coded, else done with or refused. The bytes [low, high) of it are wanted.
 struct Fetched {
     Window window;
     uint32_t num_bytes; // as stored
@@ -108,14 +108,17 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     return job;
 }
 
-// Leaves zeros where a row should have gone, and records why.
+// Leaves zeros where a refused row should have gone, and records why. By all lanes of a warp together: were atomics in a
+// branch of some, the compiler would check in all of the loop over rows that lanes are together before they exchange.
 template <class G>
 static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out,
-                                           uint32_t number, ibp_status status, ibp_fault *fault)
+                                           uint32_t number, bool refused, ibp_fault *fault)
 {
+    if (!refused) return;
     const Job job = job_of(table, request, out, number);
     if (job.window.dst) group_zero<G>(job.window.dst, job.window.high - job.window.low);
     if (G::rank() != 0) return;
+    const ibp_status status = job.in_range ? IBP_CORRUPT_ROW : IBP_INDEX_OUT_OF_RANGE;
     if (request.by_id)
         record_fault(fault, status, request.first_position + job.ticket.position, job.ticket.id);
     else
@@ -142,7 +145,7 @@ static __device__ bool find_source(const ibp_table &table, const Request &reques
 // Fetches the row of a job, of any kind.
 template <class G>
 static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, const Request &request, uint8_t *out,
-                                                       uint32_t stage, uint32_t number, ibp_fault *fault)
+                                                       uint32_t stage, uint32_t number)
 {
     Fetched fetched{{nullptr, 0, 0}, 0, kNothing};
     const Job job = job_of(table, request, out, number);
@@ -152,7 +155,7 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
     if (job.window.dst && job.in_range) found = find_source(table, request, number, job.row, &place, &slots);
     const uint8_t *const slot = slots + place.slot_start, *const overflow = table.overflow + place.overflow_start;
     if (!found) {
-        refuse<G>(table, request, out, number, job.in_range ? IBP_CORRUPT_ROW : IBP_INDEX_OUT_OF_RANGE, fault);
+        fetched.kind = kRefused;
     } else if (job.window.dst && place.is_default) {
         fill_default<G>(table.codebook, job.window.dst, job.window.low, job.window.high);
     } else if (job.window.dst && place.raw) {
@@ -409,10 +412,13 @@ template <class Decoder> struct Fetch {
     __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
-        if (row.kind() == kIrregular) {
-            const Fetched fetched = fetch_irregular<G>(table, request, out, stage.first, number, fault);
-            window = fetched.window;
-            row = {fetched.window.dst, what_of(fetched.num_bytes, 0, fetched.kind)};
+        if (G::any(row.kind() == kIrregular)) {
+            if (row.kind() == kIrregular) {
+                const Fetched fetched = fetch_irregular<G>(table, request, out, stage.first, number);
+                window = fetched.window;
+                row = {fetched.window.dst, what_of(fetched.num_bytes, 0, fetched.kind)};
+            }
+            if (G::any(row.kind() == kRefused)) refuse<G>(table, request, out, number, row.kind() == kRefused, fault);
         }
         if constexpr (G::kWarps > 1) agree(row, window);
         const bool is_staged = G::any(row.kind() == kCoded || row.kind() == kStagedRaw);
@@ -430,7 +436,7 @@ template <class Decoder> struct Fetch {
         }
         if (G::any(coded)) good = decoder.decode(cluster, coded, stage, 8u * start, num_bytes, window) && good;
         G::sync(); // the stage is free for the next row, what was stored of a corrupt one has been
-        if (!good) refuse<G>(table, request, out, number, IBP_CORRUPT_ROW, fault);
+        if (G::any(!good)) refuse<G>(table, request, out, number, !good, fault);
     }
 };
 

@@ -29,7 +29,8 @@ template <class G> struct EvenTurns {
     static __device__ __forceinline__ void begin() {}
     __device__ __forceinline__ EvenTurns(uint32_t, const Share &share)
     {
-        const uint32_t team = threadIdx.x / (G::kThreads * G::kPerWarp);
+        // By a shuffle, from which the compiler knows that the lanes of a warp go through the loop together.
+        const uint32_t team = __shfl_sync(kAllLanes, threadIdx.x / (G::kThreads * G::kPerWarp), 0);
         round = blockDim.x / (G::kThreads * G::kPerWarp) * share.num_blocks * G::kPerWarp;
         first = (share.block + share.num_blocks * team) * G::kPerWarp;
     }

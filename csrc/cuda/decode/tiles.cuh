@@ -121,6 +121,28 @@ template <typename T, class G, uint32_t STEPS> struct TileLevels {
         }
         return num_escaped;
     }
+    // Likewise the first n elements, of plane 2, by digits of two bits, four a lane: where there are few lanes. four(i,
+    // left): four digits from the i-th on; name(digits): what digits stand for, which are a nibble each.
+    template <class Four, class Name>
+    __device__ __forceinline__ uint32_t name_fours(uint32_t n, const Four &four, const Name &name) const
+    {
+        uint32_t num_escaped = 0;
+#pragma unroll 1
+        for (uint32_t i = 4u * G::lane(); G::any(i - 4u * G::lane() < n); i += 4u * G::kLanes) {
+            uint32_t digits = i < n ? four(i, n - i) : 0u, escaped = escaped_pairs(digits);
+            digits = either_bits(digits, digits << 4, 0x0f0fu);
+            digits = either_bits(digits, digits << 2, 0x3333u);
+            if (i < n) shared_word((level2 + i) / 4u) = name(digits);
+            if (!__any_sync(kAllLanes, escaped != 0u)) continue;
+            const uint32_t count = ibp_popcount(escaped), sums = G::inclusive_scan(count);
+            uint32_t at = num_escaped + sums - count;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++)
+                if (escaped >> 2u * k & 1u) listed(at++) = static_cast<uint16_t>(i + k);
+            num_escaped += G::last_lane(sums);
+        }
+        return num_escaped;
+    }
     // Likewise n elements whose symbols are raw. in_list: whether they are listed, not all of plane 2.
     template <class Name> __device__ __forceinline__ void name_raw(uint32_t n, bool in_list, const Name &name) const
     {
@@ -174,7 +196,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
         });
     // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
     const bool good = !active || parts.end == end;
-    if (!good && G::kPerWarp == 1) return false;
+    if (G::kPerWarp == 1 && G::any(!good)) return false;
     if (!good) n = 0;
     DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
 #pragma unroll 1
