@@ -186,6 +186,32 @@ template <typename T> struct DeltaAdder {
         uint32_t next[IBP_MAX_PLANES]; // elements that reached the further planes so far
         bool closed;
     };
+    // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
+    // far. Planes that none of them reaches, and residuals of no bits, are not looked at. By all lanes together.
+    __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
+                                            uint32_t (&next)[IBP_MAX_PLANES]) const
+    {
+        const uint32_t r = cb.planes.residual_bits;
+        uint32_t at = j, rank = 0, escaped = kAllLanes;
+        bool open = active;
+#pragma unroll
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+            if (p >= cb.planes.num_planes || escaped == 0u) break;
+            const uint32_t num_bits = cb.planes.digit_bits[p], escape = low_bits(~0u, num_bits),
+                           digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
+            if (open) rank += digit;
+            open = open && digit == escape;
+            escaped = __ballot_sync(kAllLanes, open);
+            at = next[p] + ibp_popcount(escaped & Decoder::G::lanes_below()); // in bounds for all lanes
+            next[p] += ibp_popcount(escaped);
+        }
+        if (escaped == 0u && r == 0u) return decoder.entries()[rank];
+        typename Decoder::Word raw = 0;
+        if (open && r < kBits)
+            raw = low_bits(decoder.field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
+        if (r != 0u) raw |= low_bits(decoder.field(parts.residuals + j * r), r);
+        return static_cast<T>(decoder.entries()[rank] | decoder.element_of(raw));
+    }
     // Adds n elements, from number `first` of the row on, whose columns are in decoder.numbers().
     __device__ __forceinline__ void add_batch(const Book &book, Values &values, uint32_t first, uint32_t n,
                                               Target &target) const
@@ -197,7 +223,7 @@ template <typename T> struct DeltaAdder {
             const uint32_t j = ibp_min_u32(base + lane_id(), n - 1u), column = decoder.numbers()[j];
             const uint64_t before = target.load(column / kPerWord); // on its way while the element is decoded
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!values.closed) element = decoder.element_at(book, values.parts, first + j, active, values.next);
+            if (!values.closed) element = element_at(book, values.parts, first + j, active, values.next);
             if (negates) element = static_cast<T>(T{0} - element);
             add_elements_of(column, element, active, before, target);
         }
@@ -308,11 +334,12 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
         return row.valid != 0u && is_taken(__ldg(versions[row.version].lengths + row.row));
     };
 #pragma unroll 1
-    for (int64_t r = mine.first; r < num_rows; r += mine.step) {
+    for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
+        const int64_t r = mine.row(k);
         // Few are long: a lane looks at one of the warp's next rows.
-        const int64_t own = r + lane_id() * mine.step;
+        const int64_t own = mine.row(k + lane_id());
         if (coded == Coded::kLong && !__any_sync(kAllLanes, own < num_rows && is_long(own))) {
-            r += (kWarp - 1u) * mine.step;
+            k += kWarp - 1u;
             continue;
         }
         const VersionRow row = find(r);

@@ -295,7 +295,8 @@ __global__ void __launch_bounds__(kMakeThreads)
     const WarpRows mine;
     PlacedSums placed; // of the base and of the newer version
 #pragma unroll 1
-    for (int64_t r = mine.first; r < num_rows; r += mine.step) {
+    for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
+        const int64_t r = mine.row(k);
         const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
         uint32_t length = IBP_DEFAULT_LENGTH(cb.row_bytes);
         if (row.valid != 0u) {
@@ -350,7 +351,8 @@ __global__ void __launch_bounds__(kMakeThreads)
     const typename Rows::Ring ring{reinterpret_cast<T *>(own + stage_bytes),
                                    reinterpret_cast<uint16_t *>(own + stage_bytes + Rows::kRing * sizeof(T))};
 #pragma unroll 1
-    for (int64_t r = mine.first; r < num_rows; r += mine.step) {
+    for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
+        const int64_t r = mine.row(k);
         const uint32_t length = IBP_LOAD_ONCE(lengths[r]);
         if (length == IBP_DEFAULT_LENGTH(cb.row_bytes) || !takes(coded, length)) continue;
         const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);

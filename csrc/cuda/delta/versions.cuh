@@ -54,14 +54,16 @@ __device__ __forceinline__ VersionRow find_version(const ibp_delta_tensor *versi
     return {row, start, first, left <= 0 ? 0u : static_cast<uint32_t>(min(left, int64_t{row_bytes}))};
 }
 
-// The rows of a warp: every step-th of the sequence.
+// The rows of a warp. Some that follow each other are their block's, and so mostly of one version: where all warps add
+// to the sums of one version at once, they wait for each other.
 struct WarpRows {
-    int64_t first, step;
+    static constexpr uint32_t kRun = 8; // rows of a warp that are near each other
+    const uint32_t warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp;
 
-    __device__ __forceinline__ WarpRows()
-        : first(int64_t{blockIdx.x} * (blockDim.x / kWarp) + threadIdx.x / kWarp),
-          step(int64_t{gridDim.x} * (blockDim.x / kWarp))
+    // The k-th: more for each k.
+    __device__ __forceinline__ int64_t row(uint32_t k) const
     {
+        return (int64_t{k / kRun * gridDim.x + blockIdx.x} * kRun + k % kRun) * warps + warp;
     }
 };
 
