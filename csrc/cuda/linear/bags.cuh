@@ -123,11 +123,8 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
             const Row row = F::row_of(sample.entry, i + F::in_warp());
             const Note note{__shfl_sync(kAllLanes, sample.weight, i + F::in_warp()), row.kind() == kNothing};
             const uint32_t number = first + turn * kTurn + of_warp + F::in_warp();
-            // The rows before may be overwritten when all have been added: raw rows do so when they are received.
-            const bool waits = turn == 0u && first != share.first,
-                       waits_first = waits && __any_sync(kAllLanes, is_raw(row.what));
-            if (waits_first) named_barrier(team + 1u, kTeamThreads);
             fetch.receive(row, sample.entry, i, vectors);
+            if (G::rank() == 0u) Rows::note_of(fetch.out, row_bytes) = note;
             i += G::kPerWarp;
             if (i == kWarp) {
                 const uint32_t next = first + (turn + 1u) * kTurn;
@@ -135,12 +132,11 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
                 i = 0;
             }
             fetch.prefetch(sample.entry, i, vectors);
-            if (waits && !waits_first) named_barrier(team + 1u, kTeamThreads);
-            if (G::rank() == 0u) Rows::note_of(fetch.out, row_bytes) = note;
             fetch.finish(decoder, number, row, fault);
         }
         named_barrier(team + 1u, kTeamThreads); // the rows are there
         Sums::add(bags, num_ids, rows, out, fault, memory, first, ibp_min_u32(kRound, share.last - first));
+        named_barrier(team + 1u, kTeamThreads); // and may be overwritten
         first += kRound;
     }
     if (share.first == share.last) Sums::add(bags, num_ids, rows, out, fault, memory, first, 0); // empty bags
