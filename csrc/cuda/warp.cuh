@@ -49,17 +49,6 @@ __device__ __forceinline__ bool aligned(const void *p, uint32_t bytes)
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Prefetches bytes into the L2 cache. By `lanes` lanes, each with its number.
-__device__ __forceinline__ void prefetch_bytes(const uint8_t *from, uint32_t num_bytes, uint32_t lane, uint32_t lanes)
-{
-#ifdef __CUDACC__
-    constexpr uint32_t kLine = 128;
-#pragma unroll 1
-    for (uint32_t first = kLine * lane; first < num_bytes; first += kLine * lanes)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + first));
-#endif
-}
-
 // Lets the next kernel of the stream begin, if it is launched to overlap this one; waits until what the stream had
 // before is done and can be read: whatever it may have written is read behind that.
 __device__ __forceinline__ void let_next_begin()

@@ -65,7 +65,7 @@ IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ib
 /* What has become of a call of ibp_cuda_apply_deltas. */
 typedef enum ibp_delta_verdict {
     IBP_DELTA_APPLIED = 0,
-    IBP_DELTA_OTHER_BASE = 1, /* a base had another sum than it should: all was undone */
+    IBP_DELTA_OTHER_BASE = 1, /* a base has another sum than it should: nothing was written */
     IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result has another sum: all was undone */
 } ibp_delta_verdict;
 

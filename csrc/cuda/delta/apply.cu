@@ -1,10 +1,10 @@
 // apply.cu - deltas added to their bases (FORMAT.md section 9). A warp takes a row of differences: it is decoded in
 // shared memory as by decode_listed.cuh, and its listed elements are added to the words of the base that they lie in,
-// 32 elements at a time: a word is written once, by the lane of its first element. The row's words are summed before,
-// and so read once from device memory; what a changed word adds to that gives the sum of the result.
+// 32 elements at a time: a word is written once, by the lane of its first element. What a changed word adds to the
+// base's sum gives the sum of the result without reading it.
 //
-// All is queued at once: the changes and the sums, a verdict, and the same changes taken back if it is not good. A row
-// that is corrupt changes nothing, both times.
+// All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
+// taken back if that is not. A row that is corrupt changes nothing, both times.
 #include "../decode/decode_listed.cuh"
 #include "versions.cuh"
 
@@ -12,7 +12,7 @@
 
 namespace ibp {
 
-constexpr uint32_t kApplyThreads = 256, kJudgeThreads = 256;
+constexpr uint32_t kApplyThreads = 256, kSumOfVersionsThreads = 256, kJudgeThreads = 256;
 constexpr uint32_t kMostSharedBytes = 98 << 10; // of a block, on any GPU
 
 // The state of a call (ibp_cuda_apply_deltas).
@@ -20,36 +20,51 @@ struct DeltaState {
     uint64_t *words;
 
     __device__ __forceinline__ uint64_t &verdict() const { return words[0]; }
-    // Behind it is what the changes add.
     __device__ __forceinline__ uint64_t *base_sum(uint32_t version) const { return words + 1u + 3u * version; }
     __device__ __forceinline__ uint64_t *change(uint32_t version) const { return words + 2u + 3u * version; }
     __device__ __forceinline__ uint64_t *corrupt(uint32_t version) const { return words + 3u + 3u * version; }
 };
 
-// Of the words of a row of a base, which a warp reads; of each lane.
-__device__ __forceinline__ uint64_t sum_of_row(const uint8_t *from, const VersionRow &row)
+__global__ void __launch_bounds__(kSumOfVersionsThreads)
+    sum_versions(const ibp_delta_tensor *versions, const uint32_t num_versions, const int64_t num_rows,
+                 const uint32_t row_bytes, const DeltaState state)
 {
-    const uint64_t first_word = static_cast<uint64_t>(row.start) / 8u;
-    const uint32_t num_pairs = aligned(from, 16) ? row.valid / 16u : 0u;
-    uint64_t sum = sum_pairs(reinterpret_cast<const ulonglong2 *>(from), num_pairs, lane_id(), kWarp, first_word);
-    for (uint32_t w = 2u * num_pairs + lane_id(); 8u * w < row.valid; w += kWarp)
-        sum += ibp_mix_word(load_any_word(from, row.valid, w), first_word + w);
-    return sum;
+    const WarpRows mine;
+    PlacedSums<1> total;
+#pragma unroll 1
+    for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
+        const VersionRow row = find_version(versions, num_versions, row_bytes, mine.row(k));
+        if (row.valid == 0u) continue;
+        const ibp_delta_tensor &version = versions[row.version];
+        const uint8_t *const from = version.base + row.start;
+        const uint64_t first_word = static_cast<uint64_t>(row.start) / 8u;
+        const uint32_t num_pairs = aligned(from, 16) ? row.valid / 16u : 0u;
+        uint64_t sum = sum_pairs(reinterpret_cast<const ulonglong2 *>(from), num_pairs, lane_id(), kWarp, first_word);
+        for (uint32_t w = 2u * num_pairs + lane_id(); 8u * w < row.valid; w += kWarp)
+            sum += ibp_mix_word(load_any_word(from, row.valid, w), first_word + w);
+        __syncwarp();
+        total.open(state.base_sum(row.version));
+        total.own[0] += sum;
+    }
+    total.flush();
 }
 
-// Whether the bases were those wanted, and what they have become.
+// Whether the bases are those wanted, and, where the changes have been made, their results.
 __global__ void __launch_bounds__(kJudgeThreads)
-    judge_deltas(const ibp_delta_tensor *versions, const uint32_t num_versions, const DeltaState state)
+    judge_deltas(const ibp_delta_tensor *versions, const uint32_t num_versions, const bool is_applied,
+                 const DeltaState state)
 {
-    bool is_other = false, is_damaged = false;
+    if (is_applied && state.verdict() != IBP_DELTA_APPLIED) return;
+    bool wrong = false;
     for (uint32_t v = threadIdx.x; v < num_versions; v += kJudgeThreads) {
         const uint64_t base = *state.base_sum(v);
-        is_other = is_other || base != versions[v].base_sum;
-        is_damaged = is_damaged || base + *state.change(v) != versions[v].result_sum || *state.corrupt(v) != 0u;
+        if (is_applied)
+            wrong = wrong || base + *state.change(v) != versions[v].result_sum || *state.corrupt(v) != 0u;
+        else
+            wrong = wrong || base != versions[v].base_sum;
     }
-    if (is_damaged) state.verdict() = IBP_DELTA_DAMAGED;
-    __syncthreads(); // of both, another base is what is said
-    if (is_other) state.verdict() = IBP_DELTA_OTHER_BASE;
+    __syncthreads(); // all have read the verdict
+    if (wrong) state.verdict() = is_applied ? IBP_DELTA_DAMAGED : IBP_DELTA_OTHER_BASE;
 }
 
 template <typename T> struct DeltaAdder {
@@ -320,11 +335,10 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     add_deltas(const __grid_constant__ ibp_codebook cb, const ibp_delta_tensor *versions, const uint32_t num_versions,
                const int64_t num_rows, const Coded coded, const bool takes_back, const DeltaState state)
 {
-    if (takes_back == (state.verdict() == IBP_DELTA_APPLIED)) return;
+    if (state.verdict() != (takes_back ? IBP_DELTA_DAMAGED : IBP_DELTA_APPLIED)) return;
     const DeltaAdder<T> adder(cb, coded, threadIdx.x / kWarp * DeltaAdder<T>::shared_bytes_of(cb, coded), takes_back);
     const WarpRows mine;
-    const bool sums = coded == Coded::kShort && !takes_back;
-    PlacedSums placed; // of the base, and what changes add
+    PlacedSums<1> change;
     const auto is_taken = [&](uint32_t length) {
         return length != IBP_DEFAULT_LENGTH(cb.row_bytes) && takes(coded, length);
     };
@@ -335,33 +349,32 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     };
 #pragma unroll 1
     for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
-        const int64_t r = mine.row(k);
         // Few are long: a lane looks at one of the warp's next rows.
         const int64_t own = mine.row(k + lane_id());
         if (coded == Coded::kLong && !__any_sync(kAllLanes, own < num_rows && is_long(own))) {
             k += kWarp - 1u;
             continue;
         }
-        const VersionRow row = find(r);
+        const VersionRow row = find(mine.row(k));
         if (row.valid == 0u) continue;
         const ibp_delta_tensor &version = versions[row.version];
-        placed.open(state.base_sum(row.version));
         const typename DeltaAdder<T>::Place place = adder.look_up(version, row);
-        if (sums) {
-            if (place.good) prefetch_bytes(version.overflow + place.start, place.stored, lane_id(), kWarp);
-            placed.own[0] += sum_of_row(version.base + row.start, row);
-            __syncwarp(); // no word has changed before
-        }
         if (!is_taken(place.length)) continue;
         bool good;
         const uint64_t added = adder.add(version, row, place, &good);
-        if (!takes_back) placed.own[1] += added; // what is judged stays
+        change.open(state.change(row.version));
+        if (!takes_back) change.own[0] += added; // what was judged stays
         if (!good && lane_id() == 0u)
             atomicOr(reinterpret_cast<unsigned long long *>(state.corrupt(row.version)), 1ull);
     }
-    placed.flush();
+    change.flush();
 }
 
+static ibp_status judge(const DeltaCall &call, const DeltaState &state, bool is_applied)
+{
+    return launch_kernel(judge_deltas, Launch{1, kJudgeThreads, 0, 1}, call.stream, call.versions, call.num_versions,
+                         is_applied, state);
+}
 template <typename T> static ibp_status add(const DeltaCall &call, const DeltaState &state, bool takes_back)
 {
     ibp_status status = IBP_OK;
@@ -376,10 +389,12 @@ template <typename T> static ibp_status add(const DeltaCall &call, const DeltaSt
 }
 template <typename T> static ibp_status apply(const DeltaCall &call, const DeltaState &state, bool takes_back)
 {
-    ibp_status status = takes_back ? IBP_OK : add<T>(call, state, false);
-    if (!takes_back && status == IBP_OK)
-        status = launch_kernel(judge_deltas, Launch{1, kJudgeThreads, 0, 1}, call.stream, call.versions,
-                               call.num_versions, state);
+    if (takes_back) return add<T>(call, state, true);
+    ibp_status status = launch_rows(sum_versions, kSumOfVersionsThreads, 0, call, call.versions, call.num_versions,
+                                    call.num_rows, call.cb.row_bytes, state);
+    if (status == IBP_OK) status = judge(call, state, false);
+    if (status == IBP_OK) status = add<T>(call, state, false);
+    if (status == IBP_OK) status = judge(call, state, true);
     return status == IBP_OK ? add<T>(call, state, true) : status;
 }
 

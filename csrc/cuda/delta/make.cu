@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kMakeThreads)
 {
     const DeltaRows<T> rows(cb);
     const WarpRows mine;
-    PlacedSums placed; // of the base and of the newer version
+    PlacedSums<2> placed; // of the base and of the newer version
 #pragma unroll 1
     for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
         const int64_t r = mine.row(k);

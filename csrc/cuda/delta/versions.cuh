@@ -67,11 +67,11 @@ struct WarpRows {
     }
 };
 
-// Two sums of lanes, which are added to a place of device memory and to the next one when the place changes, and at the
-// end. By all lanes together.
-struct PlacedSums {
+// Sums of lanes, which are added to a place of device memory and those behind it when the place changes, and at the end.
+// By all lanes together.
+template <uint32_t N> struct PlacedSums {
     unsigned long long *place = nullptr;
-    uint64_t own[2] = {};
+    uint64_t own[N] = {};
 
     // Turns to a place.
     __device__ __forceinline__ void open(uint64_t *to)
@@ -80,11 +80,13 @@ struct PlacedSums {
     }
     __device__ __forceinline__ void flush(uint64_t *next = nullptr)
     {
-        for (uint32_t i = 0; place != nullptr && i < 2u; i++) {
-            const uint64_t sum = sum_of_warp(own[i]);
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) {
+            const uint64_t sum = place == nullptr ? 0u : sum_of_warp(own[i]);
             if (lane_id() == 0u && sum != 0u) atomicAdd(place + i, static_cast<unsigned long long>(sum));
+            own[i] = 0;
         }
-        place = reinterpret_cast<unsigned long long *>(next), own[0] = own[1] = 0;
+        place = reinterpret_cast<unsigned long long *>(next);
     }
 };
 

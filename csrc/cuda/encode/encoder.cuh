@@ -295,6 +295,17 @@ __device__ __forceinline__ bool is_default(const ibp_codebook &cb, const PlainRo
     return row.bytes[0] == DefaultRow::first_byte(cb) && is_default_throughout<G>(cb, row, num_bytes);
 }
 
+// Prefetches a row's bytes into the L2 cache.
+template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
+{
+#ifdef __CUDACC__
+    constexpr uint32_t kLine = 128;
+#pragma unroll 1
+    for (uint32_t first = kLine * G::lane(); first < row.valid; first += kLine * G::kLanes)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row.bytes + first));
+#endif
+}
+
 // A row being coded: bits are ORed into words that are zero. What would lie past the end goes to the last words, which
 // are no row's: only a row that has changed since it was measured, or that has no coded form, asks for that.
 struct BitStage {

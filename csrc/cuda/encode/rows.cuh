@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         PlainRow row = next;
         if (i + step < job.source.num_rows) {
             next = job.source.row(i + step);
-            prefetch_bytes(next.bytes, next.valid, G::lane(), G::kLanes);
+            prefetch<G>(next);
         }
         const int64_t r = row_of<G>(job, i);
         if (r >= 0 && r < num_rows) {
