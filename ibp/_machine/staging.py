@@ -137,14 +137,20 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
         ring.stream.synchronize()
 
 
+def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
+    """Whether bytes go to a device as a whole: pinned ones that do not crowd it."""
+    if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or not data.is_pinned():
+        return False
+    return data.numel() <= _MOST_OF_FREE * torch.cuda.mem_get_info(device)[0]
+
+
 @contextlib.contextmanager
 def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[], torch.Tensor]]:
-    """Gives a function that returns bytes where work on a GPU reads them. Pinned ones for which the GPU has room are
-    copied there while the caller does other work; else they are `data` itself.
+    """Gives a function that returns bytes where work on a GPU reads them. Those that go whole are copied while the
+    caller does other work; else they are `data` itself.
 
     The work is on the stream that is current when the context is entered; leaving it waits for the copy."""
-    is_far = device.type == "cuda" and not data.is_cuda and data.numel() > STAGED_BYTES and data.is_pinned()
-    if not is_far or data.numel() > _MOST_OF_FREE * torch.cuda.mem_get_info(device)[0]:
+    if not _goes_whole(data, device):
         yield lambda: data
         return
     ring, worker = _ring(device, pageable=False)

@@ -128,7 +128,8 @@ def compress(
         row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
             not 1-D, else 4,096 bytes of the flat tensor.
         device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU,
-            which also codes tensors of the host of at most 1 MiB.
+            which also codes tensors of the host of at most 1 MiB. A pinned tensor of at most a quarter of the GPU's
+            free memory is there as a whole meanwhile, others block by block.
         memory: where the table lives: "device", on the device that codes; "pinned", in host memory that GPUs read;
             "host", in pageable memory. None: where x lives, in pinned memory if that is the host and there is a CUDA
             device; where the system refuses to pin, the table is pageable, and a RuntimeWarning says so, once a

@@ -204,12 +204,14 @@ def test_counts_at_any_address(cuda, row_bytes):
             )
 
 
-@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("pinned, most_of_free", [(True, 0.25), (True, 0.0), (False, 0.25)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
-def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinned):
-    """Host data in many blocks, more than there are staging buffers: each is used again before the table is whole."""
+def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinned, most_of_free):
+    """Host data in many blocks, more than there are staging buffers: each is used again before the table is whole. Or
+    as a whole, where pinned memory has room on the GPU."""
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 1 << 16)
+    monkeypatch.setattr("ibp._machine.staging._MOST_OF_FREE", most_of_free)
     for x in (spiky_rows(5000, 60), embedding(3001, 128, torch.bfloat16)):
         row_bytes = x.shape[1] * x.element_size()
         codebook = ibp.codecs.analyze(x, scheme=scheme, device="cpu")

@@ -132,6 +132,18 @@ def test_blocks_on_their_way_to_the_gpu(gpu, pageable):
         assert_same_bits(near, right)
 
 
+def test_bytes_on_their_way_as_a_whole(gpu, monkeypatch):
+    monkeypatch.setattr(staging, "_goes_whole", lambda data, device: data.numel() > 50)
+    for size in (100, 50):
+        data = numbers(size, size)
+        with staging.whole_ahead(data, CPU) as near:
+            for _ in range(2):
+                if size > 50:
+                    gpu.use(near(), writes=False)
+                assert_same_bits(near(), data)
+                assert (near() is data) == (size <= 50)
+
+
 @pytest.mark.parametrize("pageable", [True, False])
 def test_blocks_on_their_way_from_the_gpu(gpu, pageable):
     targets = [torch.zeros(size, dtype=torch.uint8) for size in (10, 30, 5, 20, 500, 30, 400)]
