@@ -85,7 +85,9 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
                    first_stage = Decoder::block_bytes(table.codebook),
                    group_bytes = group_bytes_of<Decoder>(table.codebook),
                    mine = first_stage + G::in_block() * group_bytes;
-    const uint32_t team = threadIdx.x / kTeamThreads, teams = blockDim.x / kTeamThreads,
+    // By shuffles, from which the compiler knows that the lanes of a warp go through the loop together.
+    const auto of_first_lane = [](uint32_t v) { return __shfl_sync(kAllLanes, v, 0); };
+    const uint32_t team = of_first_lane(threadIdx.x / kTeamThreads), teams = blockDim.x / kTeamThreads,
                    num_ids = static_cast<uint32_t>(request.ids.count);
     const uint32_t first_row = first_stage + teams * kTurn * group_bytes,
                    first_memory = first_row + teams * kRound * pitch;
@@ -101,7 +103,8 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     const Share found = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
     if (threadIdx.x % kTeamThreads == 0u) memory.share() = found;
     named_barrier(team + 1u, kTeamThreads);
-    const Share share = memory.share();
+    const Share of_team = memory.share(), share{of_first_lane(of_team.first_bag), of_first_lane(of_team.last_bag),
+                                                of_first_lane(of_team.first), of_first_lane(of_team.last)};
     if (share.first_bag >= share.last_bag) return;
     Sums::begin(bags, num_ids, row_bytes, out, fault, memory);
 
