@@ -58,7 +58,8 @@ __device__ __forceinline__ VersionRow find_version(const ibp_delta_tensor *versi
 // to the sums of one version at once, they wait for each other.
 struct WarpRows {
     static constexpr uint32_t kRun = 8; // rows of a warp that are near each other
-    const uint32_t warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp;
+    const uint32_t warps = blockDim.x / kWarp,
+                   warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0); // known as uniform
 
     // The k-th: more for each k.
     __device__ __forceinline__ int64_t row(uint32_t k) const

@@ -77,7 +77,11 @@ template <uint32_t LANES> struct EncodeGroup {
     static_assert(!kIsBlock || LANES % kEncodeThreads == 0, "more than a warp is a block");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
-    static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / LANES; }
+    // Of a warp by a shuffle, from which the compiler knows that its lanes go through a loop over rows together.
+    static __device__ __forceinline__ uint32_t in_block()
+    {
+        return LANES == kWarp ? __shfl_sync(kAllLanes, threadIdx.x / LANES, 0) : threadIdx.x / LANES;
+    }
     static __device__ __forceinline__ uint32_t mask()
     {
         return (kAllLanes >> (kWarp - kWidth)) << (lane_id() / kWidth * kWidth);

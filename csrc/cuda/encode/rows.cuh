@@ -23,8 +23,7 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads)
     extern __shared__ uint4 shared[];
     constexpr uint32_t kGroups = G::kThreads / G::kLanes;
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
-    for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows;
-         r += int64_t{gridDim.x} * kGroups) {
+    for (int64_t r = blockIdx.x * int64_t{kGroups} + G::in_block(); r < num_rows; r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
         // Whether it is a default row is looked up when its bytes are near: few rows are.
         uint32_t length = ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes, cb.row_bytes, row.valid);
