@@ -35,8 +35,8 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
         else
             named_barrier(in_block() + 1u, kThreads);
     }
-    // Whether it is so in any lane of the warp; all lanes of a group say the same. Of a whole warp too it is a vote: the
-    // compiler then knows that lanes stay together, and does not check it before each exchange between them.
+    // Whether it is so in any lane of the warp; all lanes of a group say the same. Also of a whole warp it is a vote,
+    // from which the compiler knows that lanes stay together, and need not check it before they exchange.
     static __device__ __forceinline__ bool any(bool is_so) { return __any_sync(kAllLanes, is_so); }
     // Sums of v over the lanes up to this one; v may hold several numbers side by side that do not run over.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)

@@ -34,8 +34,9 @@ ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 
 // Blocks of up to most_threads threads, one an SM, for groups of threads that take a job at a time and have
 // group_bytes of shared memory each, besides the block's block_bytes; never more SMs than max_sms (0: all). Few jobs
-// are spread over all of them. The launch overlaps, so that the kernel begins with await_work_before(). Where max_sms leaves SMs to other kernels, blocks come in clusters of two, which get
-// SMs that are neighbours: a matrix product in such clusters cannot use an SM whose neighbour is taken.
+// are spread over all of them. The launch overlaps the one before: the kernel begins with await_work_before(). Where
+// max_sms leaves SMs to other kernels, blocks come in clusters of two, which get SMs that are neighbours: a matrix
+// product in such clusters cannot use an SM whose neighbour is taken.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 

@@ -243,8 +243,8 @@ template <typename T> struct WordJoin {
     }
 };
 
-// Joins a vector of elements of two or four bytes without invariant bits: symbols are a byte, residuals all others, from
-// a word of a cursor on.
+// Joins a vector of elements of two or four bytes without invariant bits: symbols are a byte, residuals all others,
+// from a word of a cursor on.
 template <typename T>
 __device__ __forceinline__ void join_bytes(uint32_t rotate, uint2 symbols, const Cursor &residuals, uint32_t word,
                                            uint32_t (&words)[4])

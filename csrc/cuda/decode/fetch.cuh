@@ -67,7 +67,7 @@ __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t
 
 enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular, kRefused }; // odd: vectors go to the stage
 
-// A row that has been fetched: staged if it is coded, else done with or refused. The bytes [low, high) of it are wanted.
+// A row that has been fetched: staged if it is coded, else done with or refused. Its bytes [low, high) are wanted.
 struct Fetched {
     Window window;
     uint32_t num_bytes; // as stored
@@ -108,8 +108,8 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     return job;
 }
 
-// Leaves zeros where a refused row should have gone, and records why. By all lanes of a warp together: were atomics in a
-// branch of some, the compiler would check in all of the loop over rows that lanes are together before they exchange.
+// Leaves zeros where a refused row should have gone, and records why. By all lanes of a warp together: were there
+// atomics in a branch of some, the compiler would let lanes check that they are together before every exchange.
 template <class G>
 static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out,
                                            uint32_t number, bool refused, ibp_fault *fault)

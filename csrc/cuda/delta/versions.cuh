@@ -68,8 +68,8 @@ struct WarpRows {
     }
 };
 
-// Sums of lanes, which are added to a place of device memory and those behind it when the place changes, and at the end.
-// By all lanes together.
+// Sums of lanes, which are added to a place of device memory and those behind it when the place changes, and at the
+// end. By all lanes together.
 template <uint32_t N> struct PlacedSums {
     unsigned long long *place = nullptr;
     uint64_t own[N] = {};
