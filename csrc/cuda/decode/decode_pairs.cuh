@@ -9,8 +9,9 @@
 //   plane 1  16 digits a lane
 //   plane 0  16 bytes of output a lane and step, joined with their residuals
 // Where entries are a column's, all this is done with ranks; symbols are looked up, and raw ones put in, at the end.
-// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element;
-// an SM issues 3.0 a cycle and can issue 4. On all SMs together it is bound by device memory.
+// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element,
+// before it joined bytes, which takes 5 % fewer; an SM issues 3.0 a cycle and can issue 4. On all SMs together it is
+// bound by device memory.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
