@@ -65,6 +65,7 @@ struct Tensor {
     std::vector<uint16_t> lengths;
     std::vector<uint64_t> bases;
     std::unique_ptr<Bytes> overflow;
+    bool is_damaged = false;
 
     Tensor(size_t num_bytes, size_t offset, size_t other)
         : base(num_bytes, offset), newer(num_bytes, other), differences(num_bytes)
@@ -195,6 +196,14 @@ struct Case {
                 check(memcmp(tensors[t].base.data, wanted, tensors[t].base.size) == 0, "base", number);
         }
     }
+    /* What a call leaves of its sums names no other tensors than damaged ones. */
+    void expect_others_to_fit()
+    {
+        for (size_t t = 0; t < tensors.size(); t++)
+            if (!tensors[t].is_damaged)
+                check(state[1 + 3 * t] + state[2 + 3 * t] == jobs[t].result_sum && state[3 + 3 * t] == 0, "fits",
+                      number);
+    }
     std::vector<std::vector<uint8_t>> bytes() const
     {
         std::vector<std::vector<uint8_t>> copies;
@@ -205,6 +214,7 @@ struct Case {
     bool damage()
     {
         Tensor &tensor = tensors[below(tensors.size())];
+        tensor.is_damaged = true;
         const auto flip = [](void *bytes, size_t size) {
             if (size != 0) static_cast<uint8_t *>(bytes)[below(size)] ^= static_cast<uint8_t>(1 + below(255));
         };
@@ -232,6 +242,7 @@ void run_case(uint64_t number)
     tested.expect(true, before);
     tested.take_back();
     tested.expect(false, before);
+    tested.expect_others_to_fit();
     for (int i = 0; i < 4; i++) {
         const bool is_base = tested.damage();
         const auto damaged = tested.bytes();
@@ -242,6 +253,7 @@ void run_case(uint64_t number)
             return;
         }
         tested.expect(verdict == IBP_DELTA_APPLIED, damaged);
+        tested.expect_others_to_fit();
         if (verdict == IBP_DELTA_APPLIED) return;
     }
 }
