@@ -180,7 +180,7 @@ def measure_own(case):
 
 
 def measure_mixed(case, cache, places, own_gbps):
-    """Calls of which some rows are cached, at most as fast as if all were; and of which none are."""
+    """Calls for some cached rows, which should not be faster than calls for cached rows alone; and for none."""
     held, others = (places >= 0).nonzero()[:, 0], (places < 0).nonzero()[:, 0]
     for percent in HIT_PERCENT:
         hits = case.drawn(held, max(1, case.num_ids * percent // 100))

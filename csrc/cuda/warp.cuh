@@ -49,8 +49,8 @@ __device__ __forceinline__ bool aligned(const void *p, uint32_t bytes)
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Lets the next kernel of the stream begin, if it is launched to overlap this one; waits until what the stream had
-// before is done and can be read: whatever it may have written is read behind that.
+// Lets the next kernel of the stream begin, if it is launched to overlap this one; waits until the stream's work before
+// is done and can be read. What this work writes is read behind the wait alone, in compiled code too.
 __device__ __forceinline__ void let_next_begin()
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

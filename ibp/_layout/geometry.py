@@ -177,9 +177,9 @@ def blocks(
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32.
 
-    What is on the GPU that works on it is one block, if `whole`; on the CPU blocks are of 1 GiB then. Host data is
-    brought to a GPU in smaller blocks by its copy engine, the next one while the caller works on one: such a block is
-    valid until the next one is asked for (see `_staging`).
+    Data on the device that works on it is one block on a GPU, if `whole`, and blocks of 1 GiB on the CPU. A GPU's copy
+    engine brings host data in smaller blocks, the next one while the caller works on one: such a block is valid until
+    the next one is asked for (see `_staging`).
     """
     num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
     most_bytes = _BLOCK_BYTES

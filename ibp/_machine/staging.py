@@ -146,8 +146,8 @@ def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[], torch.Tensor]]:
-    """Gives a function that returns bytes where work on a GPU reads them. Those that go whole are copied while the
-    caller does other work; else they are `data` itself.
+    """Gives a function that returns bytes where work on a GPU reads them: a copy there, made while the caller does
+    other work, if `_goes_whole` says so; else `data` itself.
 
     The work is on the stream that is current when the context is entered; leaving it waits for the copy."""
     if not _goes_whole(data, device):

@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
         bool good;
         const uint64_t added = adder.add(version, row, place, &good);
         change.open(state.change(row.version));
-        if (!takes_back) change.own[0] += added; // what was judged stays
+        if (!takes_back) change.own[0] += added; // the judged sum stays
         if (!good && lane_id() == 0u)
             atomicOr(reinterpret_cast<unsigned long long *>(state.corrupt(row.version)), 1ull);
     }

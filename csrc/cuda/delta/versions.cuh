@@ -54,14 +54,14 @@ __device__ __forceinline__ VersionRow find_version(const ibp_delta_tensor *versi
     return {row, start, first, left <= 0 ? 0u : static_cast<uint32_t>(min(left, int64_t{row_bytes}))};
 }
 
-// The rows of a warp. Some that follow each other are their block's, and so mostly of one version: where all warps add
-// to the sums of one version at once, they wait for each other.
+// The rows of a warp. A block takes runs of rows, mostly of one version each, and few blocks take the same version at
+// the same time: warps that add to the sums of one version at once wait for each other.
 struct WarpRows {
-    static constexpr uint32_t kRun = 8; // rows of a warp that are near each other
+    static constexpr uint32_t kRun = 8; // rows of a warp in a run of its block
     const uint32_t warps = blockDim.x / kWarp,
                    warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0); // known as uniform
 
-    // The k-th: more for each k.
+    // The number of its k-th row, which rises with k.
     __device__ __forceinline__ int64_t row(uint32_t k) const
     {
         return (int64_t{k / kRun * gridDim.x + blockIdx.x} * kRun + k % kRun) * warps + warp;

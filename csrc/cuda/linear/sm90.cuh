@@ -96,7 +96,7 @@ struct SharedBarrier {
 };
 
 // All threads of a cluster meet, in two steps, before a block uses barriers of other blocks, which these have published
-// before. Between the steps a block uses what is its own.
+// before. Between the steps a block uses its own memory.
 __device__ __forceinline__ void arrive_at_cluster()
 {
 #ifdef __CUDACC__
