@@ -6,7 +6,8 @@
 most 16 and 8; `again`, over the same rows as they stand; `pages`, 4,096 buffers of 64 KiB in one launch; `strided`, the
 half of every row of a cache; `by ids`, in random order; `to pinned memory`; `graph`, replayed. Beside them `copy_` of
 the same bytes, and `measured, then coded`, two passes, as `compress` makes of tensors in host memory. `until it
-returns`: the host's time for a call that codes one page. What was coded is decoded and checked for every arm, and its decoding timed as `decode`.
+returns`: the host's time for a call that codes one page. What was coded is decoded and checked for every arm, and its
+decoding timed as `decode`.
 """
 
 import sys
