@@ -90,6 +90,18 @@ struct Rows {
 
 constexpr uint32_t kUnitBytes = 16; // of a row that a thread adds at a time
 
+// What rounds do with rows: add them, add them by their notes, compare them.
+enum Way : uint32_t { kPlainSums, kNotedSums, kMaxima, kWays };
+
+// A kind and a way in one number, so that rounds ask once.
+__host__ __device__ constexpr uint32_t task_of(ibp_float_kind kind, Way way) { return kind * kWays + way; }
+__device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
+{
+    return task_of(bags.kind, bags.mode == IBP_BAG_MAX                          ? kMaxima
+                              : bags.weights != nullptr || bags.padding_id >= 0 ? kNotedSums
+                                                                                : kPlainSums);
+}
+
 // The elements of a unit, of four bytes or of two, in their order: as floats or, of a maximum, as their bits, those of
 // two bytes in the upper half.
 struct Unit {
@@ -133,13 +145,13 @@ struct Unit {
         for (uint32_t e = 0; e < kMost; e++) values[e] /= divisor;
     }
     // The unit's bits.
-    __device__ __forceinline__ uint4 result(const ibp_bags &bags) const
+    __device__ __forceinline__ uint4 result(ibp_float_kind kind, bool is_maximum) const
     {
-        if (bags.kind == IBP_FLOAT32)
+        if (kind == IBP_FLOAT32)
             return make_uint4(bits_of_float(values[0]), bits_of_float(values[1]), bits_of_float(values[2]),
                               bits_of_float(values[3]));
-        if (bags.mode == IBP_BAG_MAX) return make_uint4(two_bits(0), two_bits(2), two_bits(4), two_bits(6));
-        if (bags.kind == IBP_FLOAT16)
+        if (is_maximum) return make_uint4(two_bits(0), two_bits(2), two_bits(4), two_bits(6));
+        if (kind == IBP_FLOAT16)
             return make_uint4(halves_of_floats(values[0], values[1]), halves_of_floats(values[2], values[3]),
                               halves_of_floats(values[4], values[5]), halves_of_floats(values[6], values[7]));
         return make_uint4(bfloat16s_of_floats(values[0], values[1]), bfloat16s_of_floats(values[2], values[3]),
@@ -188,7 +200,7 @@ template <uint32_t UNITS> struct Reducer {
     ibp_fault *const fault;
     const TeamMemory memory;
     const Share share;
-    const uint32_t lane_bits; // of the number of threads that share a bag
+    const uint32_t task, lane_bits; // lane_bits: of the number of threads that share a bag
 
     struct State {
         uint32_t bag, count;   // the open bag, and its rows that count
@@ -196,10 +208,11 @@ template <uint32_t UNITS> struct Reducer {
         Unit units[UNITS];
     };
 
-    __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t num, uint32_t bytes, uint8_t *to,
-                                       ibp_fault *noted, TeamMemory kept)
-        : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(kept.share()),
-          lane_bits(bits_of_lanes(bytes))
+    // asked_task: task_of(asked).
+    __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t asked_task, uint32_t num, uint32_t bytes,
+                                       uint8_t *to, ibp_fault *noted, TeamMemory kept, const Share &of_team)
+        : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(of_team),
+          task(asked_task), lane_bits(bits_of_lanes(bytes))
     {
     }
     static __device__ __forceinline__ uint32_t bits_of_lanes(uint32_t row_bytes)
@@ -218,12 +231,16 @@ template <uint32_t UNITS> struct Reducer {
         return (lane() + (u << lane_bits)) * kUnitBytes;
     }
 
+    __device__ __forceinline__ bool takes_notes() const { return task % kWays != kPlainSums; }
+
     // ---- bags ----
 
     __device__ __forceinline__ Bounds bounds_of(uint32_t number) const
     {
         if (number >= share.last_bag) return {share.last, share.last};
-        return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
+        if (bags.offsets != nullptr) return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
+        const uint32_t begin = static_cast<uint32_t>(bags.bag_size) * number;
+        return {begin, number + 1u == bags.num_bags ? num_ids : begin + static_cast<uint32_t>(bags.bag_size)};
     }
     // Opens the bag whose bounds have come, and asks for those of the next one. Whatever the offsets are, rows are the
     // share's.
@@ -285,13 +302,13 @@ template <uint32_t UNITS> struct Reducer {
     __device__ __forceinline__ void close(State &now) const
     {
         uint8_t *const row = out + static_cast<int64_t>(now.bag) * row_bytes;
-        const bool is_even = row_bytes % kUnitBytes == 0u && aligned(out, kUnitBytes);
+        const bool is_even = (row_bytes | static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out))) % kUnitBytes == 0u;
         const bool divides = bags.mode == IBP_BAG_MEAN && now.count != 0u;
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++) {
             if (u != 0u && first_byte(u) >= row_bytes) break;
             if (divides) now.units[u].divide(static_cast<float>(now.count));
-            const uint4 words = now.units[u].result(bags);
+            const uint4 words = now.units[u].result(bags.kind, bags.mode == IBP_BAG_MAX);
             if (is_even)
                 *reinterpret_cast<uint4 *>(row + first_byte(u)) = words;
             else
@@ -313,18 +330,26 @@ template <uint32_t UNITS> struct Reducer {
     template <ibp_float_kind KIND, bool NOTES>
     __device__ __forceinline__ void add_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
+        constexpr uint32_t kTogether = 4; // whose loads are on their way at once
         if (!NOTES) now.count += n;
-#pragma unroll 4
-        for (; n != 0u; n--, j++) {
-            const Note note = NOTES ? rows.note(j) : Note{1.0f, 0u};
-            if (NOTES) now.count += !note.is_padding;
+#pragma unroll 1
+        for (; n >= kTogether; n -= kTogether, j += kTogether)
 #pragma unroll
-            for (uint32_t u = 0; u < UNITS; u++) {
-                if (u != 0u && first_byte(u) >= row_bytes) break;
-                uint4 words = *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u));
-                if (NOTES && note.is_padding) words = make_uint4(0, 0, 0, 0);
-                now.units[u].template add<KIND>(words, note.weight);
-            }
+            for (uint32_t k = 0; k < kTogether; k++) add_row<KIND, NOTES>(now, rows, j + k);
+#pragma unroll 1
+        for (; n != 0u; n--, j++) add_row<KIND, NOTES>(now, rows, j);
+    }
+    template <ibp_float_kind KIND, bool NOTES>
+    __device__ __forceinline__ void add_row(State &now, const Rows &rows, uint32_t j) const
+    {
+        const Note note = NOTES ? rows.note(j) : Note{1.0f, 0u};
+        if (NOTES) now.count += !note.is_padding;
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++) {
+            if (u != 0u && first_byte(u) >= row_bytes) break;
+            uint4 words = *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u));
+            if (NOTES && note.is_padding) words = make_uint4(0, 0, 0, 0);
+            now.units[u].template add<KIND>(words, note.weight);
         }
     }
     template <ibp_float_kind KIND>
@@ -342,14 +367,28 @@ template <uint32_t UNITS> struct Reducer {
         }
     }
     template <ibp_float_kind KIND>
+    __device__ __forceinline__ void reduce_otherwise(State &now, const Rows &rows, uint32_t j, uint32_t n) const
+    {
+        if (task % kWays == kMaxima)
+            compare_rows<KIND>(now, rows, j, n);
+        else
+            add_rows<KIND, true>(now, rows, j, n);
+    }
+    // Asks for the most usual tasks first.
     __device__ __forceinline__ void reduce(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
-        if (bags.mode == IBP_BAG_MAX)
-            compare_rows<KIND>(now, rows, j, n);
-        else if (bags.weights != nullptr || bags.padding_id >= 0)
-            add_rows<KIND, true>(now, rows, j, n);
+        if (task == task_of(IBP_FLOAT32, kPlainSums))
+            add_rows<IBP_FLOAT32, false>(now, rows, j, n);
+        else if (task == task_of(IBP_BFLOAT16, kPlainSums))
+            add_rows<IBP_BFLOAT16, false>(now, rows, j, n);
+        else if (task == task_of(IBP_FLOAT16, kPlainSums))
+            add_rows<IBP_FLOAT16, false>(now, rows, j, n);
+        else if (bags.kind == IBP_FLOAT32)
+            reduce_otherwise<IBP_FLOAT32>(now, rows, j, n);
+        else if (bags.kind == IBP_FLOAT16)
+            reduce_otherwise<IBP_FLOAT16>(now, rows, j, n);
         else
-            add_rows<KIND, false>(now, rows, j, n);
+            reduce_otherwise<IBP_BFLOAT16>(now, rows, j, n);
     }
 
     __device__ __forceinline__ void add_round(State &now, const Rows &rows, uint32_t first, uint32_t n) const
@@ -357,14 +396,7 @@ template <uint32_t UNITS> struct Reducer {
         const uint32_t stop = first + n;
         while (now.bag < share.last_bag) {
             const uint32_t from = max(now.bounds.begin, first), to = ibp_min_u32(now.bounds.end, stop);
-            if (from < to) {
-                if (bags.kind == IBP_FLOAT32)
-                    reduce<IBP_FLOAT32>(now, rows, from - first, to - from);
-                else if (bags.kind == IBP_FLOAT16)
-                    reduce<IBP_FLOAT16>(now, rows, from - first, to - from);
-                else
-                    reduce<IBP_BFLOAT16>(now, rows, from - first, to - from);
-            }
+            if (from < to) reduce(now, rows, from - first, to - from);
             if (now.bounds.end > stop) break;
             close(now);
             now.bag += num_open();
@@ -372,26 +404,21 @@ template <uint32_t UNITS> struct Reducer {
         }
     }
 
-    // Opens the team's first bags. Its share is in memory.
-    static __device__ __noinline__ void begin(const ibp_bags &bags, uint32_t num_ids, uint32_t row_bytes, uint8_t *out,
-                                              ibp_fault *fault, TeamMemory memory)
+    // Opens the team's first bags.
+    __device__ __forceinline__ void begin() const
     {
-        const Reducer reducer(bags, num_ids, row_bytes, out, fault, memory);
         State now{};
-        now.bag = reducer.first_byte(0) < row_bytes ? reducer.share.first_bag + (rank() >> reducer.lane_bits)
-                                                    : reducer.share.last_bag;
-        now.coming = reducer.bounds_of(now.bag);
-        reducer.open(now);
-        reducer.keep(now);
+        now.bag = first_byte(0) < row_bytes ? share.first_bag + (rank() >> lane_bits) : share.last_bag;
+        now.coming = bounds_of(now.bag);
+        open(now);
+        keep(now);
     }
     // Adds the n rows from number `first` on, and writes the bags that end with them.
-    static __device__ __noinline__ void add(const ibp_bags &bags, uint32_t num_ids, const Rows rows, uint8_t *out,
-                                            ibp_fault *fault, TeamMemory memory, uint32_t first, uint32_t n)
+    __device__ __forceinline__ void add(const Rows &rows, uint32_t first, uint32_t n) const
     {
-        const Reducer reducer(bags, num_ids, rows.row_bytes, out, fault, memory);
-        State now = reducer.load();
-        reducer.add_round(now, rows, first, n);
-        reducer.keep(now);
+        State now = load();
+        add_round(now, rows, first, n);
+        keep(now);
     }
 };
 

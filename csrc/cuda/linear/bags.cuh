@@ -32,15 +32,15 @@ struct Sample {
     float weight;
 };
 
-// Row `number` of a team whose rows end with `last`. dst: where its group wants it. Not inlined, as Reducer.
+// Row `number` of a team whose rows end with `last`. Not inlined: registers are scarce.
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
-                                                     const ibp_bags &bags, uint32_t number, uint32_t last, uint8_t *dst)
+                                                     const ibp_bags &bags, uint32_t number, uint32_t last)
 {
     Sample sample{{nullptr, nullptr, nullptr, what_of(0, 0, kNothing)}, 1.0f};
     if (number >= last) return sample;
     const bool is_padding = bags.padding_id >= 0 && load_ticket(request, number).id == bags.padding_id;
     if (!is_padding) sample.entry = look_up(table, request, number);
-    sample.entry.dst = dst;
+    sample.entry.dst = nullptr; // rows go to their groups
     if (bags.weights == nullptr) return sample;
     if (bags.kind == IBP_FLOAT32) {
         sample.weight = __ldg(static_cast<const float *>(bags.weights) + number);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     sum_bags(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
              const __grid_constant__ ibp_bags bags, uint8_t *out, ibp_fault *fault)
 {
-    using F = Fetch<Decoder>;
+    using F = Fetch<Decoder, true>;
     using G = typename Decoder::Group;
     await_work_before();
     constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kTurns = kTurnsOfRound<Decoder, Sums>,
@@ -106,43 +106,43 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     const Share of_team = memory.share(), share{of_first_lane(of_team.first_bag), of_first_lane(of_team.last_bag),
                                                 of_first_lane(of_team.first), of_first_lane(of_team.last)};
     if (share.first_bag >= share.last_bag) return;
-    Sums::begin(bags, num_ids, row_bytes, out, fault, memory);
+    const Sums sums(bags, of_first_lane(task_of(bags)), num_ids, row_bytes, out, fault, memory, share);
+    sums.begin();
 
     // The lanes of a warp look up its rows of as many turns as there are lanes for, whole rounds.
     const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp, turn_of_lane = lane_id() / G::kPerWarp,
                    ahead = of_warp + turn_of_lane * kTurn + lane_id() % G::kPerWarp;
     static_assert(kWarp / G::kPerWarp % kTurns == 0u, "whole rounds");
-    uint8_t *const looked_up =
-        shared_bytes() + rows.first + (turn_of_lane % kTurns * kTurn + of_warp + lane_id() % G::kPerWarp) * pitch;
     uint32_t first = share.first, i = 0;
     uint4 vectors[F::kVectors] = {};
-    Sample sample = look_up_sample(table, request, bags, first + ahead, share.last, looked_up);
+    Sample sample = look_up_sample(table, request, bags, first + ahead, share.last);
     fetch_of(0).prefetch(sample.entry, 0, vectors);
 #pragma unroll 1
-    while (first < share.last) {
+    do { // once for empty bags
 #pragma unroll 1
         for (uint32_t turn = 0; turn < kTurns; turn++) {
             const F fetch = fetch_of(turn);
-            const Row row = F::row_of(sample.entry, i + F::in_warp());
-            const Note note{__shfl_sync(kAllLanes, sample.weight, i + F::in_warp()), row.kind() == kNothing};
+            const Row row = fetch.row_of(sample.entry, i + F::in_warp());
             const uint32_t number = first + turn * kTurn + of_warp + F::in_warp();
             fetch.receive(row, sample.entry, i, vectors);
-            if (G::rank() == 0u) Rows::note_of(fetch.out, row_bytes) = note;
+            if (sums.takes_notes()) {
+                const float weight = __shfl_sync(kAllLanes, sample.weight, i + F::in_warp());
+                if (G::rank() == 0u) Rows::note_of(fetch.out, row_bytes) = {weight, row.kind() == kNothing};
+            }
             i += G::kPerWarp;
             if (i == kWarp) {
                 const uint32_t next = first + (turn + 1u) * kTurn;
-                sample = look_up_sample(table, request, bags, next + ahead, share.last, looked_up);
+                sample = look_up_sample(table, request, bags, next + ahead, share.last);
                 i = 0;
             }
             fetch.prefetch(sample.entry, i, vectors);
             fetch.finish(decoder, number, row, fault);
         }
         named_barrier(team + 1u, kTeamThreads); // the rows are there
-        Sums::add(bags, num_ids, rows, out, fault, memory, first, ibp_min_u32(kRound, share.last - first));
+        sums.add(rows, first, ibp_min_u32(kRound, share.last - first));
         named_barrier(team + 1u, kTeamThreads); // and may be overwritten
         first += kRound;
-    }
-    if (share.first == share.last) Sums::add(bags, num_ids, rows, out, fault, memory, first, 0); // empty bags
+    } while (first < share.last);
 }
 
 template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call)
