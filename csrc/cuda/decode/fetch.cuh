@@ -443,12 +443,14 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     }
 };
 
-// Shared bytes of a group: stage and scratch. Groups of a warp begin in different banks.
-template <class Decoder> __host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb)
+// Shared bytes of a group: stage and scratch, and at least as many. Groups of a warp begin in different banks.
+template <class Decoder>
+__host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb, uint32_t at_least = 0)
 {
-    using G = typename Decoder::Group;
-    const uint32_t num_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
-    return num_bytes + (G::kPerWarp == 1 ? 0u : (max(4u * G::kLanes, 16u) - num_bytes) % 128u);
+    const uint32_t of_row = row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb),
+                   num_bytes = max((of_row + 15u) / 16u * 16u, at_least);
+    return num_bytes +
+           (Decoder::Group::kPerWarp == 1 ? 0u : (max(4u * Decoder::Group::kLanes, 16u) - num_bytes) % 128u);
 }
 
 } // namespace ibp

@@ -65,24 +65,20 @@ static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num
 
 // ---- rows ----
 
-// What is known of a row beside its bytes, in shared memory behind them.
+// What is known of a row beside its bytes.
 struct Note {
     float weight;
     uint32_t is_padding;
 };
 
-// The rows of a round where a team finds them: row j begins with shared byte first + j * pitch.
+// Consecutive rows where a team finds them: row j begins with shared byte first + j * pitch, notes with `notes`.
 struct Rows {
-    uint32_t first, pitch, row_bytes;
+    uint32_t first, pitch, notes;
 
-    __device__ __forceinline__ const uint8_t *row(uint32_t j) const { return shared_bytes() + first + j * pitch; }
-    static __device__ __forceinline__ Note &note_of(uint8_t *row, uint32_t row_bytes)
+    __device__ __forceinline__ uint8_t *row(uint32_t j) const { return shared_bytes() + first + j * pitch; }
+    __device__ __forceinline__ Note &note(uint32_t j) const
     {
-        return *reinterpret_cast<Note *>(row + (row_bytes + 15u) / 16u * 16u);
-    }
-    __device__ __forceinline__ Note note(uint32_t j) const
-    {
-        return note_of(shared_bytes() + first + j * pitch, row_bytes);
+        return reinterpret_cast<Note *>(shared_bytes() + notes)[j];
     }
 };
 
@@ -168,7 +164,7 @@ struct Bounds {
     uint32_t begin, end;
 };
 
-// Shared memory of a team: its share, and what its threads know of their bags from round to round.
+// Shared memory of a team: its share, what its threads know of their bags from round to round, and notes.
 struct TeamMemory {
     uint32_t first; // byte
 
@@ -179,9 +175,14 @@ struct TeamMemory {
         const uint32_t place = 1u + i * kTeamThreads + threadIdx.x % kTeamThreads;
         return *reinterpret_cast<uint4 *>(shared_bytes() + first + place * sizeof(uint4));
     }
-    static __host__ __device__ __forceinline__ uint32_t num_bytes(uint32_t words_of_thread)
+    __device__ __forceinline__ uint32_t notes(uint32_t words_of_thread) const
     {
-        return (1u + words_of_thread * kTeamThreads) * static_cast<uint32_t>(sizeof(uint4));
+        return first + num_bytes(words_of_thread, 0);
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_bytes(uint32_t words_of_thread, uint32_t num_notes)
+    {
+        return (1u + words_of_thread * kTeamThreads) * static_cast<uint32_t>(sizeof(uint4)) +
+               (num_notes * static_cast<uint32_t>(sizeof(Note)) + 15u) / 16u * 16u;
     }
 };
 static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
@@ -391,9 +392,9 @@ template <uint32_t UNITS> struct Reducer {
             reduce_otherwise<IBP_BFLOAT16>(now, rows, j, n);
     }
 
-    __device__ __forceinline__ void add_round(State &now, const Rows &rows, uint32_t first, uint32_t n) const
+    // Adds the rows with the numbers from `first` up to `stop`, and writes the bags that end with them.
+    __device__ __forceinline__ void add(State &now, const Rows &rows, uint32_t first, uint32_t stop) const
     {
-        const uint32_t stop = first + n;
         while (now.bag < share.last_bag) {
             const uint32_t from = max(now.bounds.begin, first), to = ibp_min_u32(now.bounds.end, stop);
             if (from < to) reduce(now, rows, from - first, to - from);
@@ -411,13 +412,6 @@ template <uint32_t UNITS> struct Reducer {
         now.bag = first_byte(0) < row_bytes ? share.first_bag + (rank() >> lane_bits) : share.last_bag;
         now.coming = bounds_of(now.bag);
         open(now);
-        keep(now);
-    }
-    // Adds the n rows from number `first` on, and writes the bags that end with them.
-    __device__ __forceinline__ void add(const Rows &rows, uint32_t first, uint32_t n) const
-    {
-        State now = load();
-        add_round(now, rows, first, n);
         keep(now);
     }
 };

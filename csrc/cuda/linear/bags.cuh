@@ -51,18 +51,11 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     return sample;
 }
 
-// Shared bytes of a row and its note.
-__host__ __device__ __forceinline__ uint32_t bag_row_bytes(const ibp_codebook &cb)
-{
-    return (cb.row_bytes + 15u) / 16u * 16u + 16u;
-}
-static_assert(sizeof(Note) <= 16, "behind a row");
-
 // Of a block: whole teams, and so few that registers hardly spill to local memory, for which shared memory leaves no
 // cache.
-template <class Decoder> constexpr uint32_t most_bag_threads()
+template <class Decoder, class Sums> constexpr uint32_t most_bag_threads()
 {
-    constexpr uint32_t kMost = 640;
+    constexpr uint32_t kMost = Sums::kUnits == 1u ? 768 : 640;
     return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
 }
 
@@ -71,8 +64,24 @@ template <class Decoder> constexpr uint32_t most_bag_threads()
 template <class Decoder, class Sums>
 constexpr uint32_t kTurnsOfRound = Decoder::Group::kPerWarp == 1 && Sums::kUnits == 1u ? 2u : 1u;
 
+// Where a group has the rows of a round, from its first shared byte on: the last one in its scratch, so that more teams
+// find room, the one before behind that.
+template <class Decoder, uint32_t TURNS> struct GroupRows {
+    uint32_t last, before, num_bytes; // num_bytes: of the group
+
+    __host__ __device__ __forceinline__ explicit GroupRows(const ibp_codebook &cb)
+    {
+        static_assert(TURNS <= 2u, "one row before");
+        const uint32_t stage = row_stage_bytes(cb.row_bytes), row_bytes = (cb.row_bytes + 15u) / 16u * 16u;
+        last = stage + (Decoder::kept_bytes(cb) + 15u) / 16u * 16u;
+        before = max(stage + (Decoder::scratch_bytes(cb) + 15u) / 16u * 16u, last + row_bytes);
+        num_bytes = group_bytes_of<Decoder>(cb, before + (TURNS - 1u) * row_bytes);
+    }
+    __device__ __forceinline__ uint32_t row(uint32_t turn) const { return turn + 1u == TURNS ? last : before; }
+};
+
 template <class Decoder, class Sums>
-__global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
+__global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     sum_bags(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
              const __grid_constant__ ibp_bags bags, uint8_t *out, ibp_fault *fault)
 {
@@ -81,25 +90,26 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     await_work_before();
     constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kTurns = kTurnsOfRound<Decoder, Sums>,
                        kRound = kTurn * kTurns; // rows
-    const uint32_t row_bytes = table.codebook.row_bytes, pitch = bag_row_bytes(table.codebook),
-                   first_stage = Decoder::block_bytes(table.codebook),
-                   group_bytes = group_bytes_of<Decoder>(table.codebook),
-                   mine = first_stage + G::in_block() * group_bytes;
+    const GroupRows<Decoder, kTurns> group(table.codebook);
+    const uint32_t row_bytes = table.codebook.row_bytes, first_stage = Decoder::block_bytes(table.codebook),
+                   mine = first_stage + G::in_block() * group.num_bytes;
     // By shuffles, from which the compiler knows that the lanes of a warp go through the loop together.
     const auto of_first_lane = [](uint32_t v) { return __shfl_sync(kAllLanes, v, 0); };
     const uint32_t team = of_first_lane(threadIdx.x / kTeamThreads), teams = blockDim.x / kTeamThreads,
                    num_ids = static_cast<uint32_t>(request.ids.count);
-    const uint32_t first_row = first_stage + teams * kTurn * group_bytes,
-                   first_memory = first_row + teams * kRound * pitch;
-    const Rows rows{first_row + team * kRound * pitch, pitch, row_bytes};
     const auto fetch_of = [&](uint32_t turn) { // of a round
-        uint8_t *const row = shared_bytes() + rows.first + (turn * kTurn + G::in_block() % kTurn) * pitch;
-        return F{table, request, row, stage_at(mine, row_bytes), first_stage, group_bytes};
+        uint8_t *const row = shared_bytes() + mine + group.row(turn);
+        return F{table, request, row, stage_at(mine, row_bytes), first_stage, group.num_bytes};
     };
     const Decoder decoder(table.codebook, mine + row_stage_bytes(row_bytes));
     __syncthreads();
 
-    const TeamMemory memory{first_memory + team * TeamMemory::num_bytes(Sums::kWords)};
+    const TeamMemory memory{first_stage + teams * kTurn * group.num_bytes +
+                            team * TeamMemory::num_bytes(Sums::kWords, kRound)};
+    const auto rows_of = [&](uint32_t turn) {
+        return Rows{first_stage + team * kTurn * group.num_bytes + group.row(turn), group.num_bytes,
+                    memory.notes(Sums::kWords) + turn * kTurn * static_cast<uint32_t>(sizeof(Note))};
+    };
     const Share found = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
     if (threadIdx.x % kTeamThreads == 0u) memory.share() = found;
     named_barrier(team + 1u, kTeamThreads);
@@ -127,7 +137,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
             fetch.receive(row, sample.entry, i, vectors);
             if (sums.takes_notes()) {
                 const float weight = __shfl_sync(kAllLanes, sample.weight, i + F::in_warp());
-                if (G::rank() == 0u) Rows::note_of(fetch.out, row_bytes) = {weight, row.kind() == kNothing};
+                if (G::rank() == 0u) rows_of(turn).note(G::in_block() % kTurn) = {weight, row.kind() == kNothing};
             }
             i += G::kPerWarp;
             if (i == kWarp) {
@@ -139,7 +149,13 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
             fetch.finish(decoder, number, row, fault);
         }
         named_barrier(team + 1u, kTeamThreads); // the rows are there
-        sums.add(rows, first, ibp_min_u32(kRound, share.last - first));
+        typename Sums::State now = sums.load();
+#pragma unroll 1
+        for (uint32_t turn = 0; turn < kTurns; turn++) {
+            const uint32_t from = first + turn * kTurn;
+            sums.add(now, rows_of(turn), ibp_min_u32(from, share.last), ibp_min_u32(from + kTurn, share.last));
+        }
+        sums.keep(now);
         named_barrier(team + 1u, kTeamThreads); // and may be overwritten
         first += kRound;
     } while (first < share.last);
@@ -150,16 +166,16 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
     static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
     using G = typename Decoder::Group;
     static_assert(G::kWarps == 1, "teams of whole groups");
-    static_assert(most_bag_threads<Decoder>() / kTeamThreads <= 15u, "a barrier a team");
-    constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kRound = kTurn * kTurnsOfRound<Decoder, Sums>;
+    static_assert(most_bag_threads<Decoder, Sums>() / kTeamThreads <= 15u, "a barrier a team");
+    constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kTurns = kTurnsOfRound<Decoder, Sums>;
     const ibp_codebook &cb = call.table.codebook;
     const auto kernel = sum_bags<Decoder, Sums>;
     const int64_t work = call.request.ids.count + call.bags.num_bags;
     const uint32_t team_bytes =
-        kTurn * group_bytes_of<Decoder>(cb) + kRound * bag_row_bytes(cb) + TeamMemory::num_bytes(Sums::kWords);
+        kTurn * GroupRows<Decoder, kTurns>(cb).num_bytes + TeamMemory::num_bytes(Sums::kWords, kTurn * kTurns);
     Launch launch;
     const ibp_status status =
-        plan_groups(reinterpret_cast<const void *>(kernel), most_bag_threads<Decoder>(), Decoder::block_bytes(cb),
+        plan_groups(reinterpret_cast<const void *>(kernel), most_bag_threads<Decoder, Sums>(), Decoder::block_bytes(cb),
                     team_bytes, kTeamThreads, (work + kTurn - 1) / kTurn, call.max_sms, &launch);
     if (status != IBP_OK) return status;
     return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, call.out, call.fault);
