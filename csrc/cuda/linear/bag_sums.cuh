@@ -70,12 +70,22 @@ struct Note {
     float weight;
     uint32_t is_padding;
 };
+constexpr Note kNoNote{1.0f, 0};
 
-// Consecutive rows where a team finds them: row j begins with shared byte first + j * pitch, notes with `notes`.
-struct Rows {
-    uint32_t first, pitch, notes;
+constexpr uint32_t kTogether = 4; // rows that are added at a time
 
-    __device__ __forceinline__ uint8_t *row(uint32_t j) const { return shared_bytes() + first + j * pitch; }
+// The rows of a round where a team finds them: row j begins with shared byte first + j * pitch, of those from number
+// `turn` on with as many bytes more as `turn` rows have, and `next`. Notes begin with byte `notes`.
+template <uint32_t TURN, uint32_t TURNS> struct Rows {
+    uint32_t first, pitch, next, notes;
+    static constexpr bool kIsEven = TURNS == 1u; // all pitch bytes apart
+    static_assert(TURN % kTogether == 0u && TURNS <= 2u, "rows that are added at a time are of one turn");
+
+    __device__ __forceinline__ uint8_t *row(uint32_t j) const
+    {
+        const uint32_t place = kIsEven ? j * pitch : j % TURN * pitch + j / TURN * next;
+        return shared_bytes() + first + place;
+    }
     __device__ __forceinline__ Note &note(uint32_t j) const
     {
         return reinterpret_cast<Note *>(shared_bytes() + notes)[j];
@@ -205,7 +215,7 @@ template <uint32_t UNITS> struct Reducer {
 
     struct State {
         uint32_t bag, count;   // the open bag, and its rows that count
-        Bounds bounds, coming; // of the open bag, inside the share; of the next one, as the offsets have them
+        Bounds bounds, coming; // of the open bag, inside the share; of the next one, where there are offsets
         Unit units[UNITS];
     };
 
@@ -236,26 +246,30 @@ template <uint32_t UNITS> struct Reducer {
 
     // ---- bags ----
 
+    // As the offsets have them.
     __device__ __forceinline__ Bounds bounds_of(uint32_t number) const
     {
         if (number >= share.last_bag) return {share.last, share.last};
-        if (bags.offsets != nullptr) return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
-        const uint32_t begin = static_cast<uint32_t>(bags.bag_size) * number;
-        return {begin, number + 1u == bags.num_bags ? num_ids : begin + static_cast<uint32_t>(bags.bag_size)};
+        return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
     }
     // Opens the bag whose bounds have come, and asks for those of the next one. Whatever the offsets are, rows are the
     // share's.
     __device__ __forceinline__ void open(State &now) const
     {
-        const Bounds wanted = now.coming;
-        now.bounds.begin = max(share.first, ibp_min_u32(wanted.begin, share.last));
-        now.bounds.end = max(now.bounds.begin, ibp_min_u32(wanted.end, share.last));
         if (now.bag >= share.last_bag) return;
-        if (now.bounds.begin != wanted.begin)
-            note_offset(now.bag);
-        else if (now.bounds.end != wanted.end)
-            note_offset(now.bag + 1u);
-        now.coming = bounds_of(now.bag + num_open());
+        if (bags.offsets == nullptr) {
+            const auto bag_size = static_cast<uint32_t>(bags.bag_size), begin = bag_size * now.bag;
+            now.bounds = {begin, now.bag + 1u == bags.num_bags ? num_ids : begin + bag_size};
+        } else {
+            const Bounds wanted = now.coming;
+            now.bounds.begin = max(share.first, ibp_min_u32(wanted.begin, share.last));
+            now.bounds.end = max(now.bounds.begin, ibp_min_u32(wanted.end, share.last));
+            if (now.bounds.begin != wanted.begin)
+                note_offset(now.bag);
+            else if (now.bounds.end != wanted.end)
+                note_offset(now.bag + 1u);
+            now.coming = bounds_of(now.bag + num_open());
+        }
         now.count = 0;
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++)
@@ -273,7 +287,8 @@ template <uint32_t UNITS> struct Reducer {
     __device__ __forceinline__ State load() const
     {
         State now;
-        const uint4 a = memory.words(0), b = memory.words(1);
+        const uint4 a = memory.words(0);
+        const uint2 b = reinterpret_cast<const uint2 &>(memory.words(1));
         now.bag = a.x, now.count = a.y, now.bounds = {a.z, a.w}, now.coming = {b.x, b.y};
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++)
@@ -289,7 +304,7 @@ template <uint32_t UNITS> struct Reducer {
     __device__ __forceinline__ void keep(const State &now) const
     {
         memory.words(0) = make_uint4(now.bag, now.count, now.bounds.begin, now.bounds.end);
-        memory.words(1) = make_uint4(now.coming.begin, now.coming.end, 0, 0);
+        reinterpret_cast<uint2 &>(memory.words(1)) = make_uint2(now.coming.begin, now.coming.end);
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++)
 #pragma unroll
@@ -328,32 +343,39 @@ template <uint32_t UNITS> struct Reducer {
     // ---- rows ----
 
     // Adds rows of the open bag, n from the j-th of the round on.
-    template <ibp_float_kind KIND, bool NOTES>
+    template <ibp_float_kind KIND, bool NOTES, class Rows>
     __device__ __forceinline__ void add_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
-        constexpr uint32_t kTogether = 4; // whose loads are on their way at once
         if (!NOTES) now.count += n;
+        const auto is_block = [&] { return n >= kTogether && (Rows::kIsEven || j % kTogether == 0u); };
 #pragma unroll 1
-        for (; n >= kTogether; n -= kTogether, j += kTogether)
+        while (n != 0u) {
+#pragma unroll 1
+            for (; is_block(); n -= kTogether, j += kTogether) {
+                const uint8_t *const row = rows.row(j) + first_byte(0);
 #pragma unroll
-            for (uint32_t k = 0; k < kTogether; k++) add_row<KIND, NOTES>(now, rows, j + k);
+                for (uint32_t k = 0; k < kTogether; k++)
+                    add_row<KIND, NOTES>(now, row + k * rows.pitch, NOTES ? rows.note(j + k) : kNoNote);
+            }
 #pragma unroll 1
-        for (; n != 0u; n--, j++) add_row<KIND, NOTES>(now, rows, j);
+            for (; n != 0u && !is_block(); n--, j++)
+                add_row<KIND, NOTES>(now, rows.row(j) + first_byte(0), NOTES ? rows.note(j) : kNoNote);
+        }
     }
+    // row: the thread's first unit.
     template <ibp_float_kind KIND, bool NOTES>
-    __device__ __forceinline__ void add_row(State &now, const Rows &rows, uint32_t j) const
+    __device__ __forceinline__ void add_row(State &now, const uint8_t *row, Note note) const
     {
-        const Note note = NOTES ? rows.note(j) : Note{1.0f, 0u};
         if (NOTES) now.count += !note.is_padding;
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++) {
             if (u != 0u && first_byte(u) >= row_bytes) break;
-            uint4 words = *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u));
+            uint4 words = *reinterpret_cast<const uint4 *>(row + (u << lane_bits) * kUnitBytes);
             if (NOTES && note.is_padding) words = make_uint4(0, 0, 0, 0);
             now.units[u].template add<KIND>(words, note.weight);
         }
     }
-    template <ibp_float_kind KIND>
+    template <ibp_float_kind KIND, class Rows>
     __device__ __forceinline__ void compare_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
 #pragma unroll 1
@@ -367,7 +389,7 @@ template <uint32_t UNITS> struct Reducer {
             now.count++;
         }
     }
-    template <ibp_float_kind KIND>
+    template <ibp_float_kind KIND, class Rows>
     __device__ __forceinline__ void reduce_otherwise(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
         if (task % kWays == kMaxima)
@@ -376,6 +398,7 @@ template <uint32_t UNITS> struct Reducer {
             add_rows<KIND, true>(now, rows, j, n);
     }
     // Asks for the most usual tasks first.
+    template <class Rows>
     __device__ __forceinline__ void reduce(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
         if (task == task_of(IBP_FLOAT32, kPlainSums))
@@ -392,9 +415,19 @@ template <uint32_t UNITS> struct Reducer {
             reduce_otherwise<IBP_BFLOAT16>(now, rows, j, n);
     }
 
-    // Adds the rows with the numbers from `first` up to `stop`, and writes the bags that end with them.
-    __device__ __forceinline__ void add(State &now, const Rows &rows, uint32_t first, uint32_t stop) const
+    // Opens the team's first bags.
+    __device__ __forceinline__ void begin() const
     {
+        State now{};
+        now.bag = first_byte(0) < row_bytes ? share.first_bag + (rank() >> lane_bits) : share.last_bag;
+        if (bags.offsets != nullptr) now.coming = bounds_of(now.bag);
+        open(now);
+        keep(now);
+    }
+    // Adds the rows with the numbers from `first` up to `stop`, and writes the bags that end with them.
+    template <class Rows> __device__ __forceinline__ void add(const Rows &rows, uint32_t first, uint32_t stop) const
+    {
+        State now = load();
         while (now.bag < share.last_bag) {
             const uint32_t from = max(now.bounds.begin, first), to = ibp_min_u32(now.bounds.end, stop);
             if (from < to) reduce(now, rows, from - first, to - from);
@@ -403,15 +436,6 @@ template <uint32_t UNITS> struct Reducer {
             now.bag += num_open();
             open(now);
         }
-    }
-
-    // Opens the team's first bags.
-    __device__ __forceinline__ void begin() const
-    {
-        State now{};
-        now.bag = first_byte(0) < row_bytes ? share.first_bag + (rank() >> lane_bits) : share.last_bag;
-        now.coming = bounds_of(now.bag);
-        open(now);
         keep(now);
     }
 };

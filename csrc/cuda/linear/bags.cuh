@@ -69,12 +69,12 @@ constexpr uint32_t kTurnsOfRound = Decoder::Group::kPerWarp == 1 && Sums::kUnits
 template <class Decoder, uint32_t TURNS> struct GroupRows {
     uint32_t last, before, num_bytes; // num_bytes: of the group
 
-    __host__ __device__ __forceinline__ explicit GroupRows(const ibp_codebook &cb)
+    explicit GroupRows(const ibp_codebook &cb)
     {
         static_assert(TURNS <= 2u, "one row before");
         const uint32_t stage = row_stage_bytes(cb.row_bytes), row_bytes = (cb.row_bytes + 15u) / 16u * 16u;
         last = stage + (Decoder::kept_bytes(cb) + 15u) / 16u * 16u;
-        before = max(stage + (Decoder::scratch_bytes(cb) + 15u) / 16u * 16u, last + row_bytes);
+        before = std::max(stage + (Decoder::scratch_bytes(cb) + 15u) / 16u * 16u, last + row_bytes);
         num_bytes = group_bytes_of<Decoder>(cb, before + (TURNS - 1u) * row_bytes);
     }
     __device__ __forceinline__ uint32_t row(uint32_t turn) const { return turn + 1u == TURNS ? last : before; }
@@ -83,14 +83,15 @@ template <class Decoder, uint32_t TURNS> struct GroupRows {
 template <class Decoder, class Sums>
 __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     sum_bags(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
-             const __grid_constant__ ibp_bags bags, uint8_t *out, ibp_fault *fault)
+             const __grid_constant__ ibp_bags bags,
+             const __grid_constant__ GroupRows<Decoder, kTurnsOfRound<Decoder, Sums>> group, uint8_t *out,
+             ibp_fault *fault)
 {
     using F = Fetch<Decoder, true>;
     using G = typename Decoder::Group;
     await_work_before();
     constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kTurns = kTurnsOfRound<Decoder, Sums>,
                        kRound = kTurn * kTurns; // rows
-    const GroupRows<Decoder, kTurns> group(table.codebook);
     const uint32_t row_bytes = table.codebook.row_bytes, first_stage = Decoder::block_bytes(table.codebook),
                    mine = first_stage + G::in_block() * group.num_bytes;
     // By shuffles, from which the compiler knows that the lanes of a warp go through the loop together.
@@ -106,10 +107,8 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
 
     const TeamMemory memory{first_stage + teams * kTurn * group.num_bytes +
                             team * TeamMemory::num_bytes(Sums::kWords, kRound)};
-    const auto rows_of = [&](uint32_t turn) {
-        return Rows{first_stage + team * kTurn * group.num_bytes + group.row(turn), group.num_bytes,
-                    memory.notes(Sums::kWords) + turn * kTurn * static_cast<uint32_t>(sizeof(Note))};
-    };
+    const Rows<kTurn, kTurns> rows{first_stage + team * kTurn * group.num_bytes + group.row(0), group.num_bytes,
+                                   group.row(kTurns - 1u) - group.row(0), memory.notes(Sums::kWords)};
     const Share found = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
     if (threadIdx.x % kTeamThreads == 0u) memory.share() = found;
     named_barrier(team + 1u, kTeamThreads);
@@ -137,7 +136,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
             fetch.receive(row, sample.entry, i, vectors);
             if (sums.takes_notes()) {
                 const float weight = __shfl_sync(kAllLanes, sample.weight, i + F::in_warp());
-                if (G::rank() == 0u) rows_of(turn).note(G::in_block() % kTurn) = {weight, row.kind() == kNothing};
+                if (G::rank() == 0u) rows.note(turn * kTurn + G::in_block() % kTurn) = {weight, row.kind() == kNothing};
             }
             i += G::kPerWarp;
             if (i == kWarp) {
@@ -149,13 +148,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
             fetch.finish(decoder, number, row, fault);
         }
         named_barrier(team + 1u, kTeamThreads); // the rows are there
-        typename Sums::State now = sums.load();
-#pragma unroll 1
-        for (uint32_t turn = 0; turn < kTurns; turn++) {
-            const uint32_t from = first + turn * kTurn;
-            sums.add(now, rows_of(turn), ibp_min_u32(from, share.last), ibp_min_u32(from + kTurn, share.last));
-        }
-        sums.keep(now);
+        sums.add(rows, first, ibp_min_u32(first + kRound, share.last));
         named_barrier(team + 1u, kTeamThreads); // and may be overwritten
         first += kRound;
     } while (first < share.last);
@@ -171,14 +164,14 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
     const ibp_codebook &cb = call.table.codebook;
     const auto kernel = sum_bags<Decoder, Sums>;
     const int64_t work = call.request.ids.count + call.bags.num_bags;
-    const uint32_t team_bytes =
-        kTurn * GroupRows<Decoder, kTurns>(cb).num_bytes + TeamMemory::num_bytes(Sums::kWords, kTurn * kTurns);
+    const GroupRows<Decoder, kTurns> group(cb);
+    const uint32_t team_bytes = kTurn * group.num_bytes + TeamMemory::num_bytes(Sums::kWords, kTurn * kTurns);
     Launch launch;
     const ibp_status status =
         plan_groups(reinterpret_cast<const void *>(kernel), most_bag_threads<Decoder, Sums>(), Decoder::block_bytes(cb),
                     team_bytes, kTeamThreads, (work + kTurn - 1) / kTurn, call.max_sms, &launch);
     if (status != IBP_OK) return status;
-    return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, call.out, call.fault);
+    return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, group, call.out, call.fault);
 }
 
 // Rows of up to 512 bytes are decoded by 8 lanes, longer ones by a warp.
