@@ -210,11 +210,7 @@ def measured(
     geometry = request.geometry
     scale = geometry.num_bytes / sampled.num_bytes  # a short last row counts as what it is
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
-    slot_bytes = (
-        slots.slots_for(survey, geometry.row_bytes, slots.OF_TABLES)[0]
-        if request.slot_bytes is None
-        else request.slot_bytes
-    )
+    slot_bytes = survey.table_slot_bytes if request.slot_bytes is None else request.slot_bytes
     overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
     index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
     words = codebook.words(torch.device("cpu"))

@@ -228,7 +228,7 @@ def code(
             table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
         else:
             if slot_bytes is None:
-                slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
+                slot_bytes = coding.survey.table_slot_bytes
             sizes = sizes_of(coding, geometry, slot_bytes)
             (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
             bases = encode_to(near(), geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
@@ -350,7 +350,7 @@ def encode_block(
     fault = new_record(device)
     words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
     table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
-    torch.ops.ibp.encode_rows(table, block, fault)
+    torch.ops.ibp.encode_rows.default(table, block, fault)
     return fault
 
 
