@@ -91,10 +91,11 @@ def _best(request: Request, in_place: bool) -> Candidate:
     candidates = [_raw(request, machine)]
     if request.geometry.num_bytes == 0:
         return candidates[0]
-    for scheme in sorted(SCHEMES.values(), key=lambda scheme: scheme.estimate is not None):
-        if scheme.estimate is not None and request.clusters in (None, 1):
-            savings = scheme.estimate(rows, request.geometry.row_bytes, request.geometry.num_rows)
-            if not _may_be_best(savings, choose(candidates, in_place), request):
+    for scheme in sorted(SCHEMES.values(), key=lambda scheme: scheme.estimates is not None):
+        if scheme.estimates is not None and request.clusters in (None, 1):
+            best = choose(candidates, in_place)
+            bounds = scheme.estimates(rows, request.geometry.row_bytes, request.geometry.num_rows)
+            if not all(_may_be_best(savings, best, request) for savings in bounds):
                 continue
         found = _learned(scheme.name, request, rows, machine)
         candidates += [] if found is None else [found]
