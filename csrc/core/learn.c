@@ -584,19 +584,18 @@ static uint32_t order_column(const search *s, const dictionary *d, const uint32_
 }
 
 /* is_short and element_bytes are constants where this is called. */
-static inline size_t count_rows_of(const search *s, const part *of, size_t first, size_t step, dictionary *d, shape sh,
-                                   uint32_t *even, uint32_t *odd, bool is_short, uint32_t element_bytes)
+static inline void count_rows_of(const search *s, const part *of, size_t first, size_t step, dictionary *d, shape sh,
+                                 uint32_t *counts, bool is_short, uint32_t element_bytes)
 {
     const uint32_t shift = s->invariant_bits + (sh.symbol_bits ? s->width - sh.symbol_bits - sh.rotate : 0);
     const uint64_t ones = sh.symbol_bits ? ~(uint64_t)0 >> (64 - sh.symbol_bits) : 0;
     const uint32_t columns = of->columns, column_step = of->column_step, none = d->size, stride = none + 1;
     const bool has_all = s->live_columns == NULL;
     uint8_t *const places = d->places;
-    size_t rows = 0;
-    memset(even, 0, sizeof *even * columns * stride), memset(odd, 0, sizeof *odd * columns * stride);
-    for (size_t at = first; at < s->num_rows; at += step, rows++) {
+    memset(counts, 0, sizeof *counts * columns * stride);
+    for (size_t at = first; at < s->num_rows; at += step) {
         const uint8_t *const row = s->rows + at * s->row_bytes;
-        uint32_t *own = rows % 2 ? odd : even;
+        uint32_t *own = counts;
         size_t i = 0;
         for (uint32_t c = 0; c < columns; c++, i += column_step, own += stride) {
             const uint64_t element =
@@ -610,17 +609,17 @@ static inline size_t count_rows_of(const search *s, const part *of, size_t first
             own[place]++;
         }
     }
-    return rows;
 }
 
-/* Counts the symbols of columns in each step-th row from `first` on: rows by turns in `even` and `odd`, which may be
- * the same. @return how many rows there are. */
+/* Counts the symbols of columns in each step-th row from `first` on. @return how many rows there are. */
 static size_t count_rows(const search *s, const part *of, size_t first, size_t step, dictionary *d, shape sh,
-                         uint32_t *even, uint32_t *odd)
+                         uint32_t *counts)
 {
     if (d->symbol_bits <= MOST_BINS_BITS)
-        return IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, even, odd, true);
-    return IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, even, odd, false);
+        IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, counts, true);
+    else
+        IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, counts, false);
+    return first < s->num_rows ? (s->num_rows - first + step - 1) / step : 0;
 }
 
 static bool has_joint(const room *r, const part *of, shape sh)
@@ -650,8 +649,9 @@ static void count_jointly(const search *s, const values *v, const part *of, shap
     d->symbol_bits = bits, d->places = j->places, d->used = top_values(&folded, DICTIONARY, d->symbols);
     memset(d->places, (int)d->size, (size_t)1 << bits);
     for (uint32_t k = 0; k < d->used; k++) d->places[d->symbols[k].value] = (uint8_t)k;
-    const size_t rows = count_rows(s, of, 0, of->row_step, d, (shape){0, bits}, j->counts[0], j->counts[1]);
-    j->num_rows[0] = (rows + 1) / 2, j->num_rows[1] = rows / 2;
+    for (uint32_t half = 0; half < 2; half++)
+        j->num_rows[half] =
+            count_rows(s, of, half * of->row_step, 2 * of->row_step, d, (shape){0, bits}, j->counts[half]);
     if (d->used < d->size) j->of = *of;
 }
 
@@ -677,7 +677,7 @@ static size_t count_columns(const search *s, const part *of, uint32_t halves, di
 {
     const size_t step = of->row_step * (halves == (EVEN | ODD) ? 1 : 2);
     if (!has_joint(r, of, sh))
-        return count_rows(s, of, halves == ODD ? of->row_step : 0, step, d, sh, r->column_counts, r->column_counts);
+        return count_rows(s, of, halves == ODD ? of->row_step : 0, step, d, sh, r->column_counts);
     memset(r->column_counts, 0, sizeof *r->column_counts * of->columns * (d->size + 1));
     return (halves & EVEN ? fold_joint(r, 0, d, sh) : 0) + (halves & ODD ? fold_joint(r, 1, d, sh) : 0);
 }
