@@ -169,7 +169,7 @@ def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device
     if known is not None and request.codes_ahead:
         slot_bytes = request.slot_bytes
         if slot_bytes is None:
-            slot_bytes = _layout.slots_for(known[1], geometry.row_bytes, _layout.OF_TABLES)[0]
+            slot_bytes = known[1].table_slot_bytes
         if slot_bytes:
             return _coding_ahead(request.data, geometry, codebook, slot_bytes)
     return _coding(near(), geometry, codebook, coder, request.progress)
@@ -183,7 +183,7 @@ def _coding_ahead(data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCod
     index = nothing.view(torch.uint16), nothing.view(torch.int64)
     sizes = slot_bytes, 0, 1, geometry.num_bytes
     table = Handle(Parts(slots, nothing, *index, words, codebook.codec, *sizes)).table
-    torch.ops.ibp.encode_slots(table, data, lengths)
+    torch.ops.ibp.encode_slots.default(table, data, lengths)
     return Coding(codebook, lengths, _layout.survey(lengths, geometry), slot_bytes, slots)
 
 
@@ -250,7 +250,7 @@ def code(
             table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
         else:
             if slot_bytes is None:
-                slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
+                slot_bytes = coding.survey.table_slot_bytes
             sizes = sizes_of(coding, geometry, slot_bytes)
             if coding.slots is not None and coding.slot_bytes == slot_bytes:
                 slots, overflow, is_pinned = coding.slots, memory.empty(sizes[1], data.device, False), False
@@ -343,7 +343,8 @@ def encode_to(
     )
     if slots is coding.slots and not overflow.numel():
         return bases
-    code = torch.ops.ibp.encode_overflow if slots is coding.slots else torch.ops.ibp.encode_rows
+    operations = torch.ops.ibp
+    code = (operations.encode_overflow if slots is coding.slots else operations.encode_rows).default
     lies_near, faults = slots.device == worker, []
     is_cut = overflow.numel() > 0 and not (lies_near and worker.type == "cuda")  # by blocks
     ends = np.append(bases.cpu().numpy(), overflow.numel()) if is_cut else None

@@ -25,9 +25,9 @@ from helpers import (
     planes_codebook,
     spiky_rows,
 )
+from ibp._layout import slots
 from ibp._machine import memory as _memory
 from ibp._machine import staging
-from ibp._tables import coding
 from interrupts import Interrupted, InterruptedOperations, assert_kept, interrupt_at
 from test_cuda import matching_rows, random_codebook
 from test_cuda_planes import any_codebook, ranked_rows
@@ -137,15 +137,15 @@ def test_slots_coded_ahead_are_those_of_all_rows(cuda, monkeypatch, slot_bytes):
     assert_same_table(
         table.cpu(), ibp.compress(x, layout=layout, slot_bytes=slot_bytes or None, codebook=table.codebook)
     )
-    rightly, calls = coding._layout.slots_for, []
+    right, asked = slots.Survey.table_slot_bytes.func, []
 
-    def slots_for(survey, row_bytes, rule):
-        calls.append(rightly(survey, row_bytes, rule))
-        return (calls[-1][0] - 64, 0.0) if survey.num_rows < len(x) else calls[-1]
+    def table_slot_bytes(survey):
+        asked.append(survey.num_rows)
+        return right(survey) - (64 if survey.num_rows < len(x) else 0)
 
-    monkeypatch.setattr(coding._layout, "slots_for", slots_for)
+    monkeypatch.setattr(slots.Survey, "table_slot_bytes", property(table_slot_bytes))
     assert_same_table(ibp.compress(x.to(cuda), layout=layout, slot_bytes=slot_bytes or None), table)
-    assert len(calls) > 1 or slot_bytes is not None
+    assert slot_bytes is not None or {len(x)} < {*asked}
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])
