@@ -151,23 +151,24 @@ def measure_decode(case, table, moved_bytes):
 
 
 def measure_encode(case, table, moved_bytes):
-    """The kernels alone: rows measured and coded into the table's own memory, on a GPU in one pass, as `compress` does
-    where the sample says the size of slots, and what leaves its slot in a second one."""
+    """The kernels alone: rows measured and coded into the table's own memory; on a GPU in one pass, as `compress` does
+    where a sample says the size of slots, behind which parts of overflow are put in order."""
     codebook, data = table.codebook, case.x.view(torch.uint8).view(-1)
     words, fault = codebook.words(table.device), torch.zeros(4, dtype=torch.int64, device=table.device)
-
-    def handle_with(lengths):
-        parts = (table.slots, table.overflow, lengths, table.bases, words, codebook.codec)
-        return Handle(Parts(*parts, table.slot_bytes, 0, len(case.x), case.row_bytes)).table
+    sizes = (codebook.codec, table.slot_bytes, 0, len(case.x), case.row_bytes)
+    spare, used = torch.empty_like(table.overflow), fault.new_empty(1)
+    lengths, bases = torch.empty_like(table.lengths), fault.new_empty(table.num_rows)
+    place = Handle(Parts(table.slots, spare, lengths, bases, words, *sizes, None, used))
+    measured = Handle(Parts(table.slots, table.overflow, lengths, table.bases, words, *sizes))
 
     def encode():
         if not data.is_cuda:
-            lengths = torch.ops.ibp.measure_rows(data, words, codebook.codec)
-            return torch.ops.ibp.encode_rows(handle_with(lengths), data, fault)
-        lengths = torch.empty_like(table.lengths)
-        torch.ops.ibp.encode_slots(handle_with(table.lengths), data, lengths)
+            lengths.copy_(torch.ops.ibp.measure_rows(data, words, codebook.codec))
+            return torch.ops.ibp.encode_rows(measured.table, data, fault)
+        used.zero_()
+        torch.ops.ibp.encode_slots(place.table, data)
         if table.overflow.numel():
-            torch.ops.ibp.encode_overflow(handle_with(lengths), data, fault)
+            torch.ops.ibp.move_parts(measured.table, place.table)
 
     for coded in (table.slots, table.overflow):
         harness.poison(coded)

@@ -24,6 +24,7 @@ from .._schemes.choice import learn
 from .._schemes.estimation import check_codebook, check_learning
 
 _FEW_BYTES = 1 << 20  # of a tensor in host memory, that the CPU codes sooner than they are at a GPU
+_MORE_OVERFLOW, _LEAST_OVERFLOW = 1.25, 1 << 16  # room for parts of all rows, in times of the sample's, and bytes
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 _CPU = torch.device("cpu")
 _WORDS = FaultWords(
@@ -41,14 +42,13 @@ class Coding:
         codebook: what with.
         lengths: of all rows on the working device (FORMAT.md section 2).
         survey: of the lengths.
-        slot_bytes, slots: slots that hold the rows already, but for their parts in overflow; or None.
+        place: slots that hold the rows already, and their parts of overflow in any order; or None.
     """
 
     codebook: AnyCodebook
     lengths: torch.Tensor
     survey: _layout.Survey
-    slot_bytes: int = 0
-    slots: torch.Tensor | None = None
+    place: Handle | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -167,24 +167,27 @@ def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device
     if known is not None and request.host_rows.numel() == request.data.numel():
         return Coding(codebook, known[0].to(coder), known[1])
     if known is not None and request.codes_ahead:
-        slot_bytes = request.slot_bytes
-        if slot_bytes is None:
-            slot_bytes = known[1].table_slot_bytes
+        slot_bytes = known[1].table_slot_bytes if request.slot_bytes is None else request.slot_bytes
         if slot_bytes:
-            return _coding_ahead(request.data, geometry, codebook, slot_bytes)
+            scale = _MORE_OVERFLOW * geometry.num_rows / known[1].num_rows
+            spare_bytes = int(scale * known[1].spilled(slot_bytes)[1]) + _LEAST_OVERFLOW
+            return _coded_ahead(request.data, geometry, codebook, slot_bytes, spare_bytes)
     return _coding(near(), geometry, codebook, coder, request.progress)
 
 
-def _coding_ahead(data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, slot_bytes: int) -> Coding:
-    """Rows on a GPU measured and coded into slots in one pass."""
-    slots = data.new_empty(_layout.slots_size(geometry, slot_bytes))
+def _coded_ahead(
+    data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, slot_bytes: int, spare_bytes: int
+) -> Coding:
+    """Rows on a GPU coded into slots in the pass that measures them. spare_bytes: for their parts of overflow."""
+    slots, spare = data.new_empty(_layout.slots_size(geometry, slot_bytes)), data.new_empty(spare_bytes)
     lengths = data.new_empty(geometry.num_rows, dtype=torch.uint16)
-    nothing, words = data.new_empty(0), codebook.words(data.device)
-    index = nothing.view(torch.uint16), nothing.view(torch.int64)
-    sizes = slot_bytes, 0, 1, geometry.num_bytes
-    table = Handle(Parts(slots, nothing, *index, words, codebook.codec, *sizes)).table
-    torch.ops.ibp.encode_slots.default(table, data, lengths)
-    return Coding(codebook, lengths, _layout.survey(lengths, geometry), slot_bytes, slots)
+    bases, used = data.new_empty(geometry.num_rows, dtype=torch.int64), data.new_zeros(1, dtype=torch.int64)
+    index, sizes = (lengths, bases, codebook.words(data.device)), (slot_bytes, 0, 1, geometry.num_bytes)
+    place = Handle(Parts(slots, spare, *index, codebook.codec, *sizes, None, used))
+    torch.ops.ibp.encode_slots.default(place.table, data)
+    survey = _layout.survey(lengths, geometry)
+    is_whole = survey.spilled(slot_bytes)[1] <= spare_bytes
+    return Coding(codebook, lengths, survey, place if is_whole else None)
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
@@ -252,12 +255,14 @@ def code(
             if slot_bytes is None:
                 slot_bytes = coding.survey.table_slot_bytes
             sizes = sizes_of(coding, geometry, slot_bytes)
-            if coding.slots is not None and coding.slot_bytes == slot_bytes:
-                slots, overflow, is_pinned = coding.slots, memory.empty(sizes[1], data.device, False), False
+            if coding.place is not None and coding.place.parts.slot_bytes == slot_bytes:
+                slots, is_pinned = coding.place.parts.slots, False
+                overflow = memory.empty(sizes[1], data.device, False)
+                bases = _move_parts(geometry, coding, coding.place, overflow)
             else:  # all rows may ask for another size than the sample's
-                coding = replace(coding, slots=None)
+                coding = replace(coding, place=None)
                 (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
-            bases = encode_to(near(), geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
+                bases = encode_to(near(), geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
             book = coding.codebook
             table = table_of(kind, geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
     table._is_refused = pin is None and not is_pinned
@@ -333,18 +338,13 @@ def encode_to(
     progress: bool,
 ) -> torch.Tensor:
     """Codes a tensor's bytes on the working device of the coding, into memory of the sizes that `sizes_of` says, both
-    on that device or both in host memory, pageable or pinned; where the slots are the coding's own, parts in overflow
-    alone. Returns the table's bases."""
+    on that device or both in host memory, pageable or pinned. Returns the table's bases."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     bases = (
         _layout.index_rows(lengths, geometry, slot_bytes)
         if overflow.numel()
         else torch.empty(0, dtype=torch.int64, device=worker)
     )
-    if slots is coding.slots and not overflow.numel():
-        return bases
-    operations = torch.ops.ibp
-    code = (operations.encode_overflow if slots is coding.slots else operations.encode_rows).default
     lies_near, faults = slots.device == worker, []
     is_cut = overflow.numel() > 0 and not (lies_near and worker.type == "cuda")  # by blocks
     ends = np.append(bases.cpu().numpy(), overflow.numel()) if is_cut else None
@@ -358,7 +358,7 @@ def encode_to(
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
             near = targets if lies_near else outlet.take([target.numel() for target in targets])
             part = bases[base:end_base] if overflow.numel() else bases
-            faults.append(encode_block(code, block, codebook, lengths[first:last], part, slot_bytes, start, *near))
+            faults.append(encode_block(block, codebook, lengths[first:last], part, slot_bytes, start, *near))
             if not lies_near:
                 outlet.put(targets, near)
             bar.update(last - first)
@@ -366,8 +366,18 @@ def encode_to(
     return bases
 
 
+def _move_parts(geometry: _rows.Geometry, coding: Coding, place: Handle, overflow: torch.Tensor) -> torch.Tensor:
+    """Puts the parts of overflow of a coding's place in the order of the rows. Returns the table's bases."""
+    parts = place.parts
+    if not overflow.numel():
+        return parts.bases[:0]
+    bases = _layout.index_rows(coding.lengths, geometry, parts.slot_bytes)
+    table = Handle(parts._replace(overflow=overflow, bases=bases, rooms=None, used=None))
+    torch.ops.ibp.move_parts.default(table.table, place.table)
+    return bases
+
+
 def encode_block(
-    code: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
     block: torch.Tensor,
     codebook: AnyCodebook,
     lengths: torch.Tensor,
@@ -377,13 +387,12 @@ def encode_block(
     slots: torch.Tensor,
     overflow: torch.Tensor,
 ) -> torch.Tensor:
-    """Codes a block of rows by an operation into slices of slots and overflow on its own device. Returns where a fault
-    is noted."""
+    """Codes a block of rows into slices of slots and overflow on its own device. Returns where a fault is noted."""
     device = block.device
     fault = new_record(device)
     words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
     table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
-    code(table, block, fault)
+    torch.ops.ibp.encode_rows.default(table, block, fault)
     return fault
 
 

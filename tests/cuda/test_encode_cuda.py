@@ -13,6 +13,7 @@ import torch
 import ibp
 from golden.make_planes import KINDS, adversarial_rows
 from handles import BY_VALUES as OPS
+from handles import handle_of
 from helpers import (
     LAYOUTS,
     assert_same_bits,
@@ -109,10 +110,13 @@ def check(cuda, codebook, data, slot_bytes, shift):
     if slot_bytes and data.numel():  # again, in one pass and what it leaves
         for whole in around:
             whole.fill_(POISON)
-        sizes, again = (words[cuda], codebook.codec, slot_bytes, 0, 1, data.numel()), torch.zeros_like(on_gpu)
-        OPS.encode_slots(*inside, again[:0], index[:0].to(cuda), *sizes, near, again)
+        sizes = (words[cuda], codebook.codec, slot_bytes, 0, 1, data.numel())
+        again, bases = torch.zeros_like(on_gpu), torch.empty(len(lengths), dtype=torch.int64, device=cuda)
+        spare, used = torch.full_like(inside[1], POISON), torch.zeros(1, dtype=torch.int64, device=cuda)
+        place = handle_of(inside[0], spare, again, bases, *sizes, None, used)
+        torch.ops.ibp.encode_slots(place, near)
         assert_same_bits(again, on_gpu)
-        OPS.encode_overflow(*inside, on_gpu, index[:-1].to(cuda), *sizes, near, fault_on_gpu)
+        OPS.move_parts(*inside, on_gpu, index[:-1].to(cuda), *sizes, place)
         assert_filled(around, (slots, overflow))
     assert fault.tolist() == fault_on_gpu.tolist() == [0, 0, 0, 0]
 

@@ -74,11 +74,10 @@ static ibp_status encode_table(const ibp_place &place, const uint8_t *data, ibp:
     return encoder->encode({place, source, nullptr, 0, pass, fault, 0, stream});
 }
 
-// The arrays that these write are those of the arguments: the table's own pointers to them are not read.
-
 extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots,
                                            uint8_t *overflow, ibp_fault *fault, ibp_stream stream)
 {
+    // The arrays that are written are those of the arguments: the table's own pointers are not read.
     if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
     ibp_place place{};
@@ -86,27 +85,10 @@ extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t
     return encode_table(place, data, ibp::kMeasured, fault, stream);
 }
 
-extern "C" ibp_status ibp_cuda_encode_slots(const ibp_table *table, const uint8_t *data, uint8_t *slots,
-                                            uint16_t *lengths, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_encode_slots(const ibp_place *place, const uint8_t *data, ibp_stream stream)
 {
-    if (table == nullptr || slots == nullptr || lengths == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp_place place{};
-    place.table = *table, place.slots = slots, place.lengths = lengths;
-    place.table.lengths = nullptr, place.table.bases = nullptr, place.table.overflow_bytes = 0;
-    if (ibp_check_table_fields(&place.table) != IBP_OK || table->codebook.scheme == IBP_SCHEME_RAW)
-        return IBP_INVALID_ARGUMENT;
-    return encode_table(place, data, ibp::kSlotsAlone, nullptr, stream);
-}
-
-extern "C" ibp_status ibp_cuda_encode_overflow(const ibp_table *table, const uint8_t *data, uint8_t *overflow,
-                                               ibp_fault *fault, ibp_stream stream)
-{
-    if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
-    if (overflow == nullptr && table->overflow_bytes != 0) return IBP_INVALID_ARGUMENT;
-    ibp_place place{};
-    place.table = *table, place.overflow = overflow;
-    if (table->lengths == nullptr) return IBP_INVALID_ARGUMENT;
-    return encode_table(place, data, ibp::kOverflowOfMeasured, fault, stream);
+    if (place == nullptr || !ibp_is_place(place) || place->lengths == nullptr) return IBP_INVALID_ARGUMENT;
+    return encode_table(*place, data, ibp::kSlots, nullptr, stream);
 }
 
 extern "C" ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
@@ -120,5 +102,5 @@ extern "C" ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row
     if (row_ids == nullptr && (first_row < 0 || first_row > ibp_num_rows(&table) - source->num_rows))
         return IBP_INVALID_ARGUMENT;
     if (source->num_rows == 0) return IBP_OK;
-    return encoder->encode({*place, *source, row_ids, first_row, ibp::kRowsAndIndex, fault, max_sms, stream});
+    return encoder->encode({*place, *source, row_ids, first_row, ibp::kInto, fault, max_sms, stream});
 }

@@ -14,12 +14,9 @@ struct Measure {
     uint16_t *lengths;
     ibp_stream stream;
 };
-// What is written: by ibp_cuda_encode_into, rows and their index; by ibp_cuda_encode_slots, lengths and whole slots; by
-// ibp_cuda_encode_rows, rows of which the index of place.table says how long they are and where they go; by
-// ibp_cuda_encode_overflow, their parts in overflow alone.
-enum EncodePass { kRowsAndIndex, kSlotsAlone, kMeasured, kOverflowOfMeasured };
-
-constexpr bool is_measured(EncodePass pass) { return pass >= kMeasured; }
+// Which function it is of: ibp_cuda_encode_into; ibp_cuda_encode_slots, which writes whole slots; ibp_cuda_encode_rows,
+// which reads the index of place.table, that says how long rows are and where they go, in place of writing it.
+enum EncodePass { kInto, kSlots, kMeasured };
 
 struct Encode {
     const ibp_place &place;
