@@ -168,7 +168,7 @@ def measure_encode(case, table, moved_bytes):
         used.zero_()
         torch.ops.ibp.encode_slots(place.table, data)
         if table.overflow.numel():
-            torch.ops.ibp.move_parts(measured.table, place.table)
+            torch.ops.ibp.move_parts(place.table, table.bases, table.overflow)
 
     for coded in (table.slots, table.overflow):
         harness.poison(coded)

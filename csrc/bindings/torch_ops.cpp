@@ -146,15 +146,33 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
 // The place's lengths are those of all rows.
 void encode_slots(const Device &device, const PlaceOut &handle, const Tensor &data)
 {
-    require(handle.place.used != nullptr, "table is not described as a place");
-    const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&handle.place.table), "data");
-    check(ibp_cuda_encode_slots(&handle.place, bytes, device.stream()), "encode_slots");
+    const ibp_place &place = handle.place;
+    require(place.used != nullptr, "table is not described as a place");
+    const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&place.table), "data");
+    if (device.is_cuda()) {
+        check(ibp_cuda_encode_slots(&place, bytes, device.stream()), "encode_slots");
+        return;
+    }
+    const uint32_t row_bytes = place.table.codebook.row_bytes;
+    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
+    ibp_fault unused{};
+    over_ranges(ibp_num_rows(&place.table), row_bytes, scratch_bytes, &unused,
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *) {
+                    return ibp_encode_slots(&place, bytes, first, last, scratch, scratch_bytes);
+                });
 }
 
-void move_parts(const Device &device, const TableOut &handle, const Table &from)
+// Into overflow whose order bases say.
+void move_parts(const Device &device, const Table &handle, const Tensor &bases, const Out &overflow)
 {
-    const ibp_table &table = handle.table();
-    check(ibp_cuda_move_parts(&table, &from.place, handle.place.overflow, device.stream()), "move_parts");
+    ibp_table table = handle.place.table;
+    const int64_t num_bases = divide_up(ibp_num_rows(&table), IBP_ROWS_PER_BASE);
+    table.bases = unsigned_longs_of(bases, num_bases, "bases"), table.rows_per_base = IBP_ROWS_PER_BASE;
+    uint8_t *const to = bytes_of(overflow, 0, "overflow");
+    table.overflow_bytes = overflow.numel();
+    check(device.is_cuda() ? ibp_cuda_move_parts(&table, &handle.place, to, device.stream())
+                           : ibp_move_parts(&table, &handle.place, to),
+          "move_parts");
 }
 
 // data: of one block of rows. One thread: callers code several blocks at once. Sizes of rows come as lengths, and their
@@ -563,6 +581,8 @@ template <typename Library> void implement(Library &m)
     operation<index_rows>(m, "index_rows", "lengths num_bytes row_bytes slot_bytes");
     operation<survey_rows>(m, "survey_rows", "lengths num_bytes row_bytes");
     operation<encode_rows>(m, "encode_rows", "table data fault");
+    operation<encode_slots>(m, "encode_slots", "table data");
+    operation<move_parts>(m, "move_parts", "table bases overflow");
     operation<encode_into>(m, "encode_into", "table x buffers row_ids first_row max_sms counts fault");
     operation<gather_items>(m, "gather_items",
                             "table ids max_sms out fault positions addresses outer_dims entries slabs");
@@ -589,8 +609,6 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     implement(m);
-    operation<encode_slots>(m, "encode_slots", "table data");
-    operation<move_parts>(m, "move_parts", "table place");
     operation<stage_items>(m, "stage_items", "table host_slots host_ids stager max_sms out fault");
     operation<stream_bytes>(m, "stream_bytes",
                             "table host_bases start end streamer begins ends max_sms ring out fault");

@@ -15,6 +15,8 @@ ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_table_fields(const ibp_table *table);
 /* Whether those of a place do, and its rows have slots, and an index where they need one. */
 bool ibp_is_place(const ibp_place *place);
+/* Whether ibp_move_parts takes these. */
+bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow);
 /* Whether those of a source do. */
 bool ibp_is_row_source(const ibp_row_source *source, uint32_t row_bytes);
 

@@ -86,18 +86,18 @@ static uint32_t code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t va
     return length;
 }
 
-/* Writes num_bytes bytes, and zeros to the end of their last sector, but nothing past `room` bytes. */
-static void put(uint8_t *to, const uint8_t *from, uint32_t num_bytes, uint64_t room)
+/* Writes num_bytes bytes, and zeros up to byte `end`, or `room` if that is less. */
+static void put(uint8_t *to, const uint8_t *from, uint32_t num_bytes, uint32_t end, uint64_t room)
 {
-    const uint32_t end = ibp_sector_bytes(num_bytes);
     memcpy(to, from, num_bytes);
     memset(to + num_bytes, 0, (room < end ? (uint32_t)room : end) - num_bytes);
 }
 
-/* Puts a row of the table where there is room for it, and writes down where it is. claims: other threads may have the
- * same row. @return IBP_INVALID_ARGUMENT if another one has it now, and then nothing is written. */
+/* Puts a row of the table where there is room for it, and writes down where it is. whole_slot: the row has no part yet;
+ * its whole slot is written, and its length also where there is no room for its part. claims: other threads may have
+ * the same row. @return IBP_INVALID_ARGUMENT if another one has it now, and then nothing is written. */
 static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, uint32_t valid, const uint8_t *stored,
-                         bool claims, ibp_place_counts *counts)
+                         bool whole_slot, bool claims, ibp_place_counts *counts)
 {
     const ibp_table *const table = &place->table;
     const uint32_t num_bytes = ibp_stored_bytes(length, table->codebook.row_bytes, valid),
@@ -105,16 +105,22 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
     const bool spills = in_overflow != 0u;
     part own = {IBP_NO_BASE, 0};
     if (spills || claims) {
-        own = claims ? claim_part(place, row, valid) : part_of(place, row, IBP_LOAD_ONCE(place->bases[row]), valid);
+        if (claims)
+            own = claim_part(place, row, valid);
+        else if (!whole_slot)
+            own = part_of(place, row, IBP_LOAD_ONCE(place->bases[row]), valid);
         if (own.base == CLAIMED) return IBP_INVALID_ARGUMENT;
         if (own.sectors < ibp_sectors_of(in_overflow)) own = take_part_for(place, own, in_overflow, valid);
     }
-    const bool lost = spills && own.base == IBP_NO_BASE;
+    const bool has_part = spills && own.base != IBP_NO_BASE, lost = spills && !has_part && !whole_slot;
     if (!lost) {
         const uint64_t start = (uint64_t)row * table->slot_bytes, left = (uint64_t)table->slots_bytes - start;
         const uint64_t room = left < table->slot_bytes ? left : table->slot_bytes;
-        if (num_bytes != in_overflow) put(place->slots + start, stored, num_bytes - in_overflow, room);
-        if (spills) put(place->overflow + own.base, stored + table->slot_bytes, in_overflow, UINT64_MAX);
+        const uint32_t in_slot = num_bytes - in_overflow;
+        put(place->slots + start, stored, in_slot, whole_slot ? table->slot_bytes : ibp_sector_bytes(in_slot), room);
+        if (has_part)
+            put(place->overflow + own.base, stored + table->slot_bytes, in_overflow, ibp_sector_bytes(in_overflow),
+                UINT64_MAX);
     }
     if (place->lengths) place->lengths[row] = lost ? 0 : (uint16_t)length;
     if (!spills && !claims) return IBP_OK;
@@ -149,11 +155,60 @@ ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source,
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, row);
         const uint8_t *stored;
         const uint32_t length = code_row(cb, source_row(source, cb->row_bytes, i, valid, &work), valid, &work, &stored);
-        ibp_note_fault(&log, settle(place, row, length, valid, stored, claims, &counts), i, row);
+        ibp_note_fault(&log, settle(place, row, length, valid, stored, false, claims, &counts), i, row);
     }
     if (place->counts) {
         __atomic_fetch_add(&place->counts->spilled, counts.spilled, __ATOMIC_RELAXED);
         __atomic_fetch_add(&place->counts->lost, counts.lost, __ATOMIC_RELAXED);
     }
     return log.status;
+}
+
+ibp_status ibp_encode_slots(const ibp_place *place, const uint8_t *data, int64_t first_row, int64_t last_row,
+                            void *scratch, size_t scratch_bytes)
+{
+    const ibp_codebook *const cb = &place->table.codebook;
+    ibp_workspace work;
+    if (!ibp_is_place(place) || !place->lengths) return IBP_INVALID_ARGUMENT;
+    const ibp_status opened = ibp_open_workspace(cb, true, scratch, scratch_bytes, &work);
+    if (opened != IBP_OK) return opened;
+    const int64_t num_bytes = ibp_bytes_of_table(&place->table);
+    if (first_row < 0 || first_row > last_row || last_row > ibp_num_rows(&place->table)) return IBP_INVALID_ARGUMENT;
+    ibp_place_counts unused = {0, 0};
+    for (int64_t r = first_row; r < last_row; r++) {
+        const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
+        const uint8_t *const row = ibp_whole_row(data + r * cb->row_bytes, valid, cb->row_bytes, work.whole);
+        const uint8_t *stored;
+        const uint32_t length = code_row(cb, row, valid, &work, &stored);
+        settle(place, r, length, valid, stored, true, false, &unused);
+    }
+    return IBP_OK;
+}
+
+bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow)
+{
+    if (ibp_check_table_fields(table) != IBP_OK || !ibp_is_place(from)) return false;
+    if (table->overflow_bytes == 0) return true;
+    return ibp_num_rows(&from->table) == ibp_num_rows(table) && table->rows_per_base != 1u && from->bases &&
+           table->lengths && table->bases && overflow;
+}
+
+ibp_status ibp_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow)
+{
+    if (!ibp_can_move_parts(table, from, overflow)) return IBP_INVALID_ARGUMENT;
+    const uint32_t row_bytes = table->codebook.row_bytes;
+    const int64_t num_bytes = ibp_bytes_of_table(table),
+                  num_rows = table->overflow_bytes == 0 ? 0 : ibp_num_rows(table);
+    uint64_t to = 0;
+    for (int64_t r = 0; r < num_rows; r++) {
+        if (r % IBP_ROWS_PER_BASE == 0) to = table->bases[r / IBP_ROWS_PER_BASE];
+        const uint32_t room =
+            ibp_room_of(table->lengths[r], row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), table->slot_bytes);
+        if (room == 0u) continue;
+        if (ibp_part_in_bounds(from->bases[r], room, from->table.overflow_bytes) &&
+            ibp_part_in_bounds(to, room, table->overflow_bytes))
+            memcpy(overflow + to, from->overflow + from->bases[r], room);
+        to += room;
+    }
+    return IBP_OK;
 }

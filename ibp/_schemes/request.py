@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +37,8 @@ class Request:
         level: option of scheme "planes" (see `ibp.compress`).
         codes_invariant: whether codebooks have a coded form for every row, also for rows that lack what all sampled
             rows have in common.
-        codes_ahead: whether rows are coded into slots, of the size that the sample asks for, while they are measured.
+        room_ahead: returns memory for as many bytes of slots: rows are coded into slots, of the size that the sample
+            asks for, in the pass that measures them. None: they are measured alone.
         measured: codebooks that were learned from `host_rows`, each with the lengths that these have with it, and their
             survey.
     """
@@ -53,7 +55,7 @@ class Request:
     progress: bool = False
     level: str = "default"
     codes_invariant: bool = False
-    codes_ahead: bool = False
+    room_ahead: Callable[[int], torch.Tensor] | None = None
     measured: list[tuple[AnyCodebook, torch.Tensor, slots.Survey]] = field(
         default_factory=list, init=False, compare=False
     )

@@ -102,9 +102,11 @@ class Learning:
         near: Near,
         in_place: bool = False,
         is_free: bool = False,
+        room: Callable[[int], torch.Tensor] | None = None,
     ) -> Coding | None:
         """How the bytes are coded; None where raw rows take no more bytes, or the caller wants them.
 
+        room: as `Request.room_ahead`, where the bytes are.
         is_free: whether the CPU may be the working device of few bytes that it has, as nobody has named another one.
         """
         if not geometry.num_bytes:
@@ -114,8 +116,8 @@ class Learning:
         if self.codebook is not None:
             coding = _coding(near(), geometry, self.codebook, coder, progress)
         else:
-            ahead = data.is_cuda and data.device == worker and not in_place
-            request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress, codes_ahead=ahead)
+            options = {"slot_bytes": slot_bytes, "progress": progress}
+            request = self.request(data, geometry, worker, room_ahead=room if coder == data.device else None, **options)
             coding = self._learned(request, in_place, coder, near)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             return None
@@ -166,28 +168,32 @@ def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device
     known, geometry = request.known(codebook), request.geometry
     if known is not None and request.host_rows.numel() == request.data.numel():
         return Coding(codebook, known[0].to(coder), known[1])
-    if known is not None and request.codes_ahead:
-        slot_bytes = known[1].table_slot_bytes if request.slot_bytes is None else request.slot_bytes
-        if slot_bytes:
-            scale = _MORE_OVERFLOW * geometry.num_rows / known[1].num_rows
-            spare_bytes = int(scale * known[1].spilled(slot_bytes)[1]) + _LEAST_OVERFLOW
-            return _coded_ahead(request.data, geometry, codebook, slot_bytes, spare_bytes)
+    slot_bytes = request.slot_bytes
+    if known is not None and request.room_ahead is not None and slot_bytes != 0:
+        slot_bytes = slot_bytes or known[1].table_slot_bytes
+        scale = _MORE_OVERFLOW * geometry.num_rows / known[1].num_rows
+        spare = request.data.new_empty(int(scale * known[1].spilled(slot_bytes)[1]) + _LEAST_OVERFLOW)
+        slots = request.room_ahead(_layout.slots_size(geometry, slot_bytes))
+        return _coded_ahead(request.data, geometry, codebook, slot_bytes, slots, spare)
     return _coding(near(), geometry, codebook, coder, request.progress)
 
 
 def _coded_ahead(
-    data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, slot_bytes: int, spare_bytes: int
+    data: torch.Tensor,
+    geometry: _rows.Geometry,
+    codebook: AnyCodebook,
+    slot_bytes: int,
+    slots: torch.Tensor,
+    spare: torch.Tensor,
 ) -> Coding:
-    """Rows on a GPU coded into slots in the pass that measures them. spare_bytes: for their parts of overflow."""
-    slots, spare = data.new_empty(_layout.slots_size(geometry, slot_bytes)), data.new_empty(spare_bytes)
+    """Rows coded into slots where they are, in the pass that measures them. spare: for their parts of overflow."""
     lengths = data.new_empty(geometry.num_rows, dtype=torch.uint16)
     bases, used = data.new_empty(geometry.num_rows, dtype=torch.int64), data.new_zeros(1, dtype=torch.int64)
     index, sizes = (lengths, bases, codebook.words(data.device)), (slot_bytes, 0, 1, geometry.num_bytes)
     place = Handle(Parts(slots, spare, *index, codebook.codec, *sizes, None, used))
     torch.ops.ibp.encode_slots.default(place.table, data)
     survey = _layout.survey(lengths, geometry)
-    is_whole = survey.spilled(slot_bytes)[1] <= spare_bytes
-    return Coding(codebook, lengths, survey, place if is_whole else None)
+    return Coding(codebook, lengths, survey, place if survey.spilled(slot_bytes)[1] <= spare.numel() else None)
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
@@ -246,8 +252,14 @@ def code(
     slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
     worker = _rows.working_device(x, device)
     data = _rows.bytes_of(x)
+
+    def room(num_bytes: int) -> torch.Tensor:
+        return memory.empty_parts([num_bytes], data.device, pin, node)[0][0]
+
     with staging.whole_ahead(data, worker) as near:
-        coding = learning.coding_of(data, geometry, worker, slot_bytes, progress, near, is_free=device is None)
+        coding = learning.coding_of(
+            data, geometry, worker, slot_bytes, progress, near, is_free=device is None, room=room
+        )
         if coding is None:
             (slots,), is_pinned = memory.empty_parts([geometry.num_bytes], data.device, pin, node)
             table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
@@ -256,8 +268,9 @@ def code(
                 slot_bytes = coding.survey.table_slot_bytes
             sizes = sizes_of(coding, geometry, slot_bytes)
             if coding.place is not None and coding.place.parts.slot_bytes == slot_bytes:
-                slots, is_pinned = coding.place.parts.slots, False
-                overflow = memory.empty(sizes[1], data.device, False)
+                slots = coding.place.parts.slots
+                is_pinned = slots.is_pinned()
+                overflow = memory.empty(sizes[1], data.device, is_pinned, node)
                 bases = _move_parts(geometry, coding, coding.place, overflow)
             else:  # all rows may ask for another size than the sample's
                 coding = replace(coding, place=None)
@@ -372,8 +385,7 @@ def _move_parts(geometry: _rows.Geometry, coding: Coding, place: Handle, overflo
     if not overflow.numel():
         return parts.bases[:0]
     bases = _layout.index_rows(coding.lengths, geometry, parts.slot_bytes)
-    table = Handle(parts._replace(overflow=overflow, bases=bases, rooms=None, used=None))
-    torch.ops.ibp.move_parts.default(table.table, place.table)
+    torch.ops.ibp.move_parts.default(place.table, bases, overflow)
     return bases
 
 

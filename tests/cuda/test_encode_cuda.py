@@ -116,7 +116,7 @@ def check(cuda, codebook, data, slot_bytes, shift):
         place = handle_of(inside[0], spare, again, bases, *sizes, None, used)
         torch.ops.ibp.encode_slots(place, near)
         assert_same_bits(again, on_gpu)
-        OPS.move_parts(*inside, on_gpu, index[:-1].to(cuda), *sizes, place)
+        torch.ops.ibp.move_parts(place, index[:-1].to(cuda), inside[1])
         assert_filled(around, (slots, overflow))
     assert fault.tolist() == fault_on_gpu.tolist() == [0, 0, 0, 0]
 

@@ -150,12 +150,8 @@ extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_
 extern "C" ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
                                           ibp_stream stream)
 {
-    if (table == nullptr || from == nullptr || ibp_check_table_fields(table) != IBP_OK || !ibp_is_place(from))
-        return IBP_INVALID_ARGUMENT;
+    if (table == nullptr || from == nullptr || !ibp_can_move_parts(table, from, overflow)) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_num_rows(table);
     if (table->overflow_bytes == 0 || num_rows == 0) return IBP_OK;
-    const bool fit = ibp_num_rows(&from->table) == num_rows && table->rows_per_base != 1u && from->bases != nullptr;
-    if (!fit || table->lengths == nullptr || table->bases == nullptr || overflow == nullptr)
-        return IBP_INVALID_ARGUMENT;
     return ibp::launch_kernel(ibp::move_parts, ibp::plan_index(num_rows), stream, *table, *from, overflow);
 }
