@@ -318,21 +318,35 @@ template <class Decoder> struct Fetch {
         return {behind + in_slot, from - num_behind, num_behind, in_slot};
     }
 
-    // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
-    __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
+    // Where the vectors are that a lane loads of the rows that the lanes from i on have looked up, and which of them
+    // there are. BEHIND: whether any may be behind a slot.
+    template <bool BEHIND>
+    __device__ __forceinline__ void find_vectors(const Entry &entry, uint32_t i, const uint4 *(&places)[kVectors],
+                                                 bool (&wanted)[kVectors]) const
     {
         uint32_t num_vectors = 0;
         Pieces pieces{};
-        const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
-        bool wanted[kVectors];
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            if (k * kWarp % kRowVectors == 0u || kRowVectors < kWarp) { // of another row than the one before
+            if (k * kWarp % kRowVectors == 0u || kRowVectors < kWarp) { // of another row than before
                 num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i + row_in_warp(k)));
-                pieces = pieces_of(entry, i + row_in_warp(k), num_vectors);
+                if (BEHIND)
+                    pieces = pieces_of(entry, i + row_in_warp(k), num_vectors);
+                else
+                    pieces.then = of_lane(entry.from, i + row_in_warp(k));
             }
             places[k] = pieces.place_of(vector_of(k)), wanted[k] = vector_of(k) < num_vectors;
         }
+    }
+    // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
+    __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
+    {
+        const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
+        bool wanted[kVectors];
+        if (G::kPerWarp == 1 || G::any(entry.behind != entry.from))
+            find_vectors<true>(entry, i, places, wanted);
+        else
+            find_vectors<false>(entry, i, places, wanted);
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++)
             if (wanted[k]) vectors[k] = *places[k];
