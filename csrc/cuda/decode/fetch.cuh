@@ -262,7 +262,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
 
 template <class Decoder> struct Fetch {
     using G = typename Decoder::Group;
-    static constexpr uint32_t kVectors = Decoder::kVectors; // of a thread on their way
+    static constexpr uint32_t kVectors = Decoder::kVectors + Decoder::kOwnVectors; // of a thread on their way
 
     const ibp_table &table;
     const Request &request;
@@ -284,15 +284,16 @@ template <class Decoder> struct Fetch {
 
     // Vectors of a warp's rows are fetched row by row, consecutive ones by consecutive lanes, whichever lanes will
     // decode them: the link is used best by wide requests. So of the vectors that are on their way, a lane's k-th is
-    // vector_of(k) of the warp's row row_in_warp(k).
-    static constexpr uint32_t kRowVectors = kVectors * G::kThreads;
+    // vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors of a lane are of the row that it will decode.
+    static constexpr uint32_t kShared = Decoder::kVectors * G::kThreads, kRowVectors = kVectors * G::kThreads;
     static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
     {
-        return G::kPerWarp == 1 ? 0 : (k * kWarp + lane_id()) / kRowVectors;
+        return G::kPerWarp == 1 ? 0 : k >= Decoder::kVectors ? in_warp() : (k * kWarp + lane_id()) / kShared;
     }
     static __device__ __forceinline__ uint32_t vector_of(uint32_t k)
     {
-        return G::kPerWarp == 1 ? k * G::kThreads + G::rank() : (k * kWarp + lane_id()) % kRowVectors;
+        return G::kPerWarp == 1 || k >= Decoder::kVectors ? k * G::kThreads + G::rank()
+                                                          : (k * kWarp + lane_id()) % kShared;
     }
     // The vectors of a row, in its slot and behind it, in the order in which they are fetched: that of the row; or,
     // where not all of them can be on their way, those in overflow first, which may have to come from far away.
@@ -328,7 +329,7 @@ template <class Decoder> struct Fetch {
         Pieces pieces{};
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            if (k * kWarp % kRowVectors == 0u || kRowVectors < kWarp) { // of another row than before
+            if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) { // of another row than before
                 num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i + row_in_warp(k)));
                 if (BEHIND)
                     pieces = pieces_of(entry, i + row_in_warp(k), num_vectors);
