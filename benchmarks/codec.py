@@ -151,15 +151,23 @@ def measure_decode(case, table, moved_bytes):
 
 
 def measure_encode(case, table, moved_bytes):
-    """The kernels alone: rows measured and coded into the table's own memory."""
+    """The kernels alone: rows measured and coded into the table's own memory, on a GPU in one pass, as `compress` does
+    where the sample says the size of slots, and what leaves its slot in a second one."""
     codebook, data = table.codebook, case.x.view(torch.uint8).view(-1)
     words, fault = codebook.words(table.device), torch.zeros(4, dtype=torch.int64, device=table.device)
 
-    def encode():
-        lengths = torch.ops.ibp.measure_rows(data, words, codebook.codec)
+    def handle_with(lengths):
         parts = (table.slots, table.overflow, lengths, table.bases, words, codebook.codec)
-        handle = Handle(Parts(*parts, table.slot_bytes, 0, len(case.x), case.row_bytes))
-        torch.ops.ibp.encode_rows(handle.table, data, fault)
+        return Handle(Parts(*parts, table.slot_bytes, 0, len(case.x), case.row_bytes)).table
+
+    def encode():
+        if not data.is_cuda:
+            lengths = torch.ops.ibp.measure_rows(data, words, codebook.codec)
+            return torch.ops.ibp.encode_rows(handle_with(lengths), data, fault)
+        lengths = torch.empty_like(table.lengths)
+        torch.ops.ibp.encode_slots(handle_with(table.lengths), data, lengths)
+        if table.overflow.numel():
+            torch.ops.ibp.encode_overflow(handle_with(lengths), data, fault)
 
     for coded in (table.slots, table.overflow):
         harness.poison(coded)

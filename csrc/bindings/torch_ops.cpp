@@ -143,6 +143,23 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
                 });
 }
 
+// lengths: of all rows, which are measured.
+void encode_slots(const Device &device, const TableOut &handle, const Tensor &data, const Out &lengths)
+{
+    const ibp_table &table = handle.table();
+    const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&table), "data");
+    uint16_t *const out = data_of<uint16_t>(lengths, ScalarType::UInt16, ibp_num_rows(&table), "lengths");
+    check(ibp_cuda_encode_slots(&table, bytes, handle.place.slots, out, device.stream()), "encode_slots");
+}
+
+void encode_overflow(const Device &device, const TableOut &handle, const Tensor &data, const Out &fault)
+{
+    const ibp_table &table = handle.table();
+    const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&table), "data");
+    check(ibp_cuda_encode_overflow(&table, bytes, handle.place.overflow, fault_of(fault), device.stream()),
+          "encode_overflow");
+}
+
 // data: of one block of rows. One thread: callers code several blocks at once. Sizes of rows come as lengths, and their
 // sum as stored[0].
 void encode_packed(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec, const Out &out,
@@ -575,6 +592,8 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     implement(m);
+    operation<encode_slots>(m, "encode_slots", "table data lengths");
+    operation<encode_overflow>(m, "encode_overflow", "table data fault");
     operation<stage_items>(m, "stage_items", "table host_slots host_ids stager max_sms out fault");
     operation<stream_bytes>(m, "stream_bytes",
                             "table host_bases start end streamer begins ends max_sms ring out fault");

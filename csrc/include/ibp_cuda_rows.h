@@ -43,6 +43,15 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
+/* ibp_cuda_measure_rows and ibp_cuda_encode_rows in one pass over data, where the size of slots is known before: fills
+ * lengths, one a row, and slots, in which a row with a part in overflow has its first bytes. That part is coded by
+ * ibp_cuda_encode_overflow, as by ibp_cuda_encode_rows, when the table has its index (ibp_cuda_index_rows): it passes
+ * over rows that have none. The bytes are those of ibp_encode_rows.
+ * table: of a coded scheme; the first reads neither its lengths, bases nor overflow_bytes. */
+IBP_API ibp_status ibp_cuda_encode_slots(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint16_t *lengths,
+                                         ibp_stream stream);
+IBP_API ibp_status ibp_cuda_encode_overflow(const ibp_table *table, const uint8_t *data, uint8_t *overflow,
+                                            ibp_fault *fault, ibp_stream stream);
 /* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
  * NULL. One launch: nothing is measured before, allocated or asked of the host, and all of it can be captured; where
  * overflow parts lie differs from run to run, the bytes of rows do not. place->slots, place->overflow and the source

@@ -41,11 +41,14 @@ class Coding:
         codebook: what with.
         lengths: of all rows on the working device (FORMAT.md section 2).
         survey: of the lengths.
+        slot_bytes, slots: slots that hold the rows already, but for their parts in overflow; or None.
     """
 
     codebook: AnyCodebook
     lengths: torch.Tensor
     survey: _layout.Survey
+    slot_bytes: int = 0
+    slots: torch.Tensor | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -111,7 +114,8 @@ class Learning:
         if self.codebook is not None:
             coding = _coding(near(), geometry, self.codebook, coder, progress)
         else:
-            request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress)
+            ahead = data.is_cuda and data.device == worker and not in_place
+            request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress, codes_ahead=ahead)
             coding = self._learned(request, in_place, coder, near)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             return None
@@ -159,10 +163,28 @@ def _coding(
 
 def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device, near: Near) -> Coding:
     """Rows that were all learned from have been measured."""
-    known = request.known(codebook)
+    known, geometry = request.known(codebook), request.geometry
     if known is not None and request.host_rows.numel() == request.data.numel():
         return Coding(codebook, known[0].to(coder), known[1])
-    return _coding(near(), request.geometry, codebook, coder, request.progress)
+    if known is not None and request.codes_ahead:
+        slot_bytes = request.slot_bytes
+        if slot_bytes is None:
+            slot_bytes = known[1].table_slot_bytes
+        if slot_bytes:
+            return _coding_ahead(request.data, geometry, codebook, slot_bytes)
+    return _coding(near(), geometry, codebook, coder, request.progress)
+
+
+def _coding_ahead(data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, slot_bytes: int) -> Coding:
+    """Rows on a GPU measured and coded into slots in one pass."""
+    slots = data.new_empty(_layout.slots_size(geometry, slot_bytes))
+    lengths = data.new_empty(geometry.num_rows, dtype=torch.uint16)
+    nothing, words = data.new_empty(0), codebook.words(data.device)
+    index = nothing.view(torch.uint16), nothing.view(torch.int64)
+    sizes = slot_bytes, 0, 1, geometry.num_bytes
+    table = Handle(Parts(slots, nothing, *index, words, codebook.codec, *sizes)).table
+    torch.ops.ibp.encode_slots.default(table, data, lengths)
+    return Coding(codebook, lengths, _layout.survey(lengths, geometry), slot_bytes, slots)
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
@@ -228,9 +250,13 @@ def code(
             table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
         else:
             if slot_bytes is None:
-                slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
+                slot_bytes = coding.survey.table_slot_bytes
             sizes = sizes_of(coding, geometry, slot_bytes)
-            (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
+            if coding.slots is not None and coding.slot_bytes == slot_bytes:
+                slots, overflow, is_pinned = coding.slots, memory.empty(sizes[1], data.device, False), False
+            else:  # all rows may ask for another size than the sample's
+                coding = replace(coding, slots=None)
+                (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
             bases = encode_to(near(), geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
             book = coding.codebook
             table = table_of(kind, geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
@@ -307,13 +333,18 @@ def encode_to(
     progress: bool,
 ) -> torch.Tensor:
     """Codes a tensor's bytes on the working device of the coding, into memory of the sizes that `sizes_of` says, both
-    on that device or both in host memory, pageable or pinned. Returns the table's bases."""
+    on that device or both in host memory, pageable or pinned; where the slots are the coding's own, parts in overflow
+    alone. Returns the table's bases."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     bases = (
         _layout.index_rows(lengths, geometry, slot_bytes)
         if overflow.numel()
         else torch.empty(0, dtype=torch.int64, device=worker)
     )
+    if slots is coding.slots and not overflow.numel():
+        return bases
+    operations = torch.ops.ibp
+    code = (operations.encode_overflow if slots is coding.slots else operations.encode_rows).default
     lies_near, faults = slots.device == worker, []
     is_cut = overflow.numel() > 0 and not (lies_near and worker.type == "cuda")  # by blocks
     ends = np.append(bases.cpu().numpy(), overflow.numel()) if is_cut else None
@@ -327,7 +358,7 @@ def encode_to(
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
             near = targets if lies_near else outlet.take([target.numel() for target in targets])
             part = bases[base:end_base] if overflow.numel() else bases
-            faults.append(encode_block(block, codebook, lengths[first:last], part, slot_bytes, start, *near))
+            faults.append(encode_block(code, block, codebook, lengths[first:last], part, slot_bytes, start, *near))
             if not lies_near:
                 outlet.put(targets, near)
             bar.update(last - first)
@@ -336,6 +367,7 @@ def encode_to(
 
 
 def encode_block(
+    code: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
     block: torch.Tensor,
     codebook: AnyCodebook,
     lengths: torch.Tensor,
@@ -345,12 +377,13 @@ def encode_block(
     slots: torch.Tensor,
     overflow: torch.Tensor,
 ) -> torch.Tensor:
-    """Codes a block of rows into slices of slots and overflow on its own device. Returns where a fault is noted."""
+    """Codes a block of rows by an operation into slices of slots and overflow on its own device. Returns where a fault
+    is noted."""
     device = block.device
     fault = new_record(device)
     words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
     table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
-    torch.ops.ibp.encode_rows(table, block, fault)
+    code(table, block, fault)
     return fault
 
 

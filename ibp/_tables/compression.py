@@ -133,7 +133,19 @@ def _encode_in_place(table: CompressedTensor, data: torch.Tensor, coding: Coding
             rows, new_lengths = outlet.take([target.numel() for target in targets])
             new_lengths.copy_(lengths[first:last].view(torch.uint8))
             check_faults(
-                [encode_block(block, codebook, lengths[first:last], no_bases, row_bytes, 0, rows, no_overflow)]
+                [
+                    encode_block(
+                        torch.ops.ibp.encode_rows,
+                        block,
+                        codebook,
+                        lengths[first:last],
+                        no_bases,
+                        row_bytes,
+                        0,
+                        rows,
+                        no_overflow,
+                    )
+                ]
             )
             outlet.put(targets, (rows, new_lengths))
             bar.update(last - first)

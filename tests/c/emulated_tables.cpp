@@ -742,6 +742,17 @@ void check_encode(const Made &made)
         complain("rows could not be coded");
     compare_bytes(slots, wanted_slots, made.slots.size, "slots");
     compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow");
+    if (t.codebook.scheme == IBP_SCHEME_RAW || t.slot_bytes == 0u || num_rows == 0) return;
+    /* again, in one pass and what it leaves */
+    Array<uint16_t> lengths(made.lengths.size);
+    for (Output *output : {&slots, &overflow}) memset(output->bytes.data, 0xa5, output->bytes.size);
+    if (ibp_cuda_encode_slots(&t, data.data, slots.out, lengths.data, nullptr) != IBP_OK ||
+        ibp_cuda_encode_overflow(&t, data.data, overflow.out, &fault, nullptr) != IBP_OK || fault.status != 0)
+        complain("rows could not be coded in one pass");
+    if (memcmp(lengths.data, made.lengths.data, lengths.size * sizeof lengths.data[0]) != 0)
+        complain("one pass measures other lengths");
+    compare_bytes(slots, wanted_slots, made.slots.size, "slots of one pass");
+    compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow behind one pass");
 }
 
 /* ---- rows coded into a place ---- */
@@ -1094,6 +1105,9 @@ void check_refusals()
     if (ibp_cuda_gather_tables(nullptr, 0, 0, nullptr) != IBP_OK) complain("an empty list is refused");
     expect("no data", ibp_cuda_encode_rows(&good, nullptr, out, nullptr, &fault, nullptr));
     expect("no slots", ibp_cuda_encode_rows(&good, data, nullptr, nullptr, &fault, nullptr));
+    expect("no slots", ibp_cuda_encode_slots(&good, data, nullptr, lengths, nullptr));
+    expect("no lengths", ibp_cuda_encode_slots(&good, data, out, nullptr, nullptr));
+    expect("no lengths", ibp_cuda_encode_overflow(&good, data, out, &fault, nullptr));
     num_wrong += is_wrong;
 }
 

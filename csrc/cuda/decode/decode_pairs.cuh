@@ -82,6 +82,11 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     {
         return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
     }
+    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb)
+    {
+        static_assert(G::kWarps == 1 && !G::kAnyLength, "one tile");
+        return kEntries + Levels::kept_bytes(cb);
+    }
     __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * warp_bytes(cb); }
     __device__ __forceinline__ Levels levels() const { return {entries() + kEntries, Levels::most_of(cb)}; }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
@@ -240,7 +245,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         }
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) counts.add(s, ibp_popcount(escaped_of_vector(tile.digits[s])));
-        tile.num_escaped = counts.number(levels().level1(), columns, tile.before);
+        tile.num_escaped = counts.number(levels().level1, columns, tile.before);
     }
     // A bit for each digit of a vector that is an escape.
     static __device__ __forceinline__ uint32_t escaped_of_vector(const uint32_t (&digits)[kDigitWords])

@@ -14,14 +14,19 @@ struct Measure {
     uint16_t *lengths;
     ibp_stream stream;
 };
-// Those of ibp_cuda_encode_into; or of ibp_cuda_encode_rows: then is_measured, and the index of place.table, which
-// says how long rows are and where they go, is read instead of written.
+// What is written: by ibp_cuda_encode_into, rows and their index; by ibp_cuda_encode_slots, lengths and whole slots; by
+// ibp_cuda_encode_rows, rows of which the index of place.table says how long they are and where they go; by
+// ibp_cuda_encode_overflow, their parts in overflow alone.
+enum EncodePass { kRowsAndIndex, kSlotsAlone, kMeasured, kOverflowOfMeasured };
+
+constexpr bool is_measured(EncodePass pass) { return pass >= kMeasured; }
+
 struct Encode {
     const ibp_place &place;
     const ibp_row_source &source;
     const int64_t *row_ids;
     int64_t first_row;
-    bool is_measured;
+    EncodePass pass;
     ibp_fault *fault;
     int max_sms;
     ibp_stream stream;

@@ -38,6 +38,7 @@ struct RowsJob {
     RowSource source;
     const int64_t *row_ids;
     int64_t first_row;
+    EncodePass pass;
     ibp_fault *fault;
 };
 
@@ -53,9 +54,8 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Puts a row of `valid` bytes as it is stored into a stage, followed by zeros up to a multiple of IBP_OVERFLOW_ALIGN.
-// expected: its entry of lengths, or kAnyLength. Returns the entry that it has. A default row is found after it has
-// been coded, when its bytes are near: few rows are.
+// Puts a row of `valid` bytes as it is stored into a stage. expected: its entry of lengths, or kAnyLength. Returns the
+// entry that it has. A default row is found after it has been coded, when its bytes are near: few rows are.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -77,9 +77,6 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
         G::sync(); // all have written
         stage_raw<G>(row, valid, stage);
     }
-    G::sync();
-    const uint32_t stored = length != 0u ? length : valid;
-    pad<G>(stage, stored, ibp_sector_bytes(stored));
     return length;
 }
 
@@ -139,11 +136,35 @@ __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const Row
 {
     const ibp_place &place = job.place;
     if (target.in_bounds && length == target.length) {
-        copy_out<G>(place.slots + target.slot_start, stage, 0, target.slot_room);
+        if (job.pass == kMeasured) copy_out<G>(place.slots + target.slot_start, stage, 0, target.slot_room);
         copy_out<G>(place.overflow + target.overflow_start, stage, place.table.slot_bytes, target.room);
     } else if (G::lane() == 0u && job.fault != nullptr) {
         record_fault(job.fault, IBP_CORRUPT_ROW, row, row);
     }
+}
+
+// A row's whole slot is written, and its entry of lengths. By all lanes of a group together.
+template <class G>
+__device__ __forceinline__ void fill_slot(const RowsJob &job, int64_t row, uint32_t length, const BitStage &stage)
+{
+    const ibp_place &place = job.place;
+    const uint64_t slot = static_cast<uint64_t>(row) * place.table.slot_bytes;
+    copy_out<G>(place.slots + slot, stage, 0, room_in(place.table.slot_bytes, place.table.slots_bytes, slot));
+    if (G::lane() == 0u) place.lengths[row] = static_cast<uint16_t>(length);
+}
+
+// Which of a group's next rows, `step` apart, are coded: a bit for each, the same in all its lanes.
+template <class G> __device__ __forceinline__ uint32_t rows_due(const RowsJob &job, int64_t i, int64_t step)
+{
+    if (job.pass != kOverflowOfMeasured) return ~0u;
+    const ibp_table &table = job.place.table;
+    const uint32_t row_bytes = table.codebook.row_bytes;
+    const int64_t row = i + G::lane() % G::kWidth * step;
+    uint32_t in_overflow = 0;
+    if (row < job.source.num_rows)
+        in_overflow = ibp_room_of(IBP_LOAD_ONCE(table.lengths[row]), row_bytes, row_bytes, table.slot_bytes);
+    const uint32_t of_warp = __ballot_sync(G::mask(), in_overflow != 0u) >> lane_id() / G::kWidth * G::kWidth;
+    return static_cast<uint32_t>(G::broadcast(of_warp));
 }
 
 // Which row of the table a row of the source becomes, if there is such a row: the same in all lanes of a group, also
@@ -169,17 +190,21 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
+    const uint32_t whole_slots = job.pass == kSlotsAlone ? table.slot_bytes : 0u;
     Tally tally{0, 0, kNotSeen};
     PlainRow next{};
     if (first < job.source.num_rows) next = job.source.row(first);
-    for (int64_t i = first; i - G::in_block() < job.source.num_rows; i += step) {
+    uint32_t turn = 0, due = ~0u;
+    for (int64_t i = first; i - G::in_block() < job.source.num_rows; i += step, turn++) {
         if constexpr (Encoder::kTogether) __syncthreads();
         if (i >= job.source.num_rows) continue;
+        if (IS_MEASURED && turn % G::kWidth == 0u) due = rows_due<G>(job, i, step);
         PlainRow row = next;
         if (i + step < job.source.num_rows) {
             next = job.source.row(i + step);
-            prefetch<G>(next);
+            if (!IS_MEASURED || job.pass == kMeasured) prefetch<G>(next);
         }
+        if (IS_MEASURED && (due >> turn % G::kWidth & 1u) == 0u) continue;
         const int64_t r = row_of<G>(job, i);
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
@@ -192,8 +217,13 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
             row.valid = ibp_min_u32(row.valid, valid);
             const uint32_t length = code_row(cb, encoder, row, valid, IS_MEASURED ? target.length : kAnyLength, stage);
             G::sync();
-            if constexpr (IS_MEASURED)
+            const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, valid), sectors = ibp_sector_bytes(stored);
+            pad<G>(stage, stored, sectors > whole_slots ? sectors : whole_slots);
+            G::sync();
+            if (IS_MEASURED)
                 store<G>(job, r, target, length, stage);
+            else if (job.pass == kSlotsAlone)
+                fill_slot<G>(job, r, length, stage);
             else
                 settle<G>(job, i, r, length, valid, stage, tally);
             G::sync(); // the stage is free for the next row
@@ -250,7 +280,7 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
     const ibp_codebook &cb = codebook_of(encode);
-    const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
+    const auto kernel = is_measured(encode.pass) ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
                    group_bytes = group_bytes_of<Encoder>(cb);
     const bool is_large = encode.max_sms > 0 || table_bytes >= kLargeTable;
@@ -262,8 +292,9 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
             plan_resident(reinterpret_cast<const void *>(kernel), groups * lanes, table_bytes + groups * group_bytes,
                           encode.source.num_rows, groups, encode.max_sms, &launch);
     if (status != IBP_OK) return status;
-    const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
-                      encode.fault};
+    const RowsJob job{encode.place,   RowSource::of(encode.source, cb.row_bytes),
+                      encode.row_ids, encode.first_row,
+                      encode.pass,    encode.fault};
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 
