@@ -46,6 +46,18 @@ template <bool HIGH> __device__ __forceinline__ uint32_t spread_pairs(uint32_t d
 // Bit 0 of every nibble whose digit is an escape.
 __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits) { return digits & digits >> 1 & 0x11111111u; }
 
+// ---- digits of three bits ----
+
+// Eight of them, from bit 0 of bits on, one a nibble.
+__device__ __forceinline__ uint32_t spread_triples(uint32_t bits)
+{
+    bits = select_bits(0xfffu, bits, bits << 4);
+    bits = select_bits(0x003f003fu, bits, bits << 2);
+    return select_bits(0x07070707u, bits, bits << 1) & 0x77777777u;
+}
+// Bit 3 of every such nibble that is an escape.
+__device__ __forceinline__ uint32_t escaped_triples(uint32_t nibbles) { return (nibbles + 0x11111111u) & 0x88888888u; }
+
 // ---- nibbles that have escaped ----
 
 // Which of the escaped bytes each nibble takes: how many nibbles below it have escaped.

@@ -52,11 +52,12 @@ inline bool is_any(const ibp_codebook &) { return true; }
 inline bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
 inline bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
 
-// Whether all digits have two bits and all symbols a byte.
-IBP_INLINE bool are_pairs(const ibp_planes &planes)
+// Whether all digits have two bits, but plane 0's first_bits, and all symbols a byte.
+IBP_INLINE bool are_pairs(const ibp_planes &planes, uint32_t first_bits = 2)
 {
     bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
-    for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
+    for (uint32_t p = 0; p < planes.num_planes; p++)
+        pairs = pairs && planes.digit_bits[p] == (p == 0 ? first_bits : 2u);
     return pairs;
 }
 // Whether dense rows are decoded by decode_pairs.cuh, which knows no constant columns, nor invariant bits of elements
@@ -67,6 +68,12 @@ IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
     return planes.element_bytes == 1   ? !planes.per_column
            : planes.element_bytes == 2 ? planes.invariant_bits == 0u
                                        : true;
+}
+
+// Likewise of bytes whose first digits have three bits, such as integers have.
+IBP_INLINE bool decodes_triples(const ibp_planes &planes)
+{
+    return are_pairs(planes, 3) && planes.element_bytes == 1 && planes.num_constant == 0u && !planes.per_column;
 }
 
 // Whether there is one plane of digits of four bits over consecutive symbols of up to a byte: what level="fast" makes.

@@ -165,11 +165,11 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 
     // Finds the parts of n values that lie in the shared bits from start to end: each plane is as long as the one
-    // before has escapes. Where one lies past the end, parts.end does too. mine: the elements of the warp. TWO_BITS:
-    // all digits are known to have two.
+    // before has escapes. Where one lies past the end, parts.end does too. mine: the elements of the warp. FIRST_BITS:
+    // where not 0, those of plane 0's digits, and all others are known to have two.
     // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin. count(plane, start, range,
     // num_bits) counts the escapes of the warp.
-    template <class G, bool TWO_BITS, class Count>
+    template <class G, uint32_t FIRST_BITS, class Count>
     __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine,
                                                      uint32_t exchanged, const Count &count) const
     {
@@ -182,8 +182,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
             parts.digits[p + 1] = parts.digits[p];
             parts.mine[p + 1] = parts.mine[p];
-            if (!(TWO_BITS && p < 2u) && p >= planes.num_planes) continue;
-            const uint32_t num_bits = TWO_BITS ? 2u : planes.digit_bits[p];
+            if (!(FIRST_BITS != 0u && p < 2u) && p >= planes.num_planes) continue;
+            const uint32_t num_bits = FIRST_BITS == 0u ? planes.digit_bits[p] : p == 0u ? FIRST_BITS : 2u;
             parts.digits[p + 1] += to_byte(reaching * num_bits);
             if (parts.digits[p + 1] > end) parts.mine[p] = {0, 0}; // nothing is read there
             const uint32_t escaped = count(p, parts.digits[p], parts.mine[p], num_bits),

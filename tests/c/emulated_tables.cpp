@@ -183,8 +183,8 @@ void make_constant(Codebook &made)
 void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, bool listed, uint32_t clusters)
 {
     static const std::vector<std::vector<uint8_t>> plans = {
-        {2, 2, 2, 2}, {2, 2, 2}, {2, 2}, {3, 3, 4},    {4, 4},       {},     {2, 2, 2, 3}, {1},         {1, 1},
-        {4, 3, 2, 1}, {3},       {2},    {1, 2, 3, 4}, {4, 4, 4, 4}, {3, 2}, {3, 3, 3},    {2, 3, 3, 2}};
+        {2, 2, 2, 2}, {2, 2, 2}, {2, 2}, {3, 3, 4},    {4, 4},       {},     {2, 2, 2, 3}, {1},          {1, 1},
+        {4, 3, 2, 1}, {3},       {2},    {1, 2, 3, 4}, {4, 4, 4, 4}, {3, 2}, {3, 3, 3},    {2, 3, 3, 2}, {3, 2, 2, 2}};
     static const std::vector<uint8_t> nibbles = {4}; /* the level for speed */
     const uint32_t width = 8 * element_bytes;
     ibp_codebook &cb = made.codebook;

@@ -56,13 +56,14 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
 // BLOCK: whether the block has shared memory for entries a column.
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
-    static constexpr bool kTwoBits = false;
+    static constexpr uint32_t kFirstBits = 0; // of any width
     // Parts of a warp keep the vectors that are on their way in registers: were these spilled, it would wait for them.
     static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
                                              : G::kPerWarp > 1 ? 640
                                                                : 768,
                               kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 ? 6 : 4, kLeastLanes = sizeof(T) == 2 ? 2 : 4;
+    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 ? 6 : 4, kLeastLanes = sizeof(T) == 2 ? 2 : 4,
+                              kOwnVectors = 0;
     using Levels = TileLevels<T, G, kLaneVectors>;
     using Counts = StepCounts<G, Levels::kStep, Levels::kSteps>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,
@@ -424,7 +425,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         levels().name_plane1(
             tile.num_escaped, tile.chunk,
             [&](uint32_t base, uint32_t left) { return load_chunk(DigitSpread(width), position + base * width, left); },
-            [&](const Chunk &chunk, uint32_t from) {
+            [&](const Chunk &chunk, uint32_t, uint32_t &from) {
                 const uint2 a = names.of(chunk.digits[0], from), b = names.of(chunk.digits[1], from);
                 return make_uint4(a.x, a.y, b.x, b.y);
             });

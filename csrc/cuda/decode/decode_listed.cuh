@@ -566,7 +566,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         ValueParts parts{};
         row.closed = row.closed || k == 0u; // no values
         if (!row.closed)
-            parts = book.template find_parts<G, false>(
+            parts = book.template find_parts<G, 0>(
                 values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
                     return row.is_batch ? name(book, p, from, range, num_bits)
                                         : Book::template count_escapes<G>(from, range, num_bits);

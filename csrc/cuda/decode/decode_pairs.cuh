@@ -1,5 +1,5 @@
 // decode_pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte (FORMAT.md section 6):
-// what most tables of floats are given.
+// what most tables of floats are given. Bytes may have digits of three bits in plane 0, as integers do.
 //
 // Down the planes, escapes are counted, which says where the next plane begins; a lane keeps its digits of planes 0
 // and 1, two bits each, and names the few elements that come further, one at a time:
@@ -19,29 +19,37 @@
 
 namespace ibp {
 
-// COLUMNS: every column has entries of its own.
-template <typename T, class G, bool COLUMNS> struct PairsDecoder {
+// COLUMNS: every column has entries of its own. FIRST: bits of plane 0's digits.
+template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDecoder {
     static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
+    static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1), "the digits that there are");
     using Group = G;
-    static constexpr bool kTwoBits = true;
+    static constexpr uint32_t kFirstBits = FIRST;
     // Shared memory has room for two groups for rows of any length, so these can have more registers; it has room for
     // one group of a whole block. Decoders that fit 72 registers get more warps.
     static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
                                              : G::kWarps > 8              ? 1024
                                              : sizeof(T) == 2 && !COLUMNS ? 896
+                                             : FIRST == 3                 ? 640
                                                                           : 768;
     static constexpr uint32_t kVectors = G::kAnyLength                        ? 8
                                          : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
     // Bytes, and elements with entries a column, come in rows of many lengths, such as heads and tokens of KV-caches.
-    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4,
-                              kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4;
-    using Levels = TileLevels<T, G, kLaneVectors>;
+    static constexpr uint32_t
+        kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4,
+        kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4, kOwnVectors = FIRST == 3 && G::kPerWarp > 1 ? 1 : 0;
+    // Words of a lane's digits of plane 1: a quarter of the bytes that have digits of two bits reach it.
+    static constexpr uint32_t kChunkWords = sizeof(T) == 1 && FIRST == 2 && G::kPerWarp > 1 ? 2 : 1;
+    using Levels = TileLevels<T, G, kLaneVectors, kChunkWords>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
                               kChunk = Levels::kChunk;
-    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES;
+    // Words of a vector's digits, pairs or, of three bits, nibbles; words of entries, the last one plane 0's second.
+    static constexpr uint32_t kDigitWords = FIRST - 1u, kDigitBits = 2u * kDigitWords,
+                              kEntryWords = IBP_MAX_PLANES + FIRST - 2u;
+    static constexpr uint32_t kEntries = (4u * kEntryWords + 15u) / 16u * 16u;
     static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // a raw symbol's rank, and four
     static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
@@ -110,35 +118,45 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
     {
         const PlanesBook<T> book(cb, cluster);
+        constexpr uint32_t kEscape = (1u << FIRST) - 1u; // of plane 0
 #pragma unroll 1
-        for (uint32_t plane = G::lane(); plane < IBP_MAX_PLANES; plane += G::kLanes) {
+        for (uint32_t word = G::lane(); word < kEntryWords; word += G::kLanes) {
+            const uint32_t plane = word % IBP_MAX_PLANES, first = plane == 0u ? word : kEscape + 3u * (plane - 1u),
+                           count = word == 0u ? ibp_min_u32(kEscape, 4u) : 3u;
             uint32_t bytes = 0;
-            for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++) {
-                const uint32_t rank = 3u * plane + digit;
-                bytes |= (COLUMNS ? rank : name_of(cb.planes, static_cast<uint32_t>(book.entry(rank)))) << 8u * digit;
+            for (uint32_t i = 0; i < count && plane < cb.planes.num_planes; i++) {
+                const uint32_t rank = first + i;
+                bytes |= (COLUMNS ? rank : name_of(cb.planes, static_cast<uint32_t>(book.entry(rank)))) << 8u * i;
             }
-            shared_word(entries / 4u + plane) = bytes;
+            shared_word(entries / 4u + word) = bytes;
         }
     }
 
     // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order:
     // which of them they take.
     struct Entries {
-        uint32_t named, escape; // bytes, the second with 0xff at the escape
+        uint32_t named, then, escape; // bytes: of digits 0 to 3, of 4 to 7; with 0xff at the escape
 
+        // WIDE: digits have three bits.
+        template <bool WIDE>
         __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t order, uint32_t from) const
         {
             const uint2 x = eight_bytes(from);
-            return make_uint2((permute_bytes(x.x, x.y, order) & permute_bytes(escape, 0, digits)) |
-                                  permute_bytes(named, 0, digits),
-                              (permute_bytes(x.x, x.y, order >> 16) & permute_bytes(escape, 0, digits >> 16)) |
-                                  permute_bytes(named, 0, digits >> 16));
+            return make_uint2((permute_bytes(x.x, x.y, order) & escapes<WIDE>(digits)) |
+                                  permute_bytes(named, WIDE ? then : 0u, digits),
+                              (permute_bytes(x.x, x.y, order >> 16) & escapes<WIDE>(digits >> 16)) |
+                                  permute_bytes(named, WIDE ? then : 0u, digits >> 16));
+        }
+        template <bool WIDE> __device__ __forceinline__ uint32_t escapes(uint32_t digits) const
+        {
+            return permute_bytes(WIDE ? 0u : escape, WIDE ? escape : 0u, digits);
         }
     };
 
     __device__ __forceinline__ Entries entries_at(uint32_t plane) const
     {
-        return {entries_of(plane), in_register(0xff000000u)};
+        return {entries_of(plane), FIRST == 3 && plane == 0u ? entries_of(IBP_MAX_PLANES) : 0u,
+                in_register(0xff000000u)};
     }
 
     __device__ __forceinline__ uint32_t symbol_bits() const
@@ -152,23 +170,32 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
 
     // ---- plane 1 ----
 
-    using Chunk = PlaneChunk<G, 1>;
+    using Chunk = PlaneChunk<G, kChunkWords>;
     // position: bit of the first of the next n digits.
     static __device__ __forceinline__ Chunk load_chunk(uint32_t position, uint32_t n)
     {
         const uint32_t first = ibp_min_u32(kPerLane * G::lane(), n);
+        const Cursor cursor{&shared_word((position + 2u * first) / 32u), position + 2u * first};
         Chunk chunk;
-        chunk.digits[0] = low_bits(shared_bits(position + 2u * first), 2u * ibp_min_u32(n - first, kPerLane));
-        chunk.number(ibp_popcount(escaped_pairs(chunk.digits[0])));
+        uint32_t escaped = 0;
+#pragma unroll
+        for (uint32_t w = 0; w < kChunkWords; w++) {
+            chunk.digits[w] = low_bits(cursor.word(w), 2u * (max(n - first, 16u * w) - 16u * w));
+            escaped = escaped << 1 | escaped_pairs(chunk.digits[w]);
+        }
+        chunk.number(ibp_popcount(escaped));
         return chunk;
     }
-    // The symbols of 16 digits; from: the shared byte with which those of the escaped begin.
-    static __device__ __forceinline__ uint4 symbols_of(const Entries &entries, uint32_t digits, uint32_t from)
+    // The symbols of 16 digits; from: the shared byte with which those of the escaped begin, moved on to the next ones.
+    static __device__ __forceinline__ uint4 symbols_of(const Entries &entries, uint32_t digits, uint32_t &from)
     {
         const uint32_t low = spread_pairs<false>(digits), high = spread_pairs<true>(digits),
-                       low_escaped = escaped_nibbles(low), low_order = order_of(low_escaped);
-        const uint2 a = entries.symbols(low, low_order, from);
-        const uint2 b = entries.symbols(high, order_of(escaped_nibbles(high)), from + count_of(low_escaped, low_order));
+                       low_escaped = escaped_nibbles(low), low_order = order_of(low_escaped),
+                       high_escaped = escaped_nibbles(high), high_order = order_of(high_escaped);
+        const uint2 a = entries.template symbols<false>(low, low_order, from);
+        from += count_of(low_escaped, low_order);
+        const uint2 b = entries.template symbols<false>(high, high_order, from);
+        from += count_of(high_escaped, high_order);
         return make_uint4(a.x, a.y, b.x, b.y);
     }
 
@@ -177,7 +204,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // Digits of a lane's vectors in a tile, and the shared bytes with which the symbols of their escaped elements
     // begin.
     struct Tile {
-        uint32_t digits[kSteps], before[kSteps], num_escaped;
+        uint32_t digits[kSteps][kDigitWords], before[kSteps], num_escaped;
         Chunk chunk; // of plane 1
     };
     // plane: bit of the row's first digit; n: elements of the row, or up to the end of the tile.
@@ -185,28 +212,48 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                                               Tile &tile) const
     {
         const uint32_t first = tile_start + kPerVector * G::lane();
-        if (tile_start + kTile <= n) {
+        StepCounts<G, kStep, kSteps> counts;
+        if (FIRST == 2 && tile_start + kTile <= n) {
             const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
 #pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) tile.digits[s] = cursor.word(s * kStep / 16u);
-        } else { // the row's end; nothing is read behind the stage
-            const uint32_t position = plane + 2u * first, left = n > first ? n - first : 0u;
+            for (uint32_t s = 0; s < kSteps; s++) tile.digits[s][0] = cursor.word(s * kStep / 16u);
+        } else { // the row's end; a lane reads no more than a step of digits behind it: stage, or scratch
+            const uint32_t position = plane + FIRST * first, left = n > first ? n - first : 0u;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
-                tile.digits[s] = 0;
+#pragma unroll
+                for (uint32_t w = 0; w < kDigitWords; w++) tile.digits[s][w] = 0;
                 if (s != 0u && s * kStep >= columns) continue; // of no lane
-                const uint32_t word = ibp_min_u32(position / 32u + s * kStep / 16u, scratch / 4u - 2u);
-                tile.digits[s] = low_bits(__funnelshift_r(shared_word(word), shared_word(word + 1u), position),
-                                          2u * (left - ibp_min_u32(left, s * kStep)));
+                const uint32_t word = position / 32u + s * kStep * FIRST / 32u;
+                const Cursor cursor{&shared_word(G::kWarps > 1 ? ibp_min_u32(word, scratch / 4u - 2u) : word),
+                                    position};
+                const uint32_t low = cursor.word(0), any = left > s * kStep ? ~0u : 0u;
+                tile.digits[s][0] = (FIRST == 2 ? low : spread_triples(low)) & any;
+                if (FIRST == 3)
+                    tile.digits[s][kDigitWords - 1u] = spread_triples(permute_bytes(low, cursor.word(1), 0x6543)) & any;
+            }
+            if (columns % kPerVector != 0u) { // a part of a vector
+#pragma unroll
+                for (uint32_t s = 0; s < kSteps; s++) {
+                    const uint32_t bits = kDigitBits * (max(left, s * kStep) - s * kStep);
+                    tile.digits[s][0] = low_bits(tile.digits[s][0], bits);
+                    if (FIRST == 3)
+                        tile.digits[s][kDigitWords - 1u] =
+                            low_bits(tile.digits[s][kDigitWords - 1u], max(bits, 32u) - 32u);
+                }
             }
         }
-        StepCounts<G, kStep, kSteps> counts;
 #pragma unroll
-        for (uint32_t s = 0; s < kSteps; s++)
-            counts.add(s, ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)));
+        for (uint32_t s = 0; s < kSteps; s++) counts.add(s, ibp_popcount(escaped_of_vector(tile.digits[s])));
         tile.num_escaped = counts.number(levels().level1, columns, tile.before);
     }
-    static_assert(kStep % 16 == 0, "vectors of a lane are whole words of digits apart");
+    // A bit for each digit of a vector that is an escape.
+    static __device__ __forceinline__ uint32_t escaped_of_vector(const uint32_t (&digits)[kDigitWords])
+    {
+        if (FIRST == 3) return escaped_triples(digits[0]) | escaped_triples(digits[kDigitWords - 1u]) >> 1;
+        return escaped_pairs(digits[0]) & low_bits(~0u, 2u * kPerVector);
+    }
+    static_assert(kStep * FIRST % 32 == 0, "vectors of a lane are whole words of digits apart");
 
     // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
     // Returns how many are escapes.
@@ -237,9 +284,9 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
         return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, 2);
     }
-    static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t)
+    static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
-        return PlanesBook<T>::template count_escapes<G>(start, range, 2);
+        return PlanesBook<T>::template count_escapes<G>(start, range, FIRST == 2 ? 2u : num_bits);
     }
 
     // ---- ranks ----
@@ -247,9 +294,18 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // Bytes of plane 0, with their entries: symbols, or ranks where there are entries a column.
     static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
     {
-        if (kPerVector > 8u) return symbols_of(entries, tile.digits[s], tile.before[s]);
-        const uint32_t digits = spread_pairs<false>(tile.digits[s]);
-        const uint2 low = entries.symbols(digits, order_of(escaped_nibbles(digits)), tile.before[s]);
+        uint32_t from = tile.before[s];
+        if constexpr (FIRST == 3) {
+            const uint32_t low = tile.digits[s][0], high = tile.digits[s][1], escaped = escaped_triples(low),
+                           order = escaped * 0x22222222u;
+            const uint2 a = entries.template symbols<true>(low, order, from);
+            from += (order >> 28) + (escaped >> 31);
+            const uint2 b = entries.template symbols<true>(high, escaped_triples(high) * 0x22222222u, from);
+            return make_uint4(a.x, a.y, b.x, b.y);
+        }
+        if (kPerVector > 8u) return symbols_of(entries, tile.digits[s][0], from);
+        const uint32_t digits = spread_pairs<false>(tile.digits[s][0]);
+        const uint2 low = entries.template symbols<false>(digits, order_of(escaped_nibbles(digits)), from);
         return make_uint4(low.x, low.y, 0, 0);
     }
     // The ranks of a lane's vectors, and the numbers of their first raw symbols, if there are any in the warp.
@@ -327,32 +383,30 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
-    // Eight residuals of up to four bits, from bit 0 of bits on, one a nibble.
-    static __device__ __forceinline__ uint32_t nibbles_of(uint32_t bits, uint32_t r)
+    // Eight residuals of up to four bits, from bit 0 of bits on, two in the low bits of each byte.
+    static __device__ __forceinline__ uint32_t twos_of(uint32_t bits, uint32_t r)
     {
         bits = select_bits(0xffffu, bits, bits << (16u - 4u * r));
-        bits = select_bits(0x00ff00ffu, bits, bits << (8u - 2u * r));
-        return select_bits(0x0f0f0f0fu, bits, bits << (4u - r)) & low_bits(0xfu, r) * 0x11111111u;
+        return select_bits(0x00ff00ffu, bits, bits << (8u - 2u * r));
     }
     // The bits of four bytes where residuals of up to four bits lie.
-    static __device__ __forceinline__ uint32_t nibbles_in(const WordJoin<T> &with)
+    static __device__ __forceinline__ uint32_t nibbles_in(const WordJoin<T> &with, uint32_t r)
     {
-        return sizeof(T) == 1 ? in_register((0x0f0f0f0fu >> with.rotate & with.kept) | with.top) : 0u;
+        return sizeof(T) == 1 ? in_register(with.beside(0, low_bits(0xffu, r) * 0x01010101u)) : 0u;
     }
     // Joins 16 bytes with such residuals, without invariant bits. nibbles: as nibbles_in says.
     template <bool SIMPLE>
     __device__ __forceinline__ void join_nibbles(uint32_t nibbles, uint4 symbols, const Cursor &residuals,
                                                  uint32_t word, uint32_t (&words)[4]) const
     {
-        const uint32_t r = cb.planes.residual_bits, rotate = cb.planes.rotate, low = residuals.word(word),
+        const uint32_t r = SIMPLE ? 4u : cb.planes.residual_bits, rotate = cb.planes.rotate, low = residuals.word(word),
                        high = residuals.word(word + 1u);
 #pragma unroll
         for (uint32_t k = 0; k < 4u; k += 2) { // residuals of even columns, and of odd ones
-            const uint32_t eight = SIMPLE
-                                       ? k == 0u ? low : high
-                                       : nibbles_of(k == 0u ? low : permute_bytes(low, high, 0x3210u + 0x1111u * r), r);
+            const uint32_t eight = SIMPLE ? k == 0u ? low : high
+                                          : twos_of(k == 0u ? low : permute_bytes(low, high, 0x3210u + 0x1111u * r), r);
             const uint32_t even = select_bits(0x0f0f0f0fu, eight >> rotate, eight << 7),
-                           odd = select_bits(0x0f0f0f0fu, eight >> (4u + rotate), eight << 3);
+                           odd = select_bits(0x0f0f0f0fu, eight >> (r + rotate), eight << (7u - r));
             words[k] = symbols_of_word(symbols, k) | (permute_bytes(even, odd, 0x5140) & nibbles);
             words[k + 1u] = symbols_of_word(symbols, k + 1u) | (permute_bytes(even, odd, 0x7362) & nibbles);
         }
@@ -414,7 +468,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         const uint32_t residual_bits = !SIMPLE ? cb.planes.residual_bits : sizeof(T) == 1u ? 4u : 8u * (sizeof(T) - 1u);
         const Entries entries = entries_at(0);
         const WordJoin<T> with(cb.planes);
-        const uint32_t nibbles = nibbles_in(with);
+        const uint32_t nibbles = nibbles_in(with, residual_bits);
         const uint32_t from = parts.residuals + first * residual_bits;
         const Cursor residuals{&shared_word(from / 32u), from};
 #pragma unroll
@@ -445,7 +499,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         levels().name_plane1(
             tile.num_escaped, tile.chunk,
             [&](uint32_t base, uint32_t left) { return load_chunk(position + 2u * base, left); },
-            [&](const Chunk &chunk, uint32_t from) { return symbols_of(entries, chunk.digits[0], from); });
+            [&](const Chunk &chunk, uint32_t w, uint32_t &from) { return symbols_of(entries, chunk.digits[w], from); });
         Ranks ranks;
         if (COLUMNS) ranks = ranks_of(book.columns, tile, raw);
         const bool units = window.is_units(cb.row_bytes, 16);

@@ -5,7 +5,7 @@
 //     template <class G> struct SomeDecoder {
 //         using Group = G;
 //         static constexpr uint32_t kMostThreads;
-//         static constexpr uint32_t kVectors;
+//         static constexpr uint32_t kVectors, kOwnVectors;
 //         static uint32_t block_bytes(const ibp_codebook &);
 //         static uint32_t scratch_bytes(const ibp_codebook &);
 //         SomeDecoder(const ibp_codebook &, uint32_t scratch);
@@ -16,6 +16,7 @@
 //     Group          the threads that decode one row together
 //     kMostThreads   threads of a block that the decoder's registers allow; a multiple of kWarp
 //     kVectors       vectors of 16 bytes of the next row that a thread loads into registers while it decodes this row
+//     kOwnVectors    how many more of them lanes of parts of warps load, for rows that are coded in nearly all bytes
 //     block_bytes    shared memory of a block, from byte 0 on; a multiple of 16
 //     scratch_bytes  shared memory of a group, besides its stage
 //     scratch        the byte of shared memory with which the group's scratch begins, where its stage ends; a
@@ -56,7 +57,7 @@ namespace ibp {
 
 // Parts of warps that decode short rows have kLeastLanes lanes or more, each with up to kLaneVectors vectors of a row.
 struct FourLanes {
-    static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4;
+    static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4, kOwnVectors = 0;
 };
 
 // A decoder that needs no shared memory of the block besides that of each group.

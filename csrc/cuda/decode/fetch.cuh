@@ -263,7 +263,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
 // TO_OUT: all rows of a group go to `out`, whole.
 template <class Decoder, bool TO_OUT = false> struct Fetch {
     using G = typename Decoder::Group;
-    static constexpr uint32_t kVectors = Decoder::kVectors; // of a thread on their way
+    static constexpr uint32_t kVectors = Decoder::kVectors + Decoder::kOwnVectors; // of a thread on their way
 
     const ibp_table &table;
     const Request &request;
@@ -285,15 +285,16 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
 
     // Vectors of a warp's rows are fetched row by row, consecutive ones by consecutive lanes, whichever lanes will
     // decode them: the link is used best by wide requests. So of the vectors that are on their way, a lane's k-th is
-    // vector_of(k) of the warp's row row_in_warp(k).
-    static constexpr uint32_t kRowVectors = kVectors * G::kThreads;
+    // vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors of a lane are of the row that it will decode.
+    static constexpr uint32_t kShared = Decoder::kVectors * G::kThreads, kRowVectors = kVectors * G::kThreads;
     static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
     {
-        return G::kPerWarp == 1 ? 0 : (k * kWarp + lane_id()) / kRowVectors;
+        return G::kPerWarp == 1 ? 0 : k >= Decoder::kVectors ? in_warp() : (k * kWarp + lane_id()) / kShared;
     }
     static __device__ __forceinline__ uint32_t vector_of(uint32_t k)
     {
-        return G::kPerWarp == 1 ? k * G::kThreads + G::rank() : (k * kWarp + lane_id()) % kRowVectors;
+        return G::kPerWarp == 1 || k >= Decoder::kVectors ? k * G::kThreads + G::rank()
+                                                          : (k * kWarp + lane_id()) % kShared;
     }
     // The vectors of a row, in its slot and behind it, in the order in which they are fetched: that of the row; or,
     // where not all of them can be on their way, those in overflow first, which may have to come from far away.
@@ -319,21 +320,35 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         return {behind + in_slot, from - num_behind, num_behind, in_slot};
     }
 
-    // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
-    __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
+    // Where the vectors are that a lane loads of the rows that the lanes from i on have looked up, and which of them
+    // there are. BEHIND: whether any may be behind a slot.
+    template <bool BEHIND>
+    __device__ __forceinline__ void find_vectors(const Entry &entry, uint32_t i, const uint4 *(&places)[kVectors],
+                                                 bool (&wanted)[kVectors]) const
     {
         uint32_t num_vectors = 0;
         Pieces pieces{};
-        const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
-        bool wanted[kVectors];
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            if (k * kWarp % kRowVectors == 0u || kRowVectors < kWarp) { // of another row than the one before
+            if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) { // of another row than before
                 num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i + row_in_warp(k)));
-                pieces = pieces_of(entry, i + row_in_warp(k), num_vectors);
+                if (BEHIND)
+                    pieces = pieces_of(entry, i + row_in_warp(k), num_vectors);
+                else
+                    pieces.then = of_lane(entry.from, i + row_in_warp(k));
             }
             places[k] = pieces.place_of(vector_of(k)), wanted[k] = vector_of(k) < num_vectors;
         }
+    }
+    // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
+    __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
+    {
+        const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
+        bool wanted[kVectors];
+        if (G::kPerWarp == 1 || G::any(entry.behind != entry.from))
+            find_vectors<true>(entry, i, places, wanted);
+        else
+            find_vectors<false>(entry, i, places, wanted);
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++)
             if (wanted[k]) vectors[k] = *places[k];

@@ -17,12 +17,17 @@ __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
     const int64_t first = ibp_first_of_base(&table, row);
-    const uint32_t num_before = static_cast<uint32_t>(row - first), row_bytes = table.codebook.row_bytes;
+    const uint32_t num_before = static_cast<uint32_t>(row - first), row_bytes = table.codebook.row_bytes,
+                   unit = ibp_overflow_room(1u, table.slot_bytes); // of rooms: what ibp_room_of says, in fewer steps
+    const auto room = [&](uint32_t length) {
+        const uint32_t stored = ibp_stored_bytes(length, row_bytes, row_bytes);
+        return (max(stored, table.slot_bytes) - table.slot_bytes + (unit - 1u)) & (0u - unit);
+    };
+    if (table.lengths == nullptr) return num_before * room(0);
     uint32_t rooms = 0;
 #pragma unroll 8
-    for (uint32_t q = 0; q < num_before; q++)
-        rooms += ibp_room_of(table.lengths ? __ldg(table.lengths + (first + q)) : 0u, row_bytes, row_bytes,
-                             table.slot_bytes);
+    for (const uint16_t *length = table.lengths + first, *const end = length + num_before; length != end; length++)
+        rooms += room(__ldg(length));
     return rooms;
 }
 

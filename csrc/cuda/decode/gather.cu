@@ -3,6 +3,7 @@
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
 #include "decode_request.h"
+#include "../group.cuh"
 #include "../kinds.h"
 #include "../launch.cuh"
 
@@ -58,6 +59,11 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
+// Rows that a warp decodes, or a part of one.
+static bool is_of_triples(const ibp_codebook &cb)
+{
+    return is_dense(cb) && decodes_triples(cb.planes) && cb.row_bytes <= kWarpRowBytes;
+}
 
 // A codebook goes to the first decoder of its scheme that takes it and knows its fields.
 static const struct {
@@ -71,6 +77,7 @@ static const struct {
     {IBP_SCHEME_PLANES, is_listed, kListedFields, gather_listed},
     {IBP_SCHEME_PLANES, is_fast, kDenseFields, gather_fast},
     {IBP_SCHEME_PLANES, is_of_pairs, kDenseFields, gather_pairs},
+    {IBP_SCHEME_PLANES, is_of_triples, kDenseFields, gather_triples},
     {IBP_SCHEME_PLANES, is_dense, kDenseFields, gather_dense},
 };
 

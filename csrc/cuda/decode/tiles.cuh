@@ -45,13 +45,14 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
 #pragma unroll
         for (uint32_t k = 0; k < kWords; k++) {
             if (k != 0u && k * kFields * STEP >= columns) break;
-            // All lanes but the last have less than 2^kField together in a step.
-            const uint32_t lower = G::inclusive_scan(words[k]) - words[k], lower_of_last = G::last_lane(lower),
-                           last = G::last_lane(words[k]);
+            // All lanes but the last have less than 2^kField together in a step, and where it fits all of them.
+            constexpr bool kFits = STEP >> kField == 0u;
+            const uint32_t sums = G::inclusive_scan(words[k]), lower = sums - words[k],
+                           to_last = G::last_lane(kFits ? sums : lower), last = kFits ? 0u : G::last_lane(words[k]);
 #pragma unroll
             for (uint32_t f = 0; f < kFields && k * kFields + f < STEPS; f++) {
                 before[k * kFields + f] = first + total + field(lower, f);
-                total += field(lower_of_last, f) + field(last, f);
+                total += field(to_last, f) + (kFits ? 0u : field(last, f));
             }
         }
         return total;
@@ -78,12 +79,12 @@ struct NamedDigit {
 
 // Shared memory of a warp: a list of the elements still open, which makes room for the names of plane 1, and the names
 // of the elements of plane 2.
-// STEPS: vectors of a lane in a tile.
-template <typename T, class G, uint32_t STEPS> struct TileLevels {
+// STEPS: vectors of a lane in a tile. PARTS: vectors of names of plane 1 that a lane makes at a time.
+template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLevels {
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
     static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep; // elements
-    static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
-    uint32_t level1, most;                                                  // shared byte; elements of a tile
+    static constexpr uint32_t kPerLane = 16u * PARTS, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
+    uint32_t level1, most;                                                           // shared byte; elements of a tile
 
     // Elements of a tile, of short rows no more than a row has, rounded up to vectors: so that warps find room.
     static __host__ __device__ __forceinline__ uint32_t most_of(const ibp_codebook &cb)
@@ -154,20 +155,24 @@ template <typename T, class G, uint32_t STEPS> struct TileLevels {
         __syncwarp(); // level 2 is there
     }
     // Puts the names of the n elements of a tile that escaped plane 0 into level 1. chunk: the first digits; load(base,
-    // left): `left` digits from `base` on; names(chunk, from): 16 names; from: the shared byte at which the names of a
-    // lane's escaped elements begin.
+    // left): `left` digits from `base` on; names(chunk, part, from): 16 names; from: the shared byte at which the names
+    // of a lane's escaped elements begin, which it moves on to the next ones.
     template <class Chunk, class Load, class Names>
     __device__ __forceinline__ void name_plane1(uint32_t n, Chunk chunk, const Load &load, const Names &names) const
     {
-        uint32_t i = kPerLane * G::lane(), from = level2() + chunk.before;
+        uint32_t i = kPerLane * G::lane(), first = level2();
 #pragma unroll 1
         for (uint32_t base = 0;;) {
-            if (i < n) *reinterpret_cast<uint4 *>(shared_bytes() + level1 + i) = names(chunk, from);
+            uint32_t from = first + chunk.before;
+#pragma unroll
+            for (uint32_t part = 0; part < PARTS; part++)
+                if (i + 16u * part < n)
+                    *reinterpret_cast<uint4 *>(shared_bytes() + level1 + i + 16u * part) = names(chunk, part, from);
             base += kChunk;
             if (kTile <= kChunk || !G::any(base < n)) break;
-            const uint32_t end = from - chunk.before + chunk.num_escaped;
+            first += chunk.num_escaped;
             chunk = load(base, base < n ? n - base : 0u);
-            i += kChunk, from = end + chunk.before;
+            i += kChunk;
         }
         __syncwarp(); // level 1 is there
     }
@@ -190,7 +195,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
     const uint32_t end = start_bit + 8u * coded_bytes;
     const bool one_tile = per_warp == 1u;
     typename Decoder::Tile tile;
-    ValueParts parts = book.template find_parts<G, Decoder::kTwoBits>(
+    ValueParts parts = book.template find_parts<G, Decoder::kFirstBits>(
         start_bit, end, n, {first, last}, decoder.exchanged(),
         [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
             return one_tile ? decoder.visit(book, p, start, range, tile)
@@ -207,7 +212,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
         if (!one_tile) mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            const bool present = (Decoder::kTwoBits && p < 2u) || p < book.planes.num_planes;
+            const bool present = (Decoder::kFirstBits != 0u && p < 2u) || p < book.planes.num_planes;
             if (one_tile && (present || p >= 2u)) continue;
             mine[p + 1].to =
                 mine[p + 1].from + (present || p < 2u ? decoder.visit(book, p, parts.digits[p], mine[p], tile)

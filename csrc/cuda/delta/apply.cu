@@ -320,7 +320,7 @@ template <typename T> struct DeltaAdder {
         Values values{};
         values.closed = header.is_closed;
         if (!values.closed)
-            values.parts = book.template find_parts<typename Decoder::G, false>(
+            values.parts = book.template find_parts<typename Decoder::G, 0>(
                 start, end, k, {0, k}, 0, [&](uint32_t, uint32_t from, DigitRange range, uint32_t num_bits) {
                     if (range.from == range.to) return 0u;
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);

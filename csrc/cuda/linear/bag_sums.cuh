@@ -84,7 +84,7 @@ template <uint32_t TURN, uint32_t TURNS> struct Rows {
     __device__ __forceinline__ uint8_t *row(uint32_t j) const
     {
         const uint32_t place = kIsEven ? j * pitch : j % TURN * pitch + j / TURN * next;
-        return shared_bytes() + first + place;
+        return shared_bytes() + (first + place);
     }
     __device__ __forceinline__ Note &note(uint32_t j) const
     {
