@@ -72,6 +72,10 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     }
     __device__ __forceinline__ T *entries() const { return reinterpret_cast<T *>(shared_bytes() + scratch); }
     __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + most); }
+    static __device__ __forceinline__ uint32_t shared_byte_of(const void *p)
+    {
+        return static_cast<uint32_t>(static_cast<const uint8_t *>(p) - shared_bytes());
+    }
     __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
     __device__ __forceinline__ uint32_t bitmap() const // shared word
     {
@@ -109,10 +113,13 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                 *reinterpret_cast<uint2 *>(ranks() + i) =
                     make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
             const uint32_t count = ibp_popcount(escaped), sums = G::inclusive_scan(count);
-            uint16_t *to = numbers() + (num_escaped + sums - count);
+            uint32_t to = shared_byte_of(numbers() + (num_escaped + sums - count));
 #pragma unroll
-            for (uint32_t e = 0; e < kOctet; e++)
-                if (escaped >> (4u * e + 3u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+            for (uint32_t e = 0; e < kOctet; e++) {
+                if (escaped >> (4u * e + 3u) & 1u)
+                    *reinterpret_cast<uint16_t *>(shared_bytes() + to) = static_cast<uint16_t>(i + e);
+                if (escaped >> (4u * e + 3u) & 1u) to += 2u; // asked apart from the store, it is added in place
+            }
             num_escaped += G::last_lane(sums);
         }
         return num_escaped;
@@ -120,15 +127,16 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     // Likewise of the n listed elements, by the digits of a further plane. first: rank of the plane's first entry.
     __device__ __forceinline__ uint32_t name_next(uint32_t plane, uint32_t n, uint32_t num_bits, uint32_t first) const
     {
-        const uint32_t escape = (1u << num_bits) - 1u;
+        const uint32_t escape = (1u << num_bits) - 1u, position = plane + lane_id() * num_bits;
+        Cursor digits{&shared_word(position / 32u), position}; // those of a warp fill num_bits words
+        const uint16_t *list = numbers() + lane_id();
         uint32_t num_escaped = 0;
         __syncwarp(); // the list is there
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kWarp) {
-            const uint32_t i = base + lane_id();
-            const bool active = i < n;
-            const uint32_t digit = shared_bits(plane + i * num_bits) & escape; // of any bits past n
-            const uint32_t j = active ? numbers()[i] : 0u;
+        for (uint32_t base = 0; base < n; base += kWarp, digits.words += num_bits, list += kWarp) {
+            const bool active = lane_id() < n - base;
+            const uint32_t digit = digits.word(0) & escape; // of any bits past n
+            const uint32_t j = active ? *list : 0u;
             if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
             const bool open = active && digit == escape;
             const uint32_t escaped = G::ballot(open);
@@ -442,7 +450,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
     {
         const T default_value = static_cast<T>(SIGNED ? cb.planes.default_value & ~kSign : cb.planes.default_value);
-        auto next = static_cast<uint32_t>(reinterpret_cast<const uint8_t *>(elements() + rank) - shared_bytes());
+        uint32_t next = shared_byte_of(elements() + rank);
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) {
             T element = default_value;
