@@ -22,7 +22,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Group = ibp::Group<kWarp, 1>;
     using G = Group;
     using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // what an element is computed in
-    static constexpr uint32_t kMostThreads = 768, kVectors = 4;
+    static constexpr uint32_t kMostThreads = sizeof(T) <= 2 ? 896 : 768, kVectors = 4;
     static constexpr uint32_t kBatch = 1024;                       // elements, and columns: a word of the bitmap a lane
     static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256; // bytes from which on a row's stage leaves less room
     static constexpr uint32_t kOctet = 8;                          // elements that a lane names and joins
