@@ -22,7 +22,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Group = ibp::Group<kWarp, 1>;
     using G = Group;
     using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // what an element is computed in
-    static constexpr uint32_t kMostThreads = 768, kVectors = 4;
+    static constexpr uint32_t kMostThreads = sizeof(T) <= 2 ? 896 : 768, kVectors = 4;
     static constexpr uint32_t kBatch = 1024;                       // elements, and columns: a word of the bitmap a lane
     static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256; // bytes from which on a row's stage leaves less room
     static constexpr uint32_t kOctet = 8;                          // elements that a lane names and joins
@@ -31,13 +31,16 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
     static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
+    static constexpr uint32_t kDigits = kEntries * static_cast<uint32_t>(sizeof(T)), kRanks = kDigits + 16u; // bytes
+    static_assert(4u * IBP_MAX_PLANES <= 16u, "a word a plane");
 
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
     const uint32_t most;    // elements of a batch
 
-    // Shared memory of a warp: the elements of each entry whose residuals are 0, and of raw symbols; the ranks of a
-    // batch; its elements, which make room for lists of 16-bit numbers; a bitmap of all positions.
+    // Shared memory of a warp: the elements of each entry whose residuals are 0, and of raw symbols; where the digits of
+    // each plane go on in a row of several batches; the ranks of a batch; its elements, which make room for lists of
+    // 16-bit numbers; a bitmap of all positions.
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
         const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));
@@ -59,19 +62,24 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &codebook)
     {
-        return kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(codebook) + element_bytes_of(codebook) +
+        return kRanks + batch_of(codebook) + element_bytes_of(codebook) +
                positions_bytes(codebook.row_bytes / static_cast<uint32_t>(sizeof(T)));
     }
-    __device__ __forceinline__ uint8_t *ranks() const
+    __device__ __forceinline__ uint8_t *ranks() const { return shared_bytes() + scratch + kRanks; }
+    __device__ __forceinline__ uint32_t &next_digits(uint32_t plane) const // bit of the stage
     {
-        return shared_bytes() + scratch + kEntries * static_cast<uint32_t>(sizeof(T));
+        return shared_word((scratch + kDigits) / 4u + plane);
     }
     __device__ __forceinline__ T *entries() const { return reinterpret_cast<T *>(shared_bytes() + scratch); }
     __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + most); }
+    static __device__ __forceinline__ uint32_t shared_byte_of(const void *p)
+    {
+        return static_cast<uint32_t>(static_cast<const uint8_t *>(p) - shared_bytes());
+    }
     __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
     __device__ __forceinline__ uint32_t bitmap() const // shared word
     {
-        return (scratch + kEntries * static_cast<uint32_t>(sizeof(T)) + most + element_bytes_of(cb)) / 4u;
+        return (scratch + kRanks + most + element_bytes_of(cb)) / 4u;
     }
 
     __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t shared)
@@ -88,45 +96,47 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- ranks ----
 
-    // Finds the ranks of the elements of plane 0 whose digits are given, and lists the elements that escape. plane: bit
-    // of the plane's first digit. Returns how many escape.
-    __device__ __forceinline__ uint32_t name_first(uint32_t plane, DigitRange range, uint32_t num_bits) const
+    // Finds the ranks of n elements of plane 0, and lists those that escape. plane: bit of the first one's digit.
+    // Returns how many escape.
+    __device__ __forceinline__ uint32_t name_first(uint32_t plane, uint32_t n, uint32_t num_bits) const
     {
-        const uint32_t n = range.to - range.from;
         const DigitSpread spread(num_bits);
         uint32_t num_escaped = 0;
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
             const uint32_t i = ibp_min_u32(base + kOctet * lane_id(), n);
-            const uint32_t digits = low_bits(spread.nibbles(shared_bits(plane + (range.from + i) * num_bits)),
-                                             4u * ibp_min_u32(n - i, kOctet));
+            const uint32_t digits =
+                low_bits(spread.nibbles(shared_bits(plane + i * num_bits)), 4u * ibp_min_u32(n - i, kOctet));
             const uint32_t escaped = escaped_digits(digits, spread.above);
             const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
             if (i < n)
                 *reinterpret_cast<uint2 *>(ranks() + i) =
                     make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
             const uint32_t count = ibp_popcount(escaped), sums = G::inclusive_scan(count);
-            uint16_t *to = numbers() + (num_escaped + sums - count);
+            uint32_t to = shared_byte_of(numbers() + (num_escaped + sums - count));
 #pragma unroll
-            for (uint32_t e = 0; e < kOctet; e++)
-                if (escaped >> (4u * e + 3u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+            for (uint32_t e = 0; e < kOctet; e++) {
+                if (escaped >> (4u * e + 3u) & 1u)
+                    *reinterpret_cast<uint16_t *>(shared_bytes() + to) = static_cast<uint16_t>(i + e);
+                if (escaped >> (4u * e + 3u) & 1u) to += 2u; // asked apart from the store, it is added in place
+            }
             num_escaped += G::last_lane(sums);
         }
         return num_escaped;
     }
-    // Likewise of the listed elements, by the digits of a further plane. first: rank of the plane's first entry.
-    __device__ __forceinline__ uint32_t name_next(uint32_t plane, DigitRange range, uint32_t num_bits,
-                                                  uint32_t first) const
+    // Likewise of the n listed elements, by the digits of a further plane. first: rank of the plane's first entry.
+    __device__ __forceinline__ uint32_t name_next(uint32_t plane, uint32_t n, uint32_t num_bits, uint32_t first) const
     {
-        const uint32_t n = range.to - range.from, escape = (1u << num_bits) - 1u;
+        const uint32_t escape = (1u << num_bits) - 1u, position = plane + lane_id() * num_bits;
+        Cursor digits{&shared_word(position / 32u), position}; // those of a warp fill num_bits words
+        const uint16_t *list = numbers() + lane_id();
         uint32_t num_escaped = 0;
         __syncwarp(); // the list is there
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kWarp) {
-            const uint32_t i = base + lane_id();
-            const bool active = i < n;
-            const uint32_t digit = shared_bits(plane + (range.from + i) * num_bits) & escape; // of any bits past n
-            const uint32_t j = active ? numbers()[i] : 0u;
+        for (uint32_t base = 0; base < n; base += kWarp, digits.words += num_bits, list += kWarp) {
+            const bool active = lane_id() < n - base;
+            const uint32_t digit = digits.word(0) & escape; // of any bits past n
+            const uint32_t j = active ? *list : 0u;
             if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
             const bool open = active && digit == escape;
             const uint32_t escaped = G::ballot(open);
@@ -136,10 +146,49 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         return num_escaped;
     }
-    __device__ __forceinline__ uint32_t name(const Book &book, uint32_t p, uint32_t plane, DigitRange range,
-                                             uint32_t num_bits) const
+    __device__ __forceinline__ uint32_t name(uint32_t p, uint32_t plane, uint32_t n, uint32_t num_bits,
+                                             uint32_t first) const
     {
-        return p == 0u ? name_first(plane, range, num_bits) : name_next(plane, range, num_bits, book.first_of(p));
+        return p == 0u ? name_first(plane, n, num_bits) : name_next(plane, n, num_bits, first);
+    }
+
+    // Where the values of the next elements are: stage bits, and how many raw symbols a batch has.
+    struct Values {
+        uint32_t residuals, raws, num_raws;
+    };
+    // Finds the values of k elements that lie in the shared bits from start to end, and the ranks of elements that are
+    // one batch. Returns false where the values do not end there.
+    __device__ __forceinline__ bool find_values(uint32_t start, uint32_t end, uint32_t k, uint32_t symbol_bits,
+                                                bool is_batch, Values &values) const
+    {
+        values = {start, start + to_byte(k * cb.planes.residual_bits), k};
+        uint32_t first = 0;
+#pragma unroll 1
+        for (uint32_t p = 0; p < cb.planes.num_planes; p++) {
+            const uint32_t plane = values.raws, num_bits = cb.planes.digit_bits[p];
+            values.raws += to_byte(values.num_raws * num_bits);
+            if (G::any(values.raws > end)) return false;
+            if (lane_id() == 0u) next_digits(p) = plane;
+            values.num_raws = is_batch ? name(p, plane, values.num_raws, num_bits, first)
+                                       : Book::template count_escapes<G>(plane, {0, values.num_raws}, num_bits);
+            first += (1u << num_bits) - 1u;
+        }
+        return values.raws + to_byte(values.num_raws * symbol_bits) == end;
+    }
+    // Ranks of the next n elements of a row of several batches. Returns how many of them have raw symbols.
+    __device__ __forceinline__ uint32_t name_batch(uint32_t n) const
+    {
+        uint32_t first = 0;
+#pragma unroll 1
+        for (uint32_t p = 0; p < cb.planes.num_planes; p++) {
+            __syncwarp(); // where the digits go on is there
+            const uint32_t plane = next_digits(p), num_bits = cb.planes.digit_bits[p];
+            __syncwarp(); // all have read it
+            if (lane_id() == 0u) next_digits(p) = plane + n * num_bits;
+            n = name(p, plane, n, num_bits, first);
+            first += (1u << num_bits) - 1u;
+        }
+        return n;
     }
 
     // ---- elements ----
@@ -169,27 +218,26 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     };
 
     // Puts the n elements of a batch together, eight a lane; those with raw symbols once more, if there is no room for
-    // these among the entries. mine: the batch's digits of each plane. By all lanes together.
-    __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t n) const
+    // these among the entries. By all lanes together.
+    __device__ __forceinline__ void join_batch(const Book &book, const Values &values, uint32_t n) const
     {
-        const DigitRange raws = parts.mine[IBP_MAX_PLANES];
         const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
-        const bool few = raws.to - raws.from <= kEntries - cb.planes.num_entries && cb.planes.num_planes != 0u;
+        const bool few = values.num_raws <= kEntries - cb.planes.num_entries && cb.planes.num_planes != 0u;
         const ResidualJoin with(cb.planes);
-        uint32_t raw = raws.from;
+        uint32_t raw = 0;
         __syncwarp(); // the ranks and the list are there
         if (few) {    // their symbols become entries
 #pragma unroll 1
-            for (uint32_t i = lane_id(); i < raws.to - raws.from; i += kWarp) {
+            for (uint32_t i = lane_id(); i < values.num_raws; i += kWarp) {
                 const uint32_t rank = cb.planes.num_entries + i;
-                entries()[rank] = raw_element(book, parts, raws.from + i);
+                entries()[rank] = raw_element(book, values, i);
                 ranks()[numbers()[i]] = static_cast<uint8_t>(rank);
             }
             __syncwarp(); // the ranks are there, the list is free
         }
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
-            const uint32_t j = base + kOctet * lane_id(), residuals = parts.residuals + (parts.mine[0].from + j) * r;
+            const uint32_t j = base + kOctet * lane_id(), residuals = values.residuals + j * r;
             uint2 octet = make_uint2(raw_ranks, raw_ranks);
             if (cb.planes.num_planes != 0u && j < n) octet = *reinterpret_cast<const uint2 *>(ranks() + j);
             if (j < n) join_octet(with, octet, residuals, j);
@@ -199,16 +247,16 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             const uint32_t count = ibp_popcount(mine), sums = G::inclusive_scan(count);
             for (uint32_t i = raw + sums - count; mine != 0u; mine &= mine - 1u, i++) {
                 const uint32_t e = ibp_popcount((mine & (0u - mine)) - 1u);
-                elements()[j + e] = raw_element(book, parts, i) | element_of(low_bits(field(residuals + e * r), r));
+                elements()[j + e] = raw_element(book, values, i) | element_of(low_bits(field(residuals + e * r), r));
             }
             raw += G::last_lane(sums);
         }
         __syncwarp(); // the elements are there
     }
     // The element of a raw symbol whose residual is 0.
-    __device__ __forceinline__ T raw_element(const Book &book, const ValueParts &parts, uint32_t i) const
+    __device__ __forceinline__ T raw_element(const Book &book, const Values &values, uint32_t i) const
     {
-        const uint32_t r = cb.planes.residual_bits, at = parts.digits[IBP_MAX_PLANES] + i * book.symbol_bits;
+        const uint32_t r = cb.planes.residual_bits, at = values.raws + i * book.symbol_bits;
         return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
     }
     // Elements j to j + 7 of a batch, whose residuals begin at a bit. Those behind the batch are read where the stage
@@ -283,9 +331,12 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             const uint32_t count = ibp_popcount(ones), sums = G::inclusive_scan(count);
             uint32_t rank = found + sums - count, first = ~0u, next = 0; // first position; least one that may follow
             found += G::last_lane(sums);
-            if (found > form.num_positions) return false;
+            if (G::any(found > form.num_positions)) return false;
 #pragma unroll 1
-            for (uint32_t low = lows + rank * form.low_bits; ones != 0u; ones &= ones - 1u, low += form.low_bits) {
+            for (uint32_t low = lows + rank * form.low_bits; G::any(ones != 0u);
+                 ones &= ones - 1u, low += form.low_bits) {
+                if (ones == 0u)
+                    continue; // an atomic in a loop of some lanes would have the compiler look for the others
                 const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
                 const bool follows = position >= next && position < columns;
@@ -399,7 +450,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
     {
         const T default_value = static_cast<T>(SIGNED ? cb.planes.default_value & ~kSign : cb.planes.default_value);
-        auto next = static_cast<uint32_t>(reinterpret_cast<const uint8_t *>(elements() + rank) - shared_bytes());
+        uint32_t next = shared_byte_of(elements() + rank);
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) {
             T element = default_value;
@@ -454,8 +505,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return walk_list(row.form, row.columns, row.positions,
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
+    // Puts the next n elements, which are a batch, together.
+    __device__ __forceinline__ void take_batch(const Book &book, const Listed &row, uint32_t n, Values &values) const
+    {
+        if (!row.is_batch) values.num_raws = name_batch(n);
+        join_batch(book, values, n);
+        values.residuals += n * cb.planes.residual_bits, values.raws += values.num_raws * book.symbol_bits;
+    }
     // Stores the elements one by one, over the default.
-    __device__ __forceinline__ void store_each(const Book &book, const Listed &row, ValueParts &parts,
+    __device__ __forceinline__ void store_each(const Book &book, const Listed &row, Values &values,
                                                const Window &window) const
     {
         const uint16_t *const columns = listed_columns();
@@ -468,8 +526,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 #pragma unroll 1
         for (uint32_t first = 0; first < row.num_listed; first += most) {
             const uint32_t n = ibp_min_u32(row.num_listed - first, most);
-            if (!row.is_batch) name_batch(book, row, first, n, parts);
-            if (!row.closed) join_batch(book, parts, n);
+            if (!row.closed) take_batch(book, row, n, values);
 #pragma unroll 1
             for (uint32_t j = lane_id(); j < n; j += kWarp) {
                 const T element = row.closed ? static_cast<T>(cb.planes.closed_value) : elements()[j];
@@ -483,14 +540,14 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // Stores all columns. parts: of the values, where there are any.
-    __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, ValueParts &parts, Stage stage,
+    // Stores all columns. values: where there are any.
+    __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, Values &values, Stage stage,
                                               const Window &window) const
     {
         Bitmap map{};
-        if (row.num_listed != 0u && !find_positions(row, stage, map)) return false;
+        if (row.num_listed != 0u && G::any(!find_positions(row, stage, map))) return false;
         if (row.is_sparse) {
-            store_each(book, row, parts, window);
+            store_each(book, row, values, window);
             return true;
         }
         if (Book::num_constant(cb.planes) != 0u) {
@@ -502,10 +559,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t tile = 0; tile < row.columns; tile += most) {
             const uint32_t listed = 32u * lane_id() < most ? map.word(tile + 32u * lane_id()) : 0u,
                            count = ibp_popcount(listed), sums = G::inclusive_scan(count), n = G::last_lane(sums);
-            if (found + n > row.num_listed) return false;
-            if (!row.is_batch) name_batch(book, row, found, n, parts);
+            if (G::any(found + n > row.num_listed)) return false;
             const uint32_t batch = row.is_batch ? row.num_listed : n;
-            if (!row.closed && (tile == 0u || !row.is_batch)) join_batch(book, parts, batch);
+            if (!row.closed && (tile == 0u || !row.is_batch)) take_batch(book, row, batch, values);
             if (row.closed && (tile == 0u || !row.is_batch)) {
                 for (uint32_t j = lane_id(); j < batch; j += kWarp)
                     elements()[j] = static_cast<T>(cb.planes.closed_value);
@@ -519,33 +575,20 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         return found == row.num_listed;
     }
-    // Ranks of the n elements from `first` on. parts.mine: the digits of the batch before, then of this one.
-    __device__ __forceinline__ void name_batch(const Book &book, const Listed &row, uint32_t first, uint32_t n,
-                                               ValueParts &parts) const
-    {
-        if (row.closed) return;
-        DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
-        mine[0] = {first, first + n};
-#pragma unroll
-        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            const uint32_t from = first == 0u ? 0u : mine[p + 1].to, num_bits = book.width_of(p);
-            mine[p + 1] = {from, from + (num_bits == 0u ? mine[p].to - mine[p].from
-                                                        : name(book, p, parts.digits[p], mine[p], num_bits))};
-        }
-    }
 
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
     // coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {
-        if (!active) return true;
+        if (!G::any(active)) return true;
         const Book book(cb, cluster);
         const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes;
         ibp_listed_header header;
-        if (!ibp_split_header(low_bits(stage.bits_at(start_bit), 8u * header_bytes), coded_bytes, columns, &header))
-            return false;
+        // In a register that all lanes share, as what follows from it: then lanes are known to stay together.
+        const uint32_t bits = __reduce_or_sync(kAllLanes, low_bits(stage.bits_at(start_bit), 8u * header_bytes));
+        if (G::any(!ibp_split_header(bits, coded_bytes, columns, &header))) return false;
         const uint32_t k = header.num_listed;
         Listed row{};
         row.num_listed = k, row.columns = columns, row.closed = header.is_closed, row.is_batch = k <= most;
@@ -554,25 +597,21 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             row.form = choose_position_form(k, columns);
             row.signs += 8u * row.form.num_bytes;
         }
-        const uint32_t values = row.signs + (Book::signed_default(cb.planes) ? to_byte(columns - k) : 0u);
-        if (values > end) return false;
+        const uint32_t start = row.signs + (Book::signed_default(cb.planes) ? to_byte(columns - k) : 0u);
+        if (G::any(start > end)) return false;
         if (k == 0u && !Book::signed_default(cb.planes)) {
             fill(cb, window);
-            return values == end;
+            return start == end;
         }
         if (cb.num_clusters > 1u) fill_entries(book);
         row.is_sparse =
             row.form.is_list && !row.form.is_complement && kSparse * k <= columns && !Book::signed_default(cb.planes);
-        ValueParts parts{};
         row.closed = row.closed || k == 0u; // no values
-        if (!row.closed)
-            parts = book.template find_parts<G, 0>(
-                values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
-                    return row.is_batch ? name(book, p, from, range, num_bits)
-                                        : Book::template count_escapes<G>(from, range, num_bits);
-                });
-        if ((row.closed ? values : parts.end) != end) return false;
-        return store_row(book, row, parts, stage, window);
+        Values values{};
+        const bool fits =
+            row.closed ? start == end : find_values(start, end, k, book.symbol_bits, row.is_batch, values);
+        if (G::any(!fits)) return false;
+        return store_row(book, row, values, stage, window);
     }
 };
 

@@ -107,7 +107,9 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
     await_work_before();
-    const uint32_t first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + G::in_block() * group_bytes;
+    // Of whole warps by a reduction: in a register that all lanes share, and so are the addresses that follow from it.
+    const uint32_t group = G::kPerWarp == 1 ? __reduce_max_sync(kAllLanes, G::in_block()) : G::in_block(),
+                   first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + group * group_bytes;
     const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     Turns<G>::begin();
