@@ -345,6 +345,16 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     {
         const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
         bool wanted[kVectors];
+        if constexpr (TO_OUT && G::kPerWarp == 1) { // most rows are whole in their slots; gathers would spill for this
+            const uint32_t num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i));
+            const uint4 *const from = of_lane(entry.from, i);
+            if (of_lane(entry.behind, i) == from) {
+#pragma unroll
+                for (uint32_t k = 0; k < kVectors; k++)
+                    if (vector_of(k) < num_vectors) vectors[k] = from[vector_of(k)];
+                return;
+            }
+        }
         if (G::kPerWarp == 1 || G::any(entry.behind != entry.from))
             find_vectors<true>(entry, i, places, wanted);
         else

@@ -83,7 +83,7 @@ template <uint32_t TURN, uint32_t TURNS> struct Rows {
 
     __device__ __forceinline__ uint8_t *row(uint32_t j) const
     {
-        const uint32_t place = kIsEven ? j * pitch : j % TURN * pitch + j / TURN * next;
+        const uint32_t place = kIsEven ? j * pitch : j % TURN * pitch + j / TURN * next; // next may be below 0
         return shared_bytes() + (first + place);
     }
     __device__ __forceinline__ Note &note(uint32_t j) const
@@ -199,8 +199,7 @@ static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
 
 // The sums of a team's bags. The least power of two of threads that gives each unit of a row a thread, or all threads
 // of the team, share a bag: each takes a unit of the row, or UNITS. Bags are dealt to these groups of threads in turn.
-// Rounds are not inlined, and keep nothing in registers from one to the next: so decoders have the registers for
-// themselves, and all kernels share the code.
+// Rounds keep nothing in registers from one to the next, so that decoders have the registers for themselves.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
     static constexpr uint32_t kUnits = UNITS, kWords = 2u + 2u * UNITS; // kWords: of TeamMemory
