@@ -15,7 +15,7 @@
 namespace ibp {
 
 template <class Encoder>
-__global__ void __launch_bounds__(Encoder::Group::kThreads)
+__global__ void __launch_bounds__(Encoder::Group::kThreads, 5)
     measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_bytes,
                  const int64_t num_rows, uint16_t *lengths)
 {
@@ -26,8 +26,10 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads)
     for (int64_t r = blockIdx.x * int64_t{kGroups} + G::in_block(); r < num_rows; r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
         // Whether it is a default row is looked up when its bytes are near: few rows are.
-        uint32_t length = ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes, cb.row_bytes, row.valid);
-        if (is_default<G>(cb, row, row.valid)) length = IBP_DEFAULT_LENGTH(cb.row_bytes);
+        const uint32_t bytes = choose_cluster(cb, encoder, row).bytes;
+        uint32_t length = ibp_length_of_coded(bytes, cb.row_bytes, row.valid);
+        const bool may_be_default = bytes <= encoder.default_bytes() || row.valid < cb.row_bytes;
+        if (may_be_default && is_default<G>(cb, row, row.valid)) length = IBP_DEFAULT_LENGTH(cb.row_bytes);
         if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
 }
@@ -184,8 +186,9 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
-            if (!Encoder::kFillsStage || IS_MEASURED) { // whole slots are written then
-                clear<G>(stage, stage_bytes);
+            if (!Encoder::kFillsStage || IS_MEASURED) { // whole slots are written then, and nothing behind them
+                const uint32_t written = (target.slot_room + target.room + kVector - 1u) / kVector * kVector;
+                clear<G>(stage, IS_MEASURED ? ibp_min_u32(written, stage_bytes) : stage_bytes);
                 G::sync();
             }
             const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
