@@ -5,8 +5,9 @@
 256 MiB of rows of 2 KiB under a given codebook, into slots and an overflow area: `one tensor`, with all SMs and with at
 most 16 and 8; `again`, over the same rows as they stand; `pages`, 4,096 buffers of 64 KiB in one launch; `strided`, the
 half of every row of a cache; `by ids`, in random order; `to pinned memory`; `graph`, replayed. Beside them `copy_` of
-the same bytes, and `measured, then coded`: the two passes that `compress` makes. `until it returns`: the host's time
-for a call that codes one page. What was coded is decoded and checked for every arm, and its decoding timed as `decode`.
+the same bytes, and `measured, then coded`, two passes, as `compress` makes of tensors in host memory. `until it
+returns`: the host's time for a call that codes one page. What was coded is decoded and checked for every arm, and its
+decoding timed as `decode`.
 """
 
 import sys

@@ -143,6 +143,20 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
                 });
 }
 
+// The place's lengths are those of all rows.
+void encode_slots(const Device &device, const PlaceOut &handle, const Tensor &data)
+{
+    require(handle.place.used != nullptr, "table is not described as a place");
+    const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&handle.place.table), "data");
+    check(ibp_cuda_encode_slots(&handle.place, bytes, device.stream()), "encode_slots");
+}
+
+void move_parts(const Device &device, const TableOut &handle, const Table &from)
+{
+    const ibp_table &table = handle.table();
+    check(ibp_cuda_move_parts(&table, &from.place, handle.place.overflow, device.stream()), "move_parts");
+}
+
 // data: of one block of rows. One thread: callers code several blocks at once. Sizes of rows come as lengths, and their
 // sum as stored[0].
 void encode_packed(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec, const Out &out,
@@ -575,6 +589,8 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     implement(m);
+    operation<encode_slots>(m, "encode_slots", "table data");
+    operation<move_parts>(m, "move_parts", "table place");
     operation<stage_items>(m, "stage_items", "table host_slots host_ids stager max_sms out fault");
     operation<stream_bytes>(m, "stream_bytes",
                             "table host_bases start end streamer begins ends max_sms ring out fault");

@@ -172,12 +172,13 @@ static void fold(const value_counts *counts, uint32_t bits, value_counts *out)
 {
     const uint32_t shift = counts->bits - bits;
     size_t size = 0;
+    value_count last = {0, 0};
     for (size_t i = 0; i < counts->size; i++) {
         const value_count item = {shift < 64 ? counts->items[i].value >> shift : 0, counts->items[i].count};
-        if (size && out->items[size - 1].value == item.value)
-            out->items[size - 1].count += item.count;
-        else
-            out->items[size++] = item;
+        const bool is_same = size && item.value == last.value;
+        last = (value_count){item.value, item.count + (is_same ? last.count : 0)};
+        size += !is_same;
+        out->items[size - 1] = last;
     }
     out->size = size, out->bits = bits;
 }
@@ -402,11 +403,12 @@ typedef struct joint_counts {
     uint32_t counts[2][JOINT_CELLS];
 } joint_counts;
 
-/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have. */
+/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have. The counts of all
+ * elements and of those listed have places of their own. */
 typedef struct room {
     uint64_t *elements, *listed, *longs, *other_longs;
     uint32_t *bins;
-    value_count *whole, *unsigned_, *long_, *folded;
+    value_count *whole[2], *unsigned_[2], *long_[2], *folded;
     option *options;
     uint32_t *column_counts;
     uint8_t *dictionary; /* place of each symbol or hash */
@@ -417,11 +419,13 @@ typedef struct room {
 /* Counts the prefixes of values. */
 static void count_values(const uint64_t *elements, size_t count, uint32_t width, const room *r, values *v)
 {
-    const uint32_t bits = width < MOST_BINS_BITS ? width : MOST_BINS_BITS;
-    v->whole = (value_counts){r->whole, 0, bits, 1.0}, v->unsigned_ = (value_counts){r->unsigned_, 0, bits - 1, 1.0};
+    const uint32_t bits = width < MOST_BINS_BITS ? width : MOST_BINS_BITS, is_listed = v->as != DENSE;
+    value_count *const whole = r->whole[is_listed], *const longs = r->long_[is_listed];
+    v->whole = (value_counts){whole, 0, bits, 1.0};
+    v->unsigned_ = (value_counts){r->unsigned_[is_listed], 0, bits - 1, 1.0};
     if (count <= MOST_SORTED) {
         for (size_t i = 0; i < count; i++) r->longs[i] = elements[i] >> (width - bits);
-        v->whole.size = compact(sort_values(r->longs, r->other_longs, count, bits), count, r->whole);
+        v->whole.size = compact(sort_values(r->longs, r->other_longs, count, bits), count, whole);
     } else {
         memset(r->bins, 0, sizeof *r->bins << (bits < 2 ? 2 : bits));
         for (size_t i = 0; i < count; i++) r->bins[elements[i] >> (width - bits)]++;
@@ -429,7 +433,7 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
             if (b % 4 == 0 && (r->bins[b] | r->bins[b + 1] | r->bins[b + 2] | r->bins[b + 3]) == 0)
                 b += 3;
             else if (r->bins[b])
-                r->whole[v->whole.size++] = (value_count){b, r->bins[b]};
+                whole[v->whole.size++] = (value_count){b, r->bins[b]};
         }
     }
     drop_sign(&v->whole, &v->unsigned_);
@@ -441,10 +445,10 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
     for (size_t i = 0; i < num_longs; i++) r->longs[size] = elements[i * step], size += r->longs[size] != common;
     const size_t num_common = num_longs - size;
     if (num_common) r->longs[size++] = common;
-    v->long_ = (value_counts){r->long_, 0, width, num_longs ? (double)count / (double)num_longs : 0.0};
-    v->long_.size = compact(sort_values(r->longs, r->other_longs, size, width), size, r->long_);
+    v->long_ = (value_counts){longs, 0, width, num_longs ? (double)count / (double)num_longs : 0.0};
+    v->long_.size = compact(sort_values(r->longs, r->other_longs, size, width), size, longs);
     for (size_t i = 0; num_common && i < v->long_.size; i++)
-        if (r->long_[i].value == common) r->long_[i].count = num_common;
+        if (longs[i].value == common) longs[i].count = num_common;
     v->total = (double)count;
 }
 
@@ -507,20 +511,22 @@ static size_t count_listed(const search *s, const room *r, listing as, bool has_
     return size;
 }
 
-/* Counts the elements that rows code, unless they have just been counted. The closed value is the most frequent one of
- * those listed, if any row has only that. */
-static void count_as(search *s, const room *r, listing as, values *v)
+/* Counts the elements that rows code, unless they have been counted: all of them in known[0], those last listed in
+ * known[1]. The closed value is the most frequent one of those listed, if any row has only that. */
+static const values *count_as(search *s, const room *r, listing as, values *known)
 {
     double unused;
-    if (v->as == as && v->num_rows > 0) return;
+    values *const v = &known[as != DENSE];
+    if (v->as == as && v->num_rows > 0) return v;
     *v = (values){.as = as, .num_rows = (double)s->num_loaded};
     if (as == DENSE) {
         count_values(r->elements, s->num_loaded * s->columns, s->width, r, v);
-        return;
+        return v;
     }
     const bool has_listed = count_listed(s, r, as, false, v) > 0;
     s->closed_value = has_listed ? most_frequent(v, s->width, &unused) : s->default_value;
     if (v->has_uniform) count_listed(s, r, as, true, v);
+    return v;
 }
 
 /* One option for each shape. Shapes of one kind go from few bits to many: each is folded from the one after it. */
@@ -584,19 +590,18 @@ static uint32_t order_column(const search *s, const dictionary *d, const uint32_
 }
 
 /* is_short and element_bytes are constants where this is called. */
-static inline size_t count_rows_of(const search *s, const part *of, size_t first, size_t step, dictionary *d, shape sh,
-                                   uint32_t *even, uint32_t *odd, bool is_short, uint32_t element_bytes)
+static inline void count_rows_of(const search *s, const part *of, size_t first, size_t step, dictionary *d, shape sh,
+                                 uint32_t *counts, bool is_short, uint32_t element_bytes)
 {
     const uint32_t shift = s->invariant_bits + (sh.symbol_bits ? s->width - sh.symbol_bits - sh.rotate : 0);
     const uint64_t ones = sh.symbol_bits ? ~(uint64_t)0 >> (64 - sh.symbol_bits) : 0;
     const uint32_t columns = of->columns, column_step = of->column_step, none = d->size, stride = none + 1;
     const bool has_all = s->live_columns == NULL;
     uint8_t *const places = d->places;
-    size_t rows = 0;
-    memset(even, 0, sizeof *even * columns * stride), memset(odd, 0, sizeof *odd * columns * stride);
-    for (size_t at = first; at < s->num_rows; at += step, rows++) {
+    memset(counts, 0, sizeof *counts * columns * stride);
+    for (size_t at = first; at < s->num_rows; at += step) {
         const uint8_t *const row = s->rows + at * s->row_bytes;
-        uint32_t *own = rows % 2 ? odd : even;
+        uint32_t *own = counts;
         size_t i = 0;
         for (uint32_t c = 0; c < columns; c++, i += column_step, own += stride) {
             const uint64_t element =
@@ -610,17 +615,17 @@ static inline size_t count_rows_of(const search *s, const part *of, size_t first
             own[place]++;
         }
     }
-    return rows;
 }
 
-/* Counts the symbols of columns in each step-th row from `first` on: rows by turns in `even` and `odd`, which may be
- * the same. @return how many rows there are. */
+/* Counts the symbols of columns in each step-th row from `first` on. @return how many rows there are. */
 static size_t count_rows(const search *s, const part *of, size_t first, size_t step, dictionary *d, shape sh,
-                         uint32_t *even, uint32_t *odd)
+                         uint32_t *counts)
 {
     if (d->symbol_bits <= MOST_BINS_BITS)
-        return IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, even, odd, true);
-    return IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, even, odd, false);
+        IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, counts, true);
+    else
+        IBP_BY_SIZE(s->element_bytes, count_rows_of, s, of, first, step, d, sh, counts, false);
+    return first < s->num_rows ? (s->num_rows - first + step - 1) / step : 0;
 }
 
 static bool has_joint(const room *r, const part *of, shape sh)
@@ -650,8 +655,9 @@ static void count_jointly(const search *s, const values *v, const part *of, shap
     d->symbol_bits = bits, d->places = j->places, d->used = top_values(&folded, DICTIONARY, d->symbols);
     memset(d->places, (int)d->size, (size_t)1 << bits);
     for (uint32_t k = 0; k < d->used; k++) d->places[d->symbols[k].value] = (uint8_t)k;
-    const size_t rows = count_rows(s, of, 0, of->row_step, d, (shape){0, bits}, j->counts[0], j->counts[1]);
-    j->num_rows[0] = (rows + 1) / 2, j->num_rows[1] = rows / 2;
+    for (uint32_t half = 0; half < 2; half++)
+        j->num_rows[half] =
+            count_rows(s, of, half * of->row_step, 2 * of->row_step, d, (shape){0, bits}, j->counts[half]);
     if (d->used < d->size) j->of = *of;
 }
 
@@ -677,7 +683,7 @@ static size_t count_columns(const search *s, const part *of, uint32_t halves, di
 {
     const size_t step = of->row_step * (halves == (EVEN | ODD) ? 1 : 2);
     if (!has_joint(r, of, sh))
-        return count_rows(s, of, halves == ODD ? of->row_step : 0, step, d, sh, r->column_counts, r->column_counts);
+        return count_rows(s, of, halves == ODD ? of->row_step : 0, step, d, sh, r->column_counts);
     memset(r->column_counts, 0, sizeof *r->column_counts * of->columns * (d->size + 1));
     return (halves & EVEN ? fold_joint(r, 0, d, sh) : 0) + (halves & ODD ? fold_joint(r, 1, d, sh) : 0);
 }
@@ -844,9 +850,11 @@ static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
     r->longs = take(scratch, &used, sizeof *r->longs * MOST_LONG);
     r->other_longs = take(scratch, &used, sizeof *r->other_longs * MOST_LONG);
     r->bins = take(scratch, &used, sizeof *r->bins * bins);
-    r->whole = take(scratch, &used, sizeof *r->whole * bins);
-    r->unsigned_ = take(scratch, &used, sizeof *r->unsigned_ * bins);
-    r->long_ = take(scratch, &used, sizeof *r->long_ * MOST_LONG);
+    for (uint32_t i = 0; i < 2; i++) {
+        r->whole[i] = take(scratch, &used, sizeof **r->whole * bins);
+        r->unsigned_[i] = take(scratch, &used, sizeof **r->unsigned_ * bins);
+        r->long_[i] = take(scratch, &used, sizeof **r->long_ * MOST_LONG);
+    }
     r->folded = take(scratch, &used, sizeof *r->folded * bins);
     r->options = take(scratch, &used, sizeof *r->options * (3 * MOST_SHAPES + 2));
     r->column_counts = take(scratch, &used, sizeof *r->column_counts * places);
@@ -929,14 +937,14 @@ static void find_run(const search *s, const values *v, shape of, const room *r, 
 /* The best plan of level fast, of those with fast coders (csrc/cuda/kinds.h): dense rows of elements of two or four
  * bytes, one plane, consecutive entries, symbols that a byte holds. @return false if
  * its digits save next to nothing. */
-static bool search_fast(search *s, const room *r, values *v, plan *found)
+static bool search_fast(search *s, const room *r, values *known, plan *found)
 {
     uint32_t digits = 0;
     while (s->lists[digits].num_planes != 1 || s->lists[digits].widths[0] != FAST_DIGIT_BITS) digits++;
     option *const best = &r->options[0], *const tried = &r->options[1];
     *found = (plan){.option = best, .digits = &s->lists[digits], .consecutive = true, .cost = INFINITY};
     if (s->element_bytes != 2 && s->element_bytes != 4) return false;
-    count_as(s, r, DENSE, v);
+    const values *const v = count_as(s, r, DENSE, known);
     for (uint32_t i = 0; i < s->num_shapes; i++) {
         uint64_t first_symbol;
         const uint32_t symbol_bits = s->shapes[i].symbol_bits,
@@ -949,33 +957,30 @@ static bool search_fast(search *s, const room *r, values *v, plan *found)
     return found->cost < s->columns * s->width / 8.0 - LEAST_FAST * s->row_bytes;
 }
 
-/* The best of all plans. v: counted as it has it. */
-static void search_all(search *s, const room *r, values *v, plan *found)
+/* The best of all plans. @return the values that it codes. */
+static const values *search_all(search *s, const room *r, values *known, plan *found)
 {
     double share, least_listed = INFINITY;
-    count_as(s, r, DENSE, v);
-    add_options(s, v, r, r->options);
+    const values *const all = count_as(s, r, DENSE, known);
+    add_options(s, all, r, r->options);
     uint32_t num_options = s->num_shapes;
-    s->default_value = most_frequent(v, s->width, &share);
-    const double negated = share_of(v, s->width, s->default_value ^ (uint64_t)1 << (s->width - 1));
+    s->default_value = most_frequent(all, s->width, &share);
+    const double negated = share_of(all, s->width, s->default_value ^ (uint64_t)1 << (s->width - 1));
     const double shares[] = {0, share, share + negated};
     for (listing as = LISTED; as <= LISTED_SIGNED; as++) {
         if (shares[as] < LEAST_SHARE || shares[as] * s->width < 2 * entropy(shares[as])) continue;
         if (as == LISTED_SIGNED && negated < LEAST_SHARE) continue;
         if (s->num_defaults > 0 && s->default_value != s->default_row) continue;
-        count_as(s, r, as, v);
-        add_options(s, v, r, r->options + num_options);
+        add_options(s, count_as(s, r, as, known), r, r->options + num_options);
         least_listed = fmin(least_listed, least_of(r->options + num_options, s->num_shapes));
         num_options += s->num_shapes;
     }
     if (s->columns > 1 && (s->is_whole || s->num_rows > 1) && s->columns < 0.1 * s->row_bytes * s->table_rows &&
-        least_of(r->options, s->num_shapes) <= COLUMNS_GAIN * least_listed) {
-        count_as(s, r, DENSE, v);
-        num_options += add_columns(s, v, r->options, r, &r->options[num_options]);
-    }
+        least_of(r->options, s->num_shapes) <= COLUMNS_GAIN * least_listed)
+        num_options += add_columns(s, all, r->options, r, &r->options[num_options]);
     *found = (plan){0};
     found->option = &r->options[choose(s, r->options, num_options, &found->digits, &found->cost)];
-    count_as(s, r, found->option->as, v);
+    return count_as(s, r, found->option->as, known);
 }
 
 static void init_search(const ibp_sample *sample, search *s)
@@ -1110,25 +1115,26 @@ static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
     return pays ? columns - num_live : 0;
 }
 
-/* Searches, first without what all of the sample agrees on, then again with it where leaving it out does not pay. */
-static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns, values *v,
-                      plan *found)
+/* Searches, first without what all of the sample agrees on, then again with it where leaving it out does not pay.
+ * @return the values that the plan codes, which are in `known`. */
+static const values *find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns,
+                               values *known, plan *found)
 {
     const bool leaves_out = !sample->codes_invariant;
     const uint32_t bits = leaves_out ? find_invariant_bits(s) : 0;
     const uint32_t num_constant = leaves_out ? find_constant_columns(s, live_columns) : 0;
     begin_search(s, live_columns, num_constant, bits, r);
-    *v = (values){0};
-    if (sample->level == IBP_LEVEL_FAST && search_fast(s, r, v, found)) return;
-    search_all(s, r, v, found);
+    known[0] = known[1] = (values){0};
+    if (sample->level == IBP_LEVEL_FAST && search_fast(s, r, known, found)) return known;
+    const values *const v = search_all(s, r, known, found);
     const option *const o = found->option;
     const double saved = o->tails[0] * bits / 8 - (bits ? s->lacking * (s->row_bytes - found->cost) : 0);
     const bool keeps_bits = bits && saved >= INVARIANT_SHARE * s->row_bytes;
     const bool keeps_columns = num_constant && o->as == DENSE;
-    if (keeps_bits == (bits > 0) && keeps_columns == (num_constant > 0)) return;
+    if (keeps_bits == (bits > 0) && keeps_columns == (num_constant > 0)) return v;
     begin_search(s, live_columns, keeps_columns ? num_constant : 0, keeps_bits ? bits : 0, r);
-    *v = (values){0};
-    search_all(s, r, v, found);
+    known[0] = known[1] = (values){0};
+    return search_all(s, r, known, found);
 }
 
 /* Writes the default row: the sample's first, with the default in the live columns. */
@@ -1156,10 +1162,10 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
     uint16_t *const live_columns = (uint16_t *)(void *)(arrays + align_up(row_bytes));
     uint8_t *const entries = arrays + constants_bytes(row_bytes, element_bytes);
     search s;
-    values v;
+    values known[2];
     plan found;
     init_search(sample, &s);
-    find_plan(&s, sample, &r, live_columns, &v, &found);
+    const values *const v = find_plan(&s, sample, &r, live_columns, known, &found);
     const option *const o = found.option;
     const digit_list *const digits = found.digits;
     const uint64_t default_value = o->as == DENSE ? s.default_row : s.default_value;
@@ -1189,7 +1195,7 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
         write_template(&s, planes->default_value, arrays);
         planes->live_columns = live_columns, planes->row_template = arrays;
     }
-    if (!found.consecutive) write_entries(&s, &v, o, digits->num_entries, &r, entries);
+    if (!found.consecutive) write_entries(&s, v, o, digits->num_entries, &r, entries);
     return IBP_OK;
 }
 

@@ -145,16 +145,18 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         uint32_t count = 0;
         if (num_bits == 2u) { // 16 digits a word
 #pragma unroll 1
-            for (uint32_t i = range.from + 16u * G::lane(); __any_sync(kAllLanes, i < range.to); i += 16u * G::kLanes)
+            for (uint32_t first = range.from; first < range.to; first += 16u * G::kLanes) {
+                const uint32_t i = first + 16u * G::lane();
                 if (i < range.to)
                     count += ibp_popcount(
                         escaped_pairs(low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(range.to - i, 16u))));
+            }
             return G::sum(count);
         }
         const uint32_t per_load = 0x10152040u >> 8u * (num_bits - 1u) & 0xffu; // 64 / num_bits without a division
 #pragma unroll 1
-        for (uint32_t i = range.from + per_load * G::lane(); __any_sync(kAllLanes, i < range.to);
-             i += per_load * G::kLanes) {
+        for (uint32_t first = range.from; first < range.to; first += per_load * G::kLanes) {
+            const uint32_t i = first + per_load * G::lane();
             if (i >= range.to) continue;
             const uint64_t digits = shared_bits64(start + i * num_bits);
             count += __popcll(low_bits(escapes_in(digits, num_bits), ibp_min_u32(range.to - i, per_load) * num_bits));

@@ -43,6 +43,17 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
+/* ibp_cuda_measure_rows and ibp_cuda_encode_rows in one pass over data, where the size of slots is known before: codes
+ * all rows of place->table, back to back in data, into whole slots, and fills lengths. Parts of overflow are handed out
+ * as rows need them: where there was room for all of them (ibp_survey_rows says what they take), ibp_cuda_move_parts
+ * puts them where a table's index says, ibp_cuda_index_rows's for instance, and slots, lengths and overflow are those of
+ * ibp_encode_rows. A row without room has base IBP_NO_BASE, and its right length and slot.
+ * place: as for ibp_cuda_encode_into, of a coded scheme, with *used 0; bases are written of rows with a part alone. */
+IBP_API ibp_status ibp_cuda_encode_slots(const ibp_place *place, const uint8_t *data, ibp_stream stream);
+/* table: with lengths, bases of IBP_ROWS_PER_BASE rows and the sizes of the place's; from: as ibp_cuda_encode_slots has
+ * left it. overflow: table->overflow_bytes. A part that does not lie in either overflow is left out. */
+IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
+                                       ibp_stream stream);
 /* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
  * NULL. One launch: nothing is measured before, allocated or asked of the host, and all of it can be captured; where
  * overflow parts lie differs from run to run, the bytes of rows do not. place->slots, place->overflow and the source

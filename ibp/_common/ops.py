@@ -200,6 +200,8 @@ _define(
     "Tensor? used=None) -> ()"
 )
 _define("encode_rows(Tensor(a!) table, Tensor data, Tensor(b!) fault) -> ()")
+_define("encode_slots(Tensor(a!) table, Tensor data) -> ()")
+_define("move_parts(Tensor(a!) table, Tensor place) -> ()")
 _define(
     "encode_packed(Tensor data, Tensor codebook, int[] codec, Tensor(a!) out, Tensor(b!) lengths, Tensor(c!) stored) "
     "-> ()"

@@ -20,9 +20,15 @@ _SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a 
 
 @dataclass(frozen=True)
 class Survey:
-    """What rows take as stored, raw ones included. stored: bytes of all rows; sectors: int64 [1 + ceil(row_bytes / 32)]
-    on the CPU: how many rows take k sectors of 32 bytes."""
+    """What rows take as stored, raw ones included.
 
+    Attributes:
+        row_bytes: bytes of a row.
+        stored: bytes of all rows.
+        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
+    """
+
+    row_bytes: int
     stored: int
     sectors: torch.Tensor
 
@@ -36,6 +42,11 @@ class Survey:
         backwards = self.sectors.numpy()[::-1]
         rows = backwards.cumsum() - backwards
         return rows[::-1], SECTOR_BYTES * rows.cumsum()[::-1]
+
+    @functools.cached_property
+    def table_slot_bytes(self) -> int:
+        """Bytes of the slots that suit a table of the rows."""
+        return slots_for(self, OF_TABLES)[0]
 
     def spilled(self, slot_bytes: int) -> tuple[int, int]:
         """(rows that leave slots of this size, bytes of their parts in whole sectors)."""
@@ -76,10 +87,10 @@ class SlotRule:
 OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)  # of equal costs the largest
 
 
-def slots_for(found: Survey, row_bytes: int, rule: SlotRule) -> tuple[int, float]:
+def slots_for(found: Survey, rule: SlotRule) -> tuple[int, float]:
     """(bytes of the slots that suit rows, bytes of overflow of a mean row). Slots are a multiple of 32 bytes below
     row_bytes, or row_bytes."""
-    rows_above, overflow = found.above
+    row_bytes, (rows_above, overflow) = found.row_bytes, found.above
     if len(rows_above) < 2:
         return row_bytes, 0.0
     slots = np.arange(len(rows_above), dtype=np.float64) * SECTOR_BYTES
@@ -90,8 +101,8 @@ def slots_for(found: Survey, row_bytes: int, rule: SlotRule) -> tuple[int, float
         costs[(overflow > rule.most_overflow * total) | (rows_above > rule.most_spilled)] = math.inf
     if rule.sizes is not None:
         costs[~np.isin(slots, rule.sizes)] = math.inf
-    first = rule.least // SECTOR_BYTES
-    best = first + int(np.flatnonzero(costs[first:] <= rule.near * costs[first:].min())[-1])
+    is_best = costs <= rule.near * costs[rule.least // SECTOR_BYTES :].min()
+    best = len(costs) - 1 - int(is_best[::-1].argmax())
     return int(slots[best]), float(overflow[best] / total)
 
 
@@ -111,8 +122,8 @@ def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
     """The survey of a table's rows; lengths on any device, empty: all rows raw."""
     if lengths.numel() == 0:
         lengths = torch.zeros(geometry.num_rows, dtype=torch.uint16)
-    found = torch.ops.ibp.survey_rows(lengths, geometry.num_bytes, geometry.row_bytes).cpu()
-    return Survey(int(found[0]), found[1:])
+    found = torch.ops.ibp.survey_rows.default(lengths, geometry.num_bytes, geometry.row_bytes).cpu()
+    return Survey(geometry.row_bytes, int(found.numpy()[0]), found[1:])
 
 
 def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
@@ -146,7 +157,7 @@ def slots_size(geometry: Geometry, slot_bytes: int) -> int:
 
 def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> torch.Tensor:
     """The bases of a table some of whose rows overflow, where lengths are."""
-    return torch.ops.ibp.index_rows(lengths, geometry.num_bytes, geometry.row_bytes, slot_bytes)[:-1]
+    return torch.ops.ibp.index_rows.default(lengths, geometry.num_bytes, geometry.row_bytes, slot_bytes)[:-1]
 
 
 def index_bytes(geometry: Geometry, overflows: bool) -> int:

@@ -91,10 +91,11 @@ def _best(request: Request, in_place: bool) -> Candidate:
     candidates = [_raw(request, machine)]
     if request.geometry.num_bytes == 0:
         return candidates[0]
-    for scheme in sorted(SCHEMES.values(), key=lambda scheme: scheme.estimate is not None):
-        if scheme.estimate is not None and request.clusters in (None, 1):
-            savings = scheme.estimate(rows, request.geometry.row_bytes, request.geometry.num_rows)
-            if not _may_be_best(savings, choose(candidates, in_place), request):
+    for scheme in sorted(SCHEMES.values(), key=lambda scheme: scheme.estimates is not None):
+        if scheme.estimates is not None and request.clusters in (None, 1):
+            best = choose(candidates, in_place)
+            bounds = scheme.estimates(rows, request.geometry.row_bytes, request.geometry.num_rows)
+            if not all(_may_be_best(savings, best, request) for savings in bounds):
                 continue
         found = _learned(scheme.name, request, rows, machine)
         candidates += [] if found is None else [found]
@@ -210,11 +211,7 @@ def measured(
     geometry = request.geometry
     scale = geometry.num_bytes / sampled.num_bytes  # a short last row counts as what it is
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
-    slot_bytes = (
-        slots.slots_for(survey, geometry.row_bytes, slots.OF_TABLES)[0]
-        if request.slot_bytes is None
-        else request.slot_bytes
-    )
+    slot_bytes = survey.table_slot_bytes if request.slot_bytes is None else request.slot_bytes
     overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
     index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
     words = codebook.words(torch.device("cpu"))

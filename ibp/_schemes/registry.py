@@ -3,7 +3,7 @@ csrc/FORMAT.md and csrc/core/schemes.h say of it)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ class Scheme:
         number: enum ibp_scheme of ibp.h, the first number of every codec.
         codebook: class of its codebooks; None where rows are as they are.
         learn: finds a codebook for a request.
-        estimate: (rows, row_bytes, num_rows): the share of a table's bytes that the scheme saves or somewhat more, by a
-            sample of its rows on the CPU, uint8 [n * row_bytes]; None where learning takes no longer.
+        estimates: (rows, row_bytes, num_rows): shares of a table's bytes, of which the scheme saves the least or a bit
+            less, by a sample of its rows on the CPU, uint8 [n * row_bytes]; None where learning takes no longer.
         relearn: (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8
             [n * row_bytes], those of a group next to each other, and sizes says how many each has.
         options: the arguments of `ibp.compress` and `ibp.codecs.analyze` that belong to it, and what raises ValueError
@@ -38,7 +38,7 @@ class Scheme:
     number: int
     codebook: type[AnyCodebook] | None
     learn: Callable[[Request], AnyCodebook | None]
-    estimate: Callable[[torch.Tensor, int, int], float] | None = None
+    estimates: Callable[[torch.Tensor, int, int], Iterable[float]] | None = None
     relearn: Callable[[Any, torch.Tensor, list[int], Request], Sequence[AnyCodebook]] | None = None
     options: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ _ROWS = (
         Codebook.number,
         Codebook,
         learn=masks.learn,
-        estimate=masks.estimate,
+        estimates=masks.estimates,
         relearn=lambda codebook, rows, sizes, request: masks.relearn(codebook, rows, sizes, request.tau),
         options={"chunk_bytes": check_chunk_bytes, "tau": masks.check_tau, "paper": bool},
     ),

@@ -36,6 +36,7 @@ class Request:
         level: option of scheme "planes" (see `ibp.compress`).
         codes_invariant: whether codebooks have a coded form for every row, also for rows that lack what all sampled
             rows have in common.
+        codes_ahead: whether rows are coded into slots, of the size that the sample asks for, while they are measured.
         measured: codebooks that were learned from `host_rows`, each with the lengths that these have with it, and their
             survey.
     """
@@ -52,6 +53,7 @@ class Request:
     progress: bool = False
     level: str = "default"
     codes_invariant: bool = False
+    codes_ahead: bool = False
     measured: list[tuple[AnyCodebook, torch.Tensor, slots.Survey]] = field(
         default_factory=list, init=False, compare=False
     )

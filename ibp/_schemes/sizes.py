@@ -16,7 +16,7 @@ def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, pro
     num_rows = -(-data.numel() // codebook.row_bytes)
     with tqdm(total=num_rows, desc="measure", unit="row", unit_scale=True, disable=not progress) as bar:
         for first, last, block in _rows.blocks(data, codebook.row_bytes, device):
-            parts.append(torch.ops.ibp.measure_rows(block, words, codebook.codec))
+            parts.append(torch.ops.ibp.measure_rows.default(block, words, codebook.codec))
             bar.update(last - first)
     return torch.cat(parts) if len(parts) != 2 else parts[1]
 

@@ -24,6 +24,7 @@ from .._schemes.choice import learn
 from .._schemes.estimation import check_codebook, check_learning
 
 _FEW_BYTES = 1 << 20  # of a tensor in host memory, that the CPU codes sooner than they are at a GPU
+_MORE_OVERFLOW, _LEAST_OVERFLOW = 1.25, 1 << 16  # room for parts of all rows, in times of the sample's, and bytes
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 _CPU = torch.device("cpu")
 _WORDS = FaultWords(
@@ -41,11 +42,13 @@ class Coding:
         codebook: what with.
         lengths: of all rows on the working device (FORMAT.md section 2).
         survey: of the lengths.
+        place: slots that hold the rows already, and their parts of overflow in any order; or None.
     """
 
     codebook: AnyCodebook
     lengths: torch.Tensor
     survey: _layout.Survey
+    place: Handle | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -111,7 +114,8 @@ class Learning:
         if self.codebook is not None:
             coding = _coding(near(), geometry, self.codebook, coder, progress)
         else:
-            request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress)
+            ahead = data.is_cuda and data.device == worker and not in_place
+            request = self.request(data, geometry, worker, slot_bytes=slot_bytes, progress=progress, codes_ahead=ahead)
             coding = self._learned(request, in_place, coder, near)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             return None
@@ -159,10 +163,31 @@ def _coding(
 
 def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device, near: Near) -> Coding:
     """Rows that were all learned from have been measured."""
-    known = request.known(codebook)
+    known, geometry = request.known(codebook), request.geometry
     if known is not None and request.host_rows.numel() == request.data.numel():
         return Coding(codebook, known[0].to(coder), known[1])
-    return _coding(near(), request.geometry, codebook, coder, request.progress)
+    if known is not None and request.codes_ahead:
+        slot_bytes = known[1].table_slot_bytes if request.slot_bytes is None else request.slot_bytes
+        if slot_bytes:
+            scale = _MORE_OVERFLOW * geometry.num_rows / known[1].num_rows
+            spare_bytes = int(scale * known[1].spilled(slot_bytes)[1]) + _LEAST_OVERFLOW
+            return _coded_ahead(request.data, geometry, codebook, slot_bytes, spare_bytes)
+    return _coding(near(), geometry, codebook, coder, request.progress)
+
+
+def _coded_ahead(
+    data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, slot_bytes: int, spare_bytes: int
+) -> Coding:
+    """Rows on a GPU coded into slots in the pass that measures them. spare_bytes: for their parts of overflow."""
+    slots, spare = data.new_empty(_layout.slots_size(geometry, slot_bytes)), data.new_empty(spare_bytes)
+    lengths = data.new_empty(geometry.num_rows, dtype=torch.uint16)
+    bases, used = data.new_empty(geometry.num_rows, dtype=torch.int64), data.new_zeros(1, dtype=torch.int64)
+    index, sizes = (lengths, bases, codebook.words(data.device)), (slot_bytes, 0, 1, geometry.num_bytes)
+    place = Handle(Parts(slots, spare, *index, codebook.codec, *sizes, None, used))
+    torch.ops.ibp.encode_slots.default(place.table, data)
+    survey = _layout.survey(lengths, geometry)
+    is_whole = survey.spilled(slot_bytes)[1] <= spare_bytes
+    return Coding(codebook, lengths, survey, place if is_whole else None)
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
@@ -228,10 +253,16 @@ def code(
             table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
         else:
             if slot_bytes is None:
-                slot_bytes = _layout.slots_for(coding.survey, geometry.row_bytes, _layout.OF_TABLES)[0]
+                slot_bytes = coding.survey.table_slot_bytes
             sizes = sizes_of(coding, geometry, slot_bytes)
-            (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
-            bases = encode_to(near(), geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
+            if coding.place is not None and coding.place.parts.slot_bytes == slot_bytes:
+                slots, is_pinned = coding.place.parts.slots, False
+                overflow = memory.empty(sizes[1], data.device, False)
+                bases = _move_parts(geometry, coding, coding.place, overflow)
+            else:  # all rows may ask for another size than the sample's
+                coding = replace(coding, place=None)
+                (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
+                bases = encode_to(near(), geometry, coding, slot_bytes, slots, overflow, not is_pinned, progress)
             book = coding.codebook
             table = table_of(kind, geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
     table._is_refused = pin is None and not is_pinned
@@ -335,6 +366,17 @@ def encode_to(
     return bases
 
 
+def _move_parts(geometry: _rows.Geometry, coding: Coding, place: Handle, overflow: torch.Tensor) -> torch.Tensor:
+    """Puts the parts of overflow of a coding's place in the order of the rows. Returns the table's bases."""
+    parts = place.parts
+    if not overflow.numel():
+        return parts.bases[:0]
+    bases = _layout.index_rows(coding.lengths, geometry, parts.slot_bytes)
+    table = Handle(parts._replace(overflow=overflow, bases=bases, rooms=None, used=None))
+    torch.ops.ibp.move_parts.default(table.table, place.table)
+    return bases
+
+
 def encode_block(
     block: torch.Tensor,
     codebook: AnyCodebook,
@@ -350,7 +392,7 @@ def encode_block(
     fault = new_record(device)
     words, sizes = codebook.words(device), (slot_bytes, overflow_start, 1, block.numel())
     table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
-    torch.ops.ibp.encode_rows(table, block, fault)
+    torch.ops.ibp.encode_rows.default(table, block, fault)
     return fault
 
 

@@ -194,7 +194,7 @@ def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
     if not with_bytes:
         return in_sectors(table.row_bytes)
     rule = slots.SlotRule(overflow_cost=0.0, most_spilled=with_bytes - math.ceil(SLOT_QUANTILE * with_bytes))
-    fits = slots.slots_for(found, table.row_bytes, rule)[0]
+    fits = slots.slots_for(found, rule)[0]
     return in_sectors(min(fits + fits // GROWTH if may_grow else fits, table.row_bytes))
 
 

@@ -181,11 +181,11 @@ class _Kinds:
         return savings_of(_rows_to_measure(tensor, self._learning.geometry_of(tensor)), taken)
 
     def _share_saved(self, tensor: SourceTensor, scheme: str) -> float:
-        geometry, estimate = self._learning.geometry_of(tensor), SCHEMES[scheme].estimate
-        if estimate is not None:
+        geometry, estimates = self._learning.geometry_of(tensor), SCHEMES[scheme].estimates
+        if estimates is not None:
             rows = sample_of([tensor], geometry, TRIED_BYTES)
             index_share = slots.index_bytes(geometry, True) / geometry.num_bytes
-            return estimate(rows, geometry.row_bytes, geometry.num_rows) - index_share
+            return min(estimates(rows, geometry.row_bytes, geometry.num_rows)) - index_share
         sample = sample_of([tensor], geometry)
         codebook = self._learning.learn(scheme, sample, geometry, False)
         return 0.0 if codebook is None else savings_of(sample, codebook)

@@ -96,17 +96,21 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
 def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
     """What is applied, by numbers of jobs: by GPUs all that have one codebook at once, the others one after the other,
     through a copy where the coded rows cannot be added in place."""
-    keys: dict[int, tuple[Hashable, ...]] = {}  # of codebooks, which deltas often share
+    keys: dict[tuple[Hashable, ...], tuple[Hashable, ...] | None] = {}  # of codebooks, which deltas often share
     groups: dict[tuple[Hashable, ...], list[tuple[int, Delta, torch.Tensor]]] = {}
     others: list[Batch] = []
     for index, (_, delta, base) in enumerate(jobs):
         if isinstance(base, Pieces):
             others.append(InPieces(index, delta, base))
-        elif _on_gpu.can_apply(delta, base):
-            book = id(delta.table.codebook)
+            continue
+        key = None
+        if _on_gpu.can_apply(delta, base):
+            book = id(delta.table.codebook), delta.dtype
             if book not in keys:
                 keys[book] = _on_gpu.coding_key(delta)
-            groups.setdefault((base.device, *keys[book]), []).append((index, delta, base))
+            key = keys[book]
+        if key is not None:
+            groups.setdefault((base.device, *key), []).append((index, delta, base))
         elif _can_add(delta, base):
             others.append(InPlace(index, delta, base))
         else:

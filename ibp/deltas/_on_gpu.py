@@ -162,30 +162,27 @@ def table_of(coded: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dty
 
 
 def can_apply(delta: Delta, base: torch.Tensor) -> bool:
-    """Whether the kernels take a delta and its base, of one shape and dtype."""
-    table, book = delta.table, delta.table.codebook
-    if not isinstance(book, PlanesCodebook) or not works_on(base.device) or base.numel() == 0:
-        return False
-    if not base.is_contiguous():
-        return False
-    is_plain = not base.is_conj() and not base.is_neg()
-    is_packed = table.slot_bytes == 0 and not table.has_own_bases
-    is_listed = book.listed and not book.default and not book.signed_default
-    is_known = not book.is_partial and book.element_bytes == _coding.element_bytes_of(delta.dtype)
+    """Whether the kernels take a delta and its base, of one shape and dtype, if they take the codebook."""
     return (
-        is_plain
-        and is_packed
-        and is_listed
-        and is_known
-        and book.row_bytes % 16 == 0
-        and book.row_bytes <= _MOST_ROW_BYTES
+        works_on(base.device)
+        and base.numel() > 0
+        and base.is_contiguous()
+        and not base.is_conj()
+        and not base.is_neg()
+        and delta.table.slot_bytes == 0
+        and not delta.table.has_own_bases
     )
 
 
-def coding_key(delta: Delta) -> tuple[Hashable, ...]:
-    """The same for deltas that one call may apply: equal codebooks."""
+def coding_key(delta: Delta) -> tuple[Hashable, ...] | None:
+    """The same for deltas that one call may apply: equal codebooks. None: the kernels do not take the codebook."""
     book = delta.table.codebook
-    assert isinstance(book, PlanesCodebook)
+    if not isinstance(book, PlanesCodebook) or not book.listed or book.default or book.signed_default:
+        return None
+    if book.is_partial or book.element_bytes != _coding.element_bytes_of(delta.dtype):
+        return None
+    if book.row_bytes % 16 or book.row_bytes > _MOST_ROW_BYTES:
+        return None
     return tuple(book.codec), book.words(torch.device("cpu")).numpy().tobytes()
 
 
@@ -207,10 +204,13 @@ class DeltaBatch:
         rows, self._num_rows = sequence([base.nbytes for base in bases], book.row_bytes)
         fields = []
         for delta, base, table, place in zip(deltas, bases, self._tables, rows):
-            sums = [signed(fingerprint - mix(base.nbytes)) for fingerprint in (delta.base, delta.result)]
-            addresses = [table.lengths.data_ptr(), table.bases.data_ptr(), table.overflow.data_ptr()]
-            fields.append([base.data_ptr(), 0, base.nbytes, place.first, *addresses, table.overflow.numel(), *sums])
-        self._tensors = staging.queued(torch.tensor(fields), self._device)
+            num_bytes, overflow = base.nbytes, table.overflow
+            of_size = mix(num_bytes)
+            sums = (delta.base - of_size) % 2**64, (delta.result - of_size) % 2**64
+            addresses = table.lengths.data_ptr(), table.bases.data_ptr(), overflow.data_ptr()
+            fields.append((base.data_ptr(), 0, num_bytes, place.first, *addresses, overflow.numel(), *sums))
+        near = torch.from_numpy(np.array(fields, np.uint64).view(np.int64))  # torch takes longer for lists
+        self._tensors = staging.queued(near, self._device)
         self._coding = book.words(self._device), book.codec
         self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
 

@@ -14,7 +14,7 @@ from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ._coding import bits_of, integers_of
 from ._fingerprint import fingerprint, finished
-from ._on_gpu import DeltaBatch, can_apply, works_on
+from ._on_gpu import DeltaBatch, can_apply, coding_key, works_on
 
 if TYPE_CHECKING:
     from ._tensors import Delta
@@ -140,7 +140,7 @@ class InPieces:
         if not (self._base.is_whole and works_on(self._base.device)):
             return
         elements = self._base.read()
-        if can_apply(self._delta, elements):
+        if can_apply(self._delta, elements) and coding_key(self._delta) is not None:
             batch = DeltaBatch(self.indices, [self._delta], [elements])
             batch.begin()
             self._batch = batch

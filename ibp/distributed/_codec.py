@@ -126,7 +126,7 @@ def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     codebook = learned_from(data, ROW_BYTES, dtype if is_known else torch.uint8, level=level)
     if codebook is None:
         return None
-    slot_bytes, mean_overflow = slots.slots_for(surveyed(data, codebook), ROW_BYTES, _RULE)
+    slot_bytes, mean_overflow = slots.slots_for(surveyed(data, codebook), _RULE)
     if slot_bytes == ROW_BYTES:
         return None
     codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)

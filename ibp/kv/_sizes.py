@@ -98,7 +98,7 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
     survey = surveyed(data, codebook, worker)
     last = survey.num_rows - 1
     rule = slots.SlotRule(_SECTOR, overflow_cost=0.0, most_spilled=last - int(_SHARE_IN_SLOTS * last))
-    return _rounded(*slots.slots_for(survey, row_bytes, rule), row_bytes)
+    return _rounded(*slots.slots_for(survey, rule), row_bytes)
 
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:

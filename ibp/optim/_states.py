@@ -184,7 +184,7 @@ class CodedState:
             torch.OutOfMemoryError, MemoryError: there is no memory; nothing has changed.
             PinningError: likewise, where another state keeps the rows coded; elsewhere they are kept raw then.
         """
-        wanted, overflow = _layout.slots_for(group.survey, ROW_BYTES, _RULE)
+        wanted, overflow = _layout.slots_for(group.survey, _RULE)
         if self.place is not None and self._serves(self.place, group, wanted):
             found = group.survey
             self._expected_bytes = found.overflow_bytes(self.place.slot_bytes) * self.num_rows / found.num_rows

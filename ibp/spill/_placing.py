@@ -91,7 +91,7 @@ def place(
             return slot_bytes
         if ratio is not None:
             return _targets.slot_bytes_of(ratio, geometry.row_bytes)
-        return _targets.slots_within(threshold, coding.survey, geometry.row_bytes, _targets.RATIOS)
+        return _targets.slots_within(threshold, coding.survey, _targets.RATIOS)
 
     return placed(CompressedTensor, x, geometry, learning, slots_for, _rows.working_device(x, device), progress)
 

@@ -75,7 +75,7 @@ class TensorProfile:
         """What leaves slots of a size, those chosen if None, in a snapshot; None: on average over all."""
         chosen = self.histograms if snapshot is None else (self.histograms[snapshot],)
         slot_bytes = self.slot_bytes if slot_bytes is None else slot_bytes
-        found = [_survey(sectors).spilled(slot_bytes) for sectors in chosen]
+        found = [self._survey(sectors).spilled(slot_bytes) for sectors in chosen]
         looked_at = sum(map(sum, chosen))
         rows, num_bytes = (sum(part) / max(1, looked_at) for part in zip(*found))
         return Spill(rows, round(num_bytes * self.num_rows), num_bytes * self.num_rows / max(1, self.num_bytes))
@@ -83,14 +83,14 @@ class TensorProfile:
     def at(self, threshold: float) -> TensorProfile:
         """The profile with the smallest slots that at most this share of the rows leaves in any snapshot."""
         share = _targets.checked_threshold(threshold)
-        surveys = map(_survey, self.histograms)
-        wanted = (_targets.slots_within(share, found, self.row_bytes, self.ratios) for found in surveys)
+        surveys = map(self._survey, self.histograms)
+        wanted = (_targets.slots_within(share, found, self.ratios) for found in surveys)
         return replace(self, slot_bytes=max(wanted))
 
-
-def _survey(sectors: tuple[int, ...]) -> slots.Survey:
-    """Of rows that take k sectors each, as `TensorProfile.histograms` counts them."""
-    return slots.Survey(slots.SECTOR_BYTES * sum(k * count for k, count in enumerate(sectors)), torch.tensor(sectors))
+    def _survey(self, sectors: tuple[int, ...]) -> slots.Survey:
+        """Of rows that take k sectors each, as `histograms` counts them."""
+        stored = slots.SECTOR_BYTES * sum(k * count for k, count in enumerate(sectors))
+        return slots.Survey(self.row_bytes, stored, torch.tensor(sectors))
 
 
 @dataclass(frozen=True)

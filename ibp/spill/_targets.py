@@ -43,9 +43,10 @@ def checked_threshold(threshold: float) -> float:
     return share
 
 
-def slots_within(share: float, found: slots.Survey, row_bytes: int, ratios: Sequence[float] | None) -> int:
+def slots_within(share: float, found: slots.Survey, ratios: Sequence[float] | None) -> int:
     """The smallest slots that at most this share of the rows leaves. ratios: to choose from, besides 1; None: all whole
     numbers of sectors."""
+    row_bytes = found.row_bytes
     sizes = None if ratios is None else [row_bytes, *(slot_bytes_of(ratio, row_bytes) for ratio in ratios)]
     rule = slots.SlotRule(overflow_cost=0.0, most_spilled=share * found.num_rows, sizes=sizes)
-    return slots.slots_for(found, row_bytes, rule)[0]
+    return slots.slots_for(found, rule)[0]

@@ -742,6 +742,22 @@ void check_encode(const Made &made)
         complain("rows could not be coded");
     compare_bytes(slots, wanted_slots, made.slots.size, "slots");
     compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow");
+    if (t.codebook.scheme == IBP_SCHEME_RAW || t.slot_bytes == 0u || num_rows == 0) return;
+    /* again, in one pass, and the parts of overflow moved */
+    Array<uint16_t> lengths(made.lengths.size);
+    Output spare(made.overflow.size, choose_offset());
+    Array<uint64_t> bases(static_cast<size_t>(num_rows));
+    for (Output *output : {&slots, &overflow, &spare}) memset(output->bytes.data, 0xa5, output->bytes.size);
+    uint64_t used = 0;
+    ibp_place place = {};
+    place.table = t, place.slots = slots.out, place.overflow = spare.out, place.lengths = lengths.data,
+    place.bases = bases.data, place.used = &used, place.table.rows_per_base = 1;
+    if (ibp_cuda_encode_slots(&place, data.data, nullptr) != IBP_OK) complain("rows could not be coded in one pass");
+    if (ibp_cuda_move_parts(&t, &place, overflow.out, nullptr) != IBP_OK) complain("parts could not be moved");
+    if (memcmp(lengths.data, made.lengths.data, lengths.size * sizeof lengths.data[0]) != 0)
+        complain("one pass measures other lengths");
+    compare_bytes(slots, wanted_slots, made.slots.size, "slots of one pass");
+    compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow of one pass");
 }
 
 /* ---- rows coded into a place ---- */
@@ -1094,6 +1110,12 @@ void check_refusals()
     if (ibp_cuda_gather_tables(nullptr, 0, 0, nullptr) != IBP_OK) complain("an empty list is refused");
     expect("no data", ibp_cuda_encode_rows(&good, nullptr, out, nullptr, &fault, nullptr));
     expect("no slots", ibp_cuda_encode_rows(&good, data, nullptr, nullptr, &fault, nullptr));
+    ibp_place place = {};
+    place.table = good, place.slots = out;
+    expect("no place", ibp_cuda_encode_slots(nullptr, data, nullptr));
+    expect("no lengths", ibp_cuda_encode_slots(&place, data, nullptr));
+    expect("no table", ibp_cuda_move_parts(nullptr, &place, out, nullptr));
+    bad = good, bad.overflow_bytes = 32, expect("no index", ibp_cuda_move_parts(&bad, &place, out, nullptr));
     num_wrong += is_wrong;
 }
 

@@ -13,6 +13,7 @@ import torch
 import ibp
 from golden.make_planes import KINDS, adversarial_rows
 from handles import BY_VALUES as OPS
+from handles import handle_of
 from helpers import (
     LAYOUTS,
     assert_same_bits,
@@ -25,6 +26,7 @@ from helpers import (
     planes_codebook,
     spiky_rows,
 )
+from ibp._layout import slots
 from ibp._machine import memory as _memory
 from ibp._machine import staging
 from interrupts import Interrupted, InterruptedOperations, assert_kept, interrupt_at
@@ -104,14 +106,50 @@ def check(cuda, codebook, data, slot_bytes, shift):
         near,
         fault_on_gpu,
     )
+    assert_filled(around, (slots, overflow))
+    if slot_bytes and data.numel():  # again, in one pass and what it leaves
+        for whole in around:
+            whole.fill_(POISON)
+        sizes = (words[cuda], codebook.codec, slot_bytes, 0, 1, data.numel())
+        again, bases = torch.zeros_like(on_gpu), torch.empty(len(lengths), dtype=torch.int64, device=cuda)
+        spare, used = torch.full_like(inside[1], POISON), torch.zeros(1, dtype=torch.int64, device=cuda)
+        place = handle_of(inside[0], spare, again, bases, *sizes, None, used)
+        torch.ops.ibp.encode_slots(place, near)
+        assert_same_bits(again, on_gpu)
+        OPS.move_parts(*inside, on_gpu, index[:-1].to(cuda), *sizes, place)
+        assert_filled(around, (slots, overflow))
     assert fault.tolist() == fault_on_gpu.tolist() == [0, 0, 0, 0]
-    for whole, by_gpu, by_c in zip(around, inside, (slots, overflow)):
-        assert_same_bits(by_gpu.cpu(), by_c)
+
+
+def assert_filled(around, wanted):
+    """Arrays hold what is wanted, 32 bytes from both ends of memory whose other bytes are as they were."""
+    for whole, by_c in zip(around, wanted):
+        assert_same_bits(whole[32:-32].cpu(), by_c)
         assert (torch.cat([whole[:32], whole[-32:]]) == POISON).all()
 
 
 def slots_of(row_bytes):
     return [0, row_bytes, *([32] if row_bytes > 32 else []), *([row_bytes // 64 * 32] if row_bytes >= 128 else [])]
+
+
+@pytest.mark.parametrize("slot_bytes", [None, 0, 640])
+def test_slots_coded_ahead_are_those_of_all_rows(cuda, monkeypatch, slot_bytes):
+    """Also where the rows that were learned from ask for slots of another size than all rows do."""
+    x = (torch.randn(1 << 15, 512, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    layout = "slots" if slot_bytes is None or slot_bytes else "packed"
+    table = ibp.compress(x.to(cuda), layout=layout, slot_bytes=slot_bytes or None)
+    assert_same_table(
+        table.cpu(), ibp.compress(x, layout=layout, slot_bytes=slot_bytes or None, codebook=table.codebook)
+    )
+    right, asked = slots.Survey.table_slot_bytes.func, []
+
+    def table_slot_bytes(survey):
+        asked.append(survey.num_rows)
+        return right(survey) - (64 if survey.num_rows < len(x) else 0)
+
+    monkeypatch.setattr(slots.Survey, "table_slot_bytes", property(table_slot_bytes))
+    assert_same_table(ibp.compress(x.to(cuda), layout=layout, slot_bytes=slot_bytes or None), table)
+    assert slot_bytes is not None or {len(x)} < {*asked}
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])

@@ -254,8 +254,8 @@ def test_the_cheapest_slots(row_bytes, options, data):
             costs[size] = size * len(taken) + options.get("overflow_cost", 1) * sum(parts)
             costs[size] += options.get("part_cost", 0) * spilled
     wanted = max(size for size, cost in costs.items() if cost <= options.get("near", 1) * min(costs.values()))
-    survey = slots.Survey(0, torch.tensor([taken.count(k) for k in range(most + 1)]))
-    found = slots.slots_for(survey, row_bytes, slots.SlotRule(least=least, **options))
+    survey = slots.Survey(row_bytes, 0, torch.tensor([taken.count(k) for k in range(most + 1)]))
+    found = slots.slots_for(survey, slots.SlotRule(least=least, **options))
     assert found == (wanted, pytest.approx(sum(overflows[wanted]) / len(taken)))
 
 

@@ -107,6 +107,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
     }
+    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return scratch_bytes(cb); }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
     __device__ __forceinline__ Levels levels() const { return {tables() + kTables + kDigits, Levels::most_of(cb)}; }
@@ -372,7 +373,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         const Names names = in_registers(names_of(0, book.width_of(0)));
         const Joined with = in_registers(Joined(cb.planes));
         Counts lower = tile.lower;
-        uint32_t step_names = levels().level1(); // shared byte
+        uint32_t step_names = levels().level1; // shared byte
         const uint32_t *const kept = kept_digits();
 #pragma unroll(sizeof(T) == 8 ? kSteps : 1)
         for (uint32_t s = 0; s < kSteps; s++) {

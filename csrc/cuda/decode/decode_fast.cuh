@@ -31,6 +31,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     {
         return G::kWarps > 1 ? 4u * G::kWarps : 0u;
     }
+    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return scratch_bytes(cb); }
     __device__ __forceinline__ FastDecoder(const ibp_codebook &codebook, uint32_t shared)
         : cb(codebook), scratch(shared)
     {

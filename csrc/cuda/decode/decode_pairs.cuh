@@ -74,6 +74,11 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     {
         return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
     }
+    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb)
+    {
+        static_assert(G::kWarps == 1 && !G::kAnyLength, "one tile");
+        return kEntries + Levels::kept_bytes(cb);
+    }
     __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * warp_bytes(cb); }
     __device__ __forceinline__ Levels levels() const { return {entries() + kEntries, Levels::most_of(cb)}; }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
@@ -199,7 +204,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++)
             counts.add(s, ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)));
-        tile.num_escaped = counts.number(levels().level1(), columns, tile.before);
+        tile.num_escaped = counts.number(levels().level1, columns, tile.before);
     }
     static_assert(kStep % 16 == 0, "vectors of a lane are whole words of digits apart");
 

@@ -10,6 +10,7 @@ template <class G> struct RawDecoder : NoBlockMemory {
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
+    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return scratch_bytes(cb); }
     __device__ __forceinline__ RawDecoder(const ibp_codebook &, uint32_t) {}
     // No row is coded: one that says so is corrupt.
     __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t, uint32_t, const Window &) const

@@ -260,7 +260,8 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     return entry;
 }
 
-template <class Decoder> struct Fetch {
+// TO_OUT: all rows of a group go to `out`, whole.
+template <class Decoder, bool TO_OUT = false> struct Fetch {
     using G = typename Decoder::Group;
     static constexpr uint32_t kVectors = Decoder::kVectors; // of a thread on their way
 
@@ -272,9 +273,9 @@ template <class Decoder> struct Fetch {
         group_bytes; // shared bytes: where the block's first group has its own, and how many each has
 
     // The row that lane i has looked up. By all lanes of a warp together.
-    static __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i)
+    __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i) const
     {
-        return {of_lane(entry.dst, i), __shfl_sync(kAllLanes, entry.what, i)};
+        return {TO_OUT ? out : of_lane(entry.dst, i), __shfl_sync(kAllLanes, entry.what, i)};
     }
     template <class Pointer> static __device__ __forceinline__ Pointer of_lane(Pointer pointer, uint32_t i)
     {
@@ -361,7 +362,9 @@ template <class Decoder> struct Fetch {
 #pragma unroll
             for (uint32_t k = 0; k < kVectors; k++) {
                 const uint32_t what = what_of_row(k);
-                uint8_t *const dst = G::kPerWarp == 1 ? row.dst : of_lane(entry.dst, i + row_in_warp(k));
+                uint8_t *const dst = G::kPerWarp == 1 ? row.dst
+                                     : TO_OUT         ? of_lane(out, row_in_warp(k) * G::kThreads)
+                                                      : of_lane(entry.dst, i + row_in_warp(k));
                 if (vector_of(k) < vectors_in(what))
                     reinterpret_cast<uint4 *>(is_raw(what) ? dst : staged(k))[vector_of(k)] = vectors[k];
             }
@@ -415,8 +418,8 @@ template <class Decoder> struct Fetch {
         if (G::any(row.kind() == kIrregular)) {
             if (row.kind() == kIrregular) {
                 const Fetched fetched = fetch_irregular<G>(table, request, out, stage.first, number);
-                window = fetched.window;
-                row = {fetched.window.dst, what_of(fetched.num_bytes, 0, fetched.kind)};
+                if (!TO_OUT) window = fetched.window;
+                row = {window.dst, what_of(fetched.num_bytes, 0, fetched.kind)};
             }
             if (G::any(row.kind() == kRefused)) refuse<G>(table, request, out, number, row.kind() == kRefused, fault);
         }
@@ -440,12 +443,14 @@ template <class Decoder> struct Fetch {
     }
 };
 
-// Shared bytes of a group: stage and scratch. Groups of a warp begin in different banks.
-template <class Decoder> __host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb)
+// Shared bytes of a group: stage and scratch, and at least as many. Groups of a warp begin in different banks.
+template <class Decoder>
+__host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb, uint32_t at_least = 0)
 {
-    using G = typename Decoder::Group;
-    const uint32_t num_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
-    return num_bytes + (G::kPerWarp == 1 ? 0u : (max(4u * G::kLanes, 16u) - num_bytes) % 128u);
+    const uint32_t of_row = row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb),
+                   num_bytes = max((of_row + 15u) / 16u * 16u, at_least);
+    return num_bytes +
+           (Decoder::Group::kPerWarp == 1 ? 0u : (max(4u * Decoder::Group::kLanes, 16u) - num_bytes) % 128u);
 }
 
 } // namespace ibp

@@ -120,7 +120,7 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
     fetch.prefetch(entry, 0, vectors);
 #pragma unroll 1
     while (turns.first < request.num_jobs) {
-        const Row row = F::row_of(entry, turns.i + F::in_warp());
+        const Row row = fetch.row_of(entry, turns.i + F::in_warp());
         const uint32_t number = turns.first + F::in_warp();
         fetch.receive(row, entry, turns.i, vectors);
         if (turns.step()) entry = look_up(table, request, turns.of_lane());

@@ -76,14 +76,14 @@ struct NamedDigit {
     bool escaped;
 };
 
-// Shared memory of a warp: the names of the elements of plane 2, and a list of those still open, which makes room for
-// the names of plane 1.
+// Shared memory of a warp: a list of the elements still open, which makes room for the names of plane 1, and the names
+// of the elements of plane 2.
 // STEPS: vectors of a lane in a tile.
 template <typename T, class G, uint32_t STEPS> struct TileLevels {
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
     static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep; // elements
     static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
-    uint32_t level2, most;                                                  // shared byte; elements of a tile
+    uint32_t level1, most;                                                  // shared byte; elements of a tile
 
     // Elements of a tile, of short rows no more than a row has, rounded up to vectors: so that warps find room.
     static __host__ __device__ __forceinline__ uint32_t most_of(const ibp_codebook &cb)
@@ -95,10 +95,12 @@ template <typename T, class G, uint32_t STEPS> struct TileLevels {
     {
         return 3u * most_of(cb) + 32u; // 16 bytes behind each level's names may be read
     }
-    __device__ __forceinline__ uint32_t level1() const { return level2 + most + 16u; }
+    // Of these, what is read while elements are stored: the names of plane 1.
+    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return most_of(cb) + 16u; }
+    __device__ __forceinline__ uint32_t level2() const { return level1 + 2u * most + 16u; }
     __device__ __forceinline__ uint16_t &listed(uint32_t i) const
     {
-        return reinterpret_cast<uint16_t *>(shared_bytes() + level1())[i];
+        return reinterpret_cast<uint16_t *>(shared_bytes() + level1)[i];
     }
 
     // Names n elements of plane 2 or 3 in level 2. FIRST: the first n elements there, otherwise the listed ones. Lists
@@ -113,7 +115,7 @@ template <typename T, class G, uint32_t STEPS> struct TileLevels {
             const uint32_t i = base + G::lane(), element = FIRST ? i : listed(i);
             const NamedDigit found = digit(base);
             const bool named = i < n, open = named && found.escaped;
-            if (named) shared_bytes()[level2 + element] = static_cast<uint8_t>(found.name);
+            if (named) shared_bytes()[level2() + element] = static_cast<uint8_t>(found.name);
             const uint32_t escaped = G::ballot(open);
             if (!FIRST) __syncwarp(); // all have read the list
             if (open) listed(num_escaped + ibp_popcount(escaped & G::lanes_below())) = static_cast<uint16_t>(element);
@@ -132,7 +134,7 @@ template <typename T, class G, uint32_t STEPS> struct TileLevels {
             uint32_t digits = i < n ? four(i, n - i) : 0u, escaped = escaped_pairs(digits);
             digits = either_bits(digits, digits << 4, 0x0f0fu);
             digits = either_bits(digits, digits << 2, 0x3333u);
-            if (i < n) shared_word((level2 + i) / 4u) = name(digits);
+            if (i < n) shared_word((level2() + i) / 4u) = name(digits);
             if (!__any_sync(kAllLanes, escaped != 0u)) continue;
             const uint32_t count = ibp_popcount(escaped), sums = G::inclusive_scan(count);
             uint32_t at = num_escaped + sums - count;
@@ -148,7 +150,7 @@ template <typename T, class G, uint32_t STEPS> struct TileLevels {
     {
         __syncwarp(); // the list is there
         for (uint32_t i = G::lane(); i < n; i += G::kLanes)
-            shared_bytes()[level2 + (in_list ? listed(i) : i)] = static_cast<uint8_t>(name(i));
+            shared_bytes()[level2() + (in_list ? listed(i) : i)] = static_cast<uint8_t>(name(i));
         __syncwarp(); // level 2 is there
     }
     // Puts the names of the n elements of a tile that escaped plane 0 into level 1. chunk: the first digits; load(base,
@@ -157,10 +159,10 @@ template <typename T, class G, uint32_t STEPS> struct TileLevels {
     template <class Chunk, class Load, class Names>
     __device__ __forceinline__ void name_plane1(uint32_t n, Chunk chunk, const Load &load, const Names &names) const
     {
-        uint32_t i = kPerLane * G::lane(), from = level2 + chunk.before;
+        uint32_t i = kPerLane * G::lane(), from = level2() + chunk.before;
 #pragma unroll 1
         for (uint32_t base = 0;;) {
-            if (i < n) *reinterpret_cast<uint4 *>(shared_bytes() + level1() + i) = names(chunk, from);
+            if (i < n) *reinterpret_cast<uint4 *>(shared_bytes() + level1 + i) = names(chunk, from);
             base += kChunk;
             if (kTile <= kChunk || !G::any(base < n)) break;
             const uint32_t end = from - chunk.before + chunk.num_escaped;

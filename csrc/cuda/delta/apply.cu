@@ -1,7 +1,7 @@
 // apply.cu - deltas added to their bases (FORMAT.md section 9). A warp takes a row of differences: it is decoded in
 // shared memory as by decode_listed.cuh, and its listed elements are added to the words of the base that they lie in,
-// 32 elements at a time: a word is written once, by the lane of its first element. What a changed word adds to the
-// base's sum gives the sum of the result without reading it.
+// 32 elements at a time: a word is written once, by the lane of its first element, and the next ones are on their way
+// meanwhile. What a changed word adds to the base's sum gives the sum of the result without reading it.
 //
 // All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
 // taken back if that is not. A row that is corrupt changes nothing, both times.
@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
     sum_versions(const ibp_delta_tensor *versions, const uint32_t num_versions, const int64_t num_rows,
                  const uint32_t row_bytes, const DeltaState state)
 {
-    const WarpRows mine;
+    const WarpRows mine(num_rows);
     PlacedSums<1> total;
 #pragma unroll 1
-    for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
-        const VersionRow row = find_version(versions, num_versions, row_bytes, mine.row(k));
+    for (uint32_t k = 0; mine.has(k); k++) {
+        const VersionRow row = find_row(versions, num_versions, row_bytes, mine.row(k));
         if (row.valid == 0u) continue;
         const ibp_delta_tensor &version = versions[row.version];
         const uint8_t *const from = version.base + row.start;
@@ -111,7 +111,18 @@ template <typename T> struct DeltaAdder {
         const uint64_t start = base + __reduce_add_sync(kAllLanes, room);
         const bool good = has_base && stored <= row.valid && ibp_part_in_bounds(base, 0u, version.overflow_bytes) &&
                           ibp_part_in_bounds(start, stored, version.overflow_bytes);
-        return {length, stored, start, good};
+        return {length, stored, start, static_cast<bool>(__all_sync(kAllLanes, good))};
+    }
+    // Prefetches num_bytes from `start` on: the warp's next row is mostly there, and about as long.
+    __device__ __forceinline__ void prefetch_behind(const ibp_delta_tensor &version, uint64_t start,
+                                                    uint32_t num_bytes) const
+    {
+#ifdef __CUDACC__
+        constexpr uint32_t kLine = 128;
+        const uint32_t first = kLine * lane_id();
+        if (first < num_bytes && ibp_part_in_bounds(start, first + 1u, version.overflow_bytes))
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(version.overflow + start + first));
+#endif
     }
     // Stages them. Returns the bit that they begin with.
     __device__ __forceinline__ uint32_t receive(const ibp_delta_tensor &version, uint64_t start, uint32_t stored) const
@@ -119,6 +130,7 @@ template <typename T> struct DeltaAdder {
         const uint8_t *const from = version.overflow + start;
         const uint32_t shift = reinterpret_cast<uintptr_t>(from) % 16u, num_vectors = (shift + stored + 15u) / 16u;
         const int64_t before = static_cast<int64_t>(start) - shift;
+        prefetch_behind(version, start + stored, stored);
         for (uint32_t k = lane_id(); k < num_vectors; k += kWarp) {
             const int64_t at = before + 16 * int64_t{k};
             uint4 *const to = reinterpret_cast<uint4 *>(stage.bytes()) + k;
@@ -131,36 +143,39 @@ template <typename T> struct DeltaAdder {
                     reinterpret_cast<uint8_t *>(to)[b] = version.overflow[at + b];
         }
         __syncwarp();
-        return 8u * (stage.first + shift);
+        return 8u * (stage.first + __shfl_sync(kAllLanes, shift, 0));
     }
 
     // ---- adding ----
 
-    // A row of a base, and what its changes add to the sum of its words.
+    // A row of a base, and what its changes add to the sum of its words. By all lanes together.
     struct Target {
         uint8_t *bytes;
-        uint32_t valid, whole; // bytes; those of aligned words
-        uint64_t key, change;  // key: what a word is mixed with besides its number in the row
+        uint32_t valid;       // bytes
+        bool is_whole;        // all words are there, and aligned
+        uint64_t key, change; // key: what a word is mixed with besides its number in the row
 
-        __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint64_t first_word)
-            : bytes(row), valid(num_bytes), whole(aligned(row, 8) ? valid / 8u * 8u : 0u), key(first_word * IBP_GOLDEN),
-              change(0)
+        __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint32_t row_bytes, uint64_t first_word)
+            : bytes(row), valid(num_bytes), is_whole(__all_sync(kAllLanes, aligned(row, 8) && num_bytes == row_bytes)),
+              key(first_word * IBP_GOLDEN), change(0)
         {
         }
         // Word w; 0 past the row's end.
         __device__ __forceinline__ uint64_t load(uint32_t w) const
         {
-            return 8u * w < whole ? reinterpret_cast<const uint64_t *>(bytes)[w] : load_any_word(bytes, valid, w);
+            return is_whole ? __ldcg(reinterpret_cast<const unsigned long long *>(bytes) + w)
+                            : load_any_word(bytes, valid, w);
         }
         // Adds elements to word w, which was `before`, unless it is past the row's end.
         __device__ __forceinline__ void add(uint32_t w, uint64_t before, uint64_t elements)
         {
-            if (8u * w >= valid) return;
             const uint64_t after = ibp_add_elements(before, elements, ibp_highest_bits(sizeof(T)));
-            if (8u * w < whole)
-                reinterpret_cast<uint64_t *>(bytes)[w] = after;
-            else
+            if (is_whole) {
+                __stcg(reinterpret_cast<unsigned long long *>(bytes) + w, after);
+            } else {
+                if (8u * w >= valid) return;
                 store_any_word(bytes, valid, w, after);
+            }
             change += ibp_mix_word(after + key, w) - ibp_mix_word(before + key, w);
         }
     };
@@ -174,98 +189,97 @@ template <typename T> struct DeltaAdder {
             target.add(w, target.load(w), signed_elements(load_any_word(version.overflow + start, target.valid, w)));
         __syncwarp();
     }
-    // An element a lane, in the order of their columns: the first one's lane adds those of a word, which was `before`.
-    // By all lanes together.
-    __device__ __forceinline__ void add_elements_of(uint32_t column, T element, bool active, uint64_t before,
-                                                    Target &target) const
+    // Elements from one number on of those whose columns are in decoder.numbers(), one a lane, and the words that they
+    // are added to: without those whose word the elements behind share, so that the next words can be loaded before.
+    struct Batch {
+        uint32_t count, column, joined; // joined: a bit each of the elements whose word the next one has too
+        uint64_t before;
+    };
+    __device__ __forceinline__ Batch begin_batch(uint32_t first, uint32_t n, const Target &target) const
     {
-        const uint32_t word = column / kPerWord;
-        const auto mine = static_cast<uint64_t>(element) << kBits * (column % kPerWord) % 64u;
-        const uint32_t below = __shfl_up_sync(kAllLanes, word, 1),
-                       joining = __ballot_sync(kAllLanes, active && lane_id() != 0u && below == word);
+        Batch batch;
+        const uint32_t j = ibp_min_u32(first + lane_id(), n - 1u);
+        const uint16_t *const columns = decoder.numbers() + j;
+        batch.column = columns[0];
+        batch.before = target.load(batch.column / kPerWord);
+        const bool joins = j + 1u < n && batch.column / kPerWord == columns[1] / kPerWord;
+        batch.joined = __ballot_sync(kAllLanes, joins);
+        batch.count = ibp_min_u32(n - first, kWarp - static_cast<uint32_t>(__clz(static_cast<int>(~batch.joined))));
+        batch.joined &= low_bits(~0u, batch.count);
+        return batch;
+    }
+    // Adds an element a lane: the first one's lane adds those of a word. By all lanes together.
+    __device__ __forceinline__ void add_elements_of(const Batch &batch, T element, Target &target) const
+    {
+        const auto mine = static_cast<uint64_t>(element) << kBits * (batch.column % kPerWord) % 64u;
         uint64_t elements = mine;
-        uint32_t joined = joining >> 1; // lanes whose word the next d lanes have too
-        for (uint32_t d = 1; joined != 0u; d++, joined &= joining >> d) {
+        uint32_t joined = batch.joined; // lanes whose word the next d lanes have too
+#pragma unroll 1
+        for (uint32_t d = 1; joined != 0u; d++, joined &= batch.joined >> (d - 1u)) {
             const uint32_t low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine), d),
                            high = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine >> 32), d);
             if (joined >> lane_id() & 1u) elements |= low | static_cast<uint64_t>(high) << 32;
         }
-        if (active && (joining >> lane_id() & 1u) == 0u) target.add(word, before, elements);
-        __syncwarp(); // the next elements may lie in the same word
+        const uint32_t firsts = low_bits(~(batch.joined << 1), batch.count);
+        if (firsts >> lane_id() & 1u) target.add(batch.column / kPerWord, batch.before, elements);
     }
 
     // ---- listed rows ----
 
+    // Where the values of the next elements are. By all lanes together, as all that follows.
     struct Values {
-        ValueParts parts;
-        uint32_t next[IBP_MAX_PLANES]; // elements that reached the further planes so far
+        ValueParts parts; // digits and residuals from the next one on
         bool closed;
     };
-    // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
-    // far. Planes that none of them reaches, and residuals of no bits, are not looked at. By all lanes together.
-    __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
-                                            uint32_t (&next)[IBP_MAX_PLANES]) const
+    // The values of n consecutive elements, one a lane. Planes that none of them reaches, and residuals of no bits, are
+    // not looked at.
+    __device__ __forceinline__ T next_elements(const Book &book, Values &values, uint32_t n) const
     {
+        if (values.closed) return static_cast<T>(cb.planes.closed_value);
+        ValueParts &parts = values.parts;
         const uint32_t r = cb.planes.residual_bits;
-        uint32_t at = j, rank = 0, escaped = kAllLanes;
-        bool open = active;
+        uint32_t at = lane_id(), rank = 0, reaching = n, escaped = kAllLanes;
+        bool open = lane_id() < n;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
             if (p >= cb.planes.num_planes || escaped == 0u) break;
             const uint32_t num_bits = cb.planes.digit_bits[p], escape = low_bits(~0u, num_bits),
                            digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
+            parts.digits[p] += reaching * num_bits;
             if (open) rank += digit;
             open = open && digit == escape;
             escaped = __ballot_sync(kAllLanes, open);
-            at = next[p] + ibp_popcount(escaped & Decoder::G::lanes_below()); // in bounds for all lanes
-            next[p] += ibp_popcount(escaped);
+            at = ibp_popcount(escaped & Decoder::G::lanes_below()), reaching = ibp_popcount(escaped);
         }
         if (escaped == 0u && r == 0u) return decoder.entries()[rank];
         typename Decoder::Word raw = 0;
-        if (open && r < kBits)
-            raw = low_bits(decoder.field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
-        if (r != 0u) raw |= low_bits(decoder.field(parts.residuals + j * r), r);
+        uint32_t &raws = parts.digits[IBP_MAX_PLANES];
+        if (open && r < kBits) raw = low_bits(decoder.field(raws + at * book.symbol_bits), book.symbol_bits) << r;
+        if (escaped != 0u) raws += reaching * book.symbol_bits;
+        if (r != 0u) raw |= low_bits(decoder.field(parts.residuals + lane_id() * r), r);
+        parts.residuals += n * r;
         return static_cast<T>(decoder.entries()[rank] | decoder.element_of(raw));
-    }
-    // Adds n elements, from number `first` of the row on, whose columns are in decoder.numbers().
-    __device__ __forceinline__ void add_batch(const Book &book, Values &values, uint32_t first, uint32_t n,
-                                              Target &target) const
-    {
-        __syncwarp(); // the columns are there
-#pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kWarp) {
-            const bool active = base + lane_id() < n;
-            const uint32_t j = ibp_min_u32(base + lane_id(), n - 1u), column = decoder.numbers()[j];
-            const uint64_t before = target.load(column / kPerWord); // on its way while the element is decoded
-            T element = static_cast<T>(cb.planes.closed_value);
-            if (!values.closed) element = element_at(book, values.parts, first + j, active, values.next);
-            if (negates) element = static_cast<T>(T{0} - element);
-            add_elements_of(column, element, active, before, target);
-        }
     }
     // Columns that decoder.numbers() has room for: at least those of 32 lanes' words of a bitmap.
     __device__ __forceinline__ uint32_t most_columns() const { return ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp); }
-    // Adds k elements: `held` of them have their columns in decoder.numbers(), all or none; else they are the ones of a
-    // bitmap.
-    __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, uint32_t held,
-                                                uint32_t k, Values &values, Target &target) const
+    // Puts the next columns of a bitmap, from column *tile on, into decoder.numbers(): all, which are `left`, or, where
+    // these are too many, those of the next tile that has any. Returns how many.
+    __device__ __forceinline__ uint32_t take_columns(const typename Decoder::Bitmap &map, uint32_t left,
+                                                     uint32_t *tile) const
     {
-        const bool at_once = k <= most_columns();
-        uint32_t done = 0, tile = 0; // elements that have been added; first column of a tile
+        uint32_t held = 0;
+        __syncwarp(); // the columns before have been read
 #pragma unroll 1
-        while (done < k) {
-            if (done + held < k) {
-                uint32_t listed = map.word(tile + 32u * lane_id());
-                const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count);
-                uint16_t *to = decoder.numbers() + (held + sums - count);
-                for (; listed != 0u; listed &= listed - 1u)
-                    *to++ = static_cast<uint16_t>(tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
-                held += Decoder::G::last_lane(sums), tile += 32u * kWarp;
-                if (at_once && held < k) continue;
-            }
-            add_batch(book, values, done, held, target);
-            done += held, held = 0;
-        }
+        do {
+            uint32_t listed = map.word(*tile + 32u * lane_id());
+            const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count);
+            uint16_t *to = decoder.numbers() + (held + sums - count);
+            for (; listed != 0u; listed &= listed - 1u)
+                *to++ = static_cast<uint16_t>(*tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
+            held += Decoder::G::last_lane(sums), *tile += 32u * kWarp;
+        } while (held == 0u || (held < left && left <= most_columns()));
+        __syncwarp(); // the columns are there
+        return held;
     }
     __device__ __forceinline__ bool has_ones(const typename Decoder::Bitmap &map, uint32_t columns, uint32_t k) const
     {
@@ -282,13 +296,27 @@ template <typename T> struct DeltaAdder {
         const uint32_t columns = book.columns, header_bits = 8u * ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes, positions = start_bit + header_bits;
         ibp_listed_header header;
-        if (!ibp_split_header(low_bits(stage.bits_at(start_bit), header_bits), coded_bytes, columns, &header))
-            return false;
+        const uint32_t first_bits = __shfl_sync(kAllLanes, stage.bits_at(start_bit), 0);
+        if (!ibp_split_header(low_bits(first_bits, header_bits), coded_bytes, columns, &header)) return false;
         const uint32_t k = header.num_listed;
         if (k == 0u) return positions == end;
         const ibp_position_form form = choose_position_form(k, columns);
         const uint32_t start = positions + 8u * form.num_bytes;
         if (start > end) return false;
+        const bool is_direct = form.is_list && !form.is_complement && k <= most_columns();
+        typename Decoder::Bitmap map{};
+        uint32_t held = k, tile = 0; // columns that are taken; the next one of the bitmap
+        if (is_direct) {
+            uint16_t *const to = decoder.numbers();
+            if (!decoder.walk_list(form, columns, positions, [&](uint32_t rank, uint32_t position) {
+                    to[rank] = static_cast<uint16_t>(position);
+                }))
+                return false;
+        } else {
+            if (!decoder.find_bitmap(stage, form, columns, positions, map) || !has_ones(map, columns, k)) return false;
+            held = take_columns(map, k, &tile);
+        }
+        Batch batch = begin_batch(0, held, target); // on its way while the values are looked for
         Values values{};
         values.closed = header.is_closed;
         if (!values.closed)
@@ -298,18 +326,20 @@ template <typename T> struct DeltaAdder {
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
                 });
         if ((values.closed ? start : values.parts.end) != end) return false;
-        const bool is_direct = form.is_list && !form.is_complement && k <= most_columns();
-        typename Decoder::Bitmap map{};
-        if (is_direct) {
-            uint16_t *const to = decoder.numbers();
-            if (!decoder.walk_list(form, columns, positions, [&](uint32_t rank, uint32_t position) {
-                    to[rank] = static_cast<uint16_t>(position);
-                }))
-                return false;
-        } else if (!decoder.find_bitmap(stage, form, columns, positions, map) || !has_ones(map, columns, k)) {
-            return false;
-        }
-        add_columns(book, map, is_direct ? k : 0u, k, values, target);
+        uint32_t first = 0, left = k - held; // of the columns that are held; those that are not yet
+        bool goes_on;
+#pragma unroll 1
+        do {
+            Batch next = batch;
+            first += batch.count;
+            if (first == held && left != 0u) held = take_columns(map, left, &tile), left -= held, first = 0;
+            goes_on = first != held;
+            if (goes_on) next = begin_batch(first, held, target); // on its way meanwhile
+            T element = next_elements(book, values, batch.count);
+            if (negates) element = static_cast<T>(T{0} - element);
+            add_elements_of(batch, element, target);
+            batch = next;
+        } while (goes_on);
         return true;
     }
 
@@ -320,7 +350,7 @@ template <typename T> struct DeltaAdder {
     {
         *good = place.good;
         if (!*good) return 0;
-        Target target(version.base + row.start, row.valid, static_cast<uint64_t>(row.start) / 8u);
+        Target target(version.base + row.start, row.valid, cb.row_bytes, static_cast<uint64_t>(row.start) / 8u);
         if (place.length == 0u)
             add_raw(version, place.start, target);
         else
@@ -335,31 +365,32 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     add_deltas(const __grid_constant__ ibp_codebook cb, const ibp_delta_tensor *versions, const uint32_t num_versions,
                const int64_t num_rows, const Coded coded, const bool takes_back, const DeltaState state)
 {
-    if (state.verdict() != (takes_back ? IBP_DELTA_DAMAGED : IBP_DELTA_APPLIED)) return;
-    const DeltaAdder<T> adder(cb, coded, threadIdx.x / kWarp * DeltaAdder<T>::shared_bytes_of(cb, coded), takes_back);
-    const WarpRows mine;
+    if (__any_sync(kAllLanes, state.verdict() != (takes_back ? IBP_DELTA_DAMAGED : IBP_DELTA_APPLIED))) return;
+    const WarpRows mine(num_rows);
+    const DeltaAdder<T> adder(cb, coded, mine.warp * DeltaAdder<T>::shared_bytes_of(cb, coded), takes_back);
     PlacedSums<1> change;
     const auto is_taken = [&](uint32_t length) {
         return length != IBP_DEFAULT_LENGTH(cb.row_bytes) && takes(coded, length);
     };
-    const auto find = [&](int64_t r) { return find_version(versions, num_versions, cb.row_bytes, r); };
-    const auto is_long = [&](int64_t r) {
-        const VersionRow row = find(r);
+    const auto is_taken_row = [&](const VersionRow &row) {
         return row.valid != 0u && is_taken(__ldg(versions[row.version].lengths + row.row));
     };
+    uint32_t taken = 0, version_of_lane = 0; // of the warp's rows from one on, a lane each
 #pragma unroll 1
-    for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
-        // Few are long: a lane looks at one of the warp's next rows.
-        const int64_t own = mine.row(k + lane_id());
-        if (coded == Coded::kLong && !__any_sync(kAllLanes, own < num_rows && is_long(own))) {
-            k += kWarp - 1u;
-            continue;
+    for (uint32_t k = 0; mine.has(k); k++) {
+        if (k % kWarp == 0u) {
+            const int64_t own = mine.row(k + lane_id());
+            if (own < num_rows) version_of_lane = find_version(versions, num_versions, own);
+            taken = __ballot_sync(kAllLanes,
+                                  own < num_rows && is_taken_row(row_of(versions, version_of_lane, cb.row_bytes, own)));
         }
-        const VersionRow row = find(mine.row(k));
-        if (row.valid == 0u) continue;
+        if ((taken >> k % kWarp & 1u) == 0u) continue;
+        VersionRow row =
+            row_of(versions, __shfl_sync(kAllLanes, version_of_lane, k % kWarp), cb.row_bytes, mine.row(k));
+        row.valid = __shfl_sync(kAllLanes, row.valid, 0); // known as uniform
         const ibp_delta_tensor &version = versions[row.version];
         const typename DeltaAdder<T>::Place place = adder.look_up(version, row);
-        if (!is_taken(place.length)) continue;
+        if (!is_taken(place.length)) continue; // it has changed
         bool good;
         const uint64_t added = adder.add(version, row, place, &good);
         change.open(state.change(row.version));

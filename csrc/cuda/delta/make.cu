@@ -292,12 +292,12 @@ __global__ void __launch_bounds__(kMakeThreads)
                    uint64_t *sums)
 {
     const DeltaRows<T> rows(cb);
-    const WarpRows mine;
+    const WarpRows mine(num_rows);
     PlacedSums<2> placed; // of the base and of the newer version
 #pragma unroll 1
     for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
         const int64_t r = mine.row(k);
-        const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
+        const VersionRow row = find_row(versions, num_versions, cb.row_bytes, r);
         uint32_t length = IBP_DEFAULT_LENGTH(cb.row_bytes);
         if (row.valid != 0u) {
             uint64_t of_base = 0, of_newer = 0;
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kMakeThreads)
 {
     using Rows = DeltaRows<T>;
     const Rows rows(cb);
-    const WarpRows mine;
+    const WarpRows mine(num_rows);
     const uint32_t stage_bytes = bit_stage_bytes(most_stored(coded, cb.row_bytes));
     uint8_t *const own = shared_bytes() + threadIdx.x / kWarp * encode_bytes<T>(cb.row_bytes, coded);
     const BitStage stage{reinterpret_cast<uint32_t *>(own), stage_bytes / 4u - 1u};
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kMakeThreads)
         const int64_t r = mine.row(k);
         const uint32_t length = IBP_LOAD_ONCE(lengths[r]);
         if (length == IBP_DEFAULT_LENGTH(cb.row_bytes) || !takes(coded, length)) continue;
-        const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
+        const VersionRow row = find_row(versions, num_versions, cb.row_bytes, r);
         const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
         const uint64_t start = start_of_row(lengths, bases, cb.row_bytes, r);
         if (stored == 0u || stored > row.valid || !ibp_part_in_bounds(start, stored, overflow_bytes)) continue;

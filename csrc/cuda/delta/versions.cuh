@@ -38,8 +38,8 @@ struct VersionRow {
     uint32_t version, valid;
 };
 
-__device__ __forceinline__ VersionRow find_version(const ibp_delta_tensor *versions, uint32_t num_versions,
-                                                   uint32_t row_bytes, int64_t r)
+// The version that has row r of the sequence.
+__device__ __forceinline__ uint32_t find_version(const ibp_delta_tensor *versions, uint32_t num_versions, int64_t r)
 {
     uint32_t first = 0, last = num_versions;
     while (last - first > 1u) {
@@ -49,23 +49,42 @@ __device__ __forceinline__ VersionRow find_version(const ibp_delta_tensor *versi
         else
             last = middle;
     }
-    const int64_t row = r - versions[first].first_row, start = row * row_bytes,
-                  left = versions[first].num_bytes - start;
-    return {row, start, first, left <= 0 ? 0u : static_cast<uint32_t>(min(left, int64_t{row_bytes}))};
+    return first;
+}
+__device__ __forceinline__ VersionRow row_of(const ibp_delta_tensor *versions, uint32_t version, uint32_t row_bytes,
+                                             int64_t r)
+{
+    const int64_t row = r - versions[version].first_row, start = row * row_bytes,
+                  left = versions[version].num_bytes - start;
+    return {row, start, version, left <= 0 ? 0u : static_cast<uint32_t>(min(left, int64_t{row_bytes}))};
+}
+__device__ __forceinline__ VersionRow find_row(const ibp_delta_tensor *versions, uint32_t num_versions,
+                                               uint32_t row_bytes, int64_t r)
+{
+    return row_of(versions, find_version(versions, num_versions, r), row_bytes, r);
 }
 
-// The rows of a warp. A block takes runs of rows, mostly of one version each, and few blocks take the same version at
-// the same time: warps that add to the sums of one version at once wait for each other.
+// The rows of a warp: runs of rows behind each other, mostly of one version, where there are enough. Few blocks take
+// the same version at the same time then: warps that add to the sums of one version at once wait for each other.
 struct WarpRows {
-    static constexpr uint32_t kRun = 8; // rows of a warp in a run of its block
-    const uint32_t warps = blockDim.x / kWarp,
-                   warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0); // known as uniform
+    static constexpr uint32_t kRunBits = 3; // of the number of rows in a run
+    const int64_t num_rows;
+    const uint32_t warps = blockDim.x / kWarp;
+    const uint32_t warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0); // known as uniform
+    const uint32_t run_bits;
 
+    __device__ __forceinline__ explicit WarpRows(int64_t rows_of_all)
+        : num_rows(rows_of_all), run_bits(num_rows >> kRunBits >= int64_t{warps} * gridDim.x ? kRunBits : 0u)
+    {
+    }
     // The number of its k-th row, which rises with k.
     __device__ __forceinline__ int64_t row(uint32_t k) const
     {
-        return (int64_t{k / kRun * gridDim.x + blockIdx.x} * kRun + k % kRun) * warps + warp;
+        const int64_t run = (int64_t{k >> run_bits} * gridDim.x + blockIdx.x) * warps + warp;
+        return (run << run_bits) + low_bits(k, run_bits);
     }
+    // Whether it is there. By all lanes together: a vote, from which the compiler knows that lanes stay together.
+    __device__ __forceinline__ bool has(uint32_t k) const { return __any_sync(kAllLanes, row(k) < num_rows); }
 };
 
 // Sums of lanes, which are added to a place of device memory and those behind it when the place changes, and at the
@@ -83,7 +102,7 @@ template <uint32_t N> struct PlacedSums {
     {
 #pragma unroll
         for (uint32_t i = 0; i < N; i++) {
-            const uint64_t sum = place == nullptr ? 0u : sum_of_warp(own[i]);
+            const uint64_t sum = sum_of_warp(own[i]); // 0 without a place
             if (lane_id() == 0u && sum != 0u) atomicAdd(place + i, static_cast<unsigned long long>(sum));
             own[i] = 0;
         }

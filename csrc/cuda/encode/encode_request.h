@@ -14,14 +14,16 @@ struct Measure {
     uint16_t *lengths;
     ibp_stream stream;
 };
-// Those of ibp_cuda_encode_into; or of ibp_cuda_encode_rows: then is_measured, and the index of place.table, which
-// says how long rows are and where they go, is read instead of written.
+// Which function it is of: ibp_cuda_encode_into; ibp_cuda_encode_slots, which writes whole slots; ibp_cuda_encode_rows,
+// which reads the index of place.table, that says how long rows are and where they go, in place of writing it.
+enum EncodePass { kInto, kSlots, kMeasured };
+
 struct Encode {
     const ibp_place &place;
     const ibp_row_source &source;
     const int64_t *row_ids;
     int64_t first_row;
-    bool is_measured;
+    EncodePass pass;
     ibp_fault *fault;
     int max_sms;
     ibp_stream stream;

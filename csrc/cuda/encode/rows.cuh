@@ -40,6 +40,7 @@ struct RowsJob {
     RowSource source;
     const int64_t *row_ids;
     int64_t first_row;
+    bool whole_slots; // and lengths also of rows for whose part there is no room
     ibp_fault *fault;
 };
 
@@ -55,9 +56,8 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Puts a row of `valid` bytes as it is stored into a stage, followed by zeros up to a multiple of IBP_OVERFLOW_ALIGN.
-// expected: its entry of lengths, or kAnyLength. Returns the entry that it has. A default row is found after it has
-// been coded, when its bytes are near: few rows are.
+// Puts a row of `valid` bytes as it is stored into a stage. expected: its entry of lengths, or kAnyLength. Returns the
+// entry that it has. A default row is found after it has been coded, when its bytes are near: few rows are.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -79,9 +79,6 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
         G::sync(); // all have written
         stage_raw<G>(row, valid, stage);
     }
-    G::sync();
-    const uint32_t stored = length != 0u ? length : valid;
-    pad<G>(stage, stored, ibp_sector_bytes(stored));
     return length;
 }
 
@@ -105,7 +102,10 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     Part part{IBP_NO_BASE, 0};
     if (spills || claims) {
         if (G::lane() == 0u) {
-            part = claims ? claim_part(place, row, valid) : part_of(place, row, IBP_LOAD_ONCE(place.bases[row]), valid);
+            if (claims)
+                part = claim_part(place, row, valid);
+            else if (!job.whole_slots)
+                part = part_of(place, row, IBP_LOAD_ONCE(place.bases[row]), valid);
             if (part.base != kClaimed && part.sectors < ibp_sectors_of(in_overflow))
                 part = take_part_for(place, part, in_overflow, valid, tally.seen);
         }
@@ -115,13 +115,13 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         if (G::lane() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
         return;
     }
-    const bool lost = spills && part.base == IBP_NO_BASE;
+    const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part && !job.whole_slots;
     if (!lost) {
         const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
-        copy_out<G>(
-            place.slots + slot, stage, 0,
-            room_in(ibp_min_u32(ibp_sector_bytes(stored - in_overflow), table.slot_bytes), table.slots_bytes, slot));
-        copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, ibp_sector_bytes(in_overflow));
+        const uint32_t room = job.whole_slots ? table.slot_bytes : ibp_sector_bytes(stored - in_overflow);
+        copy_out<G>(place.slots + slot, stage, 0,
+                    room_in(ibp_min_u32(room, table.slot_bytes), table.slots_bytes, slot));
+        if (has_part) copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, ibp_sector_bytes(in_overflow));
     }
     if (claims) __threadfence();
     G::sync(); // the row is there
@@ -171,6 +171,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
+    const uint32_t least_bytes = job.whole_slots ? table.slot_bytes : 0u; // with zeros behind a row
     Tally tally{0, 0, kNotSeen};
     PlainRow next{};
     if (first < job.source.num_rows) next = job.source.row(first);
@@ -194,6 +195,9 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
             const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
             row.valid = ibp_min_u32(row.valid, valid);
             const uint32_t length = code_row(cb, encoder, row, valid, IS_MEASURED ? target.length : kAnyLength, stage);
+            G::sync();
+            const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, valid), sectors = ibp_sector_bytes(stored);
+            pad<G>(stage, stored, sectors > least_bytes ? sectors : least_bytes);
             G::sync();
             if constexpr (IS_MEASURED)
                 store<G>(job, r, target, length, stage);
@@ -253,7 +257,7 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
     const ibp_codebook &cb = codebook_of(encode);
-    const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
+    const auto kernel = encode.pass == kMeasured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
                    group_bytes = group_bytes_of<Encoder>(cb);
     const bool is_large = encode.max_sms > 0 || table_bytes >= kLargeTable;
@@ -265,8 +269,9 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
             plan_resident(reinterpret_cast<const void *>(kernel), groups * lanes, table_bytes + groups * group_bytes,
                           encode.source.num_rows, groups, encode.max_sms, &launch);
     if (status != IBP_OK) return status;
-    const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
-                      encode.fault};
+    const RowsJob job{encode.place,   RowSource::of(encode.source, cb.row_bytes),
+                      encode.row_ids, encode.first_row,
+                      encode.pass,    encode.fault};
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 

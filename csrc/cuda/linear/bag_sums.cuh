@@ -65,30 +65,48 @@ static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num
 
 // ---- rows ----
 
-// What is known of a row beside its bytes, in shared memory behind them.
+// What is known of a row beside its bytes.
 struct Note {
     float weight;
     uint32_t is_padding;
 };
+constexpr Note kNoNote{1.0f, 0};
 
-// The rows of a round where a team finds them: row j begins with shared byte first + j * pitch.
-struct Rows {
-    uint32_t first, pitch, row_bytes;
+constexpr uint32_t kTogether = 4; // rows that are added at a time
 
-    __device__ __forceinline__ const uint8_t *row(uint32_t j) const { return shared_bytes() + first + j * pitch; }
-    static __device__ __forceinline__ Note &note_of(uint8_t *row, uint32_t row_bytes)
+// The rows of a round where a team finds them: row j begins with shared byte first + j * pitch, of those from number
+// `turn` on with as many bytes more as `turn` rows have, and `next`. Notes begin with byte `notes`.
+template <uint32_t TURN, uint32_t TURNS> struct Rows {
+    uint32_t first, pitch, next, notes;
+    static constexpr bool kIsEven = TURNS == 1u; // all pitch bytes apart
+    static_assert(TURN % kTogether == 0u && TURNS <= 2u, "rows that are added at a time are of one turn");
+
+    __device__ __forceinline__ uint8_t *row(uint32_t j) const
     {
-        return *reinterpret_cast<Note *>(row + (row_bytes + 15u) / 16u * 16u);
+        const uint32_t place = kIsEven ? j * pitch : j % TURN * pitch + j / TURN * next;
+        return shared_bytes() + first + place;
     }
-    __device__ __forceinline__ Note note(uint32_t j) const
+    __device__ __forceinline__ Note &note(uint32_t j) const
     {
-        return note_of(shared_bytes() + first + j * pitch, row_bytes);
+        return reinterpret_cast<Note *>(shared_bytes() + notes)[j];
     }
 };
 
 // ---- sums ----
 
 constexpr uint32_t kUnitBytes = 16; // of a row that a thread adds at a time
+
+// What rounds do with rows: add them, add them by their notes, compare them.
+enum Way : uint32_t { kPlainSums, kNotedSums, kMaxima, kWays };
+
+// A kind and a way in one number, so that rounds ask once.
+__host__ __device__ constexpr uint32_t task_of(ibp_float_kind kind, Way way) { return kind * kWays + way; }
+__device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
+{
+    return task_of(bags.kind, bags.mode == IBP_BAG_MAX                          ? kMaxima
+                              : bags.weights != nullptr || bags.padding_id >= 0 ? kNotedSums
+                                                                                : kPlainSums);
+}
 
 // The elements of a unit, of four bytes or of two, in their order: as floats or, of a maximum, as their bits, those of
 // two bytes in the upper half.
@@ -133,13 +151,13 @@ struct Unit {
         for (uint32_t e = 0; e < kMost; e++) values[e] /= divisor;
     }
     // The unit's bits.
-    __device__ __forceinline__ uint4 result(const ibp_bags &bags) const
+    __device__ __forceinline__ uint4 result(ibp_float_kind kind, bool is_maximum) const
     {
-        if (bags.kind == IBP_FLOAT32)
+        if (kind == IBP_FLOAT32)
             return make_uint4(bits_of_float(values[0]), bits_of_float(values[1]), bits_of_float(values[2]),
                               bits_of_float(values[3]));
-        if (bags.mode == IBP_BAG_MAX) return make_uint4(two_bits(0), two_bits(2), two_bits(4), two_bits(6));
-        if (bags.kind == IBP_FLOAT16)
+        if (is_maximum) return make_uint4(two_bits(0), two_bits(2), two_bits(4), two_bits(6));
+        if (kind == IBP_FLOAT16)
             return make_uint4(halves_of_floats(values[0], values[1]), halves_of_floats(values[2], values[3]),
                               halves_of_floats(values[4], values[5]), halves_of_floats(values[6], values[7]));
         return make_uint4(bfloat16s_of_floats(values[0], values[1]), bfloat16s_of_floats(values[2], values[3]),
@@ -156,7 +174,7 @@ struct Bounds {
     uint32_t begin, end;
 };
 
-// Shared memory of a team: its share, and what its threads know of their bags from round to round.
+// Shared memory of a team: its share, what its threads know of their bags from round to round, and notes.
 struct TeamMemory {
     uint32_t first; // byte
 
@@ -167,9 +185,14 @@ struct TeamMemory {
         const uint32_t place = 1u + i * kTeamThreads + threadIdx.x % kTeamThreads;
         return *reinterpret_cast<uint4 *>(shared_bytes() + first + place * sizeof(uint4));
     }
-    static __host__ __device__ __forceinline__ uint32_t num_bytes(uint32_t words_of_thread)
+    __device__ __forceinline__ uint32_t notes(uint32_t words_of_thread) const
     {
-        return (1u + words_of_thread * kTeamThreads) * static_cast<uint32_t>(sizeof(uint4));
+        return first + num_bytes(words_of_thread, 0);
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_bytes(uint32_t words_of_thread, uint32_t num_notes)
+    {
+        return (1u + words_of_thread * kTeamThreads) * static_cast<uint32_t>(sizeof(uint4)) +
+               (num_notes * static_cast<uint32_t>(sizeof(Note)) + 15u) / 16u * 16u;
     }
 };
 static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
@@ -188,18 +211,19 @@ template <uint32_t UNITS> struct Reducer {
     ibp_fault *const fault;
     const TeamMemory memory;
     const Share share;
-    const uint32_t lane_bits; // of the number of threads that share a bag
+    const uint32_t task, lane_bits; // lane_bits: of the number of threads that share a bag
 
     struct State {
         uint32_t bag, count;   // the open bag, and its rows that count
-        Bounds bounds, coming; // of the open bag, inside the share; of the next one, as the offsets have them
+        Bounds bounds, coming; // of the open bag, inside the share; of the next one, where there are offsets
         Unit units[UNITS];
     };
 
-    __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t num, uint32_t bytes, uint8_t *to,
-                                       ibp_fault *noted, TeamMemory kept)
-        : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(kept.share()),
-          lane_bits(bits_of_lanes(bytes))
+    // asked_task: task_of(asked).
+    __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t asked_task, uint32_t num, uint32_t bytes,
+                                       uint8_t *to, ibp_fault *noted, TeamMemory kept, const Share &of_team)
+        : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(of_team),
+          task(asked_task), lane_bits(bits_of_lanes(bytes))
     {
     }
     static __device__ __forceinline__ uint32_t bits_of_lanes(uint32_t row_bytes)
@@ -218,8 +242,11 @@ template <uint32_t UNITS> struct Reducer {
         return (lane() + (u << lane_bits)) * kUnitBytes;
     }
 
+    __device__ __forceinline__ bool takes_notes() const { return task % kWays != kPlainSums; }
+
     // ---- bags ----
 
+    // As the offsets have them.
     __device__ __forceinline__ Bounds bounds_of(uint32_t number) const
     {
         if (number >= share.last_bag) return {share.last, share.last};
@@ -229,15 +256,20 @@ template <uint32_t UNITS> struct Reducer {
     // share's.
     __device__ __forceinline__ void open(State &now) const
     {
-        const Bounds wanted = now.coming;
-        now.bounds.begin = max(share.first, ibp_min_u32(wanted.begin, share.last));
-        now.bounds.end = max(now.bounds.begin, ibp_min_u32(wanted.end, share.last));
         if (now.bag >= share.last_bag) return;
-        if (now.bounds.begin != wanted.begin)
-            note_offset(now.bag);
-        else if (now.bounds.end != wanted.end)
-            note_offset(now.bag + 1u);
-        now.coming = bounds_of(now.bag + num_open());
+        if (bags.offsets == nullptr) {
+            const auto bag_size = static_cast<uint32_t>(bags.bag_size), begin = bag_size * now.bag;
+            now.bounds = {begin, now.bag + 1u == bags.num_bags ? num_ids : begin + bag_size};
+        } else {
+            const Bounds wanted = now.coming;
+            now.bounds.begin = max(share.first, ibp_min_u32(wanted.begin, share.last));
+            now.bounds.end = max(now.bounds.begin, ibp_min_u32(wanted.end, share.last));
+            if (now.bounds.begin != wanted.begin)
+                note_offset(now.bag);
+            else if (now.bounds.end != wanted.end)
+                note_offset(now.bag + 1u);
+            now.coming = bounds_of(now.bag + num_open());
+        }
         now.count = 0;
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++)
@@ -255,7 +287,8 @@ template <uint32_t UNITS> struct Reducer {
     __device__ __forceinline__ State load() const
     {
         State now;
-        const uint4 a = memory.words(0), b = memory.words(1);
+        const uint4 a = memory.words(0);
+        const uint2 b = reinterpret_cast<const uint2 &>(memory.words(1));
         now.bag = a.x, now.count = a.y, now.bounds = {a.z, a.w}, now.coming = {b.x, b.y};
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++)
@@ -271,7 +304,7 @@ template <uint32_t UNITS> struct Reducer {
     __device__ __forceinline__ void keep(const State &now) const
     {
         memory.words(0) = make_uint4(now.bag, now.count, now.bounds.begin, now.bounds.end);
-        memory.words(1) = make_uint4(now.coming.begin, now.coming.end, 0, 0);
+        reinterpret_cast<uint2 &>(memory.words(1)) = make_uint2(now.coming.begin, now.coming.end);
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++)
 #pragma unroll
@@ -285,13 +318,13 @@ template <uint32_t UNITS> struct Reducer {
     __device__ __forceinline__ void close(State &now) const
     {
         uint8_t *const row = out + static_cast<int64_t>(now.bag) * row_bytes;
-        const bool is_even = row_bytes % kUnitBytes == 0u && aligned(out, kUnitBytes);
+        const bool is_even = (row_bytes | static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out))) % kUnitBytes == 0u;
         const bool divides = bags.mode == IBP_BAG_MEAN && now.count != 0u;
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++) {
             if (u != 0u && first_byte(u) >= row_bytes) break;
             if (divides) now.units[u].divide(static_cast<float>(now.count));
-            const uint4 words = now.units[u].result(bags);
+            const uint4 words = now.units[u].result(bags.kind, bags.mode == IBP_BAG_MAX);
             if (is_even)
                 *reinterpret_cast<uint4 *>(row + first_byte(u)) = words;
             else
@@ -310,24 +343,39 @@ template <uint32_t UNITS> struct Reducer {
     // ---- rows ----
 
     // Adds rows of the open bag, n from the j-th of the round on.
-    template <ibp_float_kind KIND, bool NOTES>
+    template <ibp_float_kind KIND, bool NOTES, class Rows>
     __device__ __forceinline__ void add_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
         if (!NOTES) now.count += n;
-#pragma unroll 4
-        for (; n != 0u; n--, j++) {
-            const Note note = NOTES ? rows.note(j) : Note{1.0f, 0u};
-            if (NOTES) now.count += !note.is_padding;
+        const auto is_block = [&] { return n >= kTogether && (Rows::kIsEven || j % kTogether == 0u); };
+#pragma unroll 1
+        while (n != 0u) {
+#pragma unroll 1
+            for (; is_block(); n -= kTogether, j += kTogether) {
+                const uint8_t *const row = rows.row(j) + first_byte(0);
 #pragma unroll
-            for (uint32_t u = 0; u < UNITS; u++) {
-                if (u != 0u && first_byte(u) >= row_bytes) break;
-                uint4 words = *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u));
-                if (NOTES && note.is_padding) words = make_uint4(0, 0, 0, 0);
-                now.units[u].template add<KIND>(words, note.weight);
+                for (uint32_t k = 0; k < kTogether; k++)
+                    add_row<KIND, NOTES>(now, row + k * rows.pitch, NOTES ? rows.note(j + k) : kNoNote);
             }
+#pragma unroll 1
+            for (; n != 0u && !is_block(); n--, j++)
+                add_row<KIND, NOTES>(now, rows.row(j) + first_byte(0), NOTES ? rows.note(j) : kNoNote);
         }
     }
-    template <ibp_float_kind KIND>
+    // row: the thread's first unit.
+    template <ibp_float_kind KIND, bool NOTES>
+    __device__ __forceinline__ void add_row(State &now, const uint8_t *row, Note note) const
+    {
+        if (NOTES) now.count += !note.is_padding;
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++) {
+            if (u != 0u && first_byte(u) >= row_bytes) break;
+            uint4 words = *reinterpret_cast<const uint4 *>(row + (u << lane_bits) * kUnitBytes);
+            if (NOTES && note.is_padding) words = make_uint4(0, 0, 0, 0);
+            now.units[u].template add<KIND>(words, note.weight);
+        }
+    }
+    template <ibp_float_kind KIND, class Rows>
     __device__ __forceinline__ void compare_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
 #pragma unroll 1
@@ -341,57 +389,54 @@ template <uint32_t UNITS> struct Reducer {
             now.count++;
         }
     }
-    template <ibp_float_kind KIND>
+    template <ibp_float_kind KIND, class Rows>
+    __device__ __forceinline__ void reduce_otherwise(State &now, const Rows &rows, uint32_t j, uint32_t n) const
+    {
+        if (task % kWays == kMaxima)
+            compare_rows<KIND>(now, rows, j, n);
+        else
+            add_rows<KIND, true>(now, rows, j, n);
+    }
+    // Asks for the most usual tasks first.
+    template <class Rows>
     __device__ __forceinline__ void reduce(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
-        if (bags.mode == IBP_BAG_MAX)
-            compare_rows<KIND>(now, rows, j, n);
-        else if (bags.weights != nullptr || bags.padding_id >= 0)
-            add_rows<KIND, true>(now, rows, j, n);
+        if (task == task_of(IBP_FLOAT32, kPlainSums))
+            add_rows<IBP_FLOAT32, false>(now, rows, j, n);
+        else if (task == task_of(IBP_BFLOAT16, kPlainSums))
+            add_rows<IBP_BFLOAT16, false>(now, rows, j, n);
+        else if (task == task_of(IBP_FLOAT16, kPlainSums))
+            add_rows<IBP_FLOAT16, false>(now, rows, j, n);
+        else if (bags.kind == IBP_FLOAT32)
+            reduce_otherwise<IBP_FLOAT32>(now, rows, j, n);
+        else if (bags.kind == IBP_FLOAT16)
+            reduce_otherwise<IBP_FLOAT16>(now, rows, j, n);
         else
-            add_rows<KIND, false>(now, rows, j, n);
+            reduce_otherwise<IBP_BFLOAT16>(now, rows, j, n);
     }
 
-    __device__ __forceinline__ void add_round(State &now, const Rows &rows, uint32_t first, uint32_t n) const
+    // Opens the team's first bags.
+    __device__ __forceinline__ void begin() const
     {
-        const uint32_t stop = first + n;
+        State now{};
+        now.bag = first_byte(0) < row_bytes ? share.first_bag + (rank() >> lane_bits) : share.last_bag;
+        if (bags.offsets != nullptr) now.coming = bounds_of(now.bag);
+        open(now);
+        keep(now);
+    }
+    // Adds the rows with the numbers from `first` up to `stop`, and writes the bags that end with them.
+    template <class Rows> __device__ __forceinline__ void add(const Rows &rows, uint32_t first, uint32_t stop) const
+    {
+        State now = load();
         while (now.bag < share.last_bag) {
             const uint32_t from = max(now.bounds.begin, first), to = ibp_min_u32(now.bounds.end, stop);
-            if (from < to) {
-                if (bags.kind == IBP_FLOAT32)
-                    reduce<IBP_FLOAT32>(now, rows, from - first, to - from);
-                else if (bags.kind == IBP_FLOAT16)
-                    reduce<IBP_FLOAT16>(now, rows, from - first, to - from);
-                else
-                    reduce<IBP_BFLOAT16>(now, rows, from - first, to - from);
-            }
+            if (from < to) reduce(now, rows, from - first, to - from);
             if (now.bounds.end > stop) break;
             close(now);
             now.bag += num_open();
             open(now);
         }
-    }
-
-    // Opens the team's first bags. Its share is in memory.
-    static __device__ __noinline__ void begin(const ibp_bags &bags, uint32_t num_ids, uint32_t row_bytes, uint8_t *out,
-                                              ibp_fault *fault, TeamMemory memory)
-    {
-        const Reducer reducer(bags, num_ids, row_bytes, out, fault, memory);
-        State now{};
-        now.bag = reducer.first_byte(0) < row_bytes ? reducer.share.first_bag + (rank() >> reducer.lane_bits)
-                                                    : reducer.share.last_bag;
-        now.coming = reducer.bounds_of(now.bag);
-        reducer.open(now);
-        reducer.keep(now);
-    }
-    // Adds the n rows from number `first` on, and writes the bags that end with them.
-    static __device__ __noinline__ void add(const ibp_bags &bags, uint32_t num_ids, const Rows rows, uint8_t *out,
-                                            ibp_fault *fault, TeamMemory memory, uint32_t first, uint32_t n)
-    {
-        const Reducer reducer(bags, num_ids, rows.row_bytes, out, fault, memory);
-        State now = reducer.load();
-        reducer.add_round(now, rows, first, n);
-        reducer.keep(now);
+        keep(now);
     }
 };
 

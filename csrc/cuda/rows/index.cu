@@ -84,6 +84,35 @@ __global__ void __launch_bounds__(kIndexThreads)
     if (threadIdx.x == 0) atomicAdd(survey, bytes);
 }
 
+// Copies parts of overflow to where a table's index says: 32 rows, which share a base, a warp.
+static __global__ void move_parts(const __grid_constant__ ibp_table table, const __grid_constant__ ibp_place from,
+                                  uint8_t *overflow)
+{
+    const int64_t num_bytes = ibp_bytes_of_table(&table), step = int64_t{gridDim.x} * kIndexThreads;
+    const uint32_t row_bytes = table.codebook.row_bytes;
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
+    for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r - lane_id() < num_rows; r += step) {
+        uint32_t room = 0;
+        if (r < num_rows)
+            room = ibp_room_of(table.lengths[r], row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), table.slot_bytes);
+        uint32_t with_room = __ballot_sync(kAllLanes, room != 0u);
+        if (with_room == 0u) continue;
+        uint32_t sum = room;
+#pragma unroll
+        for (uint32_t i = 1; i < kWarp; i *= 2) sum = add_from_below<kWarp>(sum, i);
+        const uint64_t to = table.bases[ibp_base_of_row(&table, r - lane_id())] + sum - room,
+                       start = room != 0u ? from.bases[r] : 0u;
+        for (; with_room != 0u; with_room &= with_room - 1u) {
+            const uint32_t lane = ibp_popcount((with_room & (0u - with_room)) - 1u),
+                           count = __shfl_sync(kAllLanes, room, lane);
+            const uint64_t source = __shfl_sync(kAllLanes, start, lane), target = __shfl_sync(kAllLanes, to, lane);
+            if (ibp_part_in_bounds(source, count, from.table.overflow_bytes) &&
+                ibp_part_in_bounds(target, count, table.overflow_bytes))
+                for (uint32_t i = lane_id(); i < count; i += kWarp) overflow[target + i] = from.overflow[source + i];
+        }
+    }
+}
+
 static Launch plan_index(int64_t num_rows) { return plan_jobs(num_rows, kIndexThreads, 512, kIndexThreads); }
 
 } // namespace ibp
@@ -116,4 +145,17 @@ extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_
     if (lengths == nullptr || survey == nullptr) return IBP_INVALID_ARGUMENT;
     return ibp::launch_kernel(ibp::survey_rows, ibp::plan_index(num_rows), stream, lengths, num_bytes, num_rows,
                               row_bytes, reinterpret_cast<unsigned long long *>(survey));
+}
+
+extern "C" ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
+                                          ibp_stream stream)
+{
+    if (table == nullptr || from == nullptr || ibp_check_table_fields(table) != IBP_OK || !ibp_is_place(from))
+        return IBP_INVALID_ARGUMENT;
+    const int64_t num_rows = ibp_num_rows(table);
+    if (table->overflow_bytes == 0 || num_rows == 0) return IBP_OK;
+    const bool fit = ibp_num_rows(&from->table) == num_rows && table->rows_per_base != 1u && from->bases != nullptr;
+    if (!fit || table->lengths == nullptr || table->bases == nullptr || overflow == nullptr)
+        return IBP_INVALID_ARGUMENT;
+    return ibp::launch_kernel(ibp::move_parts, ibp::plan_index(num_rows), stream, *table, *from, overflow);
 }

@@ -8,6 +8,7 @@ group, is kept in numpy arrays for all groups at once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -50,21 +51,18 @@ def learn(request: Request) -> Codebook:
     return max(found, key=lambda best: best.savings[0]).codebooks()[0]
 
 
-def estimate(rows: torch.Tensor, row_bytes: int, num_rows: int) -> float:
-    """The share of a table's bytes that masks save or somewhat more, by a sample of its rows.
+def estimates(rows: torch.Tensor, row_bytes: int, num_rows: int) -> Iterator[float]:
+    """Each the share of a table's bytes that masks save or somewhat more, by a sample of its rows: what takes little
+    time first.
 
     Args:
         rows: uint8 [n * row_bytes], whole rows on the CPU.
         num_rows: of the table. For few of them masks that differ from chunk to chunk take more bytes than they save.
     """
-    most = 1.0
+    is_few = num_rows < _LEAST_MASKED_ROWS and row_bytes % max(CHUNK_BYTES) == 0
+    yield float(torch.ops.ibp.estimate_masks.default(rows, max(CHUNK_BYTES) if is_few else row_bytes))
     if num_rows == 1:
-        most -= min(_single_row_bytes(rows.numpy(), size) for size in CHUNK_BYTES) / row_bytes
-    if most <= 0:
-        return most
-    if num_rows < _LEAST_MASKED_ROWS and row_bytes % max(CHUNK_BYTES) == 0:
-        row_bytes = max(CHUNK_BYTES)
-    return min(most, float(torch.ops.ibp.estimate_masks.default(rows, row_bytes)))
+        yield 1 - min(_single_row_bytes(rows.numpy(), size) for size in CHUNK_BYTES) / row_bytes
 
 
 def _single_row_bytes(row: np.ndarray, chunk_bytes: int) -> int:

@@ -178,7 +178,7 @@ class PlanesCodebook(AnyCodebook):
         fields["entries"] = torch.from_numpy(entries).view(num_live if fields["per_column"] else 1, -1)
         fields.update(digit_bits=tuple(codec[15:]), live_columns=live, row_template=row_template, expected_savings=None)
         book = object.__new__(cls)
-        book._finish(words, **fields, _shared=words.numpy()[:start].tobytes())
+        book._finish(words, **fields, codec=codec, _shared=words.numpy()[:start].tobytes())
         return book
 
     def _checked_numbers(self, width: int) -> dict[str, Any]:
