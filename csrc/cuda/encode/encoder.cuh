@@ -17,7 +17,8 @@
 //     };
 //
 //     Group          the threads that encode one row together
-//     kBlocks        blocks of kMostEncodeThreads for which an SM has registers
+//     kBlocks        blocks of kMostEncodeThreads, or where rows are measured of Group::kThreads, for which an SM has
+//                    registers
 //     kFillsStage    whether encode writes every byte of the coded row, and reads none
 //     kTogether      whether the groups of a block begin their rows together: where a row takes many instructions, and
 //                    each of them once, warps wait for them, and those that are at the same place wait once

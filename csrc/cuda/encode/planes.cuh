@@ -4,7 +4,7 @@
 // A symbol's *code* says at once all that becomes of it: bit 8p is set if it escapes plane p, bits 8p + 4 to 8p + 7
 // are its digit there.
 // Codes of up to 16 elements add up in bytes to the escapes of a lane; sums of lanes take 16 bits each.
-// Measuring takes some 95 instructions a step of 512 bytes of 16-bit elements where a table has the codes of all
+// Measuring takes some 55 instructions a step of 512 bytes of 16-bit elements where a table has the codes of all
 // symbols. Encoding counts first, to know where the parts are, and is bound by issue: some 350.
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
@@ -26,7 +26,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
     using Group = EncodeGroup<LANES>;
     using G = Group;
-    static constexpr uint32_t kBlocks = 1;
+    static constexpr uint32_t kBlocks = MEASURES && LISTED ? 5 : 1;
     static constexpr bool kFillsStage = false, kTogether = LISTED && LANES <= kWarp;
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),

@@ -14,8 +14,16 @@
 
 namespace ibp {
 
+// Whether a row of `valid` bytes may be a default one, where it would have so many bytes as coded.
 template <class Encoder>
-__global__ void __launch_bounds__(Encoder::Group::kThreads, 5)
+__device__ __forceinline__ bool may_be_default(const ibp_codebook &cb, const Encoder &encoder, uint32_t bytes,
+                                               uint32_t valid)
+{
+    return bytes <= encoder.default_bytes() || valid < cb.row_bytes;
+}
+
+template <class Encoder>
+__global__ void __launch_bounds__(Encoder::Group::kThreads, Encoder::kBlocks)
     measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_bytes,
                  const int64_t num_rows, uint16_t *lengths)
 {
@@ -28,8 +36,8 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads, 5)
         // Whether it is a default row is looked up when its bytes are near: few rows are.
         const uint32_t bytes = choose_cluster(cb, encoder, row).bytes;
         uint32_t length = ibp_length_of_coded(bytes, cb.row_bytes, row.valid);
-        const bool may_be_default = bytes <= encoder.default_bytes() || row.valid < cb.row_bytes;
-        if (may_be_default && is_default<G>(cb, row, row.valid)) length = IBP_DEFAULT_LENGTH(cb.row_bytes);
+        if (may_be_default(cb, encoder, bytes, row.valid) && is_default<G>(cb, row, row.valid))
+            length = IBP_DEFAULT_LENGTH(cb.row_bytes);
         if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
 }
@@ -64,17 +72,17 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
 {
     using G = typename Encoder::Group;
     const uint32_t marker = IBP_DEFAULT_LENGTH(cb.row_bytes);
-    uint32_t length = 0;
+    uint32_t length = 0, coded = 0;
     if (cb.scheme != IBP_SCHEME_RAW && expected != 0u && expected != marker) {
         const bool numbered = ibp_has_clusters(&cb);
         const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
         if (numbered && G::lane() == 0u) stage.or_bits(0, k);
-        const uint32_t most = ibp_min_u32(valid, marker) - 1u,
-                       coded = of_cluster(encoder, cb, k).encode(row, stage, numbered ? 8u : 0u, most);
+        const uint32_t most = ibp_min_u32(valid, marker) - 1u;
+        coded = of_cluster(encoder, cb, k).encode(row, stage, numbered ? 8u : 0u, most);
         if (coded <= most) length = coded;
     }
-    const bool may_be_default = expected == kAnyLength || expected == marker;
-    if (may_be_default && cb.scheme != IBP_SCHEME_RAW && is_default<G>(cb, row, valid)) return marker;
+    const bool looks = expected == marker || (expected == kAnyLength && may_be_default(cb, encoder, coded, valid));
+    if (looks && cb.scheme != IBP_SCHEME_RAW && is_default<G>(cb, row, valid)) return marker;
     if (length == 0u) {
         G::sync(); // all have written
         stage_raw<G>(row, valid, stage);

@@ -161,8 +161,10 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             put_run(stage, position, run);
         else if constexpr (kRun == 4)
             *reinterpret_cast<uint4 *>(to) = make_uint4(run[0], run[1], run[2], run[3]);
-        else
+        else if constexpr (kRun == 2)
             *reinterpret_cast<uint2 *>(to) = make_uint2(run[0], run[1]);
+        else
+            *to = run[0];
     }
     // 128 bits.
     struct Packed {
