@@ -277,9 +277,9 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
             plan_resident(reinterpret_cast<const void *>(kernel), groups * lanes, table_bytes + groups * group_bytes,
                           encode.source.num_rows, groups, encode.max_sms, &launch);
     if (status != IBP_OK) return status;
-    const RowsJob job{encode.place,   RowSource::of(encode.source, cb.row_bytes),
-                      encode.row_ids, encode.first_row,
-                      encode.pass,    encode.fault};
+    const RowsJob job{encode.place,          RowSource::of(encode.source, cb.row_bytes),
+                      encode.row_ids,        encode.first_row,
+                      encode.pass == kSlots, encode.fault};
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 
