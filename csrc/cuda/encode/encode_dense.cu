@@ -4,17 +4,18 @@
 
 namespace ibp {
 
-template <typename T> struct DenseEncoders {
-    template <uint32_t LANES> using Of = PlanesEncoder<T, false, LANES>;
+template <typename T, bool MEASURES> struct DenseEncoders {
+    template <uint32_t LANES> using Of = PlanesEncoder<T, false, LANES, kAllFields, MEASURES>;
 };
 
-template <class Call> static ibp_status launch(const Call &call)
+template <bool MEASURES, class Call> static ibp_status launch(const Call &call)
 {
-    return by_element(codebook_of(call),
-                      [&](auto zero) { return launch_by_lanes<DenseEncoders<decltype(zero)>::template Of>(call); });
+    return by_element(codebook_of(call), [&](auto zero) {
+        return launch_by_lanes<DenseEncoders<decltype(zero), MEASURES>::template Of>(call);
+    });
 }
 
-ibp_status measure_dense(const Measure &measure) { return launch(measure); }
-ibp_status encode_dense(const Encode &encode) { return launch(encode); }
+ibp_status measure_dense(const Measure &measure) { return launch<true>(measure); }
+ibp_status encode_dense(const Encode &encode) { return launch<false>(encode); }
 
 } // namespace ibp

@@ -68,6 +68,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
             residuals[2] = permute_bytes(rotated[2], rotated[3], 0x6542);
         }
     }
+    __device__ __forceinline__ uint32_t default_bytes() const { return ~0u; }
     // Bits of a row as coded.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {

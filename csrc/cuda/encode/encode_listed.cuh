@@ -17,14 +17,19 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     using Group = typename Base::Group;
     using G = Group;
     using Base::columns, Base::planes, Base::row_bytes;
-    static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane, kStepBytes = Base::kStepBytes;
+    static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane;
+
+    // A lane takes vectors that lie side by side, so that it has bits of the bitmaps side by side, which `Bits` holds.
+    static constexpr uint32_t kVectors = sizeof(T) == 1 ? 2 : 4, kPerStep = kVectors * kPerLane;
+    using Bits = std::conditional_t<kPerStep == 32u, uint32_t, uint16_t>;
 
     using Base::Base;
 
-    // Shared memory of a group behind its stage: the listed elements, whole lanes of them, and the bitmap.
+    // Shared memory of a group behind its stage: the listed elements, whole lanes of them, behind them columns of two
+    // bytes, a quarter of all at most, or as many as are not listed; and the bitmaps.
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
     {
-        return (row_bytes + 63u) / 64u * 64u;
+        return (row_bytes + (sizeof(T) == 1 ? row_bytes / 2u : 0u) + 63u) / 64u * 64u;
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
@@ -35,113 +40,83 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // A row being coded.
     struct Work {
         const BitStage &stage;
-        T *elements;     // rotated; then symbols that escape
-        uint8_t *bitmap; // a bit a column
-        uint8_t *signs;  // likewise the highest bits, where the default has any
+        T *elements;  // as they are in the row; then symbols that escape
+        Bits *bitmap; // a bit a column
+        Bits *signs;  // likewise the highest bits of those that are not listed, where the default has any
         uint32_t num_listed;
-        bool closed; // all listed ones equal the closed value
     };
     __device__ __forceinline__ Work work_in(const BitStage &stage) const
     {
         uint8_t *const scratch = reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes);
-        uint8_t *const bitmap = scratch + elements_bytes(row_bytes);
-        return {stage, reinterpret_cast<T *>(scratch), bitmap, bitmap + (columns + 127u) / 128u * 16u, 0, false};
+        Bits *const bitmap = reinterpret_cast<Bits *>(scratch + elements_bytes(row_bytes));
+        return {stage, reinterpret_cast<T *>(scratch), bitmap, bitmap + (columns + 127u) / 128u * (128u / kPerStep), 0};
     }
 
     // ---- listed elements ----
 
-    // Bits of a lane's elements, from a column on, in a bitmap. By all lanes together, also those past the row's end.
-    __device__ __forceinline__ void keep_bits(uint8_t *bitmap, uint32_t column, uint32_t bits) const
+    // Puts the listed elements side by side, and makes the bitmaps.
+    __device__ __forceinline__ void gather_listed(const PlainRow &row, Work &work) const
     {
-        uint8_t *const to = bitmap + column / 8u;
-        if (kPerLane == 4u) { // two lanes have a byte together
-            bits |= __shfl_xor_sync(G::mask(), bits, 1) << 4;
-            if (G::lane() % 2u != 0u) return;
-        }
-        if (column >= columns) return;
-        if (kPerLane == 16u)
-            *reinterpret_cast<uint16_t *>(to) = static_cast<uint16_t>(bits);
-        else
-            *to = static_cast<uint8_t>(bits);
-    }
-    __device__ __forceinline__ uint32_t kept_bits(const uint8_t *bitmap, uint32_t column) const
-    {
-        if (kPerLane == 16u) return *reinterpret_cast<const uint16_t *>(bitmap + column / 8u);
-        return bitmap[column / 8u] >> column % 8u & ((1u << kPerLane) - 1u);
-    }
-
-    // Makes the bitmaps, and counts the listed elements.
-    __device__ __forceinline__ void find_listed(const PlainRow &row, Work &work) const
-    {
-        const bool whole = row.is_whole(row_bytes);
-        uint32_t sums[2] = {}; // listed ones; lanes that have one which differs from the closed value
-#pragma unroll 2
-        for (uint32_t base = 0; base < row_bytes; base += kStepBytes) {
-            const uint32_t first = base + kVector * G::lane(), column = first / static_cast<uint32_t>(sizeof(T));
-            uint32_t word[4] = {}, listed = 0;
-            if (first < row_bytes) {
-                row.load(first, whole, word);
-                listed = low_bits(
-                    Base::different_from(static_cast<T>(planes.default_value), !Book::signed_default(planes), word),
-                    ibp_min_u32(columns - column, kPerLane));
-                if (sums[1] == 0u)
-                    sums[1] = (listed & Base::different_from(static_cast<T>(planes.closed_value), true, word)) != 0u;
-            }
-            keep_bits(work.bitmap, column, listed);
-            if (Book::signed_default(planes)) keep_bits(work.signs, column, Base::signs_of(word));
-            sums[0] += ibp_popcount(listed);
-        }
-        G::sum(sums);
-        work.num_listed = sums[0], work.closed = sums[0] != 0u && sums[1] == 0u;
-        G::sync(); // the bitmaps are there
-    }
-    // Puts the listed elements side by side.
-    __device__ __forceinline__ void gather_listed(const PlainRow &row, const Work &work) const
-    {
-        constexpr uint32_t kSteps = 2;
-        const bool whole = row.is_whole(row_bytes);
-        uint32_t num_listed = 0;
+        const bool is_whole = row.is_whole(row_bytes), has_signs = Book::signed_default(planes);
+        const uint32_t normal = this->normal_word(), bits = this->listing_bits() * Base::kLowest;
 #pragma unroll 1
-        for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
-            uint32_t words[kSteps][4] = {}, listed[kSteps] = {};
+        for (uint32_t base = 0; base < columns; base += kPerStep * LANES) {
+            const uint32_t column = base + kPerStep * G::lane();
+            uint32_t words[kVectors][4], ones[4u * kVectors], signs = 0;
+            this->load_vectors(row, column * static_cast<uint32_t>(sizeof(T)), kVector, is_whole, words);
 #pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) {
-                const uint32_t first = base + s * kStepBytes + kVector * G::lane();
-                if (first >= row_bytes) continue;
-                row.load(first, whole, words[s]);
-                listed[s] = kept_bits(work.bitmap, first / static_cast<uint32_t>(sizeof(T)));
-            }
-#pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) this->rotate(words[s]); // when all are on their way
-            const uint32_t counts[1] = {ibp_popcount(listed[0]) | ibp_popcount(listed[1]) << 16};
+            for (uint32_t i = 0; i < 4u * kVectors; i++)
+                ones[i] = Base::ones_of((words[i / 4u][i % 4u] ^ normal) & bits);
+            const uint32_t listed = Base::bits_of(ones), count[1] = {ibp_popcount(listed)};
             uint32_t before[1], total[1];
-            G::scan(counts, before, total);
+            G::scan(count, before, total);
+            T *to = work.elements + work.num_listed + before[0];
 #pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) {
-                T *to = work.elements + num_listed + (before[0] >> 16u * s & 0xffffu);
-#pragma unroll
-                for (uint32_t e = 0; e < kPerLane; e++) {
-                    const uint32_t is_listed = listed[s] & 1u << e;
-                    if (is_listed != 0u) *to = Base::element(words[s], e);
-                    to += is_listed >> e;
-                }
-                num_listed += total[0] >> 16u * s & 0xffffu;
+            for (uint32_t e = 0; e < kPerStep; e++) {
+                if ((listed >> e & 1u) == 0u) continue;
+                *to = Base::element(words[e / kPerLane], e % kPerLane);
+                to += 1;
             }
+            work.num_listed += total[0];
+            if (has_signs)
+#pragma unroll
+                for (uint32_t e = kPerStep; e-- > 0;) // those of the others, the last one first
+                    if ((listed >> e & 1u) == 0u)
+                        signs = __funnelshift_l(top_element(words[e / kPerLane], e % kPerLane), signs, 1);
+            if (column >= columns) continue;
+            work.bitmap[column / kPerStep] = static_cast<Bits>(listed);
+            if (has_signs) work.signs[column / kPerStep] = static_cast<Bits>(signs);
         }
-        G::sync(); // the elements are there
+        G::sync(); // all of it is there
+    }
+    // An element of four words, in the highest bits.
+    static __device__ __forceinline__ uint32_t top_element(const uint32_t (&words)[4], uint32_t e)
+    {
+        return words[e / Base::kPerWord] << (Base::kPerWord - 1u - e % Base::kPerWord) * kBits;
+    }
+    // Whether there are listed elements, and all equal the closed value.
+    __device__ __forceinline__ bool is_closed(const Work &work) const
+    {
+        for (uint32_t base = 0; base < work.num_listed; base += LANES) {
+            const uint32_t i = base + G::lane();
+            if (G::any(i < work.num_listed && work.elements[i] != static_cast<T>(planes.closed_value))) return false;
+        }
+        return work.num_listed != 0u;
     }
 
     // ---- positions ----
 
+    // Those of a list are put side by side first, behind the elements, so that every lane has as many.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
-        const uint32_t *const words = reinterpret_cast<const uint32_t *>(work.bitmap);
-        uint32_t named_before = 0;
+        auto *const list = reinterpret_cast<uint16_t *>(
+            work.elements + (sizeof(T) == 1 ? work.num_listed + work.num_listed % 2u : work.num_listed));
+        uint32_t num = 0;
 #pragma unroll 1
-        for (uint32_t base = 0; base < columns; base += 32u * LANES) {
-            const uint32_t first = base + 32u * G::lane(),
-                           held = ibp_min_u32(columns - ibp_min_u32(first, columns), 32u);
-            uint32_t named = held != 0u ? low_bits(words[first / 32u], held) : 0u;
+        for (uint32_t base = 0; base < columns; base += kPerStep * LANES) {
+            const uint32_t first = base + kPerStep * G::lane(),
+                           held = ibp_min_u32(columns - ibp_min_u32(first, columns), kPerStep);
+            uint32_t named = held != 0u ? work.bitmap[first / kPerStep] : 0u;
             if (!form.is_list) {
                 work.stage.or_bits(start + first, named);
                 continue;
@@ -150,60 +125,37 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             const uint32_t count[1] = {ibp_popcount(named)};
             uint32_t before[1], total[1];
             G::scan(count, before, total);
-            put_list(work.stage, form, start, named, first, named_before + before[0]);
-            named_before += total[0];
+            uint16_t *to = list + num + before[0];
+            for (; named != 0u; named &= named - 1u) *to++ = static_cast<uint16_t>(first + lowest_of(named));
+            num += total[0];
+        }
+        G::sync(); // the list is there
+        const uint32_t low = start + to_byte(form.upper_bits), num_bits = form.low_bits;
+#pragma unroll 1
+        for (uint32_t i = G::lane(); i < num; i += LANES) {
+            const uint32_t column = list[i], upper = start + (column >> num_bits) + i;
+            work.stage.or_word(upper / 32u, 1u << upper % 32u);
+            work.stage.or_bits(low + i * num_bits, low_bits(column, num_bits));
         }
     }
     // The highest bits of the elements that are not listed, from bit `start` on.
     __device__ __forceinline__ void put_signs(const Work &work, uint32_t start) const
     {
-        const uint32_t *const listed = reinterpret_cast<const uint32_t *>(work.bitmap),
-                              *const signs = reinterpret_cast<const uint32_t *>(work.signs);
-        uint32_t all_before = 0;
+        uint32_t others = 0;
 #pragma unroll 1
-        for (uint32_t base = 0; base < columns; base += 32u * LANES) {
-            const uint32_t first = base + 32u * G::lane(),
-                           held = ibp_min_u32(columns - ibp_min_u32(first, columns), 32u);
-            const uint32_t others = held != 0u ? low_bits(~listed[first / 32u], held) : 0u;
-            const uint32_t count[1] = {ibp_popcount(others)};
-            uint32_t before[1], total[1];
+        for (uint32_t base = 0; base < columns; base += kPerStep * LANES) {
+            const uint32_t column = base + kPerStep * G::lane(),
+                           held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerStep);
+            uint32_t count[1] = {0}, before[1], total[1];
+            if (held != 0u) count[0] = held - ibp_popcount(work.bitmap[column / kPerStep]);
             G::scan(count, before, total);
-            if (others != 0u)
-                work.stage.or_bits(start + all_before + before[0], ibp_extract(signs[first / 32u], others));
-            all_before += total[0];
+            if (held != 0u)
+                work.stage.or_bits(start + others + before[0],
+                                   low_bits(uint32_t{work.signs[column / kPerStep]}, count[0]));
+            others += total[0];
         }
     }
-    // Puts the positions first + i for every bit i of `named`. rank: the first one's. Their upper bits lie in 64 bits
-    // at most.
-    static __device__ __forceinline__ void put_list(const BitStage &stage, const ibp_position_form &form,
-                                                    uint32_t start, uint32_t named, uint32_t first, uint32_t rank)
-    {
-        const uint32_t group = first >> form.low_bits;
-        uint64_t upper = 0;
-        BitWriter low(stage, start + to_byte(form.upper_bits) + rank * form.low_bits);
-        for (uint32_t i = 0; named != 0u; named &= named - 1u, i++) {
-            const uint32_t column = first + ibp_popcount((named & (0u - named)) - 1u);
-            upper |= uint64_t{1} << ((column >> form.low_bits) - group + i);
-            low.push(low_bits(column, form.low_bits), form.low_bits);
-        }
-        stage.or_bits(start + group + rank, upper);
-        low.finish();
-    }
-
     // ---- values ----
-
-    // Codes the values, which begin with a bit, into at most most_bits of the stage. Returns where they end.
-    __device__ __forceinline__ uint32_t put_all(const Work &work, uint32_t start, uint32_t most_bits) const
-    {
-        return this->put_values(work.stage, work.num_listed, start, most_bits,
-                                reinterpret_cast<typename Base::Symbol *>(work.elements),
-                                [&](uint32_t first, uint32_t(&words)[Base::kOctets][Base::kWords]) {
-#pragma unroll
-                                    for (uint32_t i = 0; i < Base::kOctets * Base::kWords; i++)
-                                        words[i / Base::kWords][i % Base::kWords] =
-                                            reinterpret_cast<const uint32_t *>(work.elements + first)[i];
-                                });
-    }
 
     // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end;
     // where these are more than most_bytes, the stage holds anything.
@@ -211,18 +163,26 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
                                                uint32_t most_bytes) const
     {
         Work work = work_in(stage);
-        find_listed(row, work);
+        gather_listed(row, work);
         const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
-        if (G::lane() == 0u) stage.or_bits(start_bit, k | (work.closed ? ibp_closed_bit(columns) : 0u));
+        const bool closed = is_closed(work);
+        if (G::lane() == 0u) stage.or_bits(start_bit, k | (closed ? ibp_closed_bit(columns) : 0u));
         ibp_position_form form{};
         if (k != 0u) form = this->choose_form(k);
         const uint32_t signs = positions + 8u * form.num_bytes, values = signs + this->sign_bits(k);
         if (values > 8u * most_bytes) return values / 8u;
         if (k != 0u) put_positions(work, form, positions);
         if (Book::signed_default(planes)) put_signs(work, signs);
-        if (k == 0u || work.closed) return values / 8u;
-        gather_listed(row, work);
-        return put_all(work, values, 8u * most_bytes) / 8u;
+        if (k == 0u || closed) return values / 8u;
+        const auto load = [&](uint32_t first, uint32_t(&words)[Base::kOctets][Base::kWords]) {
+#pragma unroll
+            for (uint32_t i = 0; i < Base::kWords; i++)
+                words[0][i] = reinterpret_cast<const uint32_t *>(work.elements + first)[i];
+            this->rotate(words[0]);
+        };
+        return this->put_values(stage, k, values, 8u * most_bytes,
+                                reinterpret_cast<typename Base::Symbol *>(work.elements), load) /
+               8u;
     }
 };
 

@@ -71,6 +71,7 @@ template <uint32_t LANES> struct MasksEncoder {
         return lane;
     }
 
+    __device__ __forceinline__ uint32_t default_bytes() const { return ~0u; }
     // Exact bits of a row as coded.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {

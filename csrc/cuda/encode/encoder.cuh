@@ -12,11 +12,13 @@
 //         SomeEncoder(const ibp_codebook &, uint32_t *table);
 //         void select(const ibp_codebook &, uint32_t k);
 //         uint32_t measure(const PlainRow &row) const;
+//         uint32_t default_bytes() const;
 //         uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t most_bytes) const;
 //     };
 //
 //     Group          the threads that encode one row together
-//     kBlocks        blocks of kMostEncodeThreads for which an SM has registers
+//     kBlocks        blocks of kMostEncodeThreads, or where rows are measured of Group::kThreads, for which an SM has
+//                    registers
 //     kFillsStage    whether encode writes every byte of the coded row, and reads none
 //     kTogether      whether the groups of a block begin their rows together: where a row takes many instructions, and
 //                    each of them once, warps wait for them, and those that are at the same place wait once
@@ -24,6 +26,7 @@
 //     scratch_bytes  shared memory of a group behind its stage; a multiple of 16
 //     select         makes it the encoder for rows of cluster k; k is 0 where there is one cluster
 //     measure        bits of the coded row
+//     default_bytes  the most bytes, with the number of a cluster, that a whole default row would have as coded
 //     encode         bytes with which the bits of the coded row end
 //
 // An encoder may rely on this:
@@ -154,10 +157,14 @@ template <uint32_t LANES> struct EncodeGroup {
     // The least of all lanes of this warp that belong to the group.
     static __device__ __forceinline__ uint32_t min_in_warp(uint32_t v)
     {
+        if constexpr (kWidth == kWarp) {
+            return __reduce_min_sync(kAllLanes, v);
+        } else {
 #pragma unroll
-        for (uint32_t step = kWidth / 2; step > 0; step /= 2)
-            v = ibp_min_u32(v, __shfl_xor_sync(mask(), v, step, kWidth));
-        return v;
+            for (uint32_t step = kWidth / 2; step > 0; step /= 2)
+                v = ibp_min_u32(v, __shfl_xor_sync(mask(), v, step, kWidth));
+            return v;
+        }
     }
     static __device__ __forceinline__ uint32_t sum_in_warp(uint32_t v)
     {
@@ -347,6 +354,15 @@ struct BitStage {
             const uint32_t word = __funnelshift_l(i == 0u ? 0u : bits[i - 1u], i == N ? 0u : bits[i % N], shift);
             if (word != 0u) atomicOr(to + i, word);
         }
+    }
+    // The same where only the last word is likely to be zero: to look takes more than an access.
+    template <uint32_t N> __device__ __forceinline__ void or_most(uint32_t position, const uint32_t (&bits)[N]) const
+    {
+        uint32_t *const to = at<N>(position);
+        const uint32_t shift = position % 32u, last = __funnelshift_l(bits[N - 1u], 0u, shift);
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) atomicOr(to + i, __funnelshift_l(i == 0u ? 0u : bits[i - 1u], bits[i], shift));
+        if (last != 0u) atomicOr(to + N, last);
     }
 };
 

@@ -15,6 +15,7 @@ constexpr uint32_t kGatheredFields = kConsecutive | kSignedDefault;
 template <uint32_t FIELDS> struct ListedEncoders {
     template <typename T> struct Of {
         template <uint32_t LANES> using Any = PlanesEncoder<T, true, LANES, FIELDS>;
+        template <uint32_t LANES> using Measuring = PlanesEncoder<T, true, LANES, FIELDS, true>;
         template <uint32_t LANES> using Gathered = ListedEncoder<T, LANES, FIELDS & kGatheredFields>;
     };
 
@@ -23,13 +24,7 @@ template <uint32_t FIELDS> struct ListedEncoders {
         return knows_fields(cb, FIELDS) && (FIELDS == kAllFields || cb.planes.element_bytes < 8u);
     }
     // Elements of eight bytes are rare: one set of encoders serves all their codebooks.
-    template <typename T, class Call> static ibp_status launch_any(const Call &call)
-    {
-        if constexpr (FIELDS == kAllFields || sizeof(T) < 8)
-            return launch_by_lanes<Of<T>::template Any>(call);
-        else
-            return IBP_INVALID_ARGUMENT;
-    }
+    template <typename T> static constexpr bool kHasAny = FIELDS == kAllFields || sizeof(T) < 8;
     // Listed elements lie in shared memory, which a block of eight warps has for short rows.
     template <template <uint32_t> class Encoder> static ibp_status launch_gathered(const Encode &encode)
     {
@@ -38,7 +33,12 @@ template <uint32_t FIELDS> struct ListedEncoders {
     }
     static ibp_status launch(const Measure &measure)
     {
-        return by_element(measure.codebook, [&](auto zero) { return launch_any<decltype(zero)>(measure); });
+        return by_element(measure.codebook, [&](auto zero) {
+            if constexpr (kHasAny<decltype(zero)>)
+                return launch_by_lanes<Of<decltype(zero)>::template Measuring>(measure);
+            else
+                return IBP_INVALID_ARGUMENT;
+        });
     }
     static ibp_status launch(const Encode &encode)
     {
@@ -47,7 +47,10 @@ template <uint32_t FIELDS> struct ListedEncoders {
         return by_element(cb, [&](auto zero) {
             if constexpr (sizeof zero < 8)
                 if (gathers) return launch_gathered<Of<decltype(zero)>::template Gathered>(encode);
-            return launch_any<decltype(zero)>(encode);
+            if constexpr (kHasAny<decltype(zero)>)
+                return launch_by_lanes<Of<decltype(zero)>::template Any>(encode);
+            else
+                return IBP_INVALID_ARGUMENT;
         });
     }
 };

@@ -4,7 +4,7 @@
 // A symbol's *code* says at once all that becomes of it: bit 8p is set if it escapes plane p, bits 8p + 4 to 8p + 7
 // are its digit there.
 // Codes of up to 16 elements add up in bytes to the escapes of a lane; sums of lanes take 16 bits each.
-// Measuring takes some 95 instructions a step of 512 bytes of 16-bit elements where a table has the codes of all
+// Measuring takes some 55 instructions a step of 512 bytes of 16-bit elements where a table has the codes of all
 // symbols. Encoding counts first, to know where the parts are, and is bound by issue: some 350.
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
@@ -20,13 +20,13 @@ namespace ibp {
 
 constexpr uint32_t kEscapes = 0x01010101; // of a code
 
-// FIELDS: the PlanesFields that the codebook may have.
-template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS = kAllFields>
+// FIELDS: the PlanesFields that the codebook may have. MEASURES: it measures alone, and codes have no digits.
+template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS = kAllFields, bool MEASURES = false>
 struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
     using Group = EncodeGroup<LANES>;
     using G = Group;
-    static constexpr uint32_t kBlocks = 1;
+    static constexpr uint32_t kBlocks = MEASURES && LISTED ? 5 : 1;
     static constexpr bool kFillsStage = false, kTogether = LISTED && LANES <= kWarp;
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
@@ -36,6 +36,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     const uint32_t row_bytes, live_bytes;                                  // those of the live columns
     // Of all symbols; or of those in the hash table; or of all ranks, which a table of columns or entries then give.
     const uint32_t *codes;
+    uint32_t own_codes;   // the first one of the cluster
     const T *keys;        // of the hash table
     const uint8_t *ranks; // of all symbols in all columns, if entries are a column's
     const uint32_t free;  // code of symbols without an entry
@@ -86,7 +87,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     // By the whole block: table has table_bytes of shared memory.
     __device__ __forceinline__ PlanesEncoder(const ibp_codebook &cb, uint32_t *table)
         : Book(cb, 0), row_bytes(cb.row_bytes), live_bytes(columns * static_cast<uint32_t>(sizeof(T))),
-          codes(table + keys_bytes(cb) / 4u), keys(reinterpret_cast<const T *>(table)),
+          codes(table + keys_bytes(cb) / 4u), own_codes(0), keys(reinterpret_cast<const T *>(table)),
           ranks(reinterpret_cast<const uint8_t *>(codes) + codes_bytes(cb)), free(code_of_rank(planes.num_entries)),
           has_all(has_code_table(cb)), is_hashed(has_hash_table(cb)), has_ranks(has_column_ranks(cb)),
           counts_all(sizeof(T) <= 4 && has_all && Book::num_constant(planes) + Book::invariant_bits(planes) == 0u &&
@@ -143,14 +144,14 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
     {
         entries += uint64_t{k} * cb.cluster_stride;
-        if (has_all) codes += k << symbol_bits;
+        if (has_all) own_codes = k << symbol_bits;
     }
     __device__ __forceinline__ uint32_t code_of_rank(uint32_t rank) const
     {
         uint32_t code = 0;
         for (uint32_t p = 0; p < planes.num_planes; p++) {
             const uint32_t digit = ibp_min_u32(rank, this->escape_of(p));
-            code |= digit << (8u * p + 4u);
+            if (!MEASURES) code |= digit << (8u * p + 4u);
             if (digit != this->escape_of(p)) return code;
             code |= 1u << (8u * p);
             rank -= digit;
@@ -183,19 +184,19 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         return static_cast<T>(Book::signed_default(planes) ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
     }
-    __device__ __forceinline__ void rotate(uint32_t (&word)[4]) const
+    template <uint32_t N> __device__ __forceinline__ void rotate(uint32_t (&word)[N]) const
     {
         if (!planes.rotate) return;
         const uint32_t bits = kBits - Book::invariant_bits(planes);
         const uint32_t of_all = (FIELDS & kInvariantBits) != 0u ? low_bits(kAllBits, bits) * kLowest : ~0u;
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
+        for (uint32_t i = 0; i < N; i++) {
             if (sizeof(T) < 8) {
                 word[i] = select_bits(kLowest, word[i] >> (bits - 1u) % 32u, word[i] << 1) & of_all;
             } else if (i % 2 == 0) {
-                const uint64_t whole = word[i] | static_cast<uint64_t>(word[(i + 1) % 4]) << 32,
+                const uint64_t whole = word[i] | static_cast<uint64_t>(word[(i + 1) % N]) << 32,
                                rotated = low_bits(whole << 1 | whole >> (bits - 1u) % 64u, bits);
-                word[i] = static_cast<uint32_t>(rotated), word[(i + 1) % 4] = static_cast<uint32_t>(rotated >> 32);
+                word[i] = static_cast<uint32_t>(rotated), word[(i + 1) % N] = static_cast<uint32_t>(rotated >> 32);
             }
         }
     }
@@ -309,7 +310,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         if (has_all) {
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++)
-                code[e] = (lane.present >> e & 1u) ? codes[static_cast<uint32_t>(symbol(lane, e))] : 0u;
+                code[e] = (lane.present >> e & 1u) ? codes[own_codes + static_cast<uint32_t>(symbol(lane, e))] : 0u;
         } else if (has_ranks) {
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++) {
@@ -350,39 +351,45 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- measuring ----
 
-    // Which of the elements of 16 bytes differ from a value, in their highest bits too or not: a bit each.
-    static __device__ __forceinline__ uint32_t different_from(T value, bool with_signs, const uint32_t (&word)[4])
+    // A 1 in every element of a word that is not 0.
+    static __device__ __forceinline__ uint32_t ones_of(uint32_t word)
     {
-        constexpr uint32_t kHighest = kLowest << (kBits - 1u);
-        uint32_t differs[4], bits = 0; // the highest bit of each element
+        if (sizeof(T) == 4) return ibp_min_u32(word, 1u);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 // an instruction there
+        if (sizeof(T) == 2) return __vminu2(word, kLowest);
+#endif
+        constexpr uint32_t kBelow = ~(kLowest << (kBits - 1u));
+        return (((word & kBelow) + kBelow) | word) >> (kBits - 1u) & kLowest;
+    }
+    // The lowest bit of each element of N words, where all others are 0: side by side.
+    template <uint32_t N> static __device__ __forceinline__ uint32_t bits_of(const uint32_t (&ones)[N])
+    {
+        static_assert(N * kPerWord <= 32u, "a word holds them");
+        constexpr uint32_t kRun = N < 8u ? N : 8u;
+        uint32_t bits = 0;
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            const uint32_t other = word[i] ^ value * kLowest;
-            differs[i] = ((other & ~kHighest) + ~kHighest) | (with_signs ? other : 0u);
+        for (uint32_t i = 0; i < N; i += kRun) {
+            uint32_t run = 0;
+#pragma unroll
+            for (uint32_t w = kRun; w-- > 0;) {
+                if (sizeof(T) == 1)
+                    run = run << 4 | ones[i + w] * 0x10204080u >> 28;
+                else
+                    run = run << kPerWord | ones[i + w];
+            }
+            if (sizeof(T) == 2) run = (run | run >> 15) & 0xffffu;
+            bits |= run << i * kPerWord;
         }
-        if (sizeof(T) == 1)
-#pragma unroll
-            for (uint32_t i = 0; i < 4; i++) bits |= highest_bits(differs[i]) << 4u * i;
-        else
-            bits = signs_of(differs);
         return bits;
     }
-    // The highest bits of four bytes.
-    static __device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
+    // Which elements of some words differ from a value in some bits, both given for all elements of a word.
+    template <uint32_t N>
+    static __device__ __forceinline__ uint32_t different_from(uint32_t value, uint32_t mask, const uint32_t (&words)[N])
     {
-        return (bytes & 0x80808080u) * 0x00204081u >> 28;
-    }
-    // The highest bits of 16 bytes of elements.
-    static __device__ __forceinline__ uint32_t signs_of(const uint32_t (&word)[4])
-    {
-        if (sizeof(T) == 4)
-            return highest_bits(
-                permute_bytes(permute_bytes(word[0], word[1], 0x73), permute_bytes(word[2], word[3], 0x73), 0x5410));
-        if (sizeof(T) == 1)
-            return highest_bits(word[0]) | highest_bits(word[1]) << 4 | highest_bits(word[2]) << 8 |
-                   highest_bits(word[3]) << 12;
-        return highest_bits(permute_bytes(word[0], word[1], 0x7531)) |
-               highest_bits(permute_bytes(word[2], word[3], 0x7531)) << 4;
+        uint32_t ones[N];
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) ones[i] = ones_of((words[i] ^ value) & mask);
+        return bits_of(ones);
     }
     // The symbol of element e of some words from a bit on, and other bits around it.
     template <uint32_t WORDS>
@@ -391,54 +398,100 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         const uint32_t word = words[e / kPerWord];
         return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
     }
-    // What a table has for the symbol of element e, which is turned to where it counts bytes.
+    // What a table has for the symbol of element e, which begins `skipped` bits below the place that it is rotated to.
     template <uint32_t WORDS>
-    __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS],
-                                                  uint32_t e) const
+    __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS], uint32_t e,
+                                                  uint32_t skipped = 0) const
     {
-        const uint32_t byte = symbol_at(words, e, 2) & low_bits(~0u, symbol_bits) << 2;
+        // The symbol is turned to where it counts bytes.
+        const uint32_t byte =
+            select_bits(low_bits(~0u, symbol_bits) << 2, symbol_at(words, e, 2u + skipped), 4u * own_codes);
         return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(table) + byte);
     }
-    __device__ __forceinline__ uint32_t escapes_of(uint32_t word) const
+    // Adds the escapes of elements as they are in the row, the first NUM of some words. A symbol without the sign,
+    // which is in the residual of rotated elements that have one, is looked up as it lies.
+    template <uint32_t NUM, uint32_t WORDS>
+    __device__ __forceinline__ void add_escapes(uint32_t (&words)[WORDS], uint32_t &escapes) const
     {
-        uint32_t words[4] = {word};
-        rotate(words);
-        return entry_for(codes, words, 0) & kEscapes;
-    }
-    // Where counts_all. Adds the escapes of every lane of elements, and how many are listed. Elements that are not
-    // listed have the symbol of the default, those behind the row's end that of zero.
-    template <class Add>
-    __device__ __forceinline__ void count_escapes(const PlainRow &row, uint32_t &listed, bool &open,
-                                                  const Add &add) const
-    {
-        constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4; // eight lanes have short rows, of few steps
-        const T normal = static_cast<T>(planes.default_value), closed = static_cast<T>(planes.closed_value);
-        const uint32_t of_zero = escapes_of(0), of_normal = LISTED ? escapes_of(normal) : 0u;
-        const bool is_whole = row.is_whole(row_bytes);
-#pragma unroll 1
-        for (uint32_t base = kVector * G::lane(); base < row_bytes; base += kSteps * kStepBytes) {
-            uint32_t words[kSteps][4] = {}; // those of all steps are on their way at once
+        if (sizeof(T) == 1) rotate(words);
 #pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++)
-                if (base + s * kStepBytes < row_bytes) row.load(base + s * kStepBytes, is_whole, words[s]);
+        for (uint32_t e = 0; e < NUM; e++)
+            escapes += entry_for(codes, words, e, sizeof(T) == 1 ? 0u : planes.rotate) & (MEASURES ? ~0u : kEscapes);
+    }
+    // A word of elements like the default; dense rows have no default.
+    __device__ __forceinline__ uint32_t normal_word() const
+    {
+        return LISTED ? static_cast<T>(planes.default_value) * kLowest : 0u;
+    }
+    // N vectors of a row from byte `first` on, each `stride` bytes behind the last one; behind the row there are
+    // elements like the default.
+    template <uint32_t N>
+    __device__ __forceinline__ void load_vectors(const PlainRow &row, uint32_t first, uint32_t stride, bool is_whole,
+                                                 uint32_t (&words)[N][4]) const
+    {
+        if (is_whole && first + (N - 1u) * stride < row_bytes) { // all are on their way at once
+#pragma unroll
+            for (uint32_t v = 0; v < N; v++) row.load(first + v * stride, true, words[v]);
+            return;
+        }
+#pragma unroll
+        for (uint32_t v = 0; v < N; v++) {
+            const uint32_t at = first + v * stride;
+            uint4 four = make_uint4(normal_word(), normal_word(), normal_word(), normal_word());
+            if (at < row_bytes)
+                four = is_whole ? *reinterpret_cast<const uint4 *>(row.bytes + at)
+                                : load_some(row, at, row_bytes, normal_word());
+            words[v][0] = four.x, words[v][1] = four.y, words[v][2] = four.z, words[v][3] = four.w;
+        }
+    }
+    static __device__ __noinline__ uint4 load_some(PlainRow row, uint32_t first, uint32_t row_bytes, uint32_t rest)
+    {
+        uint32_t words[4];
+        row.load(first, words);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            words[i] = select_bits(ibp_row_bits_of_word(row_bytes, first / 4u + i), words[i], rest);
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    // Elements that are listed, of a lane; whether one of a group's differs from the closed value, too.
+    struct Listed {
+        uint32_t count;
+        bool open;
+    };
+    // Vectors of a lane and step. Eight lanes have short rows, of few steps.
+    static constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4;
+    // Where counts_all: adds the escapes of every lane of elements, those behind the row too.
+    template <class Add> __device__ __forceinline__ Listed count_escapes(const PlainRow &row, const Add &add) const
+    {
+        const uint32_t normal = normal_word(), bits = listing_bits() * kLowest,
+                       closed = static_cast<T>(planes.closed_value) * kLowest;
+        const bool is_whole = row.is_whole(row_bytes);
+        Listed listed{0, false};
+#pragma unroll 1
+        for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
+            uint32_t words[kSteps][4], escapes = 0;
+            load_vectors(row, base + kVector * G::lane(), kStepBytes, is_whole, words);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
-                const uint32_t column = (base + s * kStepBytes) / static_cast<uint32_t>(sizeof(T)),
-                               held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerLane);
-                uint32_t escapes = 0, others = (kPerLane - held) * of_zero;
                 if (LISTED) {
-                    const uint32_t present =
-                        low_bits(different_from(normal, !Book::signed_default(planes), words[s]), held);
-                    if (!open) open = (present & different_from(closed, true, words[s])) != 0u;
-                    listed += ibp_popcount(present);
-                    others += (held - ibp_popcount(present)) * of_normal;
-                }
-                rotate(words[s]);
+                    uint32_t open = 0;
 #pragma unroll
-                for (uint32_t e = 0; e < kPerLane; e++) escapes += entry_for(codes, words[s], e) & kEscapes;
-                add(escapes - others);
+                    for (uint32_t i = 0; i < 4u; i++) listed.count += ones_of((words[s][i] ^ normal) & bits);
+                    if (!listed.open) { // the first elements of most rows say it
+#pragma unroll
+                        for (uint32_t i = 0; i < 4u; i++)
+                            open |= ones_of((words[s][i] ^ normal) & bits) & ones_of(words[s][i] ^ closed);
+                        listed.open = G::any(open != 0u);
+                    }
+                }
+                add_escapes<kPerLane>(words[s], escapes);
             }
+            add(escapes);
         }
+        if (sizeof(T) == 1) listed.count = (listed.count & 0x00ff00ffu) + (listed.count >> 8 & 0x00ff00ffu);
+        if (sizeof(T) < 4) listed.count = (listed.count & 0xffffu) + (listed.count >> 16);
+        return listed;
     }
 
     // reaching[p]: elements with a digit in plane p; reaching[num_planes]: those with a raw symbol.
@@ -457,7 +510,10 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             odd += escapes >> 8 & 0x00ff00ffu;
         };
         if constexpr (sizeof(T) <= 4) {
-            if (counts_all) count_escapes(row, listed, open, add);
+            if (counts_all) {
+                const Listed found = count_escapes(row, add);
+                listed = found.count, open = found.open;
+            }
         }
         for (uint32_t first = kVector * G::lane(); first < live_bytes && !counts_all; first += kStepBytes) {
             const Lane lane = load(row, first);
@@ -480,10 +536,19 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         } else {
             G::sum(sums);
         }
-        const bool closed = LISTED && sums[0] < kOpen && sums[1] > 0u;
-        return {{LISTED ? sums[1] : columns, sums[2], sums[3], sums[4], sums[5]},
-                closed,
-                constants && (closed || sums[0] % kOpen == 0u)};
+        const uint32_t k = LISTED ? sums[1] : columns;
+        if constexpr (sizeof(T) <= 4) {
+            if (counts_all) { // the escapes of all others
+                constexpr uint32_t kCounted = kSteps * LANES * kPerLane;
+                const uint32_t others = (columns + kCounted - 1u) / kCounted * kCounted - k;
+                uint32_t word[1] = {normal_word()}, escapes = 0;
+                add_escapes<1>(word, escapes);
+#pragma unroll
+                for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) sums[2 + p] -= (escapes >> 8 * p & 1u) * others;
+            }
+        }
+        const bool closed = LISTED && sums[0] < kOpen && k > 0u;
+        return {{k, sums[2], sums[3], sums[4], sums[5]}, closed, constants && (closed || sums[0] % kOpen == 0u)};
     }
 
     // As ibp_choose_position_form: every lane looks at a few forms, the first of the shortest is taken.
@@ -524,6 +589,11 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return LISTED && Book::signed_default(planes) ? to_byte(columns - k) : 0u;
     }
 
+    // A listed default row has no listed elements, and perhaps a cluster's number.
+    __device__ __forceinline__ uint32_t default_bytes() const
+    {
+        return LISTED ? (header_bits() + sign_bits(0)) / 8u + 1u : ~0u;
+    }
     // Exact bits of a row as coded.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {

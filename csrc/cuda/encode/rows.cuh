@@ -14,8 +14,16 @@
 
 namespace ibp {
 
+// Whether a row of `valid` bytes may be a default one, where it would have so many bytes as coded.
 template <class Encoder>
-__global__ void __launch_bounds__(Encoder::Group::kThreads)
+__device__ __forceinline__ bool may_be_default(const ibp_codebook &cb, const Encoder &encoder, uint32_t bytes,
+                                               uint32_t valid)
+{
+    return bytes <= encoder.default_bytes() || valid < cb.row_bytes;
+}
+
+template <class Encoder>
+__global__ void __launch_bounds__(Encoder::Group::kThreads, Encoder::kBlocks)
     measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_bytes,
                  const int64_t num_rows, uint16_t *lengths)
 {
@@ -26,8 +34,10 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads)
     for (int64_t r = blockIdx.x * int64_t{kGroups} + G::in_block(); r < num_rows; r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
         // Whether it is a default row is looked up when its bytes are near: few rows are.
-        uint32_t length = ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes, cb.row_bytes, row.valid);
-        if (is_default<G>(cb, row, row.valid)) length = IBP_DEFAULT_LENGTH(cb.row_bytes);
+        const uint32_t bytes = choose_cluster(cb, encoder, row).bytes;
+        uint32_t length = ibp_length_of_coded(bytes, cb.row_bytes, row.valid);
+        if (may_be_default(cb, encoder, bytes, row.valid) && is_default<G>(cb, row, row.valid))
+            length = IBP_DEFAULT_LENGTH(cb.row_bytes);
         if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
 }
@@ -62,17 +72,17 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
 {
     using G = typename Encoder::Group;
     const uint32_t marker = IBP_DEFAULT_LENGTH(cb.row_bytes);
-    uint32_t length = 0;
+    uint32_t length = 0, coded = 0;
     if (cb.scheme != IBP_SCHEME_RAW && expected != 0u && expected != marker) {
         const bool numbered = ibp_has_clusters(&cb);
         const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
         if (numbered && G::lane() == 0u) stage.or_bits(0, k);
-        const uint32_t most = ibp_min_u32(valid, marker) - 1u,
-                       coded = of_cluster(encoder, cb, k).encode(row, stage, numbered ? 8u : 0u, most);
+        const uint32_t most = ibp_min_u32(valid, marker) - 1u;
+        coded = of_cluster(encoder, cb, k).encode(row, stage, numbered ? 8u : 0u, most);
         if (coded <= most) length = coded;
     }
-    const bool may_be_default = expected == kAnyLength || expected == marker;
-    if (may_be_default && cb.scheme != IBP_SCHEME_RAW && is_default<G>(cb, row, valid)) return marker;
+    const bool looks = expected == marker || (expected == kAnyLength && may_be_default(cb, encoder, coded, valid));
+    if (looks && cb.scheme != IBP_SCHEME_RAW && is_default<G>(cb, row, valid)) return marker;
     if (length == 0u) {
         G::sync(); // all have written
         stage_raw<G>(row, valid, stage);
@@ -185,8 +195,9 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
-            if (!Encoder::kFillsStage || IS_MEASURED) { // whole slots are written then
-                clear<G>(stage, stage_bytes);
+            if (!Encoder::kFillsStage || IS_MEASURED) { // whole slots are written then, and nothing behind them
+                const uint32_t written = (target.slot_room + target.room + kVector - 1u) / kVector * kVector;
+                clear<G>(stage, IS_MEASURED ? ibp_min_u32(written, stage_bytes) : stage_bytes);
                 G::sync();
             }
             const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);

@@ -20,10 +20,11 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
-    using Base::codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks, Base::symbol_bits;
+    using Base::codes, Base::own_codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks,
+        Base::symbol_bits;
     static constexpr uint32_t kBlocks = 2;
     // A lane takes two octets of elements a step, of four bytes one: words of them are in registers.
-    static constexpr uint32_t kOctet = 8, kOctets = sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
+    static constexpr uint32_t kOctet = 8, kOctets = LISTED || sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
     static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // of an octet
     using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // in the list
 
@@ -52,11 +53,6 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         for (uint32_t i = threadIdx.x; i < Base::num_codes(cb); i += blockDim.x)
             to[i] = path_of(COLUMNS ? i : low_bits(i, symbol_bits), table[i]);
         __syncthreads();
-    }
-    __device__ __forceinline__ void select(const ibp_codebook &cb, uint32_t k)
-    {
-        Base::select(cb, k);
-        paths += k << symbol_bits;
     }
     // key: the symbol or rank.
     __device__ __forceinline__ uint32_t path_of(uint32_t key, uint32_t code) const
@@ -136,8 +132,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             else if (r == 23u && held == kOfLane)
                 put_fields<23>(stage, position, w);
             else
-                put_each(stage, position, make_uint4(w[0], w[1], w[2], w[3]), make_uint4(w[4], w[5], w[6], w[7]), held,
-                         r);
+                put_pairs(stage, position, w, held, r);
         } else if (r == kBits / 2u && held == kOfLane) {
             put_halves(stage, position, words);
         } else {
@@ -166,8 +161,10 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             put_run(stage, position, run);
         else if constexpr (kRun == 4)
             *reinterpret_cast<uint4 *>(to) = make_uint4(run[0], run[1], run[2], run[3]);
-        else
+        else if constexpr (kRun == 2)
             *reinterpret_cast<uint2 *>(to) = make_uint2(run[0], run[1]);
+        else
+            *to = run[0];
     }
     // 128 bits.
     struct Packed {
@@ -180,7 +177,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             bits.low = low_bits(bits.low, num * r);
             bits.high = low_bits(bits.high, num * r - ibp_min_u32(num * r, 64u));
         }
-        stage.or_bits(position, bits.low);
+        const uint32_t low[2] = {static_cast<uint32_t>(bits.low), static_cast<uint32_t>(bits.low >> 32)};
+        stage.or_most(position, low);
         if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
     // The low R bits of each of eight words, side by side: six words; the last one may be filled in part.
@@ -221,34 +219,41 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
-    // The low r bits of each element, side by side. Of two fields in a word, the upper one is subtracted where it is
-    // and added where it goes, by one multiplication.
+    // The low r bits of each element, side by side. Of two fields in a word, the upper one is taken off where it is and
+    // added where it goes, by one multiplication.
     static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
         const uint32_t of_word = r * (4u / sizeof(T)); // bits
-        uint64_t packed[kWords];
+        uint32_t packed[kWords];
 #pragma unroll
         for (uint32_t w = 0; w < kWords; w++) {
             uint32_t fields = words[w] & ones;
-            if (sizeof(T) == 1) fields -= (fields >> 8 & 0x00ff00ffu) * (0x100u - (1u << r));
-            packed[w] = fields - (fields >> 16) * (0x10000u - (1u << of_word / 2u));
+            if (sizeof(T) == 1) fields += (fields >> 8 & 0x00ff00ffu) * ((1u << r) - 0x100u);
+            packed[w] = fields + (fields >> 16) * ((1u << of_word / 2u) - 0x10000u);
         }
-        const uint64_t first = packed[0] | packed[1 % kWords] << of_word,
-                       second = packed[2 % kWords] | packed[3 % kWords] << of_word;
-        if (sizeof(T) == 1) return {first, 0};
+        if (sizeof(T) == 1) return {packed[0] | uint64_t{packed[1 % kWords]} << of_word, 0};
+        if (r <= 8u) {
+            const uint32_t first = packed[0] | packed[1 % kWords] << of_word,
+                           second = packed[2 % kWords] | packed[3 % kWords] << of_word;
+            return {first | uint64_t{second} << 4u * r, 0};
+        }
+        const uint64_t first = packed[0] | uint64_t{packed[1 % kWords]} << of_word,
+                       second = packed[2 % kWords] | uint64_t{packed[3 % kWords]} << of_word;
         return {first | (r < 16u ? second << 4u * r : 0u), second >> (64u - 4u * r)};
     }
-    // Not inlined: few residuals are that wide, and short code stays in the cache of instructions.
-    static __device__ __noinline__ void put_each(BitStage stage, uint32_t position, uint4 low, uint4 high, uint32_t num,
-                                                 uint32_t r)
+    // The low r bits, 32 at most, of each of the first num words.
+    static __device__ __forceinline__ void put_pairs(const BitStage &stage, uint32_t position,
+                                                     const uint32_t (&words)[kWords], uint32_t num, uint32_t r)
     {
-        const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        BitWriter writer(stage, position);
 #pragma unroll
-        for (uint32_t e = 0; e < kOctet; e++)
-            if (e < num) writer.push(low_bits(words[e], r), r);
-        writer.finish();
+        for (uint32_t e = 0; e < kOctet; e += 2) {
+            if (e >= num) return;
+            const uint64_t low = low_bits(words[e % kWords], r),
+                           high = e + 1u < num ? low_bits(words[(e + 1u) % kWords], r) : 0u, both = low | high << r;
+            const uint32_t bits[2] = {static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32)};
+            stage.or_most(position + e * r, bits);
+        }
     }
 
     // ---- planes ----
@@ -294,8 +299,9 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
                                                       uint32_t last, uint32_t num_bits)
     {
+        const uint32_t only[1] = {first};
         if (kOctets == 1u)
-            stage.or_bits(position, first);
+            stage.or_most(position, only);
         else
             stage.or_bits(position, first | static_cast<uint64_t>(last) << num_bits);
     }
@@ -327,7 +333,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 #pragma unroll
             for (uint32_t e = kFour; e-- > 0;) {
                 entries[e] = i + e < n ? list[i + e] : 0u;
-                const uint32_t code = i + e < n ? codes[entries[e] >> kKeyAt] >> 16 : 0u;
+                const uint32_t code = i + e < n ? codes[own_codes + (entries[e] >> kKeyAt)] >> 16 : 0u;
                 first = first << width | (code >> 4 & 15u);
                 if (code & 1u) second = second << next_width | code >> 12;
                 reaches += code & 1u;
