@@ -117,7 +117,9 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
         const uint64_t start = (uint64_t)row * table->slot_bytes, left = (uint64_t)table->slots_bytes - start;
         const uint64_t room = left < table->slot_bytes ? left : table->slot_bytes;
         const uint32_t in_slot = num_bytes - in_overflow;
-        put(place->slots + start, stored, in_slot, whole_slot ? table->slot_bytes : ibp_sector_bytes(in_slot), room);
+        if (room != 0u && (in_slot != 0u || whole_slot))
+            put(place->slots + start, stored, in_slot, whole_slot ? table->slot_bytes : ibp_sector_bytes(in_slot),
+                room);
         if (has_part)
             put(place->overflow + own.base, stored + table->slot_bytes, in_overflow, ibp_sector_bytes(in_overflow),
                 UINT64_MAX);

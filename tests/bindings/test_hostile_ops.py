@@ -173,6 +173,8 @@ def test_a_first_row_past_all():
 def test_a_table_is_no_place():
     with pytest.raises(RuntimeError, match="not described as a place"):
         OPS.encode_into(handle_of(*raw_table()), zeros(128), None, None, 0, 0, zeros(2, I64), fault())
+    with pytest.raises(RuntimeError, match="not described as a place"):
+        OPS.encode_slots(handle_of(*raw_table()), zeros(128))
 
 
 def test_bytes_that_are_no_handle():

@@ -34,6 +34,14 @@ def encode_arguments(scheme):
     return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
 
 
+def place_arguments(scheme):
+    """(the values of a place for rows, the rows, a table of them in slots)."""
+    slots, overflow, lengths, bases, *rest, rows, _ = encode_arguments(scheme)
+    own = [torch.zeros_like(part) for part in (slots, overflow, lengths)]
+    used = torch.zeros(1, dtype=torch.int64)
+    return [*own, bases.new_zeros(len(lengths)), *rest, None, used], rows, bases
+
+
 def packed_arguments(data, codebook):
     lengths = torch.zeros(-(-data.numel() // codebook.row_bytes), dtype=torch.uint16)
     out, stored = torch.zeros(data.numel(), dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
@@ -103,6 +111,9 @@ def samples_by_values():
     yield "sum_words", (data[:1001], 2**40, torch.zeros(2, dtype=torch.int64))
     for scheme in CODED:
         yield "encode_rows", encode_arguments(scheme)
+        place, rows, bases = place_arguments(scheme)
+        yield "encode_slots", (*place, rows)
+        yield "move_parts", (*place, bases, torch.zeros_like(place[1]))
     for planes in of_planes:
         yield "encode_packed", packed_arguments(data[:-100], planes)
         yield from piece_samples(data, planes)
@@ -167,8 +178,8 @@ def cache_samples(table):
 SAMPLES = list(samples())
 NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
          "decode_piece", "describe_table", "drop_cached", "encode_packed", "encode_piece", "encode_rows",
-         "estimate_masks", "fill_slab", "find_cached", "gather_items", "group_vectors", "index_rows",
-         "learn_entries", "learn_planes", "list_matrices", "measure_rows", "note_pages", "owners_of_rows",
+         "encode_slots", "estimate_masks", "fill_slab", "find_cached", "gather_items", "group_vectors", "index_rows",
+         "learn_entries", "learn_planes", "list_matrices", "measure_rows", "move_parts", "note_pages", "owners_of_rows",
          "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows",
          "threshold_bits"}  # fmt: skip
 DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
@@ -255,6 +266,28 @@ def test_encode_rows_writes_the_table(scheme):
     data[:240] = 0xA5
     BY_VALUES.encode_rows(*arguments, data, noted)
     assert noted[0] == 3
+
+
+@pytest.mark.parametrize("scheme", CODED)
+def test_one_pass_codes_what_two_do(scheme):
+    slots, overflow, lengths, bases, *rest = encode_arguments(scheme)
+    BY_VALUES.encode_rows(slots, overflow, lengths, bases, *rest)
+    place, rows, _ = place_arguments(scheme)
+    place[0].fill_(77)  # whole slots are written
+    BY_VALUES.encode_slots(*place, rows)
+    moved = torch.zeros_like(overflow)
+    BY_VALUES.move_parts(*place, bases, moved)
+    for met, wanted in ((place[0], slots), (place[2], lengths), (moved, overflow)):
+        assert_same_bits(met, wanted)
+    assert int(place[-1]) == len(overflow) > 0
+
+
+def test_one_pass_without_room():
+    """Lengths are right also of rows for whose part there is no room."""
+    (slots, overflow, *others), rows, _ = place_arguments("planes")
+    BY_VALUES.encode_slots(slots, overflow[:64], *others, rows)
+    assert_same_bits(others[0], encode_arguments("planes")[2])
+    assert int((others[1] == -1).sum()) > 0
 
 
 @pytest.mark.parametrize("scheme", CODED)

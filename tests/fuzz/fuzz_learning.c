@@ -3,7 +3,7 @@
 #include "fuzz.h"
 
 enum { ROWS_PLACE = 8, LEARN_PLACE, ARRAYS_PLACE, ENTRIES_PLACE };
-enum { MOST_ROWS = 16, MOST_ROOM = 1 << 23 };
+enum { MOST_ROWS = 16, MOST_ROOM = 1 << 24 };
 
 /* What is learned from rows is right, and codes every one of them if it leaves nothing out. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)

@@ -24,6 +24,7 @@ from helpers import (
     plain_table,
     spiky_rows,
 )
+from ibp._layout import slots
 from ibp._tables import coding
 from ibp._tables.compressed_tensor import CompressedTensor
 
@@ -809,3 +810,19 @@ def test_few_bytes_of_the_host_are_coded_there(monkeypatch, num_rows, is_free, d
         data = bytes_of(x)
         found = given.coding_of(data, geometry, torch.device("cuda", 0), None, False, lambda: data, is_free=is_free)
         assert found.stored_bytes < x.nbytes and asked.pop() == device and not asked
+
+
+@pytest.mark.parametrize("options", [{}, {"slot_bytes": 640}, {"layout": "packed"}], ids=str)
+def test_rows_coded_while_they_are_measured(monkeypatch, options):
+    """In the slots that the sample asks for; also where all rows ask for others, or for more overflow."""
+    x = (torch.randn(1 << 12, 512, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    table = ibp.compress(x, device="cpu", **options)
+    assert_same_table(ibp.compress(x, device="cpu", codebook=table.codebook, **options), table)
+    right = slots.Survey.table_slot_bytes.func
+    wrong = property(lambda survey: right(survey) - (64 if survey.num_rows < len(x) else 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(slots.Survey, "table_slot_bytes", wrong)
+        assert_same_table(ibp.compress(x, device="cpu", **options), table)
+    monkeypatch.setattr(coding, "_MORE_OVERFLOW", 0)
+    monkeypatch.setattr(coding, "_LEAST_OVERFLOW", 0)
+    assert_same_table(ibp.compress(x, device="cpu", **options), table)
