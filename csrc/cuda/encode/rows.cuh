@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
     const uint32_t least_bytes = job.whole_slots ? table.slot_bytes : 0u; // with zeros behind a row
+    uint32_t dirty = stage_bytes; // bytes of the stage that may hold bits of the row before
     Tally tally{0, 0, kNotSeen};
     PlainRow next{};
     if (first < job.source.num_rows) next = job.source.row(first);
@@ -196,8 +197,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
             if (!Encoder::kFillsStage || IS_MEASURED) { // whole slots are written then, and nothing behind them
-                const uint32_t written = (target.slot_room + target.room + kVector - 1u) / kVector * kVector;
-                clear<G>(stage, IS_MEASURED ? ibp_min_u32(written, stage_bytes) : stage_bytes);
+                if (IS_MEASURED) dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
+                clear<G>(stage, (dirty + kVector - 1u) / kVector * kVector);
                 G::sync();
             }
             const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
@@ -205,8 +206,10 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
             const uint32_t length = code_row(cb, encoder, row, valid, IS_MEASURED ? target.length : kAnyLength, stage);
             G::sync();
             const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, valid), sectors = ibp_sector_bytes(stored);
-            pad<G>(stage, stored, sectors > least_bytes ? sectors : least_bytes);
+            const uint32_t written = sectors > least_bytes ? sectors : least_bytes;
+            pad<G>(stage, stored, written);
             G::sync();
+            dirty = length != 0u && stored != 0u ? written : stage_bytes; // what has no coded form lies anywhere
             if constexpr (IS_MEASURED)
                 store<G>(job, r, target, length, stage);
             else
