@@ -37,7 +37,7 @@ void take_pattern(input *in, uint8_t *to, size_t num_bytes, size_t most)
 
 uint8_t *fenced(int place, size_t num_bytes)
 {
-    enum { ROOM = 1 << 23, FENCE = 1 << 16 };
+    enum { ROOM = 1 << 24, FENCE = 1 << 16 };
     static uint8_t *places[NUM_PLACES];
     REQUIRE(place < NUM_PLACES && num_bytes <= ROOM);
     if (!places[place]) {
