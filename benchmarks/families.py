@@ -97,7 +97,7 @@ QUICK_CASES = (0, 5, 11)  # of CASES
 # What the arms that fetch should reach, as shares of the ideal; where there is none with few SMs, raw rows' rate.
 WANTED_SHARES = {"short": 0.95, "long": 0.97, "columns": 0.92, "bytes": 0.92, "zeros": 0.90}
 WANTED_OF_SHORTEST = {None: 62.0, FEW_SMS: 54.0}  # GB/s of BF16 rows of 128 B
-WANTED_DECODE, WANTED_ENCODE = {"bytes": 1200.0, "zeros": 1000.0}, {"short": 800.0, "long": 800.0, "zeros": 1000.0}
+WANTED_DECODE, WANTED_ENCODE = {"bytes": 1200.0, "zeros": 1000.0}, dict.fromkeys(("short", "long", "zeros"), 800.0)
 LEAST_COPIED_ROW_BYTES, COPY_SHARE = 512, 0.95  # dense rows of BF16 and FP32 decode at this share of copy_
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.profiles [--out DIR] [--device cpu] [--quick]
 
 Calls of families.py, linear.py, kv_transfer.py, bags.py, row_cache.py and deltas.py, one of each kind, under `ncu`:
-tables of 256 MiB are measured, decoded and encoded in device memory, vectors are multiplied with coded matrices, pages
+tables of 256 MiB are decoded and encoded in device memory, vectors are multiplied with coded matrices, pages
 are packed and unpacked, bags of rows are summed, rows come through a cache, deltas are applied. Without a GPU the calls
 run, and nothing is written.
 
@@ -33,7 +33,6 @@ import ibp
 
 from . import bags, families, harness, inputs, kv_transfer, linear
 
-MEASURE = "planes measure"
 USED = ("issue", "memory", "l2", "l1", "tensor")
 COLUMNS = ("kernel", "us", "share", "launches", *USED, "warps", "stall", "stall_share", "bound")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats")
@@ -70,13 +69,6 @@ def rows_in_device_memory(run, data_dir):
         table = ibp.compress(x, codebook=codebook)
         out = torch.empty_like(x)
         yield name, families.DECODE, x, lambda table=table, out=out: ibp.decompress(table, out=out)
-        data, words = x.view(torch.uint8).view(-1), codebook.words(run.device)
-        yield (
-            name,
-            MEASURE,
-            x,
-            lambda data=data, words=words, codec=codebook.codec: torch.ops.ibp.measure_rows(data, words, codec),
-        )
         sizes = {"slot_bytes": table.slot_bytes, "overflow_bytes": table.num_rows * table.slot_bytes}
         place = ibp.CodedRows(codebook, table.num_rows, **sizes, device=run.device)
         yield name, families.ENCODE, x, lambda x=x, place=place: ibp.encode_into(x, place)
