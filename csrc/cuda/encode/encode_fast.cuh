@@ -19,7 +19,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     using Group = EncodeGroup<LANES>;
     using G = Group;
     static constexpr uint32_t kBlocks = 1;
-    static constexpr bool kFillsStage = true, kTogether = false;
+    static constexpr bool kFillsStage = true;
     static constexpr uint32_t kWords = kVector / sizeof(T) / 4u; // that hold a byte of each element of a lane
     static constexpr uint32_t kResidualBytes = sizeof(T) - 1u;   // of an element
     static constexpr uint32_t kSteps = 2, kStepBytes = kVector * LANES, kEscape = 15;

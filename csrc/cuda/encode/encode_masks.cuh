@@ -14,7 +14,7 @@ template <uint32_t LANES> struct MasksEncoder {
     using Group = EncodeGroup<LANES>;
     using G = Group;
     static constexpr uint32_t kBlocks = 1;
-    static constexpr bool kFillsStage = false, kTogether = false;
+    static constexpr bool kFillsStage = false;
     const uint32_t *mask, *bitval, *flags;
     uint32_t row_bytes, chunk_bytes, num_flags;
 

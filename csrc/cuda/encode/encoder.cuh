@@ -6,7 +6,7 @@
 //     template <uint32_t LANES> struct SomeEncoder {
 //         using Group = EncodeGroup<LANES>;
 //         static constexpr uint32_t kBlocks;
-//         static constexpr bool kFillsStage, kTogether;
+//         static constexpr bool kFillsStage;
 //         static uint32_t table_bytes(const ibp_codebook &);
 //         static uint32_t scratch_bytes(const ibp_codebook &);
 //         SomeEncoder(const ibp_codebook &, uint32_t *table);
@@ -20,8 +20,6 @@
 //     kBlocks        blocks of kMostEncodeThreads, or where rows are measured of Group::kThreads, for which an SM has
 //                    registers
 //     kFillsStage    whether encode writes every byte of the coded row, and reads none
-//     kTogether      whether the groups of a block begin their rows together: where a row takes many instructions, and
-//                    each of them once, warps wait for them, and those that are at the same place wait once
 //     table_bytes    shared memory of a block, from byte 0 on, where `table` points; a multiple of 16
 //     scratch_bytes  shared memory of a group behind its stage; a multiple of 16
 //     select         makes it the encoder for rows of cluster k; k is 0 where there is one cluster

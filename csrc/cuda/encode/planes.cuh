@@ -27,7 +27,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Group = EncodeGroup<LANES>;
     using G = Group;
     static constexpr uint32_t kBlocks = MEASURES && LISTED ? 5 : 1;
-    static constexpr bool kFillsStage = false, kTogether = LISTED && LANES <= kWarp;
+    static constexpr bool kFillsStage = false;
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;

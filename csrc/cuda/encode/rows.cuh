@@ -184,9 +184,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     Tally tally{0, 0, kNotSeen};
     PlainRow next{};
     if (first < job.source.num_rows) next = job.source.row(first);
-    for (int64_t i = first; i - G::in_block() < job.source.num_rows; i += step) {
-        if constexpr (Encoder::kTogether) __syncthreads();
-        if (i >= job.source.num_rows) continue;
+    for (int64_t i = first; i < job.source.num_rows; i += step) {
         PlainRow row = next;
         if (i + step < job.source.num_rows) {
             next = job.source.row(i + step);
