@@ -24,7 +24,8 @@ from .._schemes.choice import learn
 from .._schemes.estimation import check_codebook, check_learning
 
 _FEW_BYTES = 1 << 20  # of a tensor in host memory, that the CPU codes sooner than they are at a GPU
-_MORE_OVERFLOW, _LEAST_OVERFLOW = 1.25, 1 << 16  # room for parts of all rows, in times of the sample's, and bytes
+# Room for parts of all rows: in times of the sample's, and as a share of all bytes, since few sampled rows have a part.
+_MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 _CPU = torch.device("cpu")
 _WORDS = FaultWords(
@@ -172,7 +173,8 @@ def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device
     if known is not None and request.room_ahead is not None and slot_bytes != 0:
         slot_bytes = slot_bytes or known[1].table_slot_bytes
         scale = _MORE_OVERFLOW * geometry.num_rows / known[1].num_rows
-        spare = request.data.new_empty(int(scale * known[1].spilled(slot_bytes)[1]) + _LEAST_OVERFLOW)
+        spare_bytes = scale * known[1].spilled(slot_bytes)[1] + _LEAST_SHARE * geometry.num_bytes
+        spare = request.data.new_empty(int(spare_bytes))
         slots = request.room_ahead(_layout.slots_size(geometry, slot_bytes))
         return _coded_ahead(request.data, geometry, codebook, slot_bytes, slots, spare)
     return _coding(near(), geometry, codebook, coder, request.progress)

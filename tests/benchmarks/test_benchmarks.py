@@ -578,7 +578,7 @@ def test_losses_are_judged():
         ("zeros", 2048, "auto", None, 49),
         ("bytes", 576, "planes decode", None, 1200),
         ("bytes", 576, "planes decode", 8, None),
-        ("zeros", 2048, "planes encode", None, 1000),
+        ("zeros", 2048, "planes encode", None, 800),
         ("short", 512, "planes decode", None, 1900),
         ("short", 256, "planes decode", None, None),
         ("columns", 512, "planes encode", None, None),

@@ -824,5 +824,5 @@ def test_rows_coded_while_they_are_measured(monkeypatch, options):
         patched.setattr(slots.Survey, "table_slot_bytes", wrong)
         assert_same_table(ibp.compress(x, device="cpu", **options), table)
     monkeypatch.setattr(coding, "_MORE_OVERFLOW", 0)
-    monkeypatch.setattr(coding, "_LEAST_OVERFLOW", 0)
+    monkeypatch.setattr(coding, "_LEAST_SHARE", 0)
     assert_same_table(ibp.compress(x, device="cpu", **options), table)
