@@ -38,8 +38,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     const uint32_t scratch; // shared byte
     const uint32_t most;    // elements of a batch
 
-    // Shared memory of a warp: the elements of each entry whose residuals are 0, and of raw symbols; where the digits of
-    // each plane go on in a row of several batches; the ranks of a batch; its elements, which make room for lists of
+    // Shared memory of a warp: the elements of each entry whose residuals are 0, and of raw symbols; where the digits
+    // of each plane go on in a row of several batches; the ranks of a batch; its elements, which make room for lists of
     // 16-bit numbers; a bitmap of all positions.
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {

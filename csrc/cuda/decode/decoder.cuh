@@ -33,8 +33,8 @@
 //     row_bytes. The 16 bytes behind the coded row can be read.
 //   - cluster < num_clusters.
 //   - The row goes to window.dst. The window wants 1 to row_bytes bytes of it.
-//   - The row does not lie in shared memory of the decoder, but for decoders that have kept_bytes(cb): it may lie in the
-//     scratch behind as many bytes.
+//   - The row does not lie in shared memory of the decoder, but for decoders that have kept_bytes(cb): it may lie in
+//     the scratch behind as many bytes.
 //
 // A decoder must do this:
 //
