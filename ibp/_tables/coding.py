@@ -176,26 +176,33 @@ def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device
         spare_bytes = scale * known[1].spilled(slot_bytes)[1] + _LEAST_SHARE * geometry.num_bytes
         spare = request.data.new_empty(int(spare_bytes))
         slots = request.room_ahead(_layout.slots_size(geometry, slot_bytes))
-        return _coded_ahead(request.data, geometry, codebook, slot_bytes, slots, spare)
+        return _coded_ahead(request, codebook, slot_bytes, slots, spare)
     return _coding(near(), geometry, codebook, coder, request.progress)
 
 
 def _coded_ahead(
-    data: torch.Tensor,
-    geometry: _rows.Geometry,
-    codebook: AnyCodebook,
-    slot_bytes: int,
-    slots: torch.Tensor,
-    spare: torch.Tensor,
+    request: Request, codebook: AnyCodebook, slot_bytes: int, slots: torch.Tensor, spare: torch.Tensor
 ) -> Coding:
     """Rows coded into slots where they are, in the pass that measures them. spare: for their parts of overflow."""
+    data, geometry = request.data, request.geometry
     lengths = data.new_empty(geometry.num_rows, dtype=torch.uint16)
     bases, used = data.new_empty(geometry.num_rows, dtype=torch.int64), data.new_zeros(1, dtype=torch.int64)
-    index, sizes = (lengths, bases, codebook.words(data.device)), (slot_bytes, 0, 1, geometry.num_bytes)
-    place = Handle(Parts(slots, spare, *index, codebook.codec, *sizes, None, used))
-    torch.ops.ibp.encode_slots.default(place.table, data)
+    words = codebook.words(data.device)
+
+    def place_of(first: int, last: int, num_bytes: int) -> Handle:
+        index, sizes = (lengths[first:last], bases[first:last], words), (slot_bytes, 0, 1, num_bytes)
+        own = slots[first * slot_bytes : last * slot_bytes]
+        return Handle(Parts(own, spare, *index, codebook.codec, *sizes, None, used))
+
+    with tqdm(
+        total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not request.progress
+    ) as bar:
+        for first, last, block in _rows.blocks(data, geometry.row_bytes, data.device):
+            torch.ops.ibp.encode_slots.default(place_of(first, last, block.numel()).table, block)
+            bar.update(last - first)
     survey = _layout.survey(lengths, geometry)
-    return Coding(codebook, lengths, survey, place if survey.spilled(slot_bytes)[1] <= spare.numel() else None)
+    is_whole = survey.spilled(slot_bytes)[1] <= spare.numel()
+    return Coding(codebook, lengths, survey, place_of(0, geometry.num_rows, data.numel()) if is_whole else None)
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
@@ -271,8 +278,8 @@ def code(
             sizes = sizes_of(coding, geometry, slot_bytes)
             if coding.place is not None and coding.place.parts.slot_bytes == slot_bytes:
                 slots = coding.place.parts.slots
-                is_pinned = slots.is_pinned()
-                overflow = memory.empty(sizes[1], data.device, is_pinned, node)
+                pins = pin if slots.is_pinned() else False
+                (overflow,), is_pinned = memory.empty_parts(sizes[1:], data.device, pins, node)
                 bases = _move_parts(geometry, coding, coding.place, overflow)
             else:  # all rows may ask for another size than the sample's
                 coding = replace(coding, place=None)

@@ -24,7 +24,7 @@ from helpers import (
     plain_table,
     spiky_rows,
 )
-from ibp._layout import slots
+from ibp._layout import geometry, slots
 from ibp._tables import coding
 from ibp._tables.compressed_tensor import CompressedTensor
 
@@ -818,6 +818,9 @@ def test_rows_coded_while_they_are_measured(monkeypatch, options):
     x = (torch.randn(1 << 12, 512, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     table = ibp.compress(x, device="cpu", **options)
     assert_same_table(ibp.compress(x, device="cpu", codebook=table.codebook, **options), table)
+    with monkeypatch.context() as patched:  # in several blocks
+        patched.setattr(geometry, "_NEAR_BLOCK_BYTES", x.nbytes // 3)
+        assert_same_table(ibp.compress(x, device="cpu", **options), table)
     right = slots.Survey.table_slot_bytes.func
     wrong = property(lambda survey: right(survey) - (64 if survey.num_rows < len(x) else 0))
     with monkeypatch.context() as patched:
