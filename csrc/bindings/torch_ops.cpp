@@ -143,7 +143,7 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
                 });
 }
 
-// The place's lengths are those of all rows.
+// Fills the place's lengths too.
 void encode_slots(const Device &device, const PlaceOut &handle, const Tensor &data)
 {
     const ibp_place &place = handle.place;
@@ -162,7 +162,7 @@ void encode_slots(const Device &device, const PlaceOut &handle, const Tensor &da
                 });
 }
 
-// Into overflow whose order bases say.
+// Copies a place's parts into overflow, in the order that bases say.
 void move_parts(const Device &device, const Table &handle, const Tensor &bases, const Out &overflow)
 {
     ibp_table table = handle.place.table;

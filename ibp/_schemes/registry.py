@@ -26,8 +26,9 @@ class Scheme:
         number: enum ibp_scheme of ibp.h, the first number of every codec.
         codebook: class of its codebooks; None where rows are as they are.
         learn: finds a codebook for a request.
-        estimates: (rows, row_bytes, num_rows): shares of a table's bytes, of which the scheme saves the least or a bit
-            less, by a sample of its rows on the CPU, uint8 [n * row_bytes]; None where learning takes no longer.
+        estimates: (rows, row_bytes, num_rows): upper bounds of the share of a table's bytes that the scheme saves, the
+            cheapest first, by a sample of its rows on the CPU, uint8 [n * row_bytes]; None where learning takes no
+            longer.
         relearn: (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8
             [n * row_bytes], those of a group next to each other, and sizes says how many each has.
         options: the arguments of `ibp.compress` and `ibp.codecs.analyze` that belong to it, and what raises ValueError

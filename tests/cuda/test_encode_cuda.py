@@ -122,7 +122,7 @@ def check(cuda, codebook, data, slot_bytes, shift):
 
 
 def assert_filled(around, wanted):
-    """Arrays hold what is wanted, 32 bytes from both ends of memory whose other bytes are as they were."""
+    """Arrays, 32 bytes from both ends of their memory, hold the wanted bytes; the bytes around them did not change."""
     for whole, by_c in zip(around, wanted):
         assert_same_bits(whole[32:-32].cpu(), by_c)
         assert (torch.cat([whole[:32], whole[-32:]]) == POISON).all()

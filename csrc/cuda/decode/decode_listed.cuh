@@ -96,7 +96,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- ranks ----
 
-    // Finds the ranks of n elements of plane 0, and lists those that escape. plane: bit of the first one's digit.
+    // Finds the ranks of n elements of plane 0, and lists the escapes. plane: bit of the first one's digit.
     // Returns how many escape.
     __device__ __forceinline__ uint32_t name_first(uint32_t plane, uint32_t n, uint32_t num_bits) const
     {

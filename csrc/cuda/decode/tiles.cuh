@@ -96,7 +96,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     {
         return 3u * most_of(cb) + 32u; // 16 bytes behind each level's names may be read
     }
-    // Of these, what is read while elements are stored: the names of plane 1.
+    // The names of plane 1 alone, which are read while elements are stored.
     static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return most_of(cb) + 16u; }
     __device__ __forceinline__ uint32_t level2() const { return level1 + 2u * most + 16u; }
     __device__ __forceinline__ uint16_t &listed(uint32_t i) const

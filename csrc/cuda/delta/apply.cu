@@ -326,7 +326,7 @@ template <typename T> struct DeltaAdder {
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
                 });
         if ((values.closed ? start : values.parts.end) != end) return false;
-        uint32_t first = 0, left = k - held; // of the columns that are held; those that are not yet
+        uint32_t first = 0, left = k - held; // held columns that are used; columns still to come
         bool goes_on;
 #pragma unroll 1
         do {

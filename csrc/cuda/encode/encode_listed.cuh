@@ -42,7 +42,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         const BitStage &stage;
         T *elements;  // as they are in the row; then symbols that escape
         Bits *bitmap; // a bit a column
-        Bits *signs;  // likewise the highest bits of those that are not listed, where the default has any
+        Bits *signs;  // likewise the highest bits of all other elements, where the default has signs
         uint32_t num_listed;
     };
     __device__ __forceinline__ Work work_in(const BitStage &stage) const

@@ -14,7 +14,7 @@
 
 namespace ibp {
 
-// Whether a row of `valid` bytes may be a default one, where it would have so many bytes as coded.
+// Whether a row may be a default one: its coded form takes `bytes`, and no more than a default row's, or it is short.
 template <class Encoder>
 __device__ __forceinline__ bool may_be_default(const ibp_codebook &cb, const Encoder &encoder, uint32_t bytes,
                                                uint32_t valid)
@@ -48,7 +48,7 @@ struct RowsJob {
     RowSource source;
     const int64_t *row_ids;
     int64_t first_row;
-    bool whole_slots; // and lengths also of rows for whose part there is no room
+    bool whole_slots; // are written, and a row's length even where its part finds no room
     ibp_fault *fault;
 };
 

@@ -65,7 +65,7 @@ static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num
 
 // ---- rows ----
 
-// What is known of a row beside its bytes.
+// A row's weight, and whether it is padding.
 struct Note {
     float weight;
     uint32_t is_padding;

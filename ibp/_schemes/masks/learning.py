@@ -52,8 +52,7 @@ def learn(request: Request) -> Codebook:
 
 
 def estimates(rows: torch.Tensor, row_bytes: int, num_rows: int) -> Iterator[float]:
-    """Each the share of a table's bytes that masks save or somewhat more, by a sample of its rows: what takes little
-    time first.
+    """Upper bounds of the share of a table's bytes that masks save, the cheapest first, by a sample of its rows.
 
     Args:
         rows: uint8 [n * row_bytes], whole rows on the CPU.
