@@ -113,8 +113,8 @@ def measure_host(run, x, tables, bag_rows):
     """The arms of pinned memory."""
     case = Case(run, x, HOST_CALL_BYTES if run.is_judged else QUICK_BYTES, bag_rows)
     for name, table in tables.items():
-        link_bytes = ideal.row_link_bytes(table, torch.cat([ids.view(-1) for ids in case.ids]).cpu())
-        allowed = case.num_bytes * NUM_SETS * 1e-9 / ideal.link_seconds(link_bytes)
+        link_ns = ideal.row_link_ns(table, torch.cat([ids.view(-1) for ids in case.ids]).cpu())
+        allowed = case.num_bytes * NUM_SETS / float(link_ns.sum())
         case.measure(
             f"{name}, host",
             lambda ids, table=table: ibp.embedding_bag(table, ids, mode="sum"),

@@ -124,8 +124,8 @@ class Tables:
         rows = [lookups.rows(k) for k in range(NUM_SETS)]
         if is_missed is not None:
             rows = [one[is_missed[one]] for one in rows]
-        link_bytes = ideal.row_link_bytes(self.small, torch.cat(rows) % len(self.x))
-        return ideal.gather_gbps(NUM_SETS * lookups.output_bytes, link_bytes, self.run.memset_gbps)
+        link_ns = ideal.row_link_ns(self.small, torch.cat(rows) % len(self.x))
+        return ideal.gather_gbps(NUM_SETS * lookups.output_bytes, link_ns, self.run.memset_gbps)
 
 
 def measure(tables, lookups, arm, call, ideal_gbps, judged=None, wall=False, cache=None, sums=False):

@@ -81,7 +81,7 @@ def measure(run, case, arm, x, fetches, call, *, savings, ideal_gbps, sms=None, 
 
 def table_ideal(run, table, fetches):
     return ideal.gather_gbps(
-        fetches.output_bytes * len(fetches.ids), ideal.row_link_bytes(table, torch.cat(fetches.ids)), run.memset_gbps
+        fetches.output_bytes * len(fetches.ids), ideal.row_link_ns(table, torch.cat(fetches.ids)), run.memset_gbps
     )
 
 

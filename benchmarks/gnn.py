@@ -430,7 +430,7 @@ class DglTraining(Training):
 def ideal_of(run, fetch, ids, row_bytes):
     if not isinstance(fetch, ByGpu):
         return ideal.LINK_COPY_GBPS
-    return ideal.gather_gbps(len(ids) * row_bytes, ideal.row_link_bytes(fetch.table, ids.cpu()), run.memset_gbps)
+    return ideal.gather_gbps(len(ids) * row_bytes, ideal.row_link_ns(fetch.table, ids.cpu()), run.memset_gbps)
 
 
 def measure(run, case, features, training, batch, names=ARMS, suffix=""):

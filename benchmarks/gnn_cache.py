@@ -109,8 +109,8 @@ def ideal_of(run, fetch, ids, row_bytes):
         return gnn.ideal_of(run, fetch, ids, row_bytes)
     with fetch.cache.found(ids) as (_, entries, _):
         missed = ids[(entries.view(len(ids), -1) == 0).any(1)]
-    link_bytes = ideal.row_link_bytes(fetch.table, missed.cpu())
-    return ideal.gather_gbps(len(ids) * row_bytes, link_bytes, run.memset_gbps)
+    link_ns = ideal.row_link_ns(fetch.table, missed.cpu())
+    return ideal.gather_gbps(len(ids) * row_bytes, link_ns, run.memset_gbps)
 
 
 def cache_columns(features, fetch, kind, percent, hotness, ids):

@@ -76,7 +76,7 @@ def measure(rank, world, case, small, data_dir, device):
         "savings": features.table.savings,
         "seconds": float(slowest) * steps,
         "link_gbps": ideal.gather_gbps(
-            len(ids) * features.row_bytes, ideal.row_link_bytes(features.table, ids.cpu()), math.inf
+            len(ids) * features.row_bytes, ideal.row_link_ns(features.table, ids.cpu()), math.inf
         ),
         "batches": steps * world,
     }

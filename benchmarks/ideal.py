@@ -23,7 +23,7 @@ def reckon_with(machine):
     MACHINE = machine
     LINK_KERNEL_GBPS = machine.read_gbps  # kernels reading pinned host memory
     LINK_COPY_GBPS = machine.copy_in_gbps  # copy engine, host to device, from 64 MiB up
-    LINK_ROW_NS = machine.least_row_ns  # a row read by a kernel costs at least this, however short
+    LINK_ROW_NS = machine.least_row_ns  # a request of a kernel takes at least this, however short
 
 
 reckon_with(ibp.calibration.H200)  # until a run on a GPU begins
@@ -38,10 +38,22 @@ def units_of_range(start, num_bytes, unit_bytes=SECTOR_BYTES):
     return torch.where(num_bytes > 0, last - start // unit_bytes + 1, 0)
 
 
-def link_bytes_of_range(start, num_bytes):
-    """What they take of the link: their sectors, and the cost of their lines."""
-    sectors, lines = (units_of_range(start, num_bytes, unit_bytes) for unit_bytes in (SECTOR_BYTES, LINE_BYTES))
-    return SECTOR_BYTES * sectors + LINE_COST * lines
+def _request_ns(sectors):
+    """Time of the link for a request for so many sectors of one line; none of no sectors."""
+    gbps = LINK_KERNEL_GBPS * (1 + LINE_COST / LINE_BYTES)  # with whole lines, LINK_KERNEL_GBPS of rows
+    ns = torch.clamp((SECTOR_BYTES * sectors + LINE_COST) / gbps, min=LINK_ROW_NS)
+    return torch.where(sectors > 0, ns, 0.0)
+
+
+def link_ns_of_range(start, num_bytes):
+    """Time of the link for a kernel that reads them, in ns (float tensors): a request for each line that they touch."""
+    lines = units_of_range(start, num_bytes, LINE_BYTES)
+    to_line_end = LINE_BYTES - start % LINE_BYTES
+    first = units_of_range(start, torch.minimum(num_bytes, to_line_end))
+    behind = (num_bytes - to_line_end).clamp(min=0)
+    last = units_of_range(torch.zeros_like(start), torch.where(lines > 1, (behind - 1) % LINE_BYTES + 1, 0))
+    whole = _request_ns(torch.full_like(start, LINE_BYTES // SECTOR_BYTES))
+    return _request_ns(first) + _request_ns(last) + whole * (lines - 2).clamp(min=0)
 
 
 def stored_row_bytes(table):
@@ -78,7 +90,7 @@ def overflow_starts(table, part):
 def _of_rows(table, rows, of_range):
     """What `of_range` says of the slot and of the overflow part of each of `rows`, added up, from the stored lengths
     and the real addresses. Row bytes only: not the row index, which is a copy in device memory. rows: int64 row
-    numbers, or None for all rows. int64, on the device of `rows`, or of the table."""
+    numbers, or None for all rows. On the device of `rows`, or of the table."""
     stored = stored_row_bytes(table)
     in_slot = torch.clamp(stored, max=table.slot_bytes)
     part = stored - in_slot
@@ -95,21 +107,15 @@ def row_sectors(table, rows=None):
     return _of_rows(table, rows, units_of_range)
 
 
-def row_link_bytes(table, rows=None):
-    """Bytes of the link that fetching each of `rows` alone takes, see `_of_rows`."""
-    return _of_rows(table, rows, link_bytes_of_range)
+def row_link_ns(table, rows=None):
+    """Time of the link for fetching each of `rows` alone, in ns, see `_of_rows`."""
+    return _of_rows(table, rows, link_ns_of_range)
 
 
-def link_seconds(link_bytes):
-    """Time of the link for a kernel that fetches rows which take so many of its bytes each."""
-    gbps = LINK_KERNEL_GBPS * (1 + LINE_COST / LINE_BYTES)  # with whole lines, LINK_KERNEL_GBPS of rows
-    per_row = torch.clamp(link_bytes.to(torch.float64) / gbps, min=LINK_ROW_NS)
-    return float(per_row.sum()) * 1e-9
-
-
-def gather_gbps(output_bytes, link_bytes, memset_gbps):
-    """Ideal rate of a gather from pinned memory: the link or the writing of the output, whichever takes longer."""
-    return output_bytes * 1e-9 / max(link_seconds(link_bytes), output_bytes * 1e-9 / memset_gbps)
+def gather_gbps(output_bytes, link_ns, memset_gbps):
+    """Ideal rate of a gather from pinned memory: the link, link_ns a row, or the writing of the output, whichever
+    takes longer."""
+    return output_bytes / max(float(link_ns.sum()), output_bytes / memset_gbps)
 
 
 def tensor_gbps(num_bytes, link_bytes):

@@ -75,8 +75,8 @@ class Case:
         """Of rows that lie behind each other as stored."""
         stored = round((1 - savings) * self.row_bytes)
         starts = stored * torch.arange(ideal.LINE_BYTES)
-        link_bytes = ideal.link_bytes_of_range(starts, torch.full_like(starts, stored))
-        return ideal.gather_gbps(len(starts) * self.row_bytes, link_bytes, self.run.memset_gbps)
+        link_ns = ideal.link_ns_of_range(starts, torch.full_like(starts, stored))
+        return ideal.gather_gbps(len(starts) * self.row_bytes, link_ns, self.run.memset_gbps)
 
     def record(self, arm, gbps, seconds, wanted, sms, savings, ideal_gbps, gain, **extra):
         self.run.add(

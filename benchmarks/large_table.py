@@ -219,7 +219,7 @@ def run_table(run, buffer, gib, row_bytes, numbers_of_ids):
         small = ibp.compress(x, scheme=scheme, layout="slots")
         ideals = [
             ideal.gather_gbps(
-                fetches.output_bytes * NUM_SETS, ideal.row_link_bytes(small, fetches.distinct_rows()), run.memset_gbps
+                fetches.output_bytes * NUM_SETS, ideal.row_link_ns(small, fetches.distinct_rows()), run.memset_gbps
             )
             for fetches in every
         ]

@@ -288,7 +288,7 @@ def fetches(run):
     ):
         out = torch.empty_like(gathered)
         ideal_gbps = ideal.gather_gbps(
-            gathered.numel() * x.element_size(), ideal.row_link_bytes(table, ids), run.memset_gbps
+            gathered.numel() * x.element_size(), ideal.row_link_ns(table, ids), run.memset_gbps
         )
         for sms in SMS[arm] if run.on_gpu else (None,):
             yield Fetch(

@@ -112,8 +112,8 @@ class Case:
 
     def link_gbps(self, misses):
         """Ideal rate of calls of which these rows come from the table, a tensor a call."""
-        link_bytes = ideal.row_link_bytes(self.table, torch.cat(misses).cpu())
-        return ideal.gather_gbps(len(misses) * self.num_ids * self.row_bytes, link_bytes, self.run.memset_gbps)
+        link_ns = ideal.row_link_ns(self.table, torch.cat(misses).cpu())
+        return ideal.gather_gbps(len(misses) * self.num_ids * self.row_bytes, link_ns, self.run.memset_gbps)
 
     def seconds(self, source, ids, what):
         """Of one call, after its rows have been compared."""

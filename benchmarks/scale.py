@@ -185,17 +185,17 @@ def timed_fetches(process, fetch, training, ids):
 
 
 def missed(fetch, ids):
-    """(ids asked for, bytes of the link that rows take which the cache lacks)."""
+    """(ids asked for, time of the link for each row that the cache lacks, in ns)."""
     lacking = ids
     if isinstance(fetch, gnn_cache.Cached):
         with fetch.cache.found(ids) as (_, entries, _):
             lacking = ids[(entries.view(len(ids), -1) == 0).any(1)]
-    return ids, ideal.row_link_bytes(fetch.table, lacking.cpu())
+    return ids, ideal.row_link_ns(fetch.table, lacking.cpu())
 
 
-def link_gbps(row_bytes, ids, link_bytes):
+def link_gbps(row_bytes, ids, link_ns):
     """The link's best rate of original bytes, for one GPU."""
-    return ideal.gather_gbps(len(ids) * row_bytes, link_bytes, math.inf)
+    return ideal.gather_gbps(len(ids) * row_bytes, link_ns, math.inf)
 
 
 def cache_columns(fetch, kind, hotness, ids, raw_rows):
@@ -248,7 +248,7 @@ def measure_sharded(process, case, raw, coded):
                 "row_bytes": raw.row_bytes,
                 "savings": own.savings,
                 "gbps": WORLD * len(ids) * count * raw.row_bytes * 1e-9 / seconds,
-                "link_gbps": link_gbps(raw.row_bytes, ids[0], ideal.row_link_bytes(table, ids[0].cpu())),
+                "link_gbps": link_gbps(raw.row_bytes, ids[0], ideal.row_link_ns(table, ids[0].cpu())),
                 "gpus": WORLD,
                 "cache_percent": 0,
                 "fetch_ms": 1e3 * seconds / len(ids),

@@ -232,8 +232,8 @@ class Case:
 
     def ideal_gbps(self, start):
         starts = start + self.ids[0] * self.words * WORD_BYTES
-        link_bytes = ideal.link_bytes_of_range(starts, torch.full_like(starts, self.words * WORD_BYTES))
-        return ideal.gather_gbps(self.out.numel() * WORD_BYTES, link_bytes, self.run.memset_gbps)
+        link_ns = ideal.link_ns_of_range(starts, torch.full_like(starts, self.words * WORD_BYTES))
+        return ideal.gather_gbps(self.out.numel() * WORD_BYTES, link_ns, self.run.memset_gbps)
 
     def record(self, arm, seconds, sms, start=WORD_BYTES):
         self.run.add(

@@ -1,5 +1,6 @@
 """What the benchmarks compute without a GPU: sectors, ideal rates, tables, savings, targets; scripts on the CPU."""
 
+import collections
 import contextlib
 import csv
 import ctypes
@@ -76,10 +77,10 @@ def make_table(lengths, *, num_rows, row_bytes, slot_bytes, num_bytes=None, offs
     ), stored
 
 
-def units_by_bytes(table, stored, row, unit_bytes=32):
-    """Row by row and byte by byte: the sectors, or other units, of every byte that a fetch of one row reads."""
+def sectors_by_bytes(table, stored, row):
+    """Row by row and byte by byte: the sectors of every byte that a fetch of one row reads."""
     units = {
-        ("slots", (table.slots.data_ptr() + row * table.slot_bytes + k) // unit_bytes)
+        ("slots", (table.slots.data_ptr() + row * table.slot_bytes + k) // 32)
         for k in range(min(stored[row], table.slot_bytes))
     }
     part = max(0, stored[row] - table.slot_bytes)
@@ -88,8 +89,18 @@ def units_by_bytes(table, stored, row, unit_bytes=32):
         for q in range(row // 32 * 32, row):
             before = max(0, stored[q] - table.slot_bytes)
             start += before if table.slot_bytes == 0 else -(-before // 32) * 32
-        units |= {("overflow", (table.overflow.data_ptr() + start + k) // unit_bytes) for k in range(part)}
-    return len(units)
+        units |= {("overflow", (table.overflow.data_ptr() + start + k) // 32) for k in range(part)}
+    return units
+
+
+def requests_by_bytes(table, stored, row):
+    """How many sectors each request of one row asks for: those of a line."""
+    lines = collections.Counter((part, sector // 4) for part, sector in sectors_by_bytes(table, stored, row))
+    return lines.values()
+
+
+def request_ns(sectors):
+    return max(1.45, (32 * sectors + ideal.LINE_COST) / (ideal.LINK_KERNEL_GBPS * 157 / 128))
 
 
 @pytest.mark.parametrize("offset", [0, 4, 31])
@@ -101,11 +112,11 @@ def test_row_sectors_counts_every_byte(row_bytes, slot_bytes, offset):
     table, stored = make_table(
         lengths, num_rows=num_rows, row_bytes=row_bytes, slot_bytes=slot_bytes, num_bytes=num_bytes, offset=offset
     )
-    assert ideal.row_sectors(table).tolist() == [units_by_bytes(table, stored, r) for r in range(num_rows)]
+    assert ideal.row_sectors(table).tolist() == [len(sectors_by_bytes(table, stored, r)) for r in range(num_rows)]
     ids = torch.tensor([69, 0, 33, 33], dtype=torch.int32)
-    assert ideal.row_sectors(table, ids).tolist() == [units_by_bytes(table, stored, r) for r in ids.tolist()]
-    lines = (ideal.row_link_bytes(table) - 32 * ideal.row_sectors(table)) // ideal.LINE_COST
-    assert lines.tolist() == [units_by_bytes(table, stored, r, ideal.LINE_BYTES) for r in range(num_rows)]
+    assert ideal.row_sectors(table, ids).tolist() == [len(sectors_by_bytes(table, stored, r)) for r in ids.tolist()]
+    expected = [sum(map(request_ns, requests_by_bytes(table, stored, r))) for r in range(num_rows)]
+    assert ideal.row_link_ns(table).tolist() == pytest.approx(expected)
 
 
 def test_raw_table_reads_whole_rows():
@@ -122,16 +133,19 @@ def test_a_default_row_reads_nothing():
 
 def test_ideal_rates():
     starts = 512 * torch.arange(1000)
-    rows = ideal.link_bytes_of_range(starts, torch.full_like(starts, 512))
+    rows = ideal.link_ns_of_range(starts, torch.full_like(starts, 512))
     # Raw rows: the link's rate, whatever a memset does.
     assert ideal.gather_gbps(512_000, rows, 4000) == pytest.approx(51.4)
     assert ideal.gather_gbps(1_024_000, rows, 4000) == pytest.approx(102.8)  # half saved
     assert ideal.gather_gbps(512_000, rows, 10) == pytest.approx(10)  # the writing binds
-    sectors = ideal.link_bytes_of_range(starts, torch.full_like(starts, 32))  # a row costs 1.45 ns, however short
-    assert ideal.link_seconds(sectors) == pytest.approx(1.45e-6)
-    across = ideal.link_bytes_of_range(starts + 64, torch.full_like(starts, 128))  # parts of two lines
-    assert across.tolist() == [128 + 2 * ideal.LINE_COST] * 1000
-    assert ideal.link_seconds(across) > 1.15 * ideal.link_seconds(across - ideal.LINE_COST)
+    sectors = ideal.link_ns_of_range(starts, torch.full_like(starts, 32))  # a request takes 1.45 ns, however short
+    assert sectors.tolist() == pytest.approx([1.45] * 1000)
+    line = ideal.link_ns_of_range(starts, torch.full_like(starts, 128))
+    across = ideal.link_ns_of_range(starts + 64, torch.full_like(starts, 128))  # parts of two lines
+    assert across.tolist() == pytest.approx((line * (128 + 2 * ideal.LINE_COST) / (128 + ideal.LINE_COST)).tolist())
+    a_byte_more = ideal.link_ns_of_range(starts, torch.full_like(starts, 129))
+    assert (a_byte_more - line).tolist() == pytest.approx([1.45] * 1000)
+    assert ideal.link_ns_of_range(starts, torch.zeros_like(starts)).tolist() == [0] * 1000
     assert ideal.device_gbps(100, 200, 2000) == pytest.approx(2000)  # nothing saved: a copy
     assert ideal.device_gbps(100, 110, 2000, memset_gbps=3000) == pytest.approx(3000)
     assert ideal.tensor_gbps(300, 200) == pytest.approx(1.5 * 55.4)
