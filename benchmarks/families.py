@@ -96,7 +96,8 @@ QUICK_CASES = (0, 5, 11)  # of CASES
 
 # What the arms that fetch should reach, as shares of the ideal; where there is none with few SMs, raw rows' rate.
 WANTED_SHARES = {"short": 0.95, "long": 0.97, "columns": 0.92, "bytes": 0.92, "zeros": 0.90}
-WANTED_OF_SHORTEST = {None: 62.0, FEW_SMS: 54.0}  # GB/s of BF16 rows of 128 B
+# GB/s of BF16 rows of 128 B, by arm and SMs.
+WANTED_OF_SHORTEST = {(CODED, None): 62.0, (CODED, FEW_SMS): 50.0, (DECODE, None): 900.0, (ENCODE, None): 500.0}
 WANTED_DECODE, WANTED_ENCODE = {"bytes": 1200.0, "zeros": 1000.0}, dict.fromkeys(("short", "long", "zeros"), 800.0)
 LEAST_COPIED_ROW_BYTES, COPY_SHARE = 512, 0.95  # dense rows of BF16 and FP32 decode at this share of copy_
 
@@ -108,6 +109,9 @@ def target(kind, row_bytes, arm, sms, raw_gbps, ideal_gbps, copy_gbps):
     """
     if arm in (DECODE, ENCODE) and sms is not None:
         return None
+    if kind == "short" and row_bytes == 128 and arm in (CODED, DECODE, ENCODE):
+        wanted = WANTED_OF_SHORTEST.get((arm, sms))
+        return wanted and min(wanted, WANTED_SHARES[kind] * ideal_gbps)
     if arm == DECODE:
         is_copied = kind in ("short", "long", "columns") and row_bytes >= LEAST_COPIED_ROW_BYTES
         return COPY_SHARE * copy_gbps if is_copied else WANTED_DECODE.get(kind)
@@ -118,9 +122,6 @@ def target(kind, row_bytes, arm, sms, raw_gbps, ideal_gbps, copy_gbps):
         return not_below_raw
     if arm != CODED:
         return None
-    if kind == "short" and row_bytes == 128:
-        wanted = WANTED_OF_SHORTEST.get(sms)
-        return wanted and min(wanted, WANTED_SHARES[kind] * ideal_gbps)
     keeps_its_share = sms is None or kind in ("short", "long") or (kind == "bytes" and sms == MANY_SMS)
     return WANTED_SHARES[kind] * ideal_gbps if keeps_its_share else not_below_raw
 

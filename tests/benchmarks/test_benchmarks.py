@@ -578,8 +578,9 @@ def test_losses_are_judged():
     "kind, row_bytes, arm, sms, wanted",
     [
         ("short", 128, "planes slots", None, 62),
-        ("short", 128, "planes slots", 8, 54),
+        ("short", 128, "planes slots", 8, 50),
         ("short", 128, "planes slots", 16, None),
+        ("short", 128, "planes encode", None, 95),
         ("short", 256, "planes slots", 8, 95),
         ("long", 65536, "planes slots", 8, 97),
         ("columns", 320, "planes slots", None, 92),
