@@ -4,9 +4,9 @@
 Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
 --caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --choices: what
 only papers ask for, and the choice of codecs, in under 5. --models: language models, in under 10, with transformers.
---all: all of these, and the scripts that count bytes, which are the same on every machine. --papers:
-every script behind a table of docs/reproduction.md, of these and of OTHERS; scripts of speed have 30 minutes, scripts
-that count bytes run to their end. --claim: the scripts behind one line of that page, say `--claim ibp "Table 1"`. Each
+--all: all of these, and the scripts that count bytes, which are the same on every machine, in 30
+minutes: what has not begun by then does not. --papers: every script behind a table of docs/reproduction.md, of these
+and of OTHERS; scripts of speed have their minutes, scripts that count bytes run to their end. --claim: the scripts behind one line of that page, say `--claim ibp "Table 1"`. Each
 script runs in a process of its own. On a GPU a script of speed is stopped when its time is over, and what it measured
 stays; --unlimited lets it finish. --together: on a machine of several GPUs as many scripts at once, each alone on its
 GPU (a few have two) and on its share of the cores. The last lines say which scripts were not asked for, and which were
@@ -15,6 +15,7 @@ stopped or have failed.
 
 import argparse
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -82,6 +83,7 @@ OTHERS = {  # likewise; they take long, or need packages or GPUs that are not ev
 TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "weights"}  # where two are there
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries")
 GRACE_S = 5  # to print what was measured
+ALL_S = 1800  # that --all has on a GPU
 
 
 def rows_of(paper, item):
@@ -109,8 +111,11 @@ def stop(process):
 
 
 def run_script(name, argv, limit_s=None, gpus=(), cores=(), running=None):
-    """name: of the script, and its own options. gpus, cores: that it has for itself; what it prints then comes at its
-    end. running: a list that gets its process. @return its exit status."""
+    """name: of the script, and its own options. limit_s: 0 or less: it does not begin. gpus, cores: that it has for
+    itself; what it prints then comes at its end. running: a list that gets its process. @return its exit status."""
+    if limit_s is not None and limit_s <= 0:
+        print(f"{name}: no time was left\n", flush=True)
+        return 1
     started, (script, *options) = time.perf_counter(), name.split()
     command = [sys.executable, "-m", f"{__package__}.{script}", *options, *argv]
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
@@ -128,7 +133,7 @@ def run_script(name, argv, limit_s=None, gpus=(), cores=(), running=None):
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            late = f"{name}: stopped after {limit_s} s\n"
+            late = f"{name}: stopped after {limit_s:.0f} s\n"
         finally:
             status = stop(process)
         said.seek(0)
@@ -137,7 +142,13 @@ def run_script(name, argv, limit_s=None, gpus=(), cores=(), running=None):
     return status
 
 
-def run_together(names, argv, limits, num_gpus):
+def allowed_s(name, limits, deadline):
+    """Seconds that a script may take; None: any number."""
+    seconds = min(limits.get(name, math.inf), deadline - time.perf_counter())
+    return None if seconds == math.inf else seconds
+
+
+def run_together(names, argv, limits, num_gpus, deadline=math.inf):
     """Runs scripts at once, the longest first. Options of one script come one after the other, since they
     write one CSV. @return {name: exit status}"""
     together = [[*group] for _, group in itertools.groupby(sorted(names, key=script_of), script_of)]
@@ -153,7 +164,9 @@ def run_together(names, argv, limits, num_gpus):
             free.difference_update(gpus)
         own = [core for gpu in gpus for core in cores[gpu * share :][:share]]
         try:
-            return {name: run_script(name, argv, limits.get(name), gpus, own, running) for name in group}
+            return {
+                name: run_script(name, argv, allowed_s(name, limits, deadline), gpus, own, running) for name in group
+            }
         finally:
             with changed:
                 free.update(gpus)
@@ -193,7 +206,9 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # past run_script, which ends its script
     named = {"coding": CODING, "caches": CACHES, "training": TRAINING, "choices": CHOICES, "models": MODELS}
     every = SPEED | CODING | CACHES | TRAINING | CHOICES | MODELS
-    limits = {} if options.unlimited or args.device == "cpu" else every | OTHERS
+    is_limited = not options.unlimited and args.device == "cuda"
+    limits = every | OTHERS if is_limited else {}
+    deadline = started + ALL_S if is_limited and options.all else math.inf
     chosen = [group for option, group in named.items() if getattr(options, option)]
     rows = [row for paper in reproduction.PAPERS.values() for row in paper] if options.papers else []
     rows += rows_of(*options.claim) if options.claim else []
@@ -203,9 +218,9 @@ def main(argv=None):
     )
     num_gpus = torch.cuda.device_count() if options.together and args.device == "cuda" else 1
     if num_gpus > 1:
-        ended = run_together(names, others, limits, num_gpus)
+        ended = run_together(names, others, limits, num_gpus, deadline)
     else:
-        ended = {name: run_script(name, others, limits.get(name)) for name in names}
+        ended = {name: run_script(name, others, allowed_s(name, limits, deadline)) for name in names}
     failed = [name for name in names if ended[name]]
     charts.draw(args.out)
     print(f"not asked for: {', '.join(sorted({*every, *OTHERS, *BYTES} - {*names}))}")

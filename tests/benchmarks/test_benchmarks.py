@@ -783,6 +783,18 @@ def test_a_script_is_stopped_when_its_time_is_over(tmp_path):
     assert suite.run_script("clusters", ["--device", "cpu", "--out", str(tmp_path)], limit_s=0.1) != 0
 
 
+def test_what_has_no_time_left_does_not_begin(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(suite.time, "perf_counter", lambda: now[0])
+    assert suite.allowed_s("gather", {"gather": 80}, 150.0) == 50
+    assert suite.allowed_s("gather", {"gather": 30}, 150.0) == 30
+    assert suite.allowed_s("ratio", {}, math.inf) is None
+    now[0] = 150.0
+    monkeypatch.setattr(suite.subprocess, "Popen", None)  # nothing is started
+    assert suite.run_script("gather", [], suite.allowed_s("gather", {"gather": 80}, 150.0)) == 1
+    assert "gather: no time was left" in capsys.readouterr().out
+
+
 # ---- counters ------------------------------------------------------------------------------------------------------
 
 
