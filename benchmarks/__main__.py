@@ -2,15 +2,15 @@
 [--all] [--claim PAPER ITEM] [--together] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
 Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
---caches: caches, embedding tables and KV-caches, in under 5. --training: nets that train, in under 5. --choices: what
-only papers ask for, and the choice of codecs, in under 5. --models: language models, in under 10, with transformers.
---all: all of these, and the scripts that count bytes, which are the same on every machine, in 30
-minutes: what has not begun by then does not. --papers: every script behind a table of docs/reproduction.md, of these
-and of OTHERS; scripts of speed have their minutes, scripts that count bytes run to their end. --claim: the scripts behind one line of that page, say `--claim ibp "Table 1"`. Each
-script runs in a process of its own. On a GPU a script of speed is stopped when its time is over, and what it measured
-stays; --unlimited lets it finish. --together: on a machine of several GPUs as many scripts at once, each alone on its
-GPU (a few have two) and on its share of the cores. The last lines say which scripts were not asked for, and which were
-stopped or have failed.
+--caches: caches, embedding tables and KV-caches, in under 6. --training: nets that train, in under 6. --choices: what
+only papers ask for, and the choice of codecs, in under 5. --models: language models, in under 13, with transformers.
+--all: all of these, and the scripts that count bytes, which are the same on every machine, in 30 minutes: what has not
+begun by then does not. --papers: every script behind a table of docs/reproduction.md, of these and of OTHERS; scripts
+of speed have their minutes, scripts that count bytes run to their end. --claim: the scripts behind one line of that
+page, say `--claim ibp "Table 1"`. Each script runs in a process of its own. On a GPU a script of speed is stopped when
+its time is over, and what it measured stays; --unlimited lets it finish. --together: on a machine of several GPUs as
+many scripts at once, each alone on its GPU (a few have two) and on its share of the cores. The last lines say which
+scripts were not asked for, and which were stopped or have failed.
 """
 
 import argparse
