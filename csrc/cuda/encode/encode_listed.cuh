@@ -34,22 +34,27 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
         const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
-        return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 8u : 4u) * words;
+        return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 12u : 4u) * words;
     }
+    // The highest bits of the other elements that a lane has, the first one lowest; how many others are before them.
+    struct alignas(2u * sizeof(Bits)) Signs {
+        Bits bits, before;
+    };
 
     // A row being coded.
     struct Work {
         const BitStage &stage;
         T *elements;  // as they are in the row; then symbols that escape
         Bits *bitmap; // a bit a column
-        Bits *signs;  // likewise the highest bits of all other elements, where the default has signs
+        Signs *signs; // where the default has signs
         uint32_t num_listed;
     };
     __device__ __forceinline__ Work work_in(const BitStage &stage) const
     {
         uint8_t *const scratch = reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes);
         Bits *const bitmap = reinterpret_cast<Bits *>(scratch + elements_bytes(row_bytes));
-        return {stage, reinterpret_cast<T *>(scratch), bitmap, bitmap + (columns + 127u) / 128u * (128u / kPerStep), 0};
+        Signs *const signs = reinterpret_cast<Signs *>(bitmap + (columns + 127u) / 128u * (128u / kPerStep));
+        return {stage, reinterpret_cast<T *>(scratch), bitmap, signs, 0};
     }
 
     // ---- listed elements ----
@@ -70,24 +75,35 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             const uint32_t listed = Base::bits_of(ones), count[1] = {ibp_popcount(listed)};
             uint32_t before[1], total[1];
             G::scan(count, before, total);
-            T *to = work.elements + work.num_listed + before[0];
-#pragma unroll
-            for (uint32_t e = 0; e < kPerStep; e++) {
-                if ((listed >> e & 1u) == 0u) continue;
-                *to = Base::element(words[e / kPerLane], e % kPerLane);
-                to += 1;
-            }
+            before[0] += work.num_listed;
             work.num_listed += total[0];
             if (has_signs)
-#pragma unroll
-                for (uint32_t e = kPerStep; e-- > 0;) // those of the others, the last one first
-                    if ((listed >> e & 1u) == 0u)
-                        signs = __funnelshift_l(top_element(words[e / kPerLane], e % kPerLane), signs, 1);
+                signs = put_listed<true>(work.elements + before[0], words, listed);
+            else
+                put_listed<false>(work.elements + before[0], words, listed);
             if (column >= columns) continue;
             work.bitmap[column / kPerStep] = static_cast<Bits>(listed);
-            if (has_signs) work.signs[column / kPerStep] = static_cast<Bits>(signs);
+            if (!has_signs) continue;
+            signs = __funnelshift_r(__brev(signs), 0u, 32u - (kPerStep - count[0]));
+            work.signs[column / kPerStep] = {static_cast<Bits>(signs), static_cast<Bits>(column - before[0])};
         }
         G::sync(); // all of it is there
+    }
+    // Stores the listed elements of a lane's words. Returns the highest bits of the others, the last one lowest.
+    template <bool HAS_SIGNS>
+    static __device__ __forceinline__ uint32_t put_listed(T *to, const uint32_t (&words)[kVectors][4], uint32_t listed)
+    {
+        uint32_t signs = 0;
+#pragma unroll
+        for (uint32_t e = 0; e < kPerStep; e++) {
+            if ((listed >> e & 1u) == 0u) {
+                if (HAS_SIGNS) signs = __funnelshift_l(top_element(words[e / kPerLane], e % kPerLane), signs, 1);
+                continue;
+            }
+            *to = Base::element(words[e / kPerLane], e % kPerLane);
+            to += 1;
+        }
+        return signs;
     }
     // An element of four words, in the highest bits.
     static __device__ __forceinline__ uint32_t top_element(const uint32_t (&words)[4], uint32_t e)
@@ -141,18 +157,10 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // The highest bits of the elements that are not listed, from bit `start` on.
     __device__ __forceinline__ void put_signs(const Work &work, uint32_t start) const
     {
-        uint32_t others = 0;
 #pragma unroll 1
-        for (uint32_t base = 0; base < columns; base += kPerStep * LANES) {
-            const uint32_t column = base + kPerStep * G::lane(),
-                           held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerStep);
-            uint32_t count[1] = {0}, before[1], total[1];
-            if (held != 0u) count[0] = held - ibp_popcount(work.bitmap[column / kPerStep]);
-            G::scan(count, before, total);
-            if (held != 0u)
-                work.stage.or_bits(start + others + before[0],
-                                   low_bits(uint32_t{work.signs[column / kPerStep]}, count[0]));
-            others += total[0];
+        for (uint32_t column = kPerStep * G::lane(); column < columns; column += kPerStep * LANES) {
+            const Signs &signs = work.signs[column / kPerStep];
+            work.stage.or_bits(start + signs.before, uint32_t{signs.bits});
         }
     }
     // ---- values ----
