@@ -133,8 +133,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                 put_fields<23>(stage, position, w);
             else
                 put_pairs(stage, position, w, held, r);
-        } else if (r == kBits / 2u && held == kOfLane) {
-            put_halves(stage, position, words);
+        } else if (r == kBits / 2u) {
+            put_halves(stage, position, words, held);
         } else {
 #pragma unroll
             for (uint32_t o = 0; o < kOctets; o++)
@@ -144,7 +144,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
     // The lower halves of a lane's elements.
     static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
-                                                      const uint32_t (&words)[kOctets][kWords])
+                                                      const uint32_t (&words)[kOctets][kWords], uint32_t held)
     {
         constexpr uint32_t kRun = kOfLane * sizeof(T) / 8u;
         uint32_t run[kRun];
@@ -157,7 +157,13 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             run[i] = permute_bytes(low, high, 0x6420);
         }
         uint32_t *const to = stage.words + position / 32u;
-        if (position % (32u * kRun) != 0u)
+        if (held < kOfLane) { // what is behind them is not residuals
+            const uint32_t num_bits = held * kBits / 2u;
+#pragma unroll
+            for (uint32_t i = 0; i < kRun; i++)
+                run[i] = low_bits(run[i], num_bits - ibp_min_u32(num_bits, 32u * i));
+            stage.or_most(position, run);
+        } else if (position % (32u * kRun) != 0u)
             put_run(stage, position, run);
         else if constexpr (kRun == 4)
             *reinterpret_cast<uint4 *>(to) = make_uint4(run[0], run[1], run[2], run[3]);
