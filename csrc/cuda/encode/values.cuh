@@ -331,21 +331,26 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         constexpr uint32_t kFour = 4;
         const uint32_t width = this->width_of(2), next_width = this->width_of(3), plane3 = at + to_byte(n * width);
         if (plane3 > most_bits) return plane3;
+        // Of a code's upper half, whose bits 0 and 8 are the escapes: which one says that the symbol is put as it is.
+        const bool has_fourth = planes.num_planes > 3u;
+        const uint32_t is_raw = has_fourth ? 1u << 8 : 1u;
         uint32_t reached = 0, left = planes.num_planes > 2u ? 0u : n;
 #pragma unroll 1
         for (uint32_t base = 0; base < n && planes.num_planes > 2u; base += kFour * LANES) {
             const uint32_t i = base + kFour * G::lane();
-            uint32_t entries[kFour], first = 0, second = 0, reaches = 0, raw = 0;
+            uint32_t entries[kFour], code[kFour], first = 0, second = 0, escapes = 0;
+#pragma unroll
+            for (uint32_t e = 0; e < kFour; e++) {
+                entries[e] = i + e < n ? list[i + e] : 0u;
+                code[e] = i + e < n ? codes[own_codes + (entries[e] >> kKeyAt)] >> 16 : 0u;
+            }
 #pragma unroll
             for (uint32_t e = kFour; e-- > 0;) {
-                entries[e] = i + e < n ? list[i + e] : 0u;
-                const uint32_t code = i + e < n ? codes[own_codes + (entries[e] >> kKeyAt)] >> 16 : 0u;
-                first = first << width | (code >> 4 & 15u);
-                if (code & 1u) second = second << next_width | code >> 12;
-                reaches += code & 1u;
-                raw = raw << 1 | (code >> (planes.num_planes > 3u ? 8u : 0u) & 1u);
+                first = __funnelshift_l(code[e] << (28u - width), first, width);
+                if (code[e] & 1u) second = __funnelshift_l(code[e] << (20u - next_width), second, next_width);
+                escapes += code[e] & 0x101u;
             }
-            const uint32_t counts[1] = {reaches | ibp_popcount(raw) << 16};
+            const uint32_t counts[1] = {permute_bytes(escapes, 0, has_fourth ? 0x4140 : 0x4040)};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);
             stage.or_bits(at + i * width, first);
@@ -353,8 +358,11 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             G::sync(); // all have read
             Symbol *to = list + left + (before[0] >> 16);
 #pragma unroll
-            for (uint32_t e = 0; e < kFour; e++)
-                if (raw >> e & 1u) *to++ = static_cast<Symbol>(entries[e]);
+            for (uint32_t e = 0; e < kFour; e++) {
+                if ((code[e] & is_raw) == 0u) continue;
+                *to = static_cast<Symbol>(entries[e]);
+                to += 1;
+            }
             reached += total[0] & 0xffffu, left += total[0] >> 16;
         }
         G::sync(); // the list is there
