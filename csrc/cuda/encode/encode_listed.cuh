@@ -125,6 +125,12 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // Those of a list are put side by side first, behind the elements, so that every lane has as many.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
+        if (!form.is_list) {
+#pragma unroll 1
+            for (uint32_t first = kPerStep * G::lane(); first < columns; first += kPerStep * LANES)
+                work.stage.or_bits(start + first, uint32_t{work.bitmap[first / kPerStep]});
+            return;
+        }
         auto *const list = reinterpret_cast<uint16_t *>(
             work.elements + (sizeof(T) == 1 ? work.num_listed + work.num_listed % 2u : work.num_listed));
         uint32_t num = 0;
@@ -133,10 +139,6 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             const uint32_t first = base + kPerStep * G::lane(),
                            held = ibp_min_u32(columns - ibp_min_u32(first, columns), kPerStep);
             uint32_t named = held != 0u ? work.bitmap[first / kPerStep] : 0u;
-            if (!form.is_list) {
-                work.stage.or_bits(start + first, named);
-                continue;
-            }
             if (form.is_complement) named = low_bits(~named, held);
             const uint32_t count[1] = {ibp_popcount(named)};
             uint32_t before[1], total[1];
@@ -174,7 +176,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         gather_listed(row, work);
         const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
         const bool closed = is_closed(work);
-        if (G::lane() == 0u) stage.or_bits(start_bit, k | (closed ? ibp_closed_bit(columns) : 0u));
+        // Its bytes are the row's first ones, behind a cluster's number at most.
+        if (G::lane() == 0u) stage.or_word(0, (k | (closed ? ibp_closed_bit(columns) : 0u)) << start_bit);
         ibp_position_form form{};
         if (k != 0u) form = this->choose_form(k);
         const uint32_t signs = positions + 8u * form.num_bytes, values = signs + this->sign_bits(k);

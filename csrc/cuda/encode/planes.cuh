@@ -373,9 +373,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 #pragma unroll
             for (uint32_t w = kRun; w-- > 0;) {
                 if (sizeof(T) == 1)
-                    run = run << 4 | ones[i + w] * 0x10204080u >> 28;
+                    run = (run << 4) + (ones[i + w] * 0x10204080u >> 28);
                 else
-                    run = run << kPerWord | ones[i + w];
+                    run = (run << kPerWord) + ones[i + w];
             }
             if (sizeof(T) == 2) run = (run | run >> 15) & 0xffffu;
             bits |= run << i * kPerWord;
