@@ -93,22 +93,21 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     template <bool HAS_SIGNS>
     static __device__ __forceinline__ uint32_t put_listed(T *to, const uint32_t (&words)[kVectors][4], uint32_t listed)
     {
-        uint32_t signs = 0;
+        uint32_t signs = 0, highest = 0; // a word turned so that its element e is highest, or `lowest`
 #pragma unroll
         for (uint32_t e = 0; e < kPerStep; e++) {
+            constexpr uint32_t kTurn = sizeof(T) == 1 ? 0x0321 : 0x1032;
+            const uint32_t word = words[e / kPerLane][e % kPerLane / Base::kPerWord],
+                           lowest = e % Base::kPerWord == 0u ? word : highest;
+            highest = (e + 1u) % Base::kPerWord == 0u ? word : permute_bytes(lowest, lowest, kTurn);
             if ((listed >> e & 1u) == 0u) {
-                if (HAS_SIGNS) signs = __funnelshift_l(top_element(words[e / kPerLane], e % kPerLane), signs, 1);
+                if (HAS_SIGNS) signs = __funnelshift_l(highest, signs, 1);
                 continue;
             }
-            *to = Base::element(words[e / kPerLane], e % kPerLane);
+            *to = static_cast<T>(lowest);
             to += 1;
         }
         return signs;
-    }
-    // An element of four words, in the highest bits.
-    static __device__ __forceinline__ uint32_t top_element(const uint32_t (&words)[4], uint32_t e)
-    {
-        return words[e / Base::kPerWord] << (Base::kPerWord - 1u - e % Base::kPerWord) * kBits;
     }
     // Whether there are listed elements, and all equal the closed value.
     __device__ __forceinline__ bool is_closed(const Work &work) const
