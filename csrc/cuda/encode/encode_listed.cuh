@@ -84,7 +84,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             if (column >= columns) continue;
             work.bitmap[column / kPerStep] = static_cast<Bits>(listed);
             if (!has_signs) continue;
-            signs = __funnelshift_r(__brev(signs), 0u, 32u - (kPerStep - count[0]));
+            signs = __funnelshift_r(__brev(signs), 0u, 32u - kPerStep + count[0]);
             work.signs[column / kPerStep] = {static_cast<Bits>(signs), static_cast<Bits>(column - before[0])};
         }
         G::sync(); // all of it is there
@@ -93,7 +93,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     template <bool HAS_SIGNS>
     static __device__ __forceinline__ uint32_t put_listed(T *to, const uint32_t (&words)[kVectors][4], uint32_t listed)
     {
-        uint32_t signs = 0, highest = 0; // a word turned so that its element e is highest, or `lowest`
+        uint32_t signs = 0, highest = 0; // the word of element e, turned so that e is the highest, or the lowest one
 #pragma unroll
         for (uint32_t e = 0; e < kPerStep; e++) {
             constexpr uint32_t kTurn = sizeof(T) == 1 ? 0x0321 : 0x1032;
@@ -124,10 +124,11 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // Those of a list are put side by side first, behind the elements, so that every lane has as many.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
+        const BitStage &stage = work.stage;
         if (!form.is_list) {
 #pragma unroll 1
             for (uint32_t first = kPerStep * G::lane(); first < columns; first += kPerStep * LANES)
-                work.stage.or_bits(start + first, uint32_t{work.bitmap[first / kPerStep]});
+                stage.or_bits<kLikely>(start + first, uint32_t{work.bitmap[first / kPerStep]});
             return;
         }
         auto *const list = reinterpret_cast<uint16_t *>(
@@ -151,17 +152,18 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 #pragma unroll 1
         for (uint32_t i = G::lane(); i < num; i += LANES) {
             const uint32_t column = list[i], upper = start + (column >> num_bits) + i;
-            work.stage.or_word(upper / 32u, 1u << upper % 32u);
-            work.stage.or_bits(low + i * num_bits, low_bits(column, num_bits));
+            stage.or_word(upper / 32u, 1u << upper % 32u);
+            stage.or_bits(low + i * num_bits, low_bits(column, num_bits));
         }
     }
     // The highest bits of the elements that are not listed, from bit `start` on.
     __device__ __forceinline__ void put_signs(const Work &work, uint32_t start) const
     {
+        const BitStage &stage = work.stage;
 #pragma unroll 1
         for (uint32_t column = kPerStep * G::lane(); column < columns; column += kPerStep * LANES) {
-            const Signs &signs = work.signs[column / kPerStep];
-            work.stage.or_bits(start + signs.before, uint32_t{signs.bits});
+            const Signs signs = work.signs[column / kPerStep];
+            stage.or_bits<kLikely>(start + signs.before, uint32_t{signs.bits});
         }
     }
     // ---- values ----

@@ -160,9 +160,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         if (held < kOfLane) { // what is behind them is not residuals
             const uint32_t num_bits = held * kBits / 2u;
 #pragma unroll
-            for (uint32_t i = 0; i < kRun; i++)
-                run[i] = low_bits(run[i], num_bits - ibp_min_u32(num_bits, 32u * i));
-            stage.or_most(position, run);
+            for (uint32_t i = 0; i < kRun; i++) run[i] = low_bits(run[i], num_bits - ibp_min_u32(num_bits, 32u * i));
+            stage.or_words<kLikely>(position, run);
         } else if (position % (32u * kRun) != 0u)
             put_run(stage, position, run);
         else if constexpr (kRun == 4)
@@ -184,7 +183,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             bits.high = low_bits(bits.high, num * r - ibp_min_u32(num * r, 64u));
         }
         const uint32_t low[2] = {static_cast<uint32_t>(bits.low), static_cast<uint32_t>(bits.low >> 32)};
-        stage.or_most(position, low);
+        stage.or_words<kLikely>(position, low);
         if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
     // The low R bits of each of eight words, side by side: six words; the last one may be filled in part.
@@ -258,7 +257,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             const uint64_t low = low_bits(words[e % kWords], r),
                            high = e + 1u < num ? low_bits(words[(e + 1u) % kWords], r) : 0u, both = low | high << r;
             const uint32_t bits[2] = {static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32)};
-            stage.or_most(position + e * r, bits);
+            stage.or_words<kLikely>(position + e * r, bits);
         }
     }
 
@@ -305,9 +304,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
                                                       uint32_t last, uint32_t num_bits)
     {
-        const uint32_t only[1] = {first};
         if (kOctets == 1u)
-            stage.or_most(position, only);
+            stage.or_bits<kLikely>(position, first);
         else
             stage.or_bits(position, first | static_cast<uint64_t>(last) << num_bits);
     }
@@ -353,7 +351,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             const uint32_t counts[1] = {permute_bytes(escapes, 0, has_fourth ? 0x4140 : 0x4040)};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);
-            stage.or_bits(at + i * width, first);
+            stage.or_bits<kLikely>(at + i * width, first);
             stage.or_bits(plane3 + (reached + (before[0] & 0xffffu)) * next_width, second);
             G::sync(); // all have read
             Symbol *to = list + left + (before[0] >> 16);
