@@ -34,22 +34,27 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
         const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
-        return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 8u : 4u) * words;
+        return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 12u : 4u) * words;
     }
+    // The highest bits of the other elements that a lane has, the first one lowest; how many others are before them.
+    struct alignas(2u * sizeof(Bits)) Signs {
+        Bits bits, before;
+    };
 
     // A row being coded.
     struct Work {
         const BitStage &stage;
         T *elements;  // as they are in the row; then symbols that escape
         Bits *bitmap; // a bit a column
-        Bits *signs;  // likewise the highest bits of all other elements, where the default has signs
+        Signs *signs; // where the default has signs
         uint32_t num_listed;
     };
     __device__ __forceinline__ Work work_in(const BitStage &stage) const
     {
         uint8_t *const scratch = reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes);
         Bits *const bitmap = reinterpret_cast<Bits *>(scratch + elements_bytes(row_bytes));
-        return {stage, reinterpret_cast<T *>(scratch), bitmap, bitmap + (columns + 127u) / 128u * (128u / kPerStep), 0};
+        Signs *const signs = reinterpret_cast<Signs *>(bitmap + (columns + 127u) / 128u * (128u / kPerStep));
+        return {stage, reinterpret_cast<T *>(scratch), bitmap, signs, 0};
     }
 
     // ---- listed elements ----
@@ -70,29 +75,39 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             const uint32_t listed = Base::bits_of(ones), count[1] = {ibp_popcount(listed)};
             uint32_t before[1], total[1];
             G::scan(count, before, total);
-            T *to = work.elements + work.num_listed + before[0];
-#pragma unroll
-            for (uint32_t e = 0; e < kPerStep; e++) {
-                if ((listed >> e & 1u) == 0u) continue;
-                *to = Base::element(words[e / kPerLane], e % kPerLane);
-                to += 1;
-            }
+            before[0] += work.num_listed;
             work.num_listed += total[0];
             if (has_signs)
-#pragma unroll
-                for (uint32_t e = kPerStep; e-- > 0;) // those of the others, the last one first
-                    if ((listed >> e & 1u) == 0u)
-                        signs = __funnelshift_l(top_element(words[e / kPerLane], e % kPerLane), signs, 1);
+                signs = put_listed<true>(work.elements + before[0], words, listed);
+            else
+                put_listed<false>(work.elements + before[0], words, listed);
             if (column >= columns) continue;
             work.bitmap[column / kPerStep] = static_cast<Bits>(listed);
-            if (has_signs) work.signs[column / kPerStep] = static_cast<Bits>(signs);
+            if (!has_signs) continue;
+            signs = __funnelshift_r(__brev(signs), 0u, 32u - kPerStep + count[0]);
+            work.signs[column / kPerStep] = {static_cast<Bits>(signs), static_cast<Bits>(column - before[0])};
         }
         G::sync(); // all of it is there
     }
-    // An element of four words, in the highest bits.
-    static __device__ __forceinline__ uint32_t top_element(const uint32_t (&words)[4], uint32_t e)
+    // Stores the listed elements of a lane's words. Returns the highest bits of the others, the last one lowest.
+    template <bool HAS_SIGNS>
+    static __device__ __forceinline__ uint32_t put_listed(T *to, const uint32_t (&words)[kVectors][4], uint32_t listed)
     {
-        return words[e / Base::kPerWord] << (Base::kPerWord - 1u - e % Base::kPerWord) * kBits;
+        uint32_t signs = 0, highest = 0; // the word of element e, turned so that e is the highest, or the lowest one
+#pragma unroll
+        for (uint32_t e = 0; e < kPerStep; e++) {
+            constexpr uint32_t kTurn = sizeof(T) == 1 ? 0x0321 : 0x1032;
+            const uint32_t word = words[e / kPerLane][e % kPerLane / Base::kPerWord],
+                           lowest = e % Base::kPerWord == 0u ? word : highest;
+            highest = (e + 1u) % Base::kPerWord == 0u ? word : permute_bytes(lowest, lowest, kTurn);
+            if ((listed >> e & 1u) == 0u) {
+                if (HAS_SIGNS) signs = __funnelshift_l(highest, signs, 1);
+                continue;
+            }
+            *to = static_cast<T>(lowest);
+            to += 1;
+        }
+        return signs;
     }
     // Whether there are listed elements, and all equal the closed value.
     __device__ __forceinline__ bool is_closed(const Work &work) const
@@ -109,6 +124,13 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // Those of a list are put side by side first, behind the elements, so that every lane has as many.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
+        const BitStage &stage = work.stage;
+        if (!form.is_list) {
+#pragma unroll 1
+            for (uint32_t first = kPerStep * G::lane(); first < columns; first += kPerStep * LANES)
+                stage.or_bits<kLikely>(start + first, uint32_t{work.bitmap[first / kPerStep]});
+            return;
+        }
         auto *const list = reinterpret_cast<uint16_t *>(
             work.elements + (sizeof(T) == 1 ? work.num_listed + work.num_listed % 2u : work.num_listed));
         uint32_t num = 0;
@@ -117,10 +139,6 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             const uint32_t first = base + kPerStep * G::lane(),
                            held = ibp_min_u32(columns - ibp_min_u32(first, columns), kPerStep);
             uint32_t named = held != 0u ? work.bitmap[first / kPerStep] : 0u;
-            if (!form.is_list) {
-                work.stage.or_bits(start + first, named);
-                continue;
-            }
             if (form.is_complement) named = low_bits(~named, held);
             const uint32_t count[1] = {ibp_popcount(named)};
             uint32_t before[1], total[1];
@@ -134,25 +152,18 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 #pragma unroll 1
         for (uint32_t i = G::lane(); i < num; i += LANES) {
             const uint32_t column = list[i], upper = start + (column >> num_bits) + i;
-            work.stage.or_word(upper / 32u, 1u << upper % 32u);
-            work.stage.or_bits(low + i * num_bits, low_bits(column, num_bits));
+            stage.or_word(upper / 32u, 1u << upper % 32u);
+            stage.or_bits(low + i * num_bits, low_bits(column, num_bits));
         }
     }
     // The highest bits of the elements that are not listed, from bit `start` on.
     __device__ __forceinline__ void put_signs(const Work &work, uint32_t start) const
     {
-        uint32_t others = 0;
+        const BitStage &stage = work.stage;
 #pragma unroll 1
-        for (uint32_t base = 0; base < columns; base += kPerStep * LANES) {
-            const uint32_t column = base + kPerStep * G::lane(),
-                           held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerStep);
-            uint32_t count[1] = {0}, before[1], total[1];
-            if (held != 0u) count[0] = held - ibp_popcount(work.bitmap[column / kPerStep]);
-            G::scan(count, before, total);
-            if (held != 0u)
-                work.stage.or_bits(start + others + before[0],
-                                   low_bits(uint32_t{work.signs[column / kPerStep]}, count[0]));
-            others += total[0];
+        for (uint32_t column = kPerStep * G::lane(); column < columns; column += kPerStep * LANES) {
+            const Signs signs = work.signs[column / kPerStep];
+            stage.or_bits<kLikely>(start + signs.before, uint32_t{signs.bits});
         }
     }
     // ---- values ----
@@ -166,7 +177,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         gather_listed(row, work);
         const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
         const bool closed = is_closed(work);
-        if (G::lane() == 0u) stage.or_bits(start_bit, k | (closed ? ibp_closed_bit(columns) : 0u));
+        // Its bytes are the row's first ones, behind a cluster's number at most.
+        if (G::lane() == 0u) stage.or_word(0, (k | (closed ? ibp_closed_bit(columns) : 0u)) << start_bit);
         ibp_position_form form{};
         if (k != 0u) form = this->choose_form(k);
         const uint32_t signs = positions + 8u * form.num_bytes, values = signs + this->sign_bits(k);

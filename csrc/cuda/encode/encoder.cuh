@@ -315,6 +315,9 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
+// Of bits that are likely to be ones in every word but the last: to look takes more than an access.
+constexpr bool kLikely = true;
+
 // A row being coded: bits are ORed into words that are zero. What would lie past the end goes to the last words, which
 // are no row's: only a row that has changed since it was measured, or that has no coded form, asks for that.
 struct BitStage {
@@ -325,10 +328,10 @@ struct BitStage {
     {
         if (bits != 0u) atomicOr(&words[ibp_min_u32(w, num_words)], bits);
     }
-    __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
+    template <bool LIKELY = false> __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
     {
         const uint32_t words_of[1] = {bits};
-        or_words(position, words_of);
+        or_words<LIKELY>(position, words_of);
     }
     __device__ __forceinline__ void or_bits(uint32_t position, uint64_t bits) const
     {
@@ -342,25 +345,17 @@ struct BitStage {
         static_assert(N <= kMost, "words that a stage has behind a row");
         return words + ibp_min_u32(position / 32u, num_words - kMost);
     }
-    // Words that are zero are left out.
-    template <uint32_t N> __device__ __forceinline__ void or_words(uint32_t position, const uint32_t (&bits)[N]) const
+    // Words that are zero are left out, unless they are likely not to be.
+    template <bool LIKELY = false, uint32_t N>
+    __device__ __forceinline__ void or_words(uint32_t position, const uint32_t (&bits)[N]) const
     {
         uint32_t *const to = at<N>(position);
         const uint32_t shift = position % 32u;
 #pragma unroll
         for (uint32_t i = 0; i <= N; i++) {
             const uint32_t word = __funnelshift_l(i == 0u ? 0u : bits[i - 1u], i == N ? 0u : bits[i % N], shift);
-            if (word != 0u) atomicOr(to + i, word);
+            if ((LIKELY && i < N) || word != 0u) atomicOr(to + i, word);
         }
-    }
-    // The same where only the last word is likely to be zero: to look takes more than an access.
-    template <uint32_t N> __device__ __forceinline__ void or_most(uint32_t position, const uint32_t (&bits)[N]) const
-    {
-        uint32_t *const to = at<N>(position);
-        const uint32_t shift = position % 32u, last = __funnelshift_l(bits[N - 1u], 0u, shift);
-#pragma unroll
-        for (uint32_t i = 0; i < N; i++) atomicOr(to + i, __funnelshift_l(i == 0u ? 0u : bits[i - 1u], bits[i], shift));
-        if (last != 0u) atomicOr(to + N, last);
     }
 };
 

@@ -373,9 +373,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 #pragma unroll
             for (uint32_t w = kRun; w-- > 0;) {
                 if (sizeof(T) == 1)
-                    run = run << 4 | ones[i + w] * 0x10204080u >> 28;
+                    run = (run << 4) + (ones[i + w] * 0x10204080u >> 28);
                 else
-                    run = run << kPerWord | ones[i + w];
+                    run = (run << kPerWord) + ones[i + w];
             }
             if (sizeof(T) == 2) run = (run | run >> 15) & 0xffffu;
             bits |= run << i * kPerWord;
@@ -418,10 +418,10 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t e = 0; e < NUM; e++)
             escapes += entry_for(codes, words, e, sizeof(T) == 1 ? 0u : planes.rotate) & (MEASURES ? ~0u : kEscapes);
     }
-    // A word of elements like the default; dense rows have no default.
+    // A word of elements like the default, whose highest bit is 0 where it has signs; dense rows have no default.
     __device__ __forceinline__ uint32_t normal_word() const
     {
-        return LISTED ? static_cast<T>(planes.default_value) * kLowest : 0u;
+        return LISTED ? static_cast<T>(static_cast<T>(planes.default_value) & listing_bits()) * kLowest : 0u;
     }
     // N vectors of a row from byte `first` on, each `stride` bytes behind the last one; behind the row there are
     // elements like the default.

@@ -133,8 +133,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                 put_fields<23>(stage, position, w);
             else
                 put_pairs(stage, position, w, held, r);
-        } else if (r == kBits / 2u && held == kOfLane) {
-            put_halves(stage, position, words);
+        } else if (r == kBits / 2u) {
+            put_halves(stage, position, words, held);
         } else {
 #pragma unroll
             for (uint32_t o = 0; o < kOctets; o++)
@@ -144,7 +144,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
     // The lower halves of a lane's elements.
     static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
-                                                      const uint32_t (&words)[kOctets][kWords])
+                                                      const uint32_t (&words)[kOctets][kWords], uint32_t held)
     {
         constexpr uint32_t kRun = kOfLane * sizeof(T) / 8u;
         uint32_t run[kRun];
@@ -157,7 +157,12 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             run[i] = permute_bytes(low, high, 0x6420);
         }
         uint32_t *const to = stage.words + position / 32u;
-        if (position % (32u * kRun) != 0u)
+        if (held < kOfLane) { // what is behind them is not residuals
+            const uint32_t num_bits = held * kBits / 2u;
+#pragma unroll
+            for (uint32_t i = 0; i < kRun; i++) run[i] = low_bits(run[i], num_bits - ibp_min_u32(num_bits, 32u * i));
+            stage.or_words<kLikely>(position, run);
+        } else if (position % (32u * kRun) != 0u)
             put_run(stage, position, run);
         else if constexpr (kRun == 4)
             *reinterpret_cast<uint4 *>(to) = make_uint4(run[0], run[1], run[2], run[3]);
@@ -178,7 +183,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             bits.high = low_bits(bits.high, num * r - ibp_min_u32(num * r, 64u));
         }
         const uint32_t low[2] = {static_cast<uint32_t>(bits.low), static_cast<uint32_t>(bits.low >> 32)};
-        stage.or_most(position, low);
+        stage.or_words<kLikely>(position, low);
         if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
     // The low R bits of each of eight words, side by side: six words; the last one may be filled in part.
@@ -252,7 +257,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             const uint64_t low = low_bits(words[e % kWords], r),
                            high = e + 1u < num ? low_bits(words[(e + 1u) % kWords], r) : 0u, both = low | high << r;
             const uint32_t bits[2] = {static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32)};
-            stage.or_most(position + e * r, bits);
+            stage.or_words<kLikely>(position + e * r, bits);
         }
     }
 
@@ -299,9 +304,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
                                                       uint32_t last, uint32_t num_bits)
     {
-        const uint32_t only[1] = {first};
         if (kOctets == 1u)
-            stage.or_most(position, only);
+            stage.or_bits<kLikely>(position, first);
         else
             stage.or_bits(position, first | static_cast<uint64_t>(last) << num_bits);
     }
@@ -325,30 +329,38 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         constexpr uint32_t kFour = 4;
         const uint32_t width = this->width_of(2), next_width = this->width_of(3), plane3 = at + to_byte(n * width);
         if (plane3 > most_bits) return plane3;
+        // Of a code's upper half, whose bits 0 and 8 are the escapes: which one says that the symbol is put as it is.
+        const bool has_fourth = planes.num_planes > 3u;
+        const uint32_t is_raw = has_fourth ? 1u << 8 : 1u;
         uint32_t reached = 0, left = planes.num_planes > 2u ? 0u : n;
 #pragma unroll 1
         for (uint32_t base = 0; base < n && planes.num_planes > 2u; base += kFour * LANES) {
             const uint32_t i = base + kFour * G::lane();
-            uint32_t entries[kFour], first = 0, second = 0, reaches = 0, raw = 0;
+            uint32_t entries[kFour], code[kFour], first = 0, second = 0, escapes = 0;
+#pragma unroll
+            for (uint32_t e = 0; e < kFour; e++) {
+                entries[e] = i + e < n ? list[i + e] : 0u;
+                code[e] = i + e < n ? codes[own_codes + (entries[e] >> kKeyAt)] >> 16 : 0u;
+            }
 #pragma unroll
             for (uint32_t e = kFour; e-- > 0;) {
-                entries[e] = i + e < n ? list[i + e] : 0u;
-                const uint32_t code = i + e < n ? codes[own_codes + (entries[e] >> kKeyAt)] >> 16 : 0u;
-                first = first << width | (code >> 4 & 15u);
-                if (code & 1u) second = second << next_width | code >> 12;
-                reaches += code & 1u;
-                raw = raw << 1 | (code >> (planes.num_planes > 3u ? 8u : 0u) & 1u);
+                first = __funnelshift_l(code[e] << (28u - width), first, width);
+                if (code[e] & 1u) second = __funnelshift_l(code[e] << (20u - next_width), second, next_width);
+                escapes += code[e] & 0x101u;
             }
-            const uint32_t counts[1] = {reaches | ibp_popcount(raw) << 16};
+            const uint32_t counts[1] = {permute_bytes(escapes, 0, has_fourth ? 0x4140 : 0x4040)};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);
-            stage.or_bits(at + i * width, first);
+            stage.or_bits<kLikely>(at + i * width, first);
             stage.or_bits(plane3 + (reached + (before[0] & 0xffffu)) * next_width, second);
             G::sync(); // all have read
             Symbol *to = list + left + (before[0] >> 16);
 #pragma unroll
-            for (uint32_t e = 0; e < kFour; e++)
-                if (raw >> e & 1u) *to++ = static_cast<Symbol>(entries[e]);
+            for (uint32_t e = 0; e < kFour; e++) {
+                if ((code[e] & is_raw) == 0u) continue;
+                *to = static_cast<Symbol>(entries[e]);
+                to += 1;
+            }
             reached += total[0] & 0xffffu, left += total[0] >> 16;
         }
         G::sync(); // the list is there
