@@ -79,8 +79,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
         sync();
         const uint32_t count = lane() < WARPS ? shared_word(counts + lane()) : 0u;
         total = __reduce_add_sync(kAllLanes, count);
-        const uint32_t before = __reduce_add_sync(kAllLanes, lane() < warp() ? count : 0u);
-        return before;
+        return __reduce_add_sync(kAllLanes, lane() < warp() ? count : 0u);
     }
 };
 

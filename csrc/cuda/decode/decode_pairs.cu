@@ -1,7 +1,5 @@
 // decode_pairs.cu - the gathers whose rows are dense ones of scheme planes with digits of two bits and symbols of a
 // byte.
-#define LONG_GROUP Group<kWarp, 16, true>
-#define LONG_VECTORS 3
 #include "gather.cuh"
 #include "decode_pairs.cuh"
 
@@ -26,7 +24,7 @@ template <template <class> class Decoder> static ibp_status launch_by_tiles(cons
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {
     if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)
-        return launch_gather<Decoder<LONG_GROUP>>(gather);
+        return launch_gather<Decoder<Group<kWarp, 32>>>(gather);
     return launch_by_tiles<Decoder>(gather);
 }
 

@@ -17,9 +17,6 @@
 
 #include "tiles.cuh"
 
-#ifndef LONG_VECTORS
-#define LONG_VECTORS 3
-#endif
 namespace ibp {
 
 // COLUMNS: every column has entries of its own. FIRST: bits of plane 0's digits.
@@ -30,12 +27,12 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     static constexpr uint32_t kFirstBits = FIRST;
     // Shared memory has room for two groups for rows of any length, so these can have more registers; it has room for
     // one group of a whole block. Decoders that fit 72 registers get more warps.
-    static constexpr uint32_t kMostThreads = G::kWarps > 8                ? 1024
-                                             : G::kAnyLength              ? 512
+    static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
+                                             : G::kWarps > 8              ? 1024
                                              : sizeof(T) == 2 && !COLUMNS ? 896
                                              : FIRST == 3                 ? 640
                                                                           : 768;
-    static constexpr uint32_t kVectors = G::kWarps > 8 ? LONG_VECTORS : G::kAnyLength                        ? 8
+    static constexpr uint32_t kVectors = G::kAnyLength                        ? 8
                                          : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
