@@ -77,18 +77,9 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
         }
         if (lane() == 0) shared_word(counts + warp()) = mine;
         sync();
-        if (WARPS > 8) {
-            const uint32_t count = lane() < WARPS ? shared_word(counts + lane()) : 0u, sums = inclusive_scan(count);
-            total = last_lane(sums);
-            return __shfl_sync(kAllLanes, sums - count, warp());
-        }
-        uint32_t before = 0;
-        total = 0;
-        for (uint32_t i = 0; i < WARPS; i++) {
-            if (i == warp()) before = total;
-            total += shared_word(counts + i);
-        }
-        return before;
+        const uint32_t count = lane() < WARPS ? shared_word(counts + lane()) : 0u;
+        total = __reduce_add_sync(kAllLanes, count);
+        return __reduce_add_sync(kAllLanes, lane() < warp() ? count : 0u);
     }
 };
 
