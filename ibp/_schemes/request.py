@@ -37,8 +37,9 @@ class Request:
         level: option of scheme "planes" (see `ibp.compress`).
         codes_invariant: whether codebooks have a coded form for every row, also for rows that lack what all sampled
             rows have in common.
-        room_ahead: returns memory for as many bytes of slots: rows are coded into slots, of the size that the sample
-            asks for, in the pass that measures them. None: they are measured alone.
+        near: returns the bytes where the working device reads them; None: that reads `data`.
+        room_ahead: returns memory for as many bytes of slots, where `data` is: rows are coded into slots, of the size
+            that the sample asks for, in the pass that measures them. None: they are measured alone.
         measured: codebooks that were learned from `host_rows`, each with the lengths that these have with it, and their
             survey.
     """
@@ -55,6 +56,7 @@ class Request:
     progress: bool = False
     level: str = "default"
     codes_invariant: bool = False
+    near: Callable[[], torch.Tensor] | None = None
     room_ahead: Callable[[int], torch.Tensor] | None = None
     measured: list[tuple[AnyCodebook, torch.Tensor, slots.Survey]] = field(
         default_factory=list, init=False, compare=False
